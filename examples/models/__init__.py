@@ -1,0 +1,12 @@
+"""Three small models with hand-written backward passes, for NumPy and CuPy: `mlp`, `cnn` and `gpt`.
+
+Each module has the same three functions:
+
+    initial(rng, xp, ...)                                 the parameters, {name: array}, in forward order
+    loss_and_gradients(parameters, batch, on_gradient)    mean loss of a batch (x, y); hands in every gradient
+    scores(parameters, x)                                 the logits
+
+`on_gradient(name, array)` is called once per parameter, as soon as its gradient is final: last layer first.
+The array is never written again, so that its exchange with other ranks can start at once. An empty batch has
+loss 0 and zero gradients, so that a rank that ran out of samples still takes part.
+"""

@@ -1,0 +1,106 @@
+"""A small convolutional net: two times (3x3 convolution, 2x2 max-pool, ReLU), then a dense layer.
+
+Pooling comes before the ReLU: the result is the same and the ReLU has a quarter of the work.
+"""
+
+import math
+from collections.abc import Callable
+from types import ModuleType
+
+import numpy
+
+from mpitrain.arrays import Array
+
+from .layers import (
+    convolution,
+    convolution_backward_input,
+    convolution_backward_weight,
+    dense,
+    dense_backward,
+    max_pool,
+    max_pool_backward,
+    normal,
+    relu,
+    relu_backward,
+    softmax_cross_entropy,
+)
+
+
+def initial(
+    rng: numpy.random.Generator,
+    xp: ModuleType,
+    *,
+    inputs: int = 784,
+    channels: tuple[int, int] = (16, 32),
+    classes: int = 10,
+    dtype: object = "float32",
+) -> dict[str, Array]:
+    """Random parameters for square one-channel images of `inputs` pixels, the side a multiple of 4.
+
+    He et al. (2015) for the weights, zeros for the biases.
+    """
+    side = math.isqrt(inputs)
+    if side * side != inputs or side % 4:
+        raise ValueError(f"inputs is {inputs}; allowed: the square of a multiple of 4")
+    first, second = channels
+    flat = (side // 4) ** 2 * second
+    return {
+        "conv1.weight": normal(rng, xp, (3, 3, 1, first), math.sqrt(2 / 9), dtype),
+        "conv1.bias": xp.zeros(first, dtype),
+        "conv2.weight": normal(rng, xp, (3, 3, first, second), math.sqrt(2 / (9 * first)), dtype),
+        "conv2.bias": xp.zeros(second, dtype),
+        "dense.weight": normal(rng, xp, (flat, classes), math.sqrt(2 / flat), dtype),
+        "dense.bias": xp.zeros(classes, dtype),
+    }
+
+
+def scores(parameters: dict[str, Array], x: Array) -> Array:
+    """The logits (n, classes) of x (n, inputs)."""
+    return _forward(parameters, x)[0]
+
+
+def loss_and_gradients(
+    parameters: dict[str, Array], batch: tuple[Array, Array], on_gradient: Callable[[str, Array], None]
+) -> float:
+    """The mean loss over the samples of batch = x (n, inputs), integer labels y (n,). See `models`."""
+    x, y = batch
+    logits, (stage1, stage2), flat = _forward(parameters, x)
+    loss, d = softmax_cross_entropy(logits, y)
+    d, d_weight, d_bias = dense_backward(d, flat, parameters["dense.weight"])
+    on_gradient("dense.bias", d_bias)
+    on_gradient("dense.weight", d_weight)
+    d = _stage_backward(parameters, "conv2", stage2, d.reshape(stage2[-1].shape), on_gradient)
+    d = convolution_backward_input(d, parameters["conv2.weight"])
+    _stage_backward(parameters, "conv1", stage1, d, on_gradient)
+    return float(loss)
+
+
+def _forward(parameters: dict[str, Array], x: Array) -> tuple[Array, tuple[list[Array], list[Array]], Array]:
+    side = math.isqrt(x.shape[1])
+    stage1 = _stage(parameters, "conv1", x.reshape(len(x), side, side, 1))
+    stage2 = _stage(parameters, "conv2", stage1[-1])
+    flat = stage2[-1].reshape(len(x), len(parameters["dense.weight"]))
+    return dense(flat, parameters["dense.weight"], parameters["dense.bias"]), (stage1, stage2), flat
+
+
+def _stage(parameters: dict[str, Array], name: str, x: Array) -> list[Array]:
+    """Convolution, pool, ReLU. Returns what the backward pass needs; the output is last."""
+    convolved, rows = convolution(x, parameters[f"{name}.weight"])
+    convolved += parameters[f"{name}.bias"]
+    pooled = max_pool(convolved)
+    return [rows, convolved, pooled, relu(pooled)]
+
+
+def _stage_backward(
+    parameters: dict[str, Array],
+    name: str,
+    kept: list[Array],
+    d: Array,
+    on_gradient: Callable[[str, Array], None],
+) -> Array:
+    """Hands in the stage's gradients and returns the gradient by the convolution's output."""
+    rows, convolved, pooled, out = kept
+    d = max_pool_backward(relu_backward(d, out), convolved, pooled)
+    on_gradient(f"{name}.bias", d.reshape(len(rows), d.shape[3]).sum(axis=0))
+    on_gradient(f"{name}.weight", convolution_backward_weight(d, rows, parameters[f"{name}.weight"]))
+    return d

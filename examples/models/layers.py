@@ -1,0 +1,181 @@
+"""The pieces of the models: each layer is a function, and its backward pass the function below it.
+
+A backward function takes `d_y`, the gradient of the loss by the layer's output, and what the forward pass
+kept; it returns the gradients by the layer's inputs, fresh arrays. All work on float32 and float64, NumPy and
+CuPy.
+"""
+
+import math
+from types import ModuleType
+
+import numpy
+
+from mpitrain.arrays import Array, namespace
+
+EPSILON = 1e-5  # of layer norm; keeps a constant row finite
+
+
+def normal(
+    rng: numpy.random.Generator, xp: ModuleType, shape: tuple[int, ...], deviation: float, dtype: object
+) -> Array:
+    """Random initial weights. Drawn on the host in float64: the same numbers on every device and dtype."""
+    return xp.asarray((rng.standard_normal(shape) * deviation).astype(dtype))
+
+
+def dense(x: Array, weight: Array, bias: Array) -> Array:
+    """x (..., inputs) @ weight (inputs, outputs) + bias (outputs,)."""
+    y = x @ weight
+    y += bias
+    return y
+
+
+def dense_backward(d_y: Array, x: Array, weight: Array) -> tuple[Array, Array, Array]:
+    rows, d_rows = x.reshape(-1, weight.shape[0]), d_y.reshape(-1, weight.shape[1])
+    return d_y @ weight.T, rows.T @ d_rows, d_rows.sum(axis=0)
+
+
+def relu(x: Array) -> Array:
+    return namespace(x).maximum(x, 0)
+
+
+def relu_backward(d_y: Array, y: Array) -> Array:
+    return d_y * (y > 0)
+
+
+def gelu(x: Array) -> tuple[Array, Array]:
+    """The tanh form of Hendrycks and Gimpel (2016). Returns y and the tanh, kept for the backward pass."""
+    tanh = namespace(x).tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x))
+    return 0.5 * x * (1 + tanh), tanh
+
+
+def gelu_backward(d_y: Array, x: Array, tanh: Array) -> Array:
+    slope = math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * x * x)
+    return d_y * (0.5 * (1 + tanh) + 0.5 * x * (1 - tanh * tanh) * slope)
+
+
+def layer_norm(x: Array, scale: Array, bias: Array) -> tuple[Array, Array, Array]:
+    """Over the last axis. Returns y, the normalised x and 1 / deviation, kept for the backward pass."""
+    centred = x - x.mean(axis=-1, keepdims=True)
+    inverse = 1 / namespace(x).sqrt((centred * centred).mean(axis=-1, keepdims=True) + EPSILON)
+    centred *= inverse
+    return centred * scale + bias, centred, inverse
+
+
+def layer_norm_backward(
+    d_y: Array, scale: Array, normalised: Array, inverse: Array
+) -> tuple[Array, Array, Array]:
+    leading = tuple(range(d_y.ndim - 1))
+    d = d_y * scale
+    d_x = d - d.mean(axis=-1, keepdims=True) - normalised * (d * normalised).mean(axis=-1, keepdims=True)
+    return d_x * inverse, (d_y * normalised).sum(axis=leading), d_y.sum(axis=leading)
+
+
+def softmax(x: Array) -> Array:
+    """Over the last axis."""
+    y = x - x.max(axis=-1, keepdims=True)
+    namespace(x).exp(y, out=y)
+    y /= y.sum(axis=-1, keepdims=True)
+    return y
+
+
+def softmax_cross_entropy(logits: Array, labels: Array) -> tuple[Array, Array]:
+    """Mean over the rows of -log softmax(logits (rows, classes))[label]. Returns it, 0-d, and d_logits.
+
+    No rows give loss 0. The loss stays on its device: turning it into a float waits for the device, which
+    the caller does after the backward pass.
+    """
+    xp = namespace(logits)
+    rows = xp.arange(len(labels))
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    d_logits = xp.exp(shifted)
+    total = d_logits.sum(axis=-1, keepdims=True)
+    share = 1 / max(len(labels), 1)
+    loss = (xp.log(total[:, 0]) - shifted[rows, labels]).sum(dtype=xp.float64) * share
+    d_logits /= total
+    d_logits[rows, labels] -= 1
+    d_logits *= share
+    return loss, d_logits
+
+
+def patches(x: Array, size: int) -> Array:
+    """Every size x size neighbourhood of x (n, height, width, channels), zeros outside, as a row ("im2col").
+
+    Returns (n * height * width, size * size * channels), a copy. `size` is odd.
+    """
+    xp = namespace(x)
+    n, height, width, channels = x.shape
+    margin = size // 2
+    padded = xp.zeros((n, height + 2 * margin, width + 2 * margin, channels), x.dtype)
+    padded[:, margin : margin + height, margin : margin + width] = x
+    image, row, column, channel = padded.strides
+    windows = xp.lib.stride_tricks.as_strided(
+        padded, (n, height, width, size, size, channels), (image, row, column, row, column, channel)
+    )
+    return windows.reshape(n * height * width, size * size * channels)
+
+
+def convolution(x: Array, weight: Array) -> tuple[Array, Array]:
+    """Cross-correlate x (n, height, width, inputs) with weight (size, size, inputs, outputs), zeros outside.
+
+    Returns y (n, height, width, outputs) and the patches of x, kept for the backward pass.
+    """
+    rows = patches(x, weight.shape[0])
+    y = rows @ weight.reshape(rows.shape[1], weight.shape[3])
+    return y.reshape(*x.shape[:3], weight.shape[3]), rows
+
+
+def convolution_backward_weight(d_y: Array, rows: Array, weight: Array) -> Array:
+    return (rows.T @ d_y.reshape(len(rows), weight.shape[3])).reshape(weight.shape)
+
+
+def convolution_backward_input(d_y: Array, weight: Array) -> Array:
+    """By x: d_y convolved with the weight turned by 180 degrees, its inputs and outputs exchanged."""
+    return convolution(d_y, weight[::-1, ::-1].transpose(0, 1, 3, 2))[0]
+
+
+def _quarters(x: Array) -> list[Array]:
+    """Four views of x (n, height, width, channels), each one corner of all 2 x 2 squares."""
+    return [x[:, i::2, j::2] for i in (0, 1) for j in (0, 1)]
+
+
+def max_pool(x: Array) -> Array:
+    """The largest of each 2 x 2 square; height and width must be even."""
+    xp = namespace(x)
+    a, b, c, d = _quarters(x)
+    return xp.maximum(xp.maximum(a, b), xp.maximum(c, d))
+
+
+def max_pool_backward(d_y: Array, x: Array, y: Array) -> Array:
+    """Where several values of a square are the largest (plain background), the first takes the gradient."""
+    xp = namespace(x)
+    d_x = xp.empty_like(x)
+    left = d_y
+    for corner, d_corner in zip(_quarters(x), _quarters(d_x), strict=True):
+        here = corner == y
+        xp.multiply(left, here, out=d_corner)
+        left = left * ~here
+    return d_x
+
+
+def attention(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+    """Causal attention of q, k, v (n, heads, time, width): no position sees a later one.
+
+    Returns y, shaped like q, and the attention probabilities, kept for the backward pass.
+    Source: Vaswani et al., Attention Is All You Need (2017), section 3.2.1.
+    """
+    xp = namespace(q)
+    logits = q @ k.swapaxes(-1, -2)
+    logits *= 1 / math.sqrt(q.shape[-1])
+    logits += xp.triu(xp.full(logits.shape[-2:], -xp.inf, logits.dtype), 1)
+    probabilities = softmax(logits)
+    return probabilities @ v, probabilities
+
+
+def attention_backward(
+    d_y: Array, q: Array, k: Array, v: Array, probabilities: Array
+) -> tuple[Array, Array, Array]:
+    d_probabilities = d_y @ v.swapaxes(-1, -2)
+    inner = (d_probabilities * probabilities).sum(axis=-1, keepdims=True)
+    d_logits = probabilities * (d_probabilities - inner)
+    d_logits *= 1 / math.sqrt(q.shape[-1])
+    return d_logits @ k, d_logits.swapaxes(-1, -2) @ q, probabilities.swapaxes(-1, -2) @ d_y

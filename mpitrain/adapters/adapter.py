@@ -1,0 +1,54 @@
+"""The only seam that knows a framework: a model's parameters, its gradients and its optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import numpy
+
+from mpitrain.arrays import Array
+from mpitrain.exchange.bucket import Parameter
+from mpitrain.tree import Tree
+
+# Called with a parameter's index and its gradient, as soon as the backward pass has it.
+OnGradient: TypeAlias = Callable[[int, Array], None]
+
+
+class Adapter(Protocol):
+    """One replica of the model. No method communicates; every rank makes the same calls."""
+
+    @property
+    def layout(self) -> Sequence[Parameter]:
+        """Name, shape and dtype of every parameter; a parameter's index is its place here."""
+        ...
+
+    def parameters(self) -> dict[str, Array]:
+        """The parameters by name: themselves, not copies."""
+        ...
+
+    def load_parameters(self, values: Mapping[str, Array]) -> None:
+        """Overwrite the parameters with `values`, host or device arrays of the same names, shapes and dtypes."""
+        ...
+
+    def loss_and_gradients(self, batch: Tree, on_gradient: OnGradient) -> float:
+        """This rank's mean loss over its batch, handing in every gradient on the way, in any order.
+
+        A batch of no samples gives loss 0 and gradients of zeros.
+        """
+        ...
+
+    def apply_gradients(self, flats: Mapping[numpy.dtype, numpy.ndarray]) -> float:
+        """One step of the optimizer, with mean gradients in flat host buffers by dtype, in layout order.
+
+        The buffers may be overwritten. Returns the learning rate that was used.
+        """
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Parameters and optimizer state for a checkpoint: nested dicts of arrays and numbers, by name."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """The reverse of `state`. Raises CheckpointError, before anything is overwritten, where it does not fit."""
+        ...

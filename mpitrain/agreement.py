@@ -1,0 +1,133 @@
+"""An agreement: every rank says what it is about to do, and all compare before any data moves.
+
+One MPI_Iallgather of 40 bytes a rank. It turns ranks that disagree into an error on every rank instead of a
+hang or a wrong sum, and carries along the few numbers a step needs from everybody (sample weights, votes).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy
+
+from mpitrain.errors import MismatchError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from mpitrain.control import Control
+
+RECORD = numpy.dtype(
+    [("signature", "u8"), ("value", "f8"), ("weight", "f8"), ("code", "i8"), ("detail", "i8")], align=True
+)
+
+
+def signature(operation: str, lines: Sequence[str]) -> int:
+    """64 bits that are equal on two ranks when the operation and the lines are. (Python's hash() is salted.)"""
+    digest = hashlib.blake2b(operation.encode(), digest_size=8)
+    for line in lines:
+        digest.update(b"\n" + line.encode())
+    return int.from_bytes(digest.digest(), "little")
+
+
+class Agreement:
+    """Begun by every rank, in the same order. `test()` until true; then `records` has one row a rank."""
+
+    def __init__(
+        self,
+        comm: MPI.Comm,
+        control: Control,
+        operation: str,
+        lines: Sequence[str] = (),
+        *,
+        signed: int | None = None,
+        value: float = 0.0,
+        weight: float = 0.0,
+        code: int = 0,
+        detail: int = 0,
+    ) -> None:
+        """`lines` describe the data, one item a line; `signed` is their signature, where the caller keeps it."""
+        control.calls += 1
+        self.operation = operation
+        self.records = numpy.empty(comm.size, RECORD)
+        self._lines = lines
+        self._comm = comm
+        self._control = control
+        self._mine = numpy.zeros(1, RECORD)
+        self._mine[0] = (signature(operation, lines) if signed is None else signed, value, weight, code, detail)
+        self._request: MPI.Request | None = None
+        if comm.size == 1:
+            self.records[:] = self._mine
+        else:
+            from mpi4py import MPI
+
+            self._request = comm.Iallgather([self._mine, MPI.BYTE], [self.records, MPI.BYTE])
+
+    def test(self) -> bool:
+        """True when every rank's record is here and all are about to do the same.
+
+        Raises:
+            MismatchError: on every rank, naming the first difference.
+        """
+        if self._request is None:
+            return True
+        if not self._request.Test():
+            return False
+        self._request = None
+        if (self.records["signature"] != self.records["signature"][0]).any():
+            self._explain()
+        return True
+
+    def wait(self) -> numpy.ndarray:
+        """The records, shape (size,), dtype RECORD, once all are here. Raises as `test` does."""
+        self._control.wait(self.test, self.operation)
+        return self.records
+
+    def _explain(self) -> None:
+        """Gather what every rank was about to do, in words. All ranks come here or none: all saw the records."""
+        texts = gather_bytes(self._comm, "\n".join([self.operation, *self._lines]).encode(), self._control.wait)
+        raise mismatch([text.decode().split("\n") for text in texts], self._control.name)
+
+
+def gather_bytes(
+    comm: MPI.Comm, mine: bytes, wait: Callable[[Callable[[], bool], str], None], sizes: Sequence[int] | None = None
+) -> list[bytes]:
+    """Every rank's bytes, on every rank. `sizes` are their lengths by rank, where these are known already."""
+    from mpi4py import MPI
+
+    if sizes is None:
+        lengths = numpy.empty(comm.size, numpy.int64)
+        request = comm.Iallgather(numpy.array([len(mine)], numpy.int64), lengths)
+        wait(request.Test, "gather the sizes of messages")
+        sizes = [int(length) for length in lengths]
+    starts = [sum(sizes[:rank]) for rank in range(comm.size)]
+    everything = bytearray(sum(sizes))
+    request = comm.Iallgatherv([mine, MPI.BYTE], [everything, (sizes, starts), MPI.BYTE])
+    wait(request.Test, "gather messages")
+    return [bytes(everything[start : start + size]) for start, size in zip(starts, sizes, strict=True)]
+
+
+def mismatch(texts: Sequence[Sequence[str]], name: Callable[[int], str]) -> MismatchError:
+    """The error for the first rank that differs from rank 0, and the first line in which it does."""
+    for rank, lines in enumerate(texts):
+        if lines == texts[0]:
+            continue
+        if lines[0] != texts[0][0]:
+            found, expected = lines[0], texts[0][0]
+            hint = "do all ranks make the same calls in the same order?"
+        else:
+            found, expected = _first_difference(lines[1:], texts[0][1:])
+            hint = f"they must be equal in: {lines[0]}"
+        error = MismatchError(f"{name(rank)}: {found}; {name(0)}: {expected}; {hint}")
+        error.known_everywhere = True
+        return error
+    raise AssertionError("equal texts with different signatures")
+
+
+def _first_difference(found: Sequence[str], expected: Sequence[str]) -> tuple[str, str]:
+    for mine, other in zip(found, expected, strict=False):
+        if mine != other:
+            return mine, other
+    return f"has {len(found)} entries", f"has {len(expected)}"

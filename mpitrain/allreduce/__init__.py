@@ -1,0 +1,30 @@
+"""Allreduce algorithms: each replaces a flat buffer by its sum over all ranks.
+
+To add one: a file with a factory that takes a World, and a line below. It then inherits the contract tests
+(tests/ranks/test_allreduce.py), the benchmark and MPITRAIN_ALGORITHM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mpitrain.allreduce.algorithm import Algorithm
+from mpitrain.allreduce.native import native
+from mpitrain.allreduce.ring import ring
+from mpitrain.allreduce.select import auto
+from mpitrain.errors import ConfigError
+from mpitrain.world import World
+
+ALGORITHMS: dict[str, Callable[[World], Algorithm]] = {"auto": auto, "native": native, "ring": ring}
+
+
+def make_algorithm(world: World, name: str | None = None) -> Algorithm:
+    """The algorithm of that name, or of the world's settings.
+
+    Raises:
+        ConfigError: there is no algorithm of that name.
+    """
+    name = world.config.algorithm if name is None else name
+    if name not in ALGORITHMS:
+        raise ConfigError(f"there is no allreduce algorithm {name!r}; known: {', '.join(sorted(ALGORITHMS))}")
+    return ALGORITHMS[name](world)

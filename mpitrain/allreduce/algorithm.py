@@ -1,0 +1,116 @@
+"""What an allreduce algorithm is: a plan that can be driven step by step as well as waited for.
+
+No MPI library moves a large message while nobody calls into it, so whoever starts an allreduce drives it: by
+`test()` now and then while computing, or by `wait()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import ml_dtypes
+import numpy
+
+from mpitrain.arrays import Array
+from mpitrain.world import World
+
+BFLOAT16 = numpy.dtype(ml_dtypes.bfloat16)
+FLOATS = tuple(numpy.dtype(name) for name in ("float16", "float32", "float64")) + (BFLOAT16,)
+INTEGERS = tuple(numpy.dtype(code + str(size)) for code in "iu" for size in (1, 2, 4, 8))
+DTYPES = FLOATS + INTEGERS
+
+
+class Handle:
+    """A started allreduce. Handles of one algorithm end in the order in which they were started."""
+
+    def __init__(self, world: World, steps: Iterator[None], doing: str) -> None:
+        """`steps` does what can be done now at each `next`, and ends when the sum is complete."""
+        self._world = world
+        self._steps: Iterator[None] | None = steps
+        self._doing = doing
+
+    def test(self) -> bool:
+        """Do what can be done without waiting; true once the buffer holds the sum."""
+        if self._steps is not None:
+            try:
+                next(self._steps)
+            except StopIteration:
+                self._steps = None
+        return self._steps is None
+
+    def wait(self) -> None:
+        """Drive until the buffer holds the sum."""
+        self._world.control.wait(self.test, self._doing)
+
+
+class Algorithm(Protocol):
+    """The result of a factory such as `ring(world)`. Owns its scratch memory."""
+
+    def start(self, flat: Array) -> Handle:
+        """Begin to replace `flat` by its sum over ranks; the same bits on every rank.
+
+        Every rank starts the same number of elements of the same dtype, in the same order of calls. That is not
+        checked here (a bucket's layout is compared once, when it is made); `World.sum` checks every time.
+
+        Args:
+            flat: one-dimensional, contiguous, writable host array of one of DTYPES, any length. It must not be
+                touched until the handle is done. Sums are made in its own dtype; integers wrap.
+
+        Raises:
+            ValueError: `flat` is not such an array. It is never copied in silence.
+        """
+        ...
+
+    def allocate(self, count: int, dtype: numpy.dtype) -> Array:
+        """An uninitialised flat array in the memory that this algorithm likes best."""
+        ...
+
+
+Steps = Callable[[numpy.ndarray], Iterator[None]]
+
+
+class Sequential:
+    """An Algorithm from a generator function that yields while it has to wait.
+
+    It runs what is started one after the other, so the messages of two buffers never meet, and one scratch buffer
+    serves them all.
+    """
+
+    def __init__(self, world: World, name: str, steps: Steps) -> None:
+        self._world = world
+        self._name = name
+        self._steps = steps
+        self._last: Handle | None = None
+
+    def start(self, flat: Array) -> Handle:
+        """See Algorithm."""
+        check_flat(flat)
+        doing = f"allreduce {self._name} of {flat.size} {flat.dtype}"
+        self._last = Handle(self._world, self._run(self._last, flat), doing)
+        return self._last
+
+    def _run(self, previous: Handle | None, flat: numpy.ndarray) -> Iterator[None]:
+        while previous is not None and not previous.test():
+            yield
+        previous = None  # or a chain of all handles ever started would stay in memory
+        if self._world.size > 1 and flat.size > 0:
+            yield from self._steps(flat)
+
+    def allocate(self, count: int, dtype: numpy.dtype) -> Array:
+        """See Algorithm."""
+        return numpy.empty(count, dtype)
+
+
+def check_flat(flat: Array) -> None:
+    """Raise ValueError unless `flat` is what Algorithm.start takes."""
+    if not isinstance(flat, numpy.ndarray):
+        raise ValueError(f"allreduce takes a NumPy array on the host, not {type(flat).__name__}")
+    if flat.ndim != 1 or not flat.flags.c_contiguous or not flat.flags.writeable:
+        raise ValueError(
+            f"allreduce works in place on a one-dimensional, contiguous, writable array; this one has shape "
+            f"{flat.shape}, strides {flat.strides}, writable={flat.flags.writeable}. "
+            "Pack it first: flat = numpy.ascontiguousarray(x).ravel()"
+        )
+    if flat.dtype not in DTYPES or not flat.dtype.isnative:
+        raise ValueError(f"allreduce cannot sum {flat.dtype}; it can {', '.join(str(dtype) for dtype in DTYPES)}")

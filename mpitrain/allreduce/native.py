@@ -1,0 +1,47 @@
+"""native: MPI's own allreduce, whatever algorithm the library chooses.
+
+Cost: the library's business; for short arrays few latencies, log2(p) at best. Best for small buffers, where the
+ring's 2(p - 1) steps cost more than the bytes.
+
+float16 and bfloat16 have no MPI datatype that every library can add, so they travel as 16-bit words with an
+operation of our own (MPI-4.1, section 6.9.5), which rounds to the dtype after every addition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy
+
+from mpitrain.allreduce.algorithm import BFLOAT16, Sequential
+from mpitrain.world import World
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+def native(world: World) -> Sequential:
+    """MPI_Iallreduce in place. See Algorithm for the contract."""
+    from mpi4py import MPI
+
+    operations = {dtype: MPI.Op.Create(_adder(dtype), commute=True) for dtype in (numpy.dtype(numpy.float16), BFLOAT16)}
+
+    def steps(flat: numpy.ndarray) -> Iterator[None]:
+        if flat.dtype in operations:
+            words = flat.view(numpy.uint16)
+            request = world.comm.Iallreduce(MPI.IN_PLACE, [words, MPI.UINT16_T], operations[flat.dtype])
+        else:
+            request = world.comm.Iallreduce(MPI.IN_PLACE, flat, MPI.SUM)
+        while not request.Test():
+            yield
+
+    return Sequential(world, "native", steps)
+
+
+def _adder(dtype: numpy.dtype) -> Callable[[Any, Any, MPI.Datatype], None]:
+    def add(source: Any, target: Any, _: MPI.Datatype) -> None:
+        total = numpy.frombuffer(target, dtype)
+        numpy.add(numpy.frombuffer(source, dtype), total, out=total)
+
+    return add

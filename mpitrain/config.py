@@ -1,0 +1,61 @@
+"""Settings, and the only place that reads MPITRAIN_* variables. Precedence: argument > environment > default."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mpitrain.errors import ConfigError
+
+PREFIX = "MPITRAIN_"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """What can be set for a job. Each field is also a variable: `bucket_mib` is MPITRAIN_BUCKET_MIB."""
+
+    algorithm: str = "auto"  # how arrays are summed: a name in mpitrain.allreduce.ALGORITHMS
+    bucket_mib: float = 4.0  # gradients are exchanged in buckets of about this many MiB
+    stall_seconds: float = 10.0  # a wait longer than this is reported on stderr
+    expected_size: int = 0  # ranks that the launcher started; 0: unknown. Set by `mpitrain run`
+
+    def __post_init__(self) -> None:
+        for name, lowest in (("bucket_mib", 0.0), ("stall_seconds", 0.0), ("expected_size", -1)):
+            value = getattr(self, name)
+            if not lowest < value < float("inf"):
+                raise ConfigError(f"{name} is {value!r}; it must be a finite number above {lowest}")
+
+
+def read_config(environ: Mapping[str, str], arguments: Mapping[str, Any]) -> Config:
+    """Config from `environ` (all of os.environ will do), overridden by `arguments` that are not None.
+
+    Raises:
+        ConfigError: an unknown MPITRAIN_* variable or argument, or a value that does not fit.
+    """
+    fields: dict[str, Callable[[str], Any]] = {field.name: type(field.default) for field in dataclasses.fields(Config)}
+    values: dict[str, Any] = {}
+    for variable, text in environ.items():
+        if not variable.startswith(PREFIX):
+            continue
+        name = variable.removeprefix(PREFIX).lower()
+        if name not in fields:
+            raise ConfigError(_unknown(variable, [PREFIX + known.upper() for known in fields]))
+        try:
+            values[name] = fields[name](text)
+        except ValueError:
+            raise ConfigError(f"{variable} is {text!r}; it must be a {type(getattr(Config, name)).__name__}") from None
+    for name, value in arguments.items():
+        if name not in fields:
+            raise ConfigError(_unknown(name, list(fields)))
+        if value is not None:
+            values[name] = value
+    return Config(**values)
+
+
+def _unknown(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    return f"there is no setting {name}; {hint}Known are {', '.join(known)}"

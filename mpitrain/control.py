@@ -1,0 +1,122 @@
+"""Short notes between ranks beside the collectives: "I failed", "I have finished".
+
+A rank that waits in a collective for a rank that has left would wait for ever, and MPI has no word for it.
+So every wait in mpitrain goes through `Control.wait`, which now and then looks for such notes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy
+
+from mpitrain.errors import MismatchError, MpitrainError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+FAILED, FINISHED = 1, 2
+
+# How often a wait looks at the clock and for notes. A look costs about 1 us, so at most 1 in 100 is spent on it.
+_LOOK_EVERY_SPINS = 64
+_LOOK_EVERY_SECONDS = 1e-3
+# A failed rank ends the whole job at once; should that not reach us, we end by ourselves after this long.
+_ABORT_GRACE_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Note:
+    """What a rank tells all others: how many calls it had made, and when (seconds since the epoch, its clock)."""
+
+    kind: int
+    rank: int
+    calls: int
+    sent_seconds: float
+    seen_seconds: float  # this rank's perf_counter() when the note was read
+
+
+class Control:
+    """The notes of one world. `calls` counts the agreements that this rank has begun (see agreement.py)."""
+
+    def __init__(self, comm: MPI.Comm, hosts: tuple[str, ...], stall_seconds: float) -> None:
+        self.calls = 0
+        self.notes: dict[int, Note] = {}
+        self._comm = comm
+        self._hosts = hosts
+        self._stall_seconds = stall_seconds
+        self._in_flight: list[tuple[MPI.Request, numpy.ndarray]] = []
+
+    def name(self, rank: int) -> str:
+        """`rank 3 on node7`."""
+        return f"rank {rank} on {self._hosts[rank]}"
+
+    def tell_all(self, kind: int) -> Note:
+        """Send a note to every other rank. Does not wait: 24 bytes leave at once, whatever the receiver does."""
+        note = Note(kind, self._comm.rank, self.calls, time.time(), time.perf_counter())
+        message = numpy.array([kind, note.calls, note.sent_seconds], numpy.float64)
+        for rank in range(self._comm.size):
+            if rank != self._comm.rank:
+                self._in_flight.append((self._comm.Isend(message, rank, tag=0), message))
+        return note
+
+    def look(self) -> None:
+        """Read the notes that have come in."""
+        from mpi4py import MPI
+
+        while self._comm.Iprobe(MPI.ANY_SOURCE, 0, status := MPI.Status()):
+            message = numpy.empty(3, numpy.float64)
+            self._comm.Recv(message, status.source, 0)
+            kind, calls, seconds = message
+            # A failure after a farewell replaces it; the reverse cannot happen.
+            self.notes[status.source] = Note(int(kind), status.source, int(calls), float(seconds), time.perf_counter())
+
+    def wait(self, test: Callable[[], bool], doing: str, peer: int | None = None) -> None:
+        """Call `test` until it is true. `doing` names what is waited for, in reports.
+
+        `peer` is the one rank waited for in a send or receive; otherwise all ranks take part.
+
+        Raises:
+            MismatchError: another rank has finished without making the call that this one waits in.
+            MpitrainError: another rank failed and could not end this process.
+        """
+        spins, started = 0, 0.0
+        looked = reported = 0.0
+        while not test():
+            os.sched_yield()  # lets the other ranks run where there are more ranks than cores
+            spins += 1
+            if spins % _LOOK_EVERY_SPINS:
+                continue
+            now = time.perf_counter()
+            started = started or now
+            if now - looked < _LOOK_EVERY_SECONDS:
+                continue
+            looked = now
+            self.look()
+            self._judge(doing, peer)
+            if now - max(started, reported) > self._stall_seconds:
+                reported = now
+                print(
+                    f"mpitrain: {self.name(self._comm.rank)} has waited {now - started:.0f} s in {doing}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+    def _judge(self, doing: str, peer: int | None) -> None:
+        """Raise where a note means that the current wait cannot end."""
+        for note in self.notes.values():
+            age = time.perf_counter() - note.seen_seconds
+            if note.kind == FAILED and age > _ABORT_GRACE_SECONDS:
+                raise MpitrainError(f"{self.name(self._comm.rank)}: {self.name(note.rank)} failed; stopped in {doing}")
+            # What a peer sent before it finished may still be on its way: give it a second.
+            left_out = note.calls < self.calls if peer is None else note.rank == peer and age > 1.0
+            if note.kind == FINISHED and left_out:
+                raise MismatchError(
+                    f"{self.name(self._comm.rank)}: waits in {doing} (its call {self.calls}), but "
+                    f"{self.name(note.rank)} has finished (after {note.calls} calls); "
+                    "do all ranks run the same number of steps?"
+                )

@@ -1,0 +1,20 @@
+"""Copies between device arrays and the host buffers that MPI works on."""
+
+from __future__ import annotations
+
+import numpy
+
+from mpitrain.arrays import Array, is_device_array, namespace
+
+
+def copy_to_host(source: Array, target: numpy.ndarray) -> None:
+    """Copy `source` (host or device) into `target` of the same shape and dtype; complete on return."""
+    if is_device_array(source):
+        source.get(out=target) if source.flags.c_contiguous else numpy.copyto(target, source.get())
+    else:
+        numpy.copyto(target, source, casting="no")
+
+
+def like(source: numpy.ndarray, model: Array) -> Array:
+    """`source` where `model` is: itself on the host, a copy on the device that is current."""
+    return namespace(model).asarray(source) if is_device_array(model) else source

@@ -1,0 +1,60 @@
+"""Every error that mpitrain raises on purpose.
+
+    MpitrainError
+    ├── ConfigError            an option or MPITRAIN_* variable that does not exist or has a wrong value
+    ├── LaunchError            the job did not start as one job: no MPI, the wrong mpiexec, too few ranks
+    ├── MismatchError          ranks disagree: operation, tree, shape, dtype, bucket layout, number of calls
+    ├── TreeError              a tree holds something that is neither an array nor a number
+    ├── GradientError          a gradient that cannot be used
+    │   ├── MissingGradientError   the backward pass ended without it
+    │   └── NonFiniteError         it holds NaN or infinity
+    ├── DataError              a data file or data set that cannot be used; a rank without samples
+    └── CheckpointError        a checkpoint that cannot be written or read
+
+A message says which rank and host, what was found, what is allowed and what to do. `known_everywhere` is
+true where every rank raises the same error at the same point, so that it is printed once, not once a rank.
+"""
+
+from __future__ import annotations
+
+
+class MpitrainError(Exception):
+    """Base of all errors below; catch this one to catch them all."""
+
+    known_everywhere = False
+
+
+class ConfigError(MpitrainError, ValueError):
+    """An option or MPITRAIN_* variable does not exist or has a value that is not allowed."""
+
+
+class LaunchError(MpitrainError, RuntimeError):
+    """The processes that were launched do not form one MPI job."""
+
+
+class MismatchError(MpitrainError, ValueError):
+    """Ranks disagree about what they do next; the text names the first difference."""
+
+
+class TreeError(MpitrainError, TypeError):
+    """A tree of arrays holds a leaf that cannot be exchanged."""
+
+
+class GradientError(MpitrainError, ValueError):
+    """A gradient cannot be used."""
+
+
+class MissingGradientError(GradientError):
+    """A rank finished its backward pass without handing in every gradient."""
+
+
+class NonFiniteError(GradientError):
+    """A rank handed in a gradient with NaN or infinity."""
+
+
+class DataError(MpitrainError, ValueError):
+    """A data file or data set cannot be used."""
+
+
+class CheckpointError(MpitrainError, OSError):
+    """A checkpoint could not be written or read."""

@@ -1,0 +1,1 @@
+"""From gradients to their sample-weighted mean over ranks."""

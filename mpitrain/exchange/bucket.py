@@ -1,0 +1,108 @@
+"""Which gradient lies where in which flat buffer, and which parts of a buffer travel together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy
+
+from mpitrain.arrays import Array
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """Name, shape and dtype of one parameter, and so of its gradient."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: numpy.dtype
+
+    @property
+    def count(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.dtype} {self.shape}"
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A group of gradients that is exchanged at once.
+
+    Attributes:
+        members: indices of its parameters, neighbours in parameter order.
+        dtype: the dtype of all of them.
+        begin, end: their place in the flat buffer of that dtype, in elements.
+    """
+
+    members: tuple[int, ...]
+    dtype: numpy.dtype
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where every parameter lies: one flat buffer a dtype, parameters in their own order, nothing between them.
+
+    Attributes:
+        parameters: as given.
+        places: begin and end of each one in the flat buffer of its dtype, in elements.
+        counts: elements of the flat buffer of each dtype.
+    """
+
+    parameters: tuple[Parameter, ...]
+    places: tuple[tuple[int, int], ...]
+    counts: dict[numpy.dtype, int]
+
+    def views(self, flats: dict[numpy.dtype, Array]) -> list[Array]:
+        """The parameters as arrays of their shapes inside the flat buffers, which they share memory with."""
+        return [
+            flats[parameter.dtype][begin:end].reshape(parameter.shape)
+            for parameter, (begin, end) in zip(self.parameters, self.places, strict=True)
+        ]
+
+
+def plan_layout(parameters: Sequence[Parameter]) -> Layout:
+    """The layout of these parameters."""
+    counts: dict[numpy.dtype, int] = {}
+    places = []
+    for parameter in parameters:
+        begin = counts.get(parameter.dtype, 0)
+        counts[parameter.dtype] = begin + parameter.count
+        places.append((begin, begin + parameter.count))
+    return Layout(tuple(parameters), tuple(places), counts)
+
+
+def plan_buckets(layout: Layout, bucket_bytes: int) -> list[Bucket]:
+    """Buckets in the order in which they are sent: from the last parameter to the first.
+
+    A backward pass ends with the first layer, so the last layers' gradients are ready first. A bucket is closed
+    once it holds `bucket_bytes`; a larger parameter is a bucket of its own size. A change of dtype closes one too.
+    """
+    buckets: list[Bucket] = []
+    members: list[int] = []
+    filled = 0
+
+    def close() -> None:
+        nonlocal filled
+        if members:
+            first, last = members[-1], members[0]
+            dtype = layout.parameters[first].dtype
+            buckets.append(Bucket(tuple(members), dtype, layout.places[first][0], layout.places[last][1]))
+        members.clear()
+        filled = 0
+
+    for index in reversed(range(len(layout.parameters))):
+        parameter = layout.parameters[index]
+        if members and parameter.dtype != layout.parameters[members[-1]].dtype:
+            close()
+        members.append(index)
+        filled += parameter.count * parameter.dtype.itemsize
+        if filled >= bucket_bytes:
+            close()
+    close()
+    return buckets

@@ -1,0 +1,55 @@
+"""An Exchange turns a flat buffer into its weighted mean over ranks."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy
+
+from mpitrain.allreduce import make_algorithm
+from mpitrain.allreduce.algorithm import Handle
+from mpitrain.arrays import Array
+from mpitrain.world import World
+
+
+class Exchange(Protocol):
+    """What a GradientReducer needs of it."""
+
+    def mean(self, flat: Array, share: float) -> Handle:
+        """Begin to replace `flat` by the sum over ranks of share x flat; the same bits on every rank.
+
+        Args:
+            flat: as for Algorithm.start, of a floating dtype.
+            share: this rank's weight divided by the sum of all ranks' weights. Where it is 0 the content of `flat`
+                is not looked at.
+        """
+        ...
+
+    def allocate(self, count: int, dtype: numpy.dtype) -> Array:
+        """An uninitialised flat array that `mean` needs not copy."""
+        ...
+
+
+class PlainExchange:
+    """Every element as it is, by an allreduce."""
+
+    def __init__(self, world: World, algorithm: str | None = None) -> None:
+        """`algorithm` is a name in ALGORITHMS; default: the world's setting."""
+        self._algorithm = make_algorithm(world, algorithm)
+
+    def mean(self, flat: Array, share: float) -> Handle:
+        """See Exchange. The shares add up to 1, so no sum can overflow."""
+        if share == 0.0:
+            flat.fill(0)  # not multiplied: 0 x NaN is NaN
+        elif share != 1.0:
+            numpy.multiply(flat, flat.dtype.type(share), out=flat)
+        return self._algorithm.start(flat)
+
+    def allocate(self, count: int, dtype: numpy.dtype) -> Array:
+        """See Exchange."""
+        return self._algorithm.allocate(count, dtype)
+
+
+def shares(weights: numpy.ndarray) -> numpy.ndarray:
+    """Each rank's part of the mean, from the weights of all ranks, float64. They must not all be 0."""
+    return numpy.divide(weights, weights.sum())

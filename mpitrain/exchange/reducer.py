@@ -1,0 +1,240 @@
+"""GradientReducer: gradients in, in any order; their sample-weighted mean over ranks out, bucket by bucket.
+
+A bucket is exchanged as soon as all its gradients are in, while the backward pass still computes the next ones.
+Buckets start strictly in bucket order, whatever the order of the gradients, so all ranks start the same ones.
+
+Progress is made inside `ready` and `finish`, without a thread: measured, it hides as much of the exchange as a
+communication thread does, costs a step less, and needs no MPI_THREAD_MULTIPLE (docs/log.md has the numbers).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy
+
+from mpitrain.agreement import Agreement, signature
+from mpitrain.allreduce.algorithm import FLOATS, Handle
+from mpitrain.arrays import Array
+from mpitrain.cuda.staging import copy_to_host
+from mpitrain.errors import ConfigError, GradientError, MissingGradientError, NonFiniteError
+from mpitrain.exchange.bucket import Parameter, plan_buckets, plan_layout
+from mpitrain.exchange.exchange import Exchange, PlainExchange, shares
+from mpitrain.exchange.trees import checked_weights
+from mpitrain.world import World
+
+# What a rank says of its gradients at the end of a step.
+_GOOD, _MISSING, _NON_FINITE = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Means:
+    """The result of a step; the same bits on every rank.
+
+    Attributes:
+        loss: the weighted mean of what the ranks gave to `finish`.
+        weight: the sum of the ranks' weights: the global batch, in samples.
+    """
+
+    loss: float
+    weight: float
+
+
+class GradientReducer:
+    """One step is: `begin(weight)`, `ready(index, gradient)` for every parameter, `finish(loss)`.
+
+    Attributes:
+        layout: where each gradient lies.
+        flats: host buffers by dtype, in layout order. After `finish` they hold the means.
+        gradients: the same by parameter: views of the flat buffers. A gradient that is computed right into its view
+            is not copied.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        parameters: Sequence[Parameter],
+        *,
+        exchange: Exchange | None = None,
+        bucket_bytes: int | None = None,
+    ) -> None:
+        """Collective: all ranks compare the parameters and the bucket layout.
+
+        Args:
+            parameters: in the model's order; gradients of the last ones are expected first.
+            exchange: default: PlainExchange(world).
+            bucket_bytes: exchange about this many bytes at once; default: the world's `bucket_mib`.
+
+        Raises:
+            MismatchError: the ranks' parameters differ; on every rank, naming the first difference.
+            ConfigError: no parameters, two of one name, or one whose dtype has no mean.
+        """
+        self._world = world
+        self._exchange = PlainExchange(world) if exchange is None else exchange
+        bucket_bytes = int(world.config.bucket_mib * 2**20) if bucket_bytes is None else bucket_bytes
+        self.layout = plan_layout(parameters)
+        self._buckets = plan_buckets(self.layout, bucket_bytes)
+        lines = [f"parameter {parameter}" for parameter in self.layout.parameters]
+        lines.append(f"buckets of {bucket_bytes} bytes")
+        world.agree("compare the gradients' layout", lines)
+        _check_parameters(self.layout.parameters)
+        self._signature = signature("step", lines)
+
+        self.flats = {dtype: self._exchange.allocate(count, dtype) for dtype, count in self.layout.counts.items()}
+        self.gradients: list[Array] = self.layout.views(self.flats)
+        self._bucket_of = {index: number for number, its in enumerate(self._buckets) for index in its.members}
+        self._flat_of = [self.flats[bucket.dtype][bucket.begin : bucket.end] for bucket in self._buckets]
+        self._begun: Agreement | None = None
+
+    @property
+    def num_buckets(self) -> int:
+        """How many buckets a step exchanges."""
+        return len(self._buckets)
+
+    def begin(self, weight: float) -> None:
+        """Begin a step in which this rank's gradients count `weight` samples. Does not wait.
+
+        With weight 0 the gradients must be handed in too, but their values do not count.
+        """
+        self._weight = weight
+        self._missing = set(self._bucket_of)
+        self._waiting = [len(bucket.members) for bucket in self._buckets]
+        self._non_finite = -1
+        self._share: float | None = None
+        self._handles: list[Handle] = []
+        self._done = 0
+        self._begun = self._world.begin_agreement("step", signed=self._signature, weight=weight)
+
+    def ready(self, index: int, gradient: Array) -> None:
+        """Take in one gradient; called on every rank once a parameter, in any order.
+
+        Args:
+            index: of the parameter.
+            gradient: host or device array of its shape and dtype; copied, so it may be overwritten afterwards.
+
+        Raises:
+            GradientError: no step was begun, the shape or dtype is another, or it was handed in before.
+        """
+        if self._begun is None or index not in self._missing:
+            raise GradientError(f"{self._world.name()}: {self._unexpected(index)}")
+        view = self.gradients[index]
+        if gradient is not view:
+            if gradient.shape != view.shape or gradient.dtype != view.dtype:
+                raise GradientError(
+                    f"{self._world.name()}: the gradient of {self.layout.parameters[index].name} is "
+                    f"{gradient.dtype} {gradient.shape}; the parameter is {view.dtype} {view.shape}"
+                )
+            copy_to_host(gradient, view)
+        self._missing.remove(index)
+        self._waiting[self._bucket_of[index]] -= 1
+        self.progress()
+
+    def progress(self) -> bool:
+        """Start the buckets that are complete and move those on their way; true when all have arrived."""
+        assert self._begun is not None
+        if self._share is None:
+            if not self._begun.test():
+                return False
+            weights = checked_weights(self._world, self._begun.records["weight"])
+            self._share = float(shares(weights)[self._world.rank])
+        while len(self._handles) < len(self._buckets) and self._waiting[len(self._handles)] == 0:
+            number = len(self._handles)
+            self._check_finite(number)
+            self._handles.append(self._exchange.mean(self._flat_of[number], self._share))
+        while self._done < len(self._handles) and self._handles[self._done].test():
+            self._done += 1
+        return self._done == len(self._buckets)
+
+    def finish(self, loss: float = 0.0) -> Means:
+        """Wait until every bucket has arrived; afterwards `gradients` and `flats` hold the means.
+
+        Args:
+            loss: this rank's mean loss over its samples.
+
+        Raises:
+            MissingGradientError: some rank did not hand in a gradient; names rank and parameter. On every rank.
+            NonFiniteError: some rank handed in NaN or infinity; names rank and parameter. On every rank.
+        """
+        if self._begun is None:
+            raise GradientError(f"{self._world.name()}: finish() without begin()")
+        control = self._world.control
+        # Start all there is first: a bucket that waits for its turn is looked at before the vote on it.
+        control.wait(lambda: self.progress() or self._share is not None, "begin a step")
+        code, detail = _GOOD, 0
+        if self._missing:
+            code, detail = _MISSING, min(self._missing)
+        elif self._non_finite >= 0:
+            code, detail = _NON_FINITE, self._non_finite
+        value = self._weight * loss if self._weight else 0.0
+        vote = self._world.begin_agreement("end of step", value=value, code=code, detail=detail)
+
+        def voted() -> bool:
+            self.progress()
+            return vote.test()
+
+        control.wait(voted, "end a step")
+        self._raise_for(vote.records)
+        control.wait(self.progress, "exchange gradients")
+        weight = float(self._begun.records["weight"].sum())
+        self._begun = None
+        return Means(loss=float(vote.records["value"].sum()) / weight, weight=weight)
+
+    def _unexpected(self, index: int) -> str:
+        if self._begun is None:
+            return "a gradient came in before begin()"
+        if not 0 <= index < len(self.gradients):
+            return f"there is no parameter {index}; there are {len(self.gradients)}"
+        return f"the gradient of {self.layout.parameters[index].name} came in twice in one step"
+
+    def _check_finite(self, number: int) -> None:
+        if self._non_finite >= 0 or self._weight == 0 or _all_finite(self._flat_of[number]):
+            return
+        self._non_finite = next(
+            index for index in self._buckets[number].members if not numpy.isfinite(self.gradients[index]).all()
+        )
+
+    def _raise_for(self, votes: numpy.ndarray) -> None:
+        """Raise on every rank what the first rank with a bad gradient has to say."""
+        bad = numpy.flatnonzero(votes["code"])
+        if not bad.size:
+            return
+        rank = int(bad[0])
+        who = self._world.name(rank)
+        parameter = self.layout.parameters[votes["detail"][rank]]
+        error: GradientError
+        if votes["code"][rank] == _MISSING:
+            error = MissingGradientError(
+                f"{who} ended its backward pass without the gradient of {parameter.name}; "
+                "hand in zeros for a parameter that a batch does not use"
+            )
+        else:
+            error = NonFiniteError(
+                f"{who}: the gradient of {parameter.name} holds NaN or infinity; nothing was changed by this step. "
+                "Try a smaller learning rate, gradient clipping, or look at that rank's data"
+            )
+        error.known_everywhere = True
+        raise error
+
+
+def _check_parameters(parameters: Sequence[Parameter]) -> None:
+    if not parameters:
+        raise ConfigError("the model has no parameters")
+    names = [parameter.name for parameter in parameters]
+    for parameter in parameters:
+        if names.count(parameter.name) > 1:
+            raise ConfigError(f"two parameters are called {parameter.name}; names must be unique")
+        if parameter.dtype not in FLOATS:
+            raise ConfigError(
+                f"parameter {parameter.name} is {parameter.dtype}; gradients are averaged in "
+                f"{', '.join(str(dtype) for dtype in FLOATS)}"
+            )
+
+
+def _all_finite(flat: numpy.ndarray) -> bool:
+    if flat.dtype.char in "fd":
+        # One pass of BLAS instead of two of NumPy. The sum may overflow, so only a finite one is trusted.
+        with numpy.errstate(over="ignore", invalid="ignore"):
+            if numpy.isfinite(numpy.dot(flat, flat)):
+                return True
+    return bool(numpy.isfinite(flat).all())

@@ -1,0 +1,145 @@
+"""sync, sum and mean of whole trees: packed by dtype into flat buffers, exchanged, unpacked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy
+
+from mpitrain.allreduce import make_algorithm
+from mpitrain.allreduce.algorithm import DTYPES, FLOATS
+from mpitrain.arrays import Array, is_array
+from mpitrain.cuda.staging import copy_to_host, like
+from mpitrain.errors import DataError, TreeError
+from mpitrain.exchange.exchange import shares
+from mpitrain.tree import Leaf, Tree, describe, leaves, rebuild
+from mpitrain.world import World
+
+
+class ArrayTrees:
+    """What World hands its tree calls to. Results are new arrays: nothing of the caller's is overwritten."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._algorithm = make_algorithm(world)
+
+    def sync(self, tree: Tree, root: int = 0) -> Tree:
+        """See World.sync."""
+        from mpi4py import MPI
+
+        self._world.check_rank(root, "root")
+        packed = _Packed(tree)
+        self._world.agree(f"sync from rank {root}", packed.lines)
+        if self._world.size > 1:
+            for flat in packed.flats.values():
+                request = self._world.objects.Ibcast([flat.view(numpy.uint8), MPI.BYTE], root)
+                self._world.control.wait(request.Test, f"sync from rank {root}")
+        return packed.unpack()
+
+    def sum(self, tree: Tree) -> Tree:
+        """See World.sum."""
+        packed = _Packed(tree, allocate=self._algorithm.allocate)
+        _check(packed, DTYPES, "sum")
+        self._world.agree("sum", packed.lines)
+        self._add(packed)
+        return packed.unpack()
+
+    def mean(self, tree: Tree, weight: float = 1.0) -> Tree:
+        """See World.mean."""
+        packed = _Packed(tree, allocate=self._algorithm.allocate, as_float=True)
+        _check(packed, FLOATS, "mean")
+        records = self._world.agree("mean", packed.lines, weight=weight)
+        share = shares(checked_weights(self._world, records["weight"]))[self._world.rank]
+        for dtype, flat in packed.flats.items():
+            if share == 0.0:
+                flat.fill(0)  # not multiplied: 0 x NaN is NaN
+            elif share != 1.0:
+                numpy.multiply(flat, dtype.type(share), out=flat)
+        self._add(packed)
+        return packed.unpack()
+
+    def _add(self, packed: _Packed) -> None:
+        handles = [self._algorithm.start(flat) for flat in packed.flats.values()]
+        for handle in handles:
+            handle.wait()
+
+
+class _Packed:
+    """The leaves of a tree in one flat host buffer a dtype."""
+
+    def __init__(
+        self,
+        tree: Tree,
+        *,
+        as_float: bool = False,
+        allocate: Callable[[int, numpy.dtype], numpy.ndarray] = numpy.empty,
+    ) -> None:
+        """`as_float` makes Python's and NumPy's real numbers float64, as a mean needs them."""
+        self._tree = tree
+        self._leaves: list[Leaf] = []
+        self._kinds: list[numpy.dtype] = []
+        self.lines = describe(tree)
+        hosts: list[numpy.ndarray] = []
+        for _, leaf in leaves(tree):
+            value = leaf if is_array(leaf) else numpy.asarray(leaf)
+            if as_float and not is_array(leaf) and value.dtype.kind in "biuf":
+                value = value.astype(numpy.float64)
+            self._leaves.append(leaf)
+            self._kinds.append(value.dtype)
+            hosts.append(value)
+        self.flats: dict[numpy.dtype, numpy.ndarray] = {}
+        for kind in sorted(set(self._kinds), key=str):
+            self.flats[kind] = allocate(sum(value.size for value in hosts if value.dtype == kind), kind)
+        self._views: list[numpy.ndarray] = []
+        ends = dict.fromkeys(self.flats, 0)
+        for value in hosts:
+            begin, ends[value.dtype] = ends[value.dtype], ends[value.dtype] + value.size
+            view = self.flats[value.dtype][begin : ends[value.dtype]].reshape(value.shape)
+            copy_to_host(value, view)
+            self._views.append(view)
+
+    @property
+    def named_kinds(self) -> list[tuple[str, numpy.dtype]]:
+        """Path and dtype of every leaf."""
+        return [(path, kind) for (path, _), kind in zip(leaves(self._tree), self._kinds, strict=True)]
+
+    def unpack(self) -> Tree:
+        """A tree of the same form with the buffers' values: views of them on the host, copies on a device."""
+        values = (_same_kind(view, leaf) for view, leaf in zip(self._views, self._leaves, strict=True))
+        return rebuild(self._tree, values.__next__)
+
+
+def _same_kind(view: numpy.ndarray, leaf: Leaf) -> Array | float:
+    if is_array(leaf):
+        return like(view, leaf)
+    return view[()] if isinstance(leaf, numpy.generic) else view.item()
+
+
+def _check(packed: _Packed, allowed: tuple[numpy.dtype, ...], operation: str) -> None:
+    for path, kind in packed.named_kinds:
+        if kind not in allowed:
+            raise TreeError(
+                f"{operation} of {path or 'the tree'}: its dtype is {kind}; "
+                f"allowed are {', '.join(str(dtype) for dtype in allowed)}"
+            )
+
+
+def checked_weights(world: World, weights: numpy.ndarray) -> numpy.ndarray:
+    """The weights of all ranks, float64, shape (size,), if a mean can be made with them.
+
+    Raises:
+        DataError: on every rank: one is negative or not finite, or all are 0.
+    """
+    problem = ""
+    for rank, weight in enumerate(weights):
+        if not 0 <= weight < float("inf"):
+            problem = f"{world.name(rank)} has weight {weight}; a weight is a number of samples, 0 or more"
+            break
+    else:
+        if not weights.any():
+            problem = "the weight is 0 on every rank: there is nothing to take the mean of"
+    if problem:
+        error = DataError(problem)
+        error.known_everywhere = True
+        raise error
+    return weights

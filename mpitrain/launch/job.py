@@ -1,0 +1,164 @@
+"""Runs one mpiexec command from start to end, so that nothing of it is left and the exit code is honest."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from mpitrain.errors import LaunchError
+from mpitrain.launch import processes
+from mpitrain.launch.dialects import Command
+from mpitrain.launch.printer import Printer
+
+# After a signal the ranks have this long to end by themselves (to close files, say) before they are killed.
+GRACE_SECONDS = 5.0
+# When mpiexec has returned, its daemons and a rank's helpers (multiprocessing's) may need a moment to follow.
+LINGER_SECONDS = 2.0
+
+_READ_BYTES = 1 << 16
+_END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def run_job(command: Command, num_ranks: int) -> int:
+    """Run `command`, print its output, and return the exit code for this process.
+
+    It is 0 only if mpiexec says so, no rank reported a failure and no process was left over; 128 + the
+    signal when one ended the job, here or (where mpiexec tells) in a rank. SIGINT, SIGTERM and SIGHUP to this
+    process end the whole job: they are passed on first, and after `GRACE_SECONDS` or at a second signal all
+    is killed. The ranks read nothing from stdin. For the main thread of a process that does little else: it
+    becomes the parent of every orphan below it. Raises `LaunchError` when mpiexec cannot be started.
+    """
+    return _Job(command, num_ranks).run()
+
+
+class _Job:
+    def __init__(self, command: Command, num_ranks: int) -> None:
+        self._command = command
+        self._printer = Printer(command.tag, num_ranks)
+        self._signals: list[int] = []  # that came to this process
+        self._kill_at = float("inf")
+        self._not_ours: set[int] = set()
+
+    def run(self) -> int:
+        processes.adopt_orphans()
+        self._not_ours = processes.children()
+        with _handled(self._on_signal), self._start() as mpiexec, selectors.DefaultSelector() as pipes:
+            for stream, pipe in (("stdout", mpiexec.stdout), ("stderr", mpiexec.stderr)):
+                assert pipe is not None
+                os.set_blocking(pipe.fileno(), False)
+                pipes.register(pipe, selectors.EVENT_READ, stream)
+            try:
+                self._watch(mpiexec, pipes)
+                left = self._end(mpiexec, pipes)
+            except BrokenPipeError:
+                # Nobody reads our output any more (`mpitrain run ... | head`).
+                processes.kill_all(self._alive)
+                _silence()
+                return 128 + signal.SIGPIPE
+            return self._exit_code(mpiexec.wait(), left)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        arguments = self._command.arguments
+        try:
+            return subprocess.Popen(
+                arguments,
+                env={**os.environ, **self._command.environment},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C in the terminal comes to us alone
+                preexec_fn=processes.end_with_parent(),  # noqa: PLW1509 (there are no threads here)
+            )
+        except OSError as error:
+            raise LaunchError(f"{arguments[0]} cannot be run: {error.strerror}") from error
+
+    def _watch(self, mpiexec: subprocess.Popen[bytes], pipes: selectors.BaseSelector) -> None:
+        """Until everything has ended, or must be ended."""
+        linger_until = float("inf")
+        while time.monotonic() < min(self._kill_at, linger_until):
+            self._read(pipes, timeout_seconds=0.05 if self._printer.is_waiting else 0.2)
+            self._pass_signals_on(mpiexec)
+            if mpiexec.poll() is not None:
+                if not self._alive():
+                    return
+                linger_until = min(linger_until, time.monotonic() + LINGER_SECONDS)
+
+    def _read(self, pipes: selectors.BaseSelector, timeout_seconds: float) -> None:
+        if not pipes.get_map():
+            time.sleep(timeout_seconds)
+            return
+        for key, _ in pipes.select(timeout_seconds):
+            data = os.read(key.fd, _READ_BYTES)
+            if data:
+                self._printer.feed(time.monotonic(), key.data, data)
+            else:
+                pipes.unregister(key.fileobj)
+        self._printer.print_due(time.monotonic())
+
+    def _pass_signals_on(self, mpiexec: subprocess.Popen[bytes]) -> None:
+        if self._signals and self._kill_at == float("inf"):
+            name = signal.Signals(self._signals[0]).name
+            _say(f"{name}: ending the job; again to kill it at once")
+            # Not every mpiexec knows what SIGHUP means.
+            mpiexec.send_signal(signal.SIGINT if self._signals[0] == signal.SIGINT else signal.SIGTERM)
+            self._kill_at = time.monotonic() + GRACE_SECONDS
+        elif len(self._signals) > 1:
+            self._kill_at = 0.0
+
+    def _end(self, mpiexec: subprocess.Popen[bytes], pipes: selectors.BaseSelector) -> dict[int, str]:
+        """Kill what is left, which is returned with its command lines, and print the rest of the output."""
+        left = {pid: processes.command_line(pid) for pid in self._alive()}
+        immortal = processes.kill_all(self._alive)
+        mpiexec.poll()
+        while not immortal and pipes.get_map():  # an immortal process would hold the pipe open
+            self._read(pipes, timeout_seconds=0.05)
+        if left and not self._signals:
+            _say(f"mpiexec has ended, but {len(left)} processes of the job had not, and were killed:")
+            for pid, line in sorted(left.items()):
+                _say(f"    {pid} {line}")
+        for pid in sorted(immortal):
+            _say(f"process {pid} could not be killed: {processes.command_line(pid)}")
+        self._printer.close()
+        return left
+
+    def _exit_code(self, returncode: int, left: dict[int, str]) -> int:
+        if self._signals:
+            return 128 + self._signals[0]
+        if returncode < 0:
+            return 128 - returncode
+        # MPICH's mpiexec returns the bare number of the signal that ended a rank, and names it only in words.
+        if returncode and b"(signal %d)" % returncode in self._printer.mpiexec_said:
+            return 128 + returncode
+        return returncode or int(bool(left) or self._printer.first_failure.was_seen)
+
+    def _alive(self) -> set[int]:
+        return processes.descendants(processes.children() - self._not_ours)
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        self._signals.append(number)  # the loop looks at it: printing is not safe in here
+
+
+@contextmanager
+def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number in _END_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+def _say(text: str) -> None:
+    print(f"mpitrain: {text}", file=sys.stderr, flush=True)
+
+
+def _silence() -> None:
+    """Lead stdout nowhere, or Python would complain once more when it flushes it at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,118 @@
+"""What the ranks print, as one readable stream: `[0-3] loss 0.31` instead of the same line four times.
+
+    a rank's bytes ── LineCutter ──> pieces ── Merger ──> pieces with their ranks
+
+Pure: fed with the time from outside, on bytes, no threads. A line is held back for at most 0.2 s.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
+
+from mpitrain.launch.tags import MPIEXEC
+
+PARTIAL_SECONDS = 0.1  # a line without its end is shown after this time, so that a prompt is seen
+MERGE_SECONDS = 0.1  # a line waits this long for the same line from other ranks
+
+# A flood of differing lines is passed on at once: nobody reads it, and searching through it takes time.
+_MAX_WAITING = 256
+
+_LINE = re.compile(rb"([^\r\n]*)(\r\n|\n|\r)")
+
+
+class Piece(NamedTuple):
+    """A line; with the `end` b"\\r" a progress line, with b"" the beginning of a line."""
+
+    text: bytes
+    end: bytes
+
+
+class LineCutter:
+    """Cuts the bytes of each rank into pieces."""
+
+    def __init__(self) -> None:
+        self._begun: dict[int, tuple[float, bytes]] = {}  # by rank: since when, and a line without its end
+
+    def feed(self, now: float, rank: int, data: bytes) -> Iterator[Piece]:
+        """The lines that `data` completes."""
+        since, begun = self._begun.pop(rank, (now, b""))
+        data = begun + data
+        position = 0
+        for line in _LINE.finditer(data):
+            yield Piece(line[1], line[2][-1:])
+            position, since = line.end(), now
+        if position < len(data):
+            self._begun[rank] = (since, data[position:])
+
+    def overdue(self, now: float) -> Iterator[tuple[int, Piece]]:
+        """The lines, by rank, whose end has not come for too long; what follows continues them."""
+        for rank, (since, text) in list(self._begun.items()):
+            if now >= since + PARTIAL_SECONDS:
+                del self._begun[rank]
+                yield rank, Piece(text, b"")
+
+    @property
+    def is_waiting(self) -> bool:
+        """True while some line has no end yet."""
+        return bool(self._begun)
+
+
+@dataclass
+class _Waiting:
+    since: float
+    number: int
+    piece: Piece
+    ranks: set[int] = field(default_factory=set)
+
+
+class Merger:
+    """Joins equal pieces that several ranks write at about the same time; keeps the order of every rank.
+
+    Pieces leave in the order in which their first rank wrote them. A piece may join an equal one that is
+    still waiting only if that came after everything its rank has written before.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._queue: deque[_Waiting] = deque()
+        self._last_number: dict[int, int] = {}  # by rank: its newest piece
+        self._next_number = 0
+
+    def feed(self, now: float, rank: int, piece: Piece) -> None:
+        """Take in what `rank` wrote."""
+        newest = self._last_number.get(rank, -1)
+        waiting = next((w for w in self._queue if w.number > newest and w.piece == piece), None)
+        if waiting is None or rank == MPIEXEC:
+            waiting = _Waiting(now, self._next_number, piece)
+            self._next_number += 1
+            self._queue.append(waiting)
+        waiting.ranks.add(rank)
+        self._last_number[rank] = waiting.number
+
+    def ready(self, now: float) -> Iterator[tuple[tuple[int, ...], Piece]]:
+        """The pieces to be printed now, each with the ranks that wrote it, in increasing order."""
+        while self._queue:
+            first = self._queue[0]
+            complete = len(first.ranks) == self._num_ranks or MPIEXEC in first.ranks
+            if not complete and now < first.since + MERGE_SECONDS and len(self._queue) <= _MAX_WAITING:
+                return
+            self._queue.popleft()
+            yield tuple(sorted(first.ranks)), first.piece
+
+    @property
+    def is_waiting(self) -> bool:
+        """True while some piece has not been given out."""
+        return bool(self._queue)
+
+
+def rank_ranges(ranks: Iterable[int]) -> str:
+    """Increasing ranks in short: (0, 1, 2, 5) -> "0-2,5", and (0, 1) -> "0,1"."""
+    ranks = list(ranks)
+    breaks = [0] + [i + 1 for i, (a, b) in enumerate(pairwise(ranks)) if b != a + 1] + [len(ranks)]
+    runs = [ranks[begin:end] for begin, end in pairwise(breaks)]
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)

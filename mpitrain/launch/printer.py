@@ -1,0 +1,127 @@
+"""Prints what the ranks wrote to stdout and stderr, and the first failure once more at the end."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import BinaryIO, Literal
+
+from mpitrain.launch.output import LineCutter, Merger, Piece, rank_ranges
+from mpitrain.launch.tags import MPIEXEC, Tag, TagDecoder
+
+Stream = Literal["stdout", "stderr"]
+
+_INFINITY = float("inf")
+
+
+class FirstFailure:
+    """Remembers the first report of a failing rank on stderr, as `mpitrain.failure` writes it.
+
+    It begins with `mpitrain: rank R on HOST failed:` and ends with `mpitrain: end of the failure of rank R ...`.
+    mpiexec's own words about the end of the job come after it and would hide it.
+    """
+
+    def __init__(self) -> None:
+        self._rank: int | None = None
+        self._lines: list[bytes] = []
+        self._is_complete = False
+        self._is_last = False
+
+    def see(self, ranks: tuple[int, ...], piece: Piece) -> None:
+        """Look at what has just been printed."""
+        if self._rank is None:
+            begun = re.match(rb"mpitrain: rank (\d+) on .* failed:", piece.text)
+            if begun and int(begun[1]) in ranks:
+                self._rank = int(begun[1])
+        self._is_last = False
+        if self._rank in ranks and not self._is_complete:
+            self._lines.append(piece.text + piece.end)
+            self._is_complete = bool(re.match(rb"mpitrain: end of the failure of rank \d+", piece.text))
+            self._is_last = self._is_complete
+
+    @property
+    def was_seen(self) -> bool:
+        """True when some rank has reported a failure."""
+        return self._rank is not None
+
+    @property
+    def hidden_report(self) -> bytes:
+        """The report if something was printed after it; empty otherwise."""
+        return b"" if self._is_last else b"".join(self._lines)
+
+
+class Printer:
+    """Prints what comes out of mpiexec's two pipes, each line with its ranks in front."""
+
+    def __init__(self, tag: Tag, num_ranks: int) -> None:
+        self.first_failure = FirstFailure()
+        self.mpiexec_said = b""  # the last of it
+        self._num_ranks = num_ranks
+        streams: tuple[Stream, Stream] = ("stdout", "stderr")
+        self._files: dict[Stream, BinaryIO] = {"stdout": sys.stdout.buffer, "stderr": sys.stderr.buffer}
+        self._decoders = {stream: TagDecoder(tag) for stream in streams}
+        self._cutters = {stream: LineCutter() for stream in streams}
+        self._mergers = {stream: Merger(num_ranks) for stream in streams}
+        # A terminal shows both streams, so only one line at a time may be without its end.
+        self._unfinished: tuple[Stream, tuple[int, ...]] | None = None
+        self._is_at_margin = True
+
+    def feed(self, now: float, stream: Stream, data: bytes) -> None:
+        """Take in what mpiexec wrote to one of its pipes."""
+        for rank, text in self._decoders[stream].feed(data):
+            self._cut(now, stream, rank, text)
+
+    def print_due(self, now: float) -> None:
+        """Print what need not wait any longer."""
+        for stream, cutter in self._cutters.items():
+            merger = self._mergers[stream]
+            for rank, piece in cutter.overdue(now):
+                merger.feed(now, rank, piece)
+            for ranks, piece in merger.ready(now):
+                self._print(stream, ranks, piece)
+            self._files[stream].flush()
+
+    def close(self) -> None:
+        """Print all the rest, and the first failure again unless it is the last thing on the screen."""
+        for stream, decoder in self._decoders.items():
+            for rank, text in decoder.close():
+                self._cut(0.0, stream, rank, text)
+        self.print_due(_INFINITY)
+        if self._unfinished:
+            self._files[self._unfinished[0]].write(b"\n")
+            self._unfinished = None
+        self._files["stderr"].write(self.first_failure.hidden_report)
+        for file in self._files.values():
+            file.flush()
+
+    @property
+    def is_waiting(self) -> bool:
+        """True while `print_due` has to be called soon, although nothing new may come."""
+        return any(part.is_waiting for parts in (self._cutters, self._mergers) for part in parts.values())
+
+    def _cut(self, now: float, stream: Stream, rank: int, text: bytes) -> None:
+        if rank == MPIEXEC:
+            self.mpiexec_said = (self.mpiexec_said + text)[-4096:]
+        for piece in self._cutters[stream].feed(now, rank, text):
+            self._mergers[stream].feed(now, rank, piece)
+
+    def _print(self, stream: Stream, ranks: tuple[int, ...], piece: Piece) -> None:
+        owner = (stream, ranks)
+        if self._unfinished and self._unfinished != owner:
+            self._files[self._unfinished[0]].write(b"\n")
+            self._unfinished = None
+        if not self._unfinished:
+            self._is_at_margin = True
+            if piece == Piece(b"", b"\r"):
+                return  # back to the margin, where we are: the start of a progress line in tqdm's way
+        # The end of a line that was begun before comes without another prefix.
+        is_new = self._is_at_margin and bool(piece.text or not self._unfinished)
+        self._files[stream].write((self._prefix(ranks) if is_new else b"") + piece.text + piece.end)
+        self._unfinished = None if piece.end == b"\n" else owner
+        self._is_at_margin = piece.end != b"" or (self._is_at_margin and not piece.text)
+        self.first_failure.see(ranks if stream == "stderr" else (), piece)
+
+    def _prefix(self, ranks: tuple[int, ...]) -> bytes:
+        if self._num_ranks == 1 or MPIEXEC in ranks:
+            return b""
+        return f"[{rank_ranges(ranks)}] ".encode()

@@ -1,0 +1,144 @@
+"""init(): from a launched process to a World, or a clear refusal."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+from typing import TYPE_CHECKING, Any
+
+from mpitrain.config import Config, read_config
+from mpitrain.control import Control
+from mpitrain.errors import ConfigError, LaunchError
+from mpitrain.exchange.trees import ArrayTrees
+from mpitrain.failure import guard
+from mpitrain.launch.verify import check_size, check_vendor
+from mpitrain.world import World
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_world: World | None = None
+
+# Set by the user, each of these already says how many threads a rank may use.
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
+
+
+def init(**settings: Any) -> World:
+    """The World of this job: all processes that one mpiexec started, or this process alone.
+
+    Every rank calls it once, first; a second call returns the same World. It initialises MPI where the script has
+    not, sets the start method of multiprocessing to forkserver (a forked MPI process may crash or hang), shares the
+    machine's cores between its ranks where no OMP_NUM_THREADS is set, and from then on an uncaught exception on any
+    rank ends the whole job.
+
+    Args:
+        settings: fields of mpitrain.config.Config, above the MPITRAIN_* variables.
+
+    Raises:
+        LaunchError: no MPI library; or the processes do not form one job (the wrong mpiexec).
+        ConfigError: an unknown setting or MPITRAIN_* variable, or a value that is not allowed.
+        MismatchError: ranks run different versions of mpitrain or with different settings.
+    """
+    global _world
+    if _world is not None:
+        if settings:
+            raise ConfigError("init() has been called before; settings belong to its first call")
+        return _world
+    MPI = _load_mpi()
+    _use_forkserver()
+    _world = make_world(MPI.COMM_WORLD, settings)
+    guard(_world)
+    _share_cores(_world)
+    return _world
+
+
+def make_world(parent: MPI.Comm, settings: dict[str, Any] | None = None, generation: int = 0) -> World:
+    """A World over the ranks of `parent`, which stays the caller's own. Collective over `parent`."""
+    from mpi4py import MPI
+
+    node = parent.Split_type(MPI.COMM_TYPE_SHARED, key=parent.rank)
+    leaders = parent.Split(0 if node.rank == 0 else MPI.UNDEFINED, parent.rank)
+    # A node's number is its leader's place among the leaders, who stand in rank order.
+    node_rank = node.bcast(leaders.rank if node.rank == 0 else None)
+    comm = parent.Dup()
+    everyone = comm.allgather((socket.gethostname(), node_rank))
+    hosts = tuple(host for host, _ in everyone)
+
+    config: Config | None = None
+    problem: str | None = None
+    try:
+        config = read_config(os.environ, settings or {})
+    except ConfigError as error:
+        problem = str(error)
+    problems = comm.allgather(problem)
+
+    world = World(
+        comm=comm,
+        objects=parent.Dup(),
+        node=node,
+        leaders=leaders if node.rank == 0 else None,
+        hosts=hosts,
+        node_ranks=tuple(number for _, number in everyone),
+        generation=generation,
+        config=config or Config(),
+        control=Control(parent.Dup(), hosts, (config or Config()).stall_seconds),
+        make_arrays=ArrayTrees,
+    )
+    for rank, found in enumerate(problems):
+        if found is not None:
+            failure = ConfigError(f"{world.name(rank)}: {found}")
+            failure.known_everywhere = True
+            guard(world)
+            raise failure
+    _compare(world)
+    return world
+
+
+def _load_mpi() -> Any:
+    """mpi4py's MPI module, initialised, after the checks that need no communication."""
+    # MPICH's own line about an abort would come after the traceback that explains it.
+    os.environ.setdefault("MPIR_CVAR_SUPPRESS_ABORT_MESSAGE", "1")
+    try:
+        import mpi4py
+
+        # Whose library it is must be known before MPI_Init, which fails obscurely under a foreign mpiexec.
+        mpi4py.rc.initialize = False
+        mpi4py.rc.finalize = True
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise LaunchError(
+            f"on {socket.gethostname()}: no MPI library can be loaded ({error}); "
+            "install one into this environment: pip install 'mpitrain[mpich]'"
+        ) from error
+    version = MPI.Get_library_version()
+    check_vendor(version, os.environ)
+    if not MPI.Is_initialized():
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    check_size(version, os.environ, MPI.COMM_WORLD.size)
+    return MPI
+
+
+def _compare(world: World) -> None:
+    """All ranks must run the same mpitrain with the same settings."""
+    from mpitrain import __version__
+
+    lines = [f"mpitrain {__version__}"]
+    lines += [f"{name}={value!r}" for name, value in vars(world.config).items()]
+    world.agree("init", lines)
+
+
+def _use_forkserver() -> None:
+    if multiprocessing.get_start_method(allow_none=True) is None:
+        multiprocessing.set_start_method("forkserver")
+
+
+def _share_cores(world: World) -> None:
+    """Give each rank its share of the machine's cores: NumPy's BLAS would take all of them in every rank."""
+    if world.local_size == 1 or any(variable in os.environ for variable in _THREAD_VARIABLES):
+        return
+    from threadpoolctl import threadpool_limits
+
+    # A launcher may have bound each rank to cores of its own: count those of all ranks of the machine.
+    cores: set[int] = set().union(*world.node.allgather(os.sched_getaffinity(0)))
+    threadpool_limits(max(1, len(cores) // world.local_size))

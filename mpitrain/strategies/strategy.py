@@ -1,0 +1,41 @@
+"""What a strategy is."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from mpitrain.adapters.adapter import Adapter
+from mpitrain.arrays import Array
+from mpitrain.exchange.reducer import Means
+from mpitrain.world import World
+
+
+class Strategy(Protocol):
+    """Decides what the ranks exchange. All ranks make the same calls in the same order."""
+
+    def begin(self, world: World, adapter: Adapter) -> None:
+        """Make all replicas equal, and get ready for steps. Collective."""
+        ...
+
+    def begin_step(self, weight: float) -> None:
+        """Begin a step in which this rank has `weight` samples."""
+        ...
+
+    def on_gradient(self, index: int, gradient: Array) -> None:
+        """One gradient of this rank is final; it may be overwritten when this returns."""
+        ...
+
+    def finish_step(self, adapter: Adapter, loss: float) -> tuple[Means, float]:
+        """End the step: all ranks' mean loss and samples, and the learning rate that was used.
+
+        Raises GradientError, on every rank and with the parameters unchanged, where a gradient cannot be used.
+        """
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """What belongs to a checkpoint."""
+        ...
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """The reverse of `state`."""
+        ...

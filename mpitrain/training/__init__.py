@@ -1,0 +1,1 @@
+"""The training loop and what it needs: optimizers, learning-rate schedules, data, checkpoints, metrics."""

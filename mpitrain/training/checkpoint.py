@@ -1,0 +1,102 @@
+"""Checkpoints on disk: arrays and numbers by name, never by rank; whole or not there at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from mpitrain.arrays import is_device_array
+from mpitrain.errors import CheckpointError
+
+# Separates the parts of a name in the archive. Parameter names may hold dots.
+_SEPARATOR = "/"
+
+
+def save(directory: Path, step: int, state: Mapping[str, Any]) -> Path:
+    """Write `state` as `directory/step-00000100`; one rank calls it. Returns that path.
+
+    It is written beside its final name, flushed to the disk and renamed, so a crash or a full disk leaves the
+    earlier checkpoints as they were.
+
+    Args:
+        state: nested dicts with string keys around arrays (host or device), numbers, strings and None.
+
+    Raises:
+        CheckpointError: it could not be written; nothing of it is left.
+    """
+    final = directory / f"step-{step:08d}"
+    temporary = directory / f".writing-{step:08d}-{os.getpid()}"
+    tensors = {name: value.get() if is_device_array(value) else value for name, value in _flatten(state)}
+    numbers = {name: value for name, value in tensors.items() if not isinstance(value, numpy.ndarray)}
+    try:
+        temporary.mkdir(parents=True)
+        with (temporary / "arrays.npz").open("wb") as file:
+            numpy.savez(file, **{name: value for name, value in tensors.items() if name not in numbers})
+            file.flush()
+            os.fsync(file.fileno())
+        with (temporary / "state.json").open("w") as file:
+            json.dump(numbers, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        if final.exists():
+            shutil.rmtree(final)
+        temporary.rename(final)
+        _sync_directory(directory)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError(f"cannot write the checkpoint {final}: {error}") from error
+    return final
+
+
+def load(path: Path) -> dict[str, Any]:
+    """The state that `save` wrote, with host arrays.
+
+    Raises:
+        CheckpointError: it is not there, incomplete or damaged.
+    """
+    try:
+        numbers = json.loads((path / "state.json").read_text())
+        with numpy.load(path / "arrays.npz", allow_pickle=False) as archive:
+            tensors = {name: archive[name] for name in archive.files}  # checks each one's CRC
+    except Exception as error:  # zipfile, zlib, json and NumPy each have their own for a damaged file
+        raise CheckpointError(f"cannot read the checkpoint {path}: {type(error).__name__}: {error}") from error
+    state: dict[str, Any] = {}
+    for name, value in {**numbers, **tensors}.items():
+        *parents, last = name.split(_SEPARATOR)
+        place = state
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[last] = value
+    return state
+
+
+def latest(directory: Path) -> Path | None:
+    """The checkpoint of the highest step in `directory`, or None."""
+    found = [path for path in directory.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name)]
+    return max(found, key=lambda path: int(path.name.removeprefix("step-")), default=None)
+
+
+def _flatten(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in state.items():
+        if _SEPARATOR in key:
+            raise CheckpointError(f"the name {key!r} holds {_SEPARATOR!r}, which checkpoints use themselves")
+        if isinstance(value, Mapping):
+            yield from _flatten(value, prefix + key + _SEPARATOR)
+        else:
+            yield prefix + key, value
+
+
+def _sync_directory(directory: Path) -> None:
+    """Make the rename itself survive a power cut."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

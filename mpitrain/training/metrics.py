@@ -1,0 +1,42 @@
+"""Metrics over a whole data set that count every sample exactly once, at any world size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+from mpitrain.errors import DataError
+from mpitrain.tree import Tree, leaves, rebuild
+from mpitrain.world import World, part_of
+
+# Means over a batch's samples, by name.
+Metrics = Mapping[str, float]
+
+
+def evaluate(world: World, metrics: Callable[[Tree], Metrics], arrays: Tree, batch: int = 1000) -> dict[str, float]:
+    """The mean of each metric over all samples, in float64, the same on every rank. Collective.
+
+    Each rank takes a contiguous part; nothing is padded or counted twice. Ranks without samples are fine.
+
+    Args:
+        metrics: gives the means over one batch of samples, by name.
+        arrays: a tree of arrays with the samples along the first dimension, the same on every rank.
+        batch: how many samples `metrics` gets at once.
+
+    Raises:
+        DataError: there are no samples.
+    """
+    length = len(next(leaf for _, leaf in leaves(arrays)))
+    if length == 0:
+        raise DataError(f"{world.name()}: there are no samples to evaluate")
+    part = part_of(length, world.rank, world.size)
+    found: list[tuple[int, Metrics]] = []
+    for begin in range(part.start, part.stop, batch):
+        end = min(begin + batch, part.stop)
+        values = (leaf[begin:end] for _, leaf in leaves(arrays))
+        found.append((end - begin, dict(metrics(rebuild(arrays, values.__next__)))))
+    everything = [item for its in world.allgather(found) for item in its]
+    # fsum rounds once, so the sum does not depend on how the samples were shared out.
+    return {
+        name: math.fsum(count * float(its[name]) for count, its in everything) / length for name in everything[0][1]
+    }
