@@ -83,25 +83,20 @@ def _read(name: str, directory: Path | None, file: str, sha256: str) -> bytes:
     folder = Path(directory or default_directory())
     path = folder / name / file
     command = f"scripts/get-data {name}" + (f" {folder}" if directory else "")
-    remedy = f"get it with: {command}" + (
-        ", or train on the stand-in: --data digits" if name == "fashion" else ""
-    )
+    remedy = f"get it with: {command}" + (", or train on the stand-in: --data digits" if name == "fashion" else "")
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise DataError(
-            f"{path} cannot be read ({error.strerror}), expected SHA-256 {sha256}; {remedy}"
-        ) from None
+        raise DataError(f"{path} cannot be read ({error.strerror}), expected SHA-256 {sha256}; {remedy}") from None
     found = hashlib.sha256(content).hexdigest()
     if found != sha256:
-        raise DataError(
-            f"{path} is damaged: {len(content)} bytes with SHA-256 {found}, expected {sha256}; {remedy}"
-        )
+        raise DataError(f"{path} is damaged: {len(content)} bytes with SHA-256 {found}, expected {sha256}; {remedy}")
     return content
 
 
 def _scaled(values: numpy.ndarray, largest: int) -> numpy.ndarray:
-    return numpy.divide(values, largest, dtype="float32")
+    scaled: numpy.ndarray = numpy.divide(values, largest, dtype="float32")
+    return scaled
 
 
 def _digits() -> Images:

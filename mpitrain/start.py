@@ -40,12 +40,14 @@ def init(**settings: Any) -> World:
         ConfigError: an unknown setting or MPITRAIN_* variable, or a value that is not allowed.
         MismatchError: ranks run different versions of mpitrain or with different settings.
     """
-    global _world
+    global _world  # noqa: PLW0603 - MPI itself is one per process
     if _world is not None:
         if settings:
             raise ConfigError("init() has been called before; settings belong to its first call")
         return _world
-    MPI = _load_mpi()
+    _start_mpi()
+    from mpi4py import MPI
+
     _use_forkserver()
     _world = make_world(MPI.COMM_WORLD, settings)
     guard(_world)
@@ -95,8 +97,8 @@ def make_world(parent: MPI.Comm, settings: dict[str, Any] | None = None, generat
     return world
 
 
-def _load_mpi() -> Any:
-    """mpi4py's MPI module, initialised, after the checks that need no communication."""
+def _start_mpi() -> None:
+    """Load and initialise MPI, and refuse a job that is not one."""
     # MPICH's own line about an abort would come after the traceback that explains it.
     os.environ.setdefault("MPIR_CVAR_SUPPRESS_ABORT_MESSAGE", "1")
     try:
@@ -116,7 +118,6 @@ def _load_mpi() -> Any:
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
     check_size(version, os.environ, MPI.COMM_WORLD.size)
-    return MPI
 
 
 def _compare(world: World) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import ModuleType
 
 import numpy
+from numpy.typing import DTypeLike
 
 from mpitrain.arrays import Array
 
@@ -33,7 +34,7 @@ def initial(
     inputs: int = 784,
     channels: tuple[int, int] = (16, 32),
     classes: int = 10,
-    dtype: object = "float32",
+    dtype: DTypeLike = "float32",
 ) -> dict[str, Array]:
     """Random parameters for square one-channel images of `inputs` pixels, the side a multiple of 4.
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import ModuleType
 
 import numpy
+from numpy.typing import DTypeLike
 
 from mpitrain.arrays import Array, is_device_array, namespace
 
@@ -37,7 +38,7 @@ def initial(
     width: int = 128,
     heads: int = 4,
     layers: int = 2,
-    dtype: object = "float32",
+    dtype: DTypeLike = "float32",
 ) -> Parameters:
     """Random parameters: normal with deviation 0.02, what writes to the residual stream less by the depth."""
     if width % heads:
@@ -51,7 +52,7 @@ def initial(
         "norm1.scale": (width,),
         "norm1.bias": (width,),
         "attention.qkv.weight": (width, 3, heads, width // heads),
-        "attention.qkv.bias": (3, heads, width // heads),
+        "attention.qkv.bias": (3 * width,),
         "attention.out.weight": (width, width),
         "attention.out.bias": (width,),
         "norm2.scale": (width,),
@@ -128,7 +129,7 @@ def generate(
 def _forward(parameters: Parameters, x: Array) -> tuple[Array, list[list[Array]], tuple[Array, Array, Array]]:
     embedding = parameters["embedding.token"]
     stream = embedding[x] + parameters["embedding.position"][: x.shape[1]]
-    kept_blocks = []
+    kept_blocks: list[list[Array]] = []
     while f"block{len(kept_blocks)}.norm1.scale" in parameters:
         stream, kept = _block(parameters, f"block{len(kept_blocks)}.", stream)
         kept_blocks.append(kept)
@@ -145,9 +146,10 @@ def _block(parameters: Parameters, block: str, stream: Array) -> tuple[Array, li
     n, time, width = stream.shape
     _, _, heads, head_width = p("attention.qkv.weight").shape
     h1, normalised1, inverse1 = layer_norm(stream, p("norm1.scale"), p("norm1.bias"))
-    qkv = dense(h1, p("attention.qkv.weight").reshape(width, 3 * width), p("attention.qkv.bias").reshape(-1))
+    qkv = dense(h1, p("attention.qkv.weight").reshape(width, 3 * width), p("attention.qkv.bias"))
     qkv = qkv.reshape(n, time, 3, heads, head_width).transpose(2, 0, 3, 1, 4)
-    mixed, probabilities = attention(*qkv)
+    q, k, v = qkv
+    mixed, probabilities = attention(q, k, v)
     joined = mixed.swapaxes(1, 2).reshape(n, time, width)
     stream = stream + dense(joined, p("attention.out.weight"), p("attention.out.bias"))
 
@@ -172,9 +174,7 @@ def _block(parameters: Parameters, block: str, stream: Array) -> tuple[Array, li
     return stream, kept
 
 
-def _block_backward(
-    parameters: Parameters, block: str, kept: list[Array], d: Array, on_gradient: OnGradient
-) -> Array:
+def _block_backward(parameters: Parameters, block: str, kept: list[Array], d: Array, on_gradient: OnGradient) -> Array:
     """`d` is the gradient by the block's output, the returned one that by its input."""
     h1, normalised1, inverse1, qkv, probabilities, joined, h2, normalised2, inverse2, up, active, tanh = kept
     xp = namespace(d)
@@ -182,16 +182,14 @@ def _block_backward(
     width = heads * head_width
 
     def dense_part(name: str, d_y: Array, x: Array) -> Array:
-        weight, bias = parameters[f"{block}{name}.weight"], parameters[f"{block}{name}.bias"]
+        weight = parameters[f"{block}{name}.weight"]
         d_x, d_weight, d_bias = dense_backward(d_y, x, weight.reshape(len(weight), -1))
-        on_gradient(f"{block}{name}.bias", d_bias.reshape(bias.shape))
+        on_gradient(f"{block}{name}.bias", d_bias)
         on_gradient(f"{block}{name}.weight", d_weight.reshape(weight.shape))
         return d_x
 
     def norm_part(name: str, d_y: Array, normalised: Array, inverse: Array) -> Array:
-        d_x, d_scale, d_bias = layer_norm_backward(
-            d_y, parameters[f"{block}{name}.scale"], normalised, inverse
-        )
+        d_x, d_scale, d_bias = layer_norm_backward(d_y, parameters[f"{block}{name}.scale"], normalised, inverse)
         on_gradient(f"{block}{name}.bias", d_bias)
         on_gradient(f"{block}{name}.scale", d_scale)
         return d_x
@@ -201,6 +199,7 @@ def _block_backward(
 
     d_joined = dense_part("attention.out", d, joined)
     d_mixed = d_joined.reshape(n, time, heads, head_width).swapaxes(1, 2)
-    d_qkv = xp.stack(attention_backward(d_mixed, *qkv, probabilities))
+    q, k, v = qkv
+    d_qkv = xp.stack(attention_backward(d_mixed, q, k, v, probabilities))
     d_qkv = d_qkv.transpose(1, 3, 0, 2, 4).reshape(n, time, 3 * width)
     return d + norm_part("norm1", dense_part("attention.qkv", d_qkv, h1), normalised1, inverse1)

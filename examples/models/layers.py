@@ -9,6 +9,7 @@ import math
 from types import ModuleType
 
 import numpy
+from numpy.typing import DTypeLike
 
 from mpitrain.arrays import Array, namespace
 
@@ -16,7 +17,7 @@ EPSILON = 1e-5  # of layer norm; keeps a constant row finite
 
 
 def normal(
-    rng: numpy.random.Generator, xp: ModuleType, shape: tuple[int, ...], deviation: float, dtype: object
+    rng: numpy.random.Generator, xp: ModuleType, shape: tuple[int, ...], deviation: float, dtype: DTypeLike
 ) -> Array:
     """Random initial weights. Drawn on the host in float64: the same numbers on every device and dtype."""
     return xp.asarray((rng.standard_normal(shape) * deviation).astype(dtype))
@@ -61,9 +62,7 @@ def layer_norm(x: Array, scale: Array, bias: Array) -> tuple[Array, Array, Array
     return centred * scale + bias, centred, inverse
 
 
-def layer_norm_backward(
-    d_y: Array, scale: Array, normalised: Array, inverse: Array
-) -> tuple[Array, Array, Array]:
+def layer_norm_backward(d_y: Array, scale: Array, normalised: Array, inverse: Array) -> tuple[Array, Array, Array]:
     leading = tuple(range(d_y.ndim - 1))
     d = d_y * scale
     d_x = d - d.mean(axis=-1, keepdims=True) - normalised * (d * normalised).mean(axis=-1, keepdims=True)
@@ -171,9 +170,7 @@ def attention(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
     return probabilities @ v, probabilities
 
 
-def attention_backward(
-    d_y: Array, q: Array, k: Array, v: Array, probabilities: Array
-) -> tuple[Array, Array, Array]:
+def attention_backward(d_y: Array, q: Array, k: Array, v: Array, probabilities: Array) -> tuple[Array, Array, Array]:
     d_probabilities = d_y @ v.swapaxes(-1, -2)
     inner = (d_probabilities * probabilities).sum(axis=-1, keepdims=True)
     d_logits = probabilities * (d_probabilities - inner)

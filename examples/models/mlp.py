@@ -6,6 +6,7 @@ from itertools import pairwise
 from types import ModuleType
 
 import numpy
+from numpy.typing import DTypeLike
 
 from mpitrain.arrays import Array
 
@@ -19,7 +20,7 @@ def initial(
     inputs: int = 784,
     hidden: Sequence[int] = (256,),
     classes: int = 10,
-    dtype: object = "float32",
+    dtype: DTypeLike = "float32",
 ) -> dict[str, Array]:
     """Random parameters: He et al. (2015) for the weights, zeros for the biases."""
     parameters = {}

@@ -52,4 +52,5 @@ class PlainExchange:
 
 def shares(weights: numpy.ndarray) -> numpy.ndarray:
     """Each rank's part of the mean, from the weights of all ranks, float64. They must not all be 0."""
-    return numpy.divide(weights, weights.sum())
+    result: numpy.ndarray = weights / weights.sum()
+    return result

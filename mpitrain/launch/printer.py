@@ -17,8 +17,8 @@ _INFINITY = float("inf")
 class FirstFailure:
     """Remembers the first report of a failing rank on stderr, as `mpitrain.failure` writes it.
 
-    It begins with `mpitrain: rank R on HOST failed:` and ends with `mpitrain: end of the failure of rank R ...`.
-    mpiexec's own words about the end of the job come after it and would hide it.
+    It begins with `mpitrain: rank R on HOST failed:` and ends with `mpitrain: end of the failure of
+    rank R ...`. mpiexec's own words about the end of the job come after it and would hide it.
     """
 
     def __init__(self) -> None:

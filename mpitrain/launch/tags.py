@@ -1,7 +1,7 @@
 """Which rank wrote what: the tags that mpiexec puts into its one pipe, and how they come out again.
 
 Open MPI tags whole lines. Hydra (MPICH, Intel MPI) tags every piece that it read from a rank, wherever in a
-line that was, so that two ranks printing at once give "<tag 1>lo<tag 0>loss<tag 1>ss\\n". The decoder takes both.
+line that was: two ranks printing at once give "<tag 1>lo<tag 0>loss<tag 1>ss\\n". The decoder takes both.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """SGD, Adam and AdamW over one flat buffer, on NumPy and CuPy alike.
 
 All parameters of a model lie in one flat array, and so does every state of the optimizer. A step is then a
-dozen array operations whatever the number of layers, each with `out=`, so that a step allocates nothing.
+dozen array operations whatever the number of layers, each with `out=`, so that a step allocates nothing
+(but for clipping float32 gradients on a device, where CuPy's einsum converts them to float64 as a whole).
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def clip_by_global_norm(gradients: Array, max_norm: float) -> float:
     """Scale `gradients` in place so that their 2-norm is at most `max_norm`; return the norm before that.
 
     gradients: flat, float32 or float64, host or device. They are left as they are where the norm is at most
-    `max_norm`, infinite or NaN. Equal gradients give equal results on every rank.
+    `max_norm`, infinite or NaN.
     Raises ConfigError where `max_norm` is not a finite number > 0.
     Source: Pascanu, Mikolov and Bengio, On the difficulty of training recurrent neural networks (2013),
     algorithm 1.

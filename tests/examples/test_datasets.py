@@ -16,9 +16,7 @@ GET_DATA = Path(__file__).parents[2] / "scripts" / "get-data"
 
 def needs(name: str) -> pytest.MarkDecorator:
     folder = datasets.default_directory() / name
-    return pytest.mark.skipif(
-        not folder.is_dir(), reason=f"no {folder}; get it with: scripts/get-data {name}"
-    )
+    return pytest.mark.skipif(not folder.is_dir(), reason=f"no {folder}; get it with: scripts/get-data {name}")
 
 
 @pytest.fixture

@@ -84,9 +84,7 @@ TOLERANCE = {numpy.float64: 1e-12, numpy.float32: 2e-5}
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(
-    "clip_norm", [None, 8.0]
-)  # the gradients' norm is about 7.9, so 8.0 clips some steps
+@pytest.mark.parametrize("clip_norm", [None, 8.0])  # the gradients' norm is about 7.9, so 8.0 clips some steps
 @pytest.mark.parametrize(
     "options",
     [{"momentum": 0.0, "nesterov": False, "weight_decay": 0.0},
@@ -114,9 +112,7 @@ def test_adam_and_adamw(weight_decay, clip_norm, dtype):
     if weight_decay == 0:
         same, _ = run(Adam(SCHEDULE, clip_norm=clip_norm, **options), parameters, gradients, dtype)
         assert (found == same).all()
-    expected = reference_adamw(
-        parameters, clipped(gradients, clip_norm), RATES, weight_decay=weight_decay, **options
-    )
+    expected = reference_adamw(parameters, clipped(gradients, clip_norm), RATES, weight_decay=weight_decay, **options)
     assert rates == RATES
     assert found.dtype == dtype
     numpy.testing.assert_allclose(found, flat(expected, float), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
@@ -227,9 +223,7 @@ def test_clip_below_at_and_above(dtype):
     assert gradients.tolist() == [1.5, 0.0, -2.0]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "large"), [(numpy.float32, 1e25), (numpy.float32, 1e36), (numpy.float64, 1e300)]
-)
+@pytest.mark.parametrize(("dtype", "large"), [(numpy.float32, 1e25), (numpy.float32, 1e36), (numpy.float64, 1e300)])
 def test_clip_does_not_overflow(dtype, large):
     gradients = numpy.full(10_000, large, dtype)
     assert clip_by_global_norm(gradients, 1.0) == pytest.approx(100 * float(dtype(large)), rel=1e-12)
@@ -270,9 +264,7 @@ def test_hyper_parameters_that_are_not_allowed(make, text):
 
 @pytest.mark.parametrize("dtype", [numpy.float16, ml_dtypes.bfloat16, numpy.int64])
 def test_start_refuses_other_dtypes(dtype):
-    with pytest.raises(
-        ConfigError, match=rf"parameters are {numpy.dtype(dtype)}; allowed: float32 or float64"
-    ):
+    with pytest.raises(ConfigError, match=rf"parameters are {numpy.dtype(dtype)}; allowed: float32 or float64"):
         Sgd(0.1).start(numpy.ones(3, dtype), [])
 
 

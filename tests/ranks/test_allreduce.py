@@ -1,0 +1,140 @@
+"""The contract of every algorithm in the registry; a new one inherits all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy
+import pytest
+
+from mpitrain import World
+from mpitrain.allreduce import ALGORITHMS, make_algorithm
+from mpitrain.allreduce.algorithm import DTYPES, INTEGERS, Algorithm
+from mpitrain.errors import ConfigError
+
+LENGTHS = (0, 1, 2, 7, 1000, 100003, 1 << 20)
+
+
+@pytest.fixture(params=sorted(ALGORITHMS), scope="module")
+def algorithm(request: pytest.FixtureRequest, world: World) -> Iterator[Algorithm]:
+    yield make_algorithm(world, request.param)
+
+
+def pattern(length: int, rank: int) -> numpy.ndarray:
+    """Small integers that differ from rank to rank and place to place; their sums are exact in every dtype."""
+    # Sums of 7 ranks stay below 2^7: exact in bfloat16 (8 bits) and no overflow in int8.
+    return (numpy.arange(length) * 7 + rank * 5) % 17
+
+
+def expected_sum(length: int, size: int) -> numpy.ndarray:
+    """Computed without any of our code, in int64."""
+    return sum((pattern(length, rank) for rank in range(size)), numpy.zeros(length, numpy.int64))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_sum_is_exact(world: World, algorithm: Algorithm, length: int, dtype: numpy.dtype) -> None:
+    flat = pattern(length, world.rank).astype(dtype)
+    algorithm.start(flat).wait()
+    numpy.testing.assert_array_equal(flat.astype(numpy.int64), expected_sum(length, world.size))
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("dtype", [numpy.float16, numpy.float32, numpy.float64])
+def test_random_sum_is_close_and_has_the_same_bits_everywhere(
+    world: World, algorithm: Algorithm, length: int, dtype: type
+) -> None:
+    parts = [numpy.random.default_rng(rank).standard_normal(length).astype(dtype) for rank in range(world.size)]
+    flat = parts[world.rank].copy()
+    algorithm.start(flat).wait()
+    exact = sum(part.astype(numpy.longdouble) for part in parts)
+    # Each of at most size - 1 additions rounds by half a unit of a partial sum, none larger than the sum of sizes.
+    bound = (world.size - 1) * numpy.finfo(dtype).eps * sum(abs(part.astype(numpy.longdouble)) for part in parts)
+    assert (abs(flat - exact) <= bound).all()
+    assert len(set(world.allgather(flat.tobytes()))) == 1
+
+
+def test_started_ones_run_in_order_and_can_be_driven_by_test(world: World, algorithm: Algorithm) -> None:
+    flats = [numpy.full(length, world.rank + 1.0) for length in (300_000, 3, 0, 70_001)]
+    handles = [algorithm.start(flat) for flat in flats]
+    while not all([handle.test() for handle in handles]):
+        pass
+    for flat in flats:
+        assert (flat == world.size * (world.size + 1) / 2).all()
+    assert all(handle.test() for handle in handles)  # stays true
+
+
+def test_waiting_for_the_last_started_is_enough(world: World, algorithm: Algorithm) -> None:
+    first, last = numpy.ones(200_000), numpy.ones(200_000)
+    handle = algorithm.start(first)
+    algorithm.start(last).wait()
+    handle.wait()
+    assert (first == world.size).all()
+    assert (last == world.size).all()
+
+
+def test_repeats_give_the_same_bits(world: World, algorithm: Algorithm) -> None:
+    values = numpy.random.default_rng(world.rank).standard_normal(100_003).astype(numpy.float32)
+    results = set()
+    for _ in range(3):
+        flat = values.copy()
+        algorithm.start(flat).wait()
+        results.add(flat.tobytes())
+    assert len(results) == 1
+
+
+@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+def test_integers_wrap(world: World, algorithm: Algorithm, dtype: numpy.dtype) -> None:
+    top = numpy.iinfo(dtype).max
+    flat = numpy.full(5, top, dtype)
+    algorithm.start(flat).wait()
+    wrapped = (int(top) * world.size) % (1 << 8 * dtype.itemsize)
+    assert (flat.view(f"u{dtype.itemsize}") == wrapped).all()
+
+
+def test_special_values(world: World, algorithm: Algorithm) -> None:
+    flat = numpy.array([numpy.inf, -numpy.inf, numpy.nan, -0.0, 1e-45, 3e38], numpy.float32)
+    algorithm.start(flat).wait()
+    with numpy.errstate(over="ignore"):
+        tail = [numpy.float32(1e-45) * world.size, numpy.float32(3e38) * numpy.float32(world.size)]
+    numpy.testing.assert_array_equal(flat, [numpy.inf, -numpy.inf, numpy.nan, 0.0, *tail])
+
+
+def test_only_the_slice_is_changed(world: World, algorithm: Algorithm) -> None:
+    whole = numpy.ones(1000)
+    algorithm.start(whole[10:990]).wait()
+    assert (whole[10:990] == world.size).all()
+    assert (whole[:10] == 1).all()
+    assert (whole[990:] == 1).all()
+
+
+def test_allocate_gives_what_start_takes(world: World, algorithm: Algorithm) -> None:
+    for dtype in DTYPES:
+        flat = algorithm.allocate(11, dtype)
+        assert flat.shape == (11,)
+        assert flat.dtype == dtype
+        flat[:] = numpy.ones(11, dtype)
+        algorithm.start(flat).wait()
+        assert (flat.astype(int) == world.size).all()
+
+
+@pytest.mark.parametrize(
+    "flat",
+    [
+        pytest.param(numpy.ones(10)[::2], id="strided"),
+        pytest.param(numpy.ones((2, 5)), id="two dimensions"),
+        pytest.param(numpy.frombuffer(b"12345678", numpy.uint8), id="read-only"),
+        pytest.param(numpy.ones(3, bool), id="bool"),
+        pytest.param(numpy.ones(3, complex), id="complex"),
+        pytest.param(numpy.ones(3, ">f4"), id="foreign byte order"),
+        pytest.param([1.0, 2.0], id="list"),
+    ],
+)
+def test_refuses_what_it_cannot_sum_in_place(algorithm: Algorithm, flat: object) -> None:
+    with pytest.raises(ValueError, match=r"allreduce (takes|works|cannot)"):
+        algorithm.start(flat)
+
+
+def test_unknown_name(world: World) -> None:
+    with pytest.raises(ConfigError, match="known: auto, native, ring"):
+        make_algorithm(world, "rign")
