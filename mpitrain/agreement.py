@@ -7,11 +7,12 @@ hang or a wrong sum, and carries along the few numbers a step needs from everybo
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy
 
+from mpitrain.control import until
 from mpitrain.errors import MismatchError
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ class Agreement:
 
     def wait(self) -> numpy.ndarray:
         """The records, shape (size,), dtype RECORD, once all are here. Raises as `test` does."""
-        self._control.wait(self.test, self.operation)
+        self._control.wait(until(self.test), self.operation)
         return self.records
 
     def _explain(self) -> None:
@@ -92,7 +93,7 @@ class Agreement:
 
 
 def gather_bytes(
-    comm: MPI.Comm, mine: bytes, wait: Callable[[Callable[[], bool], str], None], sizes: Sequence[int] | None = None
+    comm: MPI.Comm, mine: bytes, wait: Callable[[Iterable[None], str], None], sizes: Sequence[int] | None = None
 ) -> list[bytes]:
     """Every rank's bytes, on every rank. `sizes` are their lengths by rank, where these are known already."""
     from mpi4py import MPI
@@ -100,12 +101,12 @@ def gather_bytes(
     if sizes is None:
         lengths = numpy.empty(comm.size, numpy.int64)
         request = comm.Iallgather(numpy.array([len(mine)], numpy.int64), lengths)
-        wait(request.Test, "gather the sizes of messages")
+        wait(until(request.Test), "gather the sizes of messages")
         sizes = [int(length) for length in lengths]
     starts = [sum(sizes[:rank]) for rank in range(comm.size)]
     everything = bytearray(sum(sizes))
     request = comm.Iallgatherv([mine, MPI.BYTE], [everything, (sizes, starts), MPI.BYTE])
-    wait(request.Test, "gather messages")
+    wait(until(request.Test), "gather messages")
     return [bytes(everything[start : start + size]) for start, size in zip(starts, sizes, strict=True)]
 
 

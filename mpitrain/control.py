@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,11 +22,17 @@ if TYPE_CHECKING:
 
 FAILED, FINISHED = 1, 2
 
-# How often a wait looks at the clock and for notes. A look costs about 1 us, so at most 1 in 100 is spent on it.
-_LOOK_EVERY_SPINS = 64
-_LOOK_EVERY_SECONDS = 1e-3
+# How often a wait looks at the clock, and for notes. A look costs some microseconds.
+_SPINS_BETWEEN_LOOKS = 64
+_SECONDS_BETWEEN_LOOKS = 1e-3
 # A failed rank ends the whole job at once; should that not reach us, we end by ourselves after this long.
 _ABORT_GRACE_SECONDS = 10.0
+
+
+def until(test: Callable[[], bool]) -> Iterator[None]:
+    """Steps for `Control.wait` that end when `test()` is true."""
+    while not test():
+        yield
 
 
 @dataclass(frozen=True)
@@ -75,38 +81,37 @@ class Control:
             # A failure after a farewell replaces it; the reverse cannot happen.
             self.notes[status.source] = Note(int(kind), status.source, int(calls), float(seconds), time.perf_counter())
 
-    def wait(self, test: Callable[[], bool], doing: str, peer: int | None = None) -> None:
-        """Call `test` until it is true. `doing` names what is waited for, in reports.
+    def wait(self, steps: Iterable[None], doing: object, peer: int | None = None) -> None:
+        """Drive `steps` to its end. The text of `doing` names what is waited for, in reports.
 
-        `peer` is the one rank waited for in a send or receive; otherwise all ranks take part.
+        Args:
+            steps: does what can be done without waiting at every `next`, and ends when there is nothing to wait for.
+            doing: its str() is only made when it is needed.
+            peer: the one rank waited for in a send or receive; otherwise all ranks take part.
 
         Raises:
             MismatchError: another rank has finished without making the call that this one waits in.
             MpitrainError: another rank failed and could not end this process.
         """
-        spins, started = 0, 0.0
-        looked = reported = 0.0
-        while not test():
+        started = looked = reported = 0.0
+        for spins, _ in enumerate(steps, 1):
             os.sched_yield()  # lets the other ranks run where there are more ranks than cores
-            spins += 1
-            if spins % _LOOK_EVERY_SPINS:
+            if spins % _SPINS_BETWEEN_LOOKS:
                 continue
             now = time.perf_counter()
-            started = started or now
-            if now - looked < _LOOK_EVERY_SECONDS:
+            if not started:
+                started = looked = reported = now
+            if now - looked < _SECONDS_BETWEEN_LOOKS:
                 continue
             looked = now
             self.look()
             self._judge(doing, peer)
-            if now - max(started, reported) > self._stall_seconds:
+            if now - reported > self._stall_seconds:
                 reported = now
-                print(
-                    f"mpitrain: {self.name(self._comm.rank)} has waited {now - started:.0f} s in {doing}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                mine = self.name(self._comm.rank)
+                print(f"mpitrain: {mine} has waited {now - started:.0f} s in {doing}", file=sys.stderr, flush=True)
 
-    def _judge(self, doing: str, peer: int | None) -> None:
+    def _judge(self, doing: object, peer: int | None) -> None:
         """Raise where a note means that the current wait cannot end."""
         for note in self.notes.values():
             age = time.perf_counter() - note.seen_seconds

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from mpitrain.agreement import Agreement, gather_bytes
 from mpitrain.config import Config
-from mpitrain.control import Control
+from mpitrain.control import Control, until
 from mpitrain.errors import DataError, MpitrainError
 from mpitrain.tree import Tree, leaves, rebuild
 
@@ -207,7 +207,7 @@ class World:
             return value
         if self.rank != root:
             content = bytearray(int(records["detail"][root]))
-        self.control.wait(self.objects.Ibcast([content, MPI.BYTE], root).Test, f"broadcast from rank {root}")
+        self.control.wait(until(self.objects.Ibcast([content, MPI.BYTE], root).Test), f"broadcast from rank {root}")
         return value if self.rank == root else pickle.loads(content)
 
     def gather(self, value: Any, root: int = 0) -> list[Any] | None:
@@ -233,7 +233,7 @@ class World:
         """Send an object to one rank, by pickle (arrays too). Returns when `value` may be changed again."""
         self.check_rank(to, "to")
         request = self.comm.isend(value, to, _USER_TAG + tag)
-        self.control.wait(lambda: request.test()[0], f"send to {self.name(to)}", peer=to)
+        self.control.wait(until(lambda: request.test()[0]), f"send to {self.name(to)}", peer=to)
 
     def receive(self, source: int, tag: int = 0) -> Any:
         """The next object that `source` sent to this rank with this tag."""
@@ -245,7 +245,7 @@ class World:
             message = self.comm.improbe(source, _USER_TAG + tag)
             return message is not None
 
-        self.control.wait(arrived, f"receive from {self.name(source)}", peer=source)
+        self.control.wait(until(arrived), f"receive from {self.name(source)}", peer=source)
         assert message is not None
         return message.recv()
 

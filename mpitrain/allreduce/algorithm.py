@@ -19,16 +19,21 @@ BFLOAT16 = numpy.dtype(ml_dtypes.bfloat16)
 FLOATS = tuple(numpy.dtype(name) for name in ("float16", "float32", "float64")) + (BFLOAT16,)
 INTEGERS = tuple(numpy.dtype(code + str(size)) for code in "iu" for size in (1, 2, 4, 8))
 DTYPES = FLOATS + INTEGERS
+_SUMMABLE = frozenset(DTYPES)
 
 
 class Handle:
     """A started allreduce. Handles of one algorithm end in the order in which they were started."""
 
-    def __init__(self, world: World, steps: Iterator[None], doing: str) -> None:
+    def __init__(self, world: World, name: str, flat: Array, steps: Iterator[None]) -> None:
         """`steps` does what can be done now at each `next`, and ends when the sum is complete."""
         self._world = world
+        self._name = name
+        self._flat = flat
         self._steps: Iterator[None] | None = steps
-        self._doing = doing
+
+    def __str__(self) -> str:
+        return f"allreduce {self._name} of {self._flat.size} {self._flat.dtype}"
 
     def test(self) -> bool:
         """Do what can be done without waiting; true once the buffer holds the sum."""
@@ -41,7 +46,9 @@ class Handle:
 
     def wait(self) -> None:
         """Drive until the buffer holds the sum."""
-        self._world.control.wait(self.test, self._doing)
+        if self._steps is not None:
+            self._world.control.wait(self._steps, self)
+            self._steps = None
 
 
 class Algorithm(Protocol):
@@ -86,8 +93,7 @@ class Sequential:
     def start(self, flat: Array) -> Handle:
         """See Algorithm."""
         check_flat(flat)
-        doing = f"allreduce {self._name} of {flat.size} {flat.dtype}"
-        self._last = Handle(self._world, self._run(self._last, flat), doing)
+        self._last = Handle(self._world, self._name, flat, self._run(self._last, flat))
         return self._last
 
     def _run(self, previous: Handle | None, flat: numpy.ndarray) -> Iterator[None]:
@@ -112,5 +118,5 @@ def check_flat(flat: Array) -> None:
             f"{flat.shape}, strides {flat.strides}, writable={flat.flags.writeable}. "
             "Pack it first: flat = numpy.ascontiguousarray(x).ravel()"
         )
-    if flat.dtype not in DTYPES or not flat.dtype.isnative:
+    if flat.dtype not in _SUMMABLE or not flat.dtype.isnative:
         raise ValueError(f"allreduce cannot sum {flat.dtype}; it can {', '.join(str(dtype) for dtype in DTYPES)}")

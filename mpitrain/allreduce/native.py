@@ -42,6 +42,7 @@ def native(world: World) -> Sequential:
 def _adder(dtype: numpy.dtype) -> Callable[[Any, Any, MPI.Datatype], None]:
     def add(source: Any, target: Any, _: MPI.Datatype) -> None:
         total = numpy.frombuffer(target, dtype)
-        numpy.add(numpy.frombuffer(source, dtype), total, out=total)
+        with numpy.errstate(all="ignore"):
+            numpy.add(numpy.frombuffer(source, dtype), total, out=total)
 
     return add

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Protocol, cast
@@ -34,7 +36,7 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `mpitrain` with `argv` (default: this process's arguments); returns the exit code.
 
-    2 is a wrong use (unknown option, missing file), 1 any other error of mpitrain's own.
+    2 is a wrong use (an unknown option, a missing script), 1 any other error of mpitrain's own.
     """
     parser = argparse.ArgumentParser(
         prog="mpitrain",
@@ -60,7 +62,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown:
         _refuse(parsers[arguments.command], unknown[0])
     try:
-        return commands[arguments.command].run(arguments)
+        code = commands[arguments.command].run(arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # Nobody reads our output any more (`| head`). Python would say so once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except MpitrainError as error:
         print(f"mpitrain {arguments.command}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1

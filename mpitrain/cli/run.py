@@ -17,11 +17,13 @@ if TYPE_CHECKING:
 HELP = "start a script on several ranks of this machine"
 
 _EPILOG = """\
-Options after the script are the script's. The ranks run the Python that runs mpitrain, under the mpiexec beside
-it, else the one on PATH. Equal lines of several ranks are printed once, with the ranks in front: "[0-3] loss 0.31".
+Options after the script are the script's. The ranks run the Python that runs
+mpitrain, under the mpiexec beside it, else the one on PATH. Equal lines of
+several ranks are printed once, with the ranks in front: "[0-3] loss 0.31".
 The ranks read nothing from stdin. Ctrl-C ends them all.
 
-The exit code is 0 only if every rank did its work; it is 128 + the signal when a signal ended the job.
+The exit code is not 0 if any rank failed, and 128 + the signal when a signal
+ended the job.
 
   mpitrain run -n 4 train.py --epochs 5
   mpitrain run -n 4 --show train.py --epochs 5

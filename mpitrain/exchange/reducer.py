@@ -17,6 +17,7 @@ import numpy
 from mpitrain.agreement import Agreement, signature
 from mpitrain.allreduce.algorithm import FLOATS, Handle
 from mpitrain.arrays import Array
+from mpitrain.control import until
 from mpitrain.cuda.staging import copy_to_host
 from mpitrain.errors import ConfigError, GradientError, MissingGradientError, NonFiniteError
 from mpitrain.exchange.bucket import Parameter, plan_buckets, plan_layout
@@ -160,7 +161,7 @@ class GradientReducer:
             raise GradientError(f"{self._world.name()}: finish() without begin()")
         control = self._world.control
         # Start all there is first: a bucket that waits for its turn is looked at before the vote on it.
-        control.wait(lambda: self.progress() or self._share is not None, "begin a step")
+        control.wait(until(lambda: self.progress() or self._share is not None), "begin a step")
         code, detail = _GOOD, 0
         if self._missing:
             code, detail = _MISSING, min(self._missing)
@@ -173,9 +174,9 @@ class GradientReducer:
             self.progress()
             return vote.test()
 
-        control.wait(voted, "end a step")
+        control.wait(until(voted), "end a step")
         self._raise_for(vote.records)
-        control.wait(self.progress, "exchange gradients")
+        control.wait(until(self.progress), "exchange gradients")
         weight = float(self._begun.records["weight"].sum())
         self._begun = None
         return Means(loss=float(vote.records["value"].sum()) / weight, weight=weight)

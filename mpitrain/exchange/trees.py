@@ -9,6 +9,7 @@ import numpy
 from mpitrain.allreduce import make_algorithm
 from mpitrain.allreduce.algorithm import DTYPES, FLOATS
 from mpitrain.arrays import Array, is_array
+from mpitrain.control import until
 from mpitrain.cuda.staging import copy_to_host, like
 from mpitrain.errors import DataError, TreeError
 from mpitrain.exchange.exchange import shares
@@ -33,7 +34,7 @@ class ArrayTrees:
         if self._world.size > 1:
             for flat in packed.flats.values():
                 request = self._world.objects.Ibcast([flat.view(numpy.uint8), MPI.BYTE], root)
-                self._world.control.wait(request.Test, f"sync from rank {root}")
+                self._world.control.wait(until(request.Test), f"sync from rank {root}")
         return packed.unpack()
 
     def sum(self, tree: Tree) -> Tree:

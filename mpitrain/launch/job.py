@@ -6,7 +6,6 @@ import os
 import selectors
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,7 +32,8 @@ def run_job(command: Command, num_ranks: int) -> int:
     signal when one ended the job, here or (where mpiexec tells) in a rank. SIGINT, SIGTERM and SIGHUP to this
     process end the whole job: they are passed on first, and after `GRACE_SECONDS` or at a second signal all
     is killed. The ranks read nothing from stdin. For the main thread of a process that does little else: it
-    becomes the parent of every orphan below it. Raises `LaunchError` when mpiexec cannot be started.
+    becomes the parent of every orphan below it. Raises `LaunchError` when mpiexec cannot be started, and
+    `BrokenPipeError`, when all has been killed, if nobody reads the output.
     """
     return _Job(command, num_ranks).run()
 
@@ -57,11 +57,9 @@ class _Job:
             try:
                 self._watch(mpiexec, pipes)
                 left = self._end(mpiexec, pipes)
-            except BrokenPipeError:
-                # Nobody reads our output any more (`mpitrain run ... | head`).
+            except BaseException:  # such as BrokenPipeError: nobody reads our output any more (`| head`)
                 processes.kill_all(self._alive)
-                _silence()
-                return 128 + signal.SIGPIPE
+                raise
             return self._exit_code(mpiexec.wait(), left)
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -105,7 +103,7 @@ class _Job:
     def _pass_signals_on(self, mpiexec: subprocess.Popen[bytes]) -> None:
         if self._signals and self._kill_at == float("inf"):
             name = signal.Signals(self._signals[0]).name
-            _say(f"{name}: ending the job; again to kill it at once")
+            self._printer.say(f"{name}: ending the job; again to kill it at once")
             # Not every mpiexec knows what SIGHUP means.
             mpiexec.send_signal(signal.SIGINT if self._signals[0] == signal.SIGINT else signal.SIGTERM)
             self._kill_at = time.monotonic() + GRACE_SECONDS
@@ -120,11 +118,11 @@ class _Job:
         while not immortal and pipes.get_map():  # an immortal process would hold the pipe open
             self._read(pipes, timeout_seconds=0.05)
         if left and not self._signals:
-            _say(f"mpiexec has ended, but {len(left)} processes of the job had not, and were killed:")
+            self._printer.say(f"mpiexec has ended, but {len(left)} processes of the job had not, and were killed:")
             for pid, line in sorted(left.items()):
-                _say(f"    {pid} {line}")
+                self._printer.say(f"    {pid} {line}")
         for pid in sorted(immortal):
-            _say(f"process {pid} could not be killed: {processes.command_line(pid)}")
+            self._printer.say(f"process {pid} could not be killed: {processes.command_line(pid)}")
         self._printer.close()
         return left
 
@@ -147,18 +145,11 @@ class _Job:
 
 @contextmanager
 def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    before = {number: signal.signal(number, handler) for number in _END_SIGNALS}
+    # What our parent had ignored stays ignored: `nohup mpitrain run ... &` outlives its terminal.
+    numbers = [number for number in _END_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
         for number, old in before.items():
             signal.signal(number, old)
-
-
-def _say(text: str) -> None:
-    print(f"mpitrain: {text}", file=sys.stderr, flush=True)
-
-
-def _silence() -> None:
-    """Lead stdout nowhere, or Python would complain once more when it flushes it at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

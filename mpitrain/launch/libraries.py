@@ -51,7 +51,7 @@ class Library:
     """The MPI library that mpi4py loads in some Python."""
 
     vendor: Vendor
-    version: str  # the first line of what MPI_Get_library_version gives
+    version: str  # such as "MPICH 5.0.2": the first line of what MPI_Get_library_version gives
     path: Path | None  # None where the library is linked in statically
     mpi4py_version: str
     module: Path  # mpi4py's extension module; its name tells the MPI ABI it was built for
@@ -194,7 +194,7 @@ def find_library(python: Path | str = sys.executable, *, timeout_seconds: float 
     version = found["version"].strip("\0\n ")
     return Library(
         vendor=vendor_of_library(version),
-        version=re.split(r", package:|\n", re.sub(r"\s*\t\s*|:  +", ": ", version))[0],
+        version=re.sub(r" Version\s*:\s*", " ", re.split(r", package:|\n", version)[0]),
         path=Path(found["path"]) if found["path"] else None,
         mpi4py_version=found["mpi4py_version"],
         module=Path(found["module"]),

@@ -81,18 +81,22 @@ class Printer:
                 self._print(stream, ranks, piece)
             self._files[stream].flush()
 
+    def say(self, text: str) -> None:
+        """Print a line of mpitrain's own on stderr."""
+        self._finish_line()
+        self._files["stderr"].write(f"mpitrain: {text}\n".encode(errors="backslashreplace"))
+        self._files["stderr"].flush()
+        self.first_failure.see((), Piece(b"", b"\n"))
+
     def close(self) -> None:
         """Print all the rest, and the first failure again unless it is the last thing on the screen."""
         for stream, decoder in self._decoders.items():
             for rank, text in decoder.close():
                 self._cut(0.0, stream, rank, text)
         self.print_due(_INFINITY)
-        if self._unfinished:
-            self._files[self._unfinished[0]].write(b"\n")
-            self._unfinished = None
+        self._finish_line()
         self._files["stderr"].write(self.first_failure.hidden_report)
-        for file in self._files.values():
-            file.flush()
+        self._files["stderr"].flush()
 
     @property
     def is_waiting(self) -> bool:
@@ -107,9 +111,8 @@ class Printer:
 
     def _print(self, stream: Stream, ranks: tuple[int, ...], piece: Piece) -> None:
         owner = (stream, ranks)
-        if self._unfinished and self._unfinished != owner:
-            self._files[self._unfinished[0]].write(b"\n")
-            self._unfinished = None
+        if self._unfinished != owner:
+            self._finish_line()
         if not self._unfinished:
             self._is_at_margin = True
             if piece == Piece(b"", b"\r"):
@@ -120,6 +123,13 @@ class Printer:
         self._unfinished = None if piece.end == b"\n" else owner
         self._is_at_margin = piece.end != b"" or (self._is_at_margin and not piece.text)
         self.first_failure.see(ranks if stream == "stderr" else (), piece)
+
+    def _finish_line(self) -> None:
+        if self._unfinished:
+            file = self._files[self._unfinished[0]]
+            file.write(b"\n")
+            file.flush()  # the next line may go to the other stream
+            self._unfinished = None
 
     def _prefix(self, ranks: tuple[int, ...]) -> bytes:
         if self._num_ranks == 1 or MPIEXEC in ranks:

@@ -57,6 +57,7 @@ class Log(Hook):
         self._terminal = sys.stdout.isatty()
         self._interval = 0.2 if self._terminal else self._seconds
         self._last = time.perf_counter()
+        self._first = True  # the first step is shown at once: training has begun
         self._steps = 0
         self._samples = 0.0
 
@@ -69,7 +70,7 @@ class Log(Hook):
         now = time.perf_counter()
         elapsed = now - self._last
         last = trainer.last_step or step.number
-        if elapsed < self._interval and step.number != last and self._steps > 1:
+        if elapsed < self._interval and step.number != last and not self._first:
             return
         left = timedelta(seconds=round((last - step.number) * elapsed / self._steps))
         line = (
@@ -79,7 +80,7 @@ class Log(Hook):
         end = "\n" if not self._terminal or step.number == last else ""
         sys.stdout.write(("\r\x1b[K" if self._terminal else "") + line + end)
         sys.stdout.flush()
-        self._last, self._steps, self._samples = now, 0, 0.0
+        self._last, self._first, self._steps, self._samples = now, False, 0, 0.0
 
 
 class Evaluate(Hook):

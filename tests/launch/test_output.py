@@ -68,7 +68,9 @@ def test_what_mpiexec_says_does_not_wait() -> None:
 def test_a_flood_is_passed_on() -> None:
     merger = Merger(2)
     feed(merger, 0.0, 0, *(str(i) for i in range(1000)))
-    assert [text for _, text in lines(merger, 0.0)] == [str(i) for i in range(len(lines(merger, 0.0)) + 744)]
+    passed_on = [text for _, text in lines(merger, 0.0)]
+    assert len(passed_on) > 700
+    assert passed_on + [text for _, text in lines(merger, LONG)] == [str(i) for i in range(1000)]
 
 
 def test_cutter_joins_what_the_pipe_has_cut() -> None:
