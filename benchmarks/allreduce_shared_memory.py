@@ -25,7 +25,9 @@ def main() -> None:
     arguments = parser.parse_args()
     world = mt.init()
     world.print(f"{world.size} ranks, {versions()}")
-    world.print("| MiB | mpi median | mpi busbw | " + " | ".join(f"{name} / mpi" for name in arguments.algorithms) + " |")
+    world.print(
+        "| MiB | mpi median | mpi busbw | " + " | ".join(f"{name} / mpi" for name in arguments.algorithms) + " |"
+    )
     world.print("| --- | --- | --- | " + " | ".join("---" for _ in arguments.algorithms) + " |")
     algorithms = {name: ALGORITHMS[name](world) for name in arguments.algorithms}
     for mib in arguments.mib:

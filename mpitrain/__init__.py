@@ -8,21 +8,53 @@ for x, y in world.shard(batches):
     w = step(w, world.mean(grad(w, x, y), weight=len(x)))
 """
 
-from mpitrain.adapters.array_function import ArrayFunction
-from mpitrain.errors import MpitrainError
-from mpitrain.exchange.bucket import Parameter
-from mpitrain.exchange.reducer import GradientReducer
-from mpitrain.start import init
-from mpitrain.strategies import Sync
-from mpitrain.training.data import ArrayData
-from mpitrain.training.hooks import Checkpoint, Evaluate, Hook, Log, StopAtStep
-from mpitrain.training.metrics import evaluate
-from mpitrain.training.optimizers import Adam, AdamW, Sgd, clip_by_global_norm
-from mpitrain.training.schedules import constant, warmup_cosine
-from mpitrain.training.trainer import Parts, Step, Trainer
-from mpitrain.world import World
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mpitrain.adapters.array_function import ArrayFunction
+    from mpitrain.errors import MpitrainError
+    from mpitrain.exchange.bucket import Parameter
+    from mpitrain.exchange.reducer import GradientReducer
+    from mpitrain.start import init
+    from mpitrain.strategies import Sync
+    from mpitrain.training.data import ArrayData
+    from mpitrain.training.hooks import Checkpoint, Evaluate, Hook, Log, StopAtStep
+    from mpitrain.training.metrics import evaluate
+    from mpitrain.training.optimizers import Adam, AdamW, Sgd, clip_by_global_norm
+    from mpitrain.training.schedules import constant, warmup_cosine
+    from mpitrain.training.trainer import Parts, Step, Trainer
+    from mpitrain.world import World
 
 __version__ = "0.1.0"
+
+# Loaded when first used (PEP 562), so that the command line starts at once and `mpitrain doctor` can tell what is
+# wrong on a machine where NumPy or MPI is missing.
+_HOME = {
+    "Adam": "training.optimizers",
+    "AdamW": "training.optimizers",
+    "ArrayData": "training.data",
+    "ArrayFunction": "adapters.array_function",
+    "Checkpoint": "training.hooks",
+    "Evaluate": "training.hooks",
+    "GradientReducer": "exchange.reducer",
+    "Hook": "training.hooks",
+    "Log": "training.hooks",
+    "MpitrainError": "errors",
+    "Parameter": "exchange.bucket",
+    "Parts": "training.trainer",
+    "Sgd": "training.optimizers",
+    "Step": "training.trainer",
+    "StopAtStep": "training.hooks",
+    "Sync": "strategies",
+    "Trainer": "training.trainer",
+    "World": "world",
+    "clip_by_global_norm": "training.optimizers",
+    "constant": "training.schedules",
+    "evaluate": "training.metrics",
+    "init": "start",
+    "warmup_cosine": "training.schedules",
+}
 
 __all__ = [
     "Adam",
@@ -43,10 +75,21 @@ __all__ = [
     "Sync",
     "Trainer",
     "World",
-    "__version__",
     "clip_by_global_norm",
     "constant",
     "evaluate",
     "init",
     "warmup_cosine",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'mpitrain' has no attribute {name!r}")
+    value = getattr(import_module(f"mpitrain.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

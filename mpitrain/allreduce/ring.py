@@ -34,86 +34,78 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy
 
-from mpitrain.allreduce.algorithm import Sequential
+from mpitrain.allreduce.algorithm import DTYPES, Sequential
 from mpitrain.world import World, part_of
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-PIECE_BYTES = 1024 * 1024  # measured: see docs/log.md
-AHEAD = 4  # pieces posted for receiving, and at most in sending, at one time
+PIECE_BYTES = 2**20  # measured: see docs/log.md
+AHEAD = 3  # pieces posted for receiving, and at most in sending, at one time
 _TAG = 1
 
 
-@dataclass(frozen=True)
-class Piece:
-    """What happens at one number of the sequence."""
+class Piece(NamedTuple):
+    """What happens at one number of the sequence. The slices are in bytes of the buffer."""
 
     send: slice
     receive: slice
-    add: bool  # received pieces are added in the first half, overwritten in the second
+    add: slice | None  # in elements: where to add what was received; None in the second half, which overwrites
 
 
 def ring(world: World) -> Sequential:
     """Pipelined ring over all ranks. See Algorithm for the contract."""
     left, right = (world.rank - 1) % world.size, (world.rank + 1) % world.size
-    plans: dict[tuple[int, int], list[Piece]] = {}
-    scratch = numpy.empty(AHEAD * PIECE_BYTES if world.size > 1 else 0, numpy.uint8)
+    comm = world.comm
+    cached_plan = lru_cache(maxsize=256)(plan)
+    scratch = [numpy.empty(PIECE_BYTES if world.size > 1 else 0, numpy.uint8) for _ in range(AHEAD)]
+    # What has been received, by slot and dtype, ready to be added.
+    typed = {dtype: [slot.view(dtype) for slot in scratch] for dtype in DTYPES}
 
     def steps(flat: numpy.ndarray) -> Iterator[None]:
-        comm = world.comm
-        piece_count = PIECE_BYTES // flat.itemsize
-        key = (flat.size, piece_count)
-        if key not in plans:
-            plans[key] = plan(flat.size, piece_count, world.rank, world.size)
-        pieces = plans[key]
-        slots = [scratch[slot * PIECE_BYTES : (slot + 1) * PIECE_BYTES].view(flat.dtype) for slot in range(AHEAD)]
-        # A send of the first segment waits for nothing; every other one for the piece one step before it.
-        first_half = len(pieces) // 2
-        free = first_half // (world.size - 1)
-        bytes_of = flat.view(numpy.uint8)
-        itemsize = flat.itemsize
-
-        def message(part: slice) -> numpy.ndarray:
-            return bytes_of[part.start * itemsize : part.stop * itemsize]
-
+        pieces = cached_plan(flat.size, flat.itemsize, world.rank, world.size)
+        buffer, arrived = flat.view(numpy.uint8), typed[flat.dtype]
+        num_pieces, half = len(pieces), len(pieces) // 2
+        # A piece of the first segment waits for nothing to be sent; every other one for the piece one step before.
+        free = half // (world.size - 1)
         sends: deque[MPI.Request] = deque()
-        receives: deque[tuple[MPI.Request, numpy.ndarray | None]] = deque()
-        started = posted = received = 0
-        sent = 0  # sends that are complete: their memory may be overwritten
-        while min(received, sent) < len(pieces):
-            while posted < min(received + AHEAD, len(pieces)):
-                piece = pieces[posted]
-                if piece.add:
-                    into = slots[posted % AHEAD][: piece.receive.stop - piece.receive.start]
-                    receives.append((comm.Irecv(into.view(numpy.uint8), left, _TAG), into))
-                elif posted - first_half < sent:
-                    # Overwrites what was sent in the first half, which must have left by now.
-                    receives.append((comm.Irecv(message(piece.receive), left, _TAG), None))
+        receives: deque[MPI.Request] = deque()
+        started = posted = 0
+        sent = received = 0  # sends that are complete: their memory may be overwritten; receives that are dealt with
+        while min(received, sent) < num_pieces:
+            while posted < num_pieces and posted < received + AHEAD:
+                _, receive, add = pieces[posted]
+                if add is not None:
+                    into = scratch[posted % AHEAD][: receive.stop - receive.start]
+                elif posted - half < sent:
+                    # Overwrites what was sent half a round before, and has left by now.
+                    into = buffer[receive]
                 else:
                     break
+                receives.append(comm.Irecv(into, left, _TAG))
                 posted += 1
-            while started < min(received + free, len(pieces), sent + AHEAD):
-                sends.append(comm.Isend(message(pieces[started].send), right, _TAG))
+            while started < num_pieces and started < received + free and started < sent + AHEAD:
+                sends.append(comm.Isend(buffer[pieces[started].send], right, _TAG))
                 started += 1
             progress = False
+            if receives and receives[0].Test():
+                receives.popleft()
+                add = pieces[received].add
+                if add is not None:
+                    total = flat[add]
+                    # Infinity is a value like any other here; whoever must not have it looks at the sum.
+                    with numpy.errstate(all="ignore"):
+                        numpy.add(total, arrived[received % AHEAD][: total.size], out=total)
+                received += 1
+                progress = True
             while sends and sends[0].Test():
                 sends.popleft()
                 sent += 1
-                progress = True
-            if receives and receives[0][0].Test():
-                _, values = receives.popleft()
-                if values is not None:
-                    total = flat[pieces[received].receive]
-                    # Infinity is a value like any other here; whoever must not have it looks at the sum.
-                    with numpy.errstate(all="ignore"):
-                        numpy.add(total, values, out=total)
-                received += 1
                 progress = True
             if not progress:
                 yield
@@ -121,23 +113,26 @@ def ring(world: World) -> Sequential:
     return Sequential(world, "ring", steps)
 
 
-def plan(count: int, piece_count: int, rank: int, size: int) -> list[Piece]:
+def plan(count: int, itemsize: int, rank: int, size: int) -> list[Piece]:
     """The pieces of a buffer of `count` elements in the order in which they are sent and received.
 
     Every segment has as many pieces as the largest one, empty ones if need be: a rank whose segment is empty must
     still pass on the others' pieces.
     """
     segments = [part_of(count, owner, size) for owner in range(size)]
-    per_segment = max(1, -(-(segments[0].stop - segments[0].start) // piece_count))
+    per_segment = max(1, -(-(segments[0].stop - segments[0].start) // (PIECE_BYTES // itemsize)))
 
     def pieces_of(owner: int) -> list[slice]:
         segment = segments[owner % size]
         parts = (part_of(segment.stop - segment.start, piece, per_segment) for piece in range(per_segment))
         return [slice(segment.start + part.start, segment.start + part.stop) for part in parts]
 
+    def in_bytes(part: slice) -> slice:
+        return slice(part.start * itemsize, part.stop * itemsize)
+
     result: list[Piece] = []
-    for first, add in ((rank, True), (rank + 1, False)):
+    for first, adds in ((rank, True), (rank + 1, False)):
         for step in range(size - 1):
-            sent, received = pieces_of(first - step), pieces_of(first - step - 1)
-            result += [Piece(send, receive, add) for send, receive in zip(sent, received, strict=True)]
+            for send, receive in zip(pieces_of(first - step), pieces_of(first - step - 1), strict=True):
+                result.append(Piece(in_bytes(send), in_bytes(receive), receive if adds else None))
     return result
