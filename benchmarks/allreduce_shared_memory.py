@@ -11,10 +11,10 @@ import statistics
 
 import numpy
 from mpi4py import MPI
-from pairs import alternate, ratio, versions
 
 import mpitrain as mt
 from mpitrain.allreduce import ALGORITHMS
+from pairs import alternate, ratio, versions
 
 
 def main() -> None:

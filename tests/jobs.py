@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -114,7 +115,7 @@ def processes_of(token: str, patience: float = 0.0) -> list[str]:
     """Command lines of the processes with this token; waits up to `patience` seconds for them to end."""
     deadline = time.monotonic() + patience
     while True:
-        found = {pid: name for pid, name in _scan(token)}
+        found = dict(_scan(token))
         if not found or time.monotonic() > deadline:
             return [f"{pid}: {name}" for pid, name in found.items()]
         time.sleep(0.05)
@@ -123,10 +124,8 @@ def processes_of(token: str, patience: float = 0.0) -> list[str]:
 def kill_all(token: str) -> None:
     """End every process with this token, by id."""
     for pid, _ in _scan(token):
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
 
 
 def _scan(token: str) -> list[tuple[int, str]]:

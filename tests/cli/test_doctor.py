@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 from jobs import REPOSITORY, run_command
-
 from mpitrain.cli.doctor import report_text
 from mpitrain.diagnostics import limits
 from mpitrain.diagnostics.finding import Finding

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 
 import pytest
-from jobs import run_command
 
 import mpitrain
+from jobs import run_command
 from mpitrain.cli import COMMANDS, main
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from jobs import VENVS, Job, run_command
 
 DEADLINE_SECONDS = 60.0

@@ -5,10 +5,10 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import datasets
 import numpy
 import pytest
 
+import datasets
 from mpitrain.errors import ConfigError, DataError
 
 GET_DATA = Path(__file__).parents[2] / "scripts" / "get-data"

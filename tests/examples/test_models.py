@@ -2,6 +2,7 @@
 
 import numpy
 import pytest
+
 from models import cnn, gpt, mlp
 
 CLASSES, VOCABULARY = 5, 11

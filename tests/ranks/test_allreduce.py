@@ -57,7 +57,7 @@ def test_random_sum_is_close_and_has_the_same_bits_everywhere(
 def test_started_ones_run_in_order_and_can_be_driven_by_test(world: World, algorithm: Algorithm) -> None:
     flats = [numpy.full(length, world.rank + 1.0) for length in (300_000, 3, 0, 70_001)]
     handles = [algorithm.start(flat) for flat in flats]
-    while not all([handle.test() for handle in handles]):
+    while not all(handle.test() for handle in handles):
         pass
     for flat in flats:
         assert (flat == world.size * (world.size + 1) / 2).all()
