@@ -29,12 +29,14 @@ def main() -> None:
         train_x, train_y, test_x, test_y = load_images(arguments.data, arguments.data_directory)
         train_x, test_x = standardised(train_x, test_x)
     model = MODELS[arguments.model]
+    steps_per_epoch = -(-len(train_x) // arguments.global_batch)
+    total_steps = arguments.epochs * steps_per_epoch
 
     def build(world: mt.World) -> mt.Parts:
         data = mt.ArrayData(world, (train_x, train_y), global_batch=arguments.global_batch, seed=arguments.seed)
         parameters = model.initial(numpy.random.default_rng(arguments.seed), xp, inputs=train_x.shape[1])
         schedule = mt.warmup_cosine(
-            arguments.learning_rate, warmup_steps=200, total_steps=arguments.epochs * data.steps_per_epoch
+            arguments.learning_rate, warmup_steps=min(200, total_steps // 10), total_steps=total_steps
         )
         optimizer = mt.Sgd(schedule, momentum=0.9, nesterov=True, weight_decay=5e-4)
         return mt.Parts(mt.ArrayFunction(model.loss_and_gradients, parameters, optimizer), mt.Sync(), data)
@@ -49,15 +51,14 @@ def main() -> None:
 
         return mt.evaluate(trainer.world, metrics, (test_x, test_y))
 
-    steps_per_epoch = -(-len(train_x) // arguments.global_batch)
     hooks = [
-        mt.StopAtStep(arguments.steps or arguments.epochs * steps_per_epoch),
+        mt.StopAtStep(arguments.steps or total_steps),
         mt.Log(),
         mt.Evaluate(steps_per_epoch, test_metrics),
     ]
     if arguments.checkpoints:
         hooks.append(mt.Checkpoint(arguments.checkpoints, steps=steps_per_epoch))
-    world.print(f"{world.size} ranks on {world.num_nodes} nodes, {arguments.model} on {xp.__name__}, {arguments.data}")
+    world.print(f"ranks: {world.size}, nodes: {world.num_nodes}, {arguments.model} on {xp.__name__}, {arguments.data}")
     mt.Trainer(build, hooks).run()
 
 

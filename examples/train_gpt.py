@@ -52,7 +52,7 @@ def main() -> None:
 
         return mt.evaluate(trainer.world, loss, some, batch=100)
 
-    world.print(f"{world.size} ranks on {world.num_nodes} nodes, GPT on {xp.__name__}, {len(train):,} characters")
+    world.print(f"ranks: {world.size}, nodes: {world.num_nodes}, GPT on {xp.__name__}, {len(train):,} characters")
     hooks = [mt.StopAtStep(arguments.steps), mt.Log(), mt.Evaluate(arguments.evaluate_steps, validation_loss)]
     trainer = mt.Trainer(build, hooks)
     trainer.run()

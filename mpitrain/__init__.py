@@ -11,6 +11,8 @@ for x, y in world.shard(batches):
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from mpitrain.early import watch
+
 if TYPE_CHECKING:
     from mpitrain.adapters.array_function import ArrayFunction
     from mpitrain.errors import MpitrainError
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from mpitrain.world import World
 
 __version__ = "0.1.0"
+
+watch()
 
 # Loaded when first used (PEP 562), so that the command line starts at once and `mpitrain doctor` can tell what is
 # wrong on a machine where NumPy or MPI is missing.

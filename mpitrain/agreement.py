@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 import numpy
@@ -52,19 +53,19 @@ class Agreement:
         """`lines` describe the data, one item a line; `signed` is their signature, where the caller keeps it."""
         control.calls += 1
         self.operation = operation
-        self.records = numpy.empty(comm.size, RECORD)
         self._lines = lines
         self._comm = comm
         self._control = control
-        self._mine = numpy.zeros(1, RECORD)
-        self._mine[0] = (signature(operation, lines) if signed is None else signed, value, weight, code, detail)
         self._request: MPI.Request | None = None
-        if comm.size == 1:
-            self.records[:] = self._mine
-        else:
-            from mpi4py import MPI
+        if control.size == 1:
+            self.records = numpy.array([(0, value, weight, code, detail)], RECORD)
+            return
+        from mpi4py import MPI
 
-            self._request = comm.Iallgather([self._mine, MPI.BYTE], [self.records, MPI.BYTE])
+        signed = signature(operation, lines) if signed is None else signed
+        self._mine = numpy.array([(signed, value, weight, code, detail)], RECORD)
+        self.records = numpy.empty(control.size, RECORD)
+        self._request = comm.Iallgather([self._mine, MPI.BYTE], [self.records, MPI.BYTE])
 
     def test(self) -> bool:
         """True when every rank's record is here and all are about to do the same.
@@ -128,7 +129,7 @@ def mismatch(texts: Sequence[Sequence[str]], name: Callable[[int], str]) -> Mism
 
 
 def _first_difference(found: Sequence[str], expected: Sequence[str]) -> tuple[str, str]:
-    for mine, other in zip(found, expected, strict=False):
+    for mine, other in zip_longest(found, expected, fillvalue="nothing more"):
         if mine != other:
             return mine, other
-    return f"has {len(found)} entries", f"has {len(expected)}"
+    raise AssertionError("equal lines in different texts")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Mapping
+import numbers
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ class Config:
     bucket_mib: float = 4.0  # gradients are exchanged in buckets of about this many MiB
     stall_seconds: float = 10.0  # a wait longer than this is reported on stderr
     expected_size: int = 0  # ranks that the launcher started; 0: unknown. Set by `mpitrain run`
+    roll_call: str = ""  # file that every rank signs at its beginning and its end. Set by `mpitrain run`
 
     def __post_init__(self) -> None:
         for name, lowest in (("bucket_mib", 0.0), ("stall_seconds", 0.0), ("expected_size", -1)):
@@ -35,7 +37,7 @@ def read_config(environ: Mapping[str, str], arguments: Mapping[str, Any]) -> Con
     Raises:
         ConfigError: an unknown MPITRAIN_* variable or argument, or a value that does not fit.
     """
-    fields: dict[str, Callable[[str], Any]] = {field.name: type(field.default) for field in dataclasses.fields(Config)}
+    fields: dict[str, type] = {field.name: type(field.default) for field in dataclasses.fields(Config)}
     values: dict[str, Any] = {}
     for variable, text in environ.items():
         if not variable.startswith(PREFIX):
@@ -51,8 +53,16 @@ def read_config(environ: Mapping[str, str], arguments: Mapping[str, Any]) -> Con
         if name not in fields:
             raise ConfigError(_unknown(name, list(fields)))
         if value is not None:
-            values[name] = value
+            values[name] = _fitting(name, value, fields[name])
     return Config(**values)
+
+
+def _fitting(name: str, value: Any, kind: type) -> Any:
+    """An argument's value as `kind`: an int will do for a float, and NumPy's numbers for Python's."""
+    accepted = {float: numbers.Real, int: numbers.Integral}.get(kind, kind)
+    if not isinstance(value, accepted) or isinstance(value, bool):
+        raise ConfigError(f"{name} is {value!r}; it must be a {kind.__name__}")
+    return kind(value)
 
 
 def _unknown(name: str, known: list[str]) -> str:

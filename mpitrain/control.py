@@ -43,6 +43,7 @@ class Note:
     rank: int
     calls: int
     sent_seconds: float
+    cause: int  # of a failure: equal for equal errors; 0 to 2^52
     seen_seconds: float  # this rank's perf_counter() when the note was read
 
 
@@ -52,21 +53,27 @@ class Control:
     def __init__(self, comm: MPI.Comm, hosts: tuple[str, ...], stall_seconds: float) -> None:
         self.calls = 0
         self.notes: dict[int, Note] = {}
+        self.stall_seconds = stall_seconds  # a wait longer than this is reported
+        self.rank, self.size = int(comm.rank), int(comm.size)  # here also when MPI is gone
         self._comm = comm
         self._hosts = hosts
-        self._stall_seconds = stall_seconds
         self._in_flight: list[tuple[MPI.Request, numpy.ndarray]] = []
 
-    def name(self, rank: int) -> str:
-        """`rank 3 on node7`."""
+    def name(self, rank: int | None = None) -> str:
+        """`rank 3 on node7`; default: this rank."""
+        rank = self.rank if rank is None else rank
         return f"rank {rank} on {self._hosts[rank]}"
 
-    def tell_all(self, kind: int) -> Note:
-        """Send a note to every other rank. Does not wait: 24 bytes leave at once, whatever the receiver does."""
-        note = Note(kind, self._comm.rank, self.calls, time.time(), time.perf_counter())
-        message = numpy.array([kind, note.calls, note.sent_seconds], numpy.float64)
-        for rank in range(self._comm.size):
-            if rank != self._comm.rank:
+    def tell_all(self, kind: int, cause: int = 0, *, last: bool = False) -> Note:
+        """Send a note to every other rank. Does not wait: 32 bytes leave at once, whatever the receiver does.
+
+        `last` dates it later than all others.
+        """
+        sent_seconds = float("inf") if last else time.time()
+        note = Note(kind, self.rank, self.calls, sent_seconds, cause, time.perf_counter())
+        message = numpy.array([kind, note.calls, note.sent_seconds, cause], numpy.float64)
+        for rank in range(self.size):
+            if rank != self.rank:
                 self._in_flight.append((self._comm.Isend(message, rank, tag=0), message))
         return note
 
@@ -74,12 +81,19 @@ class Control:
         """Read the notes that have come in."""
         from mpi4py import MPI
 
-        while self._comm.Iprobe(MPI.ANY_SOURCE, 0, status := MPI.Status()):
-            message = numpy.empty(3, numpy.float64)
-            self._comm.Recv(message, status.source, 0)
-            kind, calls, seconds = message
+        # A matched probe: a thread that fails looks for notes too, and each must be received by the one that found it.
+        while (found := self._comm.Improbe(MPI.ANY_SOURCE, 0, status := MPI.Status())) is not None:
+            message = numpy.empty(4, numpy.float64)
+            found.Recv(message)
+            kind, calls, seconds, cause = message
             # A failure after a farewell replaces it; the reverse cannot happen.
-            self.notes[status.source] = Note(int(kind), status.source, int(calls), float(seconds), time.perf_counter())
+            self.notes[status.source] = Note(
+                int(kind), status.source, int(calls), float(seconds), int(cause), time.perf_counter()
+            )
+
+    def begin_barrier(self) -> MPI.Request:
+        """A barrier of its own, beside the world's collectives, which other ranks may still be in."""
+        return self._comm.Ibarrier()
 
     def wait(self, steps: Iterable[None], doing: object, peer: int | None = None) -> None:
         """Drive `steps` to its end. The text of `doing` names what is waited for, in reports.
@@ -106,22 +120,22 @@ class Control:
             looked = now
             self.look()
             self._judge(doing, peer)
-            if now - reported > self._stall_seconds:
+            if now - reported > self.stall_seconds:
                 reported = now
-                mine = self.name(self._comm.rank)
+                mine = self.name()
                 print(f"mpitrain: {mine} has waited {now - started:.0f} s in {doing}", file=sys.stderr, flush=True)
 
     def _judge(self, doing: object, peer: int | None) -> None:
         """Raise where a note means that the current wait cannot end."""
-        for note in self.notes.values():
+        for note in tuple(self.notes.values()):  # a thread that fails adds to them
             age = time.perf_counter() - note.seen_seconds
             if note.kind == FAILED and age > _ABORT_GRACE_SECONDS:
-                raise MpitrainError(f"{self.name(self._comm.rank)}: {self.name(note.rank)} failed; stopped in {doing}")
+                raise MpitrainError(f"{self.name()}: {self.name(note.rank)} failed; stopped in {doing}")
             # What a peer sent before it finished may still be on its way: give it a second.
             left_out = note.calls < self.calls if peer is None else note.rank == peer and age > 1.0
             if note.kind == FINISHED and left_out:
                 raise MismatchError(
-                    f"{self.name(self._comm.rank)}: waits in {doing} (its call {self.calls}), but "
+                    f"{self.name()}: waits in {doing} (its call {self.calls}), but "
                     f"{self.name(note.rank)} has finished (after {note.calls} calls); "
                     "do all ranks run the same number of steps?"
                 )

@@ -13,6 +13,7 @@
 
 A message says which rank and host, what was found, what is allowed and what to do. `known_everywhere` is
 true where every rank raises the same error at the same point, so that it is printed once, not once a rank.
+`is_repeated` is true where it came up on another rank, whose traceback is the one to print.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ class MpitrainError(Exception):
     """Base of all errors below; catch this one to catch them all."""
 
     known_everywhere = False
+    is_repeated = False
 
 
 class ConfigError(MpitrainError, ValueError):

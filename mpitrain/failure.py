@@ -7,73 +7,113 @@ failed first prints its traceback last, and aborts. A rank that ends normally sa
 from __future__ import annotations
 
 import atexit
+import hashlib
 import os
+import signal
 import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from types import TracebackType
 from typing import NoReturn
 
-from mpitrain.control import FAILED, FINISHED, Control
+from mpitrain.control import FAILED, FINISHED
+from mpitrain.early import abort
 from mpitrain.errors import MpitrainError
 from mpitrain.world import World
 
 # Ranks that fail for one reason fail at about the same time. The first one waits this long, so that it hears of the
 # others' failures and speaks last.
 _ARBITRATION_SECONDS = 0.5
+# How long what a rank wrote may take to be read. (Open MPI's mpiexec ends a job at once, and drops the rest.)
+_READING_SECONDS = 0.1
 # A rank that was not the first waits this long to be ended, then ends by itself.
 _LAST_RESORT_SECONDS = 10.0
 
 # `mpitrain run` looks for these two lines to repeat the first failure as a job's last words.
 BEGIN, END = "mpitrain: {name} failed:", "mpitrain: end of the failure of {name}"
 
+_ending = threading.Lock()
+
 
 def guard(world: World) -> None:
     """From now on an uncaught exception, also in a thread, ends the whole job. Called once by `init`."""
-    if world.size == 1:
+    if world.control.size == 1:
         return  # Python's own behaviour is right for one process
+    process = os.getpid()
 
-    def uncaught(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> NoReturn:
+    def uncaught(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
+        if os.getpid() != process:  # a forked child is no rank and must not touch MPI
+            sys.__excepthook__(kind, error or kind(), trace)
+            return
         end_job(world, error or kind(), trace)
 
     def uncaught_in_thread(arguments: threading.ExceptHookArgs) -> None:
         if arguments.exc_type is not SystemExit:
             uncaught(arguments.exc_type, arguments.exc_value, arguments.exc_traceback)
 
+    def at_exit() -> None:
+        if os.getpid() == process:
+            farewell(world)
+
     sys.excepthook = uncaught
     threading.excepthook = uncaught_in_thread
-    atexit.register(farewell, world)
+    atexit.register(at_exit)
 
 
 def end_job(world: World, error: BaseException, trace: TracebackType | None) -> NoReturn:
     """Report `error` and end every process of the job with a non-zero code. Never returns."""
+    from mpi4py import MPI
+
+    if not _ending.acquire(blocking=False):
+        time.sleep(2 * _LAST_RESORT_SECONDS)  # another thread of this rank failed before and ends the job
+    is_first = is_news = True  # also where MPI itself is what is broken, and nobody can be asked
     try:
-        if _is_first(world.control, world.rank, world.size):
+        with suppress(ValueError):  # a thread may not
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not take the report away
+        with suppress(Exception):
             sys.stdout.flush()
+        finalized = MPI.Is_finalized()  # after it a call would end this process before it has said anything
+        with suppress(Exception):
+            if not finalized:
+                is_first, is_news = _compare(world, error)
+        if is_first:
             _write(_report(world, error, trace))
         else:
-            if not _is_known_everywhere(error):
-                _write(f"mpitrain: {world.name()} failed too: {_one_line(error)}\n")
+            if is_news:
+                _write(f"mpitrain: {world.control.name()} failed too: {_text(error).splitlines()[0]}\n")
             time.sleep(_LAST_RESORT_SECONDS)
-        world.comm.Abort(130 if isinstance(error, KeyboardInterrupt) else 1)
-    finally:  # MPI itself may be what is broken; its launcher ends the others when it sees this code
+        time.sleep(_READING_SECONDS)
+        if not finalized:
+            abort(world.comm, 130 if isinstance(error, KeyboardInterrupt) else 1)
+    finally:  # MPI's launcher ends the others when it sees this code
         os._exit(1)
 
 
-def _is_first(control: Control, rank: int, size: int) -> bool:
-    """Whether no other rank failed before this one did (the lower rank at a tie)."""
-    mine = control.tell_all(FAILED)
+def _compare(world: World, error: BaseException) -> tuple[bool, bool]:
+    """Whether no other rank failed before this one (the lower rank at a tie), and whether its error is another one."""
+    control = world.control
+    is_repeated = isinstance(error, MpitrainError) and error.is_repeated
+    mine = first = control.tell_all(FAILED, _cause(world, error), last=is_repeated)
     deadline = time.monotonic() + _ARBITRATION_SECONDS
     while time.monotonic() < deadline:
         control.look()
-        failures = [note for note in control.notes.values() if note.kind == FAILED]
-        if any((note.sent_seconds, note.rank) < (mine.sent_seconds, rank) for note in failures):
-            return False
-        if len(failures) == size - 1:
+        failures = [note for note in tuple(control.notes.values()) if note.kind == FAILED]
+        first = min([mine, *failures], key=lambda note: (note.sent_seconds, note.rank))
+        if first is not mine:
+            break
+        if len(failures) == control.size - 1:
+            time.sleep(_READING_SECONDS)  # all have failed, and may still be saying so
             break
         time.sleep(0.005)
-    return True
+    return first is mine, not (_is_known_everywhere(error) or first.cause == mine.cause)
+
+
+def _cause(world: World, error: BaseException) -> int:
+    """The same number for the same error on different ranks, whose messages differ at most in the rank's own name."""
+    text = _text(error).replace(world.control.name(), "this rank")
+    return int.from_bytes(hashlib.blake2b(text.encode(errors="replace"), digest_size=6).digest(), "little")
 
 
 def _is_known_everywhere(error: BaseException) -> bool:
@@ -84,12 +124,12 @@ def _report(world: World, error: BaseException, trace: TracebackType | None) -> 
     text = "".join(traceback.format_exception(type(error), error, trace))
     if isinstance(error, KeyboardInterrupt):
         text = "interrupted\n"
-    name = world.name()
+    name = world.control.name()
     return f"{BEGIN.format(name=name)}\n{text}{END.format(name=name)}\n"
 
 
-def _one_line(error: BaseException) -> str:
-    return traceback.format_exception_only(error)[-1].strip()
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _write(text: str) -> None:
@@ -109,7 +149,7 @@ def farewell(world: World) -> None:
     control = world.control
     try:
         control.tell_all(FINISHED)
-        request = world.objects.Ibarrier()
+        request = control.begin_barrier()
         while not request.Test():
             control.look()
             time.sleep(0.001)  # another rank may work on alone for long: wait without using a core

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import socket
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from mpitrain.allreduce import check_name
 from mpitrain.config import Config, read_config
 from mpitrain.control import Control
-from mpitrain.errors import ConfigError, LaunchError
+from mpitrain.errors import ConfigError, LaunchError, MpitrainError
 from mpitrain.exchange.trees import ArrayTrees
 from mpitrain.failure import guard
+from mpitrain.launch.roll_call import BEGUN, DONE, sign
 from mpitrain.launch.verify import check_size, check_vendor
 from mpitrain.world import World
 
@@ -49,16 +53,23 @@ def init(**settings: Any) -> World:
     from mpi4py import MPI
 
     _use_forkserver()
-    _world = make_world(MPI.COMM_WORLD, settings)
-    guard(_world)
-    _share_cores(_world)
+    world = make_world(MPI.COMM_WORLD)
+    guard(world)
+    world = replace(world, config=_common_config(world, settings))
+    world.control.stall_seconds = world.config.stall_seconds
+    _share_cores(world)
+    if world.size > 1 and world.config.roll_call:
+        sign(world.config.roll_call, BEGUN, world.rank)
+        atexit.register(sign, world.config.roll_call, DONE, world.rank)
+    _world = world
     return _world
 
 
-def make_world(parent: MPI.Comm, settings: dict[str, Any] | None = None, generation: int = 0) -> World:
+def make_world(parent: MPI.Comm, config: Config | None = None, generation: int = 0) -> World:
     """A World over the ranks of `parent`, which stays the caller's own. Collective over `parent`."""
     from mpi4py import MPI
 
+    config = config or Config()
     node = parent.Split_type(MPI.COMM_TYPE_SHARED, key=parent.rank)
     leaders = parent.Split(0 if node.rank == 0 else MPI.UNDEFINED, parent.rank)
     # A node's number is its leader's place among the leaders, who stand in rank order.
@@ -66,16 +77,7 @@ def make_world(parent: MPI.Comm, settings: dict[str, Any] | None = None, generat
     comm = parent.Dup()
     everyone = comm.allgather((socket.gethostname(), node_rank))
     hosts = tuple(host for host, _ in everyone)
-
-    config: Config | None = None
-    problem: str | None = None
-    try:
-        config = read_config(os.environ, settings or {})
-    except ConfigError as error:
-        problem = str(error)
-    problems = comm.allgather(problem)
-
-    world = World(
+    return World(
         comm=comm,
         objects=parent.Dup(),
         node=node,
@@ -83,18 +85,10 @@ def make_world(parent: MPI.Comm, settings: dict[str, Any] | None = None, generat
         hosts=hosts,
         node_ranks=tuple(number for _, number in everyone),
         generation=generation,
-        config=config or Config(),
-        control=Control(parent.Dup(), hosts, (config or Config()).stall_seconds),
+        config=config,
+        control=Control(parent.Dup(), hosts, config.stall_seconds),
         make_arrays=ArrayTrees,
     )
-    for rank, found in enumerate(problems):
-        if found is not None:
-            failure = ConfigError(f"{world.name(rank)}: {found}")
-            failure.known_everywhere = True
-            guard(world)
-            raise failure
-    _compare(world)
-    return world
 
 
 def _start_mpi() -> None:
@@ -117,16 +111,31 @@ def _start_mpi() -> None:
     check_vendor(version, os.environ)
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
-    check_size(version, os.environ, MPI.COMM_WORLD.size)
 
 
-def _compare(world: World) -> None:
-    """All ranks must run the same mpitrain with the same settings."""
+def _common_config(world: World, settings: dict[str, Any]) -> Config:
+    """The settings, which all ranks must share, as they must the version of mpitrain. Collective."""
+    from mpi4py import MPI
+
     from mpitrain import __version__
 
+    config, problem = Config(), None
+    try:
+        check_size(MPI.Get_library_version(), os.environ, world.size)
+        config = read_config(os.environ, settings)
+        check_name(config.algorithm)
+    except MpitrainError as error:
+        problem = error
+    for rank, found in enumerate(world.allgather(problem)):
+        if found is not None:
+            # The lowest rank's, on every rank; a launch error names the process by itself.
+            common = found if isinstance(found, LaunchError) else type(found)(f"{world.name(rank)}: {found}")
+            common.known_everywhere = True
+            raise common
     lines = [f"mpitrain {__version__}"]
-    lines += [f"{name}={value!r}" for name, value in vars(world.config).items()]
+    lines += [f"{name}={value!r}" for name, value in vars(config).items()]
     world.agree("init", lines)
+    return config
 
 
 def _use_forkserver() -> None:

@@ -6,17 +6,19 @@ Dicts are walked by sorted key, so ranks that filled equal dicts in another orde
 from __future__ import annotations
 
 import copy
-import numbers
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy
 
 from mpitrain.arrays import is_array
-from mpitrain.errors import TreeError
+from mpitrain.errors import DataError, TreeError
 
 Tree = Any
 Leaf = Any
+
+# Not numbers.Number: NumPy has no dtype for a Fraction or a Decimal.
+_NUMBERS = (bool, int, float, complex, numpy.generic)
 
 
 def leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Leaf]]:
@@ -32,12 +34,12 @@ def leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Leaf]]:
         for index, child in enumerate(tree):
             yield from leaves(child, f"{path}[{index}]")
     elif tree is not None:
-        if not (is_array(tree) or isinstance(tree, numbers.Number | numpy.generic)):
+        if not isinstance(tree, _NUMBERS) and not is_array(tree):
             raise TreeError(
                 f"leaf {path or 'at the top'} is a {type(tree).__name__}; a tree holds NumPy or CuPy arrays, "
                 "numbers and None in dicts, lists and tuples"
             )
-        if is_array(tree) and tree.dtype.hasobject:
+        if not isinstance(tree, bool | int | float | complex) and tree.dtype.hasobject:
             raise TreeError(f"leaf {path or 'at the top'} is an array of Python objects; convert it to numbers")
         yield path, tree
 
@@ -47,7 +49,8 @@ def rebuild(tree: Tree, replacement: Callable[[], Leaf]) -> Tree:
     if isinstance(tree, dict):
         children = {key: rebuild(tree[key], replacement) for key in sorted(tree, key=repr)}
         result = copy.copy(tree)  # keeps the caller's kind of dict and its own order
-        result.update(children)
+        for key, child in children.items():  # not update(): a Counter would add
+            result[key] = child
         return result
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(rebuild(child, replacement) for child in tree))
@@ -56,12 +59,27 @@ def rebuild(tree: Tree, replacement: Callable[[], Leaf]) -> Tree:
     return None if tree is None else replacement()
 
 
+def num_samples(tree: Tree) -> int:
+    """How many samples the arrays of `tree` have along their first dimension.
+
+    Raises:
+        DataError: there is no array, one has no dimension, or they are of unequal lengths.
+    """
+    found = [(path or "the array", len(leaf) if numpy.ndim(leaf) else None) for path, leaf in leaves(tree)]
+    lengths = {length for _, length in found if length is not None}
+    if len(lengths) != 1 or None in dict(found).values():
+        text = ", ".join(f"{path} {'a number' if length is None else length}" for path, length in found) or "no arrays"
+        raise DataError(f"arrays must have the same number of samples along their first dimension; found {text}")
+    return lengths.pop()
+
+
 def describe(tree: Tree) -> list[str]:
-    """One line a leaf, `['w'] float32 (784, 256)`: equal on two ranks exactly when the trees have one form."""
+    """One line a leaf, `['w'] float32 (784, 256)`: equal on two ranks exactly when the leaves are alike."""
     return [f"{path or 'the tree'} {_kind(leaf)}" for path, leaf in leaves(tree)] or ["an empty tree"]
 
 
 def _kind(leaf: Leaf) -> str:
     if is_array(leaf):
         return f"{leaf.dtype} {leaf.shape}"
-    return f"number {type(leaf).__name__}"
+    # NumPy's own scalars by dtype, which says more than their class: datetime64[s], <U3.
+    return f"number {leaf.dtype if isinstance(leaf, numpy.generic) else type(leaf).__name__}"

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import pickle
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
+from mpitrain import errors
 from mpitrain.agreement import Agreement, gather_bytes
 from mpitrain.config import Config
 from mpitrain.control import Control, until
-from mpitrain.errors import DataError, MpitrainError
-from mpitrain.tree import Tree, leaves, rebuild
+from mpitrain.errors import DataError, MismatchError, MpitrainError
+from mpitrain.tree import Tree, leaves, num_samples, rebuild
 
 if TYPE_CHECKING:
     import numpy
@@ -162,30 +164,34 @@ class World:
             start: batches to leave out, to resume where an earlier run stopped.
 
         Raises:
-            DataError: there is no batch at all, or the first one has fewer samples than there are ranks.
+            DataError: there is no batch at all, fewer than `start`, or the first one has fewer samples than there
+                are ranks.
+            ValueError: `start` is negative.
         """
+        if start < 0:
+            raise ValueError(f"{self.name()}: start={start}; it is a number of batches to leave out, 0 or more")
         index = -1
         for index, batch in enumerate(batches):
-            if index < start:
+            if 0 < index < start:
                 continue
-            lengths = {len(leaf) for _, leaf in leaves(batch)}
-            if len(lengths) != 1:
-                raise DataError(
-                    f"{self.name()}: the arrays of batch {index} have {sorted(lengths)} samples; "
-                    "all must have the same number along their first dimension"
-                )
-            length = lengths.pop()
-            if index == start and length < self.size:
+            try:
+                length = num_samples(batch)
+            except DataError as error:
+                raise DataError(f"{self.name()}: batch {index}: {error}") from None
+            # Only the first batch is held to this: the last one may be smaller, and a resumed run may begin with it.
+            if index == 0 and length < self.size:
                 raise _everywhere(
                     DataError(
-                        f"{self.name()}: batch {index} has {length} samples for {self.size} ranks; "
-                        f"use at most {length} ranks or larger batches"
+                        f"{self.name()}: batch 0 has {length} samples for {self.size} ranks; "
+                        "use fewer ranks or larger batches"
                     )
                 )
+            if index < start:
+                continue
             mine = part_of(length, self.rank, self.size)
             values = (leaf[mine] for _, leaf in leaves(batch))
             yield rebuild(batch, values.__next__)
-        if index < start:
+        if index < max(start - 1, 0):
             raise _everywhere(
                 DataError(f"{self.name()}: there are {index + 1} batches, and the shard starts at batch {start}")
             )
@@ -230,14 +236,26 @@ class World:
         return [pickle.loads(content) for content in contents]
 
     def send(self, value: Any, to: int, tag: int = 0) -> None:
-        """Send an object to one rank, by pickle (arrays too). Returns when `value` may be changed again."""
+        """Send an object to one rank, by pickle (arrays too). Returns when `value` may be changed again.
+
+        Messages of one sender, receiver and tag arrive in the order in which they were sent.
+        """
         self.check_rank(to, "to")
+        self._check_tag(tag)
+        if to == self.rank:  # MPI would wait for a receive that this very call holds up
+            self._to_myself.setdefault(tag, deque()).append(pickle.dumps(value, protocol=5))
+            return
         request = self.comm.isend(value, to, _USER_TAG + tag)
         self.control.wait(until(lambda: request.test()[0]), f"send to {self.name(to)}", peer=to)
 
     def receive(self, source: int, tag: int = 0) -> Any:
         """The next object that `source` sent to this rank with this tag."""
         self.check_rank(source, "source")
+        self._check_tag(tag)
+        if source == self.rank:
+            if not self._to_myself.get(tag):
+                raise MismatchError(f"{self.name()}: receives from itself, and has sent itself nothing with tag {tag}")
+            return pickle.loads(self._to_myself[tag].popleft())
         message: MPI.Message | None = None
 
         def arrived() -> bool:
@@ -248,6 +266,16 @@ class World:
         self.control.wait(until(arrived), f"receive from {self.name(source)}", peer=source)
         assert message is not None
         return message.recv()
+
+    @cached_property
+    def _to_myself(self) -> dict[int, deque[bytes]]:
+        """What this rank has sent to itself and not yet received, by tag."""
+        return {}
+
+    def _check_tag(self, tag: int) -> None:
+        # A negative one could meet the messages of an algorithm.
+        if not 0 <= tag <= _LARGEST_TAG:
+            raise ValueError(f"{self.name()}: tag={tag}; tags are 0 to {_LARGEST_TAG}")
 
     # -- what the rest of the library builds on -----------------------------------------------------------------
 
@@ -277,7 +305,9 @@ class World:
         if isinstance(problem, MpitrainError) and self.rank == failed[0]:
             raise _everywhere(problem)
         kind, text = problems[failed[0]]
-        raise _everywhere(_named(kind)(f"{self.name(failed[0])}, {doing}: {text}")) from problem
+        common = _everywhere(_named(kind, f"{self.name(failed[0])}, {doing}", text))
+        common.is_repeated = self.rank != failed[0]
+        raise common from problem
 
     def check_rank(self, rank: int, argument: str) -> None:
         """Raise ValueError unless `rank`, given as `argument`, is one of this world."""
@@ -287,6 +317,7 @@ class World:
 
 # Tags below this one belong to the algorithms, which share `comm` with the user's messages.
 _USER_TAG = 1000
+_LARGEST_TAG = 32767 - _USER_TAG  # MPI promises tags up to 32767 (MPI-4.1, section 9.1.2), and no more
 
 
 def part_of(length: int, rank: int, size: int) -> slice:
@@ -301,9 +332,9 @@ def _everywhere(error: MpitrainError) -> MpitrainError:
     return error
 
 
-def _named(kind: str) -> type[MpitrainError]:
-    """Our error class of that name; MpitrainError itself for an error that is not ours."""
-    from mpitrain import errors
-
-    found = getattr(errors, kind, MpitrainError)
-    return found if isinstance(found, type) and issubclass(found, MpitrainError) else MpitrainError
+def _named(kind: str, where: str, text: str) -> MpitrainError:
+    """An error of our class of that name; a MpitrainError with the name in its text for one that is not ours."""
+    found = getattr(errors, kind, None)
+    if isinstance(found, type) and issubclass(found, MpitrainError):
+        return found(f"{where}: {text}")
+    return MpitrainError(f"{where}: {kind}: {text}")

@@ -25,6 +25,11 @@ def make_algorithm(world: World, name: str | None = None) -> Algorithm:
         ConfigError: there is no algorithm of that name.
     """
     name = world.config.algorithm if name is None else name
+    check_name(name)
+    return ALGORITHMS[name](world)
+
+
+def check_name(name: str) -> None:
+    """Raise ConfigError unless there is an algorithm of that name."""
     if name not in ALGORITHMS:
         raise ConfigError(f"there is no allreduce algorithm {name!r}; known: {', '.join(sorted(ALGORITHMS))}")
-    return ALGORITHMS[name](world)

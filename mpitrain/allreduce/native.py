@@ -10,6 +10,7 @@ operation of our own (MPI-4.1, section 6.9.5), which rounds to the dtype after e
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -20,23 +21,31 @@ from mpitrain.world import World
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+_HALVES = (numpy.dtype(numpy.float16), BFLOAT16)
+
 
 def native(world: World) -> Sequential:
     """MPI_Iallreduce in place. See Algorithm for the contract."""
     from mpi4py import MPI
 
-    operations = {dtype: MPI.Op.Create(_adder(dtype), commute=True) for dtype in (numpy.dtype(numpy.float16), BFLOAT16)}
-
     def steps(flat: numpy.ndarray) -> Iterator[None]:
-        if flat.dtype in operations:
+        if flat.dtype in _HALVES:
             words = flat.view(numpy.uint16)
-            request = world.comm.Iallreduce(MPI.IN_PLACE, [words, MPI.UINT16_T], operations[flat.dtype])
+            request = world.comm.Iallreduce(MPI.IN_PLACE, [words, MPI.UINT16_T], _addition(flat.dtype))
         else:
             request = world.comm.Iallreduce(MPI.IN_PLACE, flat, MPI.SUM)
         while not request.Test():
             yield
 
     return Sequential(world, "native", steps)
+
+
+@cache
+def _addition(dtype: numpy.dtype) -> MPI.Op:
+    """One a process: an operation belongs to no communicator, and mpi4py allows only 16 of them."""
+    from mpi4py import MPI
+
+    return MPI.Op.Create(_adder(dtype), commute=True)
 
 
 def _adder(dtype: numpy.dtype) -> Callable[[Any, Any, MPI.Datatype], None]:

@@ -9,6 +9,7 @@ import numpy
 from mpitrain.allreduce import make_algorithm
 from mpitrain.allreduce.algorithm import Handle
 from mpitrain.arrays import Array
+from mpitrain.errors import DataError
 from mpitrain.world import World
 
 
@@ -50,7 +51,23 @@ class PlainExchange:
         return self._algorithm.allocate(count, dtype)
 
 
-def shares(weights: numpy.ndarray) -> numpy.ndarray:
-    """Each rank's part of the mean, from the weights of all ranks, float64. They must not all be 0."""
-    result: numpy.ndarray = weights / weights.sum()
-    return result
+def share_of(world: World, weights: list[float]) -> tuple[float, float]:
+    """This rank's part of a mean, and the sum of the weights of all ranks, given by rank.
+
+    Raises:
+        DataError: on every rank: a weight is negative or not finite, or all are 0.
+    """
+    total = sum(weights)
+    if min(weights) >= 0 and 0 < total < float("inf"):
+        return weights[world.rank] / total, total
+    problem = "the weight is 0 on every rank: there is nothing to take the mean of"
+    for rank, weight in enumerate(weights):
+        if not 0 <= weight < float("inf"):
+            problem = f"{world.name(rank)} has weight {weight}; a weight is a number of samples, 0 or more"
+            break
+    else:
+        if total > 0:
+            problem = f"the weights of all ranks add up to {total}; a weight is a number of samples"
+    error = DataError(problem)
+    error.known_everywhere = True
+    raise error

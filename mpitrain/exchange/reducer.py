@@ -9,6 +9,7 @@ communication thread does, costs a step less, and needs no MPI_THREAD_MULTIPLE (
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,10 +20,9 @@ from mpitrain.allreduce.algorithm import FLOATS, Handle
 from mpitrain.arrays import Array
 from mpitrain.control import until
 from mpitrain.cuda.staging import copy_to_host
-from mpitrain.errors import ConfigError, GradientError, MissingGradientError, NonFiniteError
+from mpitrain.errors import ConfigError, DataError, GradientError, MissingGradientError, NonFiniteError
 from mpitrain.exchange.bucket import Parameter, plan_buckets, plan_layout
-from mpitrain.exchange.exchange import Exchange, PlainExchange, shares
-from mpitrain.exchange.trees import checked_weights
+from mpitrain.exchange.exchange import Exchange, PlainExchange, share_of
 from mpitrain.world import World
 
 # What a rank says of its gradients at the end of a step.
@@ -97,7 +97,12 @@ class GradientReducer:
         """Begin a step in which this rank's gradients count `weight` samples. Does not wait.
 
         With weight 0 the gradients must be handed in too, but their values do not count.
+
+        Raises:
+            GradientError: the step before has not been finished.
         """
+        if self._begun is not None:  # its exchanges may still write into the buffers
+            raise GradientError(f"{self._world.name()}: begin() came again without finish()")
         self._weight = weight
         self._missing = set(self._bucket_of)
         self._waiting = [len(bucket.members) for bucket in self._buckets]
@@ -121,10 +126,12 @@ class GradientReducer:
             raise GradientError(f"{self._world.name()}: {self._unexpected(index)}")
         view = self.gradients[index]
         if gradient is not view:
-            if gradient.shape != view.shape or gradient.dtype != view.dtype:
+            shape, dtype = getattr(gradient, "shape", None), getattr(gradient, "dtype", None)
+            if shape != view.shape or dtype != view.dtype:
+                found = type(gradient).__name__ if shape is None or dtype is None else f"{dtype} {shape}"
                 raise GradientError(
                     f"{self._world.name()}: the gradient of {self.layout.parameters[index].name} is "
-                    f"{gradient.dtype} {gradient.shape}; the parameter is {view.dtype} {view.shape}"
+                    f"{found}; the parameter is {view.dtype} {view.shape}"
                 )
             copy_to_host(gradient, view)
         self._missing.remove(index)
@@ -137,8 +144,11 @@ class GradientReducer:
         if self._share is None:
             if not self._begun.test():
                 return False
-            weights = checked_weights(self._world, self._begun.records["weight"])
-            self._share = float(shares(weights)[self._world.rank])
+            try:
+                self._share, self._total = share_of(self._world, self._begun.records["weight"].tolist())
+            except DataError:
+                self._begun = None  # on every rank, and nothing has been started
+                raise
         while len(self._handles) < len(self._buckets) and self._waiting[len(self._handles)] == 0:
             number = len(self._handles)
             self._check_finite(number)
@@ -175,11 +185,17 @@ class GradientReducer:
             return vote.test()
 
         control.wait(until(voted), "end a step")
-        self._raise_for(vote.records)
+        error = self._problem(vote.records)
+        if error is not None:
+            # Ranks have started different numbers of buckets. All start all, so that nothing is on its way any more,
+            # and the caller may begin another step.
+            while len(self._handles) < len(self._buckets):
+                self._handles.append(self._exchange.mean(self._flat_of[len(self._handles)], 0.0))
         control.wait(until(self.progress), "exchange gradients")
-        weight = float(self._begun.records["weight"].sum())
         self._begun = None
-        return Means(loss=float(vote.records["value"].sum()) / weight, weight=weight)
+        if error is not None:
+            raise error
+        return Means(loss=sum(vote.records["value"].tolist()) / self._total, weight=self._total)
 
     def _unexpected(self, index: int) -> str:
         if self._begun is None:
@@ -195,12 +211,12 @@ class GradientReducer:
             index for index in self._buckets[number].members if not numpy.isfinite(self.gradients[index]).all()
         )
 
-    def _raise_for(self, votes: numpy.ndarray) -> None:
-        """Raise on every rank what the first rank with a bad gradient has to say."""
-        bad = numpy.flatnonzero(votes["code"])
-        if not bad.size:
-            return
-        rank = int(bad[0])
+    def _problem(self, votes: numpy.ndarray) -> GradientError | None:
+        """What every rank raises: about the first rank with a bad gradient."""
+        codes = votes["code"].tolist()
+        if not any(codes):
+            return None
+        rank = next(rank for rank, code in enumerate(codes) if code)
         who = self._world.name(rank)
         parameter = self.layout.parameters[votes["detail"][rank]]
         error: GradientError
@@ -215,21 +231,25 @@ class GradientReducer:
                 "Try a smaller learning rate, gradient clipping, or look at that rank's data"
             )
         error.known_everywhere = True
-        raise error
+        return error
 
 
 def _check_parameters(parameters: Sequence[Parameter]) -> None:
-    if not parameters:
-        raise ConfigError("the model has no parameters")
-    names = [parameter.name for parameter in parameters]
+    """All ranks have compared their parameters, so they all raise or none."""
+    problem = "" if parameters else "the model has no parameters"
+    names = Counter(parameter.name for parameter in parameters)
     for parameter in parameters:
-        if names.count(parameter.name) > 1:
-            raise ConfigError(f"two parameters are called {parameter.name}; names must be unique")
-        if parameter.dtype not in FLOATS:
-            raise ConfigError(
+        if names[parameter.name] > 1:
+            problem = f"two parameters are called {parameter.name}; names must be unique"
+        elif parameter.dtype not in FLOATS:
+            problem = (
                 f"parameter {parameter.name} is {parameter.dtype}; gradients are averaged in "
                 f"{', '.join(str(dtype) for dtype in FLOATS)}"
             )
+    if problem:
+        error = ConfigError(problem)
+        error.known_everywhere = True
+        raise error
 
 
 def _all_finite(flat: numpy.ndarray) -> bool:

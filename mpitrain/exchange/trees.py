@@ -11,8 +11,8 @@ from mpitrain.allreduce.algorithm import DTYPES, FLOATS
 from mpitrain.arrays import Array, is_array
 from mpitrain.control import until
 from mpitrain.cuda.staging import copy_to_host, like
-from mpitrain.errors import DataError, TreeError
-from mpitrain.exchange.exchange import shares
+from mpitrain.errors import TreeError
+from mpitrain.exchange.exchange import share_of
 from mpitrain.tree import Leaf, Tree, describe, leaves, rebuild
 from mpitrain.world import World
 
@@ -50,7 +50,7 @@ class ArrayTrees:
         packed = _Packed(tree, allocate=self._algorithm.allocate, as_float=True)
         _check(packed, FLOATS, "mean")
         records = self._world.agree("mean", packed.lines, weight=weight)
-        share = shares(checked_weights(self._world, records["weight"]))[self._world.rank]
+        share, _ = share_of(self._world, records["weight"].tolist())
         for dtype, flat in packed.flats.items():
             if share == 0.0:
                 flat.fill(0)  # not multiplied: 0 x NaN is NaN
@@ -81,8 +81,8 @@ class _Packed:
         self._kinds: list[numpy.dtype] = []
         self.lines = describe(tree)
         hosts: list[numpy.ndarray] = []
-        for _, leaf in leaves(tree):
-            value = leaf if is_array(leaf) else numpy.asarray(leaf)
+        for path, leaf in leaves(tree):
+            value = leaf if is_array(leaf) else _array_of(leaf, path)
             if as_float and not is_array(leaf) and value.dtype.kind in "biuf":
                 value = value.astype(numpy.float64)
             self._leaves.append(leaf)
@@ -110,6 +110,16 @@ class _Packed:
         return rebuild(self._tree, values.__next__)
 
 
+def _array_of(number: Leaf, path: str) -> numpy.ndarray:
+    """A number as an array whose dtype follows from the number's type alone, and not, as NumPy has it, its value."""
+    if isinstance(number, int) and not isinstance(number, bool):
+        try:
+            return numpy.asarray(number, numpy.int64)
+        except OverflowError:
+            raise TreeError(f"leaf {path or 'at the top'} is the number {number}; it must fit into 64 bits") from None
+    return numpy.asarray(number)
+
+
 def _same_kind(view: numpy.ndarray, leaf: Leaf) -> Array | float:
     if is_array(leaf):
         return like(view, leaf)
@@ -123,24 +133,3 @@ def _check(packed: _Packed, allowed: tuple[numpy.dtype, ...], operation: str) ->
                 f"{operation} of {path or 'the tree'}: its dtype is {kind}; "
                 f"allowed are {', '.join(str(dtype) for dtype in allowed)}"
             )
-
-
-def checked_weights(world: World, weights: numpy.ndarray) -> numpy.ndarray:
-    """The weights of all ranks, float64, shape (size,), if a mean can be made with them.
-
-    Raises:
-        DataError: on every rank: one is negative or not finite, or all are 0.
-    """
-    problem = ""
-    for rank, weight in enumerate(weights):
-        if not 0 <= weight < float("inf"):
-            problem = f"{world.name(rank)} has weight {weight}; a weight is a number of samples, 0 or more"
-            break
-    else:
-        if not weights.any():
-            problem = "the weight is 0 on every rank: there is nothing to take the mean of"
-    if problem:
-        error = DataError(problem)
-        error.known_everywhere = True
-        raise error
-    return weights

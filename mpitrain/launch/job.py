@@ -14,7 +14,9 @@ from types import FrameType
 from mpitrain.errors import LaunchError
 from mpitrain.launch import processes
 from mpitrain.launch.dialects import Command
+from mpitrain.launch.output import rank_ranges
 from mpitrain.launch.printer import Printer
+from mpitrain.launch.roll_call import ROLL_CALL, RollCall
 
 # After a signal the ranks have this long to end by themselves (to close files, say) before they are killed.
 GRACE_SECONDS = 5.0
@@ -28,19 +30,21 @@ _END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def run_job(command: Command, num_ranks: int) -> int:
     """Run `command`, print its output, and return the exit code for this process.
 
-    It is 0 only if mpiexec says so, no rank reported a failure and no process was left over; 128 + the
+    It is 0 only if mpiexec says so, no rank reported a failure or vanished and no process was left over; 128 + the
     signal when one ended the job, here or (where mpiexec tells) in a rank. SIGINT, SIGTERM and SIGHUP to this
     process end the whole job: they are passed on first, and after `GRACE_SECONDS` or at a second signal all
     is killed. The ranks read nothing from stdin. For the main thread of a process that does little else: it
     becomes the parent of every orphan below it. Raises `LaunchError` when mpiexec cannot be started, and
     `BrokenPipeError`, when all has been killed, if nobody reads the output.
     """
-    return _Job(command, num_ranks).run()
+    with RollCall() as roll_call:
+        return _Job(command, num_ranks, roll_call).run()
 
 
 class _Job:
-    def __init__(self, command: Command, num_ranks: int) -> None:
+    def __init__(self, command: Command, num_ranks: int, roll_call: RollCall) -> None:
         self._command = command
+        self._roll_call = roll_call
         self._printer = Printer(command.tag, num_ranks)
         self._signals: list[int] = []  # that came to this process
         self._kill_at = float("inf")
@@ -67,7 +71,7 @@ class _Job:
         try:
             return subprocess.Popen(
                 arguments,
-                env={**os.environ, **self._command.environment},
+                env={**os.environ, **self._command.environment, ROLL_CALL: str(self._roll_call.path)},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -124,6 +128,11 @@ class _Job:
         for pid in sorted(immortal):
             self._printer.say(f"process {pid} could not be killed: {processes.command_line(pid)}")
         self._printer.close()
+        missing = self._roll_call.missing()
+        if missing and not self._signals and not self._printer.first_failure.was_seen:
+            who = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {rank_ranges(missing)}"
+            others = "" if len(missing) == 1 else "; where one leaves so, mpiexec ends the others"
+            self._printer.say(f"{who} did not come to the end and did not say why (os._exit, or killed?){others}")
         return left
 
     def _exit_code(self, returncode: int, left: dict[int, str]) -> int:
@@ -134,7 +143,7 @@ class _Job:
         # MPICH's mpiexec returns the bare number of the signal that ended a rank, and names it only in words.
         if returncode and b"(signal %d)" % returncode in self._printer.mpiexec_said:
             return 128 + returncode
-        return returncode or int(bool(left) or self._printer.first_failure.was_seen)
+        return returncode or int(bool(left) or self._printer.first_failure.was_seen or bool(self._roll_call.missing()))
 
     def _alive(self) -> set[int]:
         return processes.descendants(processes.children() - self._not_ours)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from mpitrain.errors import LaunchError
 from mpitrain.launch.libraries import (
+    EXPECTED_SIZE,
     VENDOR_NAMES,
     Launched,
     Vendor,
@@ -52,10 +53,11 @@ def check_size(library_version: str, environ: Mapping[str, str], size: int) -> N
 
 def _message(launched: Launched | None, variable: str, expected: int, library: Vendor, size: int) -> str:
     rank = f"process {launched.rank}" if launched and launched.rank is not None else "a process"
-    launcher = launched.launcher if launched else "the launcher"
+    launcher = "mpitrain run" if variable == EXPECTED_SIZE else launched.launcher if launched else "the launcher"
+    jobs = f": this would run as {expected // size} jobs of {size}" if expected % size == 0 else ""
     return (
         f"{rank} on {socket.gethostname()}: {launcher} started {expected} processes ({variable}={expected}), but "
-        f"mpi4py loads {VENDOR_NAMES[library]}, which sees {size}: this would run as {expected} jobs of {size}. "
+        f"mpi4py loads {VENDOR_NAMES[library]}, which sees {size}{jobs}. "
         f"Start it with the mpiexec of {VENDOR_NAMES[library]}, or let mpitrain find that one:\n"
         f"    {_RIGHT_COMMAND.format(size=expected)}"
     )

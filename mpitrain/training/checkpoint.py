@@ -36,6 +36,8 @@ def save(directory: Path, step: int, state: Mapping[str, Any]) -> Path:
     tensors = {name: value.get() if is_device_array(value) else value for name, value in _flatten(state)}
     numbers = {name: value for name, value in tensors.items() if not isinstance(value, numpy.ndarray)}
     try:
+        # A process of the same number may have been killed here; in containers numbers come again and again.
+        shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         with (temporary / "arrays.npz").open("wb") as file:
             numpy.savez(file, **{name: value for name, value in tensors.items() if name not in numbers})
@@ -49,9 +51,11 @@ def save(directory: Path, step: int, state: Mapping[str, Any]) -> Path:
             shutil.rmtree(final)
         temporary.rename(final)
         _sync_directory(directory)
-    except OSError as error:
+    except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(f"cannot write the checkpoint {final}: {error}") from error
+        if isinstance(error, OSError | TypeError | ValueError):  # the latter two: a value that JSON cannot hold
+            raise CheckpointError(f"cannot write the checkpoint {final}: {error}") from error
+        raise
     return final
 
 
@@ -63,23 +67,26 @@ def load(path: Path) -> dict[str, Any]:
     """
     try:
         numbers = json.loads((path / "state.json").read_text())
-        with numpy.load(path / "arrays.npz", allow_pickle=False) as archive:
+        # Opened here: NumPy would leave it open where an array is damaged.
+        with (path / "arrays.npz").open("rb") as file, numpy.load(file, allow_pickle=False) as archive:
             tensors = {name: archive[name] for name in archive.files}  # checks each one's CRC
+        return _unflatten({**numbers, **tensors})
     except Exception as error:  # zipfile, zlib, json and NumPy each have their own for a damaged file
         raise CheckpointError(f"cannot read the checkpoint {path}: {type(error).__name__}: {error}") from error
-    state: dict[str, Any] = {}
-    for name, value in {**numbers, **tensors}.items():
-        *parents, last = name.split(_SEPARATOR)
-        place = state
-        for parent in parents:
-            place = place.setdefault(parent, {})
-        place[last] = value
-    return state
 
 
 def latest(directory: Path) -> Path | None:
-    """The checkpoint of the highest step in `directory`, or None."""
-    found = [path for path in directory.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name)]
+    """The checkpoint of the highest step in `directory`, or None.
+
+    Raises:
+        CheckpointError: `directory` is there but cannot be read. To begin anew would hide that.
+    """
+    try:
+        found = [path for path in directory.iterdir() if re.fullmatch(r"step-\d{8,}", path.name)]
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CheckpointError(f"cannot look for checkpoints in {directory}: {error}") from error
     return max(found, key=lambda path: int(path.name.removeprefix("step-")), default=None)
 
 
@@ -91,6 +98,17 @@ def _flatten(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield from _flatten(value, prefix + key + _SEPARATOR)
         else:
             yield prefix + key, value
+
+
+def _unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    for name, value in flat.items():
+        *parents, last = name.split(_SEPARATOR)
+        place = state
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[last] = value
+    return state
 
 
 def _sync_directory(directory: Path) -> None:

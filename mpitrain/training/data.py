@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy
 
-from mpitrain.arrays import is_array
 from mpitrain.errors import CheckpointError, ConfigError, DataError
-from mpitrain.tree import Tree, leaves, rebuild
+from mpitrain.tree import Tree, describe, leaves, num_samples, rebuild
 from mpitrain.world import World, part_of
 
 
@@ -21,7 +20,7 @@ class ArrayData:
     """
 
     def __init__(self, world: World, arrays: Tree, *, global_batch: int, seed: int = 0, shuffle: bool = True) -> None:
-        """Every rank calls it with the same arrays.
+        """Every rank calls it with the same arrays. Collective: the ranks compare their shapes and these options.
 
         Args:
             arrays: a tree of host arrays with the samples along the first dimension.
@@ -30,28 +29,32 @@ class ArrayData:
             shuffle: draw a new order every epoch, or keep the arrays' own.
 
         Raises:
-            DataError: arrays of unequal lengths, no samples, or fewer samples than ranks.
-            ConfigError: a global batch that leaves ranks without samples in every step.
+            MismatchError: the ranks' arrays differ in form, shape or dtype, or the options do.
+            DataError: arrays of unequal lengths, no samples, or fewer samples than ranks. On every rank.
+            ConfigError: a global batch that leaves ranks without samples in every step. On every rank.
         """
-        lengths = {path: len(leaf) if is_array(leaf) and leaf.ndim else -1 for path, leaf in leaves(arrays)}
-        if len(set(lengths.values())) != 1 or -1 in lengths.values():
-            raise DataError(f"{world.name()}: the arrays of a data set must have the same number of samples: {lengths}")
-        self.num_samples = next(iter(lengths.values()))
-        if self.num_samples < world.size:
-            raise DataError(
-                f"{world.name()}: the data set has {self.num_samples} samples for {world.size} ranks; "
-                f"start at most {self.num_samples or 'as many ranks as there are samples'} ranks"
-            )
-        if global_batch < world.size:
-            raise ConfigError(
-                f"{world.name()}: global_batch={global_batch} for {world.size} ranks; "
-                f"each rank needs a sample, so at least {world.size}"
-            )
+        options = f"global_batch={global_batch} seed={seed} shuffle={shuffle}"
+        world.agree("compare the data sets", [options, *describe(arrays)])
+        with world.together("look at the data set"):
+            self.num_samples = num_samples(arrays)
+            if self.num_samples == 0:
+                raise DataError("the data set has no samples")
+            if self.num_samples < world.size:
+                raise DataError(
+                    f"the data set has {self.num_samples} samples for {world.size} ranks; "
+                    f"start at most {self.num_samples} ranks"
+                )
+            if global_batch < world.size:
+                raise ConfigError(
+                    f"global_batch={global_batch} for {world.size} ranks; "
+                    f"each rank needs a sample, so at least {world.size}"
+                )
         self.global_batch = min(global_batch, self.num_samples)
         self.epoch = 0
         self.cursor = 0  # samples of this epoch that all ranks together have used
         self._world = world
         self._arrays = arrays
+        self._leaves = [leaf for _, leaf in leaves(arrays)]
         self._seed = seed
         self._shuffle = shuffle
         self._order_of = -1  # the epoch that self._order is for
@@ -77,7 +80,7 @@ class ArrayData:
         chosen = self._order[self.cursor : end]
         mine = chosen[part_of(len(chosen), self._world.rank, self._world.size)]
         self.cursor = end
-        values = (leaf[mine] for _, leaf in leaves(self._arrays))
+        values = (leaf[mine] for leaf in self._leaves)
         return rebuild(self._arrays, values.__next__), len(mine)
 
     def state(self) -> dict[str, Any]:
@@ -86,6 +89,7 @@ class ArrayData:
             "epoch": self.epoch,
             "cursor": self.cursor,
             "seed": self._seed,
+            "shuffle": self._shuffle,
             "num_samples": self.num_samples,
         }
 
@@ -93,9 +97,9 @@ class ArrayData:
         """Go on where `state` was taken.
 
         Raises:
-            CheckpointError: it was taken with another data set or seed.
+            CheckpointError: it was taken with another data set or order of samples.
         """
-        for key, mine in (("num_samples", self.num_samples), ("seed", self._seed)):
+        for key, mine in (("num_samples", self.num_samples), ("seed", self._seed), ("shuffle", self._shuffle)):
             if state[key] != mine:
                 raise CheckpointError(f"the checkpoint's data has {key}={state[key]}, this run's {mine}")
         self.epoch, self.cursor = int(state["epoch"]), int(state["cursor"])

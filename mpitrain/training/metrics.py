@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-from mpitrain.errors import DataError
-from mpitrain.tree import Tree, leaves, rebuild
+from mpitrain.errors import ConfigError, DataError
+from mpitrain.tree import Tree, describe, leaves, num_samples, rebuild
 from mpitrain.world import World, part_of
 
 # Means over a batch's samples, by name.
@@ -24,9 +24,14 @@ def evaluate(world: World, metrics: Callable[[Tree], Metrics], arrays: Tree, bat
         batch: how many samples `metrics` gets at once.
 
     Raises:
-        DataError: there are no samples.
+        MismatchError: the ranks' arrays differ in form, shape or dtype.
+        DataError: there are no samples, or arrays of unequal lengths.
+        ConfigError: `batch` is below 1.
     """
-    length = len(next(leaf for _, leaf in leaves(arrays)))
+    if batch < 1:
+        raise ConfigError(f"{world.name()}: batch={batch}; it takes at least 1 sample at once")
+    world.agree("evaluate", describe(arrays))
+    length = num_samples(arrays)
     if length == 0:
         raise DataError(f"{world.name()}: there are no samples to evaluate")
     part = part_of(length, world.rank, world.size)

@@ -3,12 +3,16 @@
 All parameters of a model lie in one flat array, and so does every state of the optimizer. A step is then a
 dozen array operations whatever the number of layers, each with `out=`, so that a step allocates nothing
 (but for clipping float32 gradients on a device, where CuPy's einsum converts them to float64 as a whole).
+
+On the host they go over the arrays block by block, all operations on one block before the next: the block then stays
+in the cache, where whole arrays would come from memory once an operation.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import Protocol
 
 from mpitrain.arrays import Array, is_device_array, namespace
@@ -16,6 +20,8 @@ from mpitrain.errors import CheckpointError, ConfigError
 from mpitrain.training.schedules import Schedule
 
 _DTYPES = ("float32", "float64")
+# Four float32 arrays of one block take 1 MiB; measured best or equal for 200 thousand to 10 million parameters.
+_BLOCK_COUNT = 2**16
 
 
 class Optimizer(Protocol):
@@ -79,6 +85,18 @@ def _norm(flat: Array) -> float:
     return largest * math.sqrt(float(xp.einsum("i,i->", scaled, scaled)))
 
 
+class _Block:
+    """A part of the flat buffers, and the ranges in it that decay, counted from its begin."""
+
+    def __init__(self, begin: int, end: int, decayed: Sequence[slice]) -> None:
+        self.part = slice(begin, end)
+        self.decayed = [
+            slice(max(its.start, begin) - begin, min(its.stop, end) - begin)
+            for its in decayed
+            if its.start < end and its.stop > begin
+        ]
+
+
 class _FlatOptimizer:
     """What the optimizers below share: checks, clipping, the rate of a step, state and restore."""
 
@@ -107,8 +125,13 @@ class _FlatOptimizer:
             )
         xp = namespace(parameters)
         self._parameters = parameters
-        self._decayed = _merged(decayed, parameters.size)
-        self._scratch = xp.empty_like(parameters)
+        decayed = _merged(decayed, parameters.size)
+        count = parameters.size if is_device_array(parameters) else min(_BLOCK_COUNT, parameters.size)
+        self._scratch = xp.empty(count, parameters.dtype)
+        self._blocks = [
+            _Block(begin, min(begin + count, parameters.size), decayed)
+            for begin in range(0, parameters.size, max(count, 1))
+        ]
         self._buffers = {name: xp.zeros_like(parameters) for name in self._state_names}
         self._step = 0
 
@@ -127,10 +150,25 @@ class _FlatOptimizer:
         if self._clip_norm is not None:
             clip_by_global_norm(gradients, self._clip_norm)
         self._step += 1
-        self._apply(gradients, rate)
+        xp = namespace(parameters)
+        for block in self._blocks:
+            part = block.part
+            scratch = self._scratch[: part.stop - part.start]
+            buffers = [buffer[part] for buffer in self._buffers.values()]
+            self._apply(xp, parameters[part], gradients[part], buffers, scratch, block.decayed, rate)
         return rate
 
-    def _apply(self, gradients: Array, rate: float) -> None:
+    def _apply(
+        self,
+        xp: ModuleType,
+        parameters: Array,
+        gradients: Array,
+        buffers: Sequence[Array],
+        scratch: Array,
+        decayed: Sequence[slice],
+        rate: float,
+    ) -> None:
+        """One step on one block: parts of the flat buffers, the state's in the order of its names."""
         raise NotImplementedError
 
     def state(self) -> dict[str, Array | int]:
@@ -198,21 +236,30 @@ class Sgd(_FlatOptimizer):
         super().__init__(learning_rate, ["velocity"] if momentum else [], clip_norm)
         self._momentum, self._nesterov, self._weight_decay = float(momentum), nesterov, float(weight_decay)
 
-    def _apply(self, gradients: Array, rate: float) -> None:
-        xp, scratch = namespace(gradients), self._scratch
-        for part in self._decayed if self._weight_decay else ():
-            xp.multiply(self._parameters[part], self._weight_decay, out=scratch[part])
-            xp.add(gradients[part], scratch[part], out=gradients[part])
+    def _apply(
+        self,
+        xp: ModuleType,
+        parameters: Array,
+        gradients: Array,
+        buffers: Sequence[Array],
+        scratch: Array,
+        decayed: Sequence[slice],
+        rate: float,
+    ) -> None:
+        if self._weight_decay:
+            for part in decayed:
+                xp.multiply(parameters[part], self._weight_decay, out=scratch[part])
+                xp.add(gradients[part], scratch[part], out=gradients[part])
         direction = gradients
         if self._momentum:
-            direction = velocity = self._buffers["velocity"]
+            direction = velocity = buffers[0]
             xp.multiply(velocity, self._momentum, out=velocity)
             xp.add(velocity, gradients, out=velocity)
             if self._nesterov:
                 xp.multiply(velocity, self._momentum, out=scratch)
                 direction = xp.add(scratch, gradients, out=scratch)
         xp.multiply(direction, rate, out=scratch)
-        xp.subtract(self._parameters, scratch, out=self._parameters)
+        xp.subtract(parameters, scratch, out=parameters)
 
 
 class Adam(_FlatOptimizer):
@@ -243,9 +290,17 @@ class Adam(_FlatOptimizer):
         self._beta1, self._beta2 = map(float, betas)
         self._epsilon = float(epsilon)
 
-    def _apply(self, gradients: Array, rate: float) -> None:
-        xp, scratch = namespace(gradients), self._scratch
-        first, second = self._buffers["first"], self._buffers["second"]
+    def _apply(
+        self,
+        xp: ModuleType,
+        parameters: Array,
+        gradients: Array,
+        buffers: Sequence[Array],
+        scratch: Array,
+        decayed: Sequence[slice],
+        rate: float,
+    ) -> None:
+        first, second = buffers
         xp.multiply(first, self._beta1, out=first)
         xp.multiply(gradients, 1 - self._beta1, out=scratch)
         xp.add(first, scratch, out=first)
@@ -259,7 +314,7 @@ class Adam(_FlatOptimizer):
         xp.add(scratch, self._epsilon, out=scratch)
         xp.divide(first, scratch, out=scratch)
         xp.multiply(scratch, rate / (1 - self._beta1**self._step), out=scratch)
-        xp.subtract(self._parameters, scratch, out=self._parameters)
+        xp.subtract(parameters, scratch, out=parameters)
 
 
 class AdamW(Adam):
@@ -284,11 +339,20 @@ class AdamW(Adam):
         super().__init__(learning_rate, betas=betas, epsilon=epsilon, clip_norm=clip_norm)
         self._weight_decay = float(weight_decay)
 
-    def _apply(self, gradients: Array, rate: float) -> None:
-        for part in self._decayed if self._weight_decay else ():
-            kept = self._parameters[part]
-            namespace(kept).multiply(kept, 1 - rate * self._weight_decay, out=kept)
-        super()._apply(gradients, rate)
+    def _apply(
+        self,
+        xp: ModuleType,
+        parameters: Array,
+        gradients: Array,
+        buffers: Sequence[Array],
+        scratch: Array,
+        decayed: Sequence[slice],
+        rate: float,
+    ) -> None:
+        if self._weight_decay:
+            for part in decayed:
+                xp.multiply(parameters[part], 1 - rate * self._weight_decay, out=parameters[part])
+        super()._apply(xp, parameters, gradients, buffers, scratch, decayed, rate)
 
 
 def _check(name: str, value: float, allowed: str, holds: bool) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mpitrain.adapters.adapter import Adapter
-from mpitrain.errors import ConfigError
+from mpitrain.errors import CheckpointError, ConfigError
 from mpitrain.start import init
 from mpitrain.strategies import Strategy
 from mpitrain.training.hooks import Hook
@@ -124,8 +124,16 @@ class Trainer:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken; every rank restores the same one."""
-        self.data.restore(state["data"])
-        self.adapter.restore(state["adapter"])
-        self.strategy.restore(state.get("strategy", {}))
-        self.step_number = int(state["step"])
+        """Go on where `state` was taken; every rank restores the same one.
+
+        Raises:
+            CheckpointError: it was taken from another model or data set, or lacks something.
+        """
+        try:
+            step = int(state["step"])
+            self.data.restore(state["data"])
+            self.adapter.restore(state["adapter"])
+            self.strategy.restore(state.get("strategy", {}))
+        except KeyError as error:
+            raise CheckpointError(f"the checkpoint has no entry {error}; was it written by this Trainer?") from error
+        self.step_number = step

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import shutil
+import sys
+import tempfile
+from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +14,23 @@ import pytest
 import mpitrain
 from mpitrain.errors import MismatchError
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))  # for the models
+
 
 @pytest.fixture(scope="session")
 def world() -> mpitrain.World:
     """The world of the job, with the name of its size."""
     return mpitrain.init()
+
+
+@pytest.fixture
+def shared(world: mpitrain.World) -> Iterator[Path]:
+    """An empty directory, the same one on every rank."""
+    made = tempfile.mkdtemp(prefix="mpitrain-") if world.is_root else None
+    path = Path(world.broadcast(made))
+    yield path
+    if world.is_root:
+        shutil.rmtree(path)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -26,7 +42,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Generator[None, p
     mine = str(report.longrepr) if report.failed else None
     while True:
         try:
-            texts = world.allgather(mine)
+            # Under a name of its own, so that it meets no allgather of a test.
+            texts = world._gather(mine, "end of a test")
             break
         except MismatchError:  # the others were still in the test; that has ended it for them too
             continue

@@ -1,0 +1,92 @@
+"""What mpitrain adds to a step: a Trainer in a world of one against the same loop in bare NumPy.
+
+    OMP_NUM_THREADS=1 python benchmarks/step_overhead.py
+
+Both sides call the same model function on the same samples; the bare loop keeps its parameters, momentum and updates
+in plain arrays, in place, with nothing of mpitrain. Blocks of steps alternate in one process; CPU seconds are compared,
+because other work on the machine adds to wall time at random.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import numpy
+from pairs import ratio, versions
+
+import mpitrain as mt
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+from datasets import load_images
+from models import cnn, mlp
+
+RATE, MOMENTUM, DECAY, BATCH = 1e-3, 0.9, 5e-4, 128
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=40)
+    arguments = parser.parse_args()
+    world = mt.init()
+    print(versions())
+    x, y, _, _ = load_images("fashion")
+    for model, steps in ((mlp, 50), (cnn, 4)):
+        sides = {"bare": bare(model, x, y), "mpitrain": ours(world, model, x, y)}
+        seconds: dict[str, list[float]] = {name: [] for name in sides}
+        for number in range(arguments.rounds + 1):
+            for name in sorted(sides, reverse=bool(number % 2)):
+                started = time.process_time()
+                for _ in range(steps):
+                    sides[name]()
+                if number:  # the first round warms up
+                    seconds[name].append((time.process_time() - started) / steps)
+        middle, low, high = ratio(seconds, "mpitrain", "bare")
+        base = statistics.median(seconds["bare"]) * 1e3
+        print(f"{model.__name__}: bare {base:.3f} ms a step, mpitrain / bare {middle:.3f} [{low:.3f}-{high:.3f}]")
+
+
+def bare(model: ModuleType, x: numpy.ndarray, y: numpy.ndarray) -> Callable[[], float]:
+    """A step of SGD with momentum and weight decay as one writes it by hand."""
+    parameters = model.initial(numpy.random.default_rng(0), numpy)
+    velocity = {name: numpy.zeros_like(value) for name, value in parameters.items()}
+    scratch = {name: numpy.empty_like(value) for name, value in parameters.items()}
+    order = numpy.random.default_rng((0, 0)).permutation(len(x))
+    cursor = 0
+
+    def step() -> float:
+        nonlocal cursor
+        chosen = order[cursor : cursor + BATCH]
+        cursor = (cursor + BATCH) % (len(x) - BATCH)
+        gradients: dict[str, numpy.ndarray] = {}
+        loss = model.loss_and_gradients(parameters, (x[chosen], y[chosen]), gradients.__setitem__)
+        for name, value in parameters.items():
+            if value.ndim > 1:
+                numpy.multiply(value, DECAY, out=scratch[name])
+                gradients[name] += scratch[name]
+            velocity[name] *= MOMENTUM
+            velocity[name] += gradients[name]
+            numpy.multiply(velocity[name], RATE, out=scratch[name])
+            value -= scratch[name]
+        return loss
+
+    return step
+
+
+def ours(world: mt.World, model: ModuleType, x: numpy.ndarray, y: numpy.ndarray) -> Callable[[], mt.Step]:
+    """The same by a Trainer."""
+
+    def build(world: mt.World) -> mt.Parts:
+        parameters = model.initial(numpy.random.default_rng(0), numpy)
+        optimizer = mt.Sgd(RATE, momentum=MOMENTUM, weight_decay=DECAY)
+        adapter = mt.ArrayFunction(model.loss_and_gradients, parameters, optimizer)
+        return mt.Parts(adapter, mt.Sync(), mt.ArrayData(world, (x, y), global_batch=BATCH))
+
+    return mt.Trainer(build).step
+
+
+if __name__ == "__main__":
+    main()

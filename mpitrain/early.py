@@ -1,0 +1,44 @@
+"""Before init(): a rank that fails alone must not leave the others waiting in MPI_Init, or in init(), for ever.
+
+`import mpitrain` installs this in processes that an MPI launcher started; failure.guard takes over in init().
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from contextlib import suppress
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+def watch() -> None:
+    """End the job at an uncaught exception of this process, if a launcher has started it."""
+    if "PMI_RANK" in os.environ or "PMIX_RANK" in os.environ:
+        sys.excepthook = _uncaught
+
+
+def abort(comm: MPI.Comm, code: int) -> None:
+    """End all processes of the job. What MPICH would add about it is left out: the failure's report stays last."""
+    with suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    comm.Abort(code)
+
+
+def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    sys.__excepthook__(kind, error, trace)
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized():
+        if not mpi.Is_finalized() and mpi.COMM_WORLD.size > 1:
+            sys.stdout.flush()
+            abort(mpi.COMM_WORLD, 1)
+    elif os.environ.get("PMI_SIZE", "1") != "1":
+        # To Hydra (MPICH, Intel MPI) an exit code before MPI_Init says nothing, and it lets the others wait in there.
+        # The end by a signal does: it ends them all.
+        sys.stdout.flush()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)

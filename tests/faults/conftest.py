@@ -1,0 +1,20 @@
+"""Fixtures of the fault tests."""
+
+from __future__ import annotations
+
+import pytest
+
+from jobs import VENVS
+
+
+def need(vendor: str) -> str:
+    """`vendor`, or skip the test where that MPI is not installed."""
+    if not (VENVS[vendor] / "bin/mpiexec").exists():
+        pytest.skip(f"no {vendor}: {VENVS[vendor]} is not there (scripts/test makes it)")
+    return vendor
+
+
+@pytest.fixture(params=["mpich", "openmpi"])
+def vendor(request: pytest.FixtureRequest) -> str:
+    """Each of the two MPI libraries."""
+    return need(request.param)

@@ -1,0 +1,50 @@
+"""What every failed job must show: a non-zero exit, nothing left over, and one report as its last word."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from jobs import Job
+
+_REPORT = re.compile(
+    r"^mpitrain: rank (\d+) on (\S+) failed:\n(.*?)^mpitrain: end of the failure of rank \1 on \2\n", re.M | re.S
+)
+
+
+@dataclass(frozen=True)
+class Report:
+    """The report of the rank that failed first."""
+
+    rank: int
+    text: str  # the traceback
+
+
+def failed(job: Job, *parts: str) -> None:
+    """The job failed, said each of `parts` on stderr, and nothing of it is left."""
+    assert job.code != 0, job.output
+    assert job.left == [], job.output
+    for part in parts:
+        assert part in job.stderr, f"{part!r} is not in\n{job.output}"
+
+
+def report_of(job: Job, *parts: str) -> Report:
+    """The job failed with exactly one report, with each of `parts` in it. After it mpiexec alone says something."""
+    failed(job)
+    found = list(_REPORT.finditer(job.stderr))
+    assert len(found) == 1, f"{len(found)} reports in\n{job.output}"
+    rank, _, text = found[0].groups()
+    for part in parts:
+        assert part in text, f"{part!r} is not in the report in\n{job.output}"
+    rest = job.stderr[found[0].end() :]
+    # Open MPI's mpiexec writes about the abort behind a line of dashes; MPICH's writes to stdout.
+    assert "mpitrain" not in rest, job.output
+    assert "Traceback" not in rest, job.output
+    assert rest == "" or rest.startswith("-----"), job.output
+    return Report(int(rank), text)
+
+
+def succeeded(job: Job) -> None:
+    """The job ended well, and nothing of it is left."""
+    assert job.code == 0, job.output
+    assert job.left == [], job.output

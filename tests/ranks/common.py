@@ -1,0 +1,61 @@
+"""What the tests on all ranks share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+
+from mpitrain import MpitrainError, World
+
+
+def error_on_all(world: World, kind: type[MpitrainError], call: Callable[[], Any]) -> str:
+    """`call` must raise one and the same error of this class on every rank. Returns its text.
+
+    Getting it from all ranks shows that they can still talk to each other.
+    """
+    with pytest.raises(kind) as caught:
+        call()
+    assert type(caught.value) is kind
+    assert caught.value.known_everywhere
+    texts = world.allgather(str(caught.value))
+    assert len(set(texts)) == 1, texts
+    return texts[0]
+
+
+def named_ranks(world: World, odd: int) -> tuple[str, str]:
+    """The two ranks that the message names where `odd` is the only one that differs: another one, and rank 0."""
+    return world.name(odd or 1), world.name(0)
+
+
+def skip_alone(world: World) -> None:
+    """One rank alone cannot disagree."""
+    if world.size == 1:
+        pytest.skip("needs two ranks")
+
+
+def assert_same_bits(world: World, *arrays: numpy.ndarray) -> None:
+    """The same arrays on every rank."""
+    assert len(set(world.allgather(b"".join(array.tobytes() for array in arrays)))) == 1
+
+
+def unit_roundoff(dtype: numpy.dtype) -> float:
+    """Half the distance from 1 to the next number."""
+    bits = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}[str(dtype)]
+    return 2.0 ** -(bits + 1)
+
+
+def smallest(dtype: numpy.dtype) -> float:
+    """The smallest number above 0."""
+    return {"float64": 2.0**-1074, "float32": 2.0**-149, "float16": 2.0**-24, "bfloat16": 2.0**-133}[str(dtype)]
+
+
+def mean_bound(dtype: numpy.dtype, size: int, magnitude: numpy.ndarray) -> numpy.ndarray:
+    """How far a weighted mean over `size` ranks may be off, where `magnitude` is the mean of the absolute values.
+
+    Every term is rounded twice (its share and the product), every one of size - 1 additions once; one to spare
+    for the terms of second order. Below the normal numbers roundings are absolute.
+    """
+    return (size + 2) * unit_roundoff(dtype) * magnitude + size * smallest(dtype)

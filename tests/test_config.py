@@ -1,0 +1,132 @@
+"""Settings: argument above environment above default, and nothing unknown is passed over."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy
+import pytest
+
+from mpitrain.config import Config, read_config
+from mpitrain.errors import ConfigError
+
+
+def test_defaults() -> None:
+    assert read_config({}, {}) == Config()
+
+
+def test_other_variables_are_none_of_our_business() -> None:
+    environ = {"PATH": "/bin", "MPITRAINING": "x", "XMPITRAIN_BUCKET_MIB": "x", "OMP_NUM_THREADS": "1"}
+    assert read_config(environ, {}) == Config()
+
+
+def test_every_field_is_a_variable_and_an_argument() -> None:
+    samples = {str: "other", float: 2.5, int: 3}
+    values = {field.name: samples[type(field.default)] for field in dataclasses.fields(Config)}
+    assert len(values) >= 4
+    assert all(getattr(Config(), name) != value for name, value in values.items())
+    environ = {f"MPITRAIN_{name.upper()}": str(value) for name, value in values.items()}
+    assert read_config(environ, {}) == Config(**values)
+    assert read_config({}, values) == Config(**values)
+
+
+def test_precedence() -> None:
+    environ = {"MPITRAIN_BUCKET_MIB": "2", "MPITRAIN_ALGORITHM": "ring"}
+    config = read_config(environ, {"bucket_mib": 3.0, "algorithm": None})
+    assert config == Config(bucket_mib=3.0, algorithm="ring")
+
+
+@pytest.mark.parametrize(
+    ("variable", "meant"),
+    [
+        ("MPITRAIN_BUCKET_MB", "MPITRAIN_BUCKET_MIB"),
+        ("MPITRAIN_ALGORITM", "MPITRAIN_ALGORITHM"),
+        ("MPITRAIN_STALL_SECOND", "MPITRAIN_STALL_SECONDS"),
+    ],
+)
+def test_unknown_variable(variable: str, meant: str) -> None:
+    known = ", ".join(f"MPITRAIN_{field.name.upper()}" for field in dataclasses.fields(Config))
+    with pytest.raises(ConfigError) as caught:
+        read_config({variable: "1"}, {})
+    assert str(caught.value) == f"there is no setting {variable}; did you mean {meant}? Known are {known}"
+
+
+def test_unknown_variable_that_is_like_none() -> None:
+    with pytest.raises(ConfigError, match=r"^there is no setting MPITRAIN_XYZZY_QUX; Known are MPITRAIN_ALGORITHM, "):
+        read_config({"MPITRAIN_XYZZY_QUX": ""}, {})
+
+
+def test_unknown_argument() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^there is no setting bucket; did you mean bucket_mib\? Known are algorithm,"
+    ):
+        read_config({}, {"bucket": 1.0})
+    with pytest.raises(ConfigError, match=r"^there is no setting x; Known are"):
+        read_config({}, {"x": None})
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "kind"),
+    [
+        ("MPITRAIN_BUCKET_MIB", "four", "float"),
+        ("MPITRAIN_BUCKET_MIB", "", "float"),
+        ("MPITRAIN_STALL_SECONDS", "10s", "float"),
+        ("MPITRAIN_EXPECTED_SIZE", "2.5", "int"),
+    ],
+)
+def test_variable_of_the_wrong_type(variable: str, text: str, kind: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{variable} is '{text}'; it must be a {kind}$"):
+        read_config({variable: text}, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kind"),
+    [
+        ("bucket_mib", "4", "float"),
+        ("bucket_mib", True, "float"),
+        ("bucket_mib", [1], "float"),
+        ("stall_seconds", 1j, "float"),
+        ("expected_size", 2.0, "int"),
+        ("expected_size", "2", "int"),
+        ("algorithm", 1, "str"),
+        ("algorithm", b"ring", "str"),
+    ],
+)
+def test_argument_of_the_wrong_type(name: str, value: Any, kind: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_config({}, {name: value})
+    assert str(caught.value) == f"{name} is {value!r}; it must be a {kind}"
+
+
+def test_numbers_that_will_do() -> None:
+    config = read_config({}, {"bucket_mib": 4, "stall_seconds": numpy.float32(0.5), "expected_size": numpy.int64(3)})
+    assert config == Config(bucket_mib=4.0, stall_seconds=0.5, expected_size=3)
+    # Compared between ranks by their text, so they must be Python's own.
+    assert [type(value) for value in vars(config).values()] == [type(value) for value in vars(Config()).values()]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("bucket_mib", 0.0),
+        ("bucket_mib", -1.0),
+        ("bucket_mib", math.nan),
+        ("bucket_mib", math.inf),
+        ("stall_seconds", 0.0),
+        ("stall_seconds", -math.inf),
+        ("expected_size", -1),
+    ],
+)
+def test_values_out_of_range(name: str, value: float) -> None:
+    text = f"^{name} is {value!r}; it must be a finite number above "
+    with pytest.raises(ConfigError, match=text):
+        read_config({}, {name: value})
+    with pytest.raises(ConfigError, match=text):
+        read_config({f"MPITRAIN_{name.upper()}": str(value)}, {})
+
+
+def test_config_does_not_change() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().bucket_mib = 1.0  # type: ignore[misc]

@@ -1,0 +1,207 @@
+"""What the documents say: their programs run, their links lead somewhere, their names exist.
+
+An HTML comment just before a fenced block says what is done with it; it does not show on the page:
+
+    <!-- test -->               console: run each line that begins with "$ ", in order; it must end with code 0.
+                                python: run it in one process.
+    <!-- test: fails -->        console: each command must end with another code than 0.
+    <!-- test: file=fit.py -->  keep the block under that name, for the commands that follow.
+
+The blocks of one document run one after the other in one directory, a copy of the repository's scripts and examples.
+Each line shown under a command must come in its output, in this order, where numbers count for nothing and others may
+come in between ("..." says so on the page). Every Python block, marked or not, must compile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shutil
+import socket
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+from xml.etree import ElementTree
+
+import pytest
+
+import mpitrain
+from jobs import REPOSITORY, run_command
+from mpitrain.cli import COMMANDS
+from mpitrain.config import PREFIX, Config
+
+DOCUMENTS = [*REPOSITORY.glob("*.md"), *sorted((REPOSITORY / "docs").glob("*.md"))]
+TEXTS = {path.relative_to(REPOSITORY).as_posix(): path.read_text() for path in DOCUMENTS}
+# What the documents write for this machine's own.
+HOST, DIRECTORY = "lab1", "/home/ada/mpitrain"
+COMMAND_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a document."""
+
+    document: str
+    line: int  # of its first line
+    language: str
+    text: str
+    mark: str | None  # what the comment before it says after "test": "" or "fails" or "file=..."; None without one
+
+    def __str__(self) -> str:
+        return f"{self.document}:{self.line}"
+
+
+def blocks(document: str) -> Iterator[Block]:
+    """The fenced blocks of a document."""
+    pattern = re.compile(
+        r"(?:^<!-- test(?:: (?P<mark>\S+))? -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S
+    )
+    text = TEXTS[document]
+    for found in pattern.finditer(text):
+        mark = (found["mark"] or "") if found[0].startswith("<!--") else None
+        yield Block(document, text.count("\n", 0, found.start("text")) + 1, found["language"], found["text"], mark)
+
+
+ALL_BLOCKS = [block for document in TEXTS for block in blocks(document)]
+
+
+def test_every_mark_belongs_to_a_block() -> None:
+    for document, text in TEXTS.items():
+        marks = re.findall(r"^ *<!-- *test.*$", text, re.M)
+        assert len(marks) == sum(block.mark is not None for block in blocks(document)), document
+
+
+@pytest.mark.parametrize("document", sorted({block.document for block in ALL_BLOCKS if block.mark is not None}))
+def test_marked_blocks_run(document: str, tmp_path: Path) -> None:
+    for folder in ("examples", "scripts"):
+        shutil.copytree(REPOSITORY / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for block in blocks(document):
+        if block.mark is None:
+            continue
+        if block.mark.startswith("file="):
+            (tmp_path / block.mark.removeprefix("file=")).write_text(block.text)
+        elif block.language == "python":
+            (tmp_path / "block.py").write_text(block.text)
+            run(block, "python block.py", tmp_path)
+        else:
+            assert block.language == "console", f"{block}: only console and python blocks can be run"
+            for command, expected in commands(block):
+                check_shown(block, command, expected, run(block, command, tmp_path))
+
+
+def commands(block: Block) -> list[tuple[str, list[str]]]:
+    """Each command of a console block, and the lines shown under it."""
+    found: list[tuple[str, list[str]]] = []
+    for line in block.text.splitlines():
+        if line.startswith("$ "):
+            found.append((line.removeprefix("$ "), []))
+        elif found and found[-1][0].endswith("\\") and not found[-1][1]:
+            found[-1] = (f"{found[-1][0]}\n{line}", [])
+        else:
+            found[-1][1].append(line)
+    return found
+
+
+def run(block: Block, command: str, directory: Path) -> str:
+    """Run a command as a user with this Python's environment would; returns what it printed."""
+    if re.fullmatch(r"source \S+/activate", command):
+        return ""  # PATH does it here
+    script = f'export PATH="{Path(sys.executable).parent}:$PATH"; unset OMP_NUM_THREADS; {command}'
+    job = run_command(["bash", "-c", f"exec 2>&1; {script}"], timeout=COMMAND_SECONDS, cwd=directory)
+    assert (job.code != 0) == (block.mark == "fails"), f"{block}: {command}\n{job.output}"
+    assert not job.left, f"{block}: {command} left {job.left}"
+    return (
+        job.stdout.replace(sys.prefix, f"{DIRECTORY}/.venv")
+        .replace(str(directory), DIRECTORY)
+        .replace(f" on {socket.gethostname()}", f" on {HOST}")
+    )
+
+
+def check_shown(block: Block, command: str, expected: list[str], output: str) -> None:
+    lines = iter([without_numbers(line) for line in output.splitlines()])
+    for line in expected:
+        assert line == "..." or without_numbers(line) in lines, (
+            f"{block}: {command}\nnot (there) in the output: {line}\n{output}"
+        )
+
+
+def without_numbers(line: str) -> str:
+    """Numbers depend on the machine, and their widths with them."""
+    return re.sub(r"\s+", " ", re.sub(r"\d[\d.,:]*(?:e[-+]\d+)?", "#", line)).strip()
+
+
+def test_what_is_shown_is_compared() -> None:
+    block = Block("a document", 1, "console", "$ a\nloss 0.5\n", "")
+    assert commands(block) == [("a", ["loss 0.5"])]
+    check_shown(block, "a", ["loss 0.5", "...", "end"], "other\nloss  1,024\nmore\nend\n")
+    for wrong in (["Loss 0.5"], ["end", "loss 0.5"]):
+        with pytest.raises(AssertionError, match="in the output"):
+            check_shown(block, "a", wrong, "loss 0.5\nend\n")
+
+
+@pytest.mark.parametrize("block", [block for block in ALL_BLOCKS if block.language == "python"], ids=str)
+def test_python_blocks_compile_and_use_public_names(block: Block) -> None:
+    compile(block.text, str(block), "exec")
+    assert set(re.findall(r"\bmt\.(\w+)", block.text)) <= set(mpitrain.__all__)
+
+
+@pytest.mark.parametrize("document", TEXTS)
+def test_links_lead_somewhere(document: str) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", without_blocks(TEXTS[document])):
+        parts = urlsplit(target)
+        if parts.scheme:
+            assert parts.scheme == "https", target
+            continue
+        path = (REPOSITORY / document).parent / parts.path if parts.path else REPOSITORY / document
+        assert path.exists(), target
+        if parts.fragment:
+            assert parts.fragment in anchors(path.read_text()), target
+
+
+def anchors(text: str) -> set[str]:
+    """The names that GitHub gives to the headings."""
+    headings = re.findall(r"^#+ (.+)$", without_blocks(text), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def without_blocks(text: str) -> str:
+    return re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+
+
+@pytest.mark.parametrize("document", TEXTS)
+def test_named_files_exist(document: str) -> None:
+    folders = "mpitrain|docs|scripts|tests|examples|benchmarks"
+    named = re.findall(rf"(?<![\w/.~-])(?:{folders})/[\w./-]*\w", TEXTS[document])
+    missing = [name for name in named if not (REPOSITORY / name).exists()]
+    assert not missing
+
+
+def test_settings() -> None:
+    """Each variable that is named exists, and each that exists is named."""
+    named = {name for text in TEXTS.values() for name in re.findall(rf"{PREFIX}[A-Z]+(?:_[A-Z]+)*", text)}
+    assert named == {PREFIX + field.name.upper() for field in dataclasses.fields(Config)}
+
+
+def test_extras() -> None:
+    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(re.findall(r"'\.\[(\w+)\]'", TEXTS["README.md"])) == set(extras)
+
+
+def test_subcommands() -> None:
+    """Every command of a block exists; the text may speak of planned ones."""
+    used = {name for block in ALL_BLOCKS for name in re.findall(r"(?:^|[$|&;] *)mpitrain (\w+)", block.text, re.M)}
+    assert used == set(COMMANDS)
+
+
+def test_changelog_has_this_version() -> None:
+    assert re.search(rf"^## \[{re.escape(mpitrain.__version__)}\] - \d{{4}}-\d\d-\d\d$", TEXTS["CHANGELOG.md"], re.M)
+
+
+def test_pictures_are_well_formed() -> None:
+    pictures = list((REPOSITORY / "docs").glob("*.svg"))
+    assert pictures
+    for picture in pictures:
+        assert ElementTree.parse(picture).getroot().tag == "{http://www.w3.org/2000/svg}svg"

@@ -1,0 +1,182 @@
+"""Imports run downwards only. The table is the map of docs/architecture.md; a new module needs a line in it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "mpitrain"
+
+# From the bottom up. A module may import those of lower layers and of its own, but never in a circle.
+# A name ending in .* stands for a package with all its modules.
+LAYERS: dict[str, list[str]] = {
+    "bottom": ["errors", "early"],
+    "values": ["arrays", "config", "tree"],
+    "launch": ["launch.*"],
+    "waiting": ["control"],
+    "agreement": ["agreement"],
+    "world": ["world", "cuda.*"],
+    "allreduce": ["allreduce.*"],
+    "exchange": ["exchange.bucket", "exchange.exchange", "exchange.trees"],
+    "reducer": ["exchange", "exchange.reducer"],
+    "job": ["failure", "start"],
+    "parts": [
+        "adapters.*",
+        "strategies.*",
+        "training",
+        "training.checkpoint",
+        "training.data",
+        "training.metrics",
+        "training.optimizers",
+        "training.schedules",
+    ],
+    "trainer": ["training.hooks", "training.trainer"],
+    "diagnostics": ["diagnostics.*"],
+    "command line": ["cli.*", "__main__"],
+}
+
+# Where the table alone would allow more: the only modules of ours that these may import.
+ONLY = {
+    "launch.*": ["errors", "config", "launch.*"],
+    "diagnostics.*": ["errors", "config", "launch.*", "diagnostics.*"],
+}
+
+# Imported nowhere else in the package, not even inside a function.
+HOMES = {
+    "cupy": ["cuda.device"],
+    "torch": [],
+    "jax": [],
+    "fabric": [],
+}
+
+LEVELS = {entry: level for level, entries in enumerate(LAYERS.values()) for entry in entries}
+FILES = {
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+    if path != PACKAGE / "__init__.py"  # its lazy names point everywhere; tests/test_public.py has it
+}
+
+
+def covers(entry: str, module: str) -> bool:
+    return entry == module or (entry.endswith(".*") and f"{module}.".startswith(entry.removesuffix("*")))
+
+
+def level(module: str) -> int | None:
+    return next((number for entry, number in LEVELS.items() if covers(entry, module)), None)
+
+
+def layer(module: str) -> str:
+    number = level(module)
+    return "no layer" if number is None else list(LAYERS)[number]
+
+
+def imports(source: str) -> Iterator[tuple[int, str, bool]]:
+    """Line, full name and whether it is only for type checkers, of every import, wherever it stands."""
+
+    def walk(node: ast.AST, typing_only: bool) -> Iterator[tuple[int, str, bool]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                yield from ((child.lineno, alias.name, typing_only) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                assert child.level == 0, f"line {child.lineno}: relative import"
+                for alias in child.names:
+                    yield child.lineno, f"{child.module}.{alias.name}", typing_only
+            elif isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+                for part in child.body:
+                    yield from walk(ast.Module([part], []), True)
+                for part in child.orelse:
+                    yield from walk(ast.Module([part], []), typing_only)
+            else:
+                yield from walk(child, typing_only)
+
+    yield from walk(ast.parse(source), False)
+
+
+def our_module(name: str, files: dict[str, Path]) -> str | None:
+    """The module of ours that `mpitrain.a.b.Name` is in; None for the package itself (its version)."""
+    parts = name.split(".")
+    if parts[0] != "mpitrain":
+        return None
+    for end in range(len(parts), 1, -1):
+        if (module := ".".join(parts[1:end])) in files:
+            return module
+    return None
+
+
+def violations(module: str, source: str, files: dict[str, Path]) -> list[str]:
+    mine = level(module)
+    if mine is None:
+        return [f"mpitrain/{module}: not in the table of tests/test_layers.py"]
+    only = next((allowed for entry, allowed in ONLY.items() if covers(entry, module)), None)
+    found = []
+    for line, name, _ in imports(source):
+        where = f"mpitrain.{module}, line {line} (layer {layer(module)}), imports {name}"
+        root = name.split(".")[0]
+        if root in HOMES and module not in HOMES[root]:
+            found.append(f"{where}; only {HOMES[root] or 'nobody'} may")
+        other = our_module(name, files)
+        if other is None:
+            continue
+        theirs = level(other)
+        if only is not None and not any(covers(entry, other) for entry in only):
+            found.append(f"{where}; allowed are {', '.join(only)}")
+        elif theirs is None or theirs > mine:
+            found.append(f"{where}, which is above it (layer {layer(other)})")
+    return found
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_imports_run_downwards(module: str) -> None:
+    assert violations(module, FILES[module].read_text(), FILES) == []
+
+
+def test_the_table_has_no_module_that_is_not_there() -> None:
+    for entry in LEVELS:
+        assert any(covers(entry, module) for module in FILES), entry
+
+
+def test_no_circles() -> None:
+    """Not even by imports inside functions; those for type checkers do not count."""
+    graph = {
+        module: {
+            other
+            for _, name, typing_only in imports(path.read_text())
+            if not typing_only and (other := our_module(name, FILES)) is not None and other != module
+        }
+        for module, path in FILES.items()
+    }
+    while graph:
+        free = [module for module, others in graph.items() if not others & graph.keys()]
+        assert free, f"import each other in a circle: {sorted(graph)}"
+        for module in free:
+            del graph[module]
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "text"),
+    [
+        ("errors", "import mpitrain.config", "imports mpitrain.config, which is above it (layer values)"),
+        ("world", "def f():\n    from mpitrain.exchange import trees", "line 2 (layer world), imports mpitrain.exch"),
+        ("world", "if TYPE_CHECKING:\n    from mpitrain.failure import guard", "above it (layer job)"),
+        ("launch.job", "from mpitrain.arrays import Array", "allowed are errors, config, launch.*"),
+        ("diagnostics.mpi", "from mpitrain.world import World", "allowed are errors, config, launch.*, diagnostics.*"),
+        ("training.trainer", "import cupy.cuda", "only ['cuda.device'] may"),
+        ("cli.run", "def f():\n    import torch", "only nobody may"),
+        ("exchange.new", "", "mpitrain/exchange.new: not in the table"),
+        ("training.hooks", "from mpitrain import cli", "above it (layer command line)"),
+    ],
+)
+def test_what_is_not_allowed_is_found(module: str, source: str, text: str) -> None:
+    found = violations(module, source, FILES)
+    assert len(found) == 1
+    assert text in found[0]
+
+
+def test_what_is_allowed() -> None:
+    source = (
+        "import numpy\nfrom mpitrain import __version__, errors\nfrom mpitrain.tree import Tree\nimport mpitrain.config"
+    )
+    assert violations("world", source, FILES) == []

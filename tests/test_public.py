@@ -1,0 +1,95 @@
+"""The public names, and how little `import mpitrain` loads."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import mpitrain
+
+INIT = Path(mpitrain.__file__)
+# Present in the fresh interpreters below, so that whoever imports one of them is seen.
+DEVICES_AND_FRAMEWORKS = ("cupy", "torch", "jax", "fabric")
+
+
+def typed_names() -> dict[str, str]:
+    """Name and module of every import that type checkers see."""
+    (block,) = (node for node in ast.parse(INIT.read_text()).body if isinstance(node, ast.If))
+    assert ast.unparse(block.test) == "TYPE_CHECKING"
+    found: dict[str, str] = {}
+    for node in block.body:
+        assert isinstance(node, ast.ImportFrom)
+        found |= {alias.asname or alias.name: str(node.module) for alias in node.names}
+    return found
+
+
+def test_the_three_lists_of_names_agree() -> None:
+    assert len(set(mpitrain.__all__)) == len(mpitrain.__all__)
+    assert sorted(mpitrain._HOME) == sorted(mpitrain.__all__)
+    assert typed_names() == {name: f"mpitrain.{home}" for name, home in mpitrain._HOME.items()}
+
+
+@pytest.mark.parametrize("name", mpitrain.__all__)
+def test_every_name_is_what_its_module_has(name: str) -> None:
+    value = getattr(mpitrain, name)
+    assert value is getattr(import_module(f"mpitrain.{mpitrain._HOME[name]}"), name)
+    assert value.__doc__
+    assert name in dir(mpitrain)
+
+
+def test_a_name_that_is_not_there() -> None:
+    with pytest.raises(AttributeError, match="module 'mpitrain' has no attribute 'Trainr'"):
+        mpitrain.Trainr  # noqa: B018
+
+
+def test_star_import_gives_all_names() -> None:
+    names: dict[str, object] = {}
+    exec("from mpitrain import *", names)
+    assert set(mpitrain.__all__) <= names.keys()
+
+
+def loaded_after(code: str, stubs: Path) -> set[str]:
+    """Top-level modules that a fresh interpreter has after `code`."""
+    for name in DEVICES_AND_FRAMEWORKS:
+        (stubs / f"{name}.py").write_text("")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(stubs), str(INIT.parents[1])])}
+    program = f"{code}\nimport sys\nprint(*sorted(name.partition('.')[0] for name in sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def test_the_stubs_are_seen(tmp_path: Path) -> None:
+    found = loaded_after("import numpy, mpi4py, " + ", ".join(DEVICES_AND_FRAMEWORKS), tmp_path)
+    assert {"numpy", "mpi4py", *DEVICES_AND_FRAMEWORKS} <= found
+
+
+def test_the_package_alone_loads_nothing(tmp_path: Path) -> None:
+    found = loaded_after("import mpitrain; mpitrain.__version__, mpitrain.__all__, dir(mpitrain)", tmp_path)
+    assert "mpitrain" in found
+    assert not found & {"numpy", "mpi4py", "ml_dtypes", "threadpoolctl", *DEVICES_AND_FRAMEWORKS}
+
+
+def test_the_command_line_loads_neither_numpy_nor_mpi(tmp_path: Path) -> None:
+    code = "import mpitrain.cli\ntry:\n    mpitrain.cli.main(['--version'])\nexcept SystemExit:\n    pass"
+    assert not loaded_after(code, tmp_path) & {"numpy", "mpi4py", *DEVICES_AND_FRAMEWORKS}
+
+
+def test_all_names_together_load_no_framework(tmp_path: Path) -> None:
+    found = loaded_after("import mpitrain; mpitrain.Trainer", tmp_path)
+    assert "numpy" in found
+    assert not found & {*DEVICES_AND_FRAMEWORKS}
+    assert not loaded_after("from mpitrain import *", tmp_path) & {*DEVICES_AND_FRAMEWORKS}
+
+
+def test_a_job_of_one_loads_no_framework(tmp_path: Path) -> None:
+    code = "import mpitrain, numpy; world = mpitrain.init(); world.mean(numpy.ones(3)); world.sync({'a': 1.0})"
+    assert not loaded_after(code, tmp_path) & {*DEVICES_AND_FRAMEWORKS}
