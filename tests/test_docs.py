@@ -4,12 +4,13 @@ An HTML comment just before a fenced block says what is done with it; it does no
 
     <!-- test -->               console: run each line that begins with "$ ", in order; it must end with code 0.
                                 python: run it in one process.
+    <!-- test: exact -->        the same, and numbers count (below).
     <!-- test: fails -->        console: each command must end with another code than 0.
     <!-- test: file=fit.py -->  keep the block under that name, for the commands that follow.
 
 The blocks of one document run one after the other in one directory, a copy of the repository's scripts and examples.
-Each line shown under a command must come in its output, in this order, where numbers count for nothing and others may
-come in between ("..." says so on the page). Every Python block, marked or not, must compile.
+Each line shown under a command must come in its output, in this order; others may come in between ("..." says so on the
+page). Any number stands for any other, but in an exact block. Every Python block, marked or not, must compile.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import mpitrain
 from jobs import REPOSITORY, run_command
 from mpitrain.cli import COMMANDS
 from mpitrain.config import PREFIX, Config
+from test_layers import LAYERS
 
 DOCUMENTS = [*REPOSITORY.glob("*.md"), *sorted((REPOSITORY / "docs").glob("*.md"))]
 TEXTS = {path.relative_to(REPOSITORY).as_posix(): path.read_text() for path in DOCUMENTS}
@@ -48,7 +50,7 @@ class Block:
     line: int  # of its first line
     language: str
     text: str
-    mark: str | None  # what the comment before it says after "test": "" or "fails" or "file=..."; None without one
+    mark: str | None  # what the comment before it says behind "test": ""; None without a comment
 
     def __str__(self) -> str:
         return f"{self.document}:{self.line}"
@@ -121,9 +123,10 @@ def run(block: Block, command: str, directory: Path) -> str:
 
 
 def check_shown(block: Block, command: str, expected: list[str], output: str) -> None:
-    lines = iter([without_numbers(line) for line in output.splitlines()])
+    simple = str.strip if block.mark == "exact" else without_numbers
+    lines = iter([simple(line) for line in output.splitlines()])
     for line in expected:
-        assert line == "..." or without_numbers(line) in lines, (
+        assert line == "..." or simple(line) in lines, (
             f"{block}: {command}\nnot (there) in the output: {line}\n{output}"
         )
 
@@ -140,6 +143,10 @@ def test_what_is_shown_is_compared() -> None:
     for wrong in (["Loss 0.5"], ["end", "loss 0.5"]):
         with pytest.raises(AssertionError, match="in the output"):
             check_shown(block, "a", wrong, "loss 0.5\nend\n")
+    exact = dataclasses.replace(block, mark="exact")
+    check_shown(exact, "a", ["loss 0.5"], "loss 0.5\n")
+    with pytest.raises(AssertionError, match="in the output"):
+        check_shown(exact, "a", ["loss 0.5"], "loss 0.6\n")
 
 
 @pytest.mark.parametrize("block", [block for block in ALL_BLOCKS if block.language == "python"], ids=str)
@@ -192,8 +199,16 @@ def test_extras() -> None:
 
 def test_subcommands() -> None:
     """Every command of a block exists; the text may speak of planned ones."""
-    used = {name for block in ALL_BLOCKS for name in re.findall(r"(?:^|[$|&;] *)mpitrain (\w+)", block.text, re.M)}
+    used = {name for block in ALL_BLOCKS for name in re.findall(r"(?:^|[$|&;] *)mpitrain ([a-z]\S*)", block.text, re.M)}
     assert used == set(COMMANDS)
+
+
+def test_layers() -> None:
+    """The table of the architecture is the one that is enforced."""
+    text = TEXTS["docs/architecture.md"].partition("## Layers")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| ([a-z][a-z ]*) \| (`[^|]*`) \|", text, re.M)
+    shown = {name: sorted(re.findall(r"`([^`]+)`", modules)) for name, modules in rows}
+    assert list(shown.items())[::-1] == [(name, sorted(modules)) for name, modules in LAYERS.items()]
 
 
 def test_changelog_has_this_version() -> None:

@@ -105,7 +105,9 @@ def test_the_same_error_on_all_ranks_is_printed_once() -> None:
 def test_what_failed_on_one_rank_is_reported_by_that_rank() -> None:
     # Rank 2 alone has the traceback that says where. The others raise the same with less in it.
     job = run_job(3, START + "with world.together('read it'):\n    if rank == 2: {}['no such key']")
-    report = report_of(job, "{}['no such key']", "KeyError: 'no such key'\n", "MpitrainError: rank 2 on ", ", read it: ")
+    report = report_of(
+        job, "{}['no such key']", "KeyError: 'no such key'\n", "MpitrainError: rank 2 on ", ", read it: "
+    )
     assert report.rank == 2
     assert "failed too" not in job.stderr
 

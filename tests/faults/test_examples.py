@@ -1,0 +1,186 @@
+"""The examples as a user runs them, and what init() does to threads and to multiprocessing."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from faults.outcome import report_of, succeeded
+from jobs import REPOSITORY, VENVS, Job, mpiexec, run_command
+
+PYTHON = str(VENVS["mpich"] / "bin/python")
+
+sys.path.insert(0, str(REPOSITORY / "examples"))
+from datasets import default_directory  # noqa: E402 (found through the line above)
+
+
+@dataclass(frozen=True)
+class Example:
+    """A short run of an example, and what its last evaluation must reach."""
+
+    command: tuple[str, ...]
+    steps: int
+    metric: str
+    lowest: float
+    highest: float
+    data: str | None = None  # the data set that scripts/get-data must have fetched
+
+
+EXAMPLES = {
+    "mlp": Example(("train.py", "--data", "digits"), 30, "test accuracy", 0.9, 1.0),
+    "cnn": Example(("train.py", "--data", "digits", "--model", "cnn"), 30, "test accuracy", 0.9, 1.0),
+    # ln 81 = 4.39 is the loss of a model that knows nothing.
+    "gpt": Example(("train_gpt.py",), 4, "validation loss", 3.0, 4.0, data="austen"),
+}
+
+
+def start(ranks: int, example: Example, *options: str, steps: int | None = None) -> Job:
+    script, *own = example.command
+    command = [PYTHON, f"examples/{script}", *own, "--device", "host", "--steps", str(steps or example.steps)]
+    return run_command([*mpiexec(ranks), *command, *options], timeout=100)
+
+
+def metric(example: Example, job: Job) -> float:
+    """The last evaluation that the job has printed."""
+    found = re.findall(rf"^step {example.steps}: {example.metric} ([\d.]+)$", job.stdout, re.M)
+    assert len(found) == 1, job.output
+    return float(found[0])
+
+
+def losses(job: Job) -> dict[int, float]:
+    """The losses that the job has printed, by step."""
+    return {int(step): float(loss) for step, loss in re.findall(r" step (\d+)/\d+ \| loss ([\d.]+) ", job.stdout)}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example(name: str) -> None:
+    example = EXAMPLES[name]
+    if example.data and not (default_directory() / example.data).is_dir():
+        pytest.skip(f"{example.data} is not there: scripts/get-data {example.data}")
+    alone, three = start(1, example), start(3, example)
+    for job in (alone, three):
+        succeeded(job)
+        assert job.stderr == "", job.output
+        assert example.lowest <= metric(example, job) <= example.highest, job.output
+    assert "ranks: 3, nodes: 1" in three.stdout
+    # The same samples in the same steps: equal but for the rounding of float32, here and of the printed digits.
+    assert losses(alone).keys() == losses(three).keys() == {1, example.steps}
+    assert losses(three) == pytest.approx(losses(alone), abs=2e-3)
+    assert metric(example, three) == pytest.approx(metric(example, alone), abs=6e-3)  # two of 355 images
+
+
+def test_a_run_in_two_parts_with_other_numbers_of_ranks(tmp_path: Path) -> None:
+    example = EXAMPLES["mlp"]
+    first = start(3, example, "--checkpoints", str(tmp_path), steps=12)
+    succeeded(first)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000012"]
+    second, whole = start(2, example, "--checkpoints", str(tmp_path)), start(2, example)
+    for job in (second, whole):
+        succeeded(job)
+    assert f"resumed from {tmp_path}/step-00000012 at step 12\n" in second.stdout
+    assert losses(second)[30] == pytest.approx(losses(whole)[30], abs=2e-3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-000000{step}" for step in (12, 24, 30)]
+
+
+# -- threads ---------------------------------------------------------------------------------------------------------
+
+THREADS = """
+import json, sys
+import numpy, threadpoolctl
+import mpitrain as mt
+
+def threads():
+    return [pool["num_threads"] for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"]
+
+before = threads()
+world = mt.init()
+world.print(json.dumps([before, world.allgather(threads())]))
+"""
+
+
+def blas_threads(ranks: int, folder: Path, settings: Sequence[str]) -> tuple[list[int], list[list[int]]]:
+    """Threads of each BLAS before init(), and after it on each rank, with no variable set but those in `settings`."""
+    (folder / "script.py").write_text(THREADS)
+    unset = [
+        "env",
+        *(option for name in ("OMP", "OPENBLAS", "MKL", "BLIS") for option in ("-u", f"{name}_NUM_THREADS")),
+    ]
+    job = run_command([*unset, *settings, *mpiexec(ranks), PYTHON, str(folder / "script.py")])
+    succeeded(job)
+    before, after = json.loads(job.stdout)
+    if not before:
+        pytest.skip("threadpoolctl does not know this NumPy's BLAS")
+    return before, after
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_share_the_cores(ranks: int, tmp_path: Path) -> None:
+    before, after = blas_threads(ranks, tmp_path, [])
+    share = max(1, cores() // ranks)
+    assert after == [[min(share, found) for found in before]] * ranks
+
+
+@pytest.mark.parametrize("variable", ["OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"])
+def test_threads_that_the_user_has_set_stay(variable: str, tmp_path: Path) -> None:
+    if cores() < 2:
+        pytest.skip("needs two cores")
+    before, after = blas_threads(2, tmp_path, [f"{variable}=2"])
+    assert after == [before, before]
+
+
+def test_one_rank_alone_keeps_all_threads(tmp_path: Path) -> None:
+    before, after = blas_threads(1, tmp_path, [])
+    assert after == [before]
+
+
+# -- multiprocessing -------------------------------------------------------------------------------------------------
+
+POOL = """
+import multiprocessing, os
+import mpitrain as mt
+
+def square(number):
+    return number**2, os.getpid()
+
+if __name__ == "__main__":
+    world = mt.init()
+    with multiprocessing.Pool(2) as pool:
+        results = pool.map(square, range(10 * world.rank, 10 * world.rank + 5))
+    assert os.getpid() not in {pid for _, pid in results}
+    total = world.sum(sum(number for number, _ in results))
+    world.print(multiprocessing.get_start_method(), total)
+"""
+
+
+def test_a_pool_of_processes_in_every_rank(tmp_path: Path, vendor: str) -> None:
+    (tmp_path / "script.py").write_text(POOL)
+    job = run_command([*mpiexec(2, vendor), str(VENVS[vendor] / "bin/python"), str(tmp_path / "script.py")])
+    succeeded(job)
+    assert job.stdout == f"forkserver {sum(n**2 for n in [*range(5), *range(10, 15)])}\n"
+    assert job.stderr == "", job.output
+
+
+def test_a_start_method_that_the_user_has_chosen_stays(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        POOL.replace("world = mt", "multiprocessing.set_start_method('spawn')\n    world = mt")
+    )
+    job = run_command([*mpiexec(2), PYTHON, str(tmp_path / "script.py")])
+    succeeded(job)
+    assert job.stdout.startswith("spawn "), job.output
+
+
+def test_an_exception_in_a_process_of_a_pool_ends_the_job(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(POOL.replace("return number**2", "return 1 // (number - 12)"))
+    job = run_command([*mpiexec(2), PYTHON, str(tmp_path / "script.py")])
+    assert report_of(job, "ZeroDivisionError").rank == 1
