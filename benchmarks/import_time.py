@@ -1,6 +1,6 @@
 """What importing mpitrain costs beyond NumPy and mpi4py, in new interpreters, alternating.
 
-    python benchmarks/import_time.py
+python benchmarks/import_time.py
 """
 
 import argparse

@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 
 import numpy
-from pairs import versions
 
 import mpitrain as mt
+from pairs import versions
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from datasets import load_images
@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--compare", type=Path)
     arguments = parser.parse_args()
     world = mt.init()
-    losses, parameters = train(world, arguments.dtype, arguments.steps)
+    losses, parameters = train(arguments.dtype, arguments.steps)
     if not world.is_root:
         return
     if arguments.write:
@@ -47,14 +47,14 @@ def main() -> None:
         print(f"after step {len(losses)}: largest difference of a parameter {largest:.3g}")
 
 
-def train(world: mt.World, dtype: str, steps: int) -> tuple[numpy.ndarray, dict[str, numpy.ndarray]]:
+def train(dtype: str, steps: int) -> tuple[numpy.ndarray, dict[str, numpy.ndarray]]:
     """The loss of every step, and the parameters at the end."""
     x, y, _, _ = load_images("fashion")
     x = ((x - x.mean()) / x.std()).astype(dtype)
     losses: list[float] = []
 
     class Losses(mt.Hook):
-        def after_step(self, trainer: mt.Trainer, step: mt.Step) -> None:
+        def after_step(self, _: mt.Trainer, step: mt.Step) -> None:
             losses.append(step.loss)
 
     def build(world: mt.World) -> mt.Parts:

@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable
 
 import numpy
-from pairs import alternate, ratio, versions
 
 import mpitrain as mt
+from pairs import alternate, ratio, versions
 
 
 class Late(mt.GradientReducer):

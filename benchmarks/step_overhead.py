@@ -16,9 +16,9 @@ from pathlib import Path
 from types import ModuleType
 
 import numpy
-from pairs import ratio, versions
 
 import mpitrain as mt
+from pairs import ratio, versions
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from datasets import load_images
@@ -31,11 +31,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=40)
     arguments = parser.parse_args()
-    world = mt.init()
+    mt.init()
     print(versions())
     x, y, _, _ = load_images("fashion")
     for model, steps in ((mlp, 50), (cnn, 4)):
-        sides = {"bare": bare(model, x, y), "mpitrain": ours(world, model, x, y)}
+        sides = {"bare": bare(model, x, y), "mpitrain": ours(model, x, y)}
         seconds: dict[str, list[float]] = {name: [] for name in sides}
         for number in range(arguments.rounds + 1):
             for name in sorted(sides, reverse=bool(number % 2)):
@@ -70,13 +70,13 @@ def bare(model: ModuleType, x: numpy.ndarray, y: numpy.ndarray) -> Callable[[], 
             velocity[name] *= MOMENTUM
             velocity[name] += gradients[name]
             numpy.multiply(velocity[name], RATE, out=scratch[name])
-            value -= scratch[name]
+            numpy.subtract(value, scratch[name], out=value)
         return loss
 
     return step
 
 
-def ours(world: mt.World, model: ModuleType, x: numpy.ndarray, y: numpy.ndarray) -> Callable[[], mt.Step]:
+def ours(model: ModuleType, x: numpy.ndarray, y: numpy.ndarray) -> Callable[[], mt.Step]:
     """The same by a Trainer."""
 
     def build(world: mt.World) -> mt.Parts:

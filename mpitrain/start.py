@@ -15,6 +15,7 @@ from mpitrain.control import Control
 from mpitrain.errors import ConfigError, LaunchError, MpitrainError
 from mpitrain.exchange.trees import ArrayTrees
 from mpitrain.failure import guard
+from mpitrain.launch.libraries import launched_by
 from mpitrain.launch.roll_call import BEGUN, DONE, sign
 from mpitrain.launch.verify import check_size, check_vendor
 from mpitrain.world import World
@@ -93,6 +94,14 @@ def make_world(parent: MPI.Comm, config: Config | None = None, generation: int =
 
 def _start_mpi() -> None:
     """Load and initialise MPI, and refuse a job that is not one."""
+    # While such a process still reads the script, only multiprocessing's own mark tells what it is.
+    starting = getattr(multiprocessing.current_process(), "_inheriting", False)
+    if (starting or multiprocessing.parent_process() is not None) and launched_by(os.environ) is not None:
+        # It would wait in MPI_Init for ever: the launcher has started no such rank.
+        raise LaunchError(
+            f"on {socket.gethostname()}: init() was called in a process that multiprocessing started, which is no rank. "
+            "Such a process runs the script again: put what the ranks do under if __name__ == '__main__':"
+        )
     # MPICH's own line about an abort would come after the traceback that explains it.
     os.environ.setdefault("MPIR_CVAR_SUPPRESS_ABORT_MESSAGE", "1")
     try:
@@ -105,7 +114,7 @@ def _start_mpi() -> None:
     except (ImportError, RuntimeError) as error:
         raise LaunchError(
             f"on {socket.gethostname()}: no MPI library can be loaded ({error}); "
-            "install one into this environment: pip install 'mpitrain[mpich]'"
+            "install one into this environment: pip install mpi4py mpich"
         ) from error
     version = MPI.Get_library_version()
     check_vendor(version, os.environ)

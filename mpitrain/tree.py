@@ -73,13 +73,18 @@ def num_samples(tree: Tree) -> int:
     return lengths.pop()
 
 
-def describe(tree: Tree) -> list[str]:
-    """One line a leaf, `['w'] float32 (784, 256)`: equal on two ranks exactly when the leaves are alike."""
-    return [f"{path or 'the tree'} {_kind(leaf)}" for path, leaf in leaves(tree)] or ["an empty tree"]
+def describe(tree: Tree, *, any_number: bool = False) -> list[str]:
+    """One line a leaf, `['w'] float32 (784, 256)`: equal on two ranks exactly when the leaves are alike.
+
+    With `any_number` an int, a float and a NumPy scalar are alike.
+    """
+    return [f"{path or 'the tree'} {_kind(leaf, any_number)}" for path, leaf in leaves(tree)] or ["an empty tree"]
 
 
-def _kind(leaf: Leaf) -> str:
+def _kind(leaf: Leaf, any_number: bool) -> str:
     if is_array(leaf):
         return f"{leaf.dtype} {leaf.shape}"
+    if any_number:
+        return "number"
     # NumPy's own scalars by dtype, which says more than their class: datetime64[s], <U3.
     return f"number {leaf.dtype if isinstance(leaf, numpy.generic) else type(leaf).__name__}"

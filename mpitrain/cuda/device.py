@@ -41,5 +41,5 @@ def _why_not_cuda() -> str | None:
     try:
         import cupy
     except ImportError:
-        return "CuPy is not installed; pip install 'mpitrain[cuda]'"
+        return "CuPy is not installed; pip install cupy-cuda13x"
     return None if cupy.is_available() else "CuPy finds no usable GPU; see nvidia-smi"

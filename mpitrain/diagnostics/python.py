@@ -107,7 +107,7 @@ def judge(facts: Facts) -> list[Finding]:
                 "warn",
                 f"{len(facts.gpus)} GPU(s), but no CuPy",
                 "NumPy models run on the CPU only.",
-                f"{pip} 'mpitrain[cuda]'",
+                f"{pip} cupy-cuda13x",
             )
         )
     if facts.gpus and facts.cupy and not facts.cupy_works:

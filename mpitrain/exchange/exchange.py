@@ -40,15 +40,22 @@ class PlainExchange:
 
     def mean(self, flat: Array, share: float) -> Handle:
         """See Exchange. The shares add up to 1, so no sum can overflow."""
-        if share == 0.0:
-            flat.fill(0)  # not multiplied: 0 x NaN is NaN
-        elif share != 1.0:
-            numpy.multiply(flat, flat.dtype.type(share), out=flat)
+        scale(flat, share)
         return self._algorithm.start(flat)
 
     def allocate(self, count: int, dtype: numpy.dtype) -> Array:
         """See Exchange."""
         return self._algorithm.allocate(count, dtype)
+
+
+def scale(flat: Array, share: float) -> None:
+    """Multiply `flat`, of a floating dtype, by `share` in place; rounds once, also where the dtype is a short one."""
+    if share == 0.0:
+        flat.fill(0)  # not multiplied: 0 x NaN is NaN
+    elif share != 1.0:
+        # A share rounded to 16 bits would be off by more than a sum is: multiply in float32 at least.
+        factor = share if flat.itemsize > 2 else numpy.float32(share)
+        numpy.multiply(flat, factor, out=flat, casting="same_kind")
 
 
 def share_of(world: World, weights: list[float]) -> tuple[float, float]:

@@ -12,7 +12,7 @@ from mpitrain.arrays import Array, is_array
 from mpitrain.control import until
 from mpitrain.cuda.staging import copy_to_host, like
 from mpitrain.errors import TreeError
-from mpitrain.exchange.exchange import share_of
+from mpitrain.exchange.exchange import scale, share_of
 from mpitrain.tree import Leaf, Tree, describe, leaves, rebuild
 from mpitrain.world import World
 
@@ -51,11 +51,8 @@ class ArrayTrees:
         _check(packed, FLOATS, "mean")
         records = self._world.agree("mean", packed.lines, weight=weight)
         share, _ = share_of(self._world, records["weight"].tolist())
-        for dtype, flat in packed.flats.items():
-            if share == 0.0:
-                flat.fill(0)  # not multiplied: 0 x NaN is NaN
-            elif share != 1.0:
-                numpy.multiply(flat, dtype.type(share), out=flat)
+        for flat in packed.flats.values():
+            scale(flat, share)
         self._add(packed)
         return packed.unpack()
 
@@ -79,7 +76,7 @@ class _Packed:
         self._tree = tree
         self._leaves: list[Leaf] = []
         self._kinds: list[numpy.dtype] = []
-        self.lines = describe(tree)
+        self.lines = describe(tree, any_number=as_float)
         hosts: list[numpy.ndarray] = []
         for path, leaf in leaves(tree):
             value = leaf if is_array(leaf) else _array_of(leaf, path)

@@ -33,6 +33,7 @@ def save(directory: Path, step: int, state: Mapping[str, Any]) -> Path:
     """
     final = directory / f"step-{step:08d}"
     temporary = directory / f".writing-{step:08d}-{os.getpid()}"
+    replaced = directory / f".replaced-{step:08d}-{os.getpid()}"
     tensors = {name: value.get() if is_device_array(value) else value for name, value in _flatten(state)}
     numbers = {name: value for name, value in tensors.items() if not isinstance(value, numpy.ndarray)}
     try:
@@ -47,9 +48,10 @@ def save(directory: Path, step: int, state: Mapping[str, Any]) -> Path:
             json.dump(numbers, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
-        if final.exists():
-            shutil.rmtree(final)
+        if final.exists():  # of an earlier run to this step; a directory can only be renamed to a free name
+            final.rename(replaced)
         temporary.rename(final)
+        shutil.rmtree(replaced, ignore_errors=True)
         _sync_directory(directory)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)

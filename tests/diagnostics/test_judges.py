@@ -72,7 +72,7 @@ def test_no_numpy() -> None:
 
 
 def test_gpus() -> None:
-    only(python.judge(replace(GOOD_PYTHON, gpus=["H100"])), "warn", "1 GPU(s), but no CuPy", "'mpitrain[cuda]'")
+    only(python.judge(replace(GOOD_PYTHON, gpus=["H100"])), "warn", "1 GPU(s), but no CuPy", "cupy-cuda13x")
     broken = replace(GOOD_PYTHON, gpus=["H100"], cupy="14.0", cupy_error="CUDARuntimeError")
     only(python.judge(broken), "warn", "CUDARuntimeError", "show_config")
     mismatch = replace(GOOD_PYTHON, gpu_error="Driver/library version mismatch")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from faults.outcome import report_of, succeeded
+from faults.outcome import failed, succeeded
 from jobs import REPOSITORY, VENVS, Job, mpiexec, run_command
 
 PYTHON = str(VENVS["mpich"] / "bin/python")
@@ -183,4 +183,5 @@ def test_a_start_method_that_the_user_has_chosen_stays(tmp_path: Path) -> None:
 def test_an_exception_in_a_process_of_a_pool_ends_the_job(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(POOL.replace("return number**2", "return 1 // (number - 12)"))
     job = run_command([*mpiexec(2), PYTHON, str(tmp_path / "script.py")])
-    assert report_of(job, "ZeroDivisionError").rank == 1
+    # (multiprocessing's own helper may have the last word: it clears away what the pool held.)
+    failed(job, "mpitrain: rank 1 on ", " failed:\n", "ZeroDivisionError: ")
