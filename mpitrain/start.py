@@ -99,11 +99,9 @@ def _start_mpi() -> None:
     if (starting or multiprocessing.parent_process() is not None) and launched_by(os.environ) is not None:
         # It would wait in MPI_Init for ever: the launcher has started no such rank.
         raise LaunchError(
-            f"on {socket.gethostname()}: init() was called in a process that multiprocessing started, which is no rank. "
-            "Such a process runs the script again: put what the ranks do under if __name__ == '__main__':"
+            f"on {socket.gethostname()}: init() was called in a process that multiprocessing started, which is no "
+            "rank. Such a process runs the script again: put what the ranks do under if __name__ == '__main__':"
         )
-    # MPICH's own line about an abort would come after the traceback that explains it.
-    os.environ.setdefault("MPIR_CVAR_SUPPRESS_ABORT_MESSAGE", "1")
     try:
         import mpi4py
 

@@ -353,7 +353,7 @@ def test_one_rank_alone(ranks: int | None) -> None:
 def test_one_rank_alone_exits_as_it_likes() -> None:
     assert run_job(None, START + "sys.exit(3)").code == 3
     assert run_job(None, START + "os._exit(4)").code == 4
-    assert run_job(None, START + "os.kill(os.getpid(), signal.SIGINT)").code == -signal.SIGINT
+    assert run_job(None, START + "os.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)").code == -signal.SIGINT
     assert run_job(None, START + "threading.Thread(target=lambda: 1 / 0).start()").code == 0
 
 
