@@ -10,7 +10,6 @@ a step over wall seconds a step.
 
 import argparse
 import statistics
-import threading
 import time
 from collections.abc import Callable
 
@@ -27,44 +26,6 @@ class Late(mt.GradientReducer):
         return not self._missing and super().progress()
 
 
-class Threaded(mt.GradientReducer):
-    """A thread tests every 100 microseconds; the thread that computes only hands in."""
-
-    def __init__(self, *arguments: object, **options: object) -> None:
-        super().__init__(*arguments, **options)
-        self._lock = threading.Lock()
-        self._busy = threading.Event()
-        threading.Thread(target=self._drive, daemon=True).start()
-
-    def begin(self, weight: float) -> None:
-        with self._lock:
-            super().begin(weight)
-        self._busy.set()
-
-    def ready(self, index: int, gradient: numpy.ndarray) -> None:
-        with self._lock:
-            super().ready(index, gradient)
-
-    def finish(self, loss: float = 0.0) -> object:
-        self._busy.clear()
-        with self._lock:
-            return super().finish(loss)
-
-    def progress(self) -> bool:
-        # Inside ready() the computing thread does not communicate; the thread and finish() do.
-        if threading.current_thread() is threading.main_thread() and self._busy.is_set():
-            return False
-        return super().progress()
-
-    def _drive(self) -> None:
-        while True:
-            self._busy.wait()
-            with self._lock:
-                if self._busy.is_set():
-                    super().progress()
-            time.sleep(100e-6)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=16)
@@ -76,8 +37,11 @@ def main() -> None:
     count = int(arguments.mib * 2**18 / arguments.layers)
     parameters = [mt.Parameter(f"layer{i}", (count,), numpy.dtype("float32")) for i in range(arguments.layers)]
     gradients = [numpy.full(count, world.rank, numpy.float32) for _ in parameters]
-    reducers = {"nobody": Late, "itself": mt.GradientReducer, "thread": Threaded}
-    made = {name: kind(world, parameters) for name, kind in reducers.items()}
+    made = {
+        "nobody": Late(world, parameters, threaded=False),
+        "itself": mt.GradientReducer(world, parameters, threaded=False),
+        "thread": mt.GradientReducer(world, parameters, threaded=True),
+    }
 
     def step(reducer: mt.GradientReducer, compute: Callable[[], object]) -> None:
         reducer.begin(1.0)

@@ -20,7 +20,7 @@ LAYERS: dict[str, list[str]] = {
     "agreement": ["agreement"],
     "world": ["world", "cuda.*"],
     "allreduce": ["allreduce.*"],
-    "exchange": ["exchange.bucket", "exchange.exchange", "exchange.trees"],
+    "exchange": ["exchange.bucket", "exchange.driver", "exchange.exchange", "exchange.trees"],
     "reducer": ["exchange", "exchange.reducer"],
     "job": ["failure", "start"],
     "parts": [

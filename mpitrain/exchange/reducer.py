@@ -3,8 +3,10 @@
 A bucket is exchanged as soon as all its gradients are in, while the backward pass still computes the next ones.
 Buckets start strictly in bucket order, whatever the order of the gradients, so all ranks start the same ones.
 
-Progress is made inside `ready` and `finish`, without a thread: measured, it hides as much of the exchange as a
-communication thread does, costs a step less, and needs no MPI_THREAD_MULTIPLE (docs/log.md has the numbers).
+No MPI library moves a large message while nobody calls into it. Between nodes a thread does so (driver.py); measured at
+1 Gbit/s, it hides several times as much of the exchange behind the backward pass as calls between the layers do. Within
+one node the ranks share the cores that they compute with, a thread only takes some of them away, and the calls are made
+inside `ready` and `finish`. docs/log.md has the numbers.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from mpitrain.control import until
 from mpitrain.cuda.staging import copy_to_host
 from mpitrain.errors import ConfigError, DataError, GradientError, MissingGradientError, NonFiniteError
 from mpitrain.exchange.bucket import Parameter, plan_buckets, plan_layout
+from mpitrain.exchange.driver import Driver
 from mpitrain.exchange.exchange import Exchange, PlainExchange, share_of
 from mpitrain.world import World
 
@@ -59,6 +62,7 @@ class GradientReducer:
         *,
         exchange: Exchange | None = None,
         bucket_bytes: int | None = None,
+        threaded: bool | None = None,
     ) -> None:
         """Collective: all ranks compare the parameters and the bucket layout.
 
@@ -66,6 +70,8 @@ class GradientReducer:
             parameters: in the model's order; gradients of the last ones are expected first.
             exchange: default: PlainExchange(world).
             bucket_bytes: exchange about this many bytes at once; default: the world's `bucket_mib`.
+            threaded: move the exchange on from a thread. Default: where the ranks are on several nodes and MPI offers
+                MPI_THREAD_MULTIPLE, which it needs.
 
         Raises:
             MismatchError: the ranks' parameters differ; on every rank, naming the first difference.
@@ -87,6 +93,9 @@ class GradientReducer:
         self._bucket_of = {index: number for number, its in enumerate(self._buckets) for index in its.members}
         self._flat_of = [self.flats[bucket.dtype][bucket.begin : bucket.end] for bucket in self._buckets]
         self._begun: Agreement | None = None
+        if threaded is None:
+            threaded = world.num_nodes > 1 and _can_thread()
+        self._driver = Driver(self.progress) if threaded else None
 
     @property
     def num_buckets(self) -> int:
@@ -111,6 +120,8 @@ class GradientReducer:
         self._handles: list[Handle] = []
         self._done = 0
         self._begun = self._world.begin_agreement("step", signed=self._signature, weight=weight)
+        if self._driver:
+            self._driver.start()
 
     def ready(self, index: int, gradient: Array) -> None:
         """Take in one gradient; called on every rank once a parameter, in any order.
@@ -122,6 +133,8 @@ class GradientReducer:
         Raises:
             GradientError: no step was begun, the shape or dtype is another, or it was handed in before.
         """
+        if self._driver:
+            self._driver.check()
         if self._begun is None or index not in self._missing:
             raise GradientError(f"{self._world.name()}: {self._unexpected(index)}")
         view = self.gradients[index]
@@ -135,11 +148,15 @@ class GradientReducer:
                 )
             copy_to_host(gradient, view)
         self._missing.remove(index)
-        self._waiting[self._bucket_of[index]] -= 1
-        self.progress()
+        self._waiting[self._bucket_of[index]] -= 1  # last: at 0 the thread may take the bucket
+        if not self._driver:
+            self.progress()
 
     def progress(self) -> bool:
-        """Start the buckets that are complete and move those on their way; true when all have arrived."""
+        """Start the buckets that are complete and move those on their way; true when all have arrived.
+
+        `ready` and `finish` call it, or the thread does.
+        """
         assert self._begun is not None
         if self._share is None:
             if not self._begun.test():
@@ -167,6 +184,8 @@ class GradientReducer:
             MissingGradientError: some rank did not hand in a gradient; names rank and parameter. On every rank.
             NonFiniteError: some rank handed in NaN or infinity; names rank and parameter. On every rank.
         """
+        if self._driver:
+            self._driver.stop()
         if self._begun is None:
             raise GradientError(f"{self._world.name()}: finish() without begin()")
         control = self._world.control
@@ -250,6 +269,12 @@ def _check_parameters(parameters: Sequence[Parameter]) -> None:
         error = ConfigError(problem)
         error.known_everywhere = True
         raise error
+
+
+def _can_thread() -> bool:
+    from mpi4py import MPI
+
+    return bool(MPI.Query_thread() >= MPI.THREAD_MULTIPLE)
 
 
 def _all_finite(flat: numpy.ndarray) -> bool:

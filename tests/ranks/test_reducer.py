@@ -45,6 +45,13 @@ TINY, SMALL, HUGE = 1, 250, 2**22
 BUCKETS = {TINY: 9, SMALL: 8, HUGE: 7}
 
 
+@pytest.fixture(params=["called", "threaded"], autouse=True)
+def driven(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test of this file both ways: with the rule for one node, and with the one for several."""
+    nodes = 1 if request.param == "called" else 2
+    monkeypatch.setattr(World, "num_nodes", property(lambda _: nodes))
+
+
 def gradients_of(rank: int, step: int = 0, parameters: Sequence[Parameter] = PARAMETERS) -> list[numpy.ndarray]:
     rng = numpy.random.default_rng((rank, step))
     return [numpy.asarray(rng.standard_normal(p.shape)).astype(p.dtype) for p in parameters]
