@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy
 
 import mpitrain as mt
+from arguments import positive
 from datasets import load_images
 from models import cnn, mlp
 from mpitrain.cuda.device import array_module
@@ -52,7 +53,7 @@ def main() -> None:
         return mt.evaluate(trainer.world, metrics, (test_x, test_y))
 
     hooks = [
-        mt.StopAtStep(arguments.steps or total_steps),
+        mt.StopAtStep(total_steps if arguments.steps is None else arguments.steps),
         mt.Log(),
         mt.Evaluate(steps_per_epoch, test_metrics),
     ]
@@ -73,9 +74,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", choices=MODELS, default="mlp")
     parser.add_argument("--data", choices=("fashion", "digits"), default="fashion")
     parser.add_argument("--data-directory", type=Path, help="default: ~/.cache/mpitrain")
-    parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--steps", type=int, help="stop after so many steps, whatever the epochs")
-    parser.add_argument("--global-batch", type=int, default=128, help="samples of all ranks together in a step")
+    parser.add_argument("--epochs", type=positive, default=5)
+    parser.add_argument("--steps", type=positive, help="stop after so many steps, whatever the epochs")
+    parser.add_argument("--global-batch", type=positive, default=128, help="samples of all ranks together in a step")
     parser.add_argument("--learning-rate", type=float, default=0.05)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", choices=("auto", "host", "cuda"), default="auto")

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy
 
 import mpitrain as mt
+from arguments import positive
 from datasets import load_text
 from models import gpt
 from mpitrain.cuda.device import array_module
@@ -50,7 +51,7 @@ def main() -> None:
             x, y = (xp.asarray(part) for part in batch)
             return {"validation loss": gpt.loss_and_gradients(parameters, (x, y), lambda name, gradient: None)}
 
-        return mt.evaluate(trainer.world, loss, some, batch=100)
+        return mt.evaluate(trainer.world, loss, some, samples_at_once=100)
 
     world.print(f"ranks: {world.size}, nodes: {world.num_nodes}, GPT on {xp.__name__}, {len(train):,} characters")
     hooks = [mt.StopAtStep(arguments.steps), mt.Log(), mt.Evaluate(arguments.evaluate_steps, validation_loss)]
@@ -74,10 +75,10 @@ def windows(tokens: numpy.ndarray, context: int) -> tuple[numpy.ndarray, numpy.n
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a small GPT on Jane Austen's novels.")
     parser.add_argument("--data-directory", type=Path, help="default: ~/.cache/mpitrain")
-    parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--evaluate-steps", type=int, default=250)
-    parser.add_argument("--context", type=int, default=64, help="characters of a sample")
-    parser.add_argument("--global-batch", type=int, default=32, help="samples of all ranks together in a step")
+    parser.add_argument("--steps", type=positive, default=500)
+    parser.add_argument("--evaluate-steps", type=positive, default=250)
+    parser.add_argument("--context", type=positive, default=64, help="characters of a sample")
+    parser.add_argument("--global-batch", type=positive, default=32, help="samples of all ranks together in a step")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", choices=("auto", "host", "cuda"), default="auto")
     return parser.parse_args()

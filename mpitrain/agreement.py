@@ -7,7 +7,8 @@ hang or a wrong sum, and carries along the few numbers a step needs from everybo
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ import numpy
 
 from mpitrain.control import until
 from mpitrain.errors import MismatchError
+from mpitrain.transfer import gather_bytes
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -51,8 +53,10 @@ class Agreement:
         detail: int = 0,
     ) -> None:
         """`lines` describe the data, one item a line; `signed` is their signature, where the caller keeps it."""
+        control.check()
         control.calls += 1
         self.operation = operation
+        self._problem: MismatchError | None = None
         self._lines = lines
         self._comm = comm
         self._control = control
@@ -66,6 +70,8 @@ class Agreement:
         self._mine = numpy.array([(signed, value, weight, code, detail)], RECORD)
         self.records = numpy.empty(control.size, RECORD)
         self._request = comm.Iallgather([self._mine, MPI.BYTE], [self.records, MPI.BYTE])
+        self._testing = threading.Lock()
+        control.open_tests.append(self._look)
 
     def test(self) -> bool:
         """True when every rank's record is here and all are about to do the same.
@@ -73,11 +79,28 @@ class Agreement:
         Raises:
             MismatchError: on every rank, naming the first difference.
         """
+        if self._problem is not None:
+            raise self._problem
+        if self._request is None:
+            return True
+        with self._testing:  # a reducer's thread and a wait of the main one may be here at once
+            return self._test()
+
+    def _look(self) -> None:
+        """What `test` does, for a rank that waits in another call: a mismatch in this one may be why it waits."""
+        if self._testing.acquire(blocking=False):
+            try:
+                self._test()
+            finally:
+                self._testing.release()
+
+    def _test(self) -> bool:
         if self._request is None:
             return True
         if not self._request.Test():
             return False
         self._request = None
+        self._control.open_tests.remove(self._look)
         if (self.records["signature"] != self.records["signature"][0]).any():
             self._explain()
         return True
@@ -88,27 +111,14 @@ class Agreement:
         return self.records
 
     def _explain(self) -> None:
-        """Gather what every rank was about to do, in words. All ranks come here or none: all saw the records."""
-        texts = gather_bytes(self._comm, "\n".join([self.operation, *self._lines]).encode(), self._control.wait)
-        raise mismatch([text.decode().split("\n") for text in texts], self._control.name)
+        """Gather what every rank was about to do, in words. All ranks come here or none: all saw the records.
 
-
-def gather_bytes(
-    comm: MPI.Comm, mine: bytes, wait: Callable[[Iterable[None], str], None], sizes: Sequence[int] | None = None
-) -> list[bytes]:
-    """Every rank's bytes, on every rank. `sizes` are their lengths by rank, where these are known already."""
-    from mpi4py import MPI
-
-    if sizes is None:
-        lengths = numpy.empty(comm.size, numpy.int64)
-        request = comm.Iallgather(numpy.array([len(mine)], numpy.int64), lengths)
-        wait(until(request.Test), "gather the sizes of messages")
-        sizes = [int(length) for length in lengths]
-    starts = [sum(sizes[:rank]) for rank in range(comm.size)]
-    everything = bytearray(sum(sizes))
-    request = comm.Iallgatherv([mine, MPI.BYTE], [everything, (sizes, starts), MPI.BYTE])
-    wait(until(request.Test), "gather messages")
-    return [bytes(everything[start : start + size]) for start, size in zip(starts, sizes, strict=True)]
+        On a communicator of its own: ranks may come here at different points between other calls.
+        """
+        text = "\n".join([self.operation, *self._lines]).encode()
+        texts = gather_bytes(self._control.disputes, text, self._control.wait)
+        self._problem = mismatch([text.decode().split("\n") for text in texts], self._control.name)
+        raise self._problem
 
 
 def mismatch(texts: Sequence[Sequence[str]], name: Callable[[int], str]) -> MismatchError:

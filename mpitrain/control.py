@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -50,13 +51,19 @@ class Note:
 class Control:
     """The notes of one world. `calls` counts the agreements that this rank has begun (see agreement.py)."""
 
-    def __init__(self, comm: MPI.Comm, hosts: tuple[str, ...], stall_seconds: float) -> None:
+    def __init__(self, comm: MPI.Comm, disputes: MPI.Comm, hosts: tuple[str, ...], stall_seconds: float) -> None:
+        """`comm` carries the notes, `disputes` the explanations of ranks that disagree; both are for nothing else."""
+        self.disputes = disputes
         self.calls = 0
         self.notes: dict[int, Note] = {}
         self.stall_seconds = stall_seconds  # a wait longer than this is reported
         self.rank, self.size = int(comm.rank), int(comm.size)  # here also when MPI is gone
         self._comm = comm
         self._hosts = hosts
+        self.open_tests: list[Callable[[], None]] = []  # of the agreements that are begun and not complete
+        self.posted: BaseException | None = None  # an error of a thread, for the main one to raise
+        self._wreck: BaseException | None = None
+        self._broken_in = ""
         self._in_flight: list[tuple[MPI.Request, numpy.ndarray]] = []
 
     def name(self, rank: int | None = None) -> str:
@@ -107,23 +114,57 @@ class Control:
             MismatchError: another rank has finished without making the call that this one waits in.
             MpitrainError: another rank failed and could not end this process.
         """
-        started = looked = reported = 0.0
-        for spins, _ in enumerate(steps, 1):
-            os.sched_yield()  # lets the other ranks run where there are more ranks than cores
-            if spins % _SPINS_BETWEEN_LOOKS:
-                continue
-            now = time.perf_counter()
-            if not started:
-                started = looked = reported = now
-            if now - looked < _SECONDS_BETWEEN_LOOKS:
-                continue
-            looked = now
-            self.look()
-            self._judge(doing, peer)
-            if now - reported > self.stall_seconds:
-                reported = now
-                mine = self.name()
-                print(f"mpitrain: {mine} has waited {now - started:.0f} s in {doing}", file=sys.stderr, flush=True)
+        with self.unbroken(doing):
+            started = looked = reported = 0.0
+            for spins, _ in enumerate(steps, 1):
+                os.sched_yield()  # lets the other ranks run where there are more ranks than cores
+                if spins % _SPINS_BETWEEN_LOOKS:
+                    continue
+                now = time.perf_counter()
+                if not started:
+                    started = looked = reported = now
+                if now - looked < _SECONDS_BETWEEN_LOOKS:
+                    continue
+                looked = now
+                self.look()
+                self._judge(doing, peer)
+                self.raise_posted()
+                for test in tuple(self.open_tests):
+                    test()
+                if now - reported > self.stall_seconds:
+                    reported = now
+                    mine = self.name()
+                    print(f"mpitrain: {mine} has waited {now - started:.0f} s in {doing}", file=sys.stderr, flush=True)
+
+    @contextmanager
+    def unbroken(self, doing: object) -> Iterator[None]:
+        """A block that must not be left in the middle of a communication.
+
+        Where it is, by Ctrl-C or an error of this rank alone, messages are still on their way, and what follows would
+        meet them. So the world is broken from then on, and every later block raises.
+        """
+        self.check()
+        try:
+            yield
+        except BaseException as error:
+            if not (isinstance(error, MpitrainError) and error.known_everywhere):
+                self._broken_in = str(doing)
+                self._wreck = error  # its traceback keeps the buffers that MPI still writes into
+            raise
+
+    def raise_posted(self) -> None:
+        """Raise what a thread has posted, once."""
+        error, self.posted = self.posted, None
+        if error is not None:
+            raise error
+
+    def check(self) -> None:
+        """Raise MpitrainError in a broken world."""
+        if self._wreck is not None:
+            raise MpitrainError(
+                f"{self.name()}: {self._broken_in} ended by {self._wreck!r}; this world cannot communicate any more. "
+                "Save what this rank has and end the job"
+            )
 
     def _judge(self, doing: object, peer: int | None) -> None:
         """Raise where a note means that the current wait cannot end."""

@@ -16,9 +16,16 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
+# The process that the launcher started. Its helpers inherit the launcher's variables, and are no ranks.
+# (config.read_config would refuse a name that begins with MPITRAIN_.)
+_RANK_PID = "_MPITRAIN_RANK_PID"
+
+
 def watch() -> None:
     """End the job at an uncaught exception of this process, if a launcher has started it."""
-    if "PMI_RANK" in os.environ or "PMIX_RANK" in os.environ:
+    if "PMI_RANK" not in os.environ and "PMIX_RANK" not in os.environ:
+        return
+    if os.environ.setdefault(_RANK_PID, str(os.getpid())) == str(os.getpid()):
         sys.excepthook = _uncaught
 
 

@@ -87,7 +87,7 @@ def make_world(parent: MPI.Comm, config: Config | None = None, generation: int =
         node_ranks=tuple(number for _, number in everyone),
         generation=generation,
         config=config,
-        control=Control(parent.Dup(), hosts, config.stall_seconds),
+        control=Control(parent.Dup(), parent.Dup(), hosts, config.stall_seconds),
         make_arrays=ArrayTrees,
     )
 
@@ -152,10 +152,12 @@ def _use_forkserver() -> None:
 
 def _share_cores(world: World) -> None:
     """Give each rank its share of the machine's cores: NumPy's BLAS would take all of them in every rank."""
+    # Every rank makes this call, whatever its environment. A launcher may have bound each rank to cores of its own:
+    # count those of all ranks of the machine.
+    of_all = world.allgather((world.node_rank, os.sched_getaffinity(0)))
+    cores: set[int] = set().union(*(its for node_rank, its in of_all if node_rank == world.node_rank))
     if world.local_size == 1 or any(variable in os.environ for variable in _THREAD_VARIABLES):
         return
     from threadpoolctl import threadpool_limits
 
-    # A launcher may have bound each rank to cores of its own: count those of all ranks of the machine.
-    cores: set[int] = set().union(*world.node.allgather(os.sched_getaffinity(0)))
     threadpool_limits(max(1, len(cores) // world.local_size))

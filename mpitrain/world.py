@@ -12,10 +12,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mpitrain import errors
-from mpitrain.agreement import Agreement, gather_bytes
+from mpitrain.agreement import Agreement
 from mpitrain.config import Config
 from mpitrain.control import Control, until
 from mpitrain.errors import DataError, MismatchError, MpitrainError
+from mpitrain.transfer import broadcast_bytes, gather_bytes
 from mpitrain.tree import Tree, leaves, num_samples, rebuild
 
 if TYPE_CHECKING:
@@ -204,8 +205,6 @@ class World:
 
     def broadcast(self, value: Any = None, root: int = 0) -> Any:
         """`root`'s object on every rank, by pickle; the others' `value` is not looked at."""
-        from mpi4py import MPI
-
         self.check_rank(root, "root")
         content = bytearray(pickle.dumps(value, protocol=5) if self.rank == root else b"")
         records = self.agree(f"broadcast from rank {root}", detail=len(content))
@@ -213,7 +212,7 @@ class World:
             return value
         if self.rank != root:
             content = bytearray(int(records["detail"][root]))
-        self.control.wait(until(self.objects.Ibcast([content, MPI.BYTE], root).Test), f"broadcast from rank {root}")
+        broadcast_bytes(self.objects, content, root, self.control.wait)
         return value if self.rank == root else pickle.loads(content)
 
     def gather(self, value: Any, root: int = 0) -> list[Any] | None:

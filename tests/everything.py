@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
-from jobs import REPOSITORY, VENVS, clean_environment, mpiexec
+from jobs import REPOSITORY, RUN_TOKEN, VENVS, clean_environment, kill_all, mpiexec, processes_of
 
 # World sizes for the tests that run on all ranks: powers of two and not, more ranks than cores.
 SIZES = {"mpich": (1, 2, 3, 4, 5, 7), "openmpi": (2, 3)}
 # Far above what a part takes; a part that reaches it hangs.
 DEADLINE_SECONDS = 900.0
+# After SIGTERM, before SIGKILL.
+GRACE_SECONDS = 10.0
 
 
 def parts(full: bool) -> Iterator[tuple[str, list[str], bool]]:
@@ -58,13 +64,17 @@ def run(command: list[str], is_pytest: bool) -> Counter[str]:
         report = Path(folder) / "report.xml"
         if is_pytest:
             command = [*command, f"--junit-xml={report}"]
-        process = subprocess.Popen(command, cwd=REPOSITORY, env=clean_environment(), start_new_session=True)
+        token = uuid.uuid4().hex
+        environment = clean_environment({RUN_TOKEN: token})
+        process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, start_new_session=True)
         try:
             code = process.wait(DEADLINE_SECONDS)
         except subprocess.TimeoutExpired:
             print(f"ended: it ran longer than {DEADLINE_SECONDS:.0f} s")
-            process.terminate()  # mpiexec ends its ranks
-            code = process.wait()
+            code = end(process, token)
+        except BaseException:  # Ctrl-C comes to this process alone
+            end(process, token)
+            raise
         counts: Counter[str] = Counter()
         if is_pytest and report.exists():
             suite = next(ElementTree.parse(report).iter("testsuite")).attrib
@@ -77,6 +87,23 @@ def run(command: list[str], is_pytest: bool) -> Counter[str]:
         print(f"exit code {code} from {' '.join(command)}")
         counts["failed"] += 1
     return counts
+
+
+def end(process: subprocess.Popen[bytes], token: str) -> int:
+    """End a part and all the jobs in it, also those in sessions of their own. Returns its exit code."""
+    _signal_group(process, signal.SIGTERM)
+    processes_of(token, patience=GRACE_SECONDS)
+    _signal_group(process, signal.SIGKILL)
+    while processes_of(token):  # again: one may have started another in between
+        kill_all(token)
+        time.sleep(0.05)
+    return process.wait()
+
+
+def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    if process.returncode is None:  # not waited for, so that its number cannot be another's by now
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
 
 
 if __name__ == "__main__":

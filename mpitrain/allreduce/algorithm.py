@@ -6,6 +6,7 @@ No MPI library moves a large message while nobody calls into it, so whoever star
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
@@ -23,32 +24,40 @@ _SUMMABLE = frozenset(DTYPES)
 
 
 class Handle:
-    """A started allreduce. Handles of one algorithm end in the order in which they were started."""
+    """A started allreduce. Those in one queue run one after the other, in the order in which they were started."""
 
-    def __init__(self, world: World, name: str, flat: Array, steps: Iterator[None]) -> None:
+    def __init__(self, world: World, queue: deque[Handle], name: str, flat: Array, steps: Iterator[None]) -> None:
         """`steps` does what can be done now at each `next`, and ends when the sum is complete."""
         self._world = world
+        self._queue = queue
         self._name = name
         self._flat = flat
-        self._steps: Iterator[None] | None = steps
+        self._steps = steps
+        self._is_done = False
 
     def __str__(self) -> str:
         return f"allreduce {self._name} of {self._flat.size} {self._flat.dtype}"
 
     def test(self) -> bool:
         """Do what can be done without waiting; true once the buffer holds the sum."""
-        if self._steps is not None:
-            try:
-                next(self._steps)
-            except StopIteration:
-                self._steps = None
-        return self._steps is None
+        while not self._is_done:
+            first = self._queue[0]
+            with self._world.control.unbroken(first):
+                if next(first._steps, "ended") != "ended":
+                    return False
+            first._end()
+        return True
 
     def wait(self) -> None:
         """Drive until the buffer holds the sum."""
-        if self._steps is not None:
-            self._world.control.wait(self._steps, self)
-            self._steps = None
+        while not self._is_done:
+            first = self._queue[0]
+            self._world.control.wait(first._steps, first)
+            first._end()
+
+    def _end(self) -> None:
+        self._queue.popleft()
+        self._is_done = True
 
 
 class Algorithm(Protocol):
@@ -88,20 +97,15 @@ class Sequential:
         self._world = world
         self._name = name
         self._steps = steps
-        self._last: Handle | None = None
+        self._queue: deque[Handle] = deque()
 
     def start(self, flat: Array) -> Handle:
         """See Algorithm."""
         check_flat(flat)
-        self._last = Handle(self._world, self._name, flat, self._run(self._last, flat))
-        return self._last
-
-    def _run(self, previous: Handle | None, flat: numpy.ndarray) -> Iterator[None]:
-        while previous is not None and not previous.test():
-            yield
-        previous = None  # or a chain of all handles ever started would stay in memory
-        if self._world.size > 1 and flat.size > 0:
-            yield from self._steps(flat)
+        steps = self._steps(flat) if self._world.size > 1 and flat.size > 0 else iter(())
+        handle = Handle(self._world, self._queue, self._name, flat, steps)
+        self._queue.append(handle)
+        return handle
 
     def allocate(self, count: int, dtype: numpy.dtype) -> Array:
         """See Algorithm."""

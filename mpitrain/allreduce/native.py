@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy
 
+from mpitrain import transfer
 from mpitrain.allreduce.algorithm import BFLOAT16, Sequential
+from mpitrain.control import until
 from mpitrain.world import World
 
 if TYPE_CHECKING:
@@ -29,13 +31,14 @@ def native(world: World) -> Sequential:
     from mpi4py import MPI
 
     def steps(flat: numpy.ndarray) -> Iterator[None]:
-        if flat.dtype in _HALVES:
-            words = flat.view(numpy.uint16)
-            request = world.comm.Iallreduce(MPI.IN_PLACE, [words, MPI.UINT16_T], _addition(flat.dtype))
-        else:
-            request = world.comm.Iallreduce(MPI.IN_PLACE, flat, MPI.SUM)
-        while not request.Test():
-            yield
+        for begin in range(0, flat.size, transfer.AT_ONCE):
+            part = flat[begin : begin + transfer.AT_ONCE]
+            if flat.dtype in _HALVES:
+                words = part.view(numpy.uint16)
+                request = world.comm.Iallreduce(MPI.IN_PLACE, [words, MPI.UINT16_T], _addition(flat.dtype))
+            else:
+                request = world.comm.Iallreduce(MPI.IN_PLACE, part, MPI.SUM)
+            yield from until(request.Test)
 
     return Sequential(world, "native", steps)
 

@@ -7,6 +7,8 @@ import time
 import weakref
 from collections.abc import Callable
 
+from mpitrain.control import Control
+
 # Long enough to leave the cores to the computation, short against the time that a piece takes on Ethernet.
 _NAP_SECONDS = 100e-6
 
@@ -17,10 +19,11 @@ class Driver:
     In between nobody else may call it. The thread ends with the object whose method it is.
     """
 
-    def __init__(self, progress: Callable[[], bool]) -> None:
+    def __init__(self, progress: Callable[[], bool], control: Control) -> None:
+        """What `progress` raises is posted to `control`: the main thread may be waiting for something else."""
         self._running = threading.Event()
         self._at_work = threading.Lock()
-        self._error: BaseException | None = None
+        self._control = control
         self._progress = weakref.WeakMethod(progress)
         weakref.finalize(progress.__self__, self._running.set)  # type: ignore[attr-defined]
         threading.Thread(target=self._run, name="mpitrain exchange", daemon=True).start()
@@ -33,13 +36,7 @@ class Driver:
         """End that: the thread touches nothing when this returns. Raises what `progress` raised in it."""
         self._running.clear()
         with self._at_work:
-            self.check()
-
-    def check(self) -> None:
-        """Raise what `progress` raised in the thread, once."""
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+            self._control.raise_posted()
 
     def _run(self) -> None:
         while True:
@@ -58,5 +55,5 @@ class Driver:
             if progress():
                 self._running.clear()
         except BaseException as error:
-            self._error = error
+            self._control.posted = error
             self._running.clear()

@@ -54,8 +54,8 @@ def scale(flat: Array, share: float) -> None:
         flat.fill(0)  # not multiplied: 0 x NaN is NaN
     elif share != 1.0:
         # A share rounded to 16 bits would be off by more than a sum is: multiply in float32 at least.
-        factor = share if flat.itemsize > 2 else numpy.float32(share)
-        numpy.multiply(flat, factor, out=flat, casting="same_kind")
+        dtype = flat.dtype if flat.itemsize > 2 else numpy.dtype(numpy.float32)
+        numpy.multiply(flat, share, out=flat, casting="same_kind", dtype=dtype)
 
 
 def share_of(world: World, weights: list[float]) -> tuple[float, float]:

@@ -12,8 +12,8 @@ inside `ready` and `finish`. docs/log.md has the numbers.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy
 
@@ -22,7 +22,7 @@ from mpitrain.allreduce.algorithm import FLOATS, Handle
 from mpitrain.arrays import Array
 from mpitrain.control import until
 from mpitrain.cuda.staging import copy_to_host
-from mpitrain.errors import ConfigError, DataError, GradientError, MissingGradientError, NonFiniteError
+from mpitrain.errors import ConfigError, GradientError, MissingGradientError, MpitrainError, NonFiniteError
 from mpitrain.exchange.bucket import Parameter, plan_buckets, plan_layout
 from mpitrain.exchange.driver import Driver
 from mpitrain.exchange.exchange import Exchange, PlainExchange, share_of
@@ -60,7 +60,7 @@ class GradientReducer:
         world: World,
         parameters: Sequence[Parameter],
         *,
-        exchange: Exchange | None = None,
+        exchange: Callable[[World], Exchange] = PlainExchange,
         bucket_bytes: int | None = None,
         threaded: bool | None = None,
     ) -> None:
@@ -68,7 +68,7 @@ class GradientReducer:
 
         Args:
             parameters: in the model's order; gradients of the last ones are expected first.
-            exchange: default: PlainExchange(world).
+            exchange: makes the exchange for a World, whose `comm` is then for nothing else.
             bucket_bytes: exchange about this many bytes at once; default: the world's `bucket_mib`.
             threaded: move the exchange on from a thread. Default: where the ranks are on several nodes and MPI offers
                 MPI_THREAD_MULTIPLE, which it needs.
@@ -78,7 +78,6 @@ class GradientReducer:
             ConfigError: no parameters, two of one name, or one whose dtype has no mean.
         """
         self._world = world
-        self._exchange = PlainExchange(world) if exchange is None else exchange
         bucket_bytes = int(world.config.bucket_mib * 2**20) if bucket_bytes is None else bucket_bytes
         self.layout = plan_layout(parameters)
         self._buckets = plan_buckets(self.layout, bucket_bytes)
@@ -86,7 +85,10 @@ class GradientReducer:
         lines.append(f"buckets of {bucket_bytes} bytes")
         world.agree("compare the gradients' layout", lines)
         _check_parameters(self.layout.parameters)
-        self._signature = signature("step", lines)
+        self._lines, self._signature = lines, signature("step", lines)
+        # When a bucket starts depends on the moment. On a communicator of its own it cannot meet what the ranks send
+        # in the meantime: a mean() in the backward pass, or another reducer's buckets.
+        self._exchange = exchange(replace(world, comm=world.comm.Dup()))
 
         self.flats = {dtype: self._exchange.allocate(count, dtype) for dtype, count in self.layout.counts.items()}
         self.gradients: list[Array] = self.layout.views(self.flats)
@@ -95,7 +97,7 @@ class GradientReducer:
         self._begun: Agreement | None = None
         if threaded is None:
             threaded = world.num_nodes > 1 and _can_thread()
-        self._driver = Driver(self.progress) if threaded else None
+        self._driver = Driver(self.progress, world.control) if threaded else None
 
     @property
     def num_buckets(self) -> int:
@@ -119,7 +121,7 @@ class GradientReducer:
         self._share: float | None = None
         self._handles: list[Handle] = []
         self._done = 0
-        self._begun = self._world.begin_agreement("step", signed=self._signature, weight=weight)
+        self._begun = self._world.begin_agreement("step", self._lines, signed=self._signature, weight=weight)
         if self._driver:
             self._driver.start()
 
@@ -134,7 +136,7 @@ class GradientReducer:
             GradientError: no step was begun, the shape or dtype is another, or it was handed in before.
         """
         if self._driver:
-            self._driver.check()
+            self._world.control.raise_posted()
         if self._begun is None or index not in self._missing:
             raise GradientError(f"{self._world.name()}: {self._unexpected(index)}")
         view = self.gradients[index]
@@ -159,11 +161,11 @@ class GradientReducer:
         """
         assert self._begun is not None
         if self._share is None:
-            if not self._begun.test():
-                return False
             try:
+                if not self._begun.test():
+                    return False
                 self._share, self._total = share_of(self._world, self._begun.records["weight"].tolist())
-            except DataError:
+            except MpitrainError:
                 self._begun = None  # on every rank, and nothing has been started
                 raise
         while len(self._handles) < len(self._buckets) and self._waiting[len(self._handles)] == 0:

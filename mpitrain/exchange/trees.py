@@ -9,10 +9,10 @@ import numpy
 from mpitrain.allreduce import make_algorithm
 from mpitrain.allreduce.algorithm import DTYPES, FLOATS
 from mpitrain.arrays import Array, is_array
-from mpitrain.control import until
 from mpitrain.cuda.staging import copy_to_host, like
 from mpitrain.errors import TreeError
 from mpitrain.exchange.exchange import scale, share_of
+from mpitrain.transfer import broadcast_bytes
 from mpitrain.tree import Leaf, Tree, describe, leaves, rebuild
 from mpitrain.world import World
 
@@ -26,15 +26,12 @@ class ArrayTrees:
 
     def sync(self, tree: Tree, root: int = 0) -> Tree:
         """See World.sync."""
-        from mpi4py import MPI
-
         self._world.check_rank(root, "root")
         packed = _Packed(tree)
         self._world.agree(f"sync from rank {root}", packed.lines)
         if self._world.size > 1:
             for flat in packed.flats.values():
-                request = self._world.objects.Ibcast([flat.view(numpy.uint8), MPI.BYTE], root)
-                self._world.control.wait(until(request.Test), f"sync from rank {root}")
+                broadcast_bytes(self._world.objects, flat.view(numpy.uint8), root, self._world.control.wait)
         return packed.unpack()
 
     def sum(self, tree: Tree) -> Tree:

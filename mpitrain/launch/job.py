@@ -71,7 +71,7 @@ class _Job:
         try:
             return subprocess.Popen(
                 arguments,
-                env={**os.environ, **self._command.environment, ROLL_CALL: str(self._roll_call.path)},
+                env={**_own_environment(), **self._command.environment, ROLL_CALL: str(self._roll_call.path)},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -129,6 +129,8 @@ class _Job:
             self._printer.say(f"process {pid} could not be killed: {processes.command_line(pid)}")
         self._printer.close()
         missing = self._roll_call.missing()
+        if self._roll_call.is_gone:
+            self._printer.say(f"cannot check that all ranks came to their end: {self._roll_call.path} has gone")
         if missing and not self._signals and not self._printer.first_failure.was_seen:
             who = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {rank_ranges(missing)}"
             others = "" if len(missing) == 1 else "; where one leaves so, mpiexec ends the others"
@@ -162,3 +164,8 @@ def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]
     finally:
         for number, old in before.items():
             signal.signal(number, old)
+
+
+def _own_environment() -> dict[str, str]:
+    """This process's, without early.py's mark of a rank: where a launcher started us, our ranks must make their own."""
+    return {name: value for name, value in os.environ.items() if name != "_MPITRAIN_RANK_PID"}

@@ -16,8 +16,16 @@ ROLL_CALL = "MPITRAIN_ROLL_CALL"  # the file's path; set by `mpitrain run` for e
 BEGUN, DONE = "begun", "done"
 
 
+_begun_by = 0  # the process that signed BEGUN
+
+
 def sign(path: str, word: str, rank: int) -> None:
-    """Add a line, in one write, so that the ranks' lines do not mix."""
+    """Add a line, in one write, so that the ranks' lines do not mix. DONE from a forked child says nothing."""
+    global _begun_by  # noqa: PLW0603 - a process is one rank
+    if word == BEGUN:
+        _begun_by = os.getpid()
+    elif os.getpid() != _begun_by:  # it inherited the rank's atexit handlers
+        return
     # Not created: on another machine the path leads nowhere, or the launcher has gone.
     with suppress(FileNotFoundError):
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
@@ -26,7 +34,13 @@ def sign(path: str, word: str, rank: int) -> None:
 
 
 class RollCall:
-    """The launcher's side: the file exists inside `with`."""
+    """The launcher's side: the file exists inside `with`.
+
+    Attributes:
+        is_gone: `missing` did not find the file: somebody else removed it.
+    """
+
+    is_gone = False
 
     def __enter__(self) -> RollCall:
         descriptor, path = tempfile.mkstemp(prefix="mpitrain-roll-call-")
@@ -38,7 +52,12 @@ class RollCall:
         self.path.unlink(missing_ok=True)
 
     def missing(self) -> list[int]:
-        """The ranks that began and did not come to their end, in increasing order."""
-        lines = [line.split() for line in self.path.read_text().splitlines()]
+        """The ranks that began and did not come to their end, in increasing order; none where the file has gone."""
+        try:
+            text = self.path.read_text()
+        except FileNotFoundError:
+            self.is_gone = True
+            return []
+        lines = [line.split() for line in text.splitlines()]
         signed = {word: {int(rank) for found, rank in lines if found == word} for word in (BEGUN, DONE)}
         return sorted(signed[BEGUN] - signed[DONE])

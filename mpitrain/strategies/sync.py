@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from mpitrain.adapters.adapter import Adapter
 from mpitrain.arrays import Array
-from mpitrain.exchange.exchange import Exchange
+from mpitrain.exchange.exchange import Exchange, PlainExchange
 from mpitrain.exchange.reducer import GradientReducer, Means
 from mpitrain.world import World
 
@@ -14,8 +15,8 @@ from mpitrain.world import World
 class Sync:
     """Synchronous data parallelism; see Strategy for the calls."""
 
-    def __init__(self, exchange: Exchange | None = None) -> None:
-        """`exchange` makes the means; default: PlainExchange."""
+    def __init__(self, exchange: Callable[[World], Exchange] = PlainExchange) -> None:
+        """`exchange` makes what makes the means, for a World."""
         self._exchange = exchange
 
     def begin(self, world: World, adapter: Adapter) -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,9 @@ def save(directory: Path, step: int, state: Mapping[str, Any]) -> Path:
     tensors = {name: value.get() if is_device_array(value) else value for name, value in _flatten(state)}
     numbers = {name: value for name, value in tensors.items() if not isinstance(value, numpy.ndarray)}
     try:
-        # A process of the same number may have been killed here; in containers numbers come again and again.
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
+        _make_directory(directory)
+        _clear_remains(directory, final)
+        temporary.mkdir()
         with (temporary / "arrays.npz").open("wb") as file:
             numpy.savez(file, **{name: value for name, value in tensors.items() if name not in numbers})
             file.flush()
@@ -48,12 +49,16 @@ def save(directory: Path, step: int, state: Mapping[str, Any]) -> Path:
             json.dump(numbers, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
+        _sync_directory(temporary)
         if final.exists():  # of an earlier run to this step; a directory can only be renamed to a free name
             final.rename(replaced)
         temporary.rename(final)
         shutil.rmtree(replaced, ignore_errors=True)
         _sync_directory(directory)
     except BaseException as error:
+        if replaced.exists() and not final.exists():
+            with suppress(OSError):  # what went wrong first is what is raised
+                replaced.rename(final)
         shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, OSError | TypeError | ValueError):  # the latter two: a value that JSON cannot hold
             raise CheckpointError(f"cannot write the checkpoint {final}: {error}") from error
@@ -90,6 +95,28 @@ def latest(directory: Path) -> Path | None:
     except OSError as error:
         raise CheckpointError(f"cannot look for checkpoints in {directory}: {error}") from error
     return max(found, key=lambda path: int(path.name.removeprefix("step-")), default=None)
+
+
+def _make_directory(directory: Path) -> None:
+    """Make it, and those above it that are missing, so that they survive a power cut."""
+    if directory.exists():  # where it is a file, what follows says so
+        return
+    if directory.parent != directory:
+        _make_directory(directory.parent)
+    directory.mkdir(exist_ok=True)
+    _sync_directory(directory.parent)
+
+
+def _clear_remains(directory: Path, final: Path) -> None:
+    """Clear away what killed runs left of this step. One rank of one job writes into `directory`."""
+    step = final.name.removeprefix("step-")
+    for remains in sorted(directory.glob(f".replaced-{step}-*")):
+        if final.exists():
+            shutil.rmtree(remains, ignore_errors=True)
+        else:  # killed between the two renames: it is the only one of this step
+            remains.rename(final)
+    for remains in directory.glob(f".writing-{step}-*"):
+        shutil.rmtree(remains, ignore_errors=True)
 
 
 def _flatten(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

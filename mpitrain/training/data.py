@@ -31,7 +31,7 @@ class ArrayData:
         Raises:
             MismatchError: the ranks' arrays differ in form, shape or dtype, or the options do.
             DataError: arrays of unequal lengths, no samples, or fewer samples than ranks. On every rank.
-            ConfigError: a global batch that leaves ranks without samples in every step. On every rank.
+            ConfigError: a global batch that is no int or leaves ranks without samples in every step. On every rank.
         """
         options = f"global_batch={global_batch} seed={seed} shuffle={shuffle}"
         world.agree("compare the data sets", [options, *describe(arrays)])
@@ -44,12 +44,14 @@ class ArrayData:
                     f"the data set has {self.num_samples} samples for {world.size} ranks; "
                     f"start at most {self.num_samples} ranks"
                 )
+            if not isinstance(global_batch, int | numpy.integer) or isinstance(global_batch, bool):
+                raise ConfigError(f"global_batch={global_batch!r}; it must be an int")
             if global_batch < world.size:
                 raise ConfigError(
                     f"global_batch={global_batch} for {world.size} ranks; "
                     f"each rank needs a sample, so at least {world.size}"
                 )
-        self.global_batch = min(global_batch, self.num_samples)
+        self.global_batch = min(int(global_batch), self.num_samples)
         self.epoch = 0
         self.cursor = 0  # samples of this epoch that all ranks together have used
         self._world = world
@@ -97,9 +99,15 @@ class ArrayData:
         """Go on where `state` was taken.
 
         Raises:
-            CheckpointError: it was taken with another data set or order of samples.
+            CheckpointError: it was taken with another data set or order of samples, or is out of range.
         """
         for key, mine in (("num_samples", self.num_samples), ("seed", self._seed), ("shuffle", self._shuffle)):
             if state[key] != mine:
                 raise CheckpointError(f"the checkpoint's data has {key}={state[key]}, this run's {mine}")
-        self.epoch, self.cursor = int(state["epoch"]), int(state["cursor"])
+        epoch, cursor = int(state["epoch"]), int(state["cursor"])
+        if epoch < 0 or not 0 <= cursor <= self.num_samples:
+            raise CheckpointError(
+                f"the checkpoint's data stands at epoch={epoch} cursor={cursor}; "
+                f"epochs begin at 0, and the cursor is 0 to {self.num_samples}"
+            )
+        self.epoch, self.cursor = epoch, cursor

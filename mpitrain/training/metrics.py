@@ -13,7 +13,9 @@ from mpitrain.world import World, part_of
 Metrics = Mapping[str, float]
 
 
-def evaluate(world: World, metrics: Callable[[Tree], Metrics], arrays: Tree, batch: int = 1000) -> dict[str, float]:
+def evaluate(
+    world: World, metrics: Callable[[Tree], Metrics], arrays: Tree, samples_at_once: int = 1000
+) -> dict[str, float]:
     """The mean of each metric over all samples, in float64, the same on every rank. Collective.
 
     Each rank takes a contiguous part; nothing is padded or counted twice. Ranks without samples are fine.
@@ -21,23 +23,23 @@ def evaluate(world: World, metrics: Callable[[Tree], Metrics], arrays: Tree, bat
     Args:
         metrics: gives the means over one batch of samples, by name.
         arrays: a tree of arrays with the samples along the first dimension, the same on every rank.
-        batch: how many samples `metrics` gets at once.
+        samples_at_once: how many samples `metrics` gets in one call.
 
     Raises:
         MismatchError: the ranks' arrays differ in form, shape or dtype.
         DataError: there are no samples, or arrays of unequal lengths.
-        ConfigError: `batch` is below 1.
+        ConfigError: `samples_at_once` is below 1.
     """
-    if batch < 1:
-        raise ConfigError(f"{world.name()}: batch={batch}; it takes at least 1 sample at once")
+    if samples_at_once < 1:
+        raise ConfigError(f"{world.name()}: samples_at_once={samples_at_once}; it must be at least 1")
     world.agree("evaluate", describe(arrays))
     length = num_samples(arrays)
     if length == 0:
         raise DataError(f"{world.name()}: there are no samples to evaluate")
     part = part_of(length, world.rank, world.size)
     found: list[tuple[int, Metrics]] = []
-    for begin in range(part.start, part.stop, batch):
-        end = min(begin + batch, part.stop)
+    for begin in range(part.start, part.stop, samples_at_once):
+        end = min(begin + samples_at_once, part.stop)
         values = (leaf[begin:end] for _, leaf in leaves(arrays))
         found.append((end - begin, dict(metrics(rebuild(arrays, values.__next__)))))
     everything = [item for its in world.allgather(found) for item in its]

@@ -127,13 +127,20 @@ class Trainer:
         """Go on where `state` was taken; every rank restores the same one.
 
         Raises:
-            CheckpointError: it was taken from another model or data set, or lacks something.
+            CheckpointError: it was taken from another model or data set, or lacks something. Nothing has changed.
         """
+        data, strategy = self.data.state(), self.strategy.state()
         try:
             step = int(state["step"])
-            self.data.restore(state["data"])
-            self.adapter.restore(state["adapter"])
-            self.strategy.restore(state.get("strategy", {}))
+            try:
+                self.data.restore(state["data"])
+                self.strategy.restore(state.get("strategy", {}))
+                # Last, for it is large: it refuses before it overwrites anything, so it never has to be put back.
+                self.adapter.restore(state["adapter"])
+            except BaseException:
+                self.data.restore(data)
+                self.strategy.restore(strategy)
+                raise
         except KeyError as error:
             raise CheckpointError(f"the checkpoint has no entry {error}; was it written by this Trainer?") from error
         self.step_number = step

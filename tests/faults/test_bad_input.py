@@ -242,6 +242,25 @@ def test_an_unknown_option_of_the_example(ranks: int, tmp_path: Path) -> None:
     assert job.code == 2, job.output
 
 
+@pytest.mark.parametrize(
+    ("script", "option", "value"),
+    [
+        ("train.py", "--steps", "0"),
+        ("train.py", "--epochs", "0"),
+        ("train.py", "--global-batch", "-5"),
+        ("train.py", "--global-batch", "many"),
+        ("train_gpt.py", "--steps", "0"),
+        ("train_gpt.py", "--evaluate-steps", "0"),
+        ("train_gpt.py", "--context", "0"),
+        ("train_gpt.py", "--global-batch", "0"),
+    ],
+)
+def test_numbers_of_the_examples_that_must_be_positive(script: str, option: str, value: str) -> None:
+    job = run_command([PYTHON, f"examples/{script}", option, value])
+    failed(job, f"error: argument {option}: '{value}' is not a whole number above 0\n")
+    assert job.code == 2, job.output
+
+
 def test_wrong_options_of_mpitrain_run() -> None:
     run = [PYTHON, "-m", "mpitrain", "run"]
     job = run_command([*run, "-n", "2", "--hots", "examples/train.py"])

@@ -230,6 +230,21 @@ world.barrier()
     assert "failed" not in job.stderr
 
 
+@pytest.mark.parametrize("init", ["", "mt.init()"])
+def test_a_helper_of_a_rank_is_no_rank(init: str) -> None:
+    source = f"""
+import subprocess, sys
+import mpitrain as mt
+{init}
+helper = subprocess.run([sys.executable, "-c", "import mpitrain; raise RuntimeError('in a helper')"], check=False)
+assert helper.returncode == 1, helper.returncode
+mt.init().barrier()
+"""
+    job = run_job(2, source)
+    succeeded(job)
+    assert job.stderr.count("RuntimeError: in a helper\n") == 2, job.output
+
+
 def test_a_long_wait_is_reported() -> None:
     source = START + "time.sleep(1.5 * rank)\nworld.barrier()"
     job = run_job(2, source, env={"MPITRAIN_STALL_SECONDS": "0.5"})
@@ -397,6 +412,12 @@ def test_a_job_that_did_its_work(run: Run) -> None:
     job = run(START + "world.barrier()")
     succeeded(job)
     assert SILENT not in job.stderr
+
+
+def test_a_roll_call_that_has_gone_is_said_once(run: Run) -> None:
+    job = run(START + "world.barrier()\nif rank == 0: os.remove(os.environ['MPITRAIN_ROLL_CALL'])\nworld.barrier()")
+    succeeded(job)
+    assert job.stderr.count("mpitrain: cannot check that all ranks came to their end: ") == 1, job.output
 
 
 def test_a_script_without_mpitrain(run: Run) -> None:

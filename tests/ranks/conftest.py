@@ -16,6 +16,9 @@ from mpitrain.errors import MismatchError
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))  # for the models
 
+# So often in a row the others may still be in a test that has ended here.
+MOST_MISMATCHES = 3
+
 
 @pytest.fixture(scope="session")
 def world() -> mpitrain.World:
@@ -40,13 +43,15 @@ def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Generator[None, p
     if report.when != "call" or world.size == 1:
         return report
     mine = str(report.longrepr) if report.failed else None
-    while True:
+    for _ in range(MOST_MISMATCHES):
         try:
-            # Under a name of its own, so that it meets no allgather of a test.
-            texts = world._gather(mine, "end of a test")
+            # Under a name of its own, so that it meets no allgather of a test, and no end of another test.
+            texts = world._gather(mine, f"end of {item.nodeid}")
             break
-        except MismatchError:  # the others were still in the test; that has ended it for them too
-            continue
+        except MismatchError as error:  # the others were still in the test; that has ended it for them too
+            last = error
+    else:
+        pytest.exit(f"the ranks do not come to the end of the same test: {last}", returncode=1)
     for rank, text in enumerate(texts):
         if text is not None and not report.failed:
             report.outcome = "failed"

@@ -77,6 +77,15 @@ def test_started_ones_run_in_order_and_can_be_driven_by_test(world: World, algor
     assert all(handle.test() for handle in handles)  # stays true
 
 
+def test_many_may_be_started(world: World, algorithm: Algorithm) -> None:
+    flats = [numpy.full(3, number + world.rank) for number in range(700)]
+    handles = [algorithm.start(flat) for flat in flats]
+    handles[-1].wait()
+    for number, (flat, handle) in enumerate(zip(flats, handles, strict=True)):
+        assert handle.test()
+        assert (flat == number * world.size + world.size * (world.size - 1) // 2).all()
+
+
 def test_waiting_for_the_last_started_is_enough(world: World, algorithm: Algorithm) -> None:
     first, last = numpy.ones(200_000), numpy.ones(200_000)
     handle = algorithm.start(first)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +22,8 @@ from mpitrain.errors import (
     MissingGradientError,
     NonFiniteError,
 )
-from mpitrain.exchange.exchange import PlainExchange
+from mpitrain.exchange.exchange import PlainExchange, scale
+from mpitrain.start import make_world
 
 from .common import assert_same_bits, error_on_all, mean_bound, named_ranks, skip_alone
 
@@ -97,7 +99,9 @@ def test_number_of_buckets(world: World) -> None:
 @pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
 @pytest.mark.parametrize("bucket_bytes", BUCKETS)
 def test_any_order_gives_the_weighted_mean(world: World, algorithm: str, bucket_bytes: int) -> None:
-    reducer = GradientReducer(world, PARAMETERS, exchange=PlainExchange(world, algorithm), bucket_bytes=bucket_bytes)
+    reducer = GradientReducer(
+        world, PARAMETERS, exchange=lambda own: PlainExchange(own, algorithm), bucket_bytes=bucket_bytes
+    )
     for step in range(3):
         weights = [float(1 + (3 * rank + step) % 5) for rank in range(world.size)]
         mine = gradients_of(world.rank, step)
@@ -249,12 +253,12 @@ def test_a_missing_gradient_is_named_on_every_rank(world: World, missing: int, b
 @pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
 def test_after_a_missing_gradient_nothing_is_on_its_way(world: World, algorithm: str) -> None:
     """The others had started most of their buckets, large ones, when the rank that lacks one said so."""
-    parameters = [Parameter(f"p{index}", (150_000,), FLOAT64) for index in range(3)]
-    reducer = GradientReducer(world, parameters, exchange=PlainExchange(world, algorithm), bucket_bytes=1)
+    parameters = [Parameter(f"p{index}", (120_000,), FLOAT64) for index in range(3)]
+    reducer = GradientReducer(world, parameters, exchange=lambda own: PlainExchange(own, algorithm), bucket_bytes=1)
     reducer.begin(1.0)
     for index in (2, 1, 0):
         if (world.rank, index) != (world.size - 1, 1):
-            reducer.ready(index, numpy.full(150_000, 1e300))
+            reducer.ready(index, numpy.full(120_000, 1e300))
     with pytest.raises(MissingGradientError):
         reducer.finish()
     one_step(world, reducer)
@@ -396,3 +400,70 @@ def test_different_layouts_are_an_error_on_every_rank(
 )
 def test_parameters_that_cannot_be_averaged(world: World, parameters: tuple[Parameter, ...], text: str) -> None:
     assert error_on_all(world, ConfigError, lambda: GradientReducer(world, parameters)).startswith(text)
+
+
+# -- what else goes on meanwhile ----------------------------------------------------------------------------------
+
+PIECES = [Parameter(f"piece {number}", (20_000,), FLOAT32) for number in range(6)]
+
+
+@pytest.mark.parametrize("algorithm", ["native", "ring"])
+def test_calls_in_the_backward_pass_do_not_meet_the_buckets(world: World, algorithm: str) -> None:
+    reducer = GradientReducer(world, PIECES, exchange=lambda own: PlainExchange(own, algorithm), bucket_bytes=1)
+    late, shift = world.size - 1, (world.size - 1) / 2
+    for step in range(5):
+        if world.rank == late:
+            time.sleep(0.003)  # so that buckets start at different points of the ranks' programs
+        reducer.begin(1.0)
+        for index in reversed(range(len(PIECES))):
+            reducer.ready(index, numpy.full(20_000, index + 1 + world.rank, numpy.float32))
+            mean = world.mean(numpy.full(20_000, 100.0 + step + world.rank))
+            assert abs(mean - (100 + step + shift)).max() <= 1e-12
+        reducer.finish()
+        for index, gradient in enumerate(reducer.gradients):
+            assert abs(gradient - (index + 1 + shift)).max() <= 1e-5
+
+
+def test_two_open_reducers_do_not_meet(world: World) -> None:
+    first, second = (GradientReducer(world, PIECES, bucket_bytes=1) for _ in range(2))
+    for _ in range(5):
+        if world.rank == 0:
+            time.sleep(0.002)
+        first.begin(1.0)
+        second.begin(1.0)
+        for index in range(len(PIECES)):
+            second.ready(index, numpy.full(20_000, 1000.0, numpy.float32))
+            first.ready(index, numpy.full(20_000, 1.0, numpy.float32))
+        second.finish()
+        first.finish()
+        for reducer, value in ((first, 1.0), (second, 1000.0)):
+            assert all(abs(gradient - value).max() <= 1e-6 * value for gradient in reducer.gradients)
+
+
+@pytest.mark.parametrize("dtype", [FLOAT16, BFLOAT16, FLOAT32, FLOAT64], ids=str)
+def test_scale_rounds_once(dtype: numpy.dtype) -> None:
+    values = numpy.random.default_rng(0).standard_normal(2000).astype(dtype)
+    for share in (1 / 3, 0.1, 5 / 7):
+        flat = values.copy()
+        scale(flat, share)
+        # The share itself is a float32 number where the product is made in float32.
+        exact = share if dtype.itemsize == 8 else float(numpy.float32(share))
+        once = (
+            (values.astype(numpy.float64) * exact).astype(numpy.float32 if dtype.itemsize < 8 else dtype).astype(dtype)
+        )
+        assert flat.tobytes() == once.tobytes()
+
+
+def test_ranks_in_different_steps_hear_of_it_in_another_call(world: World) -> None:
+    """The rank that goes on to a mean waits there, and learns from that wait that its step was another one."""
+    skip_alone(world)
+    own = make_world(world.comm)
+    first, second = (GradientReducer(own, [Parameter(name, (3,), FLOAT32)]) for name in "ab")
+    mine = first if world.rank else second
+    mine.begin(1.0)
+    with pytest.raises(MismatchError, match=r"parameter a float32 \(3,\).*parameter b float32 \(3,\).*in: step"):
+        if world.rank:
+            own.mean(1.0)
+        else:
+            mine.ready(0, numpy.ones(3, numpy.float32))
+            mine.finish()

@@ -181,17 +181,18 @@ def test_ranks_that_start_from_different_parameters_get_those_of_rank_0(world: W
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 7, 64, 101])
-@pytest.mark.parametrize("batch", [1, 4, 1000])
-def test_evaluate_counts_every_sample_once(world: World, count: int, batch: int) -> None:
+@pytest.mark.parametrize("samples_at_once", [1, 4, 1000])
+def test_evaluate_counts_every_sample_once(world: World, count: int, samples_at_once: int) -> None:
     values = numpy.random.default_rng(count).standard_normal(count)
     seen: list[int] = []
 
     def metrics(part: Mapping[str, numpy.ndarray]) -> dict[str, float]:
-        assert 0 < len(part["x"]) <= batch
+        assert 0 < len(part["x"]) <= samples_at_once
         seen.extend(part["number"].tolist())
         return {"mean": float(part["x"].mean()), "ones": 1.0}
 
-    result = evaluate(world, metrics, {"x": values, "number": numpy.arange(count)}, batch)
+    arrays = {"x": values, "number": numpy.arange(count)}
+    result = evaluate(world, metrics, arrays, samples_at_once=samples_at_once)
     assert math.isclose(result["mean"], math.fsum(values) / count, rel_tol=1e-12, abs_tol=1e-15)
     assert result["ones"] == 1.0
     assert [number for its in world.allgather(seen) for number in its] == list(range(count))
@@ -206,8 +207,8 @@ def test_evaluate_refuses_what_it_cannot_count(world: World) -> None:
         evaluate(world, never, numpy.empty((0, 3)))
     with pytest.raises(DataError, match=r"found \[0\] 5, \[1\] 4"):
         evaluate(world, never, (numpy.zeros(5), numpy.zeros(4)))
-    with pytest.raises(ConfigError, match="batch=0"):
-        evaluate(world, never, numpy.zeros(5), 0)
+    with pytest.raises(ConfigError, match="samples_at_once=0; it must be at least 1"):
+        evaluate(world, never, numpy.zeros(5), samples_at_once=0)
 
 
 def test_evaluate_of_different_data(world: World) -> None:
@@ -292,6 +293,19 @@ def test_too_few_samples_for_the_ranks(world: World) -> None:
     with pytest.raises(ConfigError, match=f"global_batch={few} for {world.size} ranks"):
         ArrayData(world, numpy.zeros(100), global_batch=few)
     assert ArrayData(world, numpy.zeros(world.size), global_batch=world.size).steps_per_epoch == 1
+
+
+@pytest.mark.parametrize("global_batch", [10.0, "10", True, None], ids=repr)
+def test_a_global_batch_that_is_no_int(world: World, global_batch: Any) -> None:
+    text = re.escape(f"global_batch={global_batch!r}; it must be an int")
+    with pytest.raises(ConfigError, match=text) as caught:
+        ArrayData(world, numpy.zeros(20), global_batch=global_batch)
+    assert caught.value.known_everywhere
+
+
+def test_a_global_batch_of_numpy(world: World) -> None:
+    data = ArrayData(world, numpy.zeros(20), global_batch=numpy.int32(10))  # type: ignore[arg-type]
+    assert type(data.global_batch) is int
 
 
 @pytest.mark.parametrize(
@@ -538,6 +552,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], dict[str, Any], str]] = {
     "other optimizer": (lambda _: None, {"optimizer": OPTIMIZERS["adam"]}, r"state for Adam: missing \['first'"),
     "other samples": (lambda _: None, {"count": 21}, "num_samples=20, this run's 21"),
     "other seed": (lambda _: None, {"seed": 4}, "seed=3, this run's 4"),
+    "cursor behind the end": (change_json(lambda old: old | {"data/cursor": 21}), {}, "epoch=0 cursor=21; .* 0 to 20"),
+    "cursor below 0": (change_json(lambda old: old | {"data/cursor": -1}), {}, "epoch=0 cursor=-1; "),
+    "epoch below 0": (change_json(lambda old: old | {"data/epoch": -1}), {}, "epoch=-1 cursor=20; "),
     "other order": (lambda _: None, {"shuffle": False}, "shuffle=True, this run's False"),
 }
 
@@ -552,11 +569,13 @@ def test_a_checkpoint_that_cannot_be_used(world: World, shared: Path, damage: st
     build = builder(**({"count": 20, "global_batch": 10} | other))
     trainer = Trainer(build, [StopAtStep(3), Checkpoint(shared, steps=1)])
     before = {name: value.tobytes() for name, value in trainer.adapter.parameters().items()}
+    data_before = trainer.data.state()
     with pytest.raises(CheckpointError, match=text) as caught:
         trainer.run()
     assert caught.value.known_everywhere
     assert trainer.step_number == 0
     assert {name: value.tobytes() for name, value in trainer.adapter.parameters().items()} == before
+    assert trainer.data.state() == data_before
     world.barrier()
     assert names_in(shared) == ["step-00000001", "step-00000002"]
 
@@ -604,13 +623,70 @@ def test_a_full_disk_leaves_the_earlier_checkpoints(
 
 
 def test_a_checkpoint_is_replaced_and_remains_of_a_killed_process_do_no_harm(tmp_path: Path) -> None:
-    remains = tmp_path / f".writing-00000007-{os.getpid()}"
-    remains.mkdir()
-    (remains / "arrays.npz").write_text("half")
+    for name in (f".writing-00000007-{os.getpid()}", ".writing-00000007-1", ".replaced-00000007-1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "arrays.npz").write_text("half")
     for value in (1.0, 2.0):
         path = checkpoint.save(tmp_path, 7, {"a": {"b": numpy.full(3, value)}, "n": 1})
     assert checkpoint.load(path)["a"]["b"].tolist() == [2.0, 2.0, 2.0]
     assert names_in(tmp_path) == ["step-00000007"]
+
+
+def saved_value(directory: Path) -> float:
+    assert names_in(directory) == ["step-00000007"]
+    return checkpoint.load(directory / "step-00000007")["n"]
+
+
+def fail_second_rename(monkeypatch: pytest.MonkeyPatch) -> None:
+    rename = Path.rename
+    calls: list[Path] = []
+
+    def failing(path: Path, target: Path) -> Path:
+        calls.append(path)
+        if len(calls) == 2:
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+
+
+def test_a_failed_replacement_keeps_the_checkpoint_that_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint.save(tmp_path, 7, {"n": 1})
+    fail_second_rename(monkeypatch)  # the first moves the old one away
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        checkpoint.save(tmp_path, 7, {"n": 2})
+    assert saved_value(tmp_path) == 1
+
+
+def test_a_run_killed_between_the_renames_loses_nothing_at_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint.save(tmp_path, 7, {"n": 1})
+    (tmp_path / "step-00000007").rename(tmp_path / ".replaced-00000007-1")
+    with pytest.raises(CheckpointError, match="set"):
+        checkpoint.save(tmp_path, 7, {"n": {1, 2}})
+    assert saved_value(tmp_path) == 1
+
+
+def test_directories_are_synced_before_what_depends_on_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    sync, rename = checkpoint._sync_directory, Path.rename
+
+    def noted_sync(directory: Path) -> None:
+        events.append(f"sync {directory.name}")
+        sync(directory)
+
+    def noted_rename(path: Path, target: Path) -> Path:
+        events.append(f"rename {path.name}")
+        return rename(path, target)
+
+    monkeypatch.setattr(checkpoint, "_sync_directory", noted_sync)
+    monkeypatch.setattr(Path, "rename", noted_rename)
+    checkpoint.save(tmp_path / "new" / "folder", 7, {"n": 1})
+    temporary = f".writing-00000007-{os.getpid()}"
+    assert events == [f"sync {tmp_path.name}", "sync new", f"sync {temporary}", f"rename {temporary}", "sync folder"]
 
 
 @pytest.mark.parametrize("value", [numpy.float32(1), {1, 2}, b"bytes"], ids=repr)

@@ -1,0 +1,16 @@
+"""The tests on all ranks notice when the ranks do not run the same tests."""
+
+from __future__ import annotations
+
+from faults.outcome import failed
+from jobs import VENVS, mpiexec, run_command
+
+PYTHON = str(VENVS["mpich"] / "bin/python")
+
+
+def test_ranks_that_run_different_tests() -> None:
+    # Neither of the two tests has a collective call of its own.
+    one, two = ([PYTHON, "-m", "tests.ranks", "-k", name] for name in ("test_names_that_cannot", "test_latest_is_by"))
+    job = run_command([*mpiexec(1), *one, ":", "-n", "1", *two])
+    failed(job)
+    assert "the ranks do not come to the end of the same test: " in job.stdout, job.output

@@ -1,0 +1,38 @@
+"""What is longer than one call may move."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy
+import pytest
+
+from mpitrain import World, transfer
+from mpitrain.allreduce import ALGORITHMS
+
+
+@pytest.fixture(params=[1, 7, 1000], autouse=True)
+def at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    monkeypatch.setattr(transfer, "AT_ONCE", request.param)
+    yield request.param
+
+
+def test_sync_and_broadcast_in_slices(world: World) -> None:
+    root = world.size - 1
+    values = numpy.random.default_rng(world.rank).standard_normal(301)
+    expected = numpy.random.default_rng(root).standard_normal(301)
+    assert world.sync([values], root)[0].tobytes() == expected.tobytes()
+    assert world.broadcast(values, root).tobytes() == expected.tobytes()
+
+
+def test_gather_in_slices(world: World) -> None:
+    assert world.allgather("x" * 40 * world.rank) == ["x" * 40 * rank for rank in range(world.size)]
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+def test_allreduce_in_slices(world: World, name: str, dtype: str) -> None:
+    flat = numpy.arange(301).astype(dtype) + world.rank
+    ALGORITHMS[name](world).start(flat).wait()
+    expected = numpy.arange(301) * world.size + world.size * (world.size - 1) // 2
+    numpy.testing.assert_array_equal(flat.astype(numpy.int64), expected)

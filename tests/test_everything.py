@@ -1,0 +1,65 @@
+"""tests/everything.py ends a part and all the jobs in it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import everything
+from jobs import REPOSITORY
+
+# A part that will not end by SIGTERM, with a job in a session of its own, as the tests start them.
+PART = f"""
+import os, pathlib, signal, sys
+sys.path.insert(0, {str(REPOSITORY / "tests")!r})
+from jobs import run_command
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+pathlib.Path(sys.argv[1], "part").write_text(str(os.getpid()))
+run_command(["sh", "-c", 'echo $$ > "$0/job.new" && mv "$0/job.new" "$0/job" && exec sleep 1000', sys.argv[1]])
+"""
+
+
+def pids(folder: Path) -> list[int]:
+    deadline = time.monotonic() + 30
+    while not (folder / "job").exists():
+        assert time.monotonic() < deadline, "the job did not start"
+        time.sleep(0.02)
+    return [int((folder / name).read_text()) for name in ("part", "job")]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@pytest.fixture(autouse=True)
+def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(everything, "GRACE_SECONDS", 0.3)
+
+
+def test_a_part_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(everything, "DEADLINE_SECONDS", 5.0)
+    counts = everything.run([sys.executable, "-c", PART, str(tmp_path)], is_pytest=False)
+    assert counts["failed"] == 1
+    assert [is_alive(pid) for pid in pids(tmp_path)] == [False, False]
+
+
+def test_ctrl_c(tmp_path: Path) -> None:
+    def interrupt() -> None:
+        pids(tmp_path)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        everything.run([sys.executable, "-c", PART, str(tmp_path)], is_pytest=False)
+    thread.join()
+    assert [is_alive(pid) for pid in pids(tmp_path)] == [False, False]
