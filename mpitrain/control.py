@@ -114,27 +114,34 @@ class Control:
             MismatchError: another rank has finished without making the call that this one waits in.
             MpitrainError: another rank failed and could not end this process.
         """
-        with self.unbroken(doing):
-            started = looked = reported = 0.0
-            for spins, _ in enumerate(steps, 1):
-                os.sched_yield()  # lets the other ranks run where there are more ranks than cores
-                if spins % _SPINS_BETWEEN_LOOKS:
-                    continue
-                now = time.perf_counter()
-                if not started:
-                    started = looked = reported = now
-                if now - looked < _SECONDS_BETWEEN_LOOKS:
-                    continue
-                looked = now
-                self.look()
-                self._judge(doing, peer)
-                self.raise_posted()
-                for test in tuple(self.open_tests):
-                    test()
-                if now - reported > self.stall_seconds:
-                    reported = now
-                    mine = self.name()
-                    print(f"mpitrain: {mine} has waited {now - started:.0f} s in {doing}", file=sys.stderr, flush=True)
+        self.check()
+        try:
+            self._wait(steps, doing, peer)
+        except BaseException as error:
+            self._leave(doing, error)
+            raise
+
+    def _wait(self, steps: Iterable[None], doing: object, peer: int | None) -> None:
+        started = looked = reported = 0.0
+        for spins, _ in enumerate(steps, 1):
+            os.sched_yield()  # lets the other ranks run where there are more ranks than cores
+            if spins % _SPINS_BETWEEN_LOOKS:
+                continue
+            now = time.perf_counter()
+            if not started:
+                started = looked = reported = now
+            if now - looked < _SECONDS_BETWEEN_LOOKS:
+                continue
+            looked = now
+            self.look()
+            self._judge(doing, peer)
+            self.raise_posted()
+            for test in tuple(self.open_tests):
+                test()
+            if now - reported > self.stall_seconds:
+                reported = now
+                mine = self.name()
+                print(f"mpitrain: {mine} has waited {now - started:.0f} s in {doing}", file=sys.stderr, flush=True)
 
     @contextmanager
     def unbroken(self, doing: object) -> Iterator[None]:
@@ -147,10 +154,13 @@ class Control:
         try:
             yield
         except BaseException as error:
-            if not (isinstance(error, MpitrainError) and error.known_everywhere):
-                self._broken_in = str(doing)
-                self._wreck = error  # its traceback keeps the buffers that MPI still writes into
+            self._leave(doing, error)
             raise
+
+    def _leave(self, doing: object, error: BaseException) -> None:
+        if not (isinstance(error, MpitrainError) and error.known_everywhere):
+            self._broken_in = str(doing)
+            self._wreck = error  # its traceback keeps the buffers that MPI still writes into
 
     def raise_posted(self) -> None:
         """Raise what a thread has posted, once."""
