@@ -2,6 +2,7 @@
 
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -13,5 +14,8 @@ arguments = sys.argv[1:]
 if world.rank:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     arguments = [argument for argument in arguments if not argument.startswith("--junit-xml")]
-code = pytest.main([str(Path(__file__).parent), "-p", "no:cacheprovider", "--color=no", "-q", *arguments])
+# A folder for each rank: in pytest's usual one the ranks would clear away each other's files.
+with tempfile.TemporaryDirectory() as folder:
+    options = ["-p", "no:cacheprovider", "--color=no", "-q", f"--basetemp={folder}/base"]
+    code = pytest.main([str(Path(__file__).parent), *options, *arguments])
 sys.exit(int(code))

@@ -32,7 +32,7 @@ def test_gather_in_slices(world: World) -> None:
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
 def test_allreduce_in_slices(world: World, name: str, dtype: str) -> None:
-    flat = numpy.arange(301).astype(dtype) + world.rank
+    flat = (numpy.arange(301) % 50 + world.rank).astype(dtype)  # sums are exact in float16
     ALGORITHMS[name](world).start(flat).wait()
-    expected = numpy.arange(301) * world.size + world.size * (world.size - 1) // 2
+    expected = numpy.arange(301) % 50 * world.size + world.size * (world.size - 1) // 2
     numpy.testing.assert_array_equal(flat.astype(numpy.int64), expected)
