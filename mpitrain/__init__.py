@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     from mpitrain.start import init
     from mpitrain.strategies import Sync
     from mpitrain.training.data import ArrayData
+    from mpitrain.training.flat_optimizer import clip_by_global_norm
     from mpitrain.training.hooks import Checkpoint, Evaluate, Hook, Log, StopAtStep
     from mpitrain.training.metrics import evaluate
-    from mpitrain.training.optimizers import Adam, AdamW, Sgd, clip_by_global_norm
+    from mpitrain.training.optimizers import Adam, AdamW, Sgd
     from mpitrain.training.schedules import constant, warmup_cosine
     from mpitrain.training.trainer import Parts, Step, Trainer
     from mpitrain.world import World
@@ -53,7 +54,7 @@ _HOME = {
     "Sync": "strategies",
     "Trainer": "training.trainer",
     "World": "world",
-    "clip_by_global_norm": "training.optimizers",
+    "clip_by_global_norm": "training.flat_optimizer",
     "constant": "training.schedules",
     "evaluate": "training.metrics",
     "init": "start",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import sys
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from mpitrain import errors
 from mpitrain.agreement import Agreement
 from mpitrain.config import Config
-from mpitrain.control import Control, until
-from mpitrain.errors import DataError, MismatchError, MpitrainError
+from mpitrain.control import Control
+from mpitrain.errors import DataError, MpitrainError
+from mpitrain.messages import Messages
 from mpitrain.transfer import broadcast_bytes, gather_bytes
 from mpitrain.tree import Tree, leaves, num_samples, rebuild
 
@@ -240,41 +240,16 @@ class World:
         Messages of one sender, receiver and tag arrive in the order in which they were sent.
         """
         self.check_rank(to, "to")
-        self._check_tag(tag)
-        if to == self.rank:  # MPI would wait for a receive that this very call holds up
-            self._to_myself.setdefault(tag, deque()).append(pickle.dumps(value, protocol=5))
-            return
-        request = self.comm.isend(value, to, _USER_TAG + tag)
-        self.control.wait(until(lambda: request.test()[0]), f"send to {self.name(to)}", peer=to)
+        self._messages.send(value, to, tag)
 
     def receive(self, source: int, tag: int = 0) -> Any:
         """The next object that `source` sent to this rank with this tag."""
         self.check_rank(source, "source")
-        self._check_tag(tag)
-        if source == self.rank:
-            if not self._to_myself.get(tag):
-                raise MismatchError(f"{self.name()}: receives from itself, and has sent itself nothing with tag {tag}")
-            return pickle.loads(self._to_myself[tag].popleft())
-        message: MPI.Message | None = None
-
-        def arrived() -> bool:
-            nonlocal message
-            message = self.comm.improbe(source, _USER_TAG + tag)
-            return message is not None
-
-        self.control.wait(until(arrived), f"receive from {self.name(source)}", peer=source)
-        assert message is not None
-        return message.recv()
+        return self._messages.receive(source, tag)
 
     @cached_property
-    def _to_myself(self) -> dict[int, deque[bytes]]:
-        """What this rank has sent to itself and not yet received, by tag."""
-        return {}
-
-    def _check_tag(self, tag: int) -> None:
-        # A negative one could meet the messages of an algorithm.
-        if not 0 <= tag <= _LARGEST_TAG:
-            raise ValueError(f"{self.name()}: tag={tag}; tags are 0 to {_LARGEST_TAG}")
+    def _messages(self) -> Messages:
+        return Messages(self.comm, self.control)
 
     # -- what the rest of the library builds on -----------------------------------------------------------------
 
@@ -312,11 +287,6 @@ class World:
         """Raise ValueError unless `rank`, given as `argument`, is one of this world."""
         if not 0 <= rank < self.size:
             raise ValueError(f"{self.name()}: {argument}={rank}; ranks are 0 to {self.size - 1}")
-
-
-# Tags below this one belong to the algorithms, which share `comm` with the user's messages.
-_USER_TAG = 1000
-_LARGEST_TAG = 32767 - _USER_TAG  # MPI promises tags up to 32767 (MPI-4.1, section 9.1.2), and no more
 
 
 def part_of(length: int, rank: int, size: int) -> slice:

@@ -8,7 +8,8 @@ import numpy
 import pytest
 
 from mpitrain.errors import CheckpointError, ConfigError
-from mpitrain.training.optimizers import Adam, AdamW, Sgd, clip_by_global_norm
+from mpitrain.training.flat_optimizer import clip_by_global_norm
+from mpitrain.training.optimizers import Adam, AdamW, Sgd
 from mpitrain.training.schedules import warmup_cosine
 
 SHAPES = {"weight": (7, 5), "bias": (5,), "scale": (3,), "head": (5, 4)}
