@@ -23,12 +23,17 @@ class Config:
     stall_seconds: float = 10.0  # a wait longer than this is reported on stderr
     expected_size: int = 0  # ranks that the launcher started; 0: unknown. Set by `mpitrain run`
     roll_call: str = ""  # file that every rank signs at its beginning and its end. Set by `mpitrain run`
+    devices: str = ""  # of the ranks in order, such as "cuda:0,cuda:1,cpu"; "": not said. Set by `mpitrain run`
 
     def __post_init__(self) -> None:
         for name, lowest in (("bucket_mib", 0.0), ("stall_seconds", 0.0), ("expected_size", -1)):
             value = getattr(self, name)
             if not lowest < value < float("inf"):
                 raise ConfigError(f"{name} is {value!r}; it must be a finite number above {lowest}")
+
+    def device(self, rank: int) -> str:
+        """The device that `mpitrain run --hosts` gave to a rank, such as "cuda:1" or "cpu"; "" where it gave none."""
+        return self.devices.split(",")[rank] if self.devices else ""
 
 
 def read_config(environ: Mapping[str, str], arguments: Mapping[str, Any]) -> Config:

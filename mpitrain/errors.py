@@ -3,6 +3,7 @@
     MpitrainError
     ├── ConfigError            an option or MPITRAIN_* variable that does not exist or has a wrong value
     ├── LaunchError            the job did not start as one job: no MPI, the wrong mpiexec, too few ranks
+    ├── ClusterError           a machine could not be reached, trusted, set up or taken out of the cluster
     ├── MismatchError          ranks disagree: operation, tree, shape, dtype, bucket layout, number of calls
     ├── TreeError              a tree holds something that is neither an array nor a number
     ├── GradientError          a gradient that cannot be used
@@ -32,6 +33,10 @@ class ConfigError(MpitrainError, ValueError):
 
 class LaunchError(MpitrainError, RuntimeError):
     """The processes that were launched do not form one MPI job."""
+
+
+class ClusterError(MpitrainError, RuntimeError):
+    """A machine could not be reached, trusted, set up or taken out of the cluster."""
 
 
 class MismatchError(MpitrainError, ValueError):

@@ -16,7 +16,7 @@ from mpitrain.errors import ConfigError, LaunchError, MpitrainError
 from mpitrain.exchange.trees import ArrayTrees
 from mpitrain.failure import guard
 from mpitrain.launch.libraries import launched_by
-from mpitrain.launch.roll_call import BEGUN, DONE, sign
+from mpitrain.launch.roll_call import BEGUN, CALLED, DONE, ROLL_CALL, sign
 from mpitrain.launch.verify import check_size, check_vendor
 from mpitrain.world import World
 
@@ -50,6 +50,7 @@ def init(**settings: Any) -> World:
         if settings:
             raise ConfigError("init() has been called before; settings belong to its first call")
         return _world
+    _sign_called()
     _start_mpi()
     from mpi4py import MPI
 
@@ -64,6 +65,13 @@ def init(**settings: Any) -> World:
         atexit.register(sign, world.config.roll_call, DONE, world.rank)
     _world = world
     return _world
+
+
+def _sign_called() -> None:
+    """Tell `mpitrain run` that this rank is here: if another one does not come, the wait is in MPI_Init."""
+    launched = launched_by(os.environ)
+    if launched is not None and launched.rank is not None and ROLL_CALL in os.environ:
+        sign(os.environ[ROLL_CALL], CALLED, launched.rank)
 
 
 def make_world(parent: MPI.Comm, config: Config | None = None, generation: int = 0) -> World:

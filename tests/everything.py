@@ -20,21 +20,28 @@ from jobs import REPOSITORY, RUN_TOKEN, VENVS, clean_environment, kill_all, mpie
 
 # World sizes for the tests that run on all ranks: powers of two and not, more ranks than cores.
 SIZES = {"mpich": (1, 2, 3, 4, 5, 7), "openmpi": (2, 3)}
+# The tests that need a bed of nodes (mpitrain/testbed).
+ON_NODES = ["tests/testbed", "tests/cluster", "tests/cli/test_cluster_bed.py"]
 # Far above what a part takes; a part that reaches it hangs.
 DEADLINE_SECONDS = 900.0
+ON_NODES_SECONDS = 3600.0
 # After SIGTERM, before SIGKILL.
 GRACE_SECONDS = 10.0
 
 
-def parts(full: bool) -> Iterator[tuple[str, list[str], bool]]:
-    """Name, command, and whether it is a pytest run (which gets --junit-xml)."""
-    yield "lint and types", ["scripts/check"], False
+def parts(full: bool) -> Iterator[tuple[str, list[str], bool, float]]:
+    """Name, command, whether it is a pytest run (which gets --junit-xml), and how long it may take."""
+    yield "lint and types", ["scripts/check"], False, DEADLINE_SECONDS
     slow = [] if full else ["-m", "not slow"]
-    yield "one process", [sys.executable, "-m", "pytest", "-q", "--ignore=tests/ranks", *slow], True
+    pytest = [sys.executable, "-m", "pytest", "-q", *slow]
+    elsewhere = [f"--ignore={path}" for path in ["tests/ranks", *ON_NODES]]
+    yield "one process", [*pytest, *elsewhere], True, DEADLINE_SECONDS
+    yield "nodes", [*pytest, "--durations=15", *ON_NODES], True, ON_NODES_SECONDS
     for vendor, sizes in SIZES.items():
         for size in sizes:
             python = VENVS[vendor] / "bin/python"
-            yield f"{size} ranks, {vendor}", [*mpiexec(size, vendor), str(python), "-m", "tests.ranks", *slow], True
+            command = [*mpiexec(size, vendor), str(python), "-m", "tests.ranks", *slow]
+            yield f"{size} ranks, {vendor}", command, True, DEADLINE_SECONDS
 
 
 def main() -> int:
@@ -43,10 +50,10 @@ def main() -> int:
     arguments = parser.parse_args()
     total: Counter[str] = Counter()
     failed_parts = []
-    for name, command, is_pytest in parts(arguments.full):
+    for name, command, is_pytest, deadline_seconds in parts(arguments.full):
         print(f"\n=== {name}", flush=True)
         started = time.monotonic()
-        counts = run(command, is_pytest)
+        counts = run(command, is_pytest, deadline_seconds)
         total += counts
         if counts["failed"]:
             failed_parts.append(name)
@@ -58,7 +65,7 @@ def main() -> int:
     return 1 if total["failed"] else 0
 
 
-def run(command: list[str], is_pytest: bool) -> Counter[str]:
+def run(command: list[str], is_pytest: bool, deadline_seconds: float) -> Counter[str]:
     """Counts of one part. A part that ends badly without a failed test counts as one failure."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
@@ -68,9 +75,9 @@ def run(command: list[str], is_pytest: bool) -> Counter[str]:
         environment = clean_environment({RUN_TOKEN: token})
         process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, start_new_session=True)
         try:
-            code = process.wait(DEADLINE_SECONDS)
+            code = process.wait(deadline_seconds)
         except subprocess.TimeoutExpired:
-            print(f"ended: it ran longer than {DEADLINE_SECONDS:.0f} s")
+            print(f"ended: it ran longer than {deadline_seconds:.0f} s")
             code = end(process, token)
         except BaseException:  # Ctrl-C comes to this process alone
             end(process, token)

@@ -211,6 +211,28 @@ def test_layers() -> None:
     assert list(shown.items())[::-1] == [(name, sorted(modules)) for name, modules in LAYERS.items()]
 
 
+def test_files_on_the_nodes() -> None:
+    """docs/cluster.md lists every path that a role writes, and none that no role writes."""
+    table = TEXTS["docs/cluster.md"].partition("## What is changed on each machine")[2].partition("\n## ")[0]
+    listed = set(re.findall(r"^\| `(/[^`]+)` \|", table, re.M))
+    roles = REPOSITORY / "cluster/playbooks/roles"
+    # Undone is what the others did; the environment on the share is in its folder.
+    tasks = [path for path in roles.glob("*/tasks/*.yml") if path.parts[-3] not in ("mpitrain_undo", "mpitrain_verify")]
+    assert tasks
+    written = {
+        found.strip()
+        for path in tasks
+        for found in re.findall(r"^ +(?:dest|path|creates): (/.+)$", path.read_text(), re.M)
+    }
+    written |= {"/etc/ssh/mpitrain/id_ed25519.pub"}  # by ssh-keygen, beside the private key
+    # What a template fills in may be anything within one name.
+    patterns = {path: re.sub(r"(?:\\{){2}.*?(?:\\}){2}", "[^/]+", re.escape(path)) for path in written}
+    undocumented = [path for path, pattern in patterns.items() if not any(re.fullmatch(pattern, one) for one in listed)]
+    assert not undocumented, "written by a role, but not in the table"
+    unwritten = [one for one in sorted(listed) if not any(re.fullmatch(pattern, one) for pattern in patterns.values())]
+    assert not unwritten, "in the table, but written by no role"
+
+
 def test_changelog_has_this_version() -> None:
     assert re.search(rf"^## \[{re.escape(mpitrain.__version__)}\] - \d{{4}}-\d\d-\d\d$", TEXTS["CHANGELOG.md"], re.M)
 

@@ -45,9 +45,8 @@ def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(everything, "GRACE_SECONDS", 0.3)
 
 
-def test_a_part_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(everything, "DEADLINE_SECONDS", 5.0)
-    counts = everything.run([sys.executable, "-c", PART, str(tmp_path)], is_pytest=False)
+def test_a_part_that_hangs(tmp_path: Path) -> None:
+    counts = everything.run([sys.executable, "-c", PART, str(tmp_path)], is_pytest=False, deadline_seconds=5.0)
     assert counts["failed"] == 1
     assert [is_alive(pid) for pid in pids(tmp_path)] == [False, False]
 
@@ -60,6 +59,6 @@ def test_ctrl_c(tmp_path: Path) -> None:
     thread = threading.Thread(target=interrupt)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
-        everything.run([sys.executable, "-c", PART, str(tmp_path)], is_pytest=False)
+        everything.run([sys.executable, "-c", PART, str(tmp_path)], is_pytest=False, deadline_seconds=60.0)
     thread.join()
     assert [is_alive(pid) for pid in pids(tmp_path)] == [False, False]

@@ -36,6 +36,8 @@ LAYERS: dict[str, list[str]] = {
     ],
     "trainer": ["training.hooks", "training.trainer"],
     "diagnostics": ["diagnostics.*"],
+    "testbed": ["testbed.*"],
+    "provision": ["provision.*"],
     "command line": ["cli.*", "__main__"],
 }
 
@@ -43,10 +45,13 @@ LAYERS: dict[str, list[str]] = {
 ONLY = {
     "launch.*": ["errors", "config", "launch.*"],
     "diagnostics.*": ["errors", "config", "launch.*", "diagnostics.*"],
+    "testbed.*": ["errors", "config", "launch.*", "testbed.*"],
+    "provision.*": ["errors", "config", "launch.*", "provision.*"],
 }
 
 # Imported nowhere else in the package, not even inside a function.
 HOMES = {
+    "ansible": ["provision.callback_plugins.mpitrain_report"],
     "cupy": ["cuda.device"],
     "torch": [],
     "jax": [],

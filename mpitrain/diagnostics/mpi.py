@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from mpitrain.diagnostics.finding import Finding
 from mpitrain.errors import LaunchError
 from mpitrain.launch import processes
-from mpitrain.launch.dialects import Request, local_command
+from mpitrain.launch.dialects import Request, command_for
 from mpitrain.launch.libraries import (
     VENDOR_NAMES,
     Library,
@@ -88,7 +88,7 @@ def _hello(mpiexec: Mpiexec) -> tuple[list[int] | None, str]:
     cores = len(os.sched_getaffinity(0))
     try:
         program = [sys.executable, "-c", _HELLO]
-        command = local_command(Request(mpiexec, program, 2, cores, os.geteuid() == 0), os.environ)
+        command = command_for(Request(mpiexec, program, 2, cores, os.geteuid() == 0), os.environ)
     except LaunchError as error:
         return None, str(error)
     processes.adopt_orphans()
@@ -106,7 +106,7 @@ def _hello(mpiexec: Mpiexec) -> tuple[list[int] | None, str]:
     except subprocess.TimeoutExpired:
         output = None
     finally:
-        processes.kill_all(lambda: processes.descendants(processes.children() - before))
+        processes.kill_all(lambda: processes.alive_below(before))
         started.wait()
         assert started.stdout is not None
         started.stdout.close()

@@ -9,7 +9,9 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
+from typing import Protocol
 
 from mpitrain.errors import LaunchError
 from mpitrain.launch import processes
@@ -22,29 +24,66 @@ from mpitrain.launch.roll_call import ROLL_CALL, RollCall
 GRACE_SECONDS = 5.0
 # When mpiexec has returned, its daemons and a rank's helpers (multiprocessing's) may need a moment to follow.
 LINGER_SECONDS = 2.0
+# When all processes of the job have ended, what they wrote is there already.
+_DRAIN_SECONDS = 10.0
+# When it has been killed.
+_DEAD_SECONDS = 10.0
 
 _READ_BYTES = 1 << 16
 _END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def run_job(command: Command, num_ranks: int) -> int:
+class Elsewhere(Protocol):
+    """The part of a job that runs on other hosts."""
+
+    path: Path  # of the roll call
+    is_gone: bool
+
+    def begin(self) -> None:
+        """mpiexec has been started."""
+
+    def trouble(self) -> list[str]:
+        """Why the job must be ended now, a line each."""
+
+    def missing(self) -> list[int]:
+        """The ranks that began and did not come to their end."""
+
+    def end(self, linger_seconds: float) -> tuple[list[str], list[str]]:
+        """End what is left there: what that was, and what could not be ended, a line each."""
+
+
+def run_job(command: Command, num_ranks: int, elsewhere: Elsewhere | None = None) -> int:
     """Run `command`, print its output, and return the exit code for this process.
 
     It is 0 only if mpiexec says so, no rank reported a failure or vanished and no process was left over; 128 + the
     signal when one ended the job, here or (where mpiexec tells) in a rank. SIGINT, SIGTERM and SIGHUP to this
     process end the whole job: they are passed on first, and after `GRACE_SECONDS` or at a second signal all
     is killed. The ranks read nothing from stdin. For the main thread of a process that does little else: it
-    becomes the parent of every orphan below it. Raises `LaunchError` when mpiexec cannot be started, and
-    `BrokenPipeError`, when all has been killed, if nobody reads the output.
+    becomes the parent of every orphan below it.
+
+    Args:
+        command: what to run.
+        num_ranks: how many ranks that starts.
+        elsewhere: what watches over the job's other hosts, if there are any.
+
+    Raises:
+        LaunchError: mpiexec cannot be started.
+        BrokenPipeError: nobody reads the output; all has been killed.
     """
+    if elsewhere is not None:
+        return _Job(command, num_ranks, elsewhere, elsewhere).run()
     with RollCall() as roll_call:
-        return _Job(command, num_ranks, roll_call).run()
+        return _Job(command, num_ranks, roll_call, None).run()
 
 
 class _Job:
-    def __init__(self, command: Command, num_ranks: int, roll_call: RollCall) -> None:
+    def __init__(
+        self, command: Command, num_ranks: int, roll_call: RollCall | Elsewhere, elsewhere: Elsewhere | None
+    ) -> None:
         self._command = command
         self._roll_call = roll_call
+        self._elsewhere = elsewhere
+        self._is_troubled = False
         self._printer = Printer(command.tag, num_ranks)
         self._signals: list[int] = []  # that came to this process
         self._kill_at = float("inf")
@@ -53,18 +92,30 @@ class _Job:
     def run(self) -> int:
         processes.adopt_orphans()
         self._not_ours = processes.children()
-        with _handled(self._on_signal), self._start() as mpiexec, selectors.DefaultSelector() as pipes:
-            for stream, pipe in (("stdout", mpiexec.stdout), ("stderr", mpiexec.stderr)):
-                assert pipe is not None
-                os.set_blocking(pipe.fileno(), False)
-                pipes.register(pipe, selectors.EVENT_READ, stream)
+        with _handled(self._on_signal, self._elsewhere is not None), selectors.DefaultSelector() as pipes:
+            mpiexec = self._start()
             try:
+                for stream, pipe in (("stdout", mpiexec.stdout), ("stderr", mpiexec.stderr)):
+                    assert pipe is not None
+                    os.set_blocking(pipe.fileno(), False)
+                    pipes.register(pipe, selectors.EVENT_READ, stream)
+                if self._elsewhere:
+                    self._elsewhere.begin()
                 self._watch(mpiexec, pipes)
                 left = self._end(mpiexec, pipes)
+                returncode = mpiexec.wait(_DEAD_SECONDS)
             except BaseException:  # such as BrokenPipeError: nobody reads our output any more (`| head`)
                 processes.kill_all(self._alive)
+                if self._elsewhere:
+                    self._elsewhere.end(0.0)
                 raise
-            return self._exit_code(mpiexec.wait(), left)
+            finally:
+                # Not Popen's own `with`, which waits for ever for a process that cannot be killed.
+                for pipe in (mpiexec.stdout, mpiexec.stderr):
+                    assert pipe is not None
+                    pipe.close()
+                mpiexec.poll()
+            return self._exit_code(returncode, left)
 
     def _start(self) -> subprocess.Popen[bytes]:
         arguments = self._command.arguments
@@ -76,7 +127,7 @@ class _Job:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 start_new_session=True,  # Ctrl-C in the terminal comes to us alone
-                preexec_fn=processes.end_with_parent(),  # noqa: PLW1509 (there are no threads here)
+                preexec_fn=processes.end_with_parent(),  # noqa: PLW1509 (there are no threads yet)
             )
         except OSError as error:
             raise LaunchError(f"{arguments[0]} cannot be run: {error.strerror}") from error
@@ -91,6 +142,11 @@ class _Job:
                 if not self._alive():
                     return
                 linger_until = min(linger_until, time.monotonic() + LINGER_SECONDS)
+            elif self._elsewhere and not self._signals and (lines := self._elsewhere.trouble()):
+                self._is_troubled = True
+                for line in lines:
+                    self._printer.say(line)
+                return
 
     def _read(self, pipes: selectors.BaseSelector, timeout_seconds: float) -> None:
         if not pipes.get_map():
@@ -114,32 +170,47 @@ class _Job:
         elif len(self._signals) > 1:
             self._kill_at = 0.0
 
-    def _end(self, mpiexec: subprocess.Popen[bytes], pipes: selectors.BaseSelector) -> dict[int, str]:
-        """Kill what is left, which is returned with its command lines, and print the rest of the output."""
-        left = {pid: processes.command_line(pid) for pid in self._alive()}
+    def _end(self, mpiexec: subprocess.Popen[bytes], pipes: selectors.BaseSelector) -> list[str]:
+        """Kill what is left, which is returned, a line each, and print the rest of the output."""
+        left = [f"{pid} {processes.command_line(pid)}" for pid in sorted(self._alive())]
         immortal = processes.kill_all(self._alive)
+        beyond = [f"process {pid} could not be killed: {processes.command_line(pid)}" for pid in sorted(immortal)]
         mpiexec.poll()
+        deadline = time.monotonic() + _DRAIN_SECONDS
         while not immortal and pipes.get_map():  # an immortal process would hold the pipe open
             self._read(pipes, timeout_seconds=0.05)
-        if left and not self._signals:
+            if time.monotonic() > deadline:
+                beyond.append("somebody else holds the job's output open; the last of it may be missing")
+                break
+        if self._elsewhere:
+            there, beyond_there = self._elsewhere.end(0.0 if self._is_forced else LINGER_SECONDS)
+            left, beyond = left + there, beyond + beyond_there
+        if left and not self._is_forced:
             self._printer.say(f"mpiexec has ended, but {len(left)} processes of the job had not, and were killed:")
-            for pid, line in sorted(left.items()):
-                self._printer.say(f"    {pid} {line}")
-        for pid in sorted(immortal):
-            self._printer.say(f"process {pid} could not be killed: {processes.command_line(pid)}")
+            for line in left:
+                self._printer.say(f"    {line}")
+        for line in beyond:
+            self._printer.say(line)
         self._printer.close()
         missing = self._roll_call.missing()
         if self._roll_call.is_gone:
             self._printer.say(f"cannot check that all ranks came to their end: {self._roll_call.path} has gone")
-        if missing and not self._signals and not self._printer.first_failure.was_seen:
+        if missing and not self._is_forced and not self._printer.first_failure.was_seen:
             who = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {rank_ranges(missing)}"
             others = "" if len(missing) == 1 else "; where one leaves so, mpiexec ends the others"
             self._printer.say(f"{who} did not come to the end and did not say why (os._exit, or killed?){others}")
         return left
 
-    def _exit_code(self, returncode: int, left: dict[int, str]) -> int:
+    @property
+    def _is_forced(self) -> bool:
+        """True when we end the job, so that what is left of it is no surprise."""
+        return bool(self._signals or self._is_troubled)
+
+    def _exit_code(self, returncode: int, left: list[str]) -> int:
         if self._signals:
             return 128 + self._signals[0]
+        if self._is_troubled:
+            return 1
         if returncode < 0:
             return 128 - returncode
         # MPICH's mpiexec returns the bare number of the signal that ended a rank, and names it only in words.
@@ -148,17 +219,19 @@ class _Job:
         return returncode or int(bool(left) or self._printer.first_failure.was_seen or bool(self._roll_call.missing()))
 
     def _alive(self) -> set[int]:
-        return processes.descendants(processes.children() - self._not_ours)
+        return processes.alive_below(self._not_ours)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self._signals.append(number)  # the loop looks at it: printing is not safe in here
 
 
 @contextmanager
-def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+def _handled(handler: Callable[[int, FrameType | None], None], is_elsewhere: bool) -> Iterator[None]:
     # What our parent had ignored stays ignored: `nohup mpitrain run ... &` outlives its terminal.
     numbers = [number for number in _END_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, handler) for number in numbers}
+    if is_elsewhere:  # stopped, we would be silent, and the other hosts would end the job
+        before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, lambda *_: None)
     try:
         yield
     finally:

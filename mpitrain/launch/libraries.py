@@ -30,6 +30,7 @@ VENDOR_NAMES: dict[Vendor, str] = {
 }
 
 EXPECTED_SIZE = "MPITRAIN_EXPECTED_SIZE"  # set by `mpitrain run` for every rank it starts
+DEVICES = "MPITRAIN_DEVICES"  # set by `mpitrain run` where --hosts names devices
 
 # Slurm numbers its batch script, interactive shell and the like as steps too, from 2^32 - 6 upwards.
 _FIRST_SPECIAL_SLURM_STEP = 2**32 - 6

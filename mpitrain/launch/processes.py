@@ -42,11 +42,14 @@ def children() -> set[int]:
     return set(_children_by_parent()[os.getpid()])
 
 
-def descendants(roots: set[int]) -> set[int]:
-    """`roots` and all processes below them that are alive."""
+def alive_below(left_out: set[int]) -> set[int]:
+    """All processes below this one that are alive, but for its own children `left_out` and what is below them.
+
+    From one look at all processes: between two, an orphan that becomes ours would be in neither.
+    """
     below = _children_by_parent()
     found: set[int] = set()
-    to_do = list(roots)
+    to_do = [pid for pid in below[os.getpid()] if pid not in left_out]
     while to_do:
         pid = to_do.pop()
         if pid not in found:

@@ -1,7 +1,8 @@
-"""Which ranks began, and which came to their end: mpiexec's exit code does not tell.
+"""How far each rank has come: mpiexec's exit code does not tell.
 
 MPICH's returns 0 where a rank leaves by os._exit(0), and ends the others, which wait for it, without a word. So
-`mpitrain run` gives the ranks a file, in which each signs when init() returns and when its program is over.
+`mpitrain run` gives the ranks a file, in which each signs when it calls init(), when init() returns and when its
+program is over. In a job over several hosts each host has a file of that name, and a rank signs also when it starts.
 """
 
 from __future__ import annotations
@@ -13,28 +14,49 @@ from pathlib import Path
 
 ROLL_CALL = "MPITRAIN_ROLL_CALL"  # the file's path; set by `mpitrain run` for every rank it starts
 
-BEGUN, DONE = "begun", "done"
+STARTED, CALLED, BEGUN, DONE = "started", "called", "begun", "done"
 
 
 _begun_by = 0  # the process that signed BEGUN
 
 
-def sign(path: str, word: str, rank: int) -> None:
+def sign(path: str, word: str, rank: int, note: str = "") -> None:
     """Add a line, in one write, so that the ranks' lines do not mix. DONE from a forked child says nothing."""
     global _begun_by  # noqa: PLW0603 - a process is one rank
     if word == BEGUN:
         _begun_by = os.getpid()
-    elif os.getpid() != _begun_by:  # it inherited the rank's atexit handlers
+    elif word == DONE and os.getpid() != _begun_by:  # it inherited the rank's atexit handlers
         return
     # Not created: on another machine the path leads nowhere, or the launcher has gone.
     with suppress(FileNotFoundError):
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
-        os.write(descriptor, f"{word} {rank}\n".encode())
+        os.write(descriptor, f"{word} {rank} {note}".rstrip().encode() + b"\n")
         os.close(descriptor)
 
 
+class Signatures:
+    """Who has signed what, and when that was seen.
+
+    Attributes:
+        when: by word, then by rank.
+    """
+
+    def __init__(self) -> None:
+        self.when: dict[str, dict[int, float]] = {word: {} for word in (STARTED, CALLED, BEGUN, DONE)}
+
+    def add(self, line: str, now: float) -> tuple[str, int]:
+        """Take in a line of a roll call; returns its word and rank."""
+        word, rank, *_ = line.split()
+        self.when[word].setdefault(int(rank), now)
+        return word, int(rank)
+
+    def missing(self) -> list[int]:
+        """The ranks that began and did not come to their end, in increasing order."""
+        return sorted(self.when[BEGUN].keys() - self.when[DONE].keys())
+
+
 class RollCall:
-    """The launcher's side: the file exists inside `with`.
+    """The launcher's side for a job on this machine: the file exists inside `with`.
 
     Attributes:
         is_gone: `missing` did not find the file: somebody else removed it.
@@ -53,11 +75,10 @@ class RollCall:
 
     def missing(self) -> list[int]:
         """The ranks that began and did not come to their end, in increasing order; none where the file has gone."""
+        signatures = Signatures()
         try:
-            text = self.path.read_text()
+            for line in self.path.read_text().splitlines():
+                signatures.add(line, 0.0)
         except FileNotFoundError:
             self.is_gone = True
-            return []
-        lines = [line.split() for line in text.splitlines()]
-        signed = {word: {int(rank) for found, rank in lines if found == word} for word in (BEGUN, DONE)}
-        return sorted(signed[BEGUN] - signed[DONE])
+        return signatures.missing()

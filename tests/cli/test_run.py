@@ -71,6 +71,36 @@ def test_success(python: Path, tmp_path: Path) -> None:
     assert job.left == []
 
 
+def test_devices_on_this_machine(python: Path, tmp_path: Path) -> None:
+    source = """
+import mpitrain as mt
+world = mt.init()
+print(f"device {world.config.device(world.rank)} of {world.rank}")
+"""
+    job = run(python, "--hosts", "localhost/cuda:1x2,localhost/cpu", script(tmp_path, source))
+    assert job.code == 0, job.output
+    assert {line.partition("] ")[2] for line in job.stdout.splitlines()} == {
+        "device cuda:1 of 0",
+        "device cuda:1 of 1",
+        "device cpu of 2",
+    }
+
+
+def test_a_machine_that_is_no_node_says_so(tmp_path: Path) -> None:
+    (tmp_path / "cluster").mkdir()
+    (tmp_path / "cluster/hosts").write_text(
+        "[head]\nnode1 ansible_host=198.51.100.1\n[workers]\n[cluster:children]\nhead\nworkers\n"
+    )
+    path = script(tmp_path, START + "print('size', comm.size)")
+    command = [str(VENVS["mpich"] / "bin/python"), "-m", "mpitrain", "run", "-n", "2", str(path)]
+    job = run_command(command, timeout=DEADLINE_SECONDS, cwd=tmp_path)
+    assert job.code == 0, job.output
+    assert "this machine is no node of cluster/hosts, so the job runs here alone; start it on node1" in job.stderr
+    job = run_command([*command[:-1], "--hosts", "localhost", str(path)], timeout=DEADLINE_SECONDS, cwd=tmp_path)
+    assert job.code == 0, job.output
+    assert "no node" not in job.stderr
+
+
 def test_a_rank_that_exits_with_a_code(python: Path, tmp_path: Path) -> None:
     source = START + "if comm.rank == 1: os._exit(3)\ncomm.Barrier()"
     job = run(python, "-n", "2", script(tmp_path, source))
@@ -205,7 +235,12 @@ def test_the_mpiexec_of_another_mpi_is_refused(tmp_path: Path) -> None:
         (["-n", "2", "nowhere.py"], "there is no script 'nowhere.py'"),
         (["-n", "0", __file__], "'0' is not a whole number above 0"),
         (["-n", "two", __file__], "'two' is not a whole number above 0"),
-        ([__file__], "the following arguments are required: -n"),
+        ([__file__], "how many ranks? Say -n N for the whole job, --ppn N for each host, or name devices"),
+        (["--ppn", "0", __file__], "'0' is not a whole number above 0"),
+        (["-n", "2", "--start-seconds", "soon", __file__], "'soon' is not a number of seconds, 0 or above"),
+        (["-n", "2", "--hosts", "a/gpu", __file__], "'a/gpu' in --hosts a/gpu is no device that is known"),
+        (["-n", "3", "--hosts", "localhost/cpux2", __file__], "-n is 3, and the devices in --hosts are for 2 ranks"),
+        (["-n", "2", "-i", "nowhere", __file__], "nowhere: there is no such file"),
         (["-n", "2", "--shwo", __file__], "unknown argument --shwo; did you mean --show?"),
     ],
 )

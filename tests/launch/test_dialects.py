@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from mpitrain.errors import LaunchError
-from mpitrain.launch.dialects import Request, local_command
+from mpitrain.launch.dialects import Request, command_for
 from mpitrain.launch.libraries import Mpiexec
+from mpitrain.launch.placement import Place
 
 MPICH = Mpiexec(Path("/v/bin/mpiexec"), "mpich", "5.0.2")
 INTEL = Mpiexec(Path("/v/bin/mpiexec"), "impi", "2021.18.1")
@@ -23,7 +24,7 @@ PROGRAM = "/v/bin/python train.py --name 'a b'"
 
 def shown(mpiexec: Mpiexec, *, num_cores: int = 8, as_root: bool = False, environ: dict[str, str] | None = None) -> str:
     request = replace(REQUEST, mpiexec=mpiexec, num_cores=num_cores, as_root=as_root)
-    return str(local_command(request, environ or {}))
+    return str(command_for(request, environ or {}))
 
 
 def test_mpich() -> None:
@@ -55,6 +56,44 @@ def test_open_mpi_yields_when_ranks_share_cores() -> None:
     assert shown(OPEN_MPI_5, num_cores=2).startswith("OMPI_MCA_mpi_yield_when_idle=1 OMP_NUM_THREADS=1 ")
 
 
+OVER_HOSTS = replace(REQUEST, num_ranks=3, places=[Place("a", 0, 2), Place("b", 2, 1)])
+SSH = "'-o BatchMode=yes -o ConnectTimeout=10'"
+COMMON_OVER_HOSTS = "OMP_NUM_THREADS=4 MPITRAIN_EXPECTED_SIZE=3 PYTHONUNBUFFERED=1"
+
+
+def test_mpich_over_hosts() -> None:
+    line = f"/v/bin/mpiexec -n 3 -prepend-pattern '<mpitrain-rank-%r>' -launcher ssh -hosts a:2,b:1 {PROGRAM}"
+    shown_line = str(command_for(OVER_HOSTS, {}))
+    assert shown_line == f"HYDRA_LAUNCHER_EXTRA_ARGS={SSH} {COMMON_OVER_HOSTS} {line}"
+
+
+def test_intel_over_hosts() -> None:
+    parts = f"-n 2 -host a {PROGRAM} : -n 1 -host b {PROGRAM}"
+    line = f"/v/bin/mpiexec -prepend-pattern '<mpitrain-rank-%r>' -launcher ssh {parts}"
+    shown_line = str(command_for(replace(OVER_HOSTS, mpiexec=INTEL), {}))
+    assert shown_line == f"I_MPI_PIN=off I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS={SSH} {COMMON_OVER_HOSTS} {line}"
+
+
+def test_open_mpi_over_hosts() -> None:
+    request = replace(OVER_HOSTS, mpiexec=OPEN_MPI_5, carried=["PATH", "LR"])
+    flags = "--map-by :OVERSUBSCRIBE --output tag --bind-to none --host a:2,b:1 -x PATH -x LR"
+    line = f"{COMMON_OVER_HOSTS} /v/bin/mpiexec -n 3 {flags} {PROGRAM}"
+    assert str(command_for(request, {})) == f"PRTE_MCA_plm_ssh_args={SSH} {line}"
+    request = replace(request, mpiexec=OPEN_MPI_4)
+    flags = "--oversubscribe --tag-output --bind-to none --host a:2,b:1 -x PATH -x LR"
+    line = f"{COMMON_OVER_HOSTS} /usr/bin/mpiexec -n 3 {flags} {PROGRAM}"
+    assert str(command_for(request, {})) == f"OMPI_MCA_plm_rsh_args={SSH} {line}"
+
+
+def test_only_the_ranks_of_one_host_share_its_cores() -> None:
+    assert "yield_when_idle" not in str(command_for(replace(OVER_HOSTS, mpiexec=OPEN_MPI_5, num_cores=2), {}))
+    assert "yield_when_idle" in str(command_for(replace(OVER_HOSTS, mpiexec=OPEN_MPI_5, num_cores=1), {}))
+
+
+def test_devices_are_told_to_all_ranks() -> None:
+    assert "MPITRAIN_DEVICES=cuda:0,cpu " in str(command_for(replace(REQUEST, devices=["cuda:0", "cpu"]), {}))
+
+
 def test_the_users_threads_stay_and_the_expected_size_does_not() -> None:
     line = shown(MPICH, environ={"OMP_NUM_THREADS": "7", "MPITRAIN_EXPECTED_SIZE": "9"})
     assert line.startswith("MPITRAIN_EXPECTED_SIZE=4 PYTHONUNBUFFERED=1 /v/bin/mpiexec ")
@@ -75,6 +114,6 @@ def test_an_unknown_mpiexec_is_refused() -> None:
     ],
 )
 def test_tags_as_each_prints_them(mpiexec: Mpiexec, written: bytes, rank: bytes, text: bytes) -> None:
-    found = local_command(replace(REQUEST, mpiexec=mpiexec), {}).tag.whole.match(written)
+    found = command_for(replace(REQUEST, mpiexec=mpiexec), {}).tag.whole.match(written)
     assert found is not None
     assert (found[1], written[found.end() :]) == (rank, text)

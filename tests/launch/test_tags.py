@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from mpitrain.launch.dialects import Request, local_command
+from mpitrain.launch.dialects import Request, command_for
 from mpitrain.launch.libraries import Mpiexec, Vendor
 from mpitrain.launch.tags import MPIEXEC, Tag, TagDecoder
 
 
 def tag(vendor: Vendor) -> Tag:
     request = Request(Mpiexec(Path("mpiexec"), vendor, "5.0"), ["python"], 2, 2, as_root=False)
-    return local_command(request, {}).tag
+    return command_for(request, {}).tag
 
 
 def decoded(vendor: Vendor, *reads: bytes) -> dict[int, bytes]:

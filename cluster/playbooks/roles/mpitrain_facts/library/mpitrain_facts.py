@@ -1,0 +1,249 @@
+#!/usr/bin/python
+"""One look at a node: all that preflight judges and the roles decide by, in a single login. Changes nothing."""
+
+from __future__ import annotations
+
+import grp
+import json
+import os
+import platform
+import pwd
+import re
+import shutil
+import socket
+import subprocess
+import time
+import uuid
+from pathlib import Path
+
+from ansible.module_utils.basic import AnsibleModule
+
+DOCUMENTATION = """
+module: mpitrain_facts
+short_description: What mpitrain's playbooks need to know about a node
+description: Returns the fact C(mpitrain). Changes nothing; each command it runs has a deadline.
+options:
+  user: {description: name of the shared user, type: str, required: true}
+  uid: {description: its number, type: int, required: true}
+  gid: {description: number of its group, type: int, required: true}
+  share: {description: path of the shared folder, type: path, required: true}
+  venv: {description: path of the virtual environment in it, type: path, required: true}
+  python: {description: the Python of that environment, type: path, required: true}
+  mpiexec: {description: an mpiexec that must be there, type: path, default: ''}
+  packages: {description: "by package manager, the packages that must be there", type: dict, required: true}
+author: mpitrain
+"""
+
+CHILD_SECONDS = 8
+LOGIND = ("org.freedesktop.login1", "/org/freedesktop/login1", "org.freedesktop.login1.Manager")
+TIME_DAEMONS = ("chrony", "chronyd", "systemd-timesyncd", "ntp", "ntpd", "ntpsec", "openntpd")
+
+
+def output(*command: str, merge: bool = False) -> str:
+    """What a command prints; empty where it is missing, fails or takes too long."""
+    path = "/usr/sbin:/usr/bin:/sbin:/bin"
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT if merge else subprocess.DEVNULL,
+            env={"PATH": path, "LC_ALL": "C"},
+            timeout=CHILD_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.decode(errors="replace") if merge or done.returncode == 0 else ""
+
+
+def text(path: str) -> str:
+    """A file's content; empty where it cannot be read."""
+    try:
+        return Path(path).read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def system() -> dict:
+    release = dict(re.findall(r'^(\w+)="?([^"\n]*)"?$', text("/etc/os-release"), re.M))
+    likes = {release.get("ID", ""), *release.get("ID_LIKE", "").split()}
+    family = "Debian" if likes & {"debian", "ubuntu"} else "RedHat" if likes & {"rhel", "fedora", "centos"} else ""
+    return {
+        "os": release.get("PRETTY_NAME") or release.get("ID") or "an unknown system",
+        "family": family,
+        "architecture": platform.machine(),
+        "hostname": socket.gethostname().split(".")[0],
+        "container": bool(output("systemd-detect-virt", "--container")),
+        "systemd": Path("/run/systemd/system").is_dir(),
+        "cloud_init": Path("/etc/cloud/cloud.cfg.d").is_dir(),
+        "selinux_enforcing": text("/sys/fs/selinux/enforce").strip() == "1",
+        "addresses": [
+            info["local"] for link in json.loads(output("ip", "-j", "address") or "[]") for info in link["addr_info"]
+        ],
+    }
+
+
+def account(user: str, uid: int, gid: int) -> dict:
+    """Who has the name and the numbers. getpwnam also asks a directory service, as login does."""
+
+    def ask(function, key, field):
+        try:
+            return getattr(function(key), field)
+        except KeyError:
+            return None
+
+    return {
+        "user_uid": ask(pwd.getpwnam, user, "pw_uid"),
+        "user_gid": ask(pwd.getpwnam, user, "pw_gid"),
+        "uid_user": ask(pwd.getpwuid, uid, "pw_name"),
+        "group_gid": ask(grp.getgrnam, user, "gr_gid"),
+        "gid_group": ask(grp.getgrgid, gid, "gr_name"),
+        "processes": [
+            line.strip()
+            for line in output("ps", "-o", "pid=,args=", "-u", str(uid)).splitlines()
+            if not re.search(r"(systemd --user|\(sd-pam\))", line)
+        ],
+    }
+
+
+def share(path: str) -> dict:
+    """What lies at the share's path. A mount is never touched: it may hang."""
+    mounts = [line.split() for line in text("/proc/self/mountinfo").splitlines()]
+    found = [(m[m.index("-") + 1], m[m.index("-") + 2]) for m in mounts if m[4].replace("\\040", " ") == path]
+    facts = {"kind": "missing", "type": "", "source": "", "owner": None, "empty": True, "free_mib": None}
+    if found:
+        # The last one lies on top; systemd's automount lies below the mount it brings.
+        facts |= {"kind": "mount", "type": found[-1][0], "source": found[-1][1], "empty": False}
+        if found[-1][0].startswith(("nfs", "fuse.nfs", "autofs")):
+            return facts
+    elif Path(path).is_symlink():
+        return facts | {"kind": "symbolic link", "source": str(Path(path).readlink()), "empty": False}
+    elif Path(path).is_dir():
+        facts |= {"kind": "folder"}
+    elif Path(path).exists():
+        return facts | {"kind": "file", "empty": False}
+    parent = Path(path)
+    while not parent.is_dir():
+        parent = parent.parent
+    room = os.statvfs(parent)
+    facts["free_mib"] = room.f_bavail * room.f_frsize // 2**20
+    if parent == Path(path):
+        facts |= {"owner": parent.stat().st_uid, "empty": not any(parent.iterdir())}
+    return facts
+
+
+def ssh() -> dict:
+    private = "/etc/ssh/mpitrain/id_ed25519"
+    version = re.search(r"OpenSSH_(\d+)\.(\d+)", output("ssh", "-V", merge=True))
+    keys = [text(str(path)).split()[:2] for path in sorted(Path("/etc/ssh").glob("ssh_host_*_key.pub"))]
+    include = r"^\s*Include\s+.*/etc/ssh/%s/\*\.conf"
+    unit = "ssh" if output("systemctl", "cat", "ssh.service") else "sshd"
+    return {
+        "host_keys": [" ".join(key) for key in keys if len(key) == 2],
+        # Asked of the private key: one whose making was cut off gives none, and is made again.
+        "public_key": " ".join(output("ssh-keygen", "-y", "-P", "", "-f", private).split()[:2]),
+        "openssh": [int(part) for part in version.groups()] if version else [0, 0],
+        "sshd_includes": bool(re.search(include % "sshd_config.d", text("/etc/ssh/sshd_config"), re.M | re.I)),
+        "ssh_includes": bool(re.search(include % "ssh_config.d", text("/etc/ssh/ssh_config"), re.M | re.I)),
+        "ssh_unit": unit,
+        "sshd_behind": is_behind(f"{unit}.service", "/etc/ssh/sshd_config.d/10-mpitrain.conf"),
+    }
+
+
+def is_behind(unit: str, path: str) -> bool:
+    """Whether a file was written after the service last read its settings: a run was cut off in between."""
+    since = output("systemctl", "show", unit, "--property=StateChangeTimestampMonotonic", "--value").strip()
+    if not Path(path).exists() or not since.isdigit():
+        return False
+    age_seconds = time.clock_gettime(time.CLOCK_MONOTONIC) - int(since) / 1e6
+    return Path(path).stat().st_mtime > time.time() - age_seconds
+
+
+def firewall() -> dict:
+    """The firewall in force and the addresses we told it to trust."""
+    if re.search(r"^Status: active", output("ufw", "status"), re.M):
+        added = re.findall(r"^ufw allow from (\S+) comment 'mpitrain'", output("ufw", "show", "added"), re.M)
+        return {"firewall": "ufw", "trusted": added}
+    if output("firewall-cmd", "--state").strip() == "running":
+        return {"firewall": "firewalld", "trusted": output("firewall-cmd", "--zone=trusted", "--list-sources").split()}
+    closed = re.search(r"hook input [^;]*;\s*policy drop", output("nft", "list", "ruleset"))
+    return {"firewall": "own rules" if closed else "", "trusted": []}
+
+
+def gpu() -> dict:
+    """NVIDIA cards on the PCI bus, and the version of the driver that is loaded."""
+    cards = [
+        card
+        for card in Path("/sys/bus/pci/devices").glob("*")
+        if text(f"{card}/vendor").strip() == "0x10de" and text(f"{card}/class").startswith("0x03")
+    ]
+    version = re.search(r"Module\s+(\d+\.[\d.]+)", text("/proc/driver/nvidia/version"))
+    return {"nvidia_cards": len(cards), "nvidia_driver": version.group(1) if version else ""}
+
+
+def packages(wanted: dict) -> dict:
+    if shutil.which("dpkg-query"):
+        manager = "apt"
+        shown = output("dpkg-query", "-W", "-f", "${db:Status-Status} ${Package}\n", merge=True)
+        present = set(re.findall(r"^installed (\S+)$", shown, re.M))
+    else:
+        manager = "dnf"
+        present = set(output("rpm", "-qa", "--queryformat", "%{NAME}\n").split())
+    return {"packages_missing": [name for name in wanted.get(manager, []) if name not in present]}
+
+
+def main() -> None:
+    module = AnsibleModule(
+        argument_spec={
+            "user": {"type": "str", "required": True},
+            "uid": {"type": "int", "required": True},
+            "gid": {"type": "int", "required": True},
+            "share": {"type": "path", "required": True},
+            "venv": {"type": "path", "required": True},
+            "python": {"type": "path", "required": True},
+            "mpiexec": {"type": "path", "default": ""},
+            "packages": {"type": "dict", "required": True},
+        },
+        supports_check_mode=True,
+    )
+    given = module.params
+    active = output("systemctl", "is-active", *TIME_DAEMONS, merge=True).split()
+    place = share(given["share"])
+    facts = {
+        **system(),
+        **account(given["user"], given["uid"], given["gid"]),
+        **ssh(),
+        **firewall(),
+        **gpu(),
+        **packages(given["packages"]),
+        # Names what this run leaves for a moment on the share.
+        "run": uuid.uuid4().hex[:12],
+        "share": place,
+        "python": output(given["python"], "-c", "import sys; print('%d.%d.%d' % sys.version_info[:3])").strip(),
+        "mpiexec_found": not given["mpiexec"] or os.access(given["mpiexec"], os.X_OK),
+        "time_daemons": [name for name, state in zip(TIME_DAEMONS, active, strict=False) if state == "active"],
+        "installed_by_us": text("/etc/mpitrain/packages").split(),
+        "made_by_us": text("/etc/mpitrain/account").split(),
+        "hostname_before": text("/etc/mpitrain/hostname").strip(),
+        # On a client that path is on the mount; only the server's answer is used.
+        "runtime": "" if place["kind"] == "mount" and place["free_mib"] is None else text(given["venv"] + "/.mpitrain"),
+        "loopback_lines": [
+            line
+            for line in text("/etc/hosts").splitlines()
+            if re.match(r"(127\.0\.0\.1|::1)\s", line) and socket.gethostname().split(".")[0] in line.split()
+        ],
+        "exports_behind": newer("/etc/exports.d/mpitrain.exports", "/var/lib/nfs/etab"),
+        "removes_ipc": output("busctl", "get-property", *LOGIND, "RemoveIPC").strip() == "b true",
+        "logind_active": output("systemctl", "is-active", "systemd-logind.service").strip() == "active",
+    }
+    module.exit_json(changed=False, ansible_facts={"mpitrain": facts})
+
+
+def newer(path: str, than: str) -> bool:
+    """Whether a file was written after another."""
+    return Path(path).exists() and Path(than).exists() and Path(path).stat().st_mtime > Path(than).stat().st_mtime
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,250 @@
+"""What preflight refuses: pure functions from what the nodes reported to a list of sentences.
+
+A sentence says the node, what was found, what is allowed and what to do.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections import defaultdict
+
+PYTHON = (3, 11)
+NETWORK_FILE_SYSTEMS = ("nfs", "fuse.nfs")
+# What Ansible puts before the message of the tool itself.
+PREFIX = re.compile(r"^(Task failed|Module failed)[^:]*:\s*")
+
+
+def problems(reports: dict, addresses: dict, groups: dict, settings: dict) -> list[str]:
+    """All that is wrong, so that one run shows it all.
+
+    `reports`: node name -> result of mpitrain_facts; `addresses`: node name -> ansible_host; `groups`: the
+    inventory's; `settings`: user, uid, gid, share, min_free_mib, set_hostname, mpi, python.
+    """
+    found = inventory_problems(addresses, groups)
+    head = (groups.get("head") or [""])[0]
+    address = addresses.get(head, "")
+    source = f"[{address}]:{settings['share']}" if ":" in address else f"{address}:{settings['share']}"
+    facts = {}
+    for name, report in sorted(reports.items()):
+        if report.get("unreachable") or report.get("failed"):
+            found.append(no_answer(name, addresses.get(name), report))
+            continue
+        facts[name] = one = report["ansible_facts"]["mpitrain"]
+        found += node_problems(name, addresses.get(name), one, settings)
+        found += account_problems(name, one, settings)
+        found += head_problems(name, one, settings) if name == head else worker_problems(name, one, settings, source)
+    return found + difference_problems(facts)
+
+
+def inventory_problems(addresses: dict, groups: dict) -> list[str]:
+    found = []
+    head, workers = groups.get("head", []), groups.get("workers", [])
+    if len(head) != 1:
+        found.append(
+            f"inventory: [head] has {len(head)} hosts {sorted(head)}; allowed: exactly one, it serves the share"
+        )
+    found += [
+        f"inventory: {name} is in the groups [head] and [workers]; allowed: one of them. Take it out of the other"
+        for name in sorted(set(head) & set(workers))
+    ]
+    names_of = defaultdict(list)
+    for name, address in sorted(addresses.items()):
+        if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?", name):
+            found.append(f"inventory: {name!r} is no host name; allowed: letters, digits and hyphens, no dots")
+        try:
+            number = ipaddress.ip_address(address or "")
+        except ValueError:
+            found.append(
+                f"inventory: {name} has ansible_host={address or '(nothing)'}; allowed: an IP address, because the"
+                " names are made from it. Write the address that the other nodes reach it by"
+            )
+            continue
+        if number.is_loopback or number.is_unspecified:
+            found.append(f"inventory: {name} has ansible_host={address}; allowed: an address that other nodes reach")
+        names_of[number].append(name)
+    found += [
+        f"inventory: {' and '.join(names)} have the same address {number}; allowed: one name for each address."
+        " Correct ansible_host or take one out"
+        for number, names in names_of.items()
+        if len(names) > 1
+    ]
+    return found
+
+
+def no_answer(name: str, address: str | None, report: dict) -> str:
+    message = PREFIX.sub("", str(report.get("msg") or report.get("module_stderr") or "no message")).strip()
+    where = f"{name} ({address})"
+    if report.get("unreachable"):
+        return (
+            f"{where}: ssh does not get in: {message}. Is it up and is the address right? Try: ssh {address} true."
+            f" If it is gone for good, take {name} out of the inventory"
+        )
+    if re.search(r"(?i)(incorrect|missing) .*password|a password is required|timeout .*privilege", message):
+        return (
+            f"{where}: sudo refuses: {message}. Give the right password by --ask-become-pass, or for this node alone"
+            " by ansible_become_password from a vault, or allow sudo without one"
+        )
+    if re.search(r"(?i)sudoers|not allowed to|may not run", message):
+        return f"{where}: the login user may not use sudo: {message}. Put it into the group sudo (or wheel)"
+    if re.search(r"python3?: (not found|No such file)|interpreter", message):
+        return f"{where}: there is no /usr/bin/python3: {message}. Install it: apt-get install python3"
+    return f"{where}: the look at it failed: {message}"
+
+
+def node_problems(name: str, address: str | None, facts: dict, settings: dict) -> list[str]:
+    found = []
+    if not facts["family"]:
+        found.append(f"runs {facts['os']}; allowed: Debian, Ubuntu, the RHEL family. Take it out of the inventory")
+    if not facts["systemd"]:
+        found.append("systemd is not running; allowed: a machine that booted with it")
+    if tuple(int(part) for part in facts["python"].split(".") if part) < PYTHON:
+        found.append(
+            f"{settings['python']} is {facts['python'] or 'not there'}; allowed: Python 3.11 or newer (Debian 12,"
+            " Ubuntu 24.04; on RHEL 9 install python3.12). Set mpitrain_python to such a one"
+        )
+    if address not in facts["addresses"]:
+        own = [one for one in facts["addresses"] if not one.startswith(("127.", "::1", "fe80"))]
+        found.append(
+            f"the address {address} is on none of its interfaces (it has {', '.join(own) or 'none'}); allowed:"
+            " its own. Correct ansible_host"
+        )
+    if facts["hostname"] != name and not settings["set_hostname"]:
+        found.append(
+            f"calls itself {facts['hostname']}; allowed: the name in the inventory. Rename one of them, or set"
+            " mpitrain_set_hostname: true"
+        )
+    found += [
+        f"/etc/hosts has the line {line!r}; allowed: its own name on no loopback address. Take {facts['hostname']} out"
+        for line in facts["loopback_lines"]
+    ]
+    for program, key in (("sshd", "sshd_includes"), ("ssh", "ssh_includes")):
+        if not facts[key]:
+            path = f"/etc/ssh/{program}_config"
+            found.append(
+                f"{path} does not include {path}.d/*.conf; needed: our settings are files of their own. Put this at its"
+                f" top: Include {path}.d/*.conf"
+            )
+    if not facts["host_keys"]:
+        found.append("there is no /etc/ssh/ssh_host_*_key.pub; needed: host keys. Run: sudo ssh-keygen -A")
+    if not facts["mpiexec_found"]:
+        found.append(f"there is no mpiexec where mpitrain_mpi={settings['mpi']} says; install it, or use wheel")
+    return [f"{name}: {what}" for what in found]
+
+
+def account_problems(name: str, facts: dict, settings: dict) -> list[str]:
+    user, uid, gid = settings["user"], settings["uid"], settings["gid"]
+    found = []
+    if facts["user_uid"] not in (None, uid):
+        found.append(
+            f"user {user} has uid {facts['user_uid']}; allowed: {uid} as on the other nodes. Choose another"
+            " mpitrain_user, or give it that uid (usermod -u, then chown its files)"
+        )
+    if facts["uid_user"] not in (None, user):
+        found.append(f"uid {uid} belongs to {facts['uid_user']}; needed for {user}. Choose another mpitrain_uid")
+    if facts["group_gid"] not in (None, gid):
+        found.append(
+            f"group {user} has gid {facts['group_gid']}; allowed: {gid}. Choose another mpitrain_user, or groupmod -g"
+        )
+    if facts["gid_group"] not in (None, user):
+        found.append(f"gid {gid} belongs to {facts['gid_group']}; needed for {user}. Choose another mpitrain_gid")
+    if facts["user_uid"] == uid and facts["user_gid"] != gid:
+        found.append(f"user {user} has the main group {facts['user_gid']}; allowed: {gid}. Run usermod -g {gid} {user}")
+    return [f"{name}: {what}" for what in found]
+
+
+def head_problems(name: str, facts: dict, settings: dict) -> list[str]:
+    place, path = facts["share"], settings["share"]
+    found = path_problems(name, place, path)
+    if found:
+        return found
+    if place["type"].startswith((*NETWORK_FILE_SYSTEMS, "autofs")):
+        seen = f"a mount of {place['source']} ({place['type']})"
+        return [f"{name}: {path} is {seen}; allowed on the head: its own disk. Make another node the head"]
+    if not place["empty"] and place["owner"] not in (0, settings["uid"]):
+        found.append(
+            f"{name}: {path} has files and belongs to uid {place['owner']}; allowed: {settings['uid']}. Choose another"
+            " mpitrain_share"
+        )
+    if not facts["runtime"] and place["free_mib"] < settings["min_free_mib"]:
+        found.append(
+            f"{name}: {path} has {place['free_mib']} MiB free; needed: {settings['min_free_mib']} MiB for Python and"
+            " MPI (mpitrain_min_free_mib). Free some, or choose another mpitrain_share"
+        )
+    return found
+
+
+def worker_problems(name: str, facts: dict, settings: dict, source: str) -> list[str]:
+    place, path = facts["share"], settings["share"]
+    found = path_problems(name, place, path)
+    if place["kind"] == "mount" and place["type"] != "autofs":
+        right = place["type"].startswith(NETWORK_FILE_SYSTEMS) and place["source"] == source
+        if not right:
+            found.append(
+                f"{name}: {path} is a mount of {place['source']} ({place['type']}); allowed: {source}. Unmount it:"
+                f" sudo umount {path}"
+            )
+    if place["kind"] == "folder" and not place["empty"]:
+        found.append(
+            f"{name}: {path} holds files on its own disk, which the mount would hide; allowed: an empty folder. Move"
+            " them away, or choose another mpitrain_share"
+        )
+    return found
+
+
+def path_problems(name: str, place: dict, path: str) -> list[str]:
+    if not re.fullmatch(r"(/[A-Za-z0-9_][A-Za-z0-9._-]*)+", path):
+        return [f"{name}: mpitrain_share is {path!r}; allowed: an absolute path of letters, digits, '.', '_' and '-'"]
+    if place["kind"] in ("file", "symbolic link"):
+        seen = f"{place['kind']} {place['source']}".rstrip()
+        return [f"{name}: {path} is a {seen}; allowed: nothing, or a folder. Move it or choose another mpitrain_share"]
+    return []
+
+
+def difference_problems(facts: dict) -> list[str]:
+    """What must be the same everywhere, because one virtual environment serves all nodes."""
+    found = []
+    for what, value_of in (
+        ("architecture", {name: one["architecture"] for name, one in facts.items()}),
+        ("minor version of Python", {name: ".".join(one["python"].split(".")[:2]) for name, one in facts.items()}),
+    ):
+        names_of = defaultdict(list)
+        for name, value in value_of.items():
+            names_of[value].append(name)
+        common = max(names_of, key=lambda value: len(names_of[value]), default="")
+        found += [
+            f"{', '.join(names)}: the {what} is {value or 'unknown'}; allowed: {common} as on"
+            f" {', '.join(names_of[common])}, because one environment serves all nodes. Take it out of"
+            " the inventory, or make all alike"
+            for value, names in names_of.items()
+            if value != common
+        ]
+    return found
+
+
+def notes(reports: dict) -> list[str]:
+    """What is worth a word and stops nobody."""
+    found = []
+    facts = {name: report["ansible_facts"]["mpitrain"] for name, report in sorted(reports.items())}
+    for name, one in facts.items():
+        if one["nvidia_cards"] and not one["nvidia_driver"]:
+            found.append(
+                f"{name}: has {one['nvidia_cards']} NVIDIA cards and no driver is loaded. We never install drivers: see"
+                " https://docs.nvidia.com/datacenter/tesla/driver-installation-guide"
+            )
+        if one["firewall"] == "own rules":
+            found.append(
+                f"{name}: nftables drops what it does not know, and neither ufw nor firewalld manages it. We leave such"
+                " rules alone: let the nodes' addresses in, or MPI will hang"
+            )
+    drivers = {one["nvidia_driver"] for one in facts.values() if one["nvidia_driver"]}
+    if len(drivers) > 1:
+        found.append(f"the nodes have different NVIDIA drivers: {', '.join(sorted(drivers))}")
+    return found
+
+
+class FilterModule:
+    """Ansible looks for this class."""
+
+    def filters(self) -> dict:
+        return {"mpitrain_problems": problems, "mpitrain_notes": notes}

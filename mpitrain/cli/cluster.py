@@ -1,0 +1,149 @@
+"""`mpitrain cluster`: from bare machines to a cluster, by the playbooks of `cluster/`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from mpitrain.errors import ConfigError
+
+HELP = "make a cluster of bare machines, and change it"
+
+_EPILOG = """\
+Runs the playbooks of the folder cluster/ and prints each ansible-playbook line
+before it runs it; the line alone does the same. What stands behind -- goes to
+ansible-playbook as it is.
+
+  mpitrain cluster init --nodes node1=10.0.0.1,node2=10.0.0.2 --user admin
+  mpitrain cluster trust
+  mpitrain cluster setup --check
+  mpitrain cluster setup
+  mpitrain cluster add node3=10.0.0.3
+  mpitrain cluster remove node2
+  mpitrain cluster setup -- --tags ssh,nfs --limit node1
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the actions and their options."""
+    parser.epilog = _EPILOG
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+
+    def action(name: str, text: str) -> argparse.ArgumentParser:
+        made = actions.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False)
+        made.add_argument("--inventory", type=Path, metavar="FILE", help="instead of cluster/hosts")
+        return made
+
+    init = action("init", "write cluster/hosts, from options or from answers")
+    init.add_argument("--nodes", metavar="NAME=ADDRESS,...", help="the nodes with their IP addresses")
+    init.add_argument("--head", metavar="NAME", help="the node that holds the share (default: the first)")
+    init.add_argument("--user", help="log in to the nodes as this user, who may use sudo (default: as ssh does)")
+    init.add_argument("--key", metavar="FILE", help="private key for that login (default: as ssh does)")
+
+    trust = action("trust", "show the nodes' host keys, and make them known to your ssh")
+    trust.add_argument("nodes", nargs="*", metavar="NODE", help="name of a node (default: all)")
+    _add_fingerprints(trust)
+
+    setup = action("setup", "set the nodes of cluster/hosts up; changes only what is not right yet")
+    _add_playbook_options(setup)
+
+    add = action("add", "take workers into cluster/hosts and set them up")
+    add.add_argument("nodes", metavar="NAME=ADDRESS,...", help="the new workers")
+    add.add_argument("--user", help="log in to it as this user (default: as ssh does)")
+    add.add_argument("--key", metavar="FILE", help="private key for that login (default: as ssh does)")
+    _add_fingerprints(add)
+    _add_playbook_options(add)
+
+    remove = action("remove", "undo the set-up on a worker, and take it out of cluster/hosts")
+    remove.add_argument("node", metavar="NODE", help="name of a worker")
+    remove.add_argument("--offline", action="store_true", help="it is dead: only make the others forget it")
+    remove.add_argument("--yes", action="store_true", help="do not ask")
+    _add_playbook_options(remove)
+
+    teardown = action("teardown", "undo the set-up on all nodes; the data on the share stays")
+    teardown.add_argument("--yes", action="store_true", help="do not ask")
+    _add_playbook_options(teardown)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do the action; returns the exit code."""
+    from mpitrain.provision import nodes
+    from mpitrain.provision.inventory import login_variables, parse_nodes
+    from mpitrain.provision.project import find_project
+    from mpitrain.provision.trust import read_fingerprints, trust
+
+    if arguments.action == "init":
+        return _init(arguments)
+    project = find_project(arguments.inventory)
+    if arguments.action == "trust":
+        return 0 if trust(project, arguments.nodes, read_fingerprints(arguments.fingerprints)) else 1
+    options = _ansible_options(arguments)
+    if arguments.action == "setup":
+        return nodes.set_up(project, options, check=arguments.check)
+    if arguments.action == "add":
+        variables = login_variables(arguments.user, arguments.key)
+        hosts = parse_nodes(arguments.nodes, variables)
+        return nodes.add(project, hosts, read_fingerprints(arguments.fingerprints), options, check=arguments.check)
+    if arguments.action == "remove":
+        return nodes.remove(
+            project,
+            arguments.node,
+            options,
+            check=arguments.check,
+            offline=arguments.offline,
+            assume_yes=arguments.yes,
+        )
+    return nodes.tear_down(project, options, check=arguments.check, assume_yes=arguments.yes)
+
+
+def _init(arguments: argparse.Namespace) -> int:
+    from mpitrain.launch.hostfile import host_line
+    from mpitrain.provision import terminal
+    from mpitrain.provision.inventory import (
+        ask_for_login,
+        ask_for_nodes,
+        create_inventory,
+        login_variables,
+        parse_nodes,
+        refuse_existing,
+    )
+    from mpitrain.provision.project import find_project
+
+    path = arguments.inventory or find_project().inventory
+    refuse_existing(path)
+    user, key = arguments.user, arguments.key
+    if arguments.nodes is None and not terminal.is_there():
+        raise ConfigError("init: without a terminal to ask at it needs --nodes NAME=ADDRESS,NAME=ADDRESS")
+    if arguments.nodes is None and user is None and key is None:
+        user, key = ask_for_login()
+    variables = login_variables(user, key)
+    nodes = ask_for_nodes(variables) if arguments.nodes is None else parse_nodes(arguments.nodes, variables)
+    inventory = create_inventory(path, nodes, arguments.head)
+    print(f"{path}:")
+    for host in inventory.hosts:
+        print(f"    {'head  ' if host is inventory.head else 'worker'}  {host_line(host)}")
+    print("Next: mpitrain cluster trust, then mpitrain cluster setup")
+    return 0
+
+
+def _add_fingerprints(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--fingerprints",
+        action="append",
+        default=[],
+        metavar="FILE|NODE=SHA256:...",
+        help="the right keys, instead of a question; FILE has lines NODE SHA256:...; may be repeated",
+    )
+
+
+def _add_playbook_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--check", action="store_true", help="show what would change, change nothing")
+    parser.add_argument("--ask-become-pass", action="store_true", help="ask for the password of sudo")
+    parser.add_argument("ansible", nargs="*", metavar="ARGUMENT", help="behind --: for ansible-playbook")
+
+
+def _ansible_options(arguments: argparse.Namespace) -> list[str]:
+    inventories = ("-i", "--inventory", "--inventory-file")
+    if wrong := [word for word in arguments.ansible if word.partition("=")[0] in inventories]:
+        raise ConfigError(f"{wrong[0]} behind --; the inventory goes before it: --inventory FILE")
+    return [*(["--ask-become-pass"] if arguments.ask_become_pass else []), *arguments.ansible]

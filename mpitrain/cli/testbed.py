@@ -1,0 +1,271 @@
+"""`mpitrain testbed`: several real nodes on this machine, to try mpitrain on and to break."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpitrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mpitrain.testbed import Bed
+
+HELP = "several real nodes on this machine, to try mpitrain on and to break"
+
+_EPILOG = """\
+The nodes are containers that boot: each has its own systemd, sshd, users, /etc
+and network. With --full they are virtual machines with kernels of their own
+(User-mode Linux), slower, with a real NFS server and client. They have no way
+out; packages and wheels come from this machine. Needs root, and Debian.
+
+  sudo mpitrain testbed up 4
+  sudo mpitrain testbed run ansible-playbook cluster/setup.yml
+  sudo mpitrain testbed ssh node2 hostname
+  sudo mpitrain testbed break drop node2 --ports 22
+  sudo mpitrain testbed heal all
+  sudo mpitrain testbed down
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    from mpitrain.testbed.record import STATE
+
+    parser.epilog = _EPILOG
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--name", metavar="BED", help="the test bed, where there are several")
+    common.add_argument(
+        "--state", type=Path, default=STATE, metavar="DIR", help="images and beds are there (%(default)s)"
+    )
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+
+    def action(name: str, what: str) -> argparse.ArgumentParser:
+        return actions.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.", parents=[common])
+
+    new = action("up", "make a test bed and wait until its nodes are up")
+    new.add_argument("num_nodes", nargs="?", type=int, metavar="N", help="number of nodes")
+    new.add_argument("--full", action="store_true", help="nodes with kernels of their own (User-mode Linux)")
+    new.add_argument("--snapshot", metavar="NAME", help="start from disks that `save` kept")
+    new.add_argument("--delay-microseconds", type=int, default=0, metavar="US", help="what every cable takes, each way")
+    build = action("build", "install what is needed and make the nodes' image; `up` does it too")
+    build.add_argument("--full", action="store_true", help="also what `up --full` needs")
+    old = action("down", "take a test bed down")
+    old.add_argument("--all", action="store_true", help="take all of them down")
+    action("status", "show the test beds, their nodes and what is broken")
+    login = action("ssh", "log in on a node, or run a line of shell there")
+    login.add_argument("node", metavar="NODE")
+    login.add_argument("words", nargs=argparse.REMAINDER, metavar="COMMAND")
+    run_ = action("run", "run a command of this machine in the test bed's network")
+    run_.add_argument("words", nargs=argparse.REMAINDER, metavar="COMMAND")
+    breaker = action("break", "break something on nodes; `heal` mends it")
+    breaker.add_argument("fault", choices=sorted(_FAULTS), metavar="FAULT", help=", ".join(sorted(_FAULTS)))
+    breaker.add_argument("nodes", nargs="+", metavar="NODE")
+    breaker.add_argument("--ports", help="for drop and reject: 22, or 111,2049,50000-50300")
+    breaker.add_argument("--rate", help="for shape: 1gbit, 100mbit")
+    breaker.add_argument("--mtu-bytes", type=int, metavar="BYTES", help="for mtu: 576 to 9000; the network's is 1500")
+    breaker.add_argument("--seconds", type=float, help="for clock: how far ahead, or back if below 0")
+    breaker.add_argument("--delay-microseconds", type=int, metavar="US", help="for delay (full beds): each way")
+    heal = action("heal", "undo all that was broken")
+    heal.add_argument("nodes", nargs="+", metavar="NODE", help="nodes, or all")
+    save = action("save", "keep the disks of a test bed, for up --snapshot")
+    save.add_argument("snapshot", metavar="NAME")
+    forget = action("forget", "remove a snapshot")
+    forget.add_argument("snapshot", metavar="NAME")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do what was asked; returns the exit code."""
+    try:
+        code: int = _ACTIONS[arguments.action](arguments)
+    except KeyboardInterrupt:
+        print("mpitrain testbed: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+    return code
+
+
+def _up(arguments: argparse.Namespace) -> int:
+    from mpitrain.testbed import up
+
+    # A second one, while what is half made is being removed, ends this process: `down` does the rest.
+    signal.signal(signal.SIGTERM, _interrupt)
+    bed = up(
+        arguments.num_nodes,
+        full=arguments.full,
+        name=arguments.name,
+        snapshot=arguments.snapshot,
+        delay_microseconds=arguments.delay_microseconds,
+        state=arguments.state,
+        say=_say,
+    )
+    _show(bed)
+    return 0
+
+
+def _interrupt(*_: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    raise KeyboardInterrupt
+
+
+def _build(arguments: argparse.Namespace) -> int:
+    from mpitrain.testbed import build
+
+    print(arguments.state / "images" / build(full=arguments.full, state=arguments.state, say=_say))
+    return 0
+
+
+def _down(arguments: argparse.Namespace) -> int:
+    from mpitrain.testbed import bed_names, down
+    from mpitrain.testbed.host import require_root
+    from mpitrain.testbed.record import only_bed
+
+    require_root()
+    if arguments.all and arguments.name:
+        raise ConfigError("--all and --name: take one of them")
+    names = bed_names(arguments.state) if arguments.all else [arguments.name or only_bed(arguments.state)]
+    for name in names:
+        down(arguments.state, name)
+    return 0
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    from mpitrain.testbed import Bed, snapshot_names
+    from mpitrain.testbed.host import require_root
+    from mpitrain.testbed.record import read_record, read_records
+
+    require_root()
+    records = [read_record(arguments.state, arguments.name)] if arguments.name else read_records(arguments.state)
+    if not records:
+        print("no test bed; make one: sudo mpitrain testbed up 4")
+    for record in records:
+        try:
+            if record.ready:
+                _show(Bed(record))
+            else:
+                print(f"{record.name}: coming up, or interrupted (then: mpitrain testbed down --name {record.name})")
+        except ConfigError:
+            print(f"{record.name}: going down")
+    if kept := snapshot_names(arguments.state):
+        print(f"snapshots: {', '.join(kept)}")
+    return 0
+
+
+def _ssh(arguments: argparse.Namespace) -> int:
+    bed = _find(arguments)
+    bed.record.checked(arguments.node.rpartition("@")[2])
+    _execute(bed, ["ssh", arguments.node, *arguments.words])
+    return 1  # not reached: ssh has taken this process's place
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    words = arguments.words[1:] if arguments.words[:1] == ["--"] else arguments.words
+    if not words:
+        raise ConfigError("run what? for example: mpitrain testbed run ansible-playbook cluster/setup.yml")
+    _execute(_find(arguments), words)
+    return 1  # not reached
+
+
+def _execute(bed: Bed, words: list[str]) -> None:
+    from mpitrain.testbed.controller import environment, inside, link_group_vars
+
+    link_group_vars(bed.record, Path.cwd())
+    command = inside(bed.record, words)
+    sys.stdout.flush()
+    os.execvpe(command[0], command, environment(bed.record, os.environ))
+
+
+def _break(arguments: argparse.Namespace) -> int:
+    bed = _find(arguments)
+    option, needs_value = _FAULTS[arguments.fault]
+    for other in ("ports", "rate", "mtu_bytes", "seconds", "delay_microseconds"):
+        given = getattr(arguments, other) is not None
+        if given and other != option:
+            raise ConfigError(f"{arguments.fault} takes no --{other.replace('_', '-')}")
+        if other == option and needs_value and not given:
+            raise ConfigError(f"{arguments.fault} needs --{other.replace('_', '-')}")
+    for node in arguments.nodes:
+        bed.record.checked(node)
+    for node in arguments.nodes:
+        method: Callable[..., None] = getattr(bed, arguments.fault)
+        method(node, *([getattr(arguments, option)] if option else []))
+    _show(bed)
+    return 0
+
+
+def _heal(arguments: argparse.Namespace) -> int:
+    bed = _find(arguments)
+    nodes = bed.names if arguments.nodes == ["all"] else arguments.nodes
+    for node in nodes:
+        bed.record.checked(node)
+    for node in nodes:
+        bed.heal(node)
+    _show(bed)
+    return 0
+
+
+def _save(arguments: argparse.Namespace) -> int:
+    _find(arguments).save(arguments.snapshot)
+    return 0
+
+
+def _forget(arguments: argparse.Namespace) -> int:
+    from mpitrain.testbed import forget_snapshot
+    from mpitrain.testbed.host import require_root
+
+    require_root()
+    forget_snapshot(arguments.state, arguments.snapshot)
+    return 0
+
+
+def _find(arguments: argparse.Namespace) -> Bed:
+    from mpitrain.testbed import find
+
+    return find(arguments.name, state=arguments.state)
+
+
+def _show(bed: Bed) -> None:
+    record = bed.record
+    kind = "User-mode Linux" if record.full else "containers"
+    delay = f", cables of {record.delay_microseconds} us" if record.delay_microseconds else ""
+    start = f", from snapshot {record.snapshot}" if record.snapshot else ""
+    print(f"{bed.name}: {record.num_nodes} nodes ({kind}){delay}{start}; inventory {bed.inventory}")
+    for node in bed.names:
+        faults = bed.faults(node)
+        broken = ", ".join(f"{fault} {value}".strip() for fault, value in faults.items())
+        state = "off" if "kill" in faults else "frozen" if "freeze" in faults else "up" if bed.is_up(node) else "not up"
+        print(f"  {node}  {bed.address(node):<15}  {state}{f'; broken: {broken}' if broken else ''}")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+# The fault's method of Bed, and the option with its value.
+_FAULTS: dict[str, tuple[str, bool]] = {
+    "kill": ("", False),
+    "freeze": ("", False),
+    "cut": ("", False),
+    "reboot": ("", False),
+    "drop": ("ports", True),
+    "reject": ("ports", True),
+    "shape": ("rate", True),
+    "delay": ("delay_microseconds", True),
+    "mtu": ("mtu_bytes", True),
+    "clock": ("seconds", True),
+}
+_ACTIONS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "up": _up,
+    "build": _build,
+    "down": _down,
+    "status": _status,
+    "ssh": _ssh,
+    "run": _run,
+    "break": _break,
+    "heal": _heal,
+    "save": _save,
+    "forget": _forget,
+}

@@ -1,0 +1,186 @@
+"""One ssh connection to each host of a job: how it is opened, and what it means when it fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from mpitrain.launch.processes import end_with_parent
+
+# No question is ever asked, no other connection shared; who the host must be is for the user's own settings to say.
+SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
+_GUARD_OPTIONS = ("-T", "-x", "-a", "-o", "ControlPath=none", "-o", "ClearAllForwardings=yes", "-o", "LogLevel=ERROR")
+
+# Not of a virtual environment: the guard must work where the share with that is missing.
+_PYTHON = "/usr/bin/python3"
+
+# The first line has the modules and what to do. Read byte by byte, to leave the rest for the guard.
+_BOOT = """
+import json, sys, types
+line = open(0, "rb", buffering=0, closefd=False).readline()
+if line:
+    bundle = json.loads(line)
+    for name, text in bundle["modules"]:
+        module = sys.modules[name] = types.ModuleType(name)
+        exec(compile(text, name, "exec"), module.__dict__)
+    module.main(bundle["wish"], bundle["probe"])
+"""
+
+
+@dataclass
+class Connection:
+    """The way to a guard. Bytes go both ways without waiting.
+
+    Attributes:
+        heard_seconds: when something came from there, by the clock of the caller.
+        is_closed: no more will come.
+    """
+
+    host: str
+    process: subprocess.Popen[bytes]
+    errors: IO[bytes]  # a file with what ssh and the far side wrote to stderr
+    heard_seconds: float
+    is_closed: bool = False
+    _received: bytes = b""
+    _unsent: bytes = field(default=b"", repr=False)
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send a line, now or at the next `flush`: a network that is cut takes nothing."""
+        self._unsent += json.dumps(message).encode() + b"\n"
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what has not been taken yet."""
+        assert self.process.stdin is not None
+        try:
+            while self._unsent:
+                written = os.write(self.process.stdin.fileno(), self._unsent[: 1 << 16])
+                self._unsent = self._unsent[written:]
+        except BlockingIOError:
+            pass
+        except OSError:  # the far side has gone, which shows when we read
+            self._unsent = b""
+
+    @property
+    def has_unsent(self) -> bool:
+        """True while something waits to be sent."""
+        return bool(self._unsent)
+
+    def receive(self, now: float) -> list[dict[str, Any]]:
+        """What has come; lines of others, such as a greeting in a login script, are left out."""
+        assert self.process.stdout is not None
+        try:
+            data = os.read(self.process.stdout.fileno(), 1 << 20)
+        except BlockingIOError:
+            return []
+        if not data:
+            self.is_closed = True
+            return []
+        self.heard_seconds = now
+        *lines, self._received = (self._received + data).split(b"\n")
+        return [json.loads(line) for line in lines if line.startswith(b'{"')]
+
+    def why_closed(self) -> str:
+        """What went wrong, and what to do, in a line."""
+        self.errors.seek(0)
+        words = self.errors.read().decode(errors="replace").strip()
+        try:
+            code: int | None = self.process.wait(2.0)
+        except subprocess.TimeoutExpired:
+            code = None
+        return explain(self.host, words, code)
+
+    def hang_up(self) -> None:
+        """Send no more. The guard then ends what is left of the job there, and itself."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+
+    def close(self, timeout_seconds: float) -> None:
+        """After `hang_up`: end the ssh process, whatever it does, if it does not end by itself in time."""
+        try:
+            self.process.wait(timeout_seconds)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        self.errors.close()
+
+
+def connect(host: str, is_this_machine: bool, wish: Mapping[str, Any], now: float) -> Connection:
+    """Start a guard on `host`. Returns at once; what the far side says comes later."""
+    boot = ["-I", "-u", "-c", _BOOT]
+    if is_this_machine:
+        command = [sys.executable, *boot]
+    else:
+        command = ["ssh", *SSH_OPTIONS, *_GUARD_OPTIONS, host, f"exec {shlex.join([_PYTHON, *boot])}"]
+    errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the connection
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        start_new_session=True,  # Ctrl-C in the terminal comes to the launcher alone
+        # A guard of this machine outlives the launcher, to clean up; ssh does not.
+        preexec_fn=None if is_this_machine else end_with_parent(),  # noqa: PLW1509 (there are no threads yet)
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    os.set_blocking(process.stdin.fileno(), False)
+    os.set_blocking(process.stdout.fileno(), False)
+    connection = Connection(host, process, errors, now)
+    folder = Path(__file__).parent
+    modules = [(f"mpitrain.launch.{name}", (folder / f"{name}.py").read_text()) for name in ("facts", "guard")]
+    connection.send({"modules": modules, "wish": wish, "probe": (folder / "probe.py").read_text()})
+    return connection
+
+
+def explain(host: str, words: str, code: int | None) -> str:
+    """Why a connection to `host` ended, from what ssh wrote; with what to do."""
+    last = words.splitlines()[-1] if words else f"ended with code {code}, without a word"
+    shown = f"{host}: {last}"
+    for sign, remedy in _REMEDIES:
+        if sign in words:
+            return f"{shown}: {remedy.format(host=host)}"
+    return shown
+
+
+# What ssh says, the most telling first.
+_REMEDIES = (
+    (
+        "REMOTE HOST IDENTIFICATION HAS CHANGED",
+        (
+            "its host key is not the one that is known. Was it installed anew? Compare on its console, then "
+            "`mpitrain cluster trust {host}` and `ansible-playbook cluster/setup.yml --tags ssh`"
+        ),
+    ),
+    (
+        "Host key verification failed",
+        "its host key is not known here; is it a node of this cluster? `ansible-playbook cluster/setup.yml --tags ssh`",
+    ),
+    (
+        "Permission denied",
+        (
+            "it does not let this user in with a key. Is this the cluster's user (`id -un`)? Else "
+            "`ansible-playbook cluster/setup.yml --tags ssh`"
+        ),
+    ),
+    (
+        "Could not resolve hostname",
+        "no such name. `getent hosts {host}`; `ansible-playbook cluster/setup.yml --tags hosts`",
+    ),
+    ("Connection refused", "it is up, but nothing listens for ssh. On its console: `systemctl start ssh`"),
+    ("timed out", "it does not answer. Is it switched on, is its cable in? `ping {host}`"),
+    ("No route to host", "it does not answer. Is it switched on, is its cable in? `ping {host}`"),
+    ("not allowed at this time", "it is not ready for logins yet; try again in a moment"),
+    ("booting up", "it is not ready for logins yet; try again in a moment"),
+    (_PYTHON, f"there is no Python at {_PYTHON}. Install python3 there"),
+)

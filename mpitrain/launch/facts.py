@@ -1,0 +1,131 @@
+"""What a host of a job is like, before the job starts: its routes to the others, its folders, what its Python has.
+
+Runs on every host, sent there as text (guard.py says how); so it imports nothing of ours and does with an old Python.
+Whatever may wait for ever, as a folder of a dead NFS server does, happens in a child with a deadline.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+_PATH_SECONDS = 5.0
+_ROUTE_SECONDS = 5.0
+_PROBE_SECONDS = 25.0
+
+_LOOK_AT_PATH = """
+import os, sys
+path = sys.argv[1]
+try:
+    (os.listdir if os.path.isdir(path) else os.stat)(path)
+    print("there")
+except OSError as error:
+    while not os.path.exists(os.path.dirname(path)):
+        path = os.path.dirname(path)
+    above = os.path.dirname(path)
+    if os.path.exists(path):
+        print("error", path, error.strerror, sep="\\n")
+    elif os.listdir(above):
+        print("missing", path, sep="\\n")
+    else:
+        print("empty", above, sep="\\n")
+"""
+
+
+def collect(wish: dict[str, Any], probe: str) -> dict[str, Any]:
+    """The facts of this host.
+
+    `wish` has `paths`, `python` (the job's), `script`, `variables` (the job's, as far as they matter to Python), and
+    `peers`: the addresses of the other hosts by name.
+    """
+    facts: dict[str, Any] = {"hostname": socket.gethostname(), "paths": look_at_paths(wish["paths"])}
+    facts["rdma"] = any(Path("/sys/class").glob("infiniband/*"))
+    facts["routes"] = routes(wish["peers"])
+    if all(found == ["there"] for found in facts["paths"].values()):
+        facts["environment"] = environment(wish["python"], wish["script"], wish["variables"], probe)
+    return facts
+
+
+def look_at_paths(paths: list[str]) -> dict[str, list[str]]:
+    """For each path ["there"], ["missing", first part that is not there], ["empty", folder], ["hangs"] or an error."""
+    looking = {path: _start([sys.executable, "-S", "-c", _LOOK_AT_PATH, path]) for path in paths}
+    found = {}
+    for path, child in looking.items():
+        text = _output(child, _PATH_SECONDS)
+        found[path] = ["hangs"] if text is None else (text.splitlines() or ["error", path, "cannot be looked at"])
+    return found
+
+
+def routes(peers: dict[str, str]) -> dict[str, dict[str, str]]:
+    """The interface that this host uses towards each peer, and its network; less where the system does not say."""
+    addresses = _ip_json(["address"])
+    networks = {
+        (link["ifname"], address["local"]): f"{address['local']}/{address['prefixlen']}"
+        for link in addresses
+        for address in link.get("addr_info", [])
+        if "local" in address
+    }
+    found = {}
+    for name, peer in peers.items():
+        for route in _ip_json(["route", "get", peer])[:1]:
+            key = (route.get("dev", ""), route.get("prefsrc", ""))
+            found[name] = {"interface": key[0]}
+            if key in networks:
+                found[name]["network"] = str(ipaddress.ip_interface(networks[key]).network)
+    return found
+
+
+def environment(python: str, script: str, variables: dict[str, str], probe: str) -> dict[str, Any]:
+    """What the job's Python finds on this host, with these variables set, or {"error": why that is not known}."""
+    # In the script's folder: that is the first place in which the script itself looks for modules.
+    settings = {"cwd": str(Path(script).parent), "env": {**os.environ, **variables}, "stderr": subprocess.PIPE}
+    child = _start([python, "-c", probe, script], **settings)
+    text = _output(child, _PROBE_SECONDS)
+    if text is None:
+        return {"error": f"{python} did not answer within {_PROBE_SECONDS:g} s"}
+    lines = text.splitlines()
+    if not lines:
+        assert child is not None and child.stderr is not None
+        words = child.stderr.read().decode(errors="replace").strip().splitlines()
+        return {"error": "{} failed: {}".format(python, words[-1] if words else f"code {child.returncode}")}
+    found: dict[str, Any] = json.loads(lines[0])
+    found.update(json.loads(lines[1]) if len(lines) > 1 else {"mpi_error": "the process that loaded it ended"})
+    return found
+
+
+def _ip_json(arguments: list[str]) -> list[dict[str, Any]]:
+    """What `ip` says; nothing where it fails or is not there."""
+    path = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"  # where it is for an ordinary user too
+    text = _output(_start(["ip", "-j", *arguments], env={**os.environ, "PATH": path}), _ROUTE_SECONDS)
+    try:
+        found = json.loads(text or "[]")
+    except ValueError:
+        return []
+    return [entry for entry in found if entry]
+
+
+def _start(command: list[str], **settings: Any) -> subprocess.Popen[bytes] | None:
+    settings = {"stderr": subprocess.DEVNULL, **settings}
+    try:
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, **settings)
+    except OSError:
+        return None
+
+
+def _output(child: subprocess.Popen[bytes] | None, timeout_seconds: float) -> str | None:
+    """What the child printed; None where it did not end in time. Nobody waits for one that cannot be killed."""
+    if child is None:
+        return ""
+    try:
+        child.wait(timeout_seconds)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        return None
+    assert child.stdout is not None
+    return child.stdout.read().decode(errors="replace")

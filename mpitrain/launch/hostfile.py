@@ -1,0 +1,301 @@
+"""The nodes of a cluster, from the file that Ansible reads too: `cluster/hosts`, in a small part of Ansible's INI.
+
+    [head]
+    node1 ansible_host=10.0.0.1
+
+    [workers]
+    node2 ansible_host=10.0.0.2 ansible_user=admin
+
+    [cluster:children]
+    head
+    workers
+
+The first column is the node's name everywhere. What Ansible would read otherwise than we do (ranges, further groups,
+YAML) is refused, so that both always speak of the same nodes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+import os
+import re
+import shlex
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mpitrain.errors import ConfigError
+
+PROJECT_INVENTORY = Path("cluster/hosts")  # in a project's folder
+NODE_INVENTORY = Path("/etc/mpitrain/hosts")  # on every node that was set up
+
+_HEADER = re.compile(r"\[([^:\]\s]+)(?::(\w+))?\]\s*(?:#.*)?")
+_CHILD = re.compile(r"([^:\]\s#]+)\s*(?:#.*)?")
+_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,61}[A-Za-z0-9])?")
+_VARIABLE = re.compile(r"[A-Za-z_]\w*")
+_HOST_GROUPS = ("head", "workers")
+_VARIABLE_GROUPS = (*_HOST_GROUPS, "cluster", "all")
+# Ansible's own groups, and what /etc/hosts has already.
+_TAKEN_NAMES = {*_VARIABLE_GROUPS, "ungrouped", "localhost"}
+
+
+@dataclass(frozen=True)
+class Host:
+    """A node: its name, its IP address, and what else its line sets for Ansible, as text."""
+
+    name: str
+    address: str
+    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """The nodes of a cluster, and the file that they come from or go to."""
+
+    path: Path
+    head: Host
+    workers: tuple[Host, ...] = ()
+
+    @property
+    def hosts(self) -> tuple[Host, ...]:
+        """All nodes, the head first, the others in the order of the file."""
+        return (self.head, *self.workers)
+
+
+def find_inventory() -> Path | None:
+    """./cluster/hosts, else /etc/mpitrain/hosts, else None."""
+    return next((path for path in (PROJECT_INVENTORY, NODE_INVENTORY) if path.is_file()), None)
+
+
+def read_inventory(path: Path) -> Inventory:
+    """The nodes that the file at `path` names.
+
+    Raises:
+        ConfigError: there is no such file; it says something that Ansible or we would read otherwise than it looks;
+            a name or an address comes twice or cannot be one; there is no head, or more than one.
+    """
+    return _parse(path, _read_text(path))
+
+
+def write_inventory(path: Path, inventory: Inventory) -> None:
+    """Write the nodes to `path`, all of it or nothing. Comments and group variables of an older file are lost.
+
+    Raises:
+        ConfigError: what would be written could not be read again.
+    """
+    lines = ["[head]", host_line(inventory.head), "", "[workers]"]
+    lines += [host_line(host) for host in inventory.workers]
+    lines += ["", "[cluster:children]", "head", "workers"]
+    _replace(path, "\n".join(lines) + "\n")
+
+
+def add_worker(path: Path, host: Host) -> Inventory:
+    """Put `host` behind the last worker in the file at `path`; every other line stays as it is.
+
+    Raises:
+        ConfigError: its name or address is there already, or cannot be one.
+    """
+    text = _read_text(path)
+    sections = _sections(path, text)
+    behind = max(number for number, group, kind, _ in sections if (group, kind) == ("workers", ""))
+    lines = text.splitlines()
+    return _replace(path, "\n".join([*lines[:behind], host_line(host), *lines[behind:]]) + "\n")
+
+
+def remove_worker(path: Path, name: str) -> Inventory:
+    """Take the line of the worker `name` out of the file at `path`; every other line stays as it is.
+
+    Raises:
+        ConfigError: there is no such worker; the head cannot be removed.
+    """
+    text = _read_text(path)
+    inventory = _parse(path, text)
+    if name not in {host.name for host in inventory.workers}:
+        workers = ", ".join(host.name for host in inventory.workers) or "none"
+        why = "it is the head, without which there is no cluster" if name == inventory.head.name else "not there"
+        raise ConfigError(f"{path}: cannot remove {name!r}: {why}; the workers are: {workers}")
+    gone = {
+        number
+        for number, group, kind, line in _sections(path, text)
+        if (group, kind) == ("workers", "") and not line.startswith("[") and shlex.split(line, comments=True)[0] == name
+    }
+    kept = [line for number, line in enumerate(text.splitlines(), 1) if number not in gone]
+    return _replace(path, "\n".join(kept) + "\n")
+
+
+def host_line(host: Host) -> str:
+    """The line of a node, without the end of line."""
+    variables = ({} if host.name == host.address else {"ansible_host": host.address}) | dict(host.variables)
+    return " ".join([host.name, *(f"{name}={shlex.quote(value)}" for name, value in variables.items())])
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: there is no such file; `mpitrain cluster init` writes one") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read as an inventory: {error}") from None
+
+
+def _replace(path: Path, text: str) -> Inventory:
+    """Write `text` to `path` in one step, if it is an inventory; returns what it says."""
+    inventory = _parse(path, text)
+    target = path.resolve()  # a link stays a link
+    mode = target.stat().st_mode & 0o777 if target.exists() else 0o644
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=target.parent, prefix=".hosts-", delete=False) as file:
+        try:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+            os.fchmod(file.fileno(), mode)
+            Path(file.name).replace(target)
+        except BaseException:
+            Path(file.name).unlink(missing_ok=True)
+            raise
+    return inventory
+
+
+def _sections(path: Path, text: str) -> list[tuple[int, str, str, str]]:
+    """Line number, group, kind ("", "children", "vars") and text of every line that says something, headers too."""
+    found: list[tuple[int, str, str, str]] = []
+    group = kind = ""
+    for number, raw in enumerate(text.splitlines(), 1):
+        line = raw.strip()
+        if not line or line.startswith(("#", ";")):
+            continue
+        if line.startswith("["):
+            header = _HEADER.fullmatch(line)
+            if header is None:
+                raise _error(path, number, f"{line!r} is no section", "write [head], [workers] or [cluster:children]")
+            group, kind = header[1], header[2] or ""
+            _check_section(path, number, group, kind)
+        elif not group:
+            yaml = line == "---" or line.endswith(":")
+            what = "this looks like YAML" if yaml else f"{line!r} stands before the first section"
+            raise _error(path, number, what, "an inventory begins with [head], in the form of cluster/hosts.example")
+        found.append((number, group, kind, line))
+    return found
+
+
+def _check_section(path: Path, number: int, group: str, kind: str) -> None:
+    fits = {
+        "": group in _HOST_GROUPS,
+        "children": group == "cluster",
+        "vars": group in _VARIABLE_GROUPS,
+    }
+    if not fits.get(kind, False):
+        section = f"[{group}:{kind}]" if kind else f"[{group}]"
+        allowed = "[head], [workers], [cluster:children] and [GROUP:vars] of these groups or of all"
+        raise _error(path, number, f"the section {section} is not known", f"allowed are {allowed}")
+
+
+def _parse(path: Path, text: str) -> Inventory:
+    groups: dict[str, list[Host]] = {}
+    children: list[str] = []
+    seen: dict[str, tuple[int, str]] = {}  # names, lower case, and addresses: where they stand, and whose they are
+    for number, group, kind, line in _sections(path, text):
+        if line.startswith("["):
+            if not kind:
+                groups.setdefault(group, [])
+        elif kind == "vars":
+            _check_variable(path, number, line)
+        elif kind == "children":
+            children.append(_child(path, number, line))
+        else:
+            host = _host(path, number, line)
+            for word, value in (("name", host.name.lower()), ("address", host.address)):
+                key = f"{word} {value}"
+                if key in seen:
+                    there, owner = seen[key]
+                    what = f"the {word} {value} of {host.name} is in line {there} already, for {owner}"
+                    raise _error(path, number, what, "every node has one line, a name and an address of its own")
+                seen[key] = (number, host.name)
+            groups[group].append(host)
+    return _inventory(path, groups, children)
+
+
+def _inventory(path: Path, groups: Mapping[str, Sequence[Host]], children: Sequence[str]) -> Inventory:
+    for group in _HOST_GROUPS:
+        if group not in groups:
+            raise ConfigError(f"{path}: there is no section [{group}]; add it, with a line for each node, or empty")
+    if sorted(children) != sorted(_HOST_GROUPS):
+        found = ", ".join(children) or "nothing"
+        raise ConfigError(
+            f"{path}: [cluster:children] has {found}; it must have the two lines head and workers, "
+            "or Ansible would leave nodes out"
+        )
+    if len(groups["head"]) != 1:
+        names = ", ".join(host.name for host in groups["head"]) or "nothing"
+        raise ConfigError(
+            f"{path}: [head] has {names}; it must have exactly one node, the one that holds the share; "
+            "put the others under [workers]"
+        )
+    return Inventory(path, groups["head"][0], tuple(groups["workers"]))
+
+
+def _host(path: Path, number: int, line: str) -> Host:
+    try:
+        name, *settings = shlex.split(line, comments=True)
+    except ValueError as error:
+        raise _error(path, number, f"{line!r} cannot be split: {error}", "close the quotation") from None
+    if "[" in name:
+        raise _error(path, number, f"{name!r} is a range of names", "write a line for each node, with its address")
+    if not _NAME.fullmatch(name):
+        allowed = "a host name has letters, digits, - and ., at most 63; a port goes into ansible_port=, IPv6 into "
+        raise _error(path, number, f"{name!r} cannot be a node's name", f"{allowed}ansible_host=")
+    if name.lower() in _TAKEN_NAMES:
+        raise _error(path, number, f"the name {name!r} has another meaning", "give the node another name")
+    variables: dict[str, str] = {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals or not _VARIABLE.fullmatch(key):
+            what = f"{setting!r} of {name} is not of the form variable=value"
+            raise _error(path, number, what, "write no space around =, and quote a value with spaces")
+        if key in variables:
+            raise _error(path, number, f"{name} sets {key} twice", "keep one of them")
+        variables[key] = value
+    return Host(name, _address(path, number, name, variables.pop("ansible_host", None)), variables)
+
+
+def _address(path: Path, number: int, name: str, given: str | None) -> str:
+    named = _ip(name)
+    text = name if given is None else given
+    address = _ip(text)
+    if address is None:
+        what = f"{name} has no address" if given is None else f"the address {given!r} of {name} is not an IP address"
+        remedy = f"write its IP address: {name} ansible_host=10.0.0.1 (`ip -brief address` on {name} shows it)"
+        raise _error(path, number, what, remedy)
+    if named is not None and named != address:
+        raise _error(path, number, f"{name} is an address, but ansible_host says {address}", "give the node a name")
+    if address.is_unspecified or address.is_multicast:
+        raise _error(path, number, f"the address {address} of {name} is no machine's", "write its own IP address")
+    return str(address)
+
+
+def _ip(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(text)
+    except ValueError:
+        return None
+
+
+def _child(path: Path, number: int, line: str) -> str:
+    child = _CHILD.fullmatch(line)
+    if child is None or child[1] not in _HOST_GROUPS:
+        raise _error(path, number, f"{line!r} is no group of ours", "[cluster:children] has the lines head and workers")
+    return child[1]
+
+
+def _check_variable(path: Path, number: int, line: str) -> None:
+    name, equals, _ = line.partition("=")
+    if not equals or not _VARIABLE.fullmatch(name.strip()):
+        raise _error(path, number, f"{line!r} is not of the form variable=value", "one variable a line")
+    if name.strip() == "ansible_host":
+        raise _error(path, number, "ansible_host is set for a whole group", "put it into the line of the node")
+
+
+def _error(path: Path, number: int, found: str, remedy: str) -> ConfigError:
+    return ConfigError(f"{path}:{number}: {found}; {remedy}")

@@ -1,0 +1,39 @@
+"""What each rank of a job over several hosts runs first: it signs that it has started, and becomes the program.
+
+    python -m mpitrain.launch.rank '{"0-1": {"UCX_NET_DEVICES": "eno1"}, "2-3": {...}}' PROGRAM ARGUMENT...
+
+The process stays the same, so mpiexec and MPI notice nothing. The settings are those in which hosts differ: mpiexec
+gives all ranks the same environment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+from mpitrain.launch.roll_call import ROLL_CALL, STARTED, sign
+
+
+def settings_of(rank: int, settings: dict[str, dict[str, str]]) -> dict[str, str]:
+    """What `rank` adds to its environment."""
+    for ranks, variables in settings.items():
+        first, _, last = ranks.partition("-")
+        if int(first) <= rank <= int(last):
+            return variables
+    return {}
+
+
+def main(arguments: list[str]) -> None:
+    """Become the program. Does not return."""
+    text, *program = arguments
+    number = next((os.environ[name] for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK") if name in os.environ), None)
+    if number is not None:
+        os.environ.update(settings_of(int(number), json.loads(text)))
+        if ROLL_CALL in os.environ:
+            sign(os.environ[ROLL_CALL], STARTED, int(number), str(os.getpid()))
+    os.execvp(program[0], program)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

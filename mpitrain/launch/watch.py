@@ -1,0 +1,202 @@
+"""The guards of all hosts of a job, as the launcher sees them: their facts, their silence, their last reports.
+
+A thread keeps the connections alive and up to date, because the main one may wait for somebody to read its output.
+"""
+
+from __future__ import annotations
+
+import selectors
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mpitrain.errors import LaunchError
+from mpitrain.launch.connections import Connection, connect
+from mpitrain.launch.roll_call import STARTED, Signatures
+
+BEAT_SECONDS = 1.0
+SILENCE_SECONDS = 15.0  # a host that has not been heard for so long is lost
+GUARD_SILENCE_SECONDS = 30.0  # a guard that has not heard the launcher for so long ends the job on its host
+FACTS_SECONDS = 45.0  # a host must have answered by then, slow disks and all
+END_SECONDS = 15.0
+_LOOK_SECONDS = 3.0
+_CLOSE_SECONDS = 3.0
+
+
+@dataclass
+class HostReport:
+    """What is known of a host while the job runs."""
+
+    started: set[int] = field(default_factory=set)  # ranks that have signed there that they have
+    gone: dict[int, float] = field(default_factory=dict)  # ranks whose process has ended: since when
+    processes: list[tuple[int, str, str]] | None = None  # id, state, command line
+    unreachable: list[str] = field(default_factory=list)  # hosts to which it cannot connect on high ports
+    left: list[tuple[int, str]] | None = None  # that had to be ended; None: it has not said so
+    immortal: list[tuple[int, str]] = field(default_factory=list)
+
+
+class Guards:
+    """Use it in `with`: at its end nothing of it is left here.
+
+    Attributes:
+        reports: what each host has said.
+        signatures: of all ranks, with the time at which each was seen.
+        trouble: why the job must be ended, if it must.
+    """
+
+    def __init__(self, own: str, hosts: Iterable[str], wishes: Mapping[str, Mapping[str, Any]]) -> None:
+        """Connect to all hosts; `own` is the name of this machine among them."""
+        self.reports = {host: HostReport() for host in hosts}
+        self.signatures = Signatures()
+        self.trouble: str | None = None
+        self._beaten = 0.0
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="guards", daemon=True)
+        self._facts: dict[str, Any] = {}
+        now = time.monotonic()
+        self._connections = {host: connect(host, host == own, wishes[host], now) for host in self.reports}
+
+    def __enter__(self) -> Guards:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(END_SECONDS)
+        for connection in self._connections.values():
+            connection.hang_up()
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        for connection in self._connections.values():
+            connection.close(max(0.0, deadline - time.monotonic()))
+
+    def facts(self) -> dict[str, dict[str, Any]]:
+        """What each host is like.
+
+        Raises:
+            LaunchError: names every host that cannot be reached or does not answer in time.
+        """
+        deadline = time.monotonic() + FACTS_SECONDS
+        wrong: dict[str, str] = {}
+        while len(self._facts) + len(wrong) < len(self._connections) and time.monotonic() < deadline:
+            self._beat(time.monotonic())
+            self._exchange(time.monotonic(), BEAT_SECONDS / 4)
+            for host, connection in self._connections.items():
+                if connection.is_closed and host not in self._facts:
+                    wrong.setdefault(host, connection.why_closed())
+        for host in self._connections.keys() - self._facts.keys() - wrong.keys():
+            wrong[host] = f"{host}: no answer within {FACTS_SECONDS:g} s; does `ssh {host} true` come back at once?"
+        for host, facts in self._facts.items():
+            if "error" in facts:
+                wrong[host] = f"{host}: {facts['error']}"
+        if wrong:
+            lines = [wrong[host] for host in self._connections if host in wrong]
+            raise LaunchError("these hosts cannot take part:\n    " + "\n    ".join(lines))
+        return {host: self._facts[host] for host in self._connections}
+
+    def start(self) -> None:
+        """From now on silence is trouble. Call it before mpiexec runs."""
+        now = time.monotonic()
+        for connection in self._connections.values():
+            connection.heard_seconds = now
+        self._thread.start()
+
+    def look(self) -> None:
+        """Ask for the job's processes on every host, and whom it cannot reach; a report without them did not answer."""
+        for report in self.reports.values():
+            report.processes = None
+        self._send_all({"processes": 1})
+        deadline = time.monotonic() + _LOOK_SECONDS
+        while time.monotonic() < deadline and any(report.processes is None for report in self.reports.values()):
+            time.sleep(0.05)
+
+    def end(self, linger_seconds: float) -> None:
+        """End what is left of the job on every host that can be reached, and hear their last reports."""
+        self._send_all({"end": linger_seconds})
+        deadline = time.monotonic() + linger_seconds + END_SECONDS
+        while time.monotonic() < deadline and any(
+            self.reports[host].left is None and self._may_answer(connection)
+            for host, connection in self._connections.items()
+        ):
+            time.sleep(0.05)
+
+    def _may_answer(self, connection: Connection) -> bool:
+        return not connection.is_closed and time.monotonic() - connection.heard_seconds < SILENCE_SECONDS
+
+    def _watch(self) -> None:
+        looked = time.monotonic()
+        while not self._stop.is_set():
+            now = time.monotonic()
+            if now - looked > SILENCE_SECONDS / 3:  # we were suspended, not they
+                for connection in self._connections.values():
+                    connection.heard_seconds = now
+            looked = now
+            self._beat(now)
+            self._exchange(now, BEAT_SECONDS / 4)
+            if self.trouble is None:
+                self.trouble = self._judge(time.monotonic())
+
+    def _beat(self, now: float) -> None:
+        if now - self._beaten >= BEAT_SECONDS:
+            self._beaten = now
+            self._send_all({"beat": 1})
+
+    def _send_all(self, message: Mapping[str, Any]) -> None:
+        with self._lock:
+            for connection in self._connections.values():
+                connection.send(message)
+
+    def _judge(self, now: float) -> str | None:
+        for host, connection in self._connections.items():
+            if connection.is_closed and self.reports[host].left is None:
+                return f"the connection to {connection.why_closed()}\nThe job is ended on all hosts"
+            silent_seconds = now - connection.heard_seconds
+            if silent_seconds > SILENCE_SECONDS:
+                since = time.strftime("%H:%M:%S", time.localtime(time.time() - silent_seconds))
+                return (
+                    f"{host}: nothing has been heard from it since {since}, for {silent_seconds:.0f} s: its power, its "
+                    f"network, or it is frozen. Does `ssh {host} true` come back? The job is ended on all hosts; "
+                    f"what is left on {host} ends by itself {GUARD_SILENCE_SECONDS:g} s after it last heard from here"
+                )
+        return None
+
+    def _exchange(self, now: float, timeout_seconds: float) -> None:
+        """Take in what comes within that time."""
+        with selectors.DefaultSelector() as ways:
+            for host, connection in self._connections.items():
+                if connection.is_closed:
+                    continue
+                assert connection.process.stdin is not None
+                assert connection.process.stdout is not None
+                ways.register(connection.process.stdout, selectors.EVENT_READ, host)
+                if connection.has_unsent:
+                    ways.register(connection.process.stdin, selectors.EVENT_WRITE, None)
+            if not ways.get_map():
+                time.sleep(timeout_seconds)
+            for key, _ in ways.select(timeout_seconds):
+                if key.data is not None:
+                    connection = self._connections[key.data]
+                    for message in connection.receive(time.monotonic()):
+                        self._take(key.data, message, now)
+        with self._lock:
+            for connection in self._connections.values():
+                connection.flush()
+
+    def _take(self, host: str, message: dict[str, Any], now: float) -> None:
+        report = self.reports[host]
+        if "facts" in message or "error" in message:
+            self._facts[host] = message.get("facts", message)
+        for line in message.get("signed", []):
+            word, rank = self.signatures.add(line, now)
+            if word == STARTED:
+                report.started.add(rank)
+        for rank in message.get("gone", []):
+            report.gone[rank] = now
+        if "processes" in message:
+            report.processes = [tuple(entry) for entry in message["processes"]]
+            report.unreachable = message["unreachable"]
+        if "ended" in message:
+            report.immortal = [tuple(entry) for entry in message["immortal"]]
+            report.left = [tuple(entry) for entry in message["ended"]]

@@ -1,0 +1,203 @@
+"""The key that a node shows, compared with the ones that the operator's ssh knows.
+
+One ordinary login with the operator's own ssh tells both: who is there and whether the login works. ssh-keyscan, or
+connections that end before they have logged in, would be simpler; but sshd of OpenSSH 9.8 and later refuses an address
+that did a few of those, the right key included, for some time (PerSourcePenalties in sshd_config(5)).
+
+The login is made against a copy of what is known about the node, in a file of its own, to which ssh adds a new key
+(StrictHostKeyChecking=accept-new). Nothing is lost by logging in to a stranger: only public keys are tried, whose
+signature is of no use elsewhere (RFC 4252, section 7), nothing is forwarded, and the command is `true`.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import os
+import re
+import signal
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from mpitrain.errors import ClusterError
+from mpitrain.launch.hostfile import Host
+from mpitrain.provision.login import Login
+
+_CONNECT_SECONDS = 10
+_LOGIN_SECONDS = 30.0
+
+State = Literal["known", "unknown", "changed", "unreachable", "local"]
+
+
+@dataclass(frozen=True)
+class Contact:
+    """What came of a login. `problem` is ssh's own words where it did not work."""
+
+    host: Host
+    state: State
+    fingerprint: str = ""  # of the key that the node showed, as "SHA256:..."
+    kind: str = ""  # of that key, such as "ssh-ed25519"
+    known_fingerprints: tuple[str, ...] = ()
+    lines: tuple[str, ...] = ()  # for known_hosts, where the node is unknown
+    known_hosts: Path | None = None  # the operator's
+    name: str = ""  # under which the node stands in known_hosts
+    problem: str = ""
+
+
+def contact(login: Login) -> Contact:
+    """Log in to a node once. Takes up to half a minute where it does not answer.
+
+    Raises:
+        ClusterError: ssh is missing, or keeps no known_hosts.
+    """
+    if login.options is None:
+        return Contact(login.host, "local")
+    settings = _effective_settings(login)
+    name = _known_name(settings)
+    personal = [Path(file) for file in settings["userknownhostsfile"].split() if file not in ("none", "/dev/null")]
+    if not personal:
+        raise ClusterError(
+            f"{login.host.name}: your ssh is told to keep no known_hosts (UserKnownHostsFile "
+            f"{settings['userknownhostsfile']}), so no key can be trusted; take that out of ~/.ssh/config, ansible.cfg "
+            "or the inventory"
+        )
+    known = _known_lines([*personal, *(Path(file) for file in settings["globalknownhostsfile"].split())], name)
+    with tempfile.TemporaryDirectory(prefix="mpitrain-trust-") as folder:
+        file = Path(folder, "known_hosts")
+        file.write_text("".join(f"{line}\n" for line in known))
+        code, words = _log_in(login, file)
+        added = tuple(file.read_text().splitlines()[len(known) :])
+    shown = re.search(r"^debug1: Server host key: (\S+) (SHA256:\S+)", words, re.M)
+    if shown is None:
+        return Contact(login.host, "unreachable", problem=_reason(words))
+    return Contact(
+        login.host,
+        state=_state(words, added),
+        fingerprint=shown[2],
+        kind=shown[1],
+        known_fingerprints=tuple(dict.fromkeys(found for line in known if (found := fingerprint_of_line(line)))),
+        lines=added,
+        known_hosts=personal[0],
+        name=name,
+        problem="" if code == 0 else _reason(words),
+    )
+
+
+def remember(found: Contact) -> None:
+    """Add the key of an unknown node to the operator's known_hosts."""
+    assert found.known_hosts is not None
+    found.known_hosts.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    before = found.known_hosts.read_bytes() if found.known_hosts.exists() else b""
+    text = "".join(f"{line}\n" for line in found.lines)
+    found.known_hosts.touch(mode=0o600)  # nothing, where it is there
+    with found.known_hosts.open("a") as file:
+        file.write(text if before.endswith(b"\n") or not before else f"\n{text}")
+
+
+def fingerprint_of_line(line: str) -> str:
+    """The fingerprint of the key in a line of a known_hosts file; empty where there is none in it."""
+    fields = line.split()
+    if line.startswith(("#", "@cert-authority")) or len(fields) < 3:
+        return ""
+    try:
+        blob = base64.b64decode(fields[3 if line.startswith("@") else 2], validate=True)
+    except (binascii.Error, IndexError):
+        return ""
+    return "SHA256:" + base64.b64encode(hashlib.sha256(blob).digest()).decode().rstrip("=")
+
+
+def _state(words: str, added: Sequence[str]) -> State:
+    if "HOST IDENTIFICATION HAS CHANGED" in words or "REVOKED HOST KEY" in words:
+        return "changed"
+    return "unknown" if added else "known"
+
+
+def _reason(words: str) -> str:
+    """The last thing ssh said that is not about its own workings."""
+    workings = re.compile(r"debug\d:|OpenSSH_|Warning: Permanently added|Transferred:|Bytes per second:")
+    told = [line.strip() for line in words.splitlines() if line.strip() and not workings.match(line)]
+    return told[-1] if told else "ssh said nothing"
+
+
+def _log_in(login: Login, known_hosts: Path) -> tuple[int, str]:
+    """Exit code and words of one login. ssh takes the first value of an option, so ours come first."""
+    assert login.options is not None
+    ours = {
+        "UserKnownHostsFile": str(known_hosts),
+        "StrictHostKeyChecking": "accept-new",
+        "UpdateHostKeys": "no",
+        "ControlMaster": "no",  # a connection that is open already would show no key
+        "ControlPath": "none",
+        "BatchMode": "yes",
+        "PreferredAuthentications": "publickey",  # no password for a stranger
+        "ForwardAgent": "no",
+        "ForwardX11": "no",
+        "ClearAllForwardings": "yes",
+        "ConnectTimeout": str(_CONNECT_SECONDS),
+    }
+    command = ["ssh", "-v", "-T"]
+    for name, value in ours.items():
+        command += ["-o", f"{name}={value}"]
+    return _run([*command, *login.options, login.destination, "true"], _LOGIN_SECONDS)
+
+
+def _effective_settings(login: Login) -> dict[str, str]:
+    """What ssh makes of the options and the operator's configuration (`ssh -G`), by lower-case name."""
+    assert login.options is not None
+    command = ["ssh", "-G", *login.options, login.destination]
+    code, words = _run(command, _LOGIN_SECONDS)
+    if code != 0:
+        raise ClusterError(f"{login.host.name}: ssh does not take its options: {_reason(words)}")
+    return {name: value for name, _, value in (line.partition(" ") for line in words.splitlines())}
+
+
+def _known_name(settings: dict[str, str]) -> str:
+    """The name under which ssh looks a node up in known_hosts."""
+    name = settings.get("hostkeyalias", "none")
+    if name != "none":
+        return name
+    return settings["hostname"] if settings["port"] == "22" else f"[{settings['hostname']}]:{settings['port']}"
+
+
+def _known_lines(files: Sequence[Path], name: str) -> list[str]:
+    """The lines about a node in known_hosts files, hashed ones included."""
+    found: list[str] = []
+    for file in files:
+        if file.is_file():
+            _, words = _run(["ssh-keygen", "-F", name, "-f", str(file)], _LOGIN_SECONDS)
+            found += [line for line in words.splitlines() if line and not line.startswith("#")]
+    return found
+
+
+def _run(command: Sequence[str], timeout_seconds: float) -> tuple[int, str]:
+    """Exit code and everything printed. A session of its own: it cannot ask at the terminal, and ends as a whole."""
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+    except FileNotFoundError:
+        raise ClusterError(
+            f"there is no {command[0]} on PATH; install openssh-client (Red Hat: openssh-clients)"
+        ) from None
+    with process:
+        try:
+            words, _ = process.communicate(timeout=timeout_seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            words, _ = process.communicate()
+            return 255, f"{words}\nno answer within {timeout_seconds:.0f} s"
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return process.returncode, words

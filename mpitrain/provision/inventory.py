@@ -1,0 +1,126 @@
+"""The first inventory, from options or from a person's answers."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+from pathlib import Path
+
+from mpitrain.errors import ConfigError
+from mpitrain.launch.hostfile import Host, Inventory, write_inventory
+from mpitrain.provision import terminal
+
+
+def create_inventory(path: Path, nodes: Sequence[Host], head: str | None) -> Inventory:
+    """Write `path`, with `head` (None: the first node) at the head of `nodes`.
+
+    Raises:
+        ConfigError: it is there already; `head` is none of the nodes; names or addresses do not fit.
+    """
+    refuse_existing(path)
+    heads = [host for host in nodes if host.name == head] if head is not None else [nodes[0]]
+    if not heads:
+        raise ConfigError(f"--head is {head!r}; it must be one of the nodes: {', '.join(host.name for host in nodes)}")
+    inventory = Inventory(path, heads[0], tuple(host for host in nodes if host is not heads[0]))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_inventory(path, inventory)
+    return inventory
+
+
+def refuse_existing(path: Path) -> None:
+    """Raise where there is an inventory already.
+
+    Raises:
+        ConfigError: there is.
+    """
+    if path.exists() or path.is_symlink():
+        raise ConfigError(
+            f"{path} is there already and stays as it is; edit it, use `mpitrain cluster add` or `remove`, "
+            f"or move it away: mv {path} {path}.old"
+        )
+
+
+def parse_nodes(text: str, variables: dict[str, str]) -> list[Host]:
+    """The nodes of `a=10.0.0.1,b=10.0.0.2`, each with these variables.
+
+    Raises:
+        ConfigError: a part is not NAME=ADDRESS, or its address is no IP address of a machine.
+    """
+    return [_node(part, variables) for part in text.split(",")]
+
+
+def _node(text: str, variables: dict[str, str]) -> Host:
+    name, _, address = (part.strip() for part in text.strip().partition("="))
+    if not name or not address:
+        raise ConfigError(f"{text.strip()!r} is no node; allowed is NAME=ADDRESS, such as node1=10.0.0.1")
+    try:
+        loopback = ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        raise ConfigError(
+            f"{name}: {address!r} is not an IP address; `ip -brief address` on {name} shows the ones it has"
+        ) from None
+    if loopback:
+        raise ConfigError(f"{name}: the other nodes cannot reach {address}; `ip -brief address` on {name} shows more")
+    return Host(name, address, variables)
+
+
+def login_variables(user: str | None, key: str | None) -> dict[str, str]:
+    """What a node's line says of the login.
+
+    Raises:
+        ConfigError: the key is not there, or is the public one.
+    """
+    variables = {} if user is None else {"ansible_user": user}
+    if key is not None:
+        path = Path(key).expanduser().absolute()
+        if path.suffix == ".pub":
+            raise ConfigError(f"--key: {path} is the public key; give the private one, {path.with_suffix('')}")
+        if not path.is_file():
+            raise ConfigError(f"--key: there is no file {path}; `ssh-keygen -t ed25519` makes a key")
+        variables["ansible_ssh_private_key_file"] = str(path)
+    return variables
+
+
+def ask_for_nodes(variables: dict[str, str]) -> list[Host]:
+    """The nodes that a person types in, asked again where an answer does not do.
+
+    Raises:
+        ClusterError: Ctrl-C or the end of the input.
+    """
+    print("The head first: it holds the shared folder, and jobs are started from it. An empty name ends the list.")
+    nodes: list[Host] = []
+    while True:
+        what = "the head" if not nodes else f"worker {len(nodes)}"
+        name = terminal.ask(f"Name of {what}: ")
+        if not name and nodes:
+            return nodes
+        try:
+            node = _node(f"{name}={terminal.ask(f'IP address of {name}: ') if name else ''}", variables)
+            _refuse_second(node, nodes)
+        except ConfigError as error:
+            print(f"  {error}")
+            continue
+        nodes.append(node)
+
+
+def ask_for_login() -> tuple[str | None, str | None]:
+    """User and private key for the login to the nodes; None is ssh's own choice.
+
+    Raises:
+        ClusterError: Ctrl-C or the end of the input.
+    """
+    user = terminal.ask("User to log in as, who may use sudo (empty: as your ssh does): ")
+    while True:
+        key = terminal.ask("Private key for that login (empty: as your ssh does): ")
+        try:
+            login_variables(None, key or None)
+        except ConfigError as error:
+            print(f"  {error}")
+            continue
+        return user or None, key or None
+
+
+def _refuse_second(node: Host, nodes: Sequence[Host]) -> None:
+    for other in nodes:
+        if node.name.lower() == other.name.lower() or node.address == other.address:
+            raise ConfigError(f"{other.name}={other.address} is in the list already")

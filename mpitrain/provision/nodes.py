@@ -1,0 +1,124 @@
+"""The cluster set up, made larger and smaller, and taken down: the order of edits and playbook runs."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+
+from mpitrain.errors import ClusterError, ConfigError
+from mpitrain.launch.hostfile import Host, add_worker, remove_worker
+from mpitrain.provision import terminal
+from mpitrain.provision.playbook import run_playbook
+from mpitrain.provision.project import Project, ansible_program
+from mpitrain.provision.report import Report
+from mpitrain.provision.trust import Fingerprints, trust
+
+# The files that name every node. They shrink when a node has gone.
+_SHRINK = ("--tags", "hosts,ssh,firewall,nfs")
+_CHECK = ("--check", "--diff")
+_CONFIRM = ("-e", "confirm=yes")
+
+
+def set_up(project: Project, options: Sequence[str], *, check: bool) -> int:
+    """Make the machines of the inventory a cluster; returns the exit code."""
+    project.read()
+    return _said(run_playbook(project, "setup.yml", [*_checked(check), *options]), check)
+
+
+def add(
+    project: Project, hosts: Sequence[Host], fingerprints: Fingerprints, options: Sequence[str], *, check: bool
+) -> int:
+    """Take new workers into the inventory and set all nodes up; returns the exit code.
+
+    Where nothing has been changed on any machine (a strange key, a node that preflight refuses), the inventory is as
+    it was before. Where something has been, the new lines stay, so that the next run mends it.
+    """
+    ansible_program("ansible-playbook")
+    added: list[Host] = []
+    keep = False
+    try:
+        for host in hosts:
+            add_worker(project.inventory, host)
+            added.append(host)
+        if not trust(project, [host.name for host in hosts], fingerprints):
+            raise ClusterError("not every new node is trusted, see above")
+        keep = not check
+        report = run_playbook(project, "setup.yml", [*_checked(check), *options])
+        keep = keep and (report.code == 0 or report.changed_something)
+        code = _said(report, check)
+    finally:
+        if not keep:
+            for host in added:
+                remove_worker(project.inventory, host.name)
+            if added:
+                print(f"{project.inventory} is as it was before; no machine was changed.", file=sys.stderr)
+    if code != 0 and keep:
+        _warn(
+            f"{_names(hosts)} stays in {project.inventory}, since machines have been changed. Mend what is wrong, then "
+            f"run `mpitrain cluster setup`; or `mpitrain cluster remove {hosts[0].name}`."
+        )
+    return code
+
+
+def remove(project: Project, name: str, options: Sequence[str], *, check: bool, offline: bool, assume_yes: bool) -> int:
+    """Undo the set-up on a worker (not if it is `offline`), and make the others forget it; returns the exit code."""
+    inventory = project.read()
+    if name not in {host.name for host in inventory.workers}:
+        remove_worker(project.inventory, name)  # raises, and says why
+    if not check:
+        what = "without touching it, since it is offline" if offline else "and undo the set-up on it"
+        _confirm(f"Take {name} out of the cluster, {what}?", assume_yes)
+    if not offline:
+        report = run_playbook(project, "teardown.yml", ["--limit", name, *_CONFIRM, *_checked(check), *options])
+        code = _said(report, check)
+        if code != 0:
+            _warn(
+                f"{name} is still in {project.inventory}. Mend what is wrong and repeat; if it is gone for good: "
+                f"mpitrain cluster remove {name} --offline"
+            )
+            return code
+    if check:
+        return 0
+    remove_worker(project.inventory, name)
+    print(f"{name} is no longer in {project.inventory}.", flush=True)
+    code = _said(run_playbook(project, "setup.yml", [*_SHRINK, *options]))
+    if code != 0:
+        _warn(f"other nodes may still know {name}; repeat: mpitrain cluster setup -- {shlex.join(_SHRINK)}")
+    return code
+
+
+def tear_down(project: Project, options: Sequence[str], *, check: bool, assume_yes: bool) -> int:
+    """Undo the set-up on every node; returns the exit code. The inventory stays."""
+    inventory = project.read()
+    if not check:
+        _confirm(f"Undo the set-up on {_names(inventory.hosts)}? The data on the share stays.", assume_yes)
+    return _said(run_playbook(project, "teardown.yml", [*_CONFIRM, *_checked(check), *options]), check)
+
+
+def _said(report: Report, check: bool = False) -> int:
+    """Print how a run ended; its exit code."""
+    note = " that a real run would make" if check and report.code == 0 else ""
+    print(f"\n{report.text()}{note}", file=sys.stderr if report.code else sys.stdout, flush=True)
+    return report.code if report.code in (0, 130) else 1
+
+
+def _checked(check: bool) -> tuple[str, ...]:
+    return _CHECK if check else ()
+
+
+def _confirm(question: str, assume_yes: bool) -> None:
+    if assume_yes:
+        return
+    if not terminal.is_there():
+        raise ConfigError("there is no terminal to ask at; --yes goes on without a question")
+    if not terminal.confirm(question):
+        raise ClusterError("nothing was changed")
+
+
+def _names(hosts: Sequence[Host]) -> str:
+    return ", ".join(host.name for host in hosts)
+
+
+def _warn(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,104 @@
+"""One run of `ansible-playbook`: started, watched, and summed up. Its output goes to the terminal as it is."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from mpitrain.errors import ClusterError
+from mpitrain.launch.processes import end_with_parent
+from mpitrain.provision.project import Project, ansible_program
+from mpitrain.provision.report import Report, minutes
+
+# Ansible's own deadlines end logins and commands that hang in most ways, but not a module that waits for ever.
+NOTICE_SECONDS = 60.0
+STALL_SECONDS = 30 * 60.0
+_END_SECONDS = 15.0
+_PLUGINS = Path(__file__).parent / "callback_plugins"
+
+
+def run_playbook(project: Project, playbook: str, options: Sequence[str]) -> Report:
+    """Run a playbook of `cluster/`, and return what happened; prints the line that does the same without mpitrain.
+
+    Raises:
+        ClusterError: Ansible is missing; nothing has happened for half an hour.
+    """
+    command = [ansible_program("ansible-playbook"), f"cluster/{playbook}", *project.inventory_options, *options]
+    print(f"$ {project.shown(['ansible-playbook', *command[1:]])}", flush=True)
+    with tempfile.TemporaryDirectory(prefix="mpitrain-ansible-") as folder:
+        report = Report(Path(folder, "report.jsonl"))
+        began = time.monotonic()
+        # In our process group: it may ask for passwords at the terminal, and gets its Ctrl-C.
+        process = subprocess.Popen(
+            command,
+            cwd=project.folder,
+            env=_environment(report.path),
+            preexec_fn=end_with_parent(),  # noqa: PLW1509 (no threads here)
+        )
+        with _ended(process):
+            code = _watch(process, report)
+        report.read()
+    report.end(code, time.monotonic() - began)
+    return report
+
+
+def _watch(process: subprocess.Popen[bytes], report: Report) -> int:
+    """Wait for the end; say from time to time what is being waited for, and give up when nothing happens."""
+    last_event = last_notice = time.monotonic()
+    while True:
+        try:
+            return process.wait(timeout=0.5)
+        except subprocess.TimeoutExpired:
+            pass
+        except KeyboardInterrupt:  # it went to Ansible too, which ends in its own way
+            return _after_interrupt(process)
+        now = time.monotonic()
+        if report.read() or not report.begun:  # not begun: it may be asking for a password
+            last_event = last_notice = now
+        elif now - last_event > STALL_SECONDS:
+            raise ClusterError(f"nothing has happened for {minutes(now - last_event)}: {report.waiting()}; ended it")
+        elif now - last_notice > NOTICE_SECONDS:
+            last_notice = now
+            print(f"[{minutes(now - last_event)}] {report.waiting()}", file=sys.stderr, flush=True)
+
+
+def _after_interrupt(process: subprocess.Popen[bytes]) -> int:
+    try:
+        process.wait(timeout=_END_SECONDS)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+        process.kill()
+        process.wait()
+    return 128 + signal.SIGINT
+
+
+@contextmanager
+def _ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Whatever happens, leave no Ansible behind that goes on changing machines."""
+    try:
+        yield
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(timeout=_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _environment(report: Path) -> dict[str, str]:
+    """This environment, with our report beside the callbacks that are in it already."""
+    environment = dict(os.environ)
+    for name, value, separator in (
+        ("ANSIBLE_CALLBACK_PLUGINS", str(_PLUGINS), ":"),
+        ("ANSIBLE_CALLBACKS_ENABLED", "mpitrain_report", ","),
+    ):
+        environment[name] = separator.join(filter(None, [environment.get(name), value]))
+    return environment | {"ANSIBLE_MPITRAIN_REPORT": str(report)}

@@ -1,0 +1,83 @@
+"""Where the playbooks, their inventory and Ansible's programs are."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import mpitrain
+from mpitrain.errors import ClusterError, ConfigError
+from mpitrain.launch.hostfile import PROJECT_INVENTORY, Inventory, read_inventory
+
+_SETUP = Path("cluster/setup.yml")
+
+
+@dataclass(frozen=True)
+class Project:
+    """A folder with the playbooks, and the inventory that they run on.
+
+    `inventory_options` are what an `ansible-playbook` line in that folder needs to find the inventory: nothing where
+    ansible.cfg or ANSIBLE_INVENTORY name it.
+    """
+
+    folder: Path
+    inventory: Path
+    inventory_options: tuple[str, ...] = ()
+
+    def read(self) -> Inventory:
+        """The nodes."""
+        return read_inventory(self.inventory)
+
+    def shown(self, command: list[str]) -> str:
+        """The line that does the same from where the user is, to be copied."""
+        line = shlex.join(command)
+        return line if self.folder == Path.cwd() else f"(cd {shlex.quote(str(self.folder))} && {line})"
+
+
+def find_project(inventory: Path | None = None) -> Project:
+    """The project of the current folder, else of the checkout that this mpitrain runs from.
+
+    The inventory is `inventory`, else that of ANSIBLE_INVENTORY, which Ansible itself prefers, else cluster/hosts.
+
+    Raises:
+        ClusterError: there are no playbooks in either place.
+        ConfigError: ANSIBLE_INVENTORY is a list; `inventory` is not there.
+    """
+    places = [Path.cwd(), Path(mpitrain.__file__).resolve().parents[1]]
+    folder = next((place for place in places if (place / _SETUP).is_file()), None)
+    if folder is None:
+        looked = " and ".join(dict.fromkeys(str(place / _SETUP) for place in places))
+        raise ClusterError(
+            f"there are no playbooks here: looked for {looked}. An installed mpitrain has none; "
+            "change to the folder of a checkout of mpitrain, or of your copy of its cluster/ and ansible.cfg"
+        )
+    if inventory is not None:
+        if not inventory.is_file():
+            raise ConfigError(
+                f"--inventory: there is no file {inventory}; `mpitrain cluster init` writes cluster/hosts"
+            )
+        return Project(folder, inventory.absolute(), ("-i", str(inventory.absolute())))
+    named = os.environ.get("ANSIBLE_INVENTORY", "")
+    if "," in named:
+        raise ConfigError(f"ANSIBLE_INVENTORY is {named!r}; it must be one file, or unset for cluster/hosts")
+    return Project(folder, Path(named).expanduser().absolute() if named else folder / PROJECT_INVENTORY)
+
+
+def ansible_program(name: str) -> str:
+    """The path of one of Ansible's programs: this environment's, else the one on PATH.
+
+    Raises:
+        ClusterError: Ansible is not installed.
+    """
+    beside = Path(sys.executable).with_name(name)
+    found = str(beside) if os.access(beside, os.X_OK) else shutil.which(name)
+    if found is None:
+        raise ClusterError(
+            f"there is no {name} beside {sys.executable} nor on PATH; install Ansible:\n"
+            f"    {sys.executable} -m pip install 'mpitrain[cluster]'"
+        )
+    return found

@@ -1,0 +1,36 @@
+"""Questions to a person, who may not be there."""
+
+from __future__ import annotations
+
+import sys
+
+from mpitrain.errors import ClusterError
+
+
+def is_there() -> bool:
+    """Whether somebody can read our questions and answer them."""
+    return sys.stdin.isatty() and sys.stdout.isatty()
+
+
+def ask(question: str) -> str:
+    """The answer, without spaces around it.
+
+    Raises:
+        ClusterError: the input has ended (Ctrl-D), or Ctrl-C.
+    """
+    try:
+        return input(question).strip()
+    except (EOFError, KeyboardInterrupt):
+        print()
+        raise ClusterError("stopped at a question; nothing further is changed") from None
+
+
+def confirm(question: str) -> bool:
+    """Whether the answer is yes."""
+    while True:
+        answer = ask(f"{question} [yes/no] ").lower()
+        if answer in ("y", "yes"):
+            return True
+        if answer in ("n", "no"):
+            return False
+        print("Please answer yes or no.")

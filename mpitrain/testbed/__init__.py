@@ -1,0 +1,14 @@
+"""Several real machines on this one, to try mpitrain on and to break: containers that boot, or User-mode Linux.
+
+with up(4) as bed:
+    bed.run(["ansible-playbook", "cluster/setup.yml"], timeout_seconds=300)
+    bed.kill("node2")
+"""
+
+from mpitrain.testbed.bed import Bed
+from mpitrain.testbed.lifecycle import build, find, up
+from mpitrain.testbed.record import STATE, bed_names
+from mpitrain.testbed.removal import down
+from mpitrain.testbed.snapshots import forget_snapshot, snapshot_names
+
+__all__ = ["STATE", "Bed", "bed_names", "build", "down", "find", "forget_snapshot", "snapshot_names", "up"]

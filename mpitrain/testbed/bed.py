@@ -1,0 +1,301 @@
+"""A bed that is there: run commands on its controller and its nodes, break and heal it, keep its disks."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from mpitrain.errors import ConfigError, LaunchError
+from mpitrain.testbed import cgroup, controller, network, snapshots
+from mpitrain.testbed.commands import wait_until
+from mpitrain.testbed.container import Container
+from mpitrain.testbed.node import Node, not_up
+from mpitrain.testbed.record import Record, read_record
+from mpitrain.testbed.removal import down
+from mpitrain.testbed.uml import UserModeLinux
+
+MOST_DELAY_MICROSECONDS = 1_000_000
+_ENVIRONMENT = "/etc/environment"
+
+
+class Bed:
+    """Several machines on this one. `up` makes one, `find` finds one; as a context manager it is taken down."""
+
+    def __init__(self, record: Record) -> None:
+        """The bed of a record."""
+        self.record = record
+        self._nodes: dict[str, Node] = {name: make_node(record, name) for name in record.names}
+
+    @property
+    def name(self) -> str:
+        """The bed's name."""
+        return self.record.name
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The nodes: node1 (the head), node2, ..."""
+        return self.record.names
+
+    @property
+    def inventory(self) -> Path:
+        """The inventory: groups head and workers, with how to log in."""
+        return self.record.inventory
+
+    def address(self, node: str) -> str:
+        """The node's address."""
+        return self.record.address(node)
+
+    def run(
+        self,
+        command: Sequence[str],
+        *,
+        timeout_seconds: float = 60.0,
+        env: Mapping[str, str] | None = None,
+        input: str | None = None,
+        cwd: Path | None = None,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command on the controller: this machine's programs and files, the bed's network.
+
+        The nodes' names resolve, ssh knows their host keys and logs in as admin, ANSIBLE_INVENTORY is the bed's.
+
+        Raises:
+            LaunchError: it took longer than `timeout_seconds`; it is killed, with all it started.
+        """
+        return controller.run(
+            self.record, command, timeout_seconds=timeout_seconds, env=env or {}, input=input, cwd=cwd
+        )
+
+    def ssh(
+        self, node: str, command: str, *, user: str = "admin", timeout_seconds: float = 30.0
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a line of shell on a node, by ssh from the controller, host keys checked, never asking."""
+        login = f"{user}@{self.record.checked(node)}"
+        return self.run(["ssh", "-o", "BatchMode=yes", login, command], timeout_seconds=timeout_seconds)
+
+    def node_run(
+        self, node: str, command: Sequence[str], *, timeout_seconds: float = 30.0
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command as root on a node; container nodes need no network for it."""
+        if "freeze" in self.faults(node):
+            raise LaunchError(f"{node} is frozen: mpitrain testbed heal {node}")
+        return self.node(node).run(command, timeout_seconds=timeout_seconds)
+
+    def is_up(self, node: str) -> bool:
+        """Whether users can log in on a node, were it not for its network."""
+        return self.node(node).is_up()
+
+    def link_bytes(self, node: str) -> int:
+        """Bytes that went over the node's cable since the bed was made, both ways together."""
+        return network.link_bytes(self.record, self.record.checked(node))
+
+    def faults(self, node: str) -> dict[str, str]:
+        """What is broken on a node now, with the values that it was broken with."""
+        # Another process may have broken or mended something.
+        self.record.faults = read_record(self.record.state, self.name).faults
+        return dict(self.record.faults.get(self.record.checked(node), {}))
+
+    def kill(self, node: str) -> None:
+        """Cut the node's power. Its cable goes first, so that the end of its connections does not get out."""
+        network.set_link(self.record, self.record.checked(node), up=False)
+        cgroup.kill(cgroup.group(self.name, node))
+        self._note(node, "kill")
+
+    def start(self, node: str) -> None:
+        """Switch a node on again, with its disk as it was, and wait until users can log in."""
+        network.set_link(self.record, node, up="cut" not in self.faults(node))
+        if not self.node(node).boot_id():
+            self.node(node).start()
+        self._forget(node, "kill")
+        self.wait([node])
+        self.restore_network(node)
+
+    def reboot(self, node: str) -> None:
+        """Have a node reboot in good order, and wait until users can log in."""
+        before = self.node(node).boot_id()
+        self.node(node).run(["systemctl", "reboot"], timeout_seconds=30)
+        limit = self.node(node).boot_seconds
+        if not wait_until(lambda: self.node(node).boot_id() not in ("", before), timeout_seconds=limit):
+            raise not_up(self.record, node, limit)
+        self.wait([node])
+        self.restore_network(node)
+
+    def freeze(self, node: str) -> None:
+        """Stop all of a node's processes; its kernel still answers pings and takes connections."""
+        cgroup.freeze(cgroup.group(self.name, self.record.checked(node)), True)
+        self._note(node, "freeze")
+
+    def thaw(self, node: str) -> None:
+        """Let a frozen node go on."""
+        cgroup.freeze(cgroup.group(self.name, self.record.checked(node)), False)
+        self._forget(node, "freeze")
+
+    def cut(self, node: str) -> None:
+        """Pull the node's cable out, at the bridge."""
+        network.set_link(self.record, self.record.checked(node), up=False)
+        self._note(node, "cut")
+
+    def drop(self, node: str, ports: str | int) -> None:
+        """Swallow what comes to the node for these ports: 22, or "111,2049,50000-50300". Who connects waits."""
+        self._filter(node, "drop", str(ports))
+
+    def reject(self, node: str, ports: str | int) -> None:
+        """Refuse what comes to the node for these ports. Who connects is told at once."""
+        self._filter(node, "reject", str(ports))
+
+    def undrop(self, node: str) -> None:
+        """Let everything come to the node again: undoes `drop` and `reject`."""
+        for kind in ("drop", "reject"):
+            self._forget(node, kind)
+        self.node(node).set_filters({})
+
+    def shape(self, node: str, rate: str) -> None:
+        """Limit the node's cable, each way: 1gbit, 100mbit."""
+        self.node(node).set_queue(network.checked_rate(rate), self._delay(node))
+        self._note(node, "shape", rate)
+
+    def delay(self, node: str, delay_microseconds: int) -> None:
+        """Delay the node's cable, each way. Full beds only; other ones have their delay from `up`."""
+        if not 0 <= delay_microseconds <= MOST_DELAY_MICROSECONDS:
+            raise ConfigError(f"a delay of {delay_microseconds} us; it must be 0 to {MOST_DELAY_MICROSECONDS}")
+        self.node(node).set_queue(self.faults(node).get("shape"), delay_microseconds)
+        self._note(node, "delay", str(delay_microseconds))
+
+    def mtu(self, node: str, mtu_bytes: int) -> None:
+        """Set the MTU of the node's interface; the network's stays 1500 bytes."""
+        if not 576 <= mtu_bytes <= 9000:
+            raise ConfigError(f"an MTU of {mtu_bytes} bytes; it must be 576 to 9000")
+        self.node(node).set_mtu(mtu_bytes)
+        self._note(node, "mtu", str(mtu_bytes))
+
+    def clock(self, node: str, seconds: float) -> None:
+        """Put the clock of all that logs in on the node from now on ahead (or back, below 0)."""
+        library = "/opt/mpitrain-testbed/lib/libfaketime.so.1"
+        self._set_login_environment(node, [f"LD_PRELOAD={library}", f"FAKETIME={seconds:+g}s"])
+        self._note(node, "clock", f"{seconds:+g}")
+
+    def heal(self, node: str) -> None:
+        """Undo all that was broken on a node."""
+        faults = self.faults(node)
+        if "freeze" in faults:
+            self.thaw(node)
+        if "drop" in faults or "reject" in faults:
+            self.undrop(node)
+        if "cut" in faults:
+            self._forget(node, "cut")
+            network.set_link(self.record, node, up="kill" not in faults)
+        if "kill" in faults:
+            self.start(node)
+        if "mtu" in faults:
+            self.node(node).set_mtu(network.MTU_BYTES)
+            self._forget(node, "mtu")
+        if "shape" in faults or "delay" in faults:
+            self._forget(node, "shape")
+            self._forget(node, "delay")
+            self.node(node).set_queue(None, self._delay(node))
+        if "clock" in faults:
+            self._set_login_environment(node, [])
+            self._forget(node, "clock")
+
+    def wait(self, nodes: Sequence[str]) -> None:
+        """Wait until users can log in on all of these nodes.
+
+        Raises:
+            LaunchError: not in time; with the end of the node's console.
+        """
+        started = time.monotonic()
+        for node in nodes:
+            limit = self.node(node).boot_seconds
+            left = max(0.0, limit + started - time.monotonic())
+            if not wait_until(self.node(node).is_up, timeout_seconds=left):
+                raise not_up(self.record, node, limit)
+
+    def host_keys(self) -> dict[str, str]:
+        """Each node's public ssh host key, learnt from the node itself."""
+        return {name: node.host_key() for name, node in self._nodes.items()}
+
+    def save(self, name: str) -> None:
+        """Keep all disks as they are now, under a name; `up(snapshot=name)` starts from them.
+
+        Raises:
+            ConfigError: the name cannot be one, or is taken; a node is not up, or something is broken.
+        """
+        for node in self.names:
+            if self.faults(node) or not self.is_up(node):
+                raise ConfigError(f"{node} is broken or not up, so its disk is not saved: mpitrain testbed heal {node}")
+        folder = snapshots.new_snapshot(self.record, name)
+        try:
+            for machine in self._nodes.values():
+                machine.flush()
+            cgroups = [cgroup.group(self.name, node) for node in self.names]
+            try:
+                for group in cgroups:
+                    cgroup.freeze(group, True)
+                for node, machine in self._nodes.items():
+                    machine.save(folder / node)
+            finally:
+                for group in cgroups:
+                    cgroup.freeze(group, False)
+            snapshots.finish_snapshot(self.record, folder)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+    def down(self) -> None:
+        """Take the bed down; nothing of it stays but saved snapshots and the image."""
+        down(self.record.state, self.name)
+
+    def __enter__(self) -> Bed:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.down()
+
+    def node(self, node: str) -> Node:
+        """The machine itself."""
+        return self._nodes[self.record.checked(node)]
+
+    def _delay(self, node: str) -> int:
+        return int(self.faults(node).get("delay", self.record.delay_microseconds))
+
+    def restore_network(self, node: str) -> None:
+        """Set what a node's own kernel forgets at a boot: rate, delay and MTU. A container's cable forgets nothing."""
+        if not self.record.full:
+            return
+        faults = self.faults(node)
+        if self._delay(node) or "shape" in faults:
+            self.node(node).set_queue(faults.get("shape"), self._delay(node))
+        if "mtu" in faults:
+            self.node(node).set_mtu(int(faults["mtu"]))
+
+    def _filter(self, node: str, kind: str, ports: str) -> None:
+        filters = self.faults(node) | {kind: network.checked_ports(ports)}
+        self.node(node).set_filters({key: filters[key] for key in ("drop", "reject") if key in filters})
+        self._note(node, kind, ports)
+
+    def _set_login_environment(self, node: str, lines: Sequence[str]) -> None:
+        """pam_env(8) reads it at each login; a SetEnv of sshd's would take the place of another one's."""
+        script = f"touch {_ENVIRONMENT} && sed -i '/^LD_PRELOAD=.*libfaketime/d; /^FAKETIME=/d' {_ENVIRONMENT}"
+        if lines:
+            script += f" && printf '%s\\n' {shlex.join(lines)} >>{_ENVIRONMENT}"
+        done = self.node_run(node, ["sh", "-c", script])
+        if done.returncode != 0:
+            raise LaunchError(f"{node}: {script}: {done.stderr}")
+
+    def _note(self, node: str, fault: str, value: str = "") -> None:
+        self.record.faults[node] = self.faults(node) | {fault: value}
+        self.record.write()
+
+    def _forget(self, node: str, fault: str) -> None:
+        faults = self.faults(node)
+        if faults.pop(fault, None) is not None:
+            self.record.faults[node] = faults
+            self.record.write()
+
+
+def make_node(record: Record, name: str) -> Node:
+    """The node of a bed that has that name."""
+    return UserModeLinux(record, name) if record.full else Container(record, name)

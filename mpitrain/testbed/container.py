@@ -1,0 +1,170 @@
+"""Nodes that are containers which boot: systemd is process 1, with its own sshd, users, /etc, journal and network, on
+this machine's kernel. The disk is an overlay: what a node writes is in its folder, the rest is the image."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from mpitrain.errors import ConfigError, LaunchError
+from mpitrain.testbed import cgroup, network
+from mpitrain.testbed.commands import execute, start_in_background
+from mpitrain.testbed.node import console_log, first_files
+from mpitrain.testbed.record import Record
+from mpitrain.testbed.snapshots import snapshot_layers
+
+# Runs in a mount namespace of its own, so that the overlay is seen by nobody else and goes with the node.
+# 133 is how systemd-nspawn says that the node reboots itself.
+_KEEPER = """\
+echo $$ >"$1/cgroup.procs" || exit 1
+tries=0
+until mount -t overlay overlay -o "$2" "$3"; do  # a killed node's mount takes a moment to go
+    tries=$((tries + 1))
+    [ "$tries" -lt 50 ] || exit 1
+    sleep 0.1
+done
+shift 3
+until "$@"; [ $? -ne 133 ]; do :; done
+"""
+# Beyond nspawn's own: firewalls, locked memory. Not the clock, nor modules, which are the machine's.
+_CAPABILITIES = "CAP_NET_ADMIN,CAP_IPC_LOCK"
+# What nspawn forbids: file handles (an NFS server in user space lives on them), keyrings, tracing.
+_SYSTEM_CALLS = "open_by_handle_at name_to_handle_at @keyring perf_event_open bpf"
+_ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root", "LANG": "C.UTF-8"}
+
+
+class Container:
+    """A node that is a container."""
+
+    boot_seconds = 60.0
+
+    def __init__(self, record: Record, name: str) -> None:
+        """The node of that name, whether it runs or not."""
+        self.record = record
+        self.name = name
+        self.group = cgroup.group(record.name, name)
+        self.folder = record.node_folder(name)
+
+    def create(self) -> None:
+        """Make its disk and its cable."""
+        for part in ("upper", "work", "root"):
+            (self.folder / part).mkdir(parents=True)
+        (self.folder / "upper").chmod(0o755)
+        if self.record.snapshot is None:
+            for path, text in first_files(self.record, self.name).items():
+                file = self.folder / "upper" / path
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(text)
+        network.make_cable(self.record, self.name)
+
+    def start(self) -> None:
+        """Switch it on."""
+        image = self.record.image_folder
+        layers = [*snapshot_layers(self.record, self.name), image / "nfs", image / "root"]
+        overlay = f"lowerdir={':'.join(map(str, layers))},upperdir={self.folder}/upper,workdir={self.folder}/work"
+        root = str(self.folder / "root")
+        self.group.mkdir(parents=True, exist_ok=True)
+        console_log(self.record, self.name).unlink(missing_ok=True)
+        start_in_background(
+            ["unshare", "--mount", "sh", "-c", _KEEPER, "keeper", str(self.group)]
+            # nfs_export: files have handles, without which the NFS server cannot name them.
+            + [f"{overlay},index=on,nfs_export=on", root]
+            + ["env", "SYSTEMD_NSPAWN_UNIFIED_HIERARCHY=1", "SYSTEMD_NSPAWN_API_VFS_WRITABLE=network"]
+            + ["systemd-nspawn", "--quiet", "--register=no", "--keep-unit", "--boot", "--directory", root]
+            + [f"--machine={self.name}", f"--hostname={self.name}"]
+            + [f"--network-namespace-path=/run/netns/{self.record.node_namespace(self.name)}"]
+            + ["--resolv-conf=off", "--timezone=off", "--link-journal=no"]
+            # For NFS in user space, and for systemd's automounts.
+            + [f"--bind={device}" for device in ("/dev/fuse", "/dev/autofs") if Path(device).exists()]
+            + [f"--capability={_CAPABILITIES}", f"--system-call-filter={_SYSTEM_CALLS}"]
+            + ["systemd.show_status=auto"],
+            console_log(self.record, self.name),
+        )
+
+    def is_up(self) -> bool:
+        """Whether sshd listens and ordinary users may log in: pam_nologin(8) turns them away until the boot is done."""
+        pid = self.pid()
+        if pid is None or not self._ssh_listens(pid):
+            return False
+        return not Path(f"/proc/{pid}/root/run/nologin").exists()
+
+    def boot_id(self) -> str:
+        """Another one after each boot; empty while it is off."""
+        pid = self.pid()
+        return "" if pid is None else f"{pid} {_start_time(pid)}"
+
+    def host_key(self) -> str:
+        """Its public ssh host key, read from its disk."""
+        return Path(f"/proc/{self._running()}/root/etc/ssh/ssh_host_ed25519_key.pub").read_text()
+
+    def run(self, command: Sequence[str], *, timeout_seconds: float) -> subprocess.CompletedProcess[str]:
+        """Run a command as root in it, by its namespaces: the network is not needed."""
+        enter = ["nsenter", "--target", str(self._running()), "--all", "env", "-i"]
+        words = [*enter, *(f"{name}={value}" for name, value in _ENVIRONMENT.items()), *command]
+        try:
+            return subprocess.run(
+                cgroup.in_group(self.group / "visitors", words),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=timeout_seconds,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise LaunchError(f"{self.name}: did not end within {timeout_seconds:g} s: {command}") from None
+
+    def flush(self) -> None:
+        """Nothing to do: its files are this machine's."""
+
+    def save(self, folder: Path) -> None:
+        """Copy what was written since it was made."""
+        execute(["cp", "--archive", "--reflink=auto", f"{self.folder}/upper/.", folder], timeout_seconds=300)
+
+    def set_queue(self, rate: str | None, delay_microseconds: int) -> None:
+        """Limit its cable, each way. This machine's kernel may not be able to delay it; a cable made for it is."""
+        if delay_microseconds != self.record.delay_microseconds:
+            raise ConfigError(
+                "a container's cable has its delay from the beginning: mpitrain testbed up N --delay-microseconds US "
+                "(full beds can change it)"
+            )
+        network.shape(self.record, self.name, rate, both_ends=True)
+
+    def set_mtu(self, mtu_bytes: int) -> None:
+        """Set the MTU of its interface."""
+        network.set_mtu(self.record, self.name, mtu_bytes)
+
+    def set_filters(self, filters: dict[str, str]) -> None:
+        """Drop or reject what comes to it for some ports: in its network namespace."""
+        network.set_node_filters(self.record, self.name, filters)
+
+    def pid(self) -> int | None:
+        """Its process 1, by the number it has outside; None while it is off."""
+        for pid in cgroup.processes(self.group):
+            try:
+                status = Path(f"/proc/{pid}/status").read_text()
+            except OSError:
+                continue
+            numbers = next(line.split()[1:] for line in status.splitlines() if line.startswith("NSpid:"))
+            if len(numbers) > 1 and numbers[-1] == "1" and "\nState:\tZ" not in status:
+                return pid
+        return None
+
+    def _running(self) -> int:
+        pid = self.pid()
+        if pid is None:
+            raise LaunchError(f"{self.name} of test bed {self.record.name} is off: mpitrain testbed heal {self.name}")
+        return pid
+
+    def _ssh_listens(self, pid: int) -> bool:
+        try:
+            lines = Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]
+        except OSError:
+            return False
+        fields = [line.split() for line in lines]
+        return any(field[1].endswith(":0016") and field[3] == "0A" for field in fields)
+
+
+def _start_time(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]

@@ -1,0 +1,92 @@
+"""What a machine must have to hold a test bed. Refused early, before anything is made."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from mpitrain.errors import ConfigError, LaunchError
+from mpitrain.testbed.commands import execute
+
+_PACKAGES = ["mmdebstrap", "systemd-container", "iproute2", "nftables", "openssh-client", "util-linux"]
+_FULL_PACKAGES = ["user-mode-linux", "e2fsprogs", "kmod"]
+_APT_SECONDS = 600.0
+
+
+def require_root() -> None:
+    """Refuse an ordinary user."""
+    if os.geteuid() != 0:
+        raise ConfigError(
+            "a test bed needs root, for namespaces, mounts and control groups; type sudo before the command: "
+            "sudo env PATH=$PATH mpitrain testbed ..."
+        )
+
+
+def require_kernel(*, full: bool, delay: bool) -> None:
+    """Refuse a machine whose kernel cannot do what a bed needs.
+
+    Raises:
+        LaunchError: names what is missing.
+    """
+    namespaces = ("net", "mnt", "pid", "ipc", "uts")
+    missing = [f"{kind} namespaces" for kind in namespaces if not Path(f"/proc/self/ns/{kind}").exists()]
+    known = {line.split()[-1] for line in Path("/proc/filesystems").read_text().splitlines()}
+    if not full:
+        for kind, module in (("overlay", "overlay"), ("fuse", "fuse")):
+            if kind not in known and not _load(module):
+                missing.append(f"the {kind} file system")
+        if not Path("/dev/fuse").exists():
+            missing.append("/dev/fuse")
+    if (full or delay) and not (Path("/dev/net/tun").exists() or _load("tun")):
+        missing.append("/dev/net/tun")
+    if missing:
+        raise LaunchError(
+            f"this machine's kernel lacks what a test bed needs: {', '.join(missing)}. In a container, start it with "
+            "more rights (docker run --privileged), or use a virtual machine"
+        )
+
+
+def require_real_disk(folder: Path) -> None:
+    """Refuse a folder on an overlay: a node's disk is an overlay, which cannot lie on another one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    kind = execute(["stat", "-f", "-c", "%T", folder]).strip()
+    if kind == "overlayfs":
+        raise LaunchError(
+            f"{folder} is on an overlay file system (as in a container), on which nodes cannot keep their disks; "
+            "name a folder on another one, such as a tmpfs: --state /dev/shm/mpitrain"
+        )
+
+
+def install_packages(*, full: bool, say: Callable[[str], None]) -> None:
+    """Install the Debian packages that a bed needs and that are not here, after saying so."""
+    missing = [name for name in _PACKAGES + (_FULL_PACKAGES if full else []) if not _is_installed(name)]
+    if not missing:
+        return
+    if subprocess.run(["sh", "-c", "command -v apt-get"], capture_output=True, check=False).returncode != 0:
+        raise LaunchError(f"test beds need Debian or Ubuntu, and there is no apt-get; missing: {' '.join(missing)}")
+    say(f"installing Debian packages: apt-get install {' '.join(missing)}")
+    _apt(["update"])
+    _apt(["install", "--yes", "--no-install-recommends", *missing])
+
+
+def _apt(words: Sequence[str]) -> None:
+    env = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
+    lock = f"DPkg::Lock::Timeout={_APT_SECONDS:.0f}"
+    execute(["apt-get", "--quiet", "-o", lock, *words], timeout_seconds=_APT_SECONDS, env=env)
+
+
+def _is_installed(package: str) -> bool:
+    query = ["dpkg-query", "--show", "--showformat=${db:Status-Status}", package]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, check=False).stdout == "installed"
+    except FileNotFoundError:
+        return False
+
+
+def _load(module: str) -> bool:
+    try:
+        return subprocess.run(["modprobe", module], capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        return False

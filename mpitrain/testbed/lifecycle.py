@@ -1,0 +1,149 @@
+"""How a bed comes up."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from mpitrain.errors import ConfigError
+from mpitrain.testbed import controller, host, network, snapshots
+from mpitrain.testbed import record as records
+from mpitrain.testbed.bed import MOST_DELAY_MICROSECONDS, Bed
+from mpitrain.testbed.full_image import build_full_image
+from mpitrain.testbed.image import build_image
+from mpitrain.testbed.record import STATE, Record, locked
+from mpitrain.testbed.removal import down, remove_bed, working_on
+
+_LOCK_SECONDS = 60.0
+
+
+def _silent(_: str) -> None:
+    pass
+
+
+def build(*, full: bool = False, state: Path = STATE, say: Callable[[str], None] = _silent) -> str:
+    """Install what a bed needs and make the nodes' image, unless it is there; returns the image's name.
+
+    Raises:
+        ConfigError: not root.
+        LaunchError: the machine lacks something, or a tool failed.
+    """
+    host.require_root()
+    host.require_kernel(full=full, delay=False)
+    host.require_real_disk(state)
+    state.chmod(0o700)  # programs that run as root, and private keys, are in there
+    host.install_packages(full=full, say=say)
+    image = build_image(state, say)
+    if full:
+        build_full_image(state / "images" / image, say)
+    return image
+
+
+def up(
+    num_nodes: int | None = None,
+    *,
+    full: bool = False,
+    name: str | None = None,
+    snapshot: str | None = None,
+    delay_microseconds: int = 0,
+    state: Path = STATE,
+    say: Callable[[str], None] = _silent,
+) -> Bed:
+    """Make a bed and wait until users can log in on all its nodes. What is half made goes away again on an error.
+
+    Args:
+        num_nodes: 1 to 64; None: as many as the snapshot has.
+        full: nodes with kernels of their own (User-mode Linux), in place of containers.
+        name: the bed's name; None: bed1, or the first one after it that is free.
+        snapshot: start from disks that `Bed.save` kept.
+        delay_microseconds: what every cable takes, each way.
+        state: folder for images, snapshots and beds.
+        say: told what is done, where that takes longer.
+
+    Raises:
+        ConfigError: not root; a value that is not allowed; a name that is taken.
+        LaunchError: the machine lacks something, or a node did not come up.
+    """
+    host.require_root()
+    host.require_kernel(full=full, delay=delay_microseconds > 0)
+    if not 0 <= delay_microseconds <= MOST_DELAY_MICROSECONDS:
+        raise ConfigError(f"a delay of {delay_microseconds} us; it must be 0 to {MOST_DELAY_MICROSECONDS}")
+    if name is not None:
+        records.checked_name(name)
+    if snapshot is not None:
+        kept = snapshots.read_snapshot(state, snapshot)
+        if num_nodes not in (None, kept.num_nodes) or full != kept.full:
+            kind = "full" if kept.full else "fast"
+            raise ConfigError(f"snapshot {snapshot} is of a {kind} bed of {kept.num_nodes} nodes")
+        num_nodes, image, subnet = kept.num_nodes, kept.image, kept.subnet
+    else:
+        if num_nodes is None or not 1 <= num_nodes <= records.MOST_NODES:
+            raise ConfigError(f"number of nodes: {num_nodes}; it must be 1 to {records.MOST_NODES}")
+        image, subnet = build(full=full, state=state, say=say), ""
+    if name is not None:
+        _remove_unfinished(state, name, say)
+    with locked(state / "lock", str(state), timeout_seconds=_LOCK_SECONDS):
+        name = name or records.new_name(state)
+        if Path("/run/netns", f"mpitrain-{name}").exists():
+            raise ConfigError(f"there is a network namespace mpitrain-{name} already; take another --name")
+        record = Record(
+            state=state,
+            name=name,
+            full=full,
+            num_nodes=num_nodes,
+            subnet=subnet or records.free_subnet(state),
+            image=image,
+            snapshot=snapshot,
+            delay_microseconds=delay_microseconds,
+        )
+        record.folder.mkdir(parents=True)
+        record.write()
+    with working_on(record):
+        try:
+            return _bring_up(record)
+        except BaseException:
+            remove_bed(record)
+            raise
+
+
+def _bring_up(record: Record) -> Bed:
+    bed = Bed(record)
+    network.make_controller(record)
+    controller.start_repository(record)
+    for name in record.names:
+        bed.node(name).create()
+        bed.node(name).start()
+    bed.wait(record.names)
+    controller.write_files(record, bed.host_keys())
+    for name in record.names:
+        bed.restore_network(name)
+    record.ready = True
+    record.write()
+    return bed
+
+
+def find(name: str | None = None, *, state: Path = STATE) -> Bed:
+    """A bed that is up; without a name, the only one.
+
+    Raises:
+        ConfigError: not root; there is no such bed, or none, or several; its `up` did not come to its end.
+    """
+    host.require_root()
+    record = records.read_record(state, name or records.only_bed(state))
+    if not record.ready:
+        raise ConfigError(
+            f"test bed {record.name} is not (yet) up; if its `up` was interrupted: "
+            f"mpitrain testbed down --name {record.name}"
+        )
+    return Bed(record)
+
+
+def _remove_unfinished(state: Path, name: str, say: Callable[[str], None]) -> None:
+    if name not in records.bed_names(state):
+        shutil.rmtree(state / "beds" / name, ignore_errors=True)  # killed before the record was written
+    elif records.read_record(state, name).ready:
+        raise ConfigError(f"there is a test bed {name} already; take it down first, or take another --name")
+    else:
+        say(f"removing what an interrupted `up` left of test bed {name}")
+        down(state, name)

@@ -1,0 +1,47 @@
+"""How a bed goes down: what there is of it is removed, whatever state an `up` that was killed has left it in."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from mpitrain.testbed import cgroup, host, network
+from mpitrain.testbed.record import Record, locked, read_record
+
+_LOCK_SECONDS = 60.0
+_REMOVED = ".removed-"  # such a folder is no bed any more
+
+
+def down(state: Path, name: str) -> None:
+    """Take a bed down, also one that is half made: processes, network, files.
+
+    Raises:
+        ConfigError: not root, or there is no such bed.
+        LaunchError: another command works on it, or something could not be removed.
+    """
+    host.require_root()
+    record = read_record(state, name)
+    with working_on(record):
+        if record.folder.exists():  # nobody else has just taken it down
+            remove_bed(record)
+
+
+def working_on(record: Record) -> AbstractContextManager[None]:
+    """Keep others from taking the bed up or down at the same time."""
+    return locked(record.folder / "lock", f"test bed {record.name}", timeout_seconds=_LOCK_SECONDS)
+
+
+def remove_bed(record: Record) -> None:
+    """Remove all that there is of a bed. Who calls it holds the lock."""
+    # `mpitrain testbed run bash`, and `down` typed in there: not this process too.
+    if os.getpid() in cgroup.processes(cgroup.group(record.name)):
+        cgroup.leave()
+    cgroup.kill(cgroup.group(record.name))
+    network.remove(record)
+    cgroup.remove(cgroup.group(record.name))
+    # All at once, so that no folder without a record stays when this process is killed here.
+    record.folder.rename(record.folder.with_name(f"{_REMOVED}{record.name}-{os.getpid()}"))
+    for folder in record.folder.parent.glob(f"{_REMOVED}*"):
+        shutil.rmtree(folder, ignore_errors=True)

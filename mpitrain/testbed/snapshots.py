@@ -1,0 +1,96 @@
+"""Disks of a whole bed, kept under a name: set up once, start from there in seconds.
+
+snapshots/NAME/snapshot.json says what they belong to, snapshots/NAME/nodeN is node N's disk. A container's holds only
+what was written since its bed was made, so the snapshot that this bed came from is needed too.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from mpitrain.errors import ConfigError
+from mpitrain.testbed.record import Record, checked_name, read_records
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a bed must be like to start from it: addresses are in files of the nodes."""
+
+    full: bool
+    num_nodes: int
+    subnet: str
+    image: str
+    base: str | None  # the snapshot that its own bed came from
+
+
+def snapshot_names(state: Path) -> list[str]:
+    """All snapshots."""
+    return sorted(path.parent.name for path in state.glob("snapshots/*/snapshot.json"))
+
+
+def read_snapshot(state: Path, name: str) -> Snapshot:
+    """What is known of a snapshot.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    try:
+        return Snapshot(**json.loads((state / "snapshots" / name / "snapshot.json").read_text()))
+    except FileNotFoundError:
+        known = ", ".join(snapshot_names(state)) or "none"
+        raise ConfigError(f"there is no snapshot {name!r} in {state}; known are: {known}") from None
+
+
+def new_snapshot(record: Record, name: str) -> Path:
+    """The empty folder of a new snapshot of a bed; without snapshot.json, it does not count yet.
+
+    Raises:
+        ConfigError: the name cannot be one, or is taken.
+    """
+    folder = record.state / "snapshots" / checked_name(name, "snapshot")
+    if (folder / "snapshot.json").exists():
+        raise ConfigError(f"there is a snapshot {name} already; remove it first: mpitrain testbed forget {name}")
+    shutil.rmtree(folder, ignore_errors=True)  # of a save that was killed
+    for node in record.names:
+        (folder / node).mkdir(parents=True)
+    return folder
+
+
+def finish_snapshot(record: Record, folder: Path) -> None:
+    """All disks are there: from now on the snapshot counts."""
+    snapshot = Snapshot(
+        full=record.full,
+        num_nodes=record.num_nodes,
+        subnet=record.subnet,
+        image=record.image,
+        base=None if record.full else record.snapshot,
+    )
+    (folder / "snapshot.json").write_text(json.dumps(asdict(snapshot), indent=2) + "\n")
+
+
+def forget_snapshot(state: Path, name: str) -> None:
+    """Remove a snapshot.
+
+    Raises:
+        ConfigError: there is none of that name, or a bed or another snapshot stands on it.
+    """
+    read_snapshot(state, name)
+    users = [f"test bed {record.name}" for record in read_records(state) if record.snapshot == name]
+    users += [f"snapshot {other}" for other in snapshot_names(state) if read_snapshot(state, other).base == name]
+    if users:
+        raise ConfigError(f"snapshot {name} is in use by {', '.join(users)}")
+    (state / "snapshots" / name / "snapshot.json").unlink()
+    shutil.rmtree(state / "snapshots" / name)
+
+
+def snapshot_layers(record: Record, node: str) -> list[Path]:
+    """A container's disks out of the bed's snapshot and of those it stands on, the newest first."""
+    layers = []
+    name = record.snapshot
+    while name is not None:
+        layers.append(record.state / "snapshots" / name / node)
+        name = read_snapshot(record.state, name).base
+    return layers

@@ -1,0 +1,135 @@
+"""Start `mpitrain run` on a node of a bed, as the shared user, and see what it leaves on all of them."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from dataclasses import dataclass
+
+from jobs import VENVS
+from mpitrain.testbed import Bed
+
+SHARE = "/home/cluster/nfs"
+PYTHONS = {"mpich": f"{SHARE}/venv/bin/python", "openmpi": f"{SHARE}/venv-openmpi/bin/python"}
+JOB_SECONDS = 100.0
+_PATIENCE_SECONDS = 8.0
+# All nodes have one kernel here, in which UCX would take them for one machine with shared memory.
+_ENVIRONMENT = {"PATH": "/usr/local/lib/mpitrain/bin:/usr/bin:/bin", "HOME": "/home/cluster", "UCX_TLS": "tcp,self"}
+
+
+def as_user(bed: Bed, node: str, command: str, timeout_seconds: float = 30.0) -> subprocess.CompletedProcess[str]:
+    """Run a line of shell on a node as the shared user, in the share."""
+    setting = [f"{name}={value}" for name, value in _ENVIRONMENT.items()]
+    line = ["env", "-i", "-C", "/", *setting, "bash", "-c", f"cd {SHARE}; {command}"]
+    return bed.node_run(node, ["runuser", "-u", "cluster", "--", *line], timeout_seconds=timeout_seconds)
+
+
+def write(bed: Bed, node: str, path: str, text: str) -> None:
+    """Write a file on a node as the shared user."""
+    done = as_user(bed, node, f"printf %s {shlex.quote(text)} > {shlex.quote(path)}")
+    assert done.returncode == 0, done.stderr
+
+
+@dataclass
+class Ended:
+    """What a job left: its exit code, what it printed on both streams, and how long it took."""
+
+    code: int
+    output: str
+    seconds: float
+
+
+class Job:
+    """`mpitrain run ARGUMENTS` on node1, in the background."""
+
+    def __init__(self, bed: Bed, arguments: str, *, python: str = PYTHONS["mpich"], setting: str = "") -> None:
+        self._bed = bed
+        self._begun = time.monotonic()
+        self._ended: Ended | None = None
+        self._files = f"/tmp/job-{uuid.uuid4().hex}"
+        command = f"{setting} exec {python} -m mpitrain run {arguments} > {self._files}.output 2>&1"
+        self._thread = threading.Thread(target=self._run, args=(f"echo $$ > {self._files}.pid; {command}",))
+        self._thread.start()
+
+    def _run(self, command: str) -> None:
+        done = as_user(self._bed, "node1", command, timeout_seconds=JOB_SECONDS)
+        self._ended = Ended(done.returncode, self.output(), time.monotonic() - self._begun)
+
+    def output(self) -> str:
+        """What it has printed so far."""
+        return self._bed.node_run("node1", ["bash", "-c", f"cat {self._files}.output || true"]).stdout
+
+    def wait_for(self, text: str, count: int = 1) -> None:
+        """Until it has printed a text so many times."""
+        deadline = time.monotonic() + JOB_SECONDS / 2
+        while self.output().count(text) < count:
+            assert time.monotonic() < deadline, self.output()
+            assert self._thread.is_alive(), self.output()
+            time.sleep(0.1)
+
+    def signal(self, name: str) -> None:
+        """Send a signal to the launcher alone."""
+        self._bed.node_run("node1", ["bash", "-c", f"kill -{name} $(cat {self._files}.pid)"])
+
+    def end(self) -> Ended:
+        """Wait for its end; it must come by itself in time."""
+        self._thread.join(JOB_SECONDS + 10)
+        assert self._ended is not None, self.output()
+        return self._ended
+
+
+def run(bed: Bed, arguments: str, *, python: str = PYTHONS["mpich"], setting: str = "") -> Ended:
+    """Run a job to its end."""
+    return Job(bed, arguments, python=python, setting=setting).end()
+
+
+def left(bed: Bed, patience_seconds: float = _PATIENCE_SECONDS) -> list[str]:
+    """What is left of jobs on all nodes: the user's processes but logins, and files; waits for them to go."""
+    command = (
+        "for p in $(pgrep -u cluster); do tr '\\0' ' ' < /proc/$p/cmdline; echo; done 2>/dev/null; "
+        "ls -d /tmp/mpitrain-* 2>/dev/null; true"
+    )
+    ours = ("systemd", "(sd-pam)", "sshd")
+    deadline = time.monotonic() + patience_seconds
+    while True:
+        found = []
+        for node in bed.names:
+            lines = bed.node_run(node, ["bash", "-c", command]).stdout.splitlines()
+            found += [
+                f"{node}: {line}"
+                for line in lines
+                if line.strip() and not any(word in line.split()[0] for word in ours)
+            ]
+        if not found or time.monotonic() > deadline:
+            return found
+        time.sleep(0.3)
+
+
+def install_open_mpi(bed: Bed) -> bool:
+    """Put a second environment on the share, as scripts/test has it here, with Open MPI; False where it has none."""
+    here = VENVS["openmpi"] / "bin/python"
+    there = as_user(bed, "node1", f"python3 -m venv --without-pip {SHARE}/venv-openmpi && python3 --version")
+    assert there.returncode == 0, there.stderr
+    if not here.exists() or there.stdout.split()[1].rpartition(".")[0] != ".".join(map(str, sys.version_info[:2])):
+        return False
+    names = ("openmpi", "mpi4py", "numpy", "threadpoolctl", "ml_dtypes")
+    listing = (
+        "import importlib.metadata as m, os, sys\n"
+        f"for n in {names}:\n for f in m.distribution(n).files:\n"
+        "  p = os.path.relpath(f.locate(), sys.prefix)\n"
+        "  if os.path.exists(f.locate()) and '/include/' not in p: print(p)"
+    )
+    script = (
+        f"{here} -c {shlex.quote(listing)} | tar -C {VENVS['openmpi']} -c -T - "
+        f"| ssh node1 'sudo -u cluster tar -C {SHARE}/venv-openmpi -x'"
+    )
+    copied = bed.run(["bash", "-o", "pipefail", "-c", script], timeout_seconds=120)
+    assert copied.returncode == 0, copied.stderr
+    site = "lib/python3*/site-packages"
+    done = as_user(bed, "node1", f"cp -r {SHARE}/venv/{site}/mpitrain* {SHARE}/venv-openmpi/{site}/")
+    assert done.returncode == 0, done.stderr
+    return True

@@ -1,0 +1,117 @@
+"""Run the playbooks on a bed from a test, and look at what they left on its nodes."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+from jobs import REPOSITORY
+from mpitrain.testbed.bed import Bed
+
+SETUP = "cluster/setup.yml"
+TEARDOWN = "cluster/teardown.yml"
+USER = "cluster"
+SHARE = "/home/cluster/nfs"
+
+# Printed as JSON: every path under /etc with its kind, mode, owner and content.
+_TREE = """
+import hashlib, json, os, stat
+# Debian's packages leave the system users that they make behind when they go: a number must never be given twice.
+ACCOUNTS = ("/etc/passwd", "/etc/shadow", "/etc/group", "/etc/gshadow")
+SYSTEM_USERS = (b"_rpc:", b"statd:", b"_chrony:")
+tree = {}
+for folder, names, files in os.walk("/etc"):
+    for name in names + files:
+        path = os.path.join(folder, name)
+        info = os.lstat(path)
+        if stat.S_ISLNK(info.st_mode):
+            what = os.readlink(path)
+        elif stat.S_ISREG(info.st_mode):
+            lines = open(path, "rb").read().split(b"\\n")
+            kept = [line for line in lines if path not in ACCOUNTS or not line.startswith(SYSTEM_USERS)]
+            what = hashlib.sha256(b"\\n".join(kept)).hexdigest()
+        else:
+            what = ""
+        tree[path] = [oct(info.st_mode), info.st_uid, info.st_gid, what]
+print(json.dumps(tree))
+"""
+# What package and account tools write by themselves, each time anew.
+_NOT_OURS = {
+    **dict.fromkeys(
+        ("/etc/passwd-", "/etc/shadow-", "/etc/group-", "/etc/gshadow-", "/etc/subuid-", "/etc/subgid-"),
+        "the account tools' copy of the file as it was before the last change",
+    ),
+    "/etc/ld.so.cache": "ldconfig's index, written anew at each installation",
+    "/etc/.pwd.lock": "the account tools' lock, made at its first use and never removed",
+}
+
+
+class Run:
+    """What a run of ansible-playbook left: its code, all it printed, and the counts of its last lines."""
+
+    def __init__(self, done: subprocess.CompletedProcess[str]) -> None:
+        self.code = done.returncode
+        # Lines are joined, because Ansible breaks long messages.
+        self.output = done.stdout + done.stderr
+        self.text = re.sub(r"\s+", " ", self.output)
+        recap = done.stdout.rpartition("PLAY RECAP")[2]
+        self.counts = {
+            name: {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", rest)}
+            for name, rest in re.findall(r"^(\S+)\s+: (ok=.*)$", recap, re.M)
+        }
+
+    def changed(self) -> dict[str, int]:
+        """Number of changed tasks by node, those with none left out."""
+        return {name: counts["changed"] for name, counts in self.counts.items() if counts["changed"]}
+
+
+def checkout_copy(folder: Path) -> Path:
+    """A copy of what the playbooks use of this checkout, so that an edit during the tests is no change of theirs."""
+    for name in ("cluster", "mpitrain"):
+        shutil.copytree(REPOSITORY / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("ansible.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(REPOSITORY / name, folder / name)
+    return folder
+
+
+def playbook(bed: Bed, *arguments: str, inventory: Path, checkout: Path, timeout_seconds: float = 400) -> Run:
+    """Run ansible-playbook on the bed's controller from the root of a checkout."""
+    line = ["ansible-playbook", "-i", str(inventory), *arguments]
+    return Run(bed.run(line, timeout_seconds=timeout_seconds, cwd=checkout))
+
+
+def inventory_of(bed: Bed, path: Path, names: tuple[str, ...]) -> Path:
+    """Write an inventory of some of the bed's nodes, the first of them as head."""
+    lines = [f"{name} ansible_host={bed.address(name)} ansible_user=admin" for name in names]
+    groups = ["[head]", lines[0], "", "[workers]", *lines[1:], "", "[cluster:children]", "head", "workers", ""]
+    path.write_text("\n".join(groups))
+    return path
+
+
+def etc(bed: Bed, node: str) -> dict[str, list[object]]:
+    """The tree under /etc on a node, without what is not ours."""
+    done = bed.node_run(node, ["/usr/bin/python3", "-c", _TREE], timeout_seconds=60)
+    assert done.returncode == 0, done.stderr
+    return {path: what for path, what in json.loads(done.stdout).items() if path not in _NOT_OURS}
+
+
+def difference(before: dict[str, list[object]], after: dict[str, list[object]]) -> dict[str, tuple[object, object]]:
+    """What differs between two trees: path -> before, after."""
+    return {
+        path: (before.get(path), after.get(path))
+        for path in sorted(before.keys() | after.keys())
+        if before.get(path) != after.get(path)
+    }
+
+
+def root(bed: Bed, node: str, script: str, timeout_seconds: float = 30) -> subprocess.CompletedProcess[str]:
+    """Run a shell script as root on a node."""
+    return bed.node_run(node, ["bash", "-c", script], timeout_seconds=timeout_seconds)
+
+
+def shared_user(bed: Bed, node: str, script: str, timeout_seconds: float = 30) -> subprocess.CompletedProcess[str]:
+    """Run a shell script in a login shell of the shared user, as `sudo -iu cluster` gives one."""
+    return bed.node_run(node, ["su", "-", USER, "-c", script], timeout_seconds=timeout_seconds)

@@ -1,0 +1,244 @@
+"""What preflight must refuse, on real nodes that have the fault: it says node and remedy, and changes nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playbooks import SETUP, SHARE, USER, checkout_copy, difference, etc, inventory_of, playbook, root, shared_user
+
+from mpitrain.testbed import up
+from mpitrain.testbed.bed import Bed
+
+pytestmark = pytest.mark.timeout(400)
+NODES = ("node1", "node2")
+ARCHITECTURE_32 = "printf '#!/bin/sh\\nexec setarch i686 /usr/bin/python3 \"$@\"\\n' > /usr/local/bin/python32"
+
+# What to do to node2, how to undo it, what the message must hold, and options of the run.
+FAULTS = {
+    "another system": (
+        "mv /etc/os-release /root/ && printf 'ID=arch\\nPRETTY_NAME=\"Arch Linux\"\\n' > /etc/os-release",
+        "mv /root/os-release /etc/os-release",
+        ("node2: runs Arch Linux", "Take it out of the inventory"),
+        (),
+    ),
+    "another architecture": (
+        f"{ARCHITECTURE_32} && chmod 755 /usr/local/bin/python32",
+        "rm /usr/local/bin/python32",
+        ("node2: the architecture is i686; allowed: x86_64 as on node1",),
+        (),
+    ),
+    "a wrong password for sudo": (
+        "mv /etc/sudoers.d/admin /root/; echo 'admin ALL=(ALL) ALL' >/etc/sudoers.d/admin; echo admin:right | chpasswd",
+        "mv /root/admin /etc/sudoers.d/admin; usermod -p '*' admin",
+        ("node2 (", "sudo refuses", "--ask-become-pass"),
+        ("-e", "ansible_become_password=wrong"),
+    ),
+    "the uid belongs to another": (
+        "useradd -u 1900 -M bob",
+        "userdel bob; rm -f /var/mail/bob",
+        ("node2: uid 1900 belongs to bob", "Choose another mpitrain_uid"),
+        (),
+    ),
+    "the user has another uid": (
+        f"useradd -u 2345 -M {USER}",
+        f"userdel {USER}",
+        (f"node2: user {USER} has uid 2345; allowed: 1900",),
+        (),
+    ),
+    "files where the share would be mounted": (
+        f"mkdir -p {SHARE} && touch {SHARE}/mine",
+        "rm -r /home/cluster",
+        (f"node2: {SHARE} holds files on its own disk", "Move them away"),
+        (),
+    ),
+    "the share's path is a mount of something else": (
+        f"mkdir -p {SHARE} && mount -t tmpfs mine {SHARE}",
+        f"umount {SHARE}; rm -r /home/cluster",
+        (f"node2: {SHARE} is a mount of mine (tmpfs)", "sudo umount"),
+        (),
+    ),
+    "another host name": (
+        "hostname other",
+        "hostname node2",
+        ("node2: calls itself other", "mpitrain_set_hostname: true"),
+        (),
+    ),
+    "no include in sshd_config": (
+        "sed -i.bak '/^Include/d' /etc/ssh/sshd_config",
+        "mv /etc/ssh/sshd_config.bak /etc/ssh/sshd_config",
+        ("node2: /etc/ssh/sshd_config does not include", "Put this at its top"),
+        (),
+    ),
+    "its own name on a loopback address": (
+        "cp -a /etc/hosts /root/; sed 's/^127.0.0.1.*/127.0.0.1 localhost node2/' /root/hosts > /etc/hosts",
+        "cat /root/hosts > /etc/hosts",
+        ("node2: /etc/hosts has the line '127.0.0.1 localhost node2'",),
+        (),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def bed() -> Iterator[Bed]:
+    with up(2, name=f"bad{os.getpid()}") as bed:
+        yield bed
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkout_copy(tmp_path_factory.mktemp("checkout"))
+
+
+def refused(bed: Bed, checkout: Path, *arguments: str, inventory: Path, says: tuple[str, ...]) -> None:
+    """Run the set-up, which must end in preflight with these words and leave node1 as it was."""
+    before = etc(bed, "node1")
+    run = playbook(bed, SETUP, *arguments, inventory=inventory, checkout=checkout, timeout_seconds=120)
+    assert run.code not in (0, None), run.output
+    for words in ("Nothing was changed.", *says):
+        assert words in run.text, run.output
+    assert run.changed() == {}
+    assert difference(before, etc(bed, "node1")) == {}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_node_that_does_not_fit_is_named_and_nothing_is_changed(
+    bed: Bed, checkout: Path, tmp_path: Path, fault: str
+) -> None:
+    do, undo, says, options = FAULTS[fault]
+    inventory = inventory_of(bed, tmp_path / "hosts", NODES)
+    if fault == "another architecture":
+        interpreter = "node2 ansible_python_interpreter=/usr/local/bin/python32 "
+        inventory.write_text(inventory.read_text().replace("node2 ", interpreter, 1))
+    assert root(bed, "node2", do).returncode == 0
+    try:
+        refused(bed, checkout, *options, inventory=inventory, says=says)
+    finally:
+        root(bed, "node2", undo)
+
+
+def test_a_node_that_is_down(bed: Bed, checkout: Path, tmp_path: Path) -> None:
+    inventory = inventory_of(bed, tmp_path / "hosts", NODES)
+    bed.kill("node2")
+    try:
+        says = (f"node2 ({bed.address('node2')}): ssh does not get in", "take node2 out of the inventory")
+        refused(bed, checkout, inventory=inventory, says=says)
+    finally:
+        bed.start("node2")
+
+
+INVENTORIES = {
+    "an address twice": (
+        "[head]\nnode1 ansible_host={0}\n[workers]\nnode2 ansible_host={0}\n",
+        "inventory: node1 and node2 have the same address",
+    ),
+    "a name in two groups": (
+        "[head]\nnode1 ansible_host={0}\n[workers]\nnode1\nnode2 ansible_host={1}\n",
+        "inventory: node1 is in the groups [head] and [workers]",
+    ),
+    "two heads": (
+        "[head]\nnode1 ansible_host={0}\nnode2 ansible_host={1}\n[workers]\n",
+        "inventory: [head] has 2 hosts ['node1', 'node2']; allowed: exactly one",
+    ),
+    "a name for an address": (
+        "[head]\nnode1 ansible_host={0}\n[workers]\nnode2 ansible_host=node2\n",
+        "inventory: node2 has ansible_host=node2; allowed: an IP address",
+    ),
+    "an address of another machine": (
+        "[head]\nnode1 ansible_host={0}\n[workers]\nother ansible_host={1}\n",
+        "other: calls itself node2",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", INVENTORIES)
+def test_an_inventory_that_cannot_be(bed: Bed, checkout: Path, tmp_path: Path, kind: str) -> None:
+    text, says = INVENTORIES[kind]
+    inventory = tmp_path / "hosts"
+    text += "[cluster:children]\nhead\nworkers\n[cluster:vars]\nansible_user=admin\n"
+    inventory.write_text(text.format(bed.address("node1"), bed.address("node2")))
+    refused(bed, checkout, inventory=inventory, says=(says,))
+
+
+def test_no_inventory_at_all(bed: Bed, checkout: Path, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("")
+    run = playbook(bed, SETUP, inventory=tmp_path / "hosts", checkout=checkout)
+    assert run.code not in (0, None)
+    assert "Copy cluster/hosts.example to cluster/hosts" in run.text
+
+
+def test_too_little_room_on_the_share(bed: Bed, checkout: Path, tmp_path: Path) -> None:
+    inventory = inventory_of(bed, tmp_path / "hosts", NODES)
+    root(bed, "node1", f"mkdir -p {SHARE} && mount -t tmpfs -o size=64m,uid=1900,gid=1900 small {SHARE}")
+    try:
+        says = (f"node1: {SHARE} has 64 MiB free; needed: 1024 MiB", "mpitrain_min_free_mib")
+        refused(bed, checkout, inventory=inventory, says=says)
+        # Let through, it fails where the disk is full, and says so.
+        options = ("-e", "mpitrain_min_free_mib=1", "--tags", "users,runtime")
+        run = playbook(bed, SETUP, *options, inventory=inventory, checkout=checkout)
+        assert run.code not in (0, None)
+        assert "node1: the environment /home/cluster/nfs/venv could not be made" in run.text, run.output
+        assert "No space left on device" in run.text, run.output
+        assert "run again with --tags runtime" in run.text
+    finally:
+        root(bed, "node1", f"umount {SHARE}")
+
+
+# Where a run is cut off: at the start of these tasks.
+CUTS = ("mpitrain_packages : Install by apt", "mpitrain_ssh : Reload sshd", "mpitrain_runtime : Install by pip")
+
+
+def test_a_run_that_was_cut_off_is_mended_by_the_next(bed: Bed, checkout: Path, tmp_path: Path) -> None:
+    inventory = inventory_of(bed, tmp_path / "hosts", NODES)
+    for task in CUTS:
+        script = f"""
+            ansible-playbook -i {inventory} {SETUP} > {tmp_path}/log 2>&1 & run=$!
+            until grep -qF '[{task}]' {tmp_path}/log; do kill -0 $run || exit 3; sleep 0.02; done
+            sleep 0.1; kill -KILL $run; wait $run; exit 0
+        """
+        cut = bed.run(["bash", "-c", script], timeout_seconds=300, cwd=checkout)
+        assert cut.returncode == 0, (tmp_path / "log").read_text()
+    mended = playbook(bed, SETUP, inventory=inventory, checkout=checkout)
+    assert mended.code == 0, mended.output
+    # sshd has read its settings although the handler of the run that wrote them was never called.
+    assert (
+        shared_user(bed, "node1", "ssh node2 'command -v python'").stdout.strip()
+        == "/usr/local/lib/mpitrain/bin/python"
+    )
+    second = playbook(bed, SETUP, inventory=inventory, checkout=checkout)
+    assert second.code == 0 and second.changed() == {}, second.output
+
+
+WAIT_FOR_LISTENER = "for i in {1..50}; do (exec 3<>/dev/tcp/127.0.0.1/5555) && exit 0; sleep 0.1; done; exit 1"
+
+
+@pytest.mark.parametrize("firewall", ["ufw", "firewalld"])
+def test_an_active_firewall_lets_the_nodes_in_and_nobody_else(
+    bed: Bed, checkout: Path, tmp_path: Path, firewall: str
+) -> None:
+    inventory = inventory_of(bed, tmp_path / "hosts", NODES)
+    start = {
+        "ufw": "apt-get -q install -y ufw && ufw default deny && ufw allow 22/tcp && ufw --force enable",
+        "firewalld": "apt-get -q install -y firewalld && systemctl start firewalld",
+    }[firewall]
+    stop = {"ufw": "ufw --force disable", "firewalld": "systemctl stop firewalld"}[firewall]
+    begun = root(bed, "node2", f"apt-get -q update && {start}", timeout_seconds=120)
+    assert begun.returncode == 0, begun.stdout + begun.stderr
+    listen = "systemd-run --unit=listener python3 -m http.server 5555"
+    ask = ["timeout", "3", "bash", "-c", f"exec 3<>/dev/tcp/{bed.address('node2')}/5555"]
+    try:
+        assert root(bed, "node2", listen).returncode == 0
+        open_here = root(bed, "node2", WAIT_FOR_LISTENER)
+        assert open_here.returncode == 0
+        assert bed.node_run("node1", ask).returncode != 0
+        run = playbook(bed, SETUP, "--tags", "firewall", inventory=inventory, checkout=checkout)
+        assert run.code == 0, run.output
+        assert set(run.changed()) == {"node2"}
+        assert bed.node_run("node1", ask).returncode == 0
+        # The controller is no node.
+        assert bed.run(ask).returncode != 0
+        assert playbook(bed, SETUP, "--tags", "firewall", inventory=inventory, checkout=checkout).changed() == {}
+    finally:
+        root(bed, "node2", f"systemctl stop listener; {stop}")

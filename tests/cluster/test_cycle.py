@@ -1,0 +1,347 @@
+"""The whole life of a cluster, on a bed of five machines: four become one, the fifth stays outside.
+
+The tests are in the order of that life and share its bed; each can also be asked for alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from playbooks import (
+    SETUP,
+    SHARE,
+    TEARDOWN,
+    USER,
+    Run,
+    checkout_copy,
+    difference,
+    etc,
+    inventory_of,
+    playbook,
+    root,
+    shared_user,
+)
+
+from jobs import REPOSITORY
+from mpitrain.testbed import up
+from mpitrain.testbed.bed import Bed
+
+pytestmark = pytest.mark.timeout(600)
+NODES = ("node1", "node2", "node3", "node4")
+OUTSIDER = "node5"
+OWN_LINE = "192.0.2.7 printer # the user's own line"
+# Below what a container may have where this machine itself may not raise limits.
+NOFILE = 4096
+CLUSTER_WIDE = "hosts,ssh,firewall,nfs"
+
+
+@dataclass
+class Cluster:
+    """A cluster on a bed: where its inventories lie, and /etc of the nodes as it was before."""
+
+    bed: Bed
+    inventory: Path
+    smaller: Path
+    key: Path
+    checkout: Path
+    before: dict[str, dict[str, list[object]]]
+
+    def setup(self, *arguments: str, inventory: Path | None = None) -> Run:
+        variables = {
+            "mpitrain_authorized_keys": [self.key.with_suffix(".pub").read_text().strip()],
+            "mpitrain_nofile": NOFILE,
+        }
+        return self.play(SETUP, "-e", json.dumps(variables), *arguments, inventory=inventory)
+
+    def play(self, *arguments: str, inventory: Path | None = None) -> Run:
+        return playbook(self.bed, *arguments, inventory=inventory or self.inventory, checkout=self.checkout)
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp("cycle")
+    with up(5, name=f"cycle{os.getpid()}") as bed:
+        for node in bed.names:
+            root(bed, node, f"echo {OWN_LINE!r} >> /etc/hosts")
+        bed.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "key")])
+        yield Cluster(
+            bed,
+            inventory_of(bed, folder / "hosts", NODES),
+            inventory_of(bed, folder / "smaller", NODES[:3]),
+            folder / "key",
+            checkout_copy(tmp_path_factory.mktemp("checkout")),
+            {node: etc(bed, node) for node in bed.names},
+        )
+
+
+@pytest.fixture(scope="module")
+def cluster(bare: Cluster) -> Cluster:
+    run = bare.setup()
+    assert run.code == 0, run.output
+    return bare
+
+
+def test_a_dry_run_on_bare_nodes_passes_and_changes_nothing(bare: Cluster) -> None:
+    run = bare.setup("--check", "--diff")
+    assert run.code == 0, run.output
+    assert set(run.changed()) == set(NODES)
+    for node in NODES:
+        assert difference(bare.before[node], etc(bare.bed, node)) == {}
+        assert root(bare.bed, node, f"id {USER}").returncode != 0
+
+
+def test_from_bare_nodes_to_the_first_training_step(bare: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    started = time.monotonic()
+    run = bare.setup()
+    assert run.code == 0, run.output
+    seconds = time.monotonic() - started
+    bring_the_example(bare)
+    trained = shared_user(bare.bed, "node1", f"cd ~/nfs && {train(steps=1)}", timeout_seconds=120)
+    assert trained.returncode == 0, trained.stdout + trained.stderr
+    with capsys.disabled():
+        print(f"\n4 bare nodes to a cluster: {seconds:.0f} s; to the first step: {time.monotonic() - started:.0f} s")
+
+
+def bring_the_example(cluster: Cluster) -> None:
+    """Copy examples/ and the data set to the share, logging in as one of mpitrain_authorized_keys."""
+    data = Path.home() / ".cache/mpitrain/fashion"
+    if not data.is_dir():
+        pytest.skip("Fashion-MNIST is not here: scripts/get-data fashion")
+    options = ["-q", "-r", "-i", str(cluster.key), "-o", "IdentitiesOnly=yes", "-o", "BatchMode=yes"]
+    for source, target in ((REPOSITORY / "examples", "nfs/"), (data, "nfs/data/")):
+        shared_user(cluster.bed, "node1", "mkdir -p nfs/data")
+        done = cluster.bed.run(["scp", *options, str(source), f"{USER}@node1:{target}"], timeout_seconds=60)
+        assert done.returncode == 0, done.stderr
+
+
+def train(steps: int) -> str:
+    options = f"--data-directory {SHARE}/data --steps {steps} --global-batch 64"
+    return f"mpiexec -n 4 -ppn 1 -hosts node1,node2,node3,node4 python examples/train.py {options}"
+
+
+def test_the_line_on_the_card_trains_from_the_head(cluster: Cluster) -> None:
+    bring_the_example(cluster)
+    trained = shared_user(cluster.bed, "node1", f"cd ~/nfs && {train(steps=30)}", timeout_seconds=120)
+    assert trained.returncode == 0, trained.stdout + trained.stderr
+    assert "ranks: 4, nodes: 4" in trained.stdout
+    losses = [float(loss) for loss in re.findall(r"loss ([0-9.]+)", trained.stdout)]
+    assert losses, trained.stdout
+
+
+def test_a_second_run_changes_nothing(cluster: Cluster) -> None:
+    run = cluster.setup()
+    assert run.code == 0, run.output
+    assert run.changed() == {}, run.output
+
+
+@pytest.mark.parametrize("source", NODES)
+def test_the_shared_user_logs_in_from_any_to_any_with_host_keys_checked(cluster: Cluster, source: str) -> None:
+    lines = [f"ssh -v {target} uname -n </dev/null" for target in NODES]
+    done = shared_user(cluster.bed, source, " && ".join(lines), timeout_seconds=60)
+    assert done.stdout.split() == list(NODES), done.stderr
+    assert done.stderr.count("is known and matches the ED25519 host key") == 4
+    # Nobody was asked and nothing was learned on the way.
+    assert shared_user(cluster.bed, source, "ls -A ~/.ssh 2>/dev/null").stdout.strip() == ""
+    options = shared_user(cluster.bed, source, "ssh -G node2").stdout.splitlines()
+    assert {"stricthostkeychecking true", "batchmode yes"} <= set(options)
+
+
+def test_another_host_key_is_refused(cluster: Cluster) -> None:
+    key = "/etc/ssh/ssh_host_ed25519_key"
+    renew = (
+        f"cp -a {key} {key}.pub /root/ && rm {key} && ssh-keygen -q -t ed25519 -N '' -f {key} && systemctl reload ssh"
+    )
+    assert root(cluster.bed, "node3", renew).returncode == 0
+    try:
+        done = shared_user(cluster.bed, "node2", "ssh node3 true")
+        assert done.returncode == 255
+        assert "REMOTE HOST IDENTIFICATION HAS CHANGED" in done.stderr
+    finally:
+        root(cluster.bed, "node3", "mv /root/ssh_host_ed25519_key* /etc/ssh/ && systemctl reload ssh")
+
+
+def test_a_file_written_on_one_node_is_read_on_the_others(cluster: Cluster) -> None:
+    assert shared_user(cluster.bed, "node2", "echo from node2 > ~/nfs/note").returncode == 0
+    for node in NODES:
+        assert shared_user(cluster.bed, node, "cat ~/nfs/note").stdout == "from node2\n"
+    source = root(cluster.bed, "node3", f"findmnt -n -t nfs,nfs4,fuse.nfs -o SOURCE {SHARE}").stdout.strip()
+    assert source == f"{cluster.bed.address('node1')}:{SHARE}"
+
+
+def test_commands_are_found_without_a_login_shell_and_do_not_wait_for_the_share(cluster: Cluster) -> None:
+    found = shared_user(cluster.bed, "node1", "ssh node2 'command -v python mpiexec mpitrain; ulimit -n; ulimit -l'")
+    folder = "/usr/local/lib/mpitrain/bin"
+    most = root(cluster.bed, "node2", "ulimit -Hl").stdout.strip()  # "unlimited", but for some machines' containers
+    assert found.stdout.split() == [
+        *(f"{folder}/{name}" for name in ("python", "mpiexec", "mpitrain")),
+        str(NOFILE),
+        most,
+    ]
+    # The server's cable is out: a login and a command that is not ours still work, at once.
+    cluster.bed.cut("node1")
+    try:
+        started = time.monotonic()
+        done = shared_user(cluster.bed, "node3", "ssh node2 'ls /etc/hostname'", timeout_seconds=20)
+        assert done.returncode == 0, done.stderr
+        assert time.monotonic() - started < 10
+    finally:
+        cluster.bed.heal("node1")
+
+
+def test_root_on_a_client_is_squashed(cluster: Cluster) -> None:
+    assert shared_user(cluster.bed, "node1", "echo secret > ~/nfs/secret && chmod 600 ~/nfs/secret").returncode == 0
+    for node in ("node2", "node4"):
+        assert root(cluster.bed, node, f"cat {SHARE}/secret").returncode != 0
+        assert root(cluster.bed, node, f"touch {SHARE}/made-by-root").returncode != 0
+    # Where it is not squashed, root may: what was refused was the squash, not the path.
+    assert root(cluster.bed, "node1", f"cat {SHARE}/secret").stdout == "secret\n"
+
+
+def test_a_host_outside_cannot_mount_the_share(cluster: Cluster) -> None:
+    address = cluster.bed.address("node1")
+    mount = f"mkdir -p /mnt/try && timeout 20 mount -t nfs -o vers=4.2 {address}:{SHARE} /mnt/try"
+    inside = root(cluster.bed, "node2", f"{mount} && umount /mnt/try")
+    assert inside.returncode == 0, inside.stderr
+    outside = root(cluster.bed, OUTSIDER, mount)
+    assert outside.returncode not in (0, 124), outside.stdout
+    assert root(cluster.bed, OUTSIDER, "findmnt /mnt/try").returncode != 0
+
+
+def test_a_host_outside_cannot_log_in_even_with_a_stolen_key(cluster: Cluster) -> None:
+    key = root(cluster.bed, "node2", "cat /etc/ssh/mpitrain/id_ed25519").stdout
+    steal = f"umask 077; cat > /root/stolen <<'END'\n{key}END"
+    options = "-F none -i /root/stolen -o BatchMode=yes -o StrictHostKeyChecking=no"
+    log_in = f"ssh {options} {USER}@{cluster.bed.address('node1')} id -un"
+    answers = {}
+    for node in ("node2", OUTSIDER):
+        root(cluster.bed, node, steal)
+        answers[node] = root(cluster.bed, node, log_in)
+        root(cluster.bed, node, "rm -rf /root/stolen /root/.ssh/known_hosts*")
+    assert answers["node2"].stdout.strip() == USER, answers["node2"].stderr
+    assert answers[OUTSIDER].returncode == 255
+    assert "Permission denied" in answers[OUTSIDER].stderr
+
+
+def test_the_shared_user_has_no_password(cluster: Cluster) -> None:
+    for node in NODES:
+        assert root(cluster.bed, node, f"passwd -S {USER}").stdout.split()[1] == "L"
+
+
+def test_what_was_changed_is_what_the_readme_says(cluster: Cluster) -> None:
+    listed = set(re.findall(r"`(/etc/[^`]*)`", (REPOSITORY / "cluster/README.md").read_text()))
+    packages = r"/etc/(default|init.d|rc.\.d|insserv|idmapd|nfs|request|modprobe|rpc|netconfig|ufw|keyutils|exports$)"
+    for node in NODES:
+        changed = difference(cluster.before[node], etc(cluster.bed, node))
+        ours = {path for path in changed if not re.match(packages, path)}
+        unsaid = {path for path in ours if not any(path == one or path.startswith(f"{one}/") for one in listed)}
+        assert unsaid == set()
+
+
+def test_a_stale_mount_is_mended_by_the_next_run(cluster: Cluster) -> None:
+    # The server goes while the client has it mounted, and another mount lies over it that answers nothing useful.
+    assert shared_user(cluster.bed, "node2", "ls ~/nfs").returncode == 0
+    root(cluster.bed, "node2", "systemctl stop home-cluster-nfs.automount; umount -l /home/cluster/nfs")
+    assert shared_user(cluster.bed, "node2", "cat ~/nfs/note").returncode != 0
+    run = cluster.setup("--tags", "nfs")
+    assert run.code == 0, run.output
+    assert shared_user(cluster.bed, "node2", "cat ~/nfs/note").stdout == "from node2\n"
+
+
+def test_the_mount_comes_back_after_the_server_rebooted(cluster: Cluster) -> None:
+    cluster.bed.reboot("node1")
+    deadline = time.monotonic() + 60
+    while (
+        read := shared_user(cluster.bed, "node4", "timeout 15 cat ~/nfs/note")
+    ).returncode and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert read.stdout == "from node2\n", read.stderr
+
+
+def test_the_boot_of_a_client_does_not_wait_for_a_dead_server(cluster: Cluster) -> None:
+    cluster.bed.kill("node1")
+    try:
+        started = time.monotonic()
+        cluster.bed.reboot("node4")
+        assert time.monotonic() - started < 40
+        assert shared_user(cluster.bed, "node4", "id -un").stdout.strip() == USER
+    finally:
+        cluster.bed.start("node1")
+    deadline = time.monotonic() + 60
+    while (
+        read := shared_user(cluster.bed, "node4", "timeout 15 cat ~/nfs/note")
+    ).returncode and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert read.stdout == "from node2\n", read.stderr
+
+
+def test_a_node_is_removed_and_added_again(cluster: Cluster) -> None:
+    bed = cluster.bed
+    everywhere = (
+        "/etc/hosts /etc/mpitrain/hosts /etc/ssh/mpitrain/authorized_keys /etc/ssh/mpitrain/known_hosts"
+        " /etc/ssh/ssh_config.d/10-mpitrain.conf"
+    )
+    gone = cluster.play(TEARDOWN, "-e", "confirm=yes", "--limit", "node4")
+    assert gone.code == 0, gone.output
+    shrunk = cluster.setup("--tags", CLUSTER_WIDE, inventory=cluster.smaller)
+    assert shrunk.code == 0, shrunk.output
+    assert difference(cluster.before["node4"], etc(bed, "node4")) == {}
+    left = rf"grep -lE 'node4|{bed.address('node4')}\b' {everywhere} /etc/exports.d/mpitrain.exports 2>/dev/null"
+    for node in NODES[:3]:
+        assert root(bed, node, left).stdout == ""
+        assert shared_user(bed, node, "ssh node4 true").returncode == 255
+    mount = f"mkdir -p /mnt/try && timeout 20 mount -t nfs {bed.address('node1')}:{SHARE} /mnt/try"
+    assert root(bed, "node4", mount).returncode != 0
+
+    grown = cluster.setup()
+    assert grown.code == 0, grown.output
+    for node in NODES:
+        assert root(bed, node, f"grep -l node4 {everywhere}").stdout.split() == everywhere.split()
+    assert shared_user(bed, "node4", "ssh node1 uname -n; cat ~/nfs/note").stdout == "node1\nfrom node2\n"
+
+
+def test_under_limit_the_files_still_name_all_nodes(cluster: Cluster) -> None:
+    root(cluster.bed, "node2", "rm /etc/ssh/mpitrain/known_hosts; sed -i /node3/d /etc/hosts")
+    run = cluster.setup("--limit", "node2")
+    assert run.code == 0, run.output
+    assert set(run.counts) <= {"node2", "localhost", "node1"}
+    assert shared_user(cluster.bed, "node2", "ssh node3 uname -n").stdout == "node3\n"
+    assert cluster.setup().changed() == {}
+
+
+def test_teardown_asks_first(cluster: Cluster) -> None:
+    run = cluster.play(TEARDOWN)
+    assert run.code != 0
+    assert "-e confirm=yes" in run.text
+    assert run.changed() == {}
+
+
+def test_teardown_waits_for_the_users_processes(cluster: Cluster) -> None:
+    root(cluster.bed, "node3", f"systemd-run --uid={USER} --unit=at-work sleep 300")
+    try:
+        run = cluster.play(TEARDOWN, "-e", "confirm=yes")
+        assert run.code != 0
+        assert re.search(r"node3: cluster still runs \d+ .*sleep 300", run.text), run.output
+        assert run.changed() == {}
+    finally:
+        root(cluster.bed, "node3", "systemctl stop at-work")
+
+
+def test_teardown_leaves_etc_as_it_was_and_keeps_the_data(cluster: Cluster) -> None:
+    shared_user(cluster.bed, "node1", "echo precious > ~/nfs/precious; echo mine > ~/mine")
+    run = cluster.play(TEARDOWN, "-e", "confirm=yes")
+    assert run.code == 0, run.output
+    for node in NODES:
+        assert difference(cluster.before[node], etc(cluster.bed, node)) == {}, node
+        assert root(cluster.bed, node, f"id {USER}").returncode != 0
+        assert root(cluster.bed, node, "ls -d /usr/local/lib/mpitrain").returncode != 0
+        assert OWN_LINE in root(cluster.bed, node, "cat /etc/hosts").stdout
+    assert root(cluster.bed, "node1", f"cat {SHARE}/precious /home/{USER}/mine").stdout == "precious\nmine\n"
+    again = cluster.play(TEARDOWN, "-e", "confirm=yes")
+    assert again.code == 0, again.output

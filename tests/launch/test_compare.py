@@ -1,0 +1,76 @@
+"""What keeps hosts from working together, from their facts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpitrain.launch.compare import differences
+
+
+def host(**changes: Any) -> dict[str, Any]:
+    environment = {
+        "python": "3.11.2",
+        "machine": "x86_64",
+        "packages": {"numpy": "2.4.6", "mpi4py": "4.1.2"},
+        "mpitrain": "abc",
+        "files": {"train.py": "1", "model/net.py": "2"},
+        "mpi": "MPICH 5.0.2",
+    }
+    return {"paths": {"/share": ["there"]}, "environment": {**environment, **changes}}
+
+
+def test_equal_hosts() -> None:
+    assert differences("a", {"a": host(), "b": host()}) == []
+
+
+def test_every_difference_is_named() -> None:
+    other = host(
+        python="3.12.1",
+        packages={"numpy": "2.3.1", "six": "1.0"},
+        mpitrain="xyz",
+        files={"train.py": "9", "old.py": "3"},
+    )
+    del other["environment"]["mpi"]
+    other["environment"]["mpi_error"] = "RuntimeError: cannot load MPI library"
+    assert differences("a", {"a": host(), "b": host(), "c": other}) == [
+        "c: Python 3.12.1, here 3.11.2",
+        "c: mpitrain's code differs",
+        "c: the MPI library RuntimeError: cannot load MPI library, here MPICH 5.0.2",
+        "c: mpi4py (not there), here 4.1.2",
+        "c: numpy 2.3.1, here 2.4.6",
+        "c: six 1.0, here (not there)",
+        "c: model/net.py is not there",
+        "c: old.py is there, but not here",
+        "c: train.py differs",
+    ]
+
+
+def test_missing_paths_come_alone() -> None:
+    def with_path(*found: str) -> dict[str, Any]:
+        return {"paths": {"/share/venv/bin/python": list(found)}}
+
+    facts = {
+        "a": host(),
+        "b": with_path("missing", "/share/venv"),
+        "c": with_path("empty", "/share"),
+        "d": with_path("hangs"),
+        "e": with_path("error", "/share", "Stale file handle"),
+    }
+    assert differences("a", facts) == [
+        "b: /share/venv is not there: is the share mounted?",
+        "c: /share is empty, /share/venv/bin/python is not there: is the share mounted?",
+        "d: /share/venv/bin/python does not answer: is the server of the share up?",
+        "e: /share: Stale file handle",
+    ]
+
+
+def test_this_machine_comes_first() -> None:
+    broken = {"paths": {"/share": ["there"]}, "environment": {"error": "/share/python failed: no module x"}}
+    assert differences("a", {"a": broken, "b": host()}) == ["a: /share/python failed: no module x"]
+    assert differences("b", {"a": broken, "b": host()}) == ["a: /share/python failed: no module x"]
+
+
+def test_a_long_list_is_cut() -> None:
+    lines = differences("a", {"a": host(), "b": host(packages={f"p{number}": "1" for number in range(100)})})
+    assert len(lines) == 31
+    assert lines[-1] == "and 72 more differences"

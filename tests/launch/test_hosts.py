@@ -1,0 +1,94 @@
+"""Where a job runs, from the options, the inventory and this machine's own addresses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mpitrain.errors import ConfigError
+from mpitrain.launch import hosts
+from mpitrain.launch.hosts import lay_out
+
+OTHERS = "[workers]\nb ansible_host=198.51.100.2\nc ansible_host=198.51.100.3\n\n[cluster:children]\nhead\nworkers\n"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder without an inventory, on a machine that was not set up."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("mpitrain.launch.hostfile.NODE_INVENTORY", tmp_path / "none")
+    return tmp_path
+
+
+def inventory(folder: Path, head: str) -> Path:
+    path = folder / "cluster/hosts"
+    path.parent.mkdir()
+    path.write_text(f"[head]\na ansible_host={head}\n\n{OTHERS}")
+    return path
+
+
+def ranks(layout: hosts.Layout) -> dict[str, int]:
+    return {place.host: place.num_ranks for place in layout.places}
+
+
+def test_without_anything_it_runs_here() -> None:
+    layout = lay_out(None, None, 3, None)
+    assert (ranks(layout), layout.addresses, layout.note) == ({"localhost": 3}, {}, "")
+
+
+def test_on_a_node_it_runs_on_all_nodes(folder: Path) -> None:
+    inventory(folder, "127.0.0.2")  # every address of 127/8 is this machine's
+    layout = lay_out(None, None, 6, None)
+    assert ranks(layout) == {"a": 2, "b": 2, "c": 2}
+    assert (layout.own, layout.addresses["c"]) == ("a", "198.51.100.3")
+    assert ranks(lay_out(None, None, None, 2)) == {"a": 2, "b": 2, "c": 2}
+    assert ranks(lay_out(None, None, 2, None)) == {"a": 1, "b": 1}
+    assert ranks(lay_out(None, None, 3, 2)) == {"a": 2, "b": 1}
+
+
+def test_elsewhere_it_runs_here_and_says_so(folder: Path) -> None:
+    path = inventory(folder, "198.51.100.1")
+    layout = lay_out(None, None, 2, None)
+    assert (ranks(layout), layout.addresses) == ({"localhost": 2}, {})
+    assert layout.note == (
+        "this machine is no node of cluster/hosts, so the job runs here alone; "
+        "start it on a to use the cluster, or name --hosts"
+    )
+    # Asked for by name, the inventory counts.
+    assert ranks(lay_out(None, path, 3, None)) == {"a": 1, "b": 1, "c": 1}
+
+
+def test_a_job_may_be_started_from_beside_its_hosts(folder: Path) -> None:
+    inventory(folder, "127.0.0.2")
+    layout = lay_out("b,c", None, None, 1)
+    assert ranks(layout) == {"b": 1, "c": 1}
+    assert layout.own == "a"
+    assert set(layout.addresses) == {"a", "b", "c"}
+
+
+def test_one_host_that_is_this_machine_needs_no_connection(folder: Path) -> None:
+    inventory(folder, "127.0.0.2")
+    assert lay_out("a", None, 2, None).addresses == {}
+    assert lay_out("localhost", None, 2, None).addresses == {}
+    layout = lay_out("localhost/cpux2", None, None, None)
+    assert (layout.addresses, layout.places[0].devices) == ({}, ("cpu", "cpu"))
+
+
+def test_localhost_works_with_a_broken_inventory(folder: Path) -> None:
+    inventory(folder, "nonsense")
+    assert lay_out("localhost", None, 2, None).addresses == {}
+    with pytest.raises(ConfigError, match="is not an IP address"):
+        lay_out(None, None, 2, None)
+
+
+def test_what_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="localhost is another machine on every host; write its name"):
+        lay_out("localhost,b", None, 2, None)
+    with pytest.raises(ConfigError, match=r"there is no host 'no-such-host\.invalid'; `getent hosts no-such-host"):
+        lay_out("127.0.0.3,no-such-host.invalid", None, 2, None)
+    inventory(folder, "127.0.0.2")
+    with pytest.raises(ConfigError, match=r"a and 127\.0\.0\.2 are one host"):
+        lay_out("a,127.0.0.2", None, 2, None)
+    with pytest.raises(ConfigError, match="there is no such file"):
+        lay_out(None, folder / "nowhere", 2, None)

@@ -1,0 +1,56 @@
+"""Beds of the tests: names that nobody else has, and what a bed may have left on this machine."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from jobs import REPOSITORY, clean_environment
+from mpitrain.testbed import STATE
+
+_NUMBERS = itertools.count(1)
+
+
+def new_name() -> str:
+    """A name for a bed or a snapshot that no other run of the tests has."""
+    return f"t{os.getpid()}-{next(_NUMBERS)}"
+
+
+def command(*words: str) -> list[str]:
+    """The line of a user's command."""
+    return [sys.executable, "-m", "mpitrain", "testbed", *words]
+
+
+def cli(*words: str, timeout_seconds: float = 100.0, **options: object) -> subprocess.CompletedProcess[str]:
+    """Run `mpitrain testbed`, as a user does."""
+    return subprocess.run(
+        command(*words),
+        capture_output=True,
+        text=True,
+        timeout=timeout_seconds,
+        cwd=REPOSITORY,
+        env=clean_environment(),
+        stdin=subprocess.DEVNULL,
+        check=False,
+        **options,  # type: ignore[call-overload]
+    )
+
+
+def traces(name: str) -> list[str]:
+    """All that there is of a bed on this machine."""
+    found = [str(path) for path in Path("/run/netns").glob(f"mpitrain-{name}*")]
+    found += [str(path) for path in Path("/etc/netns").glob(f"*{name}*")]
+    found += [str(path) for path in (STATE / "beds").glob(f"*{name}*")]
+    found += [line for line in Path("/proc/mounts").read_text().splitlines() if f"/{name}/" in line]
+    found += [str(path) for path in Path("/sys/fs/cgroup").glob(f"**/mpitrain-testbed/{name}")]
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if f"beds/{name}/" in words or f"mpitrain-{name}-" in words:
+            found.append(words)
+    return found

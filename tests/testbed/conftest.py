@@ -1,0 +1,43 @@
+"""Fixtures of the test beds' tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from mpitrain.errors import LaunchError
+from mpitrain.testbed import Bed, build, up
+from mpitrain.testbed.host import require_kernel
+
+from .beds import new_name, traces
+
+
+@pytest.fixture(scope="session")
+def image() -> str:
+    """The nodes' image, made once on a machine: about a minute."""
+    if os.geteuid() != 0:
+        pytest.skip("test beds need root")
+    try:
+        require_kernel(full=False, delay=True)
+    except LaunchError as error:
+        pytest.skip(str(error))
+    return build(say=print)
+
+
+@pytest.fixture(scope="package")
+def bed(image: str) -> Iterator[Bed]:
+    """A fast bed of two nodes, for tests that heal what they break."""
+    with up(2, name=new_name()) as bed:
+        yield bed
+    assert traces(bed.name) == []
+
+
+@pytest.fixture
+def healthy(bed: Bed) -> Iterator[Bed]:
+    """The same, healed after the test."""
+    yield bed
+    for node in bed.names:
+        bed.heal(node)
+        assert bed.faults(node) == {}
