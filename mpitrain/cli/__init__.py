@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         commands[name].add_arguments(parsers[name])
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
-        _refuse(parsers[arguments.command], unknown[0])
+        _refuse(parsers[arguments.command], unknown[0], getattr(arguments, "if_unknown", ""))
     try:
         code = commands[arguments.command].run(arguments)
         sys.stdout.flush()
@@ -76,8 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, ConfigError) else 1
 
 
-def _refuse(parser: argparse.ArgumentParser, argument: str) -> None:
+def _refuse(parser: argparse.ArgumentParser, argument: str, advice: str) -> None:
+    """`advice` is what an action has set as its parser's default `if_unknown`."""
     # argparse has no public list of a parser's options.
     near = difflib.get_close_matches(argument.partition("=")[0], list(parser._option_string_actions), n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
+    hint = f"; did you mean {near[0]}?" if near else f"; {advice}" if advice else ""
     parser.error(f"unknown argument {argument}{hint}")

@@ -140,6 +140,9 @@ def _add_playbook_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--check", action="store_true", help="show what would change, change nothing")
     parser.add_argument("--ask-become-pass", action="store_true", help="ask for the password of sudo")
     parser.add_argument("ansible", nargs="*", metavar="ARGUMENT", help="behind --: for ansible-playbook")
+    parser.set_defaults(
+        if_unknown="options of ansible-playbook go behind --, as in: mpitrain cluster setup -- --tags ssh"
+    )
 
 
 def _ansible_options(arguments: argparse.Namespace) -> list[str]:

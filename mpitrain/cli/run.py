@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING
 from mpitrain.errors import ConfigError, LaunchError
 
 if TYPE_CHECKING:
+    from mpitrain.launch.dialects import Request
+    from mpitrain.launch.hosts import Layout
     from mpitrain.launch.libraries import Library, Mpiexec
 
 HELP = "start a script on several ranks, here or on several hosts"
@@ -67,7 +70,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Start the job; returns its exit code."""
-    from mpitrain.launch import over_hosts
     from mpitrain.launch.dialects import Request, command_for
     from mpitrain.launch.hosts import lay_out
     from mpitrain.launch.job import run_job
@@ -90,15 +92,25 @@ def run(arguments: argparse.Namespace) -> int:
     if layout.note:
         print(f"mpitrain: {layout.note}", file=sys.stderr)
     if layout.addresses:
-        if arguments.show:
-            over_hosts.show(layout, request, arguments.script)
-            return 0
-        return over_hosts.run(layout, request, arguments.script, arguments.start_seconds)
+        return _run_over_hosts(layout, request, arguments)
     command = command_for(request, os.environ)
     if arguments.show:
         print(command)
         return 0
     return run_job(command, num_ranks)
+
+
+def _run_over_hosts(layout: Layout, request: Request, arguments: argparse.Namespace) -> int:
+    from mpitrain.launch import over_hosts
+
+    try:
+        if arguments.show:
+            over_hosts.show(layout, request, arguments.script)
+            return 0
+        return over_hosts.run(layout, request, arguments.script, arguments.start_seconds)
+    except KeyboardInterrupt:  # while the hosts are asked; a job that runs sees to it by itself
+        print("mpitrain: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 def _refuse_wrong_mpiexec(mpiexec: Mpiexec, library: Library, num_ranks: int, arguments: argparse.Namespace) -> None:

@@ -34,13 +34,11 @@ out; packages and wheels come from this machine. Needs root, and Debian.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    from mpitrain.testbed.record import STATE
-
     parser.epilog = _EPILOG
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--name", metavar="BED", help="the test bed, where there are several")
     common.add_argument(
-        "--state", type=Path, default=STATE, metavar="DIR", help="images and beds are there (%(default)s)"
+        "--state", type=Path, metavar="DIR", help="images and beds are there (/var/lib/mpitrain/testbed)"
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
 
@@ -80,6 +78,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Do what was asked; returns the exit code."""
+    from mpitrain.testbed import STATE  # not for the parser, which every command of mpitrain makes
+
+    arguments.state = arguments.state or STATE
     try:
         code: int = _ACTIONS[arguments.action](arguments)
     except KeyboardInterrupt:

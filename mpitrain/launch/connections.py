@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from mpitrain.errors import LaunchError
 from mpitrain.launch.processes import end_with_parent
 
 # No question is ever asked, no other connection shared; who the host must be is for the user's own settings to say.
-SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
+# Nor is one left open for others (ControlPersist), which would look like a process that the job has left.
+SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ControlMaster=no")
 _GUARD_OPTIONS = ("-T", "-x", "-a", "-o", "ControlPath=none", "-o", "ClearAllForwardings=yes", "-o", "LogLevel=ERROR")
 
 # Not of a virtual environment: the guard must work where the share with that is missing.
@@ -116,22 +118,31 @@ class Connection:
 
 
 def connect(host: str, is_this_machine: bool, wish: Mapping[str, Any], now: float) -> Connection:
-    """Start a guard on `host`. Returns at once; what the far side says comes later."""
+    """Start a guard on `host`. Returns at once; what the far side says comes later.
+
+    Raises:
+        LaunchError: there is no ssh on this machine.
+    """
     boot = ["-I", "-u", "-c", _BOOT]
     if is_this_machine:
         command = [sys.executable, *boot]
     else:
         command = ["ssh", *SSH_OPTIONS, *_GUARD_OPTIONS, host, f"exec {shlex.join([_PYTHON, *boot])}"]
     errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the connection
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=errors,
-        start_new_session=True,  # Ctrl-C in the terminal comes to the launcher alone
-        # A guard of this machine outlives the launcher, to clean up; ssh does not.
-        preexec_fn=None if is_this_machine else end_with_parent(),  # noqa: PLW1509 (there are no threads yet)
-    )
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            start_new_session=True,  # Ctrl-C in the terminal comes to the launcher alone
+            # A guard of this machine outlives the launcher, to clean up; ssh does not.
+            preexec_fn=None if is_this_machine else end_with_parent(),  # noqa: PLW1509 (there are no threads yet)
+        )
+    except FileNotFoundError:
+        raise LaunchError(
+            f"there is no {command[0]} on this machine, to start the job on {host}: apt-get install openssh-client"
+        ) from None
     assert process.stdin is not None
     assert process.stdout is not None
     os.set_blocking(process.stdin.fileno(), False)

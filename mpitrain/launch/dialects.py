@@ -145,11 +145,14 @@ def is_old_open_mpi(mpiexec: Mpiexec) -> bool:
     return mpiexec.version.split(".")[0] in ("1", "2", "3", "4")
 
 
-def ssh_agent_variable(mpiexec: Mpiexec) -> str:
-    """The variable that names the program this mpiexec takes for ssh."""
+def ssh_agent(mpiexec: Mpiexec, environ: Mapping[str, str]) -> tuple[str, Sequence[str]]:
+    """The variable that names the program this mpiexec takes for ssh, and the words it stands for now."""
     if mpiexec.vendor == "openmpi":
-        return "OMPI_MCA_plm_rsh_agent" if is_old_open_mpi(mpiexec) else "PRTE_MCA_plm_ssh_agent"
-    return "I_MPI_HYDRA_BOOTSTRAP_EXEC" if mpiexec.vendor == "impi" else "HYDRA_LAUNCHER_EXEC"
+        variable = "OMPI_MCA_plm_rsh_agent" if is_old_open_mpi(mpiexec) else "PRTE_MCA_plm_ssh_agent"
+        # May have arguments, and alternatives after a colon.
+        return variable, environ.get(variable, "").partition(":")[0].split() or ["ssh"]
+    variable = "I_MPI_HYDRA_BOOTSTRAP_EXEC" if mpiexec.vendor == "impi" else "HYDRA_LAUNCHER_EXEC"
+    return variable, [environ.get(variable) or "ssh"]
 
 
 def _slots(request: Request) -> str:

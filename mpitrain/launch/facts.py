@@ -6,6 +6,7 @@ Whatever may wait for ever, as a folder of a dead NFS server does, happens in a 
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import json
 import os
@@ -45,6 +46,7 @@ def collect(wish: dict[str, Any], probe: str) -> dict[str, Any]:
     `peers`: the addresses of the other hosts by name.
     """
     facts: dict[str, Any] = {"hostname": socket.gethostname(), "paths": look_at_paths(wish["paths"])}
+    facts["cores"] = len(os.sched_getaffinity(0))
     facts["rdma"] = any(Path("/sys/class").glob("infiniband/*"))
     facts["routes"] = routes(wish["peers"])
     if all(found == ["there"] for found in facts["paths"].values()):
@@ -57,8 +59,8 @@ def look_at_paths(paths: list[str]) -> dict[str, list[str]]:
     looking = {path: _start([sys.executable, "-S", "-c", _LOOK_AT_PATH, path]) for path in paths}
     found = {}
     for path, child in looking.items():
-        text = _output(child, _PATH_SECONDS)
-        found[path] = ["hangs"] if text is None else (text.splitlines() or ["error", path, "cannot be looked at"])
+        output = _outputs(child, _PATH_SECONDS)
+        found[path] = ["hangs"] if output is None else output[0].splitlines() or ["error", path, "cannot be looked at"]
     return found
 
 
@@ -85,15 +87,12 @@ def environment(python: str, script: str, variables: dict[str, str], probe: str)
     """What the job's Python finds on this host, with these variables set, or {"error": why that is not known}."""
     # In the script's folder: that is the first place in which the script itself looks for modules.
     settings = {"cwd": str(Path(script).parent), "env": {**os.environ, **variables}, "stderr": subprocess.PIPE}
-    child = _start([python, "-c", probe, script], **settings)
-    text = _output(child, _PROBE_SECONDS)
-    if text is None:
+    output = _outputs(_start([python, "-c", probe, script], **settings), _PROBE_SECONDS)
+    if output is None:
         return {"error": f"{python} did not answer within {_PROBE_SECONDS:g} s"}
-    lines = text.splitlines()
+    lines, words = (text.strip().splitlines() for text in output)
     if not lines:
-        assert child is not None and child.stderr is not None
-        words = child.stderr.read().decode(errors="replace").strip().splitlines()
-        return {"error": "{} failed: {}".format(python, words[-1] if words else f"code {child.returncode}")}
+        return {"error": "{} failed: {}".format(python, words[-1] if words else "it said nothing")}
     found: dict[str, Any] = json.loads(lines[0])
     found.update(json.loads(lines[1]) if len(lines) > 1 else {"mpi_error": "the process that loaded it ended"})
     return found
@@ -102,9 +101,9 @@ def environment(python: str, script: str, variables: dict[str, str], probe: str)
 def _ip_json(arguments: list[str]) -> list[dict[str, Any]]:
     """What `ip` says; nothing where it fails or is not there."""
     path = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"  # where it is for an ordinary user too
-    text = _output(_start(["ip", "-j", *arguments], env={**os.environ, "PATH": path}), _ROUTE_SECONDS)
+    output = _outputs(_start(["ip", "-j", *arguments], env={**os.environ, "PATH": path}), _ROUTE_SECONDS)
     try:
-        found = json.loads(text or "[]")
+        found = json.loads(output[0] or "[]") if output else []
     except ValueError:
         return []
     return [entry for entry in found if entry]
@@ -118,14 +117,16 @@ def _start(command: list[str], **settings: Any) -> subprocess.Popen[bytes] | Non
         return None
 
 
-def _output(child: subprocess.Popen[bytes] | None, timeout_seconds: float) -> str | None:
-    """What the child printed; None where it did not end in time. Nobody waits for one that cannot be killed."""
+def _outputs(child: subprocess.Popen[bytes] | None, timeout_seconds: float) -> tuple[str, str] | None:
+    """What the child wrote to both streams; None where it did not end in time. One that cannot be killed is left."""
     if child is None:
-        return ""
+        return "", ""
     try:
-        child.wait(timeout_seconds)
+        # Not wait(): what does not fit into a pipe would never end.
+        stdout, stderr = child.communicate(timeout=timeout_seconds)
     except subprocess.TimeoutExpired:
         child.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.communicate(timeout=1.0)
         return None
-    assert child.stdout is not None
-    return child.stdout.read().decode(errors="replace")
+    return stdout.decode(errors="replace"), (stderr or b"").decode(errors="replace")

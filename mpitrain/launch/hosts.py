@@ -75,6 +75,8 @@ def lay_out(hosts: str | None, inventory: Path | None, num_ranks: int | None, ra
         return _alone(places)
     if own is None:  # it only starts the job
         own = (_own_name(cluster) if cluster else None) or socket.gethostname()
+        if own in addresses:  # another machine of the same name
+            own += " (this machine)"
         addresses[own] = known.get(own, "127.0.0.1")
     if addresses[own].startswith("127."):  # Debian's /etc/hosts gives a machine's own name such an address
         addresses[own] = _source_address(next(address for name, address in addresses.items() if name != own))

@@ -56,8 +56,10 @@ def pin(
         vendor: whose mpiexec it is.
         environ: the user's environment.
     """
+    # One host has to reach the launching machine only.
+    peers = hosts if len(hosts) > 1 else list(facts)
     routes: dict[str, list[dict[str, str]]] = {
-        host: [facts[host]["routes"].get(peer, {}) for peer in hosts if peer != host] for host in hosts
+        host: [facts[host]["routes"].get(peer, {}) for peer in peers if peer != host] for host in hosts
     }
     names: dict[str, str] = {}
     for host, ways in routes.items():

@@ -8,6 +8,7 @@ Everything here exists so that this is seen before (`mpitrain run`, `mpitrain do
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -97,14 +98,6 @@ def vendor_of_mpiexec_text(version_text: str) -> Vendor:
     return "mpich" if "HYDRA build details" in version_text else "other"
 
 
-def vendor_of_mpiexec(path: Path | str, *, timeout_seconds: float = 10.0) -> Vendor:
-    """Whose mpiexec `path` is; runs `mpiexec --version`.
-
-    Raises `LaunchError` when it cannot be run or does not answer in time.
-    """
-    return describe_mpiexec(path, timeout_seconds=timeout_seconds).vendor
-
-
 def describe_mpiexec(path: Path | str, *, timeout_seconds: float = 10.0) -> Mpiexec:
     """The mpiexec at `path` with its vendor and version; runs `mpiexec --version`.
 
@@ -178,6 +171,8 @@ def find_library(python: Path | str = sys.executable, *, timeout_seconds: float 
     try:
         done = subprocess.run(
             [python, "-c", _PROBE],
+            # The working folder may have a json.py that is not Python's.
+            env={**os.environ, "PYTHONSAFEPATH": "1"},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=timeout_seconds,

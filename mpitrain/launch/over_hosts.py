@@ -21,7 +21,7 @@ from pathlib import Path
 from mpitrain.errors import LaunchError
 from mpitrain.launch.arrival import diagnosis, misplaced, problem
 from mpitrain.launch.compare import differences
-from mpitrain.launch.dialects import Command, Request, command_for, ssh_agent_variable
+from mpitrain.launch.dialects import Command, Request, command_for, ssh_agent
 from mpitrain.launch.guard import MARK
 from mpitrain.launch.hosts import Layout
 from mpitrain.launch.interfaces import Pinning, pin
@@ -33,6 +33,8 @@ from mpitrain.launch.watch import GUARD_SILENCE_SECONDS, Guards
 _NOT_CARRIED = re.compile(
     r"(SSH|XDG|DBUS|OMPI_MCA|PRTE|PMIX)_.*|HOME|USER|LOGNAME|SHELL|HOSTNAME|HOST|DISPLAY|PWD|OLDPWD|SHLVL|MAIL|TERM|_"
 )
+
+_THREADS = "OMP_NUM_THREADS"
 
 # Variables that say which code and libraries Python finds.
 _FOR_PYTHON = ("PYTHON", "LD_", "MPI4PY_")
@@ -60,6 +62,7 @@ class Plan:
     layout: Layout
     request: Request
     pinning: Pinning
+    cores: Mapping[str, int]  # of each host that has ranks
     differences: list[str]
 
 
@@ -81,10 +84,10 @@ class WatchedJob:
         """Why the job must be ended now, a line each; nothing while all is well."""
         if self._guards.trouble:
             return self._guards.trouble.splitlines()
-        layout, when = self._plan.layout, self._guards.signatures.when
+        layout = self._plan.layout
         if stray := misplaced(layout.places, self._guards.reports):
             return [stray]
-        gone = {rank: since for report in self._guards.reports.values() for rank, since in report.gone.items()}
+        when, gone = self._guards.seen()
         now = time.monotonic()
         found = problem(layout.places, when, gone, since=self._since, now=now, start_seconds=self._start_seconds)
         if found is None:
@@ -134,12 +137,9 @@ def planned(
     hosts = [place.host for place in layout.places]
     with Guards(layout.own, layout.addresses, wishes) as guards:
         facts = guards.facts()
-        yield (
-            Plan(
-                layout, request, pin(facts, hosts, request.mpiexec.vendor, os.environ), differences(layout.own, facts)
-            ),
-            guards,
-        )
+        pinning = pin(facts, hosts, request.mpiexec.vendor, os.environ)
+        cores = {host: int(facts[host]["cores"]) for host in hosts}
+        yield Plan(layout, request, pinning, cores, differences(layout.own, facts)), guards
 
 
 def show(layout: Layout, request: Request, script: str) -> None:
@@ -174,12 +174,11 @@ def run(layout: Layout, request: Request, script: str, start_seconds: float) -> 
                 "line that starts the job unchecked."
             )
         _say([plan.pinning.note] if plan.pinning.note else [])
-        mark = f"{MARK}={token}"
-        agent = ssh_agent_variable(request.mpiexec)
+        variable, ssh = ssh_agent(request.mpiexec, os.environ)
         environment = {
             MARK: token,
             ROLL_CALL: str(path),
-            agent: _marking_ssh(Path(folder), os.environ.get(agent, "ssh"), mark),
+            variable: _marking_ssh(Path(folder), ssh, f"{MARK}={token}"),
             # The script above is on this machine alone, so that all connections must set out from here.
             **({"PRTE_MCA_plm_ssh_no_tree_spawn": "1"} if request.mpiexec.vendor == "openmpi" else {}),
         }
@@ -189,28 +188,41 @@ def run(layout: Layout, request: Request, script: str, start_seconds: float) -> 
 def _command(plan: Plan, guarded: Mapping[str, str]) -> Command:
     """The mpiexec command; with `guarded`, the environment that the guards need, ranks sign when they start."""
     layout, request = plan.layout, plan.request
+    common, by_host = _threads(plan)
     settings = {
-        f"{place.first_rank}-{place.ranks[-1]}": plan.pinning.by_host[place.host]
+        f"{place.first_rank}-{place.ranks[-1]}": variables
         for place in layout.places
-        if place.host in plan.pinning.by_host
+        if (variables := {**plan.pinning.by_host.get(place.host, {}), **by_host.get(place.host, {})})
     }
     program = request.program
     if guarded or settings:
-        program = [sys.executable, "-m", "mpitrain.launch.rank", json.dumps(settings), *program]
-    added = {**plan.pinning.common, **guarded}
-    request = replace(request, program=program, places=layout.places)
+        # -P: the working folder may have a json.py that is not Python's.
+        program = [sys.executable, "-P", "-m", "mpitrain.launch.rank", json.dumps(settings), *program]
+    added = {**plan.pinning.common, **common, **guarded}
+    request = replace(request, program=program, places=layout.places, num_cores=min(plan.cores.values()))
     names = _carried({**os.environ, **command_for(request, os.environ).environment, **added})
     command = command_for(replace(request, carried=names), os.environ)
     return replace(command, environment={**command.environment, **added})
+
+
+def _threads(plan: Plan) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
+    """How many threads a rank may use, for all hosts, or for each: its host's cores, shared with the others there."""
+    if _THREADS in os.environ:
+        return {}, {}
+    by_host = {
+        place.host: {_THREADS: str(max(1, plan.cores[place.host] // place.num_ranks))} for place in plan.layout.places
+    }
+    first, *others = by_host.values()
+    return (first, {}) if all(other == first for other in others) else ({}, by_host)
 
 
 def _carried(environ: Mapping[str, str]) -> Sequence[str]:
     return sorted(name for name in environ if name.isidentifier() and not _NOT_CARRIED.fullmatch(name))
 
 
-def _marking_ssh(folder: Path, ssh: str, mark: str) -> str:
+def _marking_ssh(folder: Path, ssh: Sequence[str], mark: str) -> str:
     path = folder / "ssh"
-    path.write_text(_MARKING_SSH.format(ssh=shlex.quote(ssh), mark=mark))
+    path.write_text(_MARKING_SSH.format(ssh=shlex.join(ssh), mark=mark))
     path.chmod(0o700)
     if not os.access(path, os.X_OK):
         raise LaunchError(f"no program in {folder} can be run: it is mounted noexec. Set TMPDIR to another folder")

@@ -71,8 +71,3 @@ def _counts(num_hosts: int, num_ranks: int | None, ranks_per_host: int | None) -
             f"leave out --ppn to spread them evenly, or say --ppn {-(-num_ranks // num_hosts)}"
         )
     return [max(0, min(ranks_per_host, num_ranks - number * ranks_per_host)) for number in range(num_hosts)]
-
-
-def host_of(places: Sequence[Place], rank: int) -> str:
-    """The host of a rank."""
-    return next(place.host for place in places if rank in place.ranks)

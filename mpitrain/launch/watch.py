@@ -54,7 +54,7 @@ class Guards:
         self._beaten = 0.0
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="guards", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="guards", daemon=True)
         self._facts: dict[str, Any] = {}
         now = time.monotonic()
         self._connections = {host: connect(host, host == own, wishes[host], now) for host in self.reports}
@@ -84,8 +84,8 @@ class Guards:
             self._beat(time.monotonic())
             self._exchange(time.monotonic(), BEAT_SECONDS / 4)
             for host, connection in self._connections.items():
-                if connection.is_closed and host not in self._facts:
-                    wrong.setdefault(host, connection.why_closed())
+                if connection.is_closed and host not in self._facts and host not in wrong:
+                    wrong[host] = connection.why_closed()
         for host in self._connections.keys() - self._facts.keys() - wrong.keys():
             wrong[host] = f"{host}: no answer within {FACTS_SECONDS:g} s; does `ssh {host} true` come back at once?"
         for host, facts in self._facts.items():
@@ -102,6 +102,12 @@ class Guards:
         for connection in self._connections.values():
             connection.heard_seconds = now
         self._thread.start()
+
+    def seen(self) -> tuple[dict[str, dict[int, float]], dict[int, float]]:
+        """Who has signed what and when, and since when which ranks are gone: copies, since the thread adds to both."""
+        with self._lock:
+            when = {word: dict(ranks) for word, ranks in self.signatures.when.items()}
+            return when, {rank: since for report in self.reports.values() for rank, since in report.gone.items()}
 
     def look(self) -> None:
         """Ask for the job's processes on every host, and whom it cannot reach; a report without them did not answer."""
@@ -124,6 +130,13 @@ class Guards:
 
     def _may_answer(self, connection: Connection) -> bool:
         return not connection.is_closed and time.monotonic() - connection.heard_seconds < SILENCE_SECONDS
+
+    def _run(self) -> None:
+        try:
+            self._watch()
+        except BaseException as error:  # else nobody would watch, nor keep the guards from ending the job
+            self.trouble = f"the job is ended on all hosts, because it cannot be watched: {error!r}"
+            raise
 
     def _watch(self) -> None:
         looked = time.monotonic()
@@ -178,8 +191,10 @@ class Guards:
             for key, _ in ways.select(timeout_seconds):
                 if key.data is not None:
                     connection = self._connections[key.data]
-                    for message in connection.receive(time.monotonic()):
-                        self._take(key.data, message, now)
+                    messages = connection.receive(time.monotonic())
+                    with self._lock:
+                        for message in messages:
+                            self._take(key.data, message, now)
         with self._lock:
             for connection in self._connections.values():
                 connection.flush()

@@ -3,8 +3,10 @@ this machine's kernel. The disk is an overlay: what a node writes is in its fold
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from mpitrain.errors import ConfigError, LaunchError
@@ -102,9 +104,10 @@ class Container:
         """Run a command as root in it, by its namespaces: the network is not needed."""
         enter = ["nsenter", "--target", str(self._running()), "--all", "env", "-i"]
         words = [*enter, *(f"{name}={value}" for name, value in _ENVIRONMENT.items()), *command]
+        group = self.group / "visitors" / f"{os.getpid()}-{os.urandom(4).hex()}"
         try:
             return subprocess.run(
-                cgroup.in_group(self.group / "visitors", words),
+                cgroup.in_group(group, words),
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
@@ -113,7 +116,11 @@ class Container:
                 check=False,
             )
         except subprocess.TimeoutExpired:
+            cgroup.kill(group)  # nsenter alone has been
             raise LaunchError(f"{self.name}: did not end within {timeout_seconds:g} s: {command}") from None
+        finally:
+            with suppress(OSError):  # what it has left in the background lives on
+                group.rmdir()
 
     def flush(self) -> None:
         """Nothing to do: its files are this machine's."""

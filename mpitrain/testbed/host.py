@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import stat
 import subprocess
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from mpitrain.errors import ConfigError, LaunchError
@@ -48,9 +50,24 @@ def require_kernel(*, full: bool, delay: bool) -> None:
         )
 
 
+def require_own_folder(folder: Path) -> None:
+    """Make the state folder, or refuse one that is not ours: what is in it runs as root, or is removed when it is old.
+
+    Raises:
+        ConfigError: others may look into it or own it, or something else is in there.
+    """
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700, parents=True)
+    found = folder.lstat()
+    is_private = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+    if not is_private or not ((folder / "images" / "lock").exists() or not any(folder.iterdir())):
+        raise ConfigError(
+            f"{folder} is there already and not for test beds; name a folder that is not, as --state {folder}/testbed"
+        )
+
+
 def require_real_disk(folder: Path) -> None:
     """Refuse a folder on an overlay: a node's disk is an overlay, which cannot lie on another one."""
-    folder.mkdir(parents=True, exist_ok=True)
     kind = execute(["stat", "-f", "-c", "%T", folder]).strip()
     if kind == "overlayfs":
         raise LaunchError(

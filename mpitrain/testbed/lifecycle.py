@@ -26,13 +26,13 @@ def build(*, full: bool = False, state: Path = STATE, say: Callable[[str], None]
     """Install what a bed needs and make the nodes' image, unless it is there; returns the image's name.
 
     Raises:
-        ConfigError: not root.
+        ConfigError: not root; the state folder is somebody else's.
         LaunchError: the machine lacks something, or a tool failed.
     """
     host.require_root()
     host.require_kernel(full=full, delay=False)
+    host.require_own_folder(state)
     host.require_real_disk(state)
-    state.chmod(0o700)  # programs that run as root, and private keys, are in there
     host.install_packages(full=full, say=say)
     image = build_image(state, say)
     if full:
@@ -127,13 +127,19 @@ def find(name: str | None = None, *, state: Path = STATE) -> Bed:
     """A bed that is up; without a name, the only one.
 
     Raises:
-        ConfigError: not root; there is no such bed, or none, or several; its `up` did not come to its end.
+        ConfigError: not root; there is no such bed, or none, or several; its `up` did not come to its end, or the
+            machine has been restarted since.
     """
     host.require_root()
     record = records.read_record(state, name or records.only_bed(state))
     if not record.ready:
         raise ConfigError(
             f"test bed {record.name} is not (yet) up; if its `up` was interrupted: "
+            f"mpitrain testbed down --name {record.name}"
+        )
+    if not Path("/run/netns", record.namespace).exists():
+        raise ConfigError(
+            f"test bed {record.name} has gone: was this machine restarted? What is left: "
             f"mpitrain testbed down --name {record.name}"
         )
     return Bed(record)

@@ -91,11 +91,14 @@ class Record:
         return node
 
     def write(self) -> None:
-        """Keep it; whole or not at all."""
+        """Keep it; whole or not at all, also if the machine goes down now."""
         values = dataclasses.asdict(self)
         del values["state"]
-        new = self.folder / "record.new"
-        new.write_text(json.dumps(values, indent=2) + "\n")
+        new = self.folder / f"record.{os.getpid()}"
+        with new.open("w") as file:
+            file.write(json.dumps(values, indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
         new.replace(self.folder / "record.json")
 
 

@@ -204,6 +204,12 @@ def test_another_inventory_is_in_the_line(project: Path) -> None:
     assert (job.code, "--inventory FILE" in job.stderr) == (2, True)
 
 
+def test_an_option_of_ansible_in_the_wrong_place(project: Path) -> None:
+    job = cluster(project, "setup", "--tags", "ssh")
+    assert job.code == 2, job.output
+    assert "unknown argument --tags; options of ansible-playbook go behind --" in job.stderr
+
+
 def test_a_failure_is_summed_up(project: Path) -> None:
     needs_ansible()
     (project / "cluster/hosts").write_text(LOCAL)

@@ -15,6 +15,10 @@ from mpitrain.testbed.bed import Bed
 pytestmark = pytest.mark.timeout(400)
 NODES = ("node1", "node2")
 ARCHITECTURE_32 = "printf '#!/bin/sh\\nexec setarch i686 /usr/bin/python3 \"$@\"\\n' > /usr/local/bin/python32"
+# Sets $to, node1's address, and $by, the interface to it.
+OTHER_WAY = (
+    "own=$(hostname -I | cut -d' ' -f1); to=${own%.*}.11; by=$(ip -o route get $to | sed 's/.* dev //; s/ .*//')"
+)
 
 # What to do to node2, how to undo it, what the message must hold, and options of the run.
 FAULTS = {
@@ -75,7 +79,19 @@ FAULTS = {
     "its own name on a loopback address": (
         "cp -a /etc/hosts /root/; sed 's/^127.0.0.1.*/127.0.0.1 localhost node2/' /root/hosts > /etc/hosts",
         "cat /root/hosts > /etc/hosts",
-        ("node2: /etc/hosts has the line '127.0.0.1 localhost node2'",),
+        ("node2: /etc/hosts has the line '127.0.0.1 localhost node2'", "Take node2 out of it"),
+        (),
+    ),
+    "an old address of another node": (
+        "cp -a /etc/hosts /root/; echo '192.0.2.1 node1 # moved' >> /etc/hosts",
+        "cat /root/hosts > /etc/hosts",
+        ("node2: /etc/hosts has the line '192.0.2.1 node1 # moved'; allowed: node1 at",),
+        (),
+    ),
+    "a way to another node from a second address": (
+        f"{OTHER_WAY}; ip address add 192.0.2.9/32 dev lo && ip route add $to dev $by src 192.0.2.9",
+        f"{OTHER_WAY}; ip route del $to; ip address del 192.0.2.9/32 dev lo",
+        ("node2: reaches node1", "from its address 192.0.2.9; allowed: from"),
         (),
     ),
 }
@@ -184,6 +200,35 @@ def test_too_little_room_on_the_share(bed: Bed, checkout: Path, tmp_path: Path) 
         assert "run again with --tags runtime" in run.text
     finally:
         root(bed, "node1", f"umount {SHARE}")
+
+
+def test_an_environment_that_is_not_ours_is_not_emptied(bed: Bed, checkout: Path, tmp_path: Path) -> None:
+    inventory = inventory_of(bed, tmp_path / "hosts", NODES)
+    root(bed, "node1", f"mkdir -p {SHARE}/venv && echo mine > {SHARE}/venv/mine")
+    try:
+        says = (f"node1: {SHARE}/venv holds what is not ours", "choose another mpitrain_venv")
+        refused(bed, checkout, inventory=inventory, says=says)
+        assert root(bed, "node1", f"cat {SHARE}/venv/mine").stdout == "mine\n"
+        elsewhere = ("-e", f"mpitrain_venv={SHARE}")
+        refused(bed, checkout, *elsewhere, inventory=inventory, says=(f"node1: mpitrain_venv is '{SHARE}'",))
+    finally:
+        root(bed, "node1", "rm -r /home/cluster")
+
+
+def test_what_sshd_does_not_take_is_taken_away(bed: Bed, checkout: Path, tmp_path: Path) -> None:
+    """Include inside a Match block: sshd would run on, and not start again after the next boot."""
+    inventory = inventory_of(bed, tmp_path / "hosts", NODES)
+    config = "/etc/ssh/sshd_config"
+    nested = f"Match User nobody\\nInclude {config}.d/*.conf\\n"
+    nest = f"sed -i.bak '/^Include/d' {config} && printf '{nested}' >> {config}"
+    assert root(bed, "node2", f"{nest} && sshd -t").returncode == 0
+    try:
+        run = playbook(bed, SETUP, "--tags", "ssh", inventory=inventory, checkout=checkout)
+        assert run.code not in (0, None), run.output
+        assert "node2: sshd does not take" in run.text and "It belongs at the top" in run.text, run.output
+        assert root(bed, "node2", "sshd -t && ls /etc/ssh/sshd_config.d").stdout.strip() == ""
+    finally:
+        root(bed, "node2", f"mv {config}.bak {config}")
 
 
 # Where a run is cut off: at the start of these tasks.

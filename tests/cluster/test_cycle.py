@@ -234,8 +234,9 @@ def test_the_shared_user_has_no_password(cluster: Cluster) -> None:
         assert root(cluster.bed, node, f"passwd -S {USER}").stdout.split()[1] == "L"
 
 
-def test_what_was_changed_is_what_the_readme_says(cluster: Cluster) -> None:
-    listed = set(re.findall(r"`(/etc/[^`]*)`", (REPOSITORY / "cluster/README.md").read_text()))
+def test_what_was_changed_is_what_the_documentation_says(cluster: Cluster) -> None:
+    text = (REPOSITORY / "docs/cluster.md").read_text().partition("## What is changed on each machine")[2]
+    listed = set(re.findall(r"`(/etc/[^`]*)`", text.partition("\n## ")[0]))
     packages = r"/etc/(default|init.d|rc.\.d|insserv|idmapd|nfs|request|modprobe|rpc|netconfig|ufw|keyutils|exports$)"
     for node in NODES:
         changed = difference(cluster.before[node], etc(cluster.bed, node))

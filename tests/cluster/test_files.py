@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +21,18 @@ from mpitrain.launch.hostfile import read_inventory
 CLUSTER = REPOSITORY / "cluster"
 ROLES = sorted((CLUSTER / "playbooks/roles").iterdir())
 VARIABLES = yaml.safe_load((CLUSTER / "group_vars/all.yml").read_text())
+
+SETTINGS = {
+    "user": "cluster",
+    "uid": 1900,
+    "gid": 1900,
+    "share": "/srv/share",
+    "venv": "/srv/share/venv",
+    "min_free_mib": 1,
+    "set_hostname": False,
+    "mpi": "wheel",
+    "python": "/usr/bin/python3",
+}
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +69,68 @@ def test_a_roles_interface_is_whole(role: Path) -> None:
             assert name in VARIABLES
 
 
+@pytest.mark.parametrize("playbook", ["setup", "teardown"])
+def test_ansible_core_alone_reads_the_playbooks(playbook: str) -> None:
+    """Modules of collections are in files that are read only where they are needed."""
+    program = Path(sys.executable).with_name("ansible-playbook")
+    if not program.exists():
+        pytest.skip("Ansible is not installed: pip install 'mpitrain[cluster]'")
+    no_collections = {"ANSIBLE_COLLECTIONS_PATH": "/nonexistent", "ANSIBLE_COLLECTIONS_SCAN_SYS_PATH": "false"}
+    line = [str(program), "-i", str(CLUSTER / "hosts.example"), "--syntax-check", f"cluster/{playbook}.yml"]
+    done = subprocess.run(
+        line, cwd=REPOSITORY, env=os.environ | no_collections, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("kind", [int, str])
+def test_a_node_that_is_set_up_is_not_refused(preflight: ModuleType, kind: type) -> None:
+    """Numbers come as text by -e, and from every template before ansible-core 2.19."""
+    node = {
+        "family": "Debian",
+        "systemd": True,
+        "architecture": "x86_64",
+        "python": "3.11.2",
+        "mpiexec_found": True,
+        "hostname": "a",
+        "addresses": ["10.0.0.1"],
+        "hosts_lines": [],
+        "sources": {},
+        "sshd_includes": True,
+        "ssh_includes": True,
+        "host_keys": ["ssh-ed25519 A"],
+        "user_uid": 1900,
+        "user_gid": 1900,
+        "uid_user": "cluster",
+        "group_gid": 1900,
+        "gid_group": "cluster",
+        "share": {"kind": "folder", "type": "", "source": "", "owner": 1900, "empty": False, "free_mib": 5},
+        "runtime": "",
+        "venv_foreign": False,
+    }
+    numbers = {name: kind(SETTINGS[name]) for name in ("uid", "gid", "min_free_mib")}
+    reports = {"a": {"ansible_facts": {"mpitrain": node}}}
+    assert preflight.problems(reports, {"a": "10.0.0.1"}, {"head": ["a"]}, SETTINGS | numbers) == []
+
+
+@pytest.mark.parametrize(
+    ("facts", "says"),
+    [
+        ({}, None),
+        ({"addresses": ["fd00:0::2"]}, None),
+        ({"addresses": ["10.0.0.2"]}, "b: the address fd00::2 is on none of its interfaces (it has 10.0.0.2)"),
+        ({"hosts_lines": ["127.0.1.1 b.example b", "10.0.0.1 a"]}, None),
+        ({"hosts_lines": ["127.0.1.1 a"]}, "b: /etc/hosts has the line '127.0.1.1 a'; allowed: a at 10.0.0.1"),
+        ({"sources": {"10.0.0.1": "10.9.0.2"}}, "b: reaches a (10.0.0.1) from its address 10.9.0.2"),
+    ],
+)
+def test_the_network_as_a_node_sees_it(preflight: ModuleType, facts: dict[str, object], says: str | None) -> None:
+    usual = {"addresses": ["fd00::2"], "hosts_lines": ["127.0.0.1 localhost"], "sources": {"fd00::2": "fd00::2"}}
+    found = preflight.network_problems("b", {"a": "10.0.0.1", "b": "fd00::2"}, usual | facts)
+    assert len(found) == (says is not None)
+    assert says is None or found[0].startswith(says)
+
+
 def test_the_pinned_versions_are_ones_that_mpitrain_allows() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     lines = [*project["dependencies"], *project["optional-dependencies"]["mpich"]]
@@ -69,7 +146,7 @@ def test_all_that_is_wrong_is_said_at_once(preflight: ModuleType) -> None:
         "c": {"failed": True, "msg": "ops is not in the sudoers file."},
     }
     addresses = {"a": "10.0.0.1", "b": "10.0.0.2", "c": "10.0.0.2"}
-    found = preflight.problems(reports, addresses, {"head": ["a"], "workers": ["b", "c"]}, {"share": "/srv/share"})
+    found = preflight.problems(reports, addresses, {"head": ["a"], "workers": ["b", "c"]}, SETTINGS)
     assert [sentence.split(":")[0] for sentence in found] == [
         "inventory",
         "a (10.0.0.1)",

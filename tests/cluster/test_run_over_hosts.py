@@ -55,6 +55,11 @@ if socket.gethostname() == "node3":
     time.sleep(1000)
 mt.init()
 """,
+    "threads.py": """
+import mpitrain as mt, os, socket
+mt.init()
+print(os.environ["OMP_NUM_THREADS"], "threads on", socket.gethostname())
+""",
     "leaves_a_process.py": """
 import socket, subprocess
 import mpitrain as mt
@@ -128,6 +133,12 @@ def test_unequal_hosts_and_devices(bed: Bed, python: str) -> None:
     assert "on node2 cpu " in job.output
 
 
+def test_one_host_which_is_another_one(bed: Bed, python: str) -> None:
+    job = run(bed, "-n 2 --hosts node3 hello.py", python=python)
+    assert job.code == 0, job.output
+    assert hosts(job.output) == {0: "node3", 1: "node3"}
+
+
 def test_ranks_go_in_blocks(bed: Bed, python: str) -> None:
     job = run(bed, "-n 5 --hosts node1,node2 plain.py", python=python)
     assert job.code == 0, job.output
@@ -147,6 +158,29 @@ def test_what_show_prints_can_be_run(bed: Bed, python: str) -> None:
     done = as_user(bed, "node1", shown.stdout, timeout_seconds=60)
     assert done.returncode == 0, done.stderr
     assert "of 2 on node2" in re.sub(r"<mpitrain-rank-\d+>", "", done.stdout)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core cannot be shared unequally")
+def test_each_host_shares_its_own_cores(bed: Bed, python: str) -> None:
+    limit = "for pid in $(pgrep -x sshd); do taskset --cpu-list --pid {} $pid; done"
+    bed.node_run("node3", ["bash", "-c", limit.format(min(os.sched_getaffinity(0)))])
+    try:
+        job = run(bed, "-n 2 --hosts node1,node3 threads.py", python=python)
+    finally:
+        bed.node_run("node3", ["bash", "-c", limit.format(",".join(map(str, os.sched_getaffinity(0))))])
+    assert job.code == 0, job.output
+    assert f"[0] {len(os.sched_getaffinity(0))} threads on node1\n" in job.output
+    assert "[1] 1 threads on node3\n" in job.output
+
+
+def test_connections_that_the_user_keeps_open_are_none_of_the_job(bed: Bed) -> None:
+    kept = "Host *\n    ControlMaster auto\n    ControlPath /tmp/kept-%C\n    ControlPersist 30\n"
+    assert as_user(bed, "node1", "mkdir -p -m 700 /home/cluster/.ssh").returncode == 0
+    write(bed, "node1", "/home/cluster/.ssh/config", kept)
+    job = run(bed, "-n 2 hello.py")
+    as_user(bed, "node1", "rm /home/cluster/.ssh/config")
+    assert job.code == 0, job.output
+    assert "processes of the job" not in job.output
 
 
 def test_interfaces_with_different_names(bed: Bed, python: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mpitrain.errors import LaunchError
-from mpitrain.launch.dialects import Request, command_for
+from mpitrain.launch.dialects import Request, command_for, ssh_agent
 from mpitrain.launch.libraries import Mpiexec
 from mpitrain.launch.placement import Place
 
@@ -56,8 +56,16 @@ def test_open_mpi_yields_when_ranks_share_cores() -> None:
     assert shown(OPEN_MPI_5, num_cores=2).startswith("OMPI_MCA_mpi_yield_when_idle=1 OMP_NUM_THREADS=1 ")
 
 
+def test_the_ssh_that_the_user_has_chosen() -> None:
+    assert ssh_agent(MPICH, {}) == ("HYDRA_LAUNCHER_EXEC", ["ssh"])
+    assert ssh_agent(INTEL, {"I_MPI_HYDRA_BOOTSTRAP_EXEC": "/my ssh"})[1] == ["/my ssh"]
+    variable, words = ssh_agent(OPEN_MPI_5, {"PRTE_MCA_plm_ssh_agent": "ssh -q : rsh"})
+    assert (variable, words) == ("PRTE_MCA_plm_ssh_agent", ["ssh", "-q"])
+    assert ssh_agent(OPEN_MPI_4, {"OMPI_MCA_plm_rsh_agent": ""}) == ("OMPI_MCA_plm_rsh_agent", ["ssh"])
+
+
 OVER_HOSTS = replace(REQUEST, num_ranks=3, places=[Place("a", 0, 2), Place("b", 2, 1)])
-SSH = "'-o BatchMode=yes -o ConnectTimeout=10'"
+SSH = "'-o BatchMode=yes -o ConnectTimeout=10 -o ControlMaster=no'"
 COMMON_OVER_HOSTS = "OMP_NUM_THREADS=4 MPITRAIN_EXPECTED_SIZE=3 PYTHONUNBUFFERED=1"
 
 

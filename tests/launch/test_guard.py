@@ -16,6 +16,7 @@ import pytest
 from mpitrain.launch.connections import Connection, connect, explain
 from mpitrain.launch.guard import MARK
 from mpitrain.launch.roll_call import CALLED, STARTED, sign
+from mpitrain.launch.watch import Guards
 
 DEADLINE_SECONDS = 20.0
 
@@ -187,6 +188,20 @@ def test_when_the_launcher_is_silent_it_ends_the_job(
     assert is_alive(job.pid)
     wait_until_gone(job.pid)
     assert connection.process.wait(DEADLINE_SECONDS) == 0
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_watch_that_fails_is_trouble(wish: dict[str, Any]) -> None:
+    """Else the launcher would go on without it, and the guards would end the job for no reason that anybody sees."""
+    with Guards("here", ["here"], {"here": wish}) as guards:
+        assert guards.facts()["here"]["cores"] == len(os.sched_getaffinity(0))
+        guards.start()
+        Path(wish["roll_call"]).write_text("nonsense 0\n")
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while guards.trouble is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert guards.trouble == "the job is ended on all hosts, because it cannot be watched: KeyError('nonsense')"
 
 
 @pytest.mark.parametrize(

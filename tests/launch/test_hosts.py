@@ -67,6 +67,18 @@ def test_a_job_may_be_started_from_beside_its_hosts(folder: Path) -> None:
     assert set(layout.addresses) == {"a", "b", "c"}
 
 
+def test_another_machine_with_this_one_s_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = inventory(folder, "198.51.100.1")
+    monkeypatch.setattr("socket.gethostname", lambda: "b")
+    try:
+        layout = lay_out("b,c", path, None, 1)
+    except ConfigError as error:
+        pytest.skip(str(error))  # there is no way from here to any other machine
+    assert layout.own == "b (this machine)"
+    assert layout.addresses["b"] == "198.51.100.2"
+    assert set(layout.addresses) == {"b", "c", layout.own}
+
+
 def test_one_host_that_is_this_machine_needs_no_connection(folder: Path) -> None:
     inventory(folder, "127.0.0.2")
     assert lay_out("a", None, 2, None).addresses == {}

@@ -35,6 +35,12 @@ def test_one_name_everywhere() -> None:
     assert pin(found, HOSTS, "openmpi", {}).common == {**BY_NAME, **dict.fromkeys(BY_NETWORK, "10.0.0.0/24")}
 
 
+def test_one_host_needs_the_way_to_the_launching_machine_only() -> None:
+    pinning = pin(facts({"a": "eno1", "b": "eno1"}), ["b"], "mpich", {})
+    assert pinning.common == {**BY_NAME, "HYDRA_IFACE": "eno1"}
+    assert pin(facts({"a": "eth0", "b": "eno1"}), ["b"], "mpich", {}).common == BY_NAME
+
+
 def test_what_the_user_has_set_stays() -> None:
     environ = {"UCX_NET_DEVICES": "mlx5_0:1", "PRTE_MCA_prte_if_include": "eth7", "HYDRA_IFACE": "eth7"}
     found = facts(dict.fromkeys(HOSTS, "eno1"))

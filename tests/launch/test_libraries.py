@@ -74,6 +74,14 @@ def test_find_library_says_why_there_is_none(tmp_path: Path) -> None:
         find_library(python)
 
 
+def test_a_module_in_the_working_folder_is_not_taken_for_python_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "json.py").write_text("raise SystemExit('not this one')\n")
+    monkeypatch.chdir(tmp_path)
+    assert find_library().version
+
+
 def test_find_library_of_this_python() -> None:
     library = find_library(sys.executable)
     assert library.vendor == "mpich"

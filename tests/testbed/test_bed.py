@@ -25,11 +25,19 @@ def test_nodes_are_machines_of_their_own(bed: Bed) -> None:
     assert output(bed, "node2", "cat /proc/1/comm") == "systemd"
 
 
+def test_what_takes_too_long_on_a_node_is_ended(bed: Bed) -> None:
+    with pytest.raises(LaunchError, match=r"node1: did not end within 0\.5 s"):
+        bed.node_run("node1", ["sleep", "4321"], timeout_seconds=0.5)
+    assert (
+        bed.node_run("node1", ["sh", "-c", "cat /proc/[0-9]*/cmdline | tr '\\0' ' '"]).stdout.count("sleep 4321") == 0
+    )
+
+
 def test_a_node_is_bare(bed: Bed) -> None:
     assert "\n127.0.1.1\tnode2\n" in output(bed, "node2", "cat /etc/hosts")
     assert output(bed, "node2", "sudo id --user") == "0"
     assert output(bed, "node2", "systemctl is-system-running --wait") == "running"
-    assert bed.ssh("node2", "dpkg-query --show nfs-common").returncode != 0
+    assert "ii " not in output(bed, "node2", "dpkg-query --list nfs-common nfs-kernel-server python3-venv || true")
     assert bed.ssh("node2", "getent passwd cluster").returncode != 0
 
 

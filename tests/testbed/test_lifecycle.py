@@ -58,6 +58,31 @@ def test_down_removes_what_a_killed_up_left(image: str, stage: str) -> None:
     assert traces(name) == []
 
 
+def test_a_bed_that_a_restart_of_the_machine_has_ended(image: str) -> None:
+    with up(1, name=new_name()) as bed:
+        subprocess.run(["ip", "netns", "del", bed.record.namespace], check=True, timeout=10)
+        with pytest.raises(ConfigError, match=f"was this machine restarted.*testbed down --name {bed.name}"):
+            find(bed.name)
+    assert traces(bed.name) == []
+
+
+@pytest.mark.parametrize("found", ["open", "used", "link"])
+def test_a_state_folder_that_is_for_something_else(image: str, tmp_path: Path, found: str) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir(mode=0o755 if found == "open" else 0o700)
+    if found == "used":
+        (folder / "images/holiday").mkdir(parents=True)
+    if found == "link":
+        folder = tmp_path / "link"
+        folder.symlink_to("data")
+    before = folder.lstat().st_mode
+    done = cli("up", "1", "--name", new_name(), "--state", str(folder))
+    assert done.returncode == 2, done.stderr
+    assert f"{folder} is there already and not for test beds" in done.stderr
+    assert folder.lstat().st_mode == before
+    assert [*folder.rglob("*")] == ([folder / "images", folder / "images/holiday"] if found == "used" else [])
+
+
 def test_up_takes_the_place_of_what_a_killed_up_left(image: str) -> None:
     name = new_name()
     with start_up_and_wait_for(name, Path("/run/netns", f"mpitrain-{name}-node1")) as process:

@@ -65,6 +65,22 @@ def test_a_file_is_seen_on_the_other_node(share: Bed) -> None:
     assert f"{share.address('node1')}:{SHARE} {SHARE} fuse.nfs rw,nosuid,nodev,noatime," in mounts
 
 
+def test_what_the_server_itself_changes_is_seen_at_once(share: Bed) -> None:
+    """As by pip on the head: it replaces files in the folder, past the NFS server."""
+    path = f"{SHARE}/code.py"
+    done(share, "node1", f"echo old >{path}")
+    assert done(share, "node2", f"cat {path}") == "old\n"
+    done(share, "node1", f"echo newer >{path}.new && mv {path}.new {path}")
+    time.sleep(1.2)  # what a client keeps, as with the kernel's
+    assert done(share, "node2", f"cat {path}; stat -c %s {path}") == "newer\n6\n"
+    done(share, "node1", f"echo rewritten >{path}")
+    time.sleep(1.2)
+    assert done(share, "node2", f"cat {path}; stat -c %s {path}") == "rewritten\n10\n"
+    done(share, "node1", f"rm {path}")
+    time.sleep(1.2)
+    assert done(share, "node2", f"test ! -e {path}; ls {SHARE}").count("code.py") == 0
+
+
 def test_files_behave(share: Bed) -> None:
     script = f"""
         cd {SHARE}; umask 022; mkdir d; cd d

@@ -11,6 +11,7 @@ import pwd
 import re
 import shutil
 import socket
+import stat
 import subprocess
 import time
 import uuid
@@ -31,6 +32,7 @@ options:
   python: {description: the Python of that environment, type: path, required: true}
   mpiexec: {description: an mpiexec that must be there, type: path, default: ''}
   packages: {description: "by package manager, the packages that must be there", type: dict, required: true}
+  peers: {description: addresses of all nodes, type: list, elements: str, required: true}
 author: mpitrain
 """
 
@@ -63,6 +65,17 @@ def text(path: str) -> str:
         return Path(path).read_text(errors="replace")
     except OSError:
         return ""
+
+
+def note(path: Path) -> str:
+    """The content of a small file in a folder of the shared user, who may have put a link or a pipe there."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return ""
+    with os.fdopen(file, "rb") as opened:
+        regular = stat.S_ISREG(os.fstat(file).st_mode)
+        return opened.read(2**16).decode(errors="replace") if regular else ""
 
 
 def system() -> dict:
@@ -161,14 +174,40 @@ def is_behind(unit: str, path: str) -> bool:
 
 
 def firewall() -> dict:
-    """The firewall in force and the addresses we told it to trust."""
+    """The firewall in force, the addresses it lets in, and which of them we told it to trust."""
     if re.search(r"^Status: active", output("ufw", "status"), re.M):
-        added = re.findall(r"^ufw allow from (\S+) comment 'mpitrain'", output("ufw", "show", "added"), re.M)
-        return {"firewall": "ufw", "trusted": added}
+        added = output("ufw", "show", "added")
+        let_in = re.findall(r"^ufw allow from (\S+)(?: comment .*)?$", added, re.M)
+        trusted = re.findall(r"^ufw allow from (\S+) comment 'mpitrain'$", added, re.M)
+        return {"firewall": "ufw", "let_in": let_in, "trusted": trusted}
     if output("firewall-cmd", "--state").strip() == "running":
-        return {"firewall": "firewalld", "trusted": output("firewall-cmd", "--zone=trusted", "--list-sources").split()}
+        trusted = output("firewall-cmd", "--zone=trusted", "--list-sources").split()
+        return {"firewall": "firewalld", "let_in": trusted, "trusted": []}
     closed = re.search(r"hook input [^;]*;\s*policy drop", output("nft", "list", "ruleset"))
-    return {"firewall": "own rules" if closed else "", "trusted": []}
+    return {"firewall": "own rules" if closed else "", "let_in": [], "trusted": []}
+
+
+def hosts_lines() -> list[str]:
+    """The lines of /etc/hosts that somebody else wrote: names come from the first line that has them."""
+    return re.sub(
+        r"^# BEGIN mpitrain cluster$.*?^# END mpitrain cluster$", "", text("/etc/hosts"), flags=re.M | re.S
+    ).splitlines()
+
+
+def source(address: str) -> str:
+    """From which of its addresses this node reaches another; empty where it knows no way."""
+    routes = json.loads(output("ip", "-j", "route", "get", address) or "[]")
+    return routes[0].get("prefsrc", "") if routes else ""
+
+
+def environment(venv: Path, mounted: bool) -> dict:
+    """What the environment holds by its own note, and whether there is something that we did not put there."""
+    if mounted:  # on a client it may hang, and only the server's answer is used
+        return {"runtime": "", "venv_foreign": False}
+    held = note(venv / ".mpitrain")
+    ours = bool(held) or text("/etc/mpitrain/venv").strip() == str(venv)
+    there = venv.is_symlink() or venv.is_file() or (venv.is_dir() and any(venv.iterdir()))
+    return {"runtime": held, "venv_foreign": there and not ours}
 
 
 def gpu() -> dict:
@@ -204,6 +243,7 @@ def main() -> None:
             "python": {"type": "path", "required": True},
             "mpiexec": {"type": "path", "default": ""},
             "packages": {"type": "dict", "required": True},
+            "peers": {"type": "list", "elements": "str", "required": True},
         },
         supports_check_mode=True,
     )
@@ -222,17 +262,13 @@ def main() -> None:
         "share": place,
         "python": output(given["python"], "-c", "import sys; print('%d.%d.%d' % sys.version_info[:3])").strip(),
         "mpiexec_found": not given["mpiexec"] or os.access(given["mpiexec"], os.X_OK),
-        "time_daemons": [name for name, state in zip(TIME_DAEMONS, active, strict=False) if state == "active"],
+        "time_daemons": [TIME_DAEMONS[number] for number, state in enumerate(active) if state == "active"],
         "installed_by_us": text("/etc/mpitrain/packages").split(),
         "made_by_us": text("/etc/mpitrain/account").split(),
         "hostname_before": text("/etc/mpitrain/hostname").strip(),
-        # On a client that path is on the mount; only the server's answer is used.
-        "runtime": "" if place["kind"] == "mount" and place["free_mib"] is None else text(given["venv"] + "/.mpitrain"),
-        "loopback_lines": [
-            line
-            for line in text("/etc/hosts").splitlines()
-            if re.match(r"(127\.0\.0\.1|::1)\s", line) and socket.gethostname().split(".")[0] in line.split()
-        ],
+        **environment(Path(given["venv"]), mounted=place["kind"] == "mount" and place["free_mib"] is None),
+        "hosts_lines": hosts_lines(),
+        "sources": {address: source(address) for address in given["peers"]},
         "exports_behind": newer("/etc/exports.d/mpitrain.exports", "/var/lib/nfs/etab"),
         "removes_ipc": output("busctl", "get-property", *LOGIND, "RemoveIPC").strip() == "b true",
         "logind_active": output("systemctl", "is-active", "systemd-logind.service").strip() == "active",

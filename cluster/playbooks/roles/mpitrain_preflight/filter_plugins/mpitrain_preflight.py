@@ -11,6 +11,7 @@ from collections import defaultdict
 
 PYTHON = (3, 11)
 NETWORK_FILE_SYSTEMS = ("nfs", "fuse.nfs")
+PATH = r"(/[A-Za-z0-9_][A-Za-z0-9._-]*)+"
 # What Ansible puts before the message of the tool itself.
 PREFIX = re.compile(r"^(Task failed|Module failed)[^:]*:\s*")
 
@@ -19,8 +20,10 @@ def problems(reports: dict, addresses: dict, groups: dict, settings: dict) -> li
     """All that is wrong, so that one run shows it all.
 
     `reports`: node name -> result of mpitrain_facts; `addresses`: node name -> ansible_host; `groups`: the
-    inventory's; `settings`: user, uid, gid, share, min_free_mib, set_hostname, mpi, python.
+    inventory's; `settings`: user, uid, gid, share, venv, min_free_mib, set_hostname, mpi, python.
     """
+    # Before ansible-core 2.19 a template gives text, whatever is in it.
+    settings = settings | {key: int(settings[key]) for key in ("uid", "gid", "min_free_mib")}
     found = inventory_problems(addresses, groups)
     head = (groups.get("head") or [""])[0]
     address = addresses.get(head, "")
@@ -31,7 +34,8 @@ def problems(reports: dict, addresses: dict, groups: dict, settings: dict) -> li
             found.append(no_answer(name, addresses.get(name), report))
             continue
         facts[name] = one = report["ansible_facts"]["mpitrain"]
-        found += node_problems(name, addresses.get(name), one, settings)
+        found += node_problems(name, one, settings)
+        found += network_problems(name, addresses, one)
         found += account_problems(name, one, settings)
         found += head_problems(name, one, settings) if name == head else worker_problems(name, one, settings, source)
     return found + difference_problems(facts)
@@ -92,7 +96,7 @@ def no_answer(name: str, address: str | None, report: dict) -> str:
     return f"{where}: the look at it failed: {message}"
 
 
-def node_problems(name: str, address: str | None, facts: dict, settings: dict) -> list[str]:
+def node_problems(name: str, facts: dict, settings: dict) -> list[str]:
     found = []
     if not facts["family"]:
         found.append(f"runs {facts['os']}; allowed: Debian, Ubuntu, the RHEL family. Take it out of the inventory")
@@ -103,21 +107,11 @@ def node_problems(name: str, address: str | None, facts: dict, settings: dict) -
             f"{settings['python']} is {facts['python'] or 'not there'}; allowed: Python 3.11 or newer (Debian 12,"
             " Ubuntu 24.04; on RHEL 9 install python3.12). Set mpitrain_python to such a one"
         )
-    if address not in facts["addresses"]:
-        own = [one for one in facts["addresses"] if not one.startswith(("127.", "::1", "fe80"))]
-        found.append(
-            f"the address {address} is on none of its interfaces (it has {', '.join(own) or 'none'}); allowed:"
-            " its own. Correct ansible_host"
-        )
     if facts["hostname"] != name and not settings["set_hostname"]:
         found.append(
             f"calls itself {facts['hostname']}; allowed: the name in the inventory. Rename one of them, or set"
             " mpitrain_set_hostname: true"
         )
-    found += [
-        f"/etc/hosts has the line {line!r}; allowed: its own name on no loopback address. Take {facts['hostname']} out"
-        for line in facts["loopback_lines"]
-    ]
     for program, key in (("sshd", "sshd_includes"), ("ssh", "ssh_includes")):
         if not facts[key]:
             path = f"/etc/ssh/{program}_config"
@@ -130,6 +124,38 @@ def node_problems(name: str, address: str | None, facts: dict, settings: dict) -
     if not facts["mpiexec_found"]:
         found.append(f"there is no mpiexec where mpitrain_mpi={settings['mpi']} says; install it, or use wheel")
     return [f"{name}: {what}" for what in found]
+
+
+def network_problems(name: str, addresses: dict, facts: dict) -> list[str]:
+    """A node's own address, the names of the others in its /etc/hosts, and the way it takes to them."""
+    address = addresses.get(name)
+    if not any(same(address, one) for one in facts["addresses"]):
+        own = [one for one in facts["addresses"] if not one.startswith(("127.", "::1", "fe80"))]
+        seen = f"is on none of its interfaces (it has {', '.join(own) or 'none'})"
+        return [f"{name}: the address {address} {seen}; allowed: its own. Correct ansible_host"]
+    entries = [(line, line.partition("#")[0].split()) for line in facts["hosts_lines"]]
+    found = [
+        f"{name}: /etc/hosts has the line {line!r}; allowed: {other} at {addresses[other]}. Take {other} out of it"
+        for line, words in entries
+        for other in sorted(addresses.keys() & set(words[1:]))
+        # Debian's line for a node's own name is the role's to take out.
+        if not same(words[0], addresses[other]) and (words[0], other) != ("127.0.1.1", name)
+    ]
+    found += [
+        f"{name}: reaches {other} ({there}) from its address {facts['sources'][there]}; allowed: from {address}, since"
+        " the others let in no other. Give the nodes, as ansible_host, addresses of one network"
+        for other, there in sorted(addresses.items())
+        if other != name and facts["sources"].get(there) and not same(facts["sources"][there], address)
+    ]
+    return found
+
+
+def same(one: str | None, other: str | None) -> bool:
+    """Whether two spellings are one address."""
+    try:
+        return ipaddress.ip_address(one or "") == ipaddress.ip_address(other or "")
+    except ValueError:
+        return False
 
 
 def account_problems(name: str, facts: dict, settings: dict) -> list[str]:
@@ -166,6 +192,17 @@ def head_problems(name: str, facts: dict, settings: dict) -> list[str]:
             f"{name}: {path} has files and belongs to uid {place['owner']}; allowed: {settings['uid']}. Choose another"
             " mpitrain_share"
         )
+    venv = settings["venv"]
+    if not re.fullmatch(rf"{re.escape(path)}{PATH}", venv):
+        found.append(
+            f"{name}: mpitrain_venv is {venv!r}; allowed: a path inside of mpitrain_share {path}, of letters, digits,"
+            " '.', '_' and '-'"
+        )
+    elif facts["venv_foreign"]:
+        found.append(
+            f"{name}: {venv} holds what is not ours, and would be emptied for the environment; allowed: nothing, or an"
+            " empty folder. Move it away, or choose another mpitrain_venv"
+        )
     if not facts["runtime"] and place["free_mib"] < settings["min_free_mib"]:
         found.append(
             f"{name}: {path} has {place['free_mib']} MiB free; needed: {settings['min_free_mib']} MiB for Python and"
@@ -193,7 +230,7 @@ def worker_problems(name: str, facts: dict, settings: dict, source: str) -> list
 
 
 def path_problems(name: str, place: dict, path: str) -> list[str]:
-    if not re.fullmatch(r"(/[A-Za-z0-9_][A-Za-z0-9._-]*)+", path):
+    if not re.fullmatch(PATH, path):
         return [f"{name}: mpitrain_share is {path!r}; allowed: an absolute path of letters, digits, '.', '_' and '-'"]
     if place["kind"] in ("file", "symbolic link"):
         seen = f"{place['kind']} {place['source']}".rstrip()

@@ -32,7 +32,7 @@ def main() -> None:
         file.flush()
         os.fsync(file.fileno())
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        logins = dict(zip(names, pool.map(log_in, names), strict=True))
+        logins = dict(pool.map(lambda name: (name, log_in(name)), names))
     print(json.dumps({"logins": {name: what for name, what in logins.items() if what}, "commands": commands(own)}))
 
 

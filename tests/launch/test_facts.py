@@ -1,0 +1,54 @@
+"""What a host says of itself: with a child for everything that may take too long, or say too much."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mpitrain.launch import facts, probe
+
+PROBE = Path(probe.__file__).read_text()
+
+
+def test_more_files_than_a_pipe_holds(tmp_path: Path) -> None:
+    for number in range(1000):
+        (tmp_path / f"a_module_with_a_rather_long_name_{number}.py").touch()
+    script = tmp_path / "train.py"
+    script.touch()
+    found = facts.environment(sys.executable, str(script), {}, PROBE)
+    assert len(found["files"]) == 1001
+    assert found["mpi"]
+
+
+def test_a_python_that_fails_says_why(tmp_path: Path) -> None:
+    found = facts.environment(sys.executable, str(tmp_path / "train.py"), {}, "raise SystemExit('no such thing')")
+    assert found == {"error": f"{sys.executable} failed: no such thing"}
+    assert "error" in facts.environment(str(tmp_path / "python"), str(tmp_path / "train.py"), {}, PROBE)
+
+
+def test_a_path_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setattr(facts, "_PATH_SECONDS", 0.5)
+    slow = f"import sys, time; time.sleep(600 if 'slow' in sys.argv[1] else 0)\n{facts._LOOK_AT_PATH}"
+    monkeypatch.setattr(facts, "_LOOK_AT_PATH", slow)
+    begun = time.monotonic()
+    paths = {str(tmp_path / name): name for name in ("empty/train.py", "no/train.py", "slow", "")}
+    found = facts.look_at_paths(list(paths))
+    assert time.monotonic() - begun < 10
+    assert {paths[path]: words[0] for path, words in found.items()} == {
+        "empty/train.py": "empty",
+        "no/train.py": "missing",
+        "slow": "hangs",
+        "": "there",
+    }
+
+
+def test_cores_and_the_way_to_a_peer(tmp_path: Path) -> None:
+    found = facts.collect({"paths": [str(tmp_path / "none")], "peers": {"self": "127.0.0.1"}}, PROBE)
+    assert found["cores"] == len(os.sched_getaffinity(0))
+    assert found["routes"]["self"]["interface"] == "lo"
+    assert "environment" not in found
