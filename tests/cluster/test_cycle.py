@@ -85,6 +85,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def cluster(bare: Cluster) -> Cluster:
     run = bare.setup()
     assert run.code == 0, run.output
+    assert shared_user(bare.bed, "node2", "echo from node2 > ~/nfs/note").returncode == 0
     return bare
 
 
@@ -168,7 +169,6 @@ def test_another_host_key_is_refused(cluster: Cluster) -> None:
 
 
 def test_a_file_written_on_one_node_is_read_on_the_others(cluster: Cluster) -> None:
-    assert shared_user(cluster.bed, "node2", "echo from node2 > ~/nfs/note").returncode == 0
     for node in NODES:
         assert shared_user(cluster.bed, node, "cat ~/nfs/note").stdout == "from node2\n"
     source = root(cluster.bed, "node3", f"findmnt -n -t nfs,nfs4,fuse.nfs -o SOURCE {SHARE}").stdout.strip()
