@@ -9,11 +9,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from mpitrain.errors import ClusterError
-from mpitrain.launch.processes import end_with_parent
+from mpitrain.launch.processes import adopt_orphans, alive_below, children, end_with_parent, kill_all
 from mpitrain.provision.project import Project, ansible_program
 from mpitrain.provision.report import Report, minutes
 
@@ -35,6 +36,8 @@ def run_playbook(project: Project, playbook: str, options: Sequence[str]) -> Rep
     with tempfile.TemporaryDirectory(prefix="mpitrain-ansible-") as folder:
         report = Report(Path(folder, "report.jsonl"))
         began = time.monotonic()
+        adopt_orphans()
+        others = children()
         # In our process group: it may ask for passwords at the terminal, and gets its Ctrl-C.
         process = subprocess.Popen(
             command,
@@ -42,8 +45,11 @@ def run_playbook(project: Project, playbook: str, options: Sequence[str]) -> Rep
             env=_environment(report.path),
             preexec_fn=end_with_parent(),  # noqa: PLW1509 (no threads here)
         )
-        with _ended(process):
-            code = _watch(process, report)
+        try:
+            with _ended(process, others):
+                code = _watch(process, report)
+        except KeyboardInterrupt:
+            code = 128 + signal.SIGINT
         report.read()
     report.end(code, time.monotonic() - began)
     return report
@@ -57,8 +63,6 @@ def _watch(process: subprocess.Popen[bytes], report: Report) -> int:
             return process.wait(timeout=0.5)
         except subprocess.TimeoutExpired:
             pass
-        except KeyboardInterrupt:  # it went to Ansible too, which ends in its own way
-            return _after_interrupt(process)
         now = time.monotonic()
         if report.read() or not report.begun:  # not begun: it may be asking for a password
             last_event = last_notice = now
@@ -69,28 +73,32 @@ def _watch(process: subprocess.Popen[bytes], report: Report) -> int:
             print(f"[{minutes(now - last_event)}] {report.waiting()}", file=sys.stderr, flush=True)
 
 
-def _after_interrupt(process: subprocess.Popen[bytes]) -> int:
-    try:
-        process.wait(timeout=_END_SECONDS)
-    except (subprocess.TimeoutExpired, KeyboardInterrupt):
-        process.kill()
-        process.wait()
-    return 128 + signal.SIGINT
-
-
 @contextmanager
-def _ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Whatever happens, leave no Ansible behind that goes on changing machines."""
+def _ended(process: subprocess.Popen[bytes], others: set[int]) -> Iterator[None]:
+    """Whatever happens, leave no Ansible behind that goes on changing machines; `others` are not of its run.
+
+    Ansible's workers are in sessions of their own, and one that it has just begun when the signal comes outlives it.
+    """
+    ends = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, partial(_interrupt, process)) for number in ends]
     try:
         yield
-    finally:
-        if process.poll() is None:
+    except BaseException as error:
+        if not isinstance(error, KeyboardInterrupt):  # which went to Ansible too, and ends it in its own way
             process.terminate()
-            try:
-                process.wait(timeout=_END_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
+            process.wait(timeout=_END_SECONDS)
+        kill_all(lambda: alive_below(others))
+        raise
+    finally:
+        for number, handler in zip(ends, before, strict=True):
+            signal.signal(number, handler)
+
+
+def _interrupt(process: subprocess.Popen[bytes], *_: object) -> None:
+    """As Ctrl-C, which alone goes to the whole group."""
+    process.terminate()
+    raise KeyboardInterrupt
 
 
 def _environment(report: Path) -> dict[str, str]:

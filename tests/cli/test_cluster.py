@@ -247,27 +247,30 @@ def test_a_signal_leaves_no_ansible_behind(project: Path) -> None:
     """Each way out: Ctrl-C to the whole group, and a kill of mpitrain alone, even by SIGKILL."""
     needs_ansible()
     (project / "cluster/hosts").write_text(LOCAL)
-    wait = "    - name: Wait\n      ansible.builtin.command: {argv: [sleep, '3600']}\n"
-    (project / "cluster/setup.yml").write_text(PLAY + wait)
+    wait = "    - name: Wait\n      ansible.builtin.command: {cmd: \"sh -c 'touch waits; sleep 3600'\", chdir: '%s'}\n"
+    (project / "cluster/setup.yml").write_text(PLAY + wait % (project / "cluster"))
 
-    def send(number: int, group: bool) -> Job:
+    def send(number: int, *, group: bool, when: str) -> Job:
         def during(process: subprocess.Popen[str]) -> None:
             deadline = time.monotonic() + 30
-            while not (project / "cluster/made").exists():
+            while not (project / "cluster" / when).exists():
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
             (os.killpg if group else os.kill)(process.pid, number)
 
         job = run_command([*CLUSTER, "setup"], cwd=project, during=during)
-        (project / "cluster/made").unlink()
+        for file in ("made", "waits"):
+            (project / "cluster" / file).unlink(missing_ok=True)
         return job
 
-    job = send(signal.SIGINT, group=True)
-    assert job.code == 130, job.output
-    assert "interrupted after 0:" in job.stderr
-    assert not job.left
-    assert send(signal.SIGTERM, group=False).left == []
-    assert send(signal.SIGKILL, group=False).left == []
+    for number, group in ((signal.SIGINT, True), (signal.SIGTERM, False), (signal.SIGHUP, False)):
+        # At "made" Ansible is about to start the next worker, which it then forgets.
+        for when in ("made", "waits"):
+            job = send(number, group=group, when=when)
+            assert job.code == 130, job.output
+            assert "interrupted after 0:" in job.stderr
+            assert not job.left
+    assert send(signal.SIGKILL, group=False, when="waits").left == []
 
 
 def test_a_task_that_never_ends(project: Path) -> None:

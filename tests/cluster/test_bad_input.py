@@ -199,7 +199,8 @@ def test_too_little_room_on_the_share(bed: Bed, checkout: Path, tmp_path: Path) 
         assert "No space left on device" in run.text, run.output
         assert "run again with --tags runtime" in run.text
     finally:
-        root(bed, "node1", f"umount {SHARE}")
+        # With the note that the environment there is ours, which another test must not find.
+        root(bed, "node1", f"umount {SHARE}; rm -r /home/cluster /etc/mpitrain")
 
 
 def test_an_environment_that_is_not_ours_is_not_emptied(bed: Bed, checkout: Path, tmp_path: Path) -> None:
