@@ -24,6 +24,7 @@ import shlex
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from getpass import getuser
 from pathlib import Path
 
 from mpitrain.errors import ConfigError
@@ -145,7 +146,11 @@ def _replace(path: Path, text: str) -> Inventory:
     inventory = _parse(path, text)
     target = path.resolve()  # a link stays a link
     mode = target.stat().st_mode & 0o777 if target.exists() else 0o644
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=target.parent, prefix=".hosts-", delete=False) as file:
+    try:
+        file = tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=target.parent, prefix=".hosts-", delete=False)  # noqa: SIM115
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}; may {getuser()} write there?") from None
+    with file:
         try:
             file.write(text)
             file.flush()

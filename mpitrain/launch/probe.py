@@ -34,7 +34,8 @@ def python_files(root: Path) -> dict[str, str]:
         folders[:] = sorted(
             name
             for name in folders
-            if not name.startswith(".") and name not in _SKIPPED and not (here / name / "pyvenv.cfg").exists()
+            # os.path, because Path.exists() raises for a folder that this user may not enter.
+            if not name.startswith(".") and name not in _SKIPPED and not os.path.exists(here / name / "pyvenv.cfg")  # noqa: PTH110
         )
         for name in sorted(name for name in names if name.endswith(".py")):
             try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,6 +35,11 @@ def refuse_existing(path: Path) -> None:
         ConfigError: there is.
     """
     if path.exists() or path.is_symlink():
+        if str(path) == os.environ.get("ANSIBLE_INVENTORY"):
+            raise ConfigError(
+                f"ANSIBLE_INVENTORY names {path}, which is there already and is used; `unset ANSIBLE_INVENTORY` to "
+                "make an inventory of your own"
+            )
         raise ConfigError(
             f"{path} is there already and stays as it is; edit it, use `mpitrain cluster add` or `remove`, "
             f"or move it away: mv {path} {path}.old"
@@ -46,7 +52,12 @@ def parse_nodes(text: str, variables: dict[str, str]) -> list[Host]:
     Raises:
         ConfigError: a part is not NAME=ADDRESS, or its address is no IP address of a machine.
     """
-    return [_node(part, variables) for part in text.split(",")]
+    nodes: list[Host] = []
+    for part in text.split(","):
+        node = _node(part, variables)
+        _refuse_second(node, nodes)
+        nodes.append(node)
+    return nodes
 
 
 def _node(text: str, variables: dict[str, str]) -> Host:
@@ -123,4 +134,4 @@ def ask_for_login() -> tuple[str | None, str | None]:
 def _refuse_second(node: Host, nodes: Sequence[Host]) -> None:
     for other in nodes:
         if node.name.lower() == other.name.lower() or node.address == other.address:
-            raise ConfigError(f"{other.name}={other.address} is in the list already")
+            raise ConfigError(f"{node.name}={node.address}: {other.name}={other.address} is in the list already")

@@ -26,7 +26,10 @@ REMEDIES = (
         "see that {node} is on: mpitrain cluster trust {node}; if it is, see what its sudo waits for",
     ),
     (
-        r"timed out|No route to host|Connection refused|Network is unreachable|Connection (closed|reset)",
+        (
+            r"could not be sent to remote host|timed out|No route to host|Connection refused|Network is unreachable|"
+            r"Connection (closed|reset)"
+        ),
         "see that {node} is on and that its sshd answers: mpitrain cluster trust {node}",
     ),
     (

@@ -24,7 +24,9 @@ class Failure:
 
     @property
     def remedy(self) -> str:
-        """What to do; empty where the message is all there is to say."""
+        """What to do; empty where the message is all there is to say, as preflight's, which may be of another node."""
+        if "Nothing was changed." in self.message:
+            return ""
         return next((text for words, text in REMEDIES if re.search(words, self.message)), "").format(node=self.node)
 
 

@@ -63,6 +63,8 @@ def first_files(record: Record, node: str) -> dict[str, str]:
             "::1     localhost ip6-localhost ip6-loopback\nff02::1 ip6-allnodes\nff02::2 ip6-allrouters\n"
         ),
         "etc/apt/sources.list": f"deb [trusted=yes] {repository}/ ./\n",
+        # All nodes share this machine's cores; a node that takes all of them for itself makes every job crawl.
+        "etc/environment": "OMP_NUM_THREADS=1\n",
         "etc/pip.conf": (
             f"[global]\nno-index = true\nfind-links = {repository}/wheels/\ntrusted-host = {record.controller}\n"
         ),
