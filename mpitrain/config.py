@@ -23,6 +23,7 @@ class Config:
     stall_seconds: float = 10.0  # a wait longer than this is reported on stderr
     expected_size: int = 0  # ranks that the launcher started; 0: unknown. Set by `mpitrain run`
     roll_call: str = ""  # file that every rank signs at its beginning and its end. Set by `mpitrain run`
+    env_file: str = ""  # file of NAME=value lines that `mpitrain run` adds to the environment of the ranks; "": none
     devices: str = ""  # of the ranks in order, such as "cuda:0,cuda:1,cpu"; "": not said. Set by `mpitrain run`
 
     def __post_init__(self) -> None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from types import FrameType
 
 import pytest
+
+from jobs import REPOSITORY
+from mpitrain.testbed import STATE, forget_snapshot, up
 
 
 def pytest_configure() -> None:
@@ -17,3 +21,18 @@ def pytest_configure() -> None:
 
 def _leave(number: int, frame: FrameType | None) -> None:
     pytest.exit("SIGTERM", returncode=128 + number)
+
+
+@pytest.fixture(scope="session")
+def provisioned() -> Iterator[str]:
+    """The name of a snapshot of four nodes that the playbooks have set up; made once for all tests that start there."""
+    name = f"tests{os.getpid()}"
+    with up(4, name=name) as bed:
+        line = ["ansible-playbook", "cluster/setup.yml"]
+        done = bed.run(line, timeout_seconds=600, cwd=REPOSITORY)
+        assert done.returncode == 0, done.stdout + done.stderr
+        bed.save(name)
+    try:
+        yield name
+    finally:
+        forget_snapshot(STATE, name)

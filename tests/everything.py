@@ -21,7 +21,7 @@ from jobs import REPOSITORY, RUN_TOKEN, VENVS, clean_environment, kill_all, mpie
 # World sizes for the tests that run on all ranks: powers of two and not, more ranks than cores.
 SIZES = {"mpich": (1, 2, 3, 4, 5, 7), "openmpi": (2, 3)}
 # The tests that need a bed of nodes (mpitrain/testbed).
-ON_NODES = ["tests/testbed", "tests/cluster", "tests/cli/test_cluster_bed.py"]
+ON_NODES = ["tests/testbed", "tests/cluster", "tests/cli/test_cluster_bed.py", "tests/faults/cluster"]
 # Far above what a part takes; a part that reaches it hangs.
 DEADLINE_SECONDS = 900.0
 ON_NODES_SECONDS = 3600.0

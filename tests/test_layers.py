@@ -55,7 +55,7 @@ HOMES = {
     "cupy": ["cuda.device"],
     "torch": [],
     "jax": [],
-    "fabric": [],
+    "fabric": ["diagnostics.cluster.connect"],
 }
 
 LEVELS = {entry: level for level, entries in enumerate(LAYERS.values()) for entry in entries}

@@ -32,6 +32,7 @@ COMMANDS = {
     "doctor": "mpitrain.cli.doctor",
     "testbed": "mpitrain.cli.testbed",
     "cluster": "mpitrain.cli.cluster",
+    "check-cluster": "mpitrain.cli.check_cluster",
 }
 
 

@@ -62,6 +62,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="on several hosts: within which all ranks must be there (60); 0 for no limit",
     )
+    parser.add_argument(
+        "--env-file",
+        metavar="PATH",
+        help="variables for the ranks, as check-cluster --write-env writes them (MPITRAIN_ENV_FILE); yours win",
+    )
     parser.add_argument("--show", action="store_true", help="print the mpiexec command, do not run it")
     parser.add_argument("--mpiexec", type=Path, metavar="PATH", help="use this mpiexec")
     parser.add_argument("script", help="Python script")
@@ -71,12 +76,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Start the job; returns its exit code."""
     from mpitrain.launch.dialects import Request, command_for
+    from mpitrain.launch.facts import devices
     from mpitrain.launch.hosts import lay_out
     from mpitrain.launch.job import run_job
     from mpitrain.launch.libraries import describe_mpiexec, find_library, find_mpiexec
+    from mpitrain.launch.variables import absent
 
     if not Path(arguments.script).is_file():
         raise ConfigError(f"there is no script {arguments.script!r} in {Path.cwd()}")
+    given = _set_variables(arguments.env_file)
     layout = lay_out(arguments.hosts, arguments.inventory, arguments.num_ranks, arguments.ppn)
     mpiexec = describe_mpiexec(arguments.mpiexec) if arguments.mpiexec else find_mpiexec()
     num_ranks = sum(place.num_ranks for place in layout.places)
@@ -92,7 +100,9 @@ def run(arguments: argparse.Namespace) -> int:
     if layout.note:
         print(f"mpitrain: {layout.note}", file=sys.stderr)
     if layout.addresses:
-        return _run_over_hosts(layout, request, arguments)
+        return _run_over_hosts(layout, request, arguments, given)
+    if missing := absent(given, devices()):
+        raise LaunchError(f"the file of variables does not fit this machine: {missing[0]}, which is not there")
     command = command_for(request, os.environ)
     if arguments.show:
         print(command)
@@ -100,14 +110,25 @@ def run(arguments: argparse.Namespace) -> int:
     return run_job(command, num_ranks)
 
 
-def _run_over_hosts(layout: Layout, request: Request, arguments: argparse.Namespace) -> int:
+def _set_variables(path: str | None) -> dict[str, str]:
+    """Set what the file says and the user has not set; returns that."""
+    from mpitrain.config import read_config
+    from mpitrain.launch.variables import read_env_file
+
+    file = read_config(os.environ, {"env_file": path}).env_file
+    given = {name: value for name, value in read_env_file(Path(file)).items() if name not in os.environ} if file else {}
+    os.environ.update(given)
+    return given
+
+
+def _run_over_hosts(layout: Layout, request: Request, arguments: argparse.Namespace, given: dict[str, str]) -> int:
     from mpitrain.launch import over_hosts
 
     try:
         if arguments.show:
-            over_hosts.show(layout, request, arguments.script)
+            over_hosts.show(layout, request, arguments.script, given)
             return 0
-        return over_hosts.run(layout, request, arguments.script, arguments.start_seconds)
+        return over_hosts.run(layout, request, arguments.script, arguments.start_seconds, given)
     except KeyboardInterrupt:  # while the hosts are asked; a job that runs sees to it by itself
         print("mpitrain: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT

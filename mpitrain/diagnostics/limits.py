@@ -13,7 +13,7 @@ from mpitrain.diagnostics.finding import Finding
 
 _SHM = Path("/dev/shm")
 # What MPICH, Intel MPI and Open MPI (4, 5) call their files there.
-_SHM_PATTERNS = ("mpich_shm_*", "Intel_MPI_*", "vader_segment.*", "sm_segment.*")
+SHM_PATTERNS = ("mpich_shm_*", "Intel_MPI_*", "vader_segment.*", "sm_segment.*")
 # A job that is just starting has made its files, and not mapped them yet.
 _YOUNG_SECONDS = 60.0
 
@@ -99,7 +99,7 @@ def _leftovers() -> list[tuple[Path, int]]:
     user = os.geteuid()
     old = time.time() - _YOUNG_SECONDS
     found: dict[Path, int] = {}
-    for pattern in _SHM_PATTERNS:
+    for pattern in SHM_PATTERNS:
         for path in _SHM.glob(pattern):
             try:
                 status = path.stat()
@@ -183,6 +183,6 @@ def judge(facts: Facts) -> list[Finding]:
 
 def _removal(paths: list[str]) -> str:
     """A command that removes such files, but none of a job that runs."""
-    patterns = [p for p in _SHM_PATTERNS if any(Path(path).match(p) for path in paths)]
+    patterns = [p for p in SHM_PATTERNS if any(Path(path).match(p) for path in paths)]
     files = " ".join(f"{_SHM}/{pattern}" for pattern in patterns)
     return f'for f in {files}; do grep -qsF "$f" /proc/[0-9]*/maps || rm -f "$f"; done'

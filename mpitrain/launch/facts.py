@@ -49,6 +49,7 @@ def collect(wish: dict[str, Any], probe: str) -> dict[str, Any]:
     facts["cores"] = len(os.sched_getaffinity(0))
     facts["rdma"] = any(Path("/sys/class").glob("infiniband/*"))
     facts["routes"] = routes(wish["peers"])
+    facts["devices"] = devices()
     if all(found == ["there"] for found in facts["paths"].values()):
         facts["environment"] = environment(wish["python"], wish["script"], wish["variables"], probe)
     return facts
@@ -80,6 +81,21 @@ def routes(peers: dict[str, str]) -> dict[str, dict[str, str]]:
             found[name] = {"interface": key[0]}
             if key in networks:
                 found[name]["network"] = str(ipaddress.ip_interface(networks[key]).network)
+    return found
+
+
+def devices() -> dict[str, list[str]]:
+    """The network interfaces, with their networks, and the RDMA devices; nothing where the system does not say."""
+    found = {
+        link["ifname"]: [
+            str(ipaddress.ip_interface("{local}/{prefixlen}".format(**address)).network)
+            for address in link.get("addr_info", [])
+            if "local" in address
+        ]
+        for link in _ip_json(["address"])
+    }
+    if found:
+        found.update((path.name, []) for path in Path("/sys/class").glob("infiniband/*"))
     return found
 
 

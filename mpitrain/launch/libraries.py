@@ -116,7 +116,11 @@ def describe_mpiexec(path: Path | str, *, timeout_seconds: float = 10.0) -> Mpie
         raise LaunchError(f"{path} --version did not answer within {timeout_seconds:g} s") from None
     except OSError as error:
         raise LaunchError(f"{path} cannot be run: {error.strerror}") from error
-    text = done.stdout.decode(errors="replace")
+    return mpiexec_of_text(path, done.stdout.decode(errors="replace"))
+
+
+def mpiexec_of_text(path: Path | str, text: str) -> Mpiexec:
+    """The mpiexec at `path` on some machine, from what its `--version` printed there."""
     # The first dotted number that is not part of a date or a path: "Version: 5.0.2", "(Open MPI) 5.0.11".
     found = re.search(r"(?:Version:?|Open MPI\)|OpenRTE\)|PRRTE\)?) *(\d+(?:\.\w+)+)", text)
     return Mpiexec(Path(path), vendor_of_mpiexec_text(text), found[1] if found else "")

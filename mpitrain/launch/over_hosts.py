@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from mpitrain.errors import LaunchError
 from mpitrain.launch.arrival import diagnosis, misplaced, problem
@@ -27,6 +28,7 @@ from mpitrain.launch.hosts import Layout
 from mpitrain.launch.interfaces import Pinning, pin
 from mpitrain.launch.job import run_job
 from mpitrain.launch.roll_call import ROLL_CALL
+from mpitrain.launch.variables import absent
 from mpitrain.launch.watch import GUARD_SILENCE_SECONDS, Guards
 
 # Variables that say what this machine or this login is; Open MPI passes on those with its own prefixes by itself.
@@ -114,12 +116,12 @@ class WatchedJob:
 
 @contextmanager
 def planned(
-    layout: Layout, request: Request, script: str, roll_call: Path, token: str
+    layout: Layout, request: Request, script: str, roll_call: Path, token: str, given: Mapping[str, str]
 ) -> Iterator[tuple[Plan, Guards]]:
     """Ask every host; the guards live as long as `with`.
 
     Raises:
-        LaunchError: names every host that cannot be reached.
+        LaunchError: names every host that cannot be reached, or has not the devices that `given` names.
     """
     wish = {
         "python": sys.executable,
@@ -137,20 +139,31 @@ def planned(
     hosts = [place.host for place in layout.places]
     with Guards(layout.own, layout.addresses, wishes) as guards:
         facts = guards.facts()
+        _refuse_absent(facts, given)
         pinning = pin(facts, hosts, request.mpiexec.vendor, os.environ)
         cores = {host: int(facts[host]["cores"]) for host in hosts}
         yield Plan(layout, request, pinning, cores, differences(layout.own, facts)), guards
 
 
-def show(layout: Layout, request: Request, script: str) -> None:
-    """Print the line for mpiexec; what would keep the job from starting goes to stderr."""
+def _refuse_absent(facts: Mapping[str, Mapping[str, Any]], given: Mapping[str, str]) -> None:
+    lines = [f"{host}: {text}, which is not there" for host in facts for text in absent(given, facts[host]["devices"])]
+    if lines:
+        raise LaunchError(
+            "the job was not started: the file of variables does not fit the hosts:\n    "
+            + "\n    ".join(lines)
+            + "\nWrite it anew: mpitrain check-cluster --write-env FILE"
+        )
+
+
+def show(layout: Layout, request: Request, script: str, given: Mapping[str, str]) -> None:
+    """Print the line for mpiexec; what would keep the job from starting goes to stderr. For `given` see run."""
     token = secrets.token_hex(8)
-    with planned(layout, request, script, _roll_call(token), token) as (plan, _):
+    with planned(layout, request, script, _roll_call(token), token, given) as (plan, _):
         _say([*plan.differences, *([plan.pinning.note] if plan.pinning.note else [])])
         print(_command(plan, {}))
 
 
-def run(layout: Layout, request: Request, script: str, start_seconds: float) -> int:
+def run(layout: Layout, request: Request, script: str, start_seconds: float, given: Mapping[str, str]) -> int:
     """Start the job and see to its end; returns the exit code.
 
     Args:
@@ -158,13 +171,17 @@ def run(layout: Layout, request: Request, script: str, start_seconds: float) -> 
         request: what is to be started.
         script: its path, for the comparison of the code beside it.
         start_seconds: within which all ranks must have started; 0: no limit.
+        given: variables of a file, set already; the devices that they name must be on all hosts.
 
     Raises:
         LaunchError: hosts cannot be reached, or differ from this one.
     """
     token = secrets.token_hex(8)
     path = _roll_call(token)
-    with planned(layout, request, script, path, token) as (plan, guards), tempfile.TemporaryDirectory() as folder:
+    with (
+        planned(layout, request, script, path, token, given) as (plan, guards),
+        tempfile.TemporaryDirectory() as folder,
+    ):
         if plan.differences:
             raise LaunchError(
                 f"the job was not started: what the hosts have must be as on {layout.own}, and is not:\n    "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -214,6 +215,30 @@ def test_what_show_prints_can_be_run(python: Path, tmp_path: Path) -> None:
     job = run_command(["sh", "-c", shown.stdout], timeout=DEADLINE_SECONDS)
     assert job.code == 0, job.output
     assert job.stdout.count("size") == 2
+
+
+def test_a_file_of_variables(python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "mpi.env"
+    file.write_text("GLOO_SOCKET_IFNAME=lo\nFROM_THE_FILE=yes\nMINE=no\n")
+    path = script(tmp_path, "import os; print(os.environ['FROM_THE_FILE'], os.environ['MINE'])")
+    monkeypatch.setenv("MINE", "mine")
+    job = run(python, "--env-file", file, "-n", "2", path)
+    assert (job.code, job.stdout) == (0, "[0,1] yes mine\n"), job.output
+    # The variable is read too.
+    command = [str(python), "-m", "mpitrain", "run", "-n", "2", "--show", str(path)]
+    job = run_command(command, timeout=DEADLINE_SECONDS, env={"MPITRAIN_ENV_FILE": str(tmp_path / "none")})
+    assert job.code == 2 and "cannot be read" in job.output
+
+
+def test_a_file_of_variables_that_does_not_fit(tmp_path: Path) -> None:
+    python = Path(sys.executable)
+    file = tmp_path / "mpi.env"
+    file.write_text("FI_TCP_IFACE=eth77\n")
+    job = run(python, "--env-file", file, "-n", "1", script(tmp_path, "print('ran')"))
+    assert job.code == 1 and "ran" not in job.stdout
+    assert "FI_TCP_IFACE names eth77, which is not there" in job.output
+    job = run(python, "--env-file", tmp_path / "none", "-n", "1", script(tmp_path, ""))
+    assert job.code == 2 and "cannot be read: No such file" in job.output
 
 
 def test_the_mpiexec_of_another_mpi_is_refused(tmp_path: Path) -> None:

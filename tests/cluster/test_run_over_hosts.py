@@ -13,7 +13,6 @@ from collections.abc import Iterator
 import pytest
 from launching import JOB_SECONDS, PYTHONS, SHARE, Job, as_user, install_open_mpi, left, run, write
 
-from jobs import REPOSITORY
 from mpitrain.testbed import Bed, find, up
 
 # The launcher calls a host lost after 15 s of silence; a guard its launcher after 30 s.
@@ -72,15 +71,12 @@ if socket.gethostname() == "node2":
 
 
 @pytest.fixture(scope="module")
-def bed() -> Iterator[Bed]:
+def bed(request: pytest.FixtureRequest) -> Iterator[Bed]:
     """Four nodes, set up by the playbooks, with the scripts in the share."""
     # A developer's own bed, set up before, which stays.
     given = os.environ.get("TEST_BED")
-    bed = find(given) if given else up(4)
+    bed = find(given) if given else up(snapshot=request.getfixturevalue("provisioned"))
     try:
-        if not given:
-            done = bed.run(["ansible-playbook", "cluster/setup.yml"], timeout_seconds=600, cwd=REPOSITORY)
-            assert done.returncode == 0, done.stdout + done.stderr
         for name, text in SCRIPTS.items():
             write(bed, "node1", f"{SHARE}/{name}", text)
         yield bed
@@ -123,6 +119,29 @@ def test_on_all_nodes_by_default(bed: Bed, python: str) -> None:
     assert job.code == 0, job.output
     assert hosts(job.output) == {0: "node1", 1: "node2", 2: "node3", 3: "node4"}
     assert job.output.count("eth0 0.5 4") == 4, job.output
+
+
+def test_a_file_of_variables(bed: Bed, python: str) -> None:
+    write(bed, "node1", f"{SHARE}/mpi.env", "UCX_NET_DEVICES=eth0\nLEARNING_RATE=0.7\n")
+    job = run(bed, "--env-file mpi.env -n 4 hello.py", python=python)
+    assert job.code == 0, job.output
+    assert job.output.count("eth0 0.7 4") == 4, job.output
+    job = run(bed, "-n 4 hello.py", python=python, setting="LEARNING_RATE=0.5 MPITRAIN_ENV_FILE=mpi.env")
+    assert job.output.count("eth0 0.5 4") == 4, job.output
+
+
+def test_a_file_of_variables_that_does_not_fit_a_host(bed: Bed) -> None:
+    write(bed, "node1", f"{SHARE}/mpi.env", "UCX_NET_DEVICES=bridge7\n")
+    for node in ("node1", "node2", "node4"):
+        bed.node_run(node, ["ip", "link", "add", "bridge7", "type", "bridge"])
+    try:
+        job = run(bed, "--env-file mpi.env -n 4 hello.py")
+    finally:
+        for node in ("node1", "node2", "node4"):
+            bed.node_run(node, ["ip", "link", "del", "bridge7"])
+    assert job.code == 1 and "rank 0" not in job.output
+    assert "    node3: UCX_NET_DEVICES names bridge7, which is not there\n" in job.output
+    assert "node2:" not in job.output
 
 
 def test_unequal_hosts_and_devices(bed: Bed, python: str) -> None:

@@ -204,8 +204,10 @@ def environment(venv: Path, mounted: bool) -> dict:
     """What the environment holds by its own note, and whether there is something that we did not put there."""
     if mounted:  # on a client it may hang, and only the server's answer is used
         return {"runtime": "", "venv_foreign": False}
-    held = note(venv / ".mpitrain")
-    ours = bool(held) or text("/etc/mpitrain/venv").strip() == str(venv)
+    noted = note(venv / ".mpitrain")
+    # Without a Python it is no environment, whatever its note says: it is made anew.
+    held = noted if os.access(venv / "bin/python", os.X_OK) else ""
+    ours = bool(noted) or text("/etc/mpitrain/venv").strip() == str(venv)
     there = venv.is_symlink() or venv.is_file() or (venv.is_dir() and any(venv.iterdir()))
     return {"runtime": held, "venv_foreign": there and not ours}
 

@@ -1,0 +1,195 @@
+"""`mpitrain check-cluster`: what is wrong with the machines of a cluster, where, why, and what repairs it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpitrain.errors import ClusterError, ConfigError
+
+if TYPE_CHECKING:
+    from mpitrain.diagnostics.cluster.check import Check, Result, Seen, Target
+    from mpitrain.diagnostics.cluster.report import Group
+
+HELP = "say what is wrong with the machines of a cluster, and the command that repairs it"
+_INTERRUPTED = 130
+
+_EPILOG = """\
+Levels: quick (one login a node), full (also pairs of nodes and a small MPI job), bench (also latency, bandwidth, and
+the speed of nodes and share). Nothing is installed on the nodes and no setting is changed there; what a check writes
+into the shared folder it removes.
+
+Exit codes: 0 nothing failed, 1 something failed (--strict: or warned), 2 wrong use or inventory, 3 nothing failed, but
+something could not be determined, 130 interrupted. With --nagios: 0 OK, 1 WARNING, 2 CRITICAL, 3 UNKNOWN.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.epilog = _EPILOG
+    add = parser.add_argument
+    add("-i", "--inventory", type=Path, metavar="FILE", help="the nodes (cluster/hosts, else /etc/mpitrain/hosts)")
+    add("--hosts", metavar="A,B", help="only these nodes; names that are in no inventory are looked up")
+    add("--level", choices=("quick", "full", "bench"), default="full", help="how far to go (full)")
+    add("--only", metavar="ID", type=_ids, action="extend", default=[], help="only these checks and what they need")
+    add("--skip", metavar="ID", type=_ids, action="extend", default=[], help="without these checks")
+    add("--script", metavar="FILE", help="your program: must be the same file on all nodes")
+    add("--strict", action="store_true", help="a warning is a failure")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print one JSON object (docs/check-cluster.schema.json)")
+    form.add_argument("--nagios", action="store_true", help="print one line, exit as a plugin of Nagios does")
+    add("--explain", metavar="ID", help="say what a check looks at, why, and what repairs it; `all` lists them")
+    add("--fix", action="store_true", help="run the set-up with the tags that repair what failed, and check again")
+    add("--yes", action="store_true", help="with --fix: do not ask")
+    add("--save-baseline", type=Path, metavar="FILE", help="write down what the nodes are like now")
+    add("--baseline", type=Path, metavar="FILE", help="compare with what was written down")
+    add("--write-env", type=Path, metavar="FILE", help="write the measured interface settings for every library")
+    add("-v", "--verbose", action="store_true", help="show what was skipped too")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Look, judge and print; returns the exit code."""
+    missing = [name for name in ("fabric", "rich", "yaml") if find_spec(name) is None]
+    if missing:
+        how = f"{sys.executable} -m pip install 'mpitrain[cluster]'"
+        raise ClusterError(f"not installed: {', '.join(missing)}. Install what works with clusters:\n    {how}")
+    from mpitrain.diagnostics.cluster.baseline import read_baseline
+    from mpitrain.diagnostics.cluster.report import exit_code
+    from mpitrain.diagnostics.cluster.run import select
+    from mpitrain.diagnostics.cluster.target import find_target
+
+    if arguments.explain:
+        return _explain(arguments.explain)
+    if arguments.yes and not arguments.fix:
+        raise ConfigError("--yes answers what --fix asks; give both")
+    if arguments.fix and not arguments.yes and not sys.stdin.isatty():
+        raise ConfigError("--fix asks before it changes anything, and there is no terminal to ask on; give --yes")
+    checks = select(arguments.level, arguments.only, arguments.skip)
+    baseline = read_baseline(arguments.baseline) if arguments.baseline else None
+    target = find_target(arguments.inventory, arguments.hosts, arguments.script, os.environ)
+    results, seen, interrupted = _check(arguments, target, checks, baseline)
+    if not interrupted:
+        _write(arguments, seen)
+        if arguments.fix and _mend(arguments, results, target):
+            results, seen, interrupted = _check(arguments, target, checks, baseline)
+    if interrupted:
+        print("interrupted: the above is what was seen until then", file=sys.stderr)
+        sys.stdout.flush()
+        os._exit(_INTERRUPTED)  # without waiting for logins that have not failed yet
+    if arguments.nagios:
+        from mpitrain.diagnostics.cluster.report import nagios
+
+        return nagios(results, target)[1]
+    return exit_code(results, strict=arguments.strict)
+
+
+def _check(
+    arguments: argparse.Namespace, target: Target, checks: Sequence[Check], baseline: dict[str, object] | None
+) -> tuple[list[Result], Seen, bool]:
+    from mpitrain.diagnostics.cluster import document, report
+    from mpitrain.diagnostics.cluster.run import check_cluster
+
+    started, begun = datetime.now(UTC), time.monotonic()
+    with _progress() as progress:
+        results, seen, interrupted = check_cluster(target, checks, progress, baseline=baseline)
+    seconds = time.monotonic() - begun
+    if arguments.nagios:
+        print(report.nagios(results, target)[0])
+    elif arguments.json:
+        when = started.isoformat(timespec="seconds")
+        found = document.document(results, target, started=when, seconds=seconds, interrupted=interrupted)
+        print(json.dumps(found, indent=2))
+    else:
+        width = shutil.get_terminal_size().columns
+        _print(report.text(results, target, width, verbose=arguments.verbose))
+    return results, seen, interrupted
+
+
+def _explain(name: str) -> int:
+    from mpitrain.diagnostics.cluster.checks import CHECKS
+    from mpitrain.diagnostics.cluster.explain import explain, listing
+    from mpitrain.diagnostics.cluster.run import select
+
+    if name == "all":
+        print(listing(CHECKS.values()))
+    else:
+        select("quick", only=[name])  # refuses an unknown one
+        print(explain(CHECKS[name], shutil.get_terminal_size().columns))
+    return 0
+
+
+def _write(arguments: argparse.Namespace, seen: Seen) -> None:
+    from mpitrain.diagnostics.cluster.baseline import write_baseline
+    from mpitrain.diagnostics.cluster.variables import write_variables
+
+    if arguments.save_baseline:
+        write_baseline(arguments.save_baseline, seen)
+        print(f"wrote {arguments.save_baseline}", file=sys.stderr)
+    if arguments.write_env:
+        write_variables(arguments.write_env, seen)
+        print(f"wrote {arguments.write_env}", file=sys.stderr)
+
+
+def _mend(arguments: argparse.Namespace, results: Sequence[Result], target: Target) -> bool:
+    """Run the set-up for what it repairs, after asking. Returns whether anything was run."""
+    from mpitrain.diagnostics.cluster.report import group
+    from mpitrain.provision.playbook import run_playbook
+    from mpitrain.provision.project import find_project
+
+    wanted = ("fail", "warn") if arguments.strict else ("fail",)
+    found = [one for one in group(results, target) if one.verdict in wanted and one.is_mended_by_set_up]
+    if not found:
+        print("nothing that failed is repaired by the set-up", file=sys.stderr)
+        return False
+    for line in dict.fromkeys(one.remedy for one in found):
+        print(f"$ {line}", file=sys.stderr)
+    if not arguments.yes and input("Run this? [y/N] ").strip().lower() not in ("y", "yes"):
+        return False
+    project = find_project(arguments.inventory)
+    for tag, nodes in _runs(found):
+        options = ["--tags", tag, *(["--limit", ",".join(nodes)] if nodes else [])]
+        report = run_playbook(project, "setup.yml", options)
+        print(report.text(), file=sys.stderr)
+    return True
+
+
+def _runs(found: Sequence[Group]) -> list[tuple[str, tuple[str, ...]]]:
+    """Each tag and nodes once, in the order of the findings."""
+    return list(dict.fromkeys((one.check.tag, one.nodes) for one in found))
+
+
+def _ids(text: str) -> list[str]:
+    return [part.strip().upper() for part in text.split(",")]
+
+
+def _print(text: str) -> None:
+    """With colours on a terminal; else as it is."""
+    from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=True)
+    for line in text.splitlines():
+        word = line.split(" ", 1)[0]
+        style = {"FAIL": "bold red", "UNKNOWN": "bold magenta", "WARN": "bold yellow"}.get(word)
+        console.print(line, style=style or ("bold" if line.startswith("        $ ") else None), markup=False)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """A line on stderr that says what is being done, where that is a terminal; otherwise nothing."""
+    if not sys.stderr.isatty():
+        yield lambda _text: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("") as status:
+        yield status.update

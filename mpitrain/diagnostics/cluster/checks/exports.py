@@ -1,0 +1,107 @@
+"""The shared folder on the head: is it served to every node, and to nobody else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from ipaddress import ip_address, ip_network
+
+from mpitrain.diagnostics.cluster.check import Ask, Check, Finding, NotHereError, Seen, Target
+from mpitrain.diagnostics.cluster.checks.share import is_nfs, the_share, wish_of_share
+from mpitrain.diagnostics.cluster.collect import ClusterStep, PairStep
+from mpitrain.launch.hostfile import Host
+
+
+def _served(seen: Seen, head: str) -> Iterator[Finding]:
+    share = the_share(seen)
+    if len(seen.target.hosts) == 1:
+        raise NotHereError("there is one node")
+    if is_nfs(seen, head):
+        raise NotHereError("the head has the share from another server")
+    serving = seen.node(head, "serving")
+    ours = [one for one in serving["exports"] if _covers(one["path"], share)]
+    if not ours and seen.node(head, "mount")["kind"] == "missing":
+        yield Finding(
+            "fail", (head,), f"there is no {share}, and it is not exported", "a folder, exported to all nodes"
+        )
+        return
+    if serving["server"] != "active":
+        yield Finding("fail", (head,), f"nfs-server is {serving['server']}", "active")
+    elif not serving["is_listening"]:
+        yield Finding("fail", (head,), "nobody listens on port 2049", "nfs-server does", _RESTART)
+    missing = [host.name for host in seen.target.hosts[1:] if not any(_admits(one["client"], host) for one in ours)]
+    if missing:
+        yield Finding("fail", (head,), f"{share} is not exported to {', '.join(missing)}", "exported to all nodes")
+
+
+def _covers(path: str, share: str) -> bool:
+    return share == path or share.startswith(path.rstrip("/") + "/")
+
+
+def _admits(client: str, host: Host) -> bool:
+    """Whether a client of /etc/exports names the host. One that we cannot tell, a netgroup, counts as naming it."""
+    if client in ("*", "<world>", host.name, host.address) or client.startswith("@"):
+        return True
+    try:
+        return ip_address(host.address) in ip_network(client, strict=False)
+    except ValueError:
+        return "*" in client or "?" in client or "." in client  # a name or pattern for the server's resolver
+
+
+def _safe(seen: Seen, head: str) -> Iterator[Finding]:
+    share = the_share(seen)
+    ours = [one for one in seen.node(head, "serving")["exports"] if _covers(one["path"], share)]
+    if not ours:
+        raise NotHereError("it exports nothing")
+    root = sorted({one["client"] for one in ours if "no_root_squash" in one["options"]})
+    if root:
+        found = f"{share} is exported with no_root_squash to {', '.join(root)}"
+        yield Finding("fail", (head,), found, "root_squash")
+    strangers = sorted({one["client"] for one in ours if not _is_ours(one["client"], seen.target)})
+    world = [client for client in strangers if client in ("*", "<world>", "0.0.0.0/0", "::/0")]
+    if strangers:
+        found = f"{share} is exported to {', '.join(strangers)}"
+        yield Finding("fail" if world else "warn", (head,), found, "to the nodes alone", _EXPORTS)
+
+
+def _is_ours(client: str, target: Target) -> bool:
+    return client in target.names or client in target.addresses.values()
+
+
+# Set-up writes its own file and exports again; the same share in another file is for a person to take out.
+_EXPORTS = (
+    "ssh {address} \"sudo grep -rn '{share}' /etc/exports /etc/exports.d\"  # leave only mpitrain.exports; "
+    "then: {set_up} --tags nfs --limit {node}"
+)
+_RESTART = "ssh {address} sudo systemctl restart nfs-server"
+
+ASKS: tuple[Ask, ...] = (Ask("serving", "share_serving", "login", wish_of_share, head_only=True),)
+PAIRS: dict[str, PairStep] = {}
+CLUSTER: dict[str, ClusterStep] = {}
+CHECKS = (
+    Check(
+        "NFS09",
+        "the head serves the share to every node",
+        "quick",
+        "head",
+        _served,
+        uses=("serving", "mount"),
+        looks="On the head, as root: exportfs -s, systemctl show nfs-server, /proc/net/tcp for port 2049.",
+        why="Without it every other node has no share, or waits for it for ever.",
+        tag="nfs",
+        needs=("PRB01",),
+        fault="the export removed; nfs-server stopped",
+    ),
+    Check(
+        "NFS06",
+        "the share is exported to the nodes alone, and without root's rights",
+        "quick",
+        "head",
+        _safe,
+        uses=("serving",),
+        looks="On the head, as root: exportfs -s.",
+        why="With no_root_squash, or an export to everybody, whoever is root on some machine owns all data.",
+        tag="nfs",
+        needs=("PRB01", "NFS09"),
+        fault="exported with no_root_squash; exported to everybody",
+    ),
+)

@@ -1,0 +1,87 @@
+"""What jobs that are dead have left. Nothing is ended or removed here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mpitrain.diagnostics.cluster.check import Ask, Check, Finding, Seen
+from mpitrain.diagnostics.cluster.collect import ClusterStep, PairStep
+from mpitrain.diagnostics.limits import SHM_PATTERNS
+
+_SHOWN = 8
+
+
+def _processes(seen: Seen, node: str) -> Iterator[Finding]:
+    processes = seen.node(node, "leftovers")["processes"]
+    if not processes:
+        return
+    commands = list(dict.fromkeys(one["command"] for one in processes))
+    shown = "; ".join(commands[:2]) + ("; ..." if len(commands) > 2 else "")
+    oldest = _age(max(one["age_seconds"] for one in processes))
+    yield Finding(
+        "warn",
+        (node,),
+        f"{_count(len(processes), 'process', 'es')} of a dead job, the oldest {oldest} old: {shown}",
+        "none: a rank ends with the job that started it",
+        remedy=f"ssh {{address}} sudo kill -9 {' '.join(str(one['pid']) for one in processes)}",
+    )
+
+
+def _files(seen: Seen, node: str) -> Iterator[Finding]:
+    files = seen.node(node, "leftovers")["files"]
+    if not files:
+        return
+    mib = sum(one["bytes"] for one in files) / 2**20
+    if len(files) <= _SHOWN:
+        remedy = f"ssh {{address}} sudo rm {' '.join(one['path'] for one in files)}"
+    else:
+        patterns = " ".join(f"/dev/shm/{one}" for one in dict.fromkeys(file["pattern"] for file in files))
+        loop = f"for f in {patterns}; do grep -qsF $f /proc/[0-9]*/maps || rm -f $f; done"
+        remedy = f"ssh {{address}} \"sudo sh -c '{loop.replace('$', chr(92) + '$')}'\""
+    found = f"{_count(len(files), 'file')} of dead jobs in /dev/shm, {mib:.0f} MiB"
+    yield Finding("warn", (node,), found, "none that no process has mapped", remedy=remedy)
+
+
+def _count(number: int, word: str, plural: str = "s") -> str:
+    return f"{number} {word}{plural if number > 1 else ''}"
+
+
+def _age(seconds: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return "less than 1 min"
+
+
+_NEEDS = ("SSH01", "SSH03", "SSH02", "PRB01", "USR01")
+
+ASKS = (Ask("leftovers", "leftovers", "job", lambda _target, _host: {"patterns": SHM_PATTERNS}),)
+PAIRS: dict[str, PairStep] = {}
+CLUSTER: dict[str, ClusterStep] = {}
+CHECKS = (
+    Check(
+        "LEF01",
+        "no processes of dead jobs",
+        "quick",
+        "node",
+        _processes,
+        uses=("leftovers",),
+        looks="Processes of the shared user that a launcher started as ranks (by their environment) and whose parent "
+        "is gone; daemons of Hydra whose parent is gone.",
+        why="They go on using processors and memory, and may hold the ports of the next job.",
+        needs=_NEEDS,
+        fault="mpiexec and its daemon killed, the ranks left",
+    ),
+    Check(
+        "LEF02",
+        "no shared memory of dead jobs",
+        "quick",
+        "node",
+        _files,
+        uses=("leftovers",),
+        looks="Files of MPI libraries in /dev/shm that belong to the shared user and that none of its processes maps.",
+        why="They take memory from the next job until somebody removes them.",
+        needs=_NEEDS,
+        fault="a file of MPICH in /dev/shm that nobody maps",
+    ),
+)

@@ -1,0 +1,119 @@
+"""The shared user on a node: the account, and what jobs that are dead have left."""
+
+from __future__ import annotations
+
+import grp
+import os
+import pwd
+import re
+import stat
+import time
+from pathlib import Path
+from typing import Any
+
+from mpitrain.diagnostics.cluster.node import children
+
+# What makes a process a rank: set by Hydra (MPICH, Intel MPI), PRRTE (Open MPI) and Slurm.
+_RANK = re.compile(r"(?:^|\0)(?:PMI_RANK|PMIX_RANK|OMPI_COMM_WORLD_RANK|PMI_FD)=")
+# Hydra's daemon never leaves its parent. Open MPI's does, as soon as it runs, so it may be alive by itself.
+_DAEMONS = ("hydra_pmi_proxy", "hydra_bstrap_pr")
+# A job that has just ended or is just starting may look like a dead one.
+_YOUNG_PROCESS_SECONDS = 5.0
+_YOUNG_FILE_SECONDS = 60.0
+
+
+def account(wish: dict[str, Any]) -> dict[str, Any]:
+    """wish: user, uid."""
+    try:
+        entry = pwd.getpwnam(wish["user"])
+    except KeyError:
+        return {"uid": None, "uid_owner": _owner(wish["uid"])}
+    shadow = (children.as_root("getent", "shadow", wish["user"]) or "").strip().split(":")
+    expires = shadow[7] if len(shadow) > 7 else ""
+    try:
+        home = Path(entry.pw_dir).stat()
+    except OSError:
+        home = None
+    return {
+        "uid": entry.pw_uid,
+        "gid": entry.pw_gid,
+        "uid_owner": _owner(wish["uid"]),
+        "group": _group(entry.pw_gid),
+        "shell": entry.pw_shell,
+        "shell_works": os.access(entry.pw_shell or "/bin/sh", os.X_OK),
+        "home": entry.pw_dir,
+        "home_owner": home.st_uid if home and stat.S_ISDIR(home.st_mode) else None,
+        "expired": expires.isdigit() and int(expires) * 86400 < time.time(),
+    }
+
+
+def _owner(uid: int | None) -> str | None:
+    try:
+        return None if uid is None else pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return None
+
+
+def _group(gid: int) -> str | None:
+    try:
+        return grp.getgrgid(gid).gr_name
+    except KeyError:
+        return None
+
+
+def leftovers(wish: dict[str, Any]) -> dict[str, Any]:
+    """What dead jobs of this user have left. wish: patterns of shared-memory files."""
+    return {"processes": _dead_ranks(), "files": _dead_files(wish["patterns"])}
+
+
+def _dead_ranks() -> list[dict[str, Any]]:
+    """Ranks and their daemons whose parent is gone."""
+    tick = os.sysconf("SC_CLK_TCK")
+    up = float(children.text("/proc/uptime").split()[0])
+    adopters = {1} | {
+        int(path.name) for path in _own_processes() if re.match(r"\S*systemd\0--user", children.text(f"{path}/cmdline"))
+    }
+    found = []
+    for path in _own_processes():
+        comm, _, rest = children.text(f"{path}/stat").partition("(")[2].rpartition(")")
+        fields = rest.split()
+        if len(fields) < 20 or fields[0] == "Z" or int(fields[1]) not in adopters:
+            continue
+        age_seconds = up - int(fields[19]) / tick
+        is_rank = comm in _DAEMONS or _RANK.search(children.text(f"{path}/environ"))
+        if is_rank and age_seconds > _YOUNG_PROCESS_SECONDS:
+            command = children.text(f"{path}/cmdline").replace("\0", " ").strip()
+            found.append({"pid": int(path.name), "age_seconds": age_seconds, "command": command[:80] or comm})
+    return sorted(found, key=lambda one: int(str(one["pid"])))
+
+
+def _own_processes() -> list[Path]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if path.stat().st_uid == os.getuid():
+                found.append(path)
+        except OSError:
+            continue  # it has just ended
+    return found
+
+
+def _dead_files(patterns: list[str]) -> list[dict[str, Any]]:
+    """Files of MPI libraries that belong to this user, and that none of its processes has mapped."""
+    found = {}
+    for pattern in patterns:
+        for path in Path("/dev/shm").glob(pattern):
+            try:
+                status = path.lstat()
+            except OSError:
+                continue
+            age_seconds = time.time() - status.st_mtime
+            if status.st_uid == os.getuid() and age_seconds > _YOUNG_FILE_SECONDS:
+                found[str(path)] = {"bytes": status.st_blocks * 512, "age_seconds": age_seconds, "pattern": pattern}
+    for process in _own_processes() if found else []:
+        maps = children.text(f"{process}/maps")
+        found = {path: file for path, file in found.items() if path not in maps}
+    return [{"path": path, **file} for path, file in sorted(found.items())]
+
+
+CALLS = {"account": account, "leftovers": leftovers}

@@ -1,0 +1,141 @@
+"""The far end of a connection: answers questions, a line of JSON each, until its stdin ends.
+
+It asks and changes nothing by itself. What the shared user must be asked goes to a second agent, which this one
+starts as that user by sudo; where the login is the shared user's already, this one is both.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from mpitrain.diagnostics.cluster.node import children
+
+_END_SECONDS = 1.0
+
+
+class Agent:
+    """One for a process. `calls`: what may be asked, by name; each takes the question's `wish`."""
+
+    def __init__(self, bundle: dict[str, Any], calls: dict[str, Callable[[Any], Any]]) -> None:
+        """`bundle` is what was sent, to be sent on."""
+        self._bundle = bundle
+        self._calls = calls
+        self._lock = threading.Lock()
+        self._me = pwd.getpwuid(os.getuid()).pw_name
+        self._other: subprocess.Popen[bytes] | None = None  # the second agent's process
+        self._waiting: set[int] = set()  # numbers of questions that went to it
+        self._why = ""  # why there is none
+
+    def serve(self) -> None:
+        """Answer until stdin ends; does not return."""
+        threading.Thread(target=self._end_late, daemon=True).start()
+        self._send({"hello": self._me, "python": "{}.{}.{}".format(*sys.version_info[:3])})
+        for line in sys.stdin.buffer:
+            question = json.loads(line)
+            if question["as"] in ("login", self._me):
+                threading.Thread(target=self._answer, args=(question,), daemon=True).start()
+            else:
+                self._pass_on(question, line)
+        self._end()
+
+    def _answer(self, question: dict[str, Any]) -> None:
+        try:
+            result = self._calls[question["call"]](question["wish"])
+            self._send({"id": question["id"], "result": result})
+        except children.SlowError as error:
+            self._send({"id": question["id"], "error": str(error), "slow": True})
+        except Exception as error:
+            self._send({"id": question["id"], "error": f"{type(error).__name__}: {error}"})
+
+    def _send(self, message: dict[str, Any]) -> None:
+        with self._lock:
+            try:
+                sys.stdout.write(json.dumps(message) + "\n")
+                sys.stdout.flush()
+            except OSError:  # nobody listens any more
+                self._end()
+
+    def _pass_on(self, question: dict[str, Any], line: bytes) -> None:
+        with self._lock:
+            if self._other is None and not self._why:
+                self._start_other(question["as"])
+            if not self._why:
+                self._waiting.add(question["id"])
+                with suppress(OSError):
+                    self._tell(line)
+                return
+        self._send({"id": question["id"], "error": self._why})
+
+    def _start_other(self, user: str) -> None:
+        command = ["sudo", "-n", "-H", "-u", user, "--", sys.executable, "-I", "-u", "-c", self._bundle["boot"]]
+        try:
+            pwd.getpwnam(user)
+            other = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd="/"
+            )
+        except KeyError:
+            self._why = f"there is no user {user}"
+            return
+        except OSError as error:
+            self._why = f"{self._me} cannot become {user}: {error.strerror}"
+            return
+        self._other = other
+        with suppress(OSError):  # its reader says why
+            self._tell(json.dumps(self._bundle).encode() + b"\n")
+        threading.Thread(target=self._relay, args=(user, other), daemon=True).start()
+
+    def _tell(self, line: bytes) -> None:
+        assert self._other is not None and self._other.stdin is not None
+        self._other.stdin.write(line)
+        self._other.stdin.flush()
+
+    def _relay(self, user: str, other: subprocess.Popen[bytes]) -> None:
+        assert other.stdout is not None and other.stderr is not None
+        for line in other.stdout:
+            try:
+                answer = json.loads(line)
+            except ValueError:
+                continue
+            if "id" in answer:
+                with self._lock:
+                    self._waiting.discard(answer["id"])
+                self._send(answer)
+        words = other.stderr.read().decode(errors="replace").strip().splitlines()
+        with self._lock:
+            said = words[-1] if words else "its process ended"
+            self._why = f"{self._me} cannot become {user}: {said}"
+            waiting, self._waiting = self._waiting, set()
+        for number in waiting:
+            self._send({"id": number, "error": self._why})
+
+    def _end_late(self) -> None:
+        time.sleep(self._bundle["seconds"])
+        self._end()
+
+    def _end(self) -> None:
+        """Leave nothing behind: what we run, and the other agent, which does the same when its stdin ends."""
+        children.kill_all()
+        if self._other is not None:
+            assert self._other.stdin is not None
+            with suppress(OSError):
+                self._other.stdin.close()
+            with suppress(subprocess.TimeoutExpired):
+                self._other.wait(_END_SECONDS)
+        os._exit(0)
+
+
+def main(bundle: dict[str, Any]) -> None:
+    """Serve, with the calls of all modules in the bundle."""
+    calls: dict[str, Callable[[Any], Any]] = {}
+    for name, _ in bundle["modules"]:
+        calls.update(getattr(sys.modules[name], "CALLS", {}))
+    Agent(bundle, calls).serve()

@@ -1,0 +1,1 @@
+"""What the ranks of a check's jobs run: sent as text to the job's Python, so it imports nothing of ours."""

@@ -1,0 +1,109 @@
+"""Variables that choose networks and ports for MPI, NCCL and Gloo: a file of them, and the devices they name."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from mpitrain.errors import ConfigError
+
+# What takes names of interfaces or RDMA devices, and what takes networks too.
+_DEVICES = (
+    "UCX_NET_DEVICES",
+    "FI_TCP_IFACE",
+    "NCCL_SOCKET_IFNAME",
+    "GLOO_SOCKET_IFNAME",
+    "HYDRA_IFACE",
+    "I_MPI_HYDRA_IFACE",
+    "OMPI_MCA_btl_tcp_if_include",
+    "OMPI_MCA_oob_tcp_if_include",
+    "PRTE_MCA_prte_if_include",
+)
+# Variables that tell jobs their ports: lowest and highest in one, or apart.
+_RANGES = ("MPIEXEC_PORT_RANGE", "UCX_TCP_PORT_RANGE")
+_RANGE_ENDS = (("FI_TCP_PORT_LOW_RANGE", "FI_TCP_PORT_HIGH_RANGE"),)
+_NAME = re.compile(r"[A-Za-z_]\w*")
+
+
+def read_env_file(path: Path) -> dict[str, str]:
+    """The variables of a file of NAME=value lines, quoted as a shell wants it; as check-cluster --write-env writes it.
+
+    Raises:
+        ConfigError: it cannot be read, or a line is something else.
+    """
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ConfigError(f"the file of variables {path} cannot be read: {reason}") from None
+    found = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError:
+            words = [line, ""]
+        if not words:
+            continue
+        name, is_set, value = words[0].partition("=")
+        if len(words) > 1 or not is_set or not _NAME.fullmatch(name):
+            raise ConfigError(f"{path}:{number}: {line!r} is no variable; a line must be NAME=value")
+        found[name] = value
+    return found
+
+
+def named_devices(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """(variable, device) for each interface, RDMA device or network that a variable names; not what it excludes.
+
+    NCCL takes all that begin with a name; where it is told not to, the device is "=NAME".
+    """
+    for variable in _DEVICES:
+        value = environ.get(variable, "")
+        if value.startswith("^") or value == "all":
+            continue
+        exactly = "=" if value.startswith("=") else ""
+        for part in value.removeprefix("=").split(","):
+            name = part.strip()
+            # UCX: mlx5_0:1 is the first port of mlx5_0.
+            name = re.sub(r":\d+$", "", name) if variable == "UCX_NET_DEVICES" else name
+            if name:
+                yield variable, exactly + name
+
+
+def has_device(variable: str, device: str, devices: Mapping[str, list[str]]) -> bool:
+    """Whether a machine has what a variable names.
+
+    Args:
+        variable: its name.
+        device: as named_devices gives it.
+        devices: the machine's, with the networks of each.
+    """
+    if "/" in device:
+        return any(device in networks for networks in devices.values())
+    if device.startswith("="):
+        return device.removeprefix("=") in devices
+    if variable == "NCCL_SOCKET_IFNAME":
+        return any(name.startswith(device) for name in devices)
+    return device in devices
+
+
+def absent(environ: Mapping[str, str], devices: Mapping[str, list[str]]) -> list[str]:
+    """What variables name and a machine has not, a "VARIABLE names DEVICE" each; nothing if its devices are unknown."""
+    if not devices:
+        return []
+    return [
+        f"{variable} names {device.removeprefix('=')}"
+        for variable, device in named_devices(environ)
+        if not has_device(variable, device, devices)
+    ]
+
+
+def port_ranges(environ: Mapping[str, str]) -> dict[str, tuple[int, int]]:
+    """The ports that variables give to jobs, lowest and highest."""
+    found = {name: re.fullmatch(r"(\d+)[:-](\d+)", environ.get(name, "").strip()) for name in _RANGES}
+    ranges = {name: (int(match[1]), int(match[2])) for name, match in found.items() if match}
+    for low, high in _RANGE_ENDS:
+        if environ.get(low, "").isdecimal() and environ.get(high, "").isdecimal():
+            ranges[low] = (int(environ[low]), int(environ[high]))
+    return ranges

@@ -1,0 +1,193 @@
+"""Faults of the matrix: names, the shared user, clocks, limits, and what dead jobs leave."""
+
+from __future__ import annotations
+
+from faults.cluster.matrix import Fault
+from mpitrain.testbed.bed import Bed
+
+
+def _same_host_key(bed: Bed) -> None:
+    """A second key, so that the logins, which use the first, go on."""
+    node1, node2 = bed.names[:2]
+    made = bed.node_run(node1, ["bash", "-c", f"{_NO_ECDSA}; ssh-keygen -q -t ecdsa -N '' -f {_ECDSA} && cat {_ECDSA}"])
+    assert made.returncode == 0, made.stderr
+    script = f"umask 077; cat >{_ECDSA} && ssh-keygen -y -f {_ECDSA} >{_ECDSA}.pub && chmod 644 {_ECDSA}.pub"
+    copied = bed.node_run(node2, ["bash", "-c", f"printf %s '{made.stdout}' | ({script})"])
+    assert copied.returncode == 0, copied.stderr
+
+
+_ECDSA = "/etc/ssh/ssh_host_ecdsa_key"
+_NO_ECDSA = f"rm -f {_ECDSA} {_ECDSA}.pub"
+_KEEP_HOSTS = "cp -p /etc/hosts /run/hosts.kept"
+_PUT_HOSTS_BACK = "cat /run/hosts.kept >/etc/hosts; rm /run/hosts.kept"
+_KEEP_ID = "cp -p /etc/machine-id /run/machine-id.kept"
+_PUT_ID_BACK = "cat /run/machine-id.kept >/etc/machine-id; rm /run/machine-id.kept"
+_JOB = (
+    "cd /; runuser -u cluster -- sh -c '/home/cluster/nfs/venv/bin/mpiexec -n 2 sleep 3333 >/dev/null 2>&1 &'; "
+    "for i in $(seq 50); do [ $(pgrep -c -u cluster -x sleep) = 2 ] && break; sleep 0.1; done; "
+    "pkill -9 -u cluster -x hydra_pmi_proxy; pkill -9 -u cluster mpiexec; sleep 6; pgrep -u cluster -x sleep"
+)
+
+FAULTS: dict[str, Fault] = {
+    "own name on loopback": Fault(
+        "127.0.1.1 and its own name in /etc/hosts of node3",
+        {"node3": "sed -i '1i 127.0.1.1 node3' /etc/hosts"},
+        {"node3": "sed -i '/^127.0.1.1 node3$/d' /etc/hosts"},
+        {"NAM02": ("fail", "node3")},
+        repair="hosts",
+        shows=["its own name leads to 127.0.1.1"],
+    ),
+    "host name changed": Fault(
+        "node2 renamed to localhost2",
+        {"node2": "hostnamectl set-hostname localhost2"},
+        {"node2": "hostnamectl set-hostname node2"},
+        {"NAM01": ("fail", "node2")},
+        repair="hosts",
+        shows=["it calls itself localhost2"],
+    ),
+    "wrong address in hosts": Fault(
+        "another address for node2 in /etc/hosts of node4, above the lines of set-up",
+        {"node4": f"{_KEEP_HOSTS}; sed -i '1i 10.9.9.9 node2' /etc/hosts"},
+        {"node4": _PUT_HOSTS_BACK},
+        {"NAM03": ("fail", "node4")},
+        shows=["the name node2 leads to ", "10.9.9.9", "# the line: 10.9.9.9 node2"],
+    ),
+    "hosts block edited": Fault(
+        "another address for node3 within the lines of set-up in /etc/hosts of node1",
+        {"node1": f"{_KEEP_HOSTS}; sed -i 's/^.* node3$/10.9.9.9 node3/' /etc/hosts"},
+        {"node1": _PUT_HOSTS_BACK},
+        {"NAM04": ("fail", "node1")},
+        repair="hosts",
+        shows=["'10.9.9.9 node3' for node3"],
+    ),
+    "hosts block gone": Fault(
+        "the lines of set-up taken out of /etc/hosts of node2",
+        {"node2": f"{_KEEP_HOSTS}; sed -i '/^# BEGIN mpitrain/,/^# END mpitrain/d' /etc/hosts"},
+        {"node2": _PUT_HOSTS_BACK},
+        {"NAM04": ("fail", "node2")},
+        repair="hosts",
+        shows=["lacks the lines of set-up"],
+    ),
+    "cloud-init writes hosts": Fault(
+        "manage_etc_hosts: true in cloud-init's settings on node3",
+        {"node3": "cd /etc; rm -rf cloud; mkdir -p cloud/cloud.cfg.d; echo 'manage_etc_hosts: true' >cloud/cloud.cfg"},
+        {"node3": "rm -r /etc/cloud"},
+        {"NAM05": ("warn", "node3")},
+        repair="hosts",
+    ),
+    "same machine-id": Fault(
+        "the same /etc/machine-id on node2 and node4",
+        dict.fromkeys(("node2", "node4"), f"{_KEEP_ID}; echo 0123456789abcdef0123456789abcdef >/etc/machine-id"),
+        dict.fromkeys(("node2", "node4"), _PUT_ID_BACK),
+        {"NAM07": ("warn", "node[2,4]")},
+    ),
+    "same host key": Fault(
+        "the same ecdsa host key on node1 and node2",
+        _same_host_key,
+        dict.fromkeys(("node1", "node2"), _NO_ECDSA),
+        {"NAM07": ("fail", "node[1-2]")},
+    ),
+    "uid changed": Fault(
+        "the shared user of node3 has uid 1950",
+        {"node3": "sed -i 's/^cluster:x:1900:/cluster:x:1950:/' /etc/passwd"},
+        {"node3": "sed -i 's/^cluster:x:1950:/cluster:x:1900:/' /etc/passwd"},
+        {"USR01": ("fail", "node3")},
+        shows=["user cluster has uid 1950 and gid 1900"],
+    ),
+    "no login shell": Fault(
+        "the shell of the shared user of node2 is /usr/sbin/nologin",
+        {"node2": "usermod -s /usr/sbin/nologin cluster"},
+        {"node2": "usermod -s /bin/bash cluster"},
+        {"USR02": ("fail", "node2")},
+        shows=["/usr/sbin/nologin, refuses logins"],
+    ),
+    "home missing": Fault(
+        "the home of the shared user of node4 is a folder that is not there",
+        {"node4": "usermod -d /home/gone cluster"},
+        {"node4": "usermod -d /home/cluster cluster"},
+        {"USR02": ("fail", "node4")},
+        shows=["/home/gone, is not there"],
+    ),
+    "account expired": Fault(
+        "the account of the shared user of node3 has expired",
+        {"node3": "chage -E 2020-01-01 cluster"},
+        {"node3": "chage -E -1 cluster"},
+        {"USR02": ("fail", "node3")},
+        shows=["has expired"],
+    ),
+    "clock ahead": Fault(
+        "the clock of node2 is 5 minutes ahead",
+        lambda bed: bed.clock("node2", 300),
+        lambda bed: bed.heal("node2"),
+        # The bed does it by a library that every login loads.
+        {"CLK01": ("fail", "node2"), "ENV06": ("warn", "node2")},
+        shows=["its clock is 300 s ahead of the others"],
+    ),
+    "few open files": Fault(
+        "nofile 64 for the shared user of node3",
+        {"node3": "sed -i 's/nofile .*/nofile 64/' /etc/security/limits.d/90-mpitrain.conf"},
+        {"node3": "sed -i 's/nofile .*/nofile 65536/' /etc/security/limits.d/90-mpitrain.conf"},
+        {"LIM01": ("fail", "node3")},
+        repair="limits",
+        shows=["a job may have 64 files open"],
+    ),
+    "small shared memory": Fault(
+        "/dev/shm of 64 MiB on node2, as Docker gives it",
+        {"node2": "mount -o remount,size=64m /dev/shm"},
+        {"node2": "mount -o remount,size=10% /dev/shm"},
+        {"CON01": ("fail", "node2")},
+        shows=["/dev/shm has 64 MiB"],
+    ),
+    "shared memory removed at logout": Fault(
+        "RemoveIPC=yes on node3",
+        {"node3": "rm /etc/systemd/logind.conf.d/90-mpitrain.conf; systemctl kill -s HUP systemd-logind; sleep 0.5"},
+        {
+            "node3": "printf '[Login]\\nRemoveIPC=no\\n' >/etc/systemd/logind.conf.d/90-mpitrain.conf;"
+            "systemctl kill -s HUP systemd-logind"
+        },
+        {"LIM05": ("warn", "node3")},
+        repair="limits",
+    ),
+    "/tmp full": Fault(
+        "/tmp full on node4",
+        {"node4": "mount -o remount,size=80m /tmp && fallocate -l 70m /tmp/full"},
+        {"node4": "rm /tmp/full; mount -o remount,size=10% /tmp"},
+        {"LIM07": ("fail", "node4")},
+        shows=["/tmp has"],
+    ),
+    "leftover ranks": Fault(
+        "mpiexec and its daemon killed on node2, its two ranks left",
+        {"node2": _JOB},
+        {"node2": "pkill -9 -u cluster -x sleep"},
+        {"LEF01": ("warn", "node2")},
+        shows=["2 processes of a dead job", "sudo kill -9"],
+    ),
+    "leftover shared memory": Fault(
+        "a file of a dead job of MPICH in /dev/shm of node3",
+        {
+            "node3": "fallocate -l 8m /dev/shm/mpich_shm_0badc0de; chown cluster: /dev/shm/mpich_shm_0badc0de; "
+            "touch -d '-10 minutes' /dev/shm/mpich_shm_0badc0de"
+        },
+        {"node3": "rm /dev/shm/mpich_shm_0badc0de"},
+        {"LEF02": ("warn", "node3")},
+        shows=["1 file of dead jobs in /dev/shm, 8 MiB", "sudo rm /dev/shm/mpich_shm_0badc0de"],
+    ),
+    "logins bound to one processor": Fault(
+        "sshd of node2, and all that logs in, bound to one processor",
+        {"node2": "taskset -pc 0 $(systemctl show -P MainPID ssh)"},
+        {"node2": "taskset -p ffffffff $(systemctl show -P MainPID ssh)"},
+        {"LIM04": ("fail", "node2")},
+        shows=["what logs in may use 1 of"],
+    ),
+    "somebody computes": Fault(
+        "two processes of somebody else compute on node4",
+        {
+            "node4": "for i in 1 2; do systemd-run -q -u busy$i -p User=games -p RuntimeMaxSec=200 "
+            "sh -c 'while :; do :; done'; done; sleep 18"
+        },
+        {"node4": "systemctl stop busy1 busy2"},
+        {"LIM04": ("warn", "node4")},
+        shows=["other processes compute"],
+        is_slow=True,
+    ),
+}

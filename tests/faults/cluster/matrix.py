@@ -1,0 +1,124 @@
+"""A fault of the matrix: what is done to a bed, and which findings `mpitrain check-cluster` must then have."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jobs import REPOSITORY
+from mpitrain.testbed.bed import Bed
+
+CHECK = ("mpitrain", "check-cluster", "--json")
+
+
+# Checks that no fault of the matrix proves, and why. Their judges have unit tests with made-up answers.
+UNPROVED = {
+    "INV01": "what it refuses cannot be an inventory; two nodes on a loopback address cannot be logged in to",
+    "INV02": "this machine's own programs",
+    "CON02": "a node whose address is translated needs another network than the bed's",
+    "NAM06": "the same",
+    "NET05": "the bed's cables have no speed and make no errors",
+    "CLK02": "a container has its host's clock",
+    "LIM02": "there is no RDMA",
+    "LIM03": "the nodes share this machine's memory",
+    "LIM06": "a virtual machine has no governor",
+    "GPU01": "there is no GPU",
+    "GPU02": "there is no GPU",
+    "GPU03": "there is no GPU",
+    "GPU04": "there is no GPU",
+    "GPU05": "there is no GPU",
+    "NFS04": "what delays a file is found before it, by the checks that it needs",
+    "MPI03": "a wrong sum cannot be made here",
+    "MPI04": "an MPI that outlives a rank cannot be made here; that one does not is shown on the bed",
+    "PRF02": "all nodes share one kernel, so it is skipped",
+    "DRF01": "proved by test_use.py, with a baseline",
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One row.
+
+    Attributes:
+        says: what was done, for the table.
+        do, undo: shell lines for root on nodes, by node; or a function of the bed.
+        fires: id -> (verdict, places) of every finding that is neither a pass, a skip nor blocked: these, and no more.
+        level: of the check.
+        repair: the tag whose set-up, on the line that the finding itself gives, mends it; then `undo` is not needed.
+        shows: text that must be in the findings.
+        options, env: more for the command.
+        is_slow: shown by `scripts/test --full` only.
+    """
+
+    says: str
+    do: Mapping[str, str] | Callable[[Bed], None]
+    undo: Mapping[str, str] | Callable[[Bed], None]
+    fires: Mapping[str, tuple[str, str]]
+    level: str = "quick"
+    repair: str = ""
+    shows: Sequence[str] = ()
+    options: Sequence[str] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    is_slow: bool = False
+
+
+def apply(bed: Bed, what: Mapping[str, str] | Callable[[Bed], None]) -> None:
+    """Do or undo."""
+    if callable(what):
+        what(bed)
+        return
+    for node, script in what.items():
+        done = bed.node_run(node, ["bash", "-c", script], timeout_seconds=30)
+        assert done.returncode == 0, f"{node}: {script}\n{done.stdout}{done.stderr}"
+
+
+def check(bed: Bed, *options: str, env: Mapping[str, str] | None = None) -> tuple[int, dict[str, Any]]:
+    """Run the check on the bed's controller; returns its exit code and its document."""
+    done = check_process(bed, *options, env=env)
+    assert done.stdout.startswith("{"), done.stdout + done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def check_process(bed: Bed, *options: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """The same, as it ended."""
+    return bed.run([*CHECK, *options], timeout_seconds=150, cwd=REPOSITORY, env=env)
+
+
+def findings(document: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """id -> (verdict, places), of those that say that something is not right; places of several findings joined."""
+    found: dict[str, tuple[str, str]] = {}
+    for one in document["findings"]:
+        if one["verdict"] != "skip":
+            before = found.get(one["id"])
+            places = one["places"] if before is None else f"{before[1]}; {one['places']}"
+            found[one["id"]] = (one["verdict"] if before is None else before[0], places)
+    return found
+
+
+def table(faults: Mapping[str, Fault]) -> str:
+    """docs/fault-matrix.md."""
+    lines = [
+        "# The fault matrix",
+        "",
+        "Each row is a real fault that was made on a test bed of four nodes, and what `mpitrain check-cluster` said:",
+        "these findings and no others; checks that could not be judged because of them are blocked. Where a tag is",
+        "named, the line of the finding, `ansible-playbook cluster/setup.yml --tags TAG --limit ...`, was run as it",
+        "stands, and the check passed again. Written by `tests/faults/cluster/test_matrix.py` in a run in which every",
+        "row was shown; the same run checks the healthy cluster five times, without a finding.",
+        "",
+        "| fault | level | finding | repaired by |",
+        "| --- | --- | --- | --- |",
+    ]
+    for fault in faults.values():
+        found = [
+            f"[{name}](checks.md) {verdict}{f': {places}' if places else ''}"
+            for name, (verdict, places) in fault.fires.items()
+        ]
+        repair = f"`--tags {fault.repair}`" if fault.repair else "by hand, as the finding says"
+        lines.append(f"| {fault.says} | {fault.level} | {'; '.join(found)} | {repair} |".replace("->", "→"))
+    lines += ["", "## Not proved by a fault", "", "Their judges have unit tests with made-up answers.", ""]
+    lines += [f"- {name}: {why}" for name, why in UNPROVED.items()]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,73 @@
+"""Every fault of the matrix, really made: the check that must fire fires and names the place, and nothing else does."""
+
+from __future__ import annotations
+
+import pytest
+
+from faults.cluster.faults_machine import FAULTS as MACHINE
+from faults.cluster.faults_network import FAULTS as NETWORK
+from faults.cluster.faults_share import FAULTS as SHARE
+from faults.cluster.matrix import UNPROVED, Fault, apply, check, findings, table
+from jobs import REPOSITORY
+from mpitrain.diagnostics.cluster.checks import CHECKS
+from mpitrain.testbed.bed import Bed
+
+pytestmark = pytest.mark.timeout(200)
+FAULTS: dict[str, Fault] = {**NETWORK, **MACHINE, **SHARE}
+SHOWN: list[str] = []  # names of the faults that were found as they should be, in this run
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * fault.is_slow) for name, fault in FAULTS.items()]
+)
+def test_the_right_check_fires(bed: Bed, name: str) -> None:
+    fault = FAULTS[name]
+    mended = False
+    apply(bed, fault.do)
+    try:
+        code, document = check(bed, "--level", fault.level, *fault.options, env=fault.env)
+        assert findings(document) == dict(fault.fires), document["findings"]
+        failed = any(verdict == "fail" for verdict, _ in fault.fires.values())
+        assert code == (1 if failed else 3 if any(v == "unknown" for v, _ in fault.fires.values()) else 0)
+        for text in fault.shows:
+            assert text in str(document["findings"])
+        assert all(one["remedy"] for one in document["findings"] if one["verdict"] in ("warn", "fail"))
+        if fault.repair:
+            lines = {one["remedy"] for one in document["findings"] if f"--tags {fault.repair}" in one["remedy"]}
+            assert lines, document["findings"]
+            for line in lines:
+                done = bed.run(["bash", "-c", line], timeout_seconds=150, cwd=REPOSITORY)
+                assert done.returncode == 0, done.stdout + done.stderr
+            mended = True
+            code, document = check(bed, "--level", fault.level, *fault.options, env=fault.env)
+            assert (code, findings(document)) == (0, {}), document["findings"]
+        SHOWN.append(name)
+    finally:
+        if not mended:
+            apply(bed, fault.undo)
+            if fault.repair:  # the test has failed; the next one shall not
+                line = ["ansible-playbook", "cluster/setup.yml", "--tags", fault.repair]
+                bed.run(line, timeout_seconds=150, cwd=REPOSITORY)
+
+
+def test_every_check_is_proved_or_named() -> None:
+    assert len(FAULTS) >= 40
+    proved = {name for fault in FAULTS.values() for name in fault.fires}
+    assert proved | UNPROVED.keys() == CHECKS.keys()
+    assert not proved & UNPROVED.keys()
+
+
+def test_the_table_in_the_docs() -> None:
+    """It is written by a run in which every fault was shown (scripts/test --full), and by no other."""
+    path = REPOSITORY / "docs/fault-matrix.md"
+    before = path.read_text() if path.exists() else ""
+    if set(SHOWN) == set(FAULTS):
+        path.write_text(table(FAULTS))
+    assert before == table(FAULTS), "the table is not that of the faults; a run of all of them writes it"
+
+
+def test_a_healthy_cluster_has_no_findings(bed: Bed) -> None:
+    """Last, so that it also shows that every fault was undone. Five runs, because some faults come and go."""
+    for _ in range(5):
+        code, document = check(bed, "--level", "full")
+        assert (code, findings(document)) == (0, {}), document["findings"]

@@ -1,0 +1,196 @@
+"""`mpitrain check-cluster` as people and programs use it: wrong input, Ctrl-C, repair, baseline, other forms."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from faults.cluster.matrix import apply, check, check_process, findings
+from jobs import REPOSITORY
+from mpitrain.testbed.bed import Bed
+
+pytestmark = pytest.mark.timeout(200)
+
+# All processes on a node that a check may have started.
+OURS = "pgrep -af 'python3 -I -u -c|mpiexec|hydra|sudo -n' | grep -v pgrep; true"
+
+# Ctrl-C at the fourth second.
+INTERRUPTED = """
+import signal, subprocess, sys, time
+check = subprocess.Popen(["mpitrain", "check-cluster", "--json"])
+time.sleep(4)
+check.send_signal(signal.SIGINT)
+sys.exit(check.wait())
+"""
+
+
+def say(bed: Bed, *words: str, timeout_seconds: float = 60.0, **env: str) -> tuple[int, str, str]:
+    """Run the command as a person does, and return code, stdout and stderr."""
+    done = bed.run(["mpitrain", "check-cluster", *words], timeout_seconds=timeout_seconds, cwd=REPOSITORY, env=env)
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (None, "there is no such file"),
+        ("", "there is no section [head]"),
+        ("[head]\nnode1 ansible_host=10.77.0.11\n[workers]\nnode1 ansible_host=10.77.0.12\n", "node1"),
+        ("[head]\nnode1\n", "has no address"),
+        ("all:\n  hosts:\n", "this looks like YAML"),
+    ],
+)
+def test_an_inventory_that_cannot_be(bed: Bed, tmp_path: Path, text: str | None, says: str) -> None:
+    path = tmp_path / "hosts"
+    if text is not None:
+        path.write_text(text)
+    code, out, error = say(bed, "-i", str(path))
+    assert (code, out) == (2, "")
+    assert str(path) in error and says in error
+
+
+def test_no_inventory(bed: Bed, tmp_path: Path) -> None:
+    done = bed.run(["mpitrain", "check-cluster"], cwd=tmp_path, env={"ANSIBLE_INVENTORY": ""})
+    assert done.returncode == 2
+    assert "there is no inventory: looked for cluster/hosts and /etc/mpitrain/hosts" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--only", "SSH1"], "there is no check SSH1; did you mean SSH"),
+        (["--skip", "nfs01,XYZ99"], "there is no check XYZ99"),
+        (["--explain", "SSH99"], "there is no check SSH99"),
+        (["--yes"], "--yes answers what --fix asks"),
+        (["--fix"], "there is no terminal to ask on"),
+        (["--baseline", "/no/such"], "--baseline /no/such: cannot be read: No such file"),
+        (["--hosts", "node1,nowhere"], "--hosts: nowhere is in no inventory and cannot be resolved"),
+    ],
+)
+def test_wrong_use(bed: Bed, words: list[str], says: str) -> None:
+    code, out, error = say(bed, "--level", "quick", *words)
+    assert (code, out) == (2, "")
+    assert says in error
+
+
+def test_explain(bed: Bed) -> None:
+    code, out, _ = say(bed, "--explain", "SSH03")
+    assert code == 0
+    assert "known_hosts" in out and "ssh-keygen -lf" in out
+    code, out, _ = say(bed, "--explain", "all")
+    assert code == 0
+    assert out.startswith("INV01  quick")
+
+
+def test_only_some_nodes_and_some_checks(bed: Bed) -> None:
+    code, document = check(bed, "--hosts", "node1,node3", "--only", "PRB01")
+    assert code == 0
+    assert list(document["nodes"]) == ["node1", "node3"]
+    assert [(one["id"], one["verdict"]) for one in document["results"] if one["where"] == ["node3"]] == [
+        (name, "pass") for name in ("SSH01", "SSH03", "SSH02", "PRB01")
+    ]
+
+
+def test_the_document_of_a_real_run(bed: Bed) -> None:
+    _, document = check(bed, "--level", "quick")
+    jsonschema.validate(document, json.loads((REPOSITORY / "docs/check-cluster.schema.json").read_text()))
+
+
+def test_one_dead_node(bed: Bed) -> None:
+    """It costs its deadline once, is the one cause, and everything else is checked on the others."""
+    bed.kill("node3")
+    try:
+        started = time.monotonic()
+        code, document = check(bed, "--level", "quick")
+        assert time.monotonic() - started < 25
+        assert code == 1
+        assert findings(document) == {"SSH01": ("fail", "node3")}
+        elsewhere = [one for one in document["results"] if one["where"] == ["node2"]]
+        assert len(elsewhere) > 10
+        assert {one["verdict"] for one in elsewhere} <= {"pass", "skip"}
+        code, out, _ = say(bed, "--level", "quick", "--nagios")
+        assert code == 2
+        assert out.startswith("MPITRAIN CRITICAL - SSH01 on node3: ")
+        assert len(out.splitlines()) == 1
+    finally:
+        bed.start("node3")
+
+
+def test_ctrl_c(bed: Bed) -> None:
+    """The findings so far, code 130, and nothing left on any node."""
+    bed.freeze("node4")  # so that it takes its time
+    try:
+        done = bed.run(["python", "-c", INTERRUPTED], timeout_seconds=60, cwd=REPOSITORY)
+    finally:
+        bed.thaw("node4")
+    assert done.returncode == 130, done.stderr
+    document = json.loads(done.stdout)
+    assert document["interrupted"]
+    assert "Traceback" not in done.stderr
+    left: dict[str, str] = {}
+    deadline = time.monotonic() + 15
+    while time.monotonic() < deadline:
+        left = {node: found for node in bed.names if (found := bed.node_run(node, ["bash", "-c", OURS]).stdout)}
+        if not left:
+            break
+        time.sleep(0.3)
+    assert left == {}
+
+
+def test_nothing_is_left_after_an_ordinary_run(bed: Bed) -> None:
+    share = "ls -d /home/cluster/nfs/.mpitrain-check* 2>/dev/null; true"
+    check(bed, "--level", "full")
+    time.sleep(1.5)
+    for node in bed.names:
+        assert bed.node_run(node, ["bash", "-c", OURS]).stdout == ""
+        assert bed.node_run(node, ["bash", "-c", share]).stdout == ""
+
+
+def test_fix(bed: Bed) -> None:
+    """What the set-up repairs, it does after it was shown, and the second check says that it is right."""
+    apply(bed, {"node3": "rm /etc/ssh/mpitrain/authorized_keys"})
+    code, out, error = say(bed, "--only", "SSH04", "--fix", "--yes", timeout_seconds=150)
+    assert code == 0, out + error
+    assert "SSH04" in out
+    assert "$ ansible-playbook cluster/setup.yml --tags ssh --limit " in error
+    assert "0 failed" in out.splitlines()[-1] or "passed" in out.splitlines()[-1]
+
+
+def test_a_baseline_says_what_has_changed(bed: Bed, tmp_path: Path) -> None:
+    path = tmp_path / "baseline.json"
+    code, _, error = say(bed, "--level", "quick", "--save-baseline", str(path))
+    assert code == 0, error
+    code, document = check(bed, "--only", "DRF01", "--baseline", str(path))
+    assert (code, findings(document)) == (0, {})
+    bed.mtu("node2", 1400)
+    try:
+        code, document = check(bed, "--only", "DRF01", "--baseline", str(path))
+        assert findings(document)["DRF01"] == ("warn", "node2")
+        assert "1400" in document["findings"][0]["found"] and "1500" in document["findings"][0]["allowed"]
+        assert check_process(bed, "--only", "DRF01", "--baseline", str(path), "--strict").returncode == 1
+    finally:
+        bed.heal("node2")
+    path.write_text("{}")
+    code, _, error = say(bed, "--baseline", str(path))
+    assert code == 2 and "is none; --save-baseline" in error
+
+
+def test_a_login_that_is_the_shared_users_own(bed: Bed, tmp_path: Path) -> None:
+    """As on the head, where nobody may use sudo: what needs root is skipped with a reason, and nothing is wrong."""
+    allow = "install -d -m 700 -o cluster -g cluster ~cluster/.ssh && install -m 600 -o cluster -g cluster "
+    allow += "~admin/.ssh/authorized_keys ~cluster/.ssh/"
+    apply(bed, dict.fromkeys(bed.names, allow))
+    path = tmp_path / "hosts"
+    path.write_text(bed.inventory.read_text().replace("ansible_user=admin", "ansible_user=cluster"))
+    try:
+        code, document = check(bed, "--level", "full", "-i", str(path))
+        assert (code, findings(document)) == (0, {}), document["findings"]
+        skipped = [one for one in document["findings"] if one["verdict"] == "skip"]
+        assert any("sudo" in one["found"] for one in skipped)
+    finally:
+        apply(bed, dict.fromkeys(bed.names, "rm -r ~cluster/.ssh"))
