@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mpitrain.errors import ClusterError, ConfigError
+from mpitrain.errors import ClusterError, ConfigError, MpitrainError
 
 if TYPE_CHECKING:
     from mpitrain.diagnostics.cluster.check import Check, Result, Seen, Target
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 HELP = "say what is wrong with the machines of a cluster, and the command that repairs it"
 _INTERRUPTED = 130
+_NAGIOS_UNKNOWN = 3
 
 _EPILOG = """\
 Levels: quick (one login a node), full (also pairs of nodes and a small MPI job), bench (also latency, bandwidth, and
@@ -59,6 +60,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Look, judge and print; returns the exit code."""
+    try:
+        return _run(arguments)
+    except MpitrainError as error:
+        if not arguments.nagios:
+            raise
+        print(f"MPITRAIN UNKNOWN - {error}".replace("\n", " ").replace("|", "/"))
+        return _NAGIOS_UNKNOWN
+
+
+def _run(arguments: argparse.Namespace) -> int:
     missing = [name for name in ("fabric", "rich", "yaml") if find_spec(name) is None]
     if missing:
         how = f"{sys.executable} -m pip install 'mpitrain[cluster]'"
@@ -74,9 +85,15 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("--yes answers what --fix asks; give both")
     if arguments.fix and not arguments.yes and not sys.stdin.isatty():
         raise ConfigError("--fix asks before it changes anything, and there is no terminal to ask on; give --yes")
+    if arguments.fix and (arguments.json or arguments.nagios):
+        raise ConfigError("--fix prints what it runs; use it without --json and --nagios")
+    if arguments.save_baseline and arguments.only:
+        raise ConfigError("--save-baseline writes down all that is seen; use it without --only")
     checks = select(arguments.level, arguments.only, arguments.skip)
     baseline = read_baseline(arguments.baseline) if arguments.baseline else None
     target = find_target(arguments.inventory, arguments.hosts, arguments.script, os.environ)
+    if arguments.fix and target.inventory is None:
+        raise ConfigError("--fix runs the playbooks, which need an inventory: -i FILE, or `mpitrain cluster init`")
     results, seen, interrupted = _check(arguments, target, checks, baseline)
     if not interrupted:
         _write(arguments, seen)
@@ -155,11 +172,13 @@ def _mend(arguments: argparse.Namespace, results: Sequence[Result], target: Targ
         print(f"$ {line}", file=sys.stderr)
     if not arguments.yes and input("Run this? [y/N] ").strip().lower() not in ("y", "yes"):
         return False
-    project = find_project(arguments.inventory)
+    project = find_project(target.inventory)
     for tag, nodes in _runs(found):
         options = ["--tags", tag, *(["--limit", ",".join(nodes)] if nodes else [])]
         report = run_playbook(project, "setup.yml", options)
         print(report.text(), file=sys.stderr)
+        if report.code != 0:
+            break
     return True
 
 
@@ -176,7 +195,7 @@ def _print(text: str) -> None:
     """With colours on a terminal; else as it is."""
     from rich.console import Console
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, emoji=False)
     for line in text.splitlines():
         word = line.split(" ", 1)[0]
         style = {"FAIL": "bold red", "UNKNOWN": "bold magenta", "WARN": "bold yellow"}.get(word)

@@ -80,6 +80,20 @@ def read_inventory(path: Path) -> Inventory:
     return _parse(path, _read_text(path))
 
 
+def group_variables(path: Path) -> dict[str, str]:
+    """What the [all:vars] and [cluster:vars] sections of the file at `path` set for all nodes.
+
+    Raises:
+        ConfigError: as read_inventory.
+    """
+    found: dict[str, str] = {}
+    for _, group, kind, line in _sections(path, _read_text(path)):
+        if kind == "vars" and group in ("all", "cluster") and not line.startswith("["):
+            name, _, value = line.partition("=")
+            found[name.strip()] = " ".join(shlex.split(value))
+    return found
+
+
 def write_inventory(path: Path, inventory: Inventory) -> None:
     """Write the nodes to `path`, all of it or nothing. Comments and group variables of an older file are lost.
 

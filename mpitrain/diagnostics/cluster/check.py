@@ -7,8 +7,10 @@ it matters and what repairs it. Where it finds nothing, it has passed; so a judg
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from mpitrain.launch.hostfile import Host
@@ -42,6 +44,7 @@ class Target:
         script: the program of `--script`, if any; an absolute path.
         environ: the user's variables that choose interfaces and ports.
         inventory_head: the head where it is none of `hosts`; else None.
+        inventory: the file that the nodes come from; None where they were named by hand.
     """
 
     hosts: tuple[Host, ...]
@@ -53,6 +56,7 @@ class Target:
     script: str | None = None
     environ: Mapping[str, str] = field(default_factory=dict)
     inventory_head: Host | None = None
+    inventory: Path | None = None
 
     @property
     def head(self) -> str:
@@ -112,6 +116,9 @@ def _answer(sections: Mapping[str, Any], section: str) -> Any:
     found = sections[section]
     if isinstance(found, dict) and isinstance(found.get("error"), str):
         raise NotSeenError(found["error"])
+    # An ssh of the shared user to its own node that came to nothing: SSH09's to judge, and no answer for the others.
+    if isinstance(found, dict) and isinstance(found.get("refused"), str):
+        raise NotSeenError(f"`ssh` of the shared user to its own node {found['refused']}")
     return found
 
 
@@ -134,6 +141,11 @@ class Finding:
     allowed: str = ""
     remedy: str = ""
     mend: tuple[str, ...] = ()
+
+
+def over_ssh(address: str, *command: str) -> str:
+    """A line that runs a command at `address`; its words, such as paths, get through both shells as they are."""
+    return f"ssh {address} {shlex.quote(shlex.join(command))}"
 
 
 @dataclass(frozen=True)
@@ -178,8 +190,8 @@ class Check:
 class Ask:
     """A section of a node, or of the head alone: which call of node/*.py gives it, and what that is told.
 
-    `user` is whom it runs as: "login", whoever logged in, or "job", the shared user. A call has its own deadlines;
-    `seconds` is when we give up waiting for its answer, counted from when all questions were put.
+    `user` is whom it runs as: "login", whoever logged in, or "job", the shared user. `seconds` is above the
+    call's own deadlines.
     """
 
     section: str

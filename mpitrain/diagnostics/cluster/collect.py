@@ -11,12 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
-from mpitrain.diagnostics.cluster.check import Ask, Seen, Target
+from mpitrain.diagnostics.cluster.check import Ask, NotSeenError, Seen, Target
 from mpitrain.diagnostics.cluster.connect import Agent, LoginError, UnansweredError, wait_for
 from mpitrain.launch.hostfile import Host
 
 # More logins at once than this would only wait for this machine's processor.
 _MOST_THREADS = 32
+_SLACK_SECONDS = 10.0
+_SILENCE_SECONDS = 3.0
 
 # Sections of a pair (from, to), and of the cluster. They get all agents by name.
 PairStep = Callable[["Cluster", str, str], Any]
@@ -44,7 +46,7 @@ class Cluster:
 
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
-        for agent in self.agents.values():
+        for agent in list(self.agents.values()):  # a login may come through just now
             agent.close()
 
     def log_in(self, progress: Callable[[str], None]) -> None:
@@ -59,6 +61,8 @@ class Cluster:
             agent = Agent(host)
         except LoginError as error:
             return {"failed": error.kind, "found": error.found}
+        except Exception as error:  # one odd node must not end the check of the others
+            return {"failed": "login", "found": f"{type(error).__name__}: {error}"}
         self.agents[host.name] = agent
         return {"failed": "", "seconds": agent.login_seconds, "noise": agent.noise, **agent.hello}
 
@@ -67,11 +71,23 @@ class Cluster:
         if name not in self.agents:
             raise UnansweredError(f"there is no login to {name}")
         user = self.target.user if user == "job" else user
-        return self.agents[name].ask(call, wish, user=user, seconds=seconds)
+        try:
+            return self.agents[name].ask(call, wish, user=user, seconds=seconds)
+        except UnansweredError:
+            self._give_up_if_silent(name)
+            raise
+
+    def _give_up_if_silent(self, name: str) -> None:
+        """A node that was frozen or cut off after its login must cost its deadline once, not at every question."""
+        try:
+            self.agents[name].ask("clock", {}, user="login", seconds=_SILENCE_SECONDS)
+        except UnansweredError:
+            self.agents[name].give_up("it does not answer any more")
 
     def look_at_nodes(self, asks: Sequence[Ask], progress: Callable[[str], None]) -> None:
         """Put all questions to all nodes at once, and keep what they answer."""
-        started = time.monotonic()
+        # A slow node does one thing after the other, so all answers have the time of the slowest question, and more.
+        deadline = time.monotonic() + max((ask.seconds for ask in asks), default=0.0) + _SLACK_SECONDS
         waiting = []
         for host in self.target.hosts:
             if host.name not in self.agents:
@@ -85,9 +101,10 @@ class Cluster:
         for number, (name, ask, answer) in enumerate(waiting):
             progress(f"looking at the nodes: {number} of {len(waiting)} answers")
             try:
-                found = wait_for(answer, started + ask.seconds - time.monotonic())
+                found = wait_for(answer, deadline - time.monotonic())
             except UnansweredError as error:
                 found = {"error": str(error)}
+                self._give_up_if_silent(name)
             self.seen.nodes[name][ask.section] = found
 
     def look_at_pairs(self, steps: Mapping[str, PairStep], progress: Callable[[str], None]) -> None:
@@ -105,15 +122,20 @@ class Cluster:
         for section, step in steps.items():
             try:
                 sections[section] = step(self, a, b)
-            except UnansweredError as error:
-                sections[section] = {"error": str(error)}
+            except Exception as error:  # also what a node said in a form that nobody expects
+                sections[section] = {"error": _words(error)}
 
     def look_at_all(self, section: str, step: ClusterStep) -> None:
         """Take a step that concerns the cluster as a whole."""
         try:
             self.seen.cluster[section] = step(self)
-        except UnansweredError as error:
-            self.seen.cluster[section] = {"error": str(error)}
+        except Exception as error:
+            self.seen.cluster[section] = {"error": _words(error)}
+
+
+def _words(error: Exception) -> str:
+    is_ours = isinstance(error, UnansweredError | NotSeenError)
+    return str(error) if is_ours else f"{type(error).__name__}: {error}"
 
 
 def rounds(names: Sequence[str]) -> Iterator[list[tuple[str, str]]]:

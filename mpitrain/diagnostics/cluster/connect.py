@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
+import os
 import shlex
 import socket
 import subprocess
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
@@ -25,11 +27,22 @@ from mpitrain.launch.hostfile import Host
 
 LOGIN_SECONDS = 8.0
 _PYTHON = "/usr/bin/python3"
+# When nobody has asked for so long, as where a cable was pulled out; and in any case.
+_IDLE_SECONDS = 300
+_LIFE_SECONDS = 7200
+_MOST_NOISE = 1 << 16
+_MOST_ANSWER = 1 << 23
 _MODULES = ("children", "machine", "system", "account", "share", "links", "jobs", "gpu", "rates")
 _NODE = "mpitrain.diagnostics.cluster.node"
 
 # What goes wrong is said by us; Paramiko's threads would print tracebacks of it.
 logging.getLogger("paramiko").addHandler(logging.NullHandler())
+
+
+# A program of several lines, as a word that every shell takes: csh knows no line breaks in quotes.
+def _in_a_word(program: str) -> str:
+    return f"import base64;exec(base64.b64decode({base64.b64encode(program.encode()).decode()!r}))"
+
 
 # The first line has the modules. Python reads it byte by byte, to leave the questions to the agent.
 _BOOT = """
@@ -75,19 +88,28 @@ class Agent:
         self._lock = threading.Lock()
         self._number = 0
         self._why = ""
+        transport = self._connection.transport
+        assert transport is not None
+        # Whatever the far side does or does not: a shell that hangs, a byte now and then.
+        watchdog = threading.Timer(LOGIN_SECONDS, transport.close)
+        watchdog.daemon = True
+        watchdog.start()
         try:
-            transport = self._connection.transport
-            assert transport is not None
             self.login_seconds = time.monotonic() - started
             self._channel = transport.open_session(timeout=LOGIN_SECONDS)
-            life = _bundle()["seconds"]
-            self._channel.exec_command(f"exec timeout -k 2 {life + 5} {shlex.join([_PYTHON, '-I', '-u', '-c', _BOOT])}")
+            program = shlex.join([_PYTHON, "-I", "-u", "-c", _in_a_word(_BOOT)])
+            self._channel.exec_command(f"exec timeout -k 2 {_LIFE_SECONDS} {program}")
             self._channel.sendall(json.dumps(_bundle()).encode() + b"\n")
             self._lines = self._channel.makefile("rb")
             self.noise, self.hello = self._wait_for_hello()
+            watchdog.cancel()
         except BaseException as error:
+            watchdog.cancel()
+            is_slow = not transport.is_active()
             self._connection.close()
-            if isinstance(error, (SSHException, OSError, EOFError)):
+            if is_slow:
+                raise LoginError("agent", f"{_PYTHON} did not start our probe within {LOGIN_SECONDS:g} s") from None
+            if isinstance(error, SSHException | OSError | EOFError | ValueError):
                 raise LoginError("agent", f"the login went through, then: {error or type(error).__name__}") from None
             raise
         threading.Thread(target=self._read, daemon=True).start()
@@ -122,34 +144,35 @@ class Agent:
             self._channel.close()
             self._connection.close()
 
+    def give_up(self, why: str) -> None:
+        """Hang up on a node that does not answer any more; what was and will be asked fails at once."""
+        self._lose(why)
+        self.close()
+
     def _wait_for_hello(self) -> tuple[str, dict[str, Any]]:
-        self._channel.settimeout(LOGIN_SECONDS)
+        """Until the watchdog closes the connection."""
         noise = b""
         while True:
-            try:
-                line: bytes = self._lines.readline()
-            except TimeoutError:
-                raise LoginError(
-                    "agent", f"{_PYTHON} did not start within {LOGIN_SECONDS:g} s{_after(noise)}"
-                ) from None
+            line: bytes = self._lines.readline(_MOST_NOISE)
             if line.startswith(b'{"hello"'):
-                self._channel.settimeout(None)
                 # Tools of the system may write to stderr at each login; that is noise too, but hurts nobody.
                 return noise.decode(errors="replace"), json.loads(line)
             if line.startswith(b'{"old"'):
                 raise LoginError("agent", f"{_PYTHON} is version {json.loads(line)['old']}; 3.8 or newer is needed")
             if not line:
                 words = self._channel.makefile_stderr("rb").read().decode(errors="replace").strip()
-                said = words.splitlines()[-1] if words else f"ended with code {self._channel.recv_exit_status()}"
-                raise LoginError("agent", f"{said}{_after(noise)}")
-            noise += line[: 1 << 12]
-            if len(noise) > 1 << 16:
+                code = self._channel.exit_status if self._channel.status_event.wait(1.0) else "unknown"
+                raise LoginError(
+                    "agent", f"{words.splitlines()[-1] if words else f'ended with code {code}'}{_after(noise)}"
+                )
+            noise += line
+            if len(noise) >= _MOST_NOISE:
                 raise LoginError("agent", f"something else than our probe answers{_after(noise)}")
 
     def _read(self) -> None:
         why = "the connection was closed by the node"
         try:
-            for line in self._lines:
+            while line := self._lines.readline(_MOST_ANSWER):
                 answer = json.loads(line)
                 with self._lock:
                     waiting = self._questions.pop(answer["id"], None)
@@ -182,7 +205,7 @@ def wait_for(answer: Future[Any], seconds: float) -> Any:
     try:
         return answer.result(max(0.0, seconds))
     except FutureTimeout:
-        raise UnansweredError(f"no answer within {seconds:.0f} s") from None
+        raise UnansweredError("no answer in time") from None
 
 
 def _after(noise: bytes) -> str:
@@ -198,7 +221,7 @@ def _connect(host: Host) -> Connection:
         connect_timeout=LOGIN_SECONDS,
         gateway=_gateway(settings),
         connect_kwargs={
-            "key_filename": [path for path in settings.get("identityfile", []) if Path(path).expanduser().is_file()],
+            "key_filename": [str(path) for path in _existing(settings.get("identityfile", []))],
             "look_for_keys": False,
             "allow_agent": "yes" not in settings.get("identitiesonly", []),
             "banner_timeout": LOGIN_SECONDS,
@@ -208,9 +231,8 @@ def _connect(host: Host) -> Connection:
     client = connection.client
     assert client is not None
     for setting in ("globalknownhostsfile", "userknownhostsfile"):
-        for path in settings.get(setting, []):
-            with suppress(OSError):
-                client.load_system_host_keys(str(Path(path).expanduser()))
+        for path in _existing(settings.get(setting, [])):
+            client.load_system_host_keys(str(path))
     client.set_missing_host_key_policy(RejectPolicy())  # Fabric itself would take any
     try:
         connection.open()
@@ -220,11 +242,18 @@ def _connect(host: Host) -> Connection:
     return connection
 
 
+def _existing(paths: Sequence[str]) -> list[Path]:
+    """The files of ssh's settings that are there; ssh passes over the others too."""
+    return [path for path in (Path(name).expanduser() for name in paths) if os.path.isfile(path)]  # noqa: PTH113
+
+
 def _why(error: BaseException, settings: Mapping[str, list[str]]) -> BaseException:
     """What failed, as a LoginError; other errors as they are."""
     if isinstance(error, BadHostKeyException):
         got, known = (key.fingerprint for key in (error.key, error.expected_key))
         return LoginError("host key", f"its host key is {got} ({error.key.get_name()}); known is {known}")
+    if isinstance(error, AuthenticationException) and "imeout" in str(error):
+        return LoginError("login", f"it does not say within {LOGIN_SECONDS:g} s whether it takes the key")
     if isinstance(error, AuthenticationException):
         offered = ", ".join(settings.get("identityfile", [])) or "keys of ssh-agent"
         return LoginError("key", f"it refuses {settings['user'][0]} with {offered}")
@@ -271,16 +300,27 @@ def _ssh_settings(host: Host) -> dict[str, list[str]]:
 
 def _gateway(settings: Mapping[str, list[str]]) -> str | None:
     """The command that brings us to a host behind another one, where ssh has one set."""
-    where = f"{settings['hostname'][0]}:{settings['port'][0]}"
-    if "proxyjump" in settings and settings["proxyjump"] != ["none"]:
-        return f"ssh -o BatchMode=yes -W {where} {settings['proxyjump'][0]}"
+    name, port = settings["hostname"][0], settings["port"][0]
+    jumps = settings.get("proxyjump", ["none"])[0]
+    if jumps != "none":
+        *first, last = jumps.split(",")
+        through = f"-J {shlex.quote(','.join(first))} " if first else ""
+        last = last if last.startswith("ssh://") else f"ssh://{last}"
+        return f"ssh -o BatchMode=yes {through}-W {shlex.quote(f'[{name}]:{port}')} {shlex.quote(last)}"
     command = settings.get("proxycommand", ["none"])[0]
-    return None if command == "none" else command.replace("%h", settings["hostname"][0]).replace("%p", where[-2:])
+    return None if command == "none" else command.replace("%h", name).replace("%p", port)
 
 
 def _bundle() -> dict[str, Any]:
-    """What is sent to a node: our modules as text. The agent ends itself after `seconds` whatever happens."""
+    """What is sent to a node: our modules as text, and after what time the agent ends itself."""
     source = files(_NODE)
     texts = {name: (source / f"{name}.py").read_text() for name in (*_MODULES, "agent")}
     named = [(f"{_NODE}.{name}", text) for name, text in texts.items()]
-    return {"boot": _BOOT, "package": _NODE, "seconds": 600, "modules": named[:-1], "agent": named[-1]}
+    return {
+        "boot": _in_a_word(_BOOT),
+        "package": _NODE,
+        "seconds": _IDLE_SECONDS,
+        "life_seconds": _LIFE_SECONDS,
+        "modules": named[:-1],
+        "agent": named[-1],
+    }

@@ -76,13 +76,16 @@ def _asked(check: Check, seen: Seen, subject: Any, place: tuple[str, ...]) -> It
         findings.append(Finding("unknown", place, str(error)))
     except NotHereError as error:
         findings.append(Finding("skip", place, str(error)))
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        # A node's answer in a form that nobody expects. It must not keep the others from being judged.
+        findings.append(Finding("unknown", place, f"its answer cannot be read: {type(error).__name__}: {error}"))
     for finding in findings:
         yield Result(
             check,
             finding.verdict,
             finding.where,
-            finding.found,
-            finding.allowed,
+            printable(finding.found),
+            printable(finding.allowed),
             _remedy(check, finding, seen),
             finding.mend,
         )
@@ -95,13 +98,23 @@ def _asked(check: Check, seen: Seen, subject: Any, place: tuple[str, ...]) -> It
         yield Result(check, "pass", place)
 
 
+def set_up_line(check: Check, target: Target) -> str:
+    """The run of set-up that repairs what the check finds, with {limit} for the nodes; empty if none does."""
+    return f"{target.set_up} --tags {check.tag} --limit {{limit}}" if check.tag else ""
+
+
+def printable(text: str) -> str:
+    """Without what a node may have put in to steer a terminal."""
+    return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text)
+
+
 def _remedy(check: Check, finding: Finding, seen: Seen) -> str:
     """The line that repairs it, with a place to fill in the nodes: {limit}; they may be folded first."""
     if finding.verdict not in ("warn", "fail"):
         return ""
     text = finding.remedy or check.remedy
     if not text:
-        return f"{seen.target.set_up} --tags {check.tag} --limit {{limit}}" if check.tag else ""
+        return set_up_line(check, seen.target)
     node = finding.where[-1] if finding.where else seen.target.head
     values = {
         "node": node,

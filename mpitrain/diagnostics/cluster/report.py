@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from mpitrain.diagnostics.cluster.check import Check, Result, Target, Verdict
 from mpitrain.diagnostics.cluster.fold import fold, fold_pairs
+from mpitrain.diagnostics.cluster.judge import set_up_line
 
 _ORDER: tuple[Verdict, ...] = ("fail", "unknown", "warn", "blocked", "skip", "pass")
 _MOST_NAMES = 8
@@ -25,12 +26,8 @@ class Group:
     allowed: str
     remedy: str
     nodes: tuple[str, ...] = ()  # those to be mended
+    is_mended_by_set_up: bool = False  # whether a run of set-up with the check's tag, and nothing else, is its remedy
     blocks: tuple[str, ...] = ()  # checks that could not be judged because of this one
-
-    @property
-    def is_mended_by_set_up(self) -> bool:
-        """Whether a run of set-up with the check's tag is its remedy."""
-        return bool(self.check.tag) and f" --tags {self.check.tag}" in self.remedy
 
 
 def group(results: Sequence[Result], target: Target) -> list[Group]:
@@ -60,6 +57,7 @@ def _group(members: Sequence[Result], results: Sequence[Result], target: Target)
         first.allowed,
         remedy.replace("{limit}", limit),
         nodes,
+        bool(first.check.tag) and first.remedy == set_up_line(first.check, target),
         tuple(dict.fromkeys(one.check.id for one in blocked)),
     )
 

@@ -7,13 +7,21 @@ import re
 import socket
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from getpass import getuser
 from pathlib import Path
 from typing import Any
 
 from mpitrain.diagnostics.cluster.check import Target
 from mpitrain.errors import ConfigError
-from mpitrain.launch.hostfile import NODE_INVENTORY, PROJECT_INVENTORY, Host, find_inventory, read_inventory
+from mpitrain.launch.hostfile import (
+    NODE_INVENTORY,
+    PROJECT_INVENTORY,
+    Host,
+    find_inventory,
+    group_variables,
+    read_inventory,
+)
 from mpitrain.launch.variables import read_env_file
 
 # As in cluster/group_vars/all.yml; a test compares them. These are used where that file is not at hand.
@@ -61,7 +69,8 @@ def find_target(inventory: Path | None, hosts: str | None, script: str | None, e
             )
         nodes: tuple[Host, ...] = ()
     else:
-        nodes = read_inventory(path).hosts
+        common = {**_login(_given(path)), **group_variables(path)}
+        nodes = tuple(replace(host, variables={**common, **host.variables}) for host in read_inventory(path).hosts)
     head = nodes[0] if nodes else None
     if hosts is not None:
         nodes = _named(hosts, nodes)
@@ -81,6 +90,7 @@ def find_target(inventory: Path | None, hosts: str | None, script: str | None, e
         script=None if script is None else str(Path(script).absolute()),
         environ={name: value for name, value in variables.items() if _VARIABLES.fullmatch(name)},
         inventory_head=None if head in nodes else head,
+        inventory=path,
     )
 
 
@@ -111,11 +121,14 @@ def _here() -> dict[str, Any]:
     }
 
 
+def _login(given: Mapping[str, Any]) -> dict[str, str]:
+    names = ("ansible_user", "ansible_port", "ansible_ssh_private_key_file", "ansible_ssh_common_args")
+    return {name: str(given[name]) for name in names if name in given}
+
+
 def _settings(inventory: Path) -> dict[str, Any]:
     """DEFAULTS, overridden by group_vars/all.yml beside the inventory or in the project's folder."""
-    places = [inventory.parent / "group_vars/all.yml", PROJECT_INVENTORY.parent / "group_vars/all.yml"]
-    path = next((place for place in places if place.is_file()), None)
-    given = _read(path) if path else {}
+    given = _given(inventory)
     settings = {**DEFAULTS, **{name: value for name, value in given.items() if name in DEFAULTS}}
 
     def filled(value: Any) -> Any:
@@ -124,8 +137,16 @@ def _settings(inventory: Path) -> dict[str, Any]:
     settings = {name: filled(value) for name, value in settings.items()}
     for name, value in settings.items():
         if isinstance(value, str) and "{{" in value:
-            raise ConfigError(f"{path}: {name} is the template {value!r}, which only Ansible fills in; write its value")
+            raise ConfigError(
+                f"group_vars/all.yml: {name} is the template {value!r}, which only Ansible fills in; write its value"
+            )
     return settings
+
+
+def _given(inventory: Path) -> dict[str, Any]:
+    places = [inventory.parent / "group_vars/all.yml", PROJECT_INVENTORY.parent / "group_vars/all.yml"]
+    path = next((place for place in places if place.is_file()), None)
+    return _read(path) if path else {}
 
 
 def _read(path: Path) -> dict[str, Any]:

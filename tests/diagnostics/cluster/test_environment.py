@@ -157,3 +157,13 @@ def test_a_node_without_an_answer_does_not_hide_the_others(id_: str) -> None:
     verdicts = {one.where[0]: one.verdict for one in judged(id_, found)}
     assert verdicts["node2"] == "unknown"
     assert verdicts["node3"] in ("warn", "fail")
+
+
+def test_a_login_that_was_dropped() -> None:
+    refused = {"refused": "ended with code 255: Connection reset"}
+    found = looked(shell=refused, script="/s/train.py")
+    found.nodes["node3"]["programs"] = refused
+    for id_ in ("ENV01", "ENV02", "ENV03", "ENV04", "ENV05", "ENV06", "MPI01"):
+        of_node3 = [one for one in judged(id_, found) if one.where == ("node3",)]
+        assert [one.verdict for one in of_node3] == ["unknown"]
+        assert "Connection reset" in of_node3[0].found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 import pytest
@@ -93,16 +94,30 @@ def test_another_uid() -> None:
     only("USR01", changed("account", uid=1950), "fail", "node2", found, "sudo usermod -u 1900 -g 1900 cluster")
     only(
         "USR01",
-        changed("account", gid=7, group="seven"),
+        changed("account", gid=7, group="cluster"),
         "fail",
         "node2",
         "uid 1900 and gid 7",
-        "groupmod -g 1900 seven",
+        "'sudo groupmod -g 1900 cluster && sudo usermod",
     )
     assert (
         "find / -xdev -uid 1950 -exec chown -h 1900:1900 {} +"
         in judged("USR01", changed("account", uid=1950))[0].remedy
     )
+
+
+def test_a_group_that_others_may_be_in_is_not_renumbered() -> None:
+    seen = changed("account", uid=1950, gid=100, group="users")
+    only("USR01", seen, "fail", "node2", "uid 1950 and gid 100", "getent group users 1900'")
+    remedy = judged("USR01", seen)[0].remedy
+    assert "groupmod" not in remedy
+    assert "uid 1950 is to be 1900 and gid 100 is to be 1900" in remedy
+    assert "groupmod" not in judged("USR01", changed("account", uid=1950))[0].remedy
+
+
+def test_a_home_with_a_space() -> None:
+    (one,) = judged("USR02", changed("account", home_owner=0, home="/home/a b"))
+    assert shlex.split(one.remedy)[2] == "sudo chown cluster: '/home/a b'"
 
 
 def test_no_user() -> None:
@@ -320,9 +335,29 @@ def test_files_of_dead_jobs() -> None:
         "warn",
         "node2",
         "1 file of dead jobs",
-        "sudo rm /dev/shm/mpich_shm_a",
+        "sudo rm -f /dev/shm/mpich_shm_a",
     )
     seen = changed("leftovers", files=[{**file, "path": f"/dev/shm/mpich_shm_{number}"} for number in range(9)])
     only(
-        "LEF02", seen, "warn", "node2", "9 files of dead jobs in /dev/shm, 27 MiB", "for f in /dev/shm/mpich_shm_*; do"
+        "LEF02", seen, "warn", "node2", "9 files of dead jobs in /dev/shm, 27 MiB", "mpich_shm_7 /dev/shm/mpich_shm_8'"
     )
+
+
+def test_only_the_files_that_were_found_are_removed() -> None:
+    file = {"bytes": MIB, "age_seconds": 99.0, "pattern": "mpich_shm_*"}
+    path = "/dev/shm/mpich_shm_$(reboot) 'a"
+    (one,) = judged("LEF02", changed("leftovers", files=[{**file, "path": path}]))
+    program, address, remote = shlex.split(one.remedy)
+    assert (program, address) == ("ssh", "10.0.0.2")
+    assert shlex.split(remote) == ["sudo", "rm", "-f", path]
+    many = [{**file, "path": f"/dev/shm/mpich_shm_{number}"} for number in range(103)]
+    (one,) = judged("LEF02", changed("leftovers", files=many))
+    assert one.remedy.count("/dev/shm/") == 100
+    assert one.remedy.endswith("# then check again, for the other 3")
+
+
+@pytest.mark.parametrize("name", ["LIM01", "LIM02"])
+def test_a_shell_that_was_refused(name: str) -> None:
+    seen = healthy()
+    seen.nodes["node2"]["shell"] = {"refused": "ended with code 255: Connection reset"}
+    only(name, seen, "unknown", "node2", "ended with code 255: Connection reset")

@@ -175,3 +175,26 @@ def test_a_container_with_a_network_of_its_own() -> None:
     (failed,) = (one for one in judged("CON02", seen) if one.verdict == "fail")
     assert "it has 172.17.0.2, not 10.0.0.2" in failed.found
     assert "--network host" in failed.remedy
+
+
+def test_its_own_name_is_not_known() -> None:
+    only("NAM02", resolved("node3", node3=[]), "fail", "node3", "its own name is not known", "--tags hosts")
+    seen = changed("node3", hostname="other")
+    seen.nodes["node3"]["names"]["resolved"]["other"] = []
+    only("NAM02", seen, "fail", "node3", "the name that it calls itself is not known", "mpitrain_set_hostname=true")
+
+
+@pytest.mark.parametrize(
+    "fields", [{"machine_id": f"{1:032x}"}, {"host_keys": ["ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIkey1"]}]
+)
+def test_an_identity_is_removed_on_the_nodes_but_one(fields: dict[str, Any]) -> None:
+    one, other = judged("NAM07", changed("node3", **fields))
+    assert one.remedy == other.remedy  # so that they are one finding
+    assert one.remedy.startswith("for node in 10.0.0.3; do ssh $node 'sudo rm ")
+
+
+def test_a_container_without_ip() -> None:
+    seen = changed("node2", links=[])
+    seen.nodes["node2"]["resources"]["container"] = "docker"
+    (one,) = (one for one in judged("CON02", seen) if one.where == ("node2",))
+    assert (one.verdict, one.found) == ("unknown", "`ip -j address` gives no interfaces")

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+import socket
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
 
 from diagnostics.cluster.made_up import seen
 from mpitrain.diagnostics.cluster.check import Result, Seen
-from mpitrain.diagnostics.cluster.checks import CHECKS
+from mpitrain.diagnostics.cluster.checks import CHECKS, PAIRS
+from mpitrain.diagnostics.cluster.collect import Cluster
 from mpitrain.diagnostics.cluster.judge import judge
+from mpitrain.diagnostics.cluster.node import links
 
 PAIR = ("node1", "node2")
 REACH = {
@@ -203,3 +209,36 @@ def test_taken_ports() -> None:
     assert (result.verdict, result.where) == ("fail", ("node3",))
     assert result.found == "all ports of MPIEXEC_PORT_RANGE (50200 to 50201) are taken, by python3"
     assert {one.verdict for one in judged("NET08", healthy())} == {"skip"}
+
+
+def test_devices_of_a_node_whose_interfaces_are_not_known() -> None:
+    looked = healthy(environ={"UCX_NET_DEVICES": "eth9"})
+    looked.nodes["node2"]["network"]["interfaces"] = {}
+    assert {one.where: one.verdict for one in judged("NET07", looked)}[("node2",)] == "unknown"
+
+
+def test_a_pair_of_a_node_without_ip() -> None:
+    looked = healthy()
+    looked.nodes["node1"]["network"] = {"error": "there is no program ip"}
+    cluster = cast("Cluster", SimpleNamespace(target=looked.target, seen=looked))
+    assert PAIRS["reach"](cluster, *PAIR) == {"error": "there is no program ip"}
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_a_connection_of_either_family(address: str) -> None:
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            pytest.skip(f"this machine has no {address}")
+    port = links.listen({"address": address, "seconds": 5.0})
+    found = links.reach({"address": address, "port": port})
+    assert (found["connect"], found["large_is_complete"]) == ("ok", True)
+
+
+@pytest.mark.parametrize(("address", "payload_bytes"), [("10.0.0.2", 1472), ("fd00::2", 1452)])
+def test_a_ping_of_full_size(address: str, payload_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    monkeypatch.setattr(links, "_ping", lambda _address, size, _count: sizes.append(size) or True)
+    assert links.ping({"address": address, "mtu_bytes": 1500}) == {"large": True, "small": True}
+    assert sizes == [payload_bytes]

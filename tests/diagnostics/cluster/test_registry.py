@@ -97,10 +97,11 @@ def test_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path
     (folder / "group_vars").mkdir()
     (folder / "group_vars/all.yml").write_text(
-        "mpitrain_user: ada\nmpitrain_share: /data\nmpitrain_venv: '{{ mpitrain_share }}/v'\n"
+        "ansible_user: root\nmpitrain_user: ada\nmpitrain_share: /data\nmpitrain_venv: '{{ mpitrain_share }}/v'\n"
     )
     (folder / "hosts").write_text(
         "[head]\na ansible_host=10.0.0.1\n[workers]\nb ansible_host=10.0.0.2\n[cluster:children]\nhead\nworkers\n"
+        "[all:vars]\nansible_port = 2222\n"
     )
     monkeypatch.chdir(folder)
     found = find_target(Path("hosts"), None, None, {"UCX_TLS": "tcp", "HOME": "/"})
@@ -108,6 +109,7 @@ def test_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.addresses == {"a": "10.0.0.1", "b": "10.0.0.2"}
     assert found.environ == {"UCX_TLS": "tcp"}
     assert found.set_up == "ansible-playbook -i hosts cluster/setup.yml"
+    assert found.hosts[0].variables == {"ansible_user": "root", "ansible_port": "2222"}
     assert find_target(Path("hosts"), "b,a", None, {}).names == ("a", "b")
     only_b = find_target(Path("hosts"), "b", None, {})
     assert (only_b.names, only_b.head, only_b.addresses["a"]) == (("b",), "a", "10.0.0.1")

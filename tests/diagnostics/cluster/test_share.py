@@ -10,6 +10,7 @@ from diagnostics.cluster.made_up import seen
 from mpitrain.diagnostics.cluster.check import Result, Seen
 from mpitrain.diagnostics.cluster.checks import CHECKS
 from mpitrain.diagnostics.cluster.judge import judge
+from mpitrain.diagnostics.cluster.node import children, share
 
 SHARE = "/home/cluster/nfs"
 NFS = {"type": "nfs4", "source": f"10.0.0.1:{SHARE}", "options": ["rw", "vers=4.2", "hard"]}
@@ -228,3 +229,19 @@ def test_no_share_is_skipped_and_no_answer_is_unknown() -> None:
     for id_ in ("NFS01", "NFS03", "NFS04", "NFS09"):
         assert {one.verdict for one in judge([CHECKS[id_]], found)} == {"skip"}
     assert {one.verdict for one in judge([CHECKS["NFS01"]], seen(2))} == {"unknown"}
+
+
+def test_without_sudo_the_exports_are_skipped() -> None:
+    unseen = {**SERVING, "exports": None}
+    for id_ in ("NFS09", "NFS06"):
+        (one,) = judge([CHECKS[id_]], looked(serving=unseen))
+        assert one.verdict == "skip"
+        assert "sudo" in one.found
+    assert not [one for one in judged("NFS08", looked(serving=unseen)) if one.where == ("node1",)]
+    assert judged("NFS09", looked(serving={**unseen, "server": "inactive"}))[0].verdict == "fail"
+
+
+@pytest.mark.parametrize(("may", "exports"), [((), None), (("true",), [])])
+def test_no_sudo_is_not_no_exportfs(may: tuple[str, ...], exports: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(children, "as_root", lambda *command: "" if command[0] in may else None)
+    assert share.serving({})["exports"] == exports

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 import pytest
@@ -167,7 +168,7 @@ def test_no_key_and_a_home_that_others_may_write() -> None:
     missing, home = (one for one in judged("SSH08", looked) if one.where == ("node1",))
     assert "there is no /x/key" in missing.found
     assert missing.remedy == "ansible-playbook cluster/setup.yml --tags ssh"  # all nodes must learn it
-    assert (home.verdict, home.remedy) == ("warn", "ssh 10.0.0.1 sudo chmod go-w /home/cluster")
+    assert (home.verdict, home.remedy) == ("warn", "ssh 10.0.0.1 'sudo chmod go-w /home/cluster'")
 
 
 def test_the_same_key_on_two_nodes() -> None:
@@ -176,3 +177,20 @@ def test_the_same_key_on_two_nodes() -> None:
     assert first("SSH08", looked) is None
     looked.nodes["node2"] = {"ssh keys": answer}
     assert [one.where for one in judged("SSH08", looked)] == [("node1",), ("node2",)]
+
+
+def test_paths_get_through_both_shells() -> None:
+    path = "/home/cluster/.ssh/my key;reboot"
+    looked = of_node(
+        "ssh keys", {"offers": [], "keys": [{**KEY, "path": path, "mode": "0644"}], "writable_by_others": []}
+    )
+    found = first("SSH08", looked)
+    assert found is not None
+    assert shlex.split(shlex.split(found.remedy)[2]) == ["sudo", "chmod", "600", path]
+
+
+def test_a_refused_shell_is_for_one_check_to_judge() -> None:
+    looked = of_node("shell", {"refused": "ended with code 255: Connection reset"})
+    looked.nodes["node1"]["login"] = {"hello": "admin", "noise": ""}
+    verdicts = {id_: found.verdict for id_ in ("SSH05", "SSH09") if (found := first(id_, looked))}
+    assert verdicts == {"SSH05": "unknown", "SSH09": "fail"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpitrain.diagnostics.cluster.check import Ask, Check, Finding, NotHereError, Seen
+from mpitrain.diagnostics.cluster.check import Ask, Check, Finding, NotHereError, NotSeenError, Seen
 from mpitrain.diagnostics.cluster.collect import ClusterStep, PairStep
 
 # What docker gives where nobody asks for more, and what NCCL and MPI want.
@@ -47,6 +47,8 @@ def _network(seen: Seen, node: str) -> Iterator[Finding]:
         raise NotHereError("is not a container")
     own = seen.target.addresses[node]
     links = seen.node(node, "names")["links"]
+    if not links:
+        raise NotSeenError("`ip -j address` gives no interfaces")
     addresses = [one for link in links for one in link["addresses"] if not one.startswith(("127.", "::1", "fe80"))]
     if own not in addresses:
         found = (

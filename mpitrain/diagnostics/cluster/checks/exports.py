@@ -18,8 +18,9 @@ def _served(seen: Seen, head: str) -> Iterator[Finding]:
     if is_nfs(seen, head):
         raise NotHereError("the head has the share from another server")
     serving = seen.node(head, "serving")
-    ours = [one for one in serving["exports"] if _covers(one["path"], share)]
-    if not ours and seen.node(head, "mount")["kind"] == "missing":
+    ours = [one for one in serving["exports"] or () if _covers(one["path"], share)]
+    is_known = serving["exports"] is not None
+    if is_known and not ours and seen.node(head, "mount")["kind"] == "missing":
         yield Finding(
             "fail", (head,), f"there is no {share}, and it is not exported", "a folder, exported to all nodes"
         )
@@ -28,6 +29,8 @@ def _served(seen: Seen, head: str) -> Iterator[Finding]:
         yield Finding("fail", (head,), f"nfs-server is {serving['server']}", "active")
     elif not serving["is_listening"]:
         yield Finding("fail", (head,), "nobody listens on port 2049", "nfs-server does", _RESTART)
+    if not is_known:
+        raise NotHereError(_NO_SUDO)
     missing = [host.name for host in seen.target.hosts[1:] if not any(_admits(one["client"], host) for one in ours)]
     if missing:
         yield Finding("fail", (head,), f"{share} is not exported to {', '.join(missing)}", "exported to all nodes")
@@ -49,7 +52,10 @@ def _admits(client: str, host: Host) -> bool:
 
 def _safe(seen: Seen, head: str) -> Iterator[Finding]:
     share = the_share(seen)
-    ours = [one for one in seen.node(head, "serving")["exports"] if _covers(one["path"], share)]
+    exports = seen.node(head, "serving")["exports"]
+    if exports is None:
+        raise NotHereError(_NO_SUDO)
+    ours = [one for one in exports if _covers(one["path"], share)]
     if not ours:
         raise NotHereError("it exports nothing")
     root = sorted({one["client"] for one in ours if "no_root_squash" in one["options"]})
@@ -72,6 +78,7 @@ _EXPORTS = (
     "ssh {address} \"sudo grep -rn '{share}' /etc/exports /etc/exports.d\"  # leave only mpitrain.exports; "
     "then: {set_up} --tags nfs --limit {node}"
 )
+_NO_SUDO = "exports can only be read as root, and the login may not use sudo"
 _RESTART = "ssh {address} sudo systemctl restart nfs-server"
 
 ASKS: tuple[Ask, ...] = (Ask("serving", "share_serving", "login", wish_of_share, head_only=True),)

@@ -37,6 +37,10 @@ def _not_loopback(seen: Seen, node: str) -> Iterator[Finding]:
     if names["resolved"].get(node) is None and names["resolved"].get(names["hostname"]) is None:
         raise NotSeenError("the search for its own name did not end")
     for name in dict.fromkeys([node, names["hostname"]]):
+        if names["resolved"].get(name) == []:
+            which, remedy = ("its own name", "") if name == node else ("the name that it calls itself", _SET_HOSTNAME)
+            yield Finding("fail", (node,), f"{which} is not known", f"{seen.target.addresses[node]} alone", remedy)
+            return
         for address in names["resolved"].get(name) or ():
             if _is_loopback(address):
                 own = seen.target.addresses[node]
@@ -134,8 +138,10 @@ def _no_copies(seen: Seen, nodes: Sequence[str]) -> Iterator[Finding]:
             if value:
                 owners[what, value].append(node)
     for (what, value), same in owners.items():
+        verdict, remedy = _COPIES[what]
+        # One of them keeps it; the line is the same for all, so that they are one finding.
+        remedy = remedy.replace("{others}", " ".join(seen.target.addresses[node] for node in same[1:]))
         for node in same if len(same) > 1 else ():
-            verdict, remedy = _COPIES[what]
             yield Finding(
                 "warn" if verdict == "warn" else "fail",
                 (node,),
@@ -162,20 +168,21 @@ _COPIES = {
     "machine-id": (
         "warn",
         (
-            "sudo rm -f /etc/machine-id /var/lib/dbus/machine-id && sudo systemd-machine-id-setup  "
-            "# on all of these nodes but one; then restart them"
+            "for node in {others}; do ssh $node 'sudo rm -f /etc/machine-id /var/lib/dbus/machine-id && "
+            "sudo systemd-machine-id-setup'; done  # then restart them"
         ),
     ),
     "ssh host key": (
         "fail",
         (
-            "sudo rm /etc/ssh/ssh_host_*_key* && sudo ssh-keygen -A  # on all of these nodes but one; "
-            "then here: mpitrain cluster trust && {set_up} --tags ssh"
+            "for node in {others}; do ssh $node 'sudo rm /etc/ssh/ssh_host_*_key* && sudo ssh-keygen -A'; done  "
+            "# then here: mpitrain cluster trust && {set_up} --tags ssh"
         ),
     ),
     "MAC address": ("fail", "set another MAC address in the settings of the virtual machine {node}"),
 }
 
+_SET_HOSTNAME = "{set_up} --tags hosts --limit {limit} -e mpitrain_set_hostname=true"
 _SSH = ("SSH01", "SSH03", "SSH02", "PRB01")
 
 ASKS = (Ask("names", "names", "login", lambda target, _host: {"names": target.names}),)
@@ -191,7 +198,7 @@ CHECKS = (
         uses=("names",),
         looks="uname -n, up to its first dot, against the inventory.",
         why="Launchers tell this machine from the others by its host name; MPI jobs hang or start on the wrong one.",
-        remedy="{set_up} --tags hosts --limit {limit} -e mpitrain_set_hostname=true",
+        remedy=_SET_HOSTNAME,
         needs=_SSH,
         fault="hostname changed",
     ),
@@ -235,7 +242,7 @@ CHECKS = (
     ),
     Check(
         "NAM02",
-        "the node's own name does not lead to loopback",
+        "the node's own name is known, and does not lead to loopback",
         "quick",
         "node",
         _not_loopback,

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from ipaddress import ip_address, ip_interface
 from typing import Any
 
-from mpitrain.diagnostics.cluster.check import Ask, Check, Finding, NotHereError, Seen, Target
+from mpitrain.diagnostics.cluster.check import Ask, Check, Finding, NotHereError, NotSeenError, Seen, Target
 from mpitrain.diagnostics.cluster.collect import ClusterStep, PairStep
 from mpitrain.diagnostics.cluster.fold import fold
 from mpitrain.launch.hostfile import Host
@@ -105,12 +105,15 @@ def _links(seen: Seen, name: str) -> Iterator[Finding]:
 
 
 def _devices(seen: Seen, name: str) -> Iterator[Finding]:
-    network = seen.node(name, "network")
+    network, theirs = seen.node(name, "network"), seen.node(name, "variables")
+    if not theirs and not seen.target.environ:
+        raise NotHereError("no variable names a device")
+    if not network["interfaces"]:
+        raise NotSeenError("`ip -j address` gives no interfaces")
     devices = {
         interface: [str(ip_interface(text).network) for text in found["addresses"]]
         for interface, found in network["interfaces"].items()
     } | {device: [] for device in network["rdma"]}
-    theirs = seen.node(name, "variables")
     there = f"ssh {seen.target.addresses[name]} grep -rn VARIABLE /etc/environment /etc/profile.d"
     for whose, environ, remedy in (
         ("your environment", seen.target.environ, "unset VARIABLE"),
@@ -120,8 +123,6 @@ def _devices(seen: Seen, name: str) -> Iterator[Finding]:
             has = ", ".join(one for one in devices if one != "lo")
             found = f"{whose}: {text}, which is not there"
             yield Finding("fail", (name,), found, f"one of {has}", remedy.replace("VARIABLE", text.split()[0]))
-    if not any(name in environ for environ in (theirs, seen.target.environ) for name in environ):
-        raise NotHereError("no variable names a device")
 
 
 def _taken(seen: Seen, name: str) -> Iterator[Finding]:

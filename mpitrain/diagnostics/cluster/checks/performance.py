@@ -220,7 +220,7 @@ CHECKS = (
         uses=("share speed",),
         looks="Writes 32 MiB and 100 small files to the share as the shared user, with fsync, and removes them.",
         why="Checkpoints are as slow as this, and all ranks wait for them.",
-        needs=("PRB01", "NET01", "PRF01"),
+        needs=("PRB01", "NET01", "PRF01", "NFS01", "NFS02", "NFS03"),
         fault="what one node sends to the NFS port limited",
     ),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from mpitrain.diagnostics.cluster.check import Ask, Check, Finding, NotHereError, Seen
+from mpitrain.diagnostics.cluster.check import Ask, Check, Finding, NotHereError, NotSeenError, Seen
 from mpitrain.diagnostics.cluster.collect import Cluster, ClusterStep, PairStep
 from mpitrain.launch.variables import port_ranges
 
@@ -16,12 +16,15 @@ _ODD_TIMES = 3.0
 
 def _reach(cluster: Cluster, a: str, b: str) -> Any:
     """A connection from a to a high port of b, and messages over it; then pings."""
+    try:
+        network = cluster.seen.node(a, "network")
+    except NotSeenError as error:
+        return {"error": str(error)}
     address = cluster.target.addresses[b]
     ranges = list(port_ranges(cluster.target.environ).values())
     wish = {"address": address, "seconds": 15.0, "range": ranges[0] if ranges else None}
     port = cluster.ask(b, "listen", wish, seconds=5.0, user="login")
     found = cluster.ask(a, "reach", {"address": address, "port": port}, seconds=20.0, user="login")
-    network = cluster.seen.node(a, "network")
     interface = network["interfaces"].get(network["routes"].get(b, {}).get("interface"), {})
     wish = {"address": address, "mtu_bytes": interface.get("mtu_bytes", 1500)}
     return {**found, "ping": cluster.ask(a, "ping", wish, seconds=14.0, user="login"), "mtu_bytes": wish["mtu_bytes"]}

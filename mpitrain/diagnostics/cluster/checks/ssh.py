@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mpitrain.diagnostics.cluster.check import Ask, Check, Finding, NotHereError, NotSeenError, Seen, Target
+from mpitrain.diagnostics.cluster.check import Ask, Check, Finding, NotHereError, NotSeenError, Seen, Target, over_ssh
 from mpitrain.diagnostics.cluster.collect import Cluster, ClusterStep, PairStep
 from mpitrain.launch.hostfile import Host
 
@@ -54,8 +54,10 @@ def _as_user(seen: Seen, name: str) -> str:
 
 
 def _own_node(seen: Seen, name: str) -> Iterator[Finding]:
-    shell = seen.node(name, "shell")
-    if "refused" in shell:
+    shell = seen.nodes.get(name, {}).get("shell", {})
+    if "refused" not in shell:
+        seen.node(name, "shell")  # raises where it was not seen
+    else:
         found = f"`ssh` of {seen.target.user} to its own node {shell['refused']}"
         yield Finding("fail", (name,), found.replace(seen.target.addresses[name], "ADDRESS"), "a login")
 
@@ -153,27 +155,31 @@ def _keys(seen: Seen, name: str) -> Iterator[Finding]:
     for key in found["keys"]:
         if key["is_own"] and int(key["mode"], 8) & 0o077:
             text = f"{key['path']} has mode {key['mode']}, so ssh will not use it"
-            yield Finding("fail", (name,), text, "0600", _key_remedy(seen, name, key, "chmod 600"))
+            yield Finding("fail", (name,), text, "0600", _key_remedy(seen, name, key, "chmod", "600"))
         elif not key["is_readable"]:
             text = f"{user} may not read its key {key['path']} (mode {key['mode']})"
-            yield Finding("fail", (name,), text, "its own, mode 0600", _key_remedy(seen, name, key, f"chown {user}"))
+            yield Finding("fail", (name,), text, "its own, mode 0600", _key_remedy(seen, name, key, "chown", user))
         elif not key["fingerprint"]:
-            remedy = f"ssh {seen.target.addresses[name]} sudo rm {key['path']} && {{set_up}} --tags ssh"
+            remedy = _new_key(seen, name, key["path"])
             yield Finding("fail", (name,), f"{key['path']} is no key that ssh can read", remedy=remedy)
         elif key["kind"] == "DSA" or (key["kind"] == "RSA" and key["bits"] < _RSA_BITS):
             text = f"{key['path']} is a {key['kind']} key of {key['bits']} bits"
-            remedy = f"ssh {seen.target.addresses[name]} sudo rm {key['path']} && {{set_up}} --tags ssh"
+            remedy = _new_key(seen, name, key["path"])
             yield Finding("warn", (name,), text, f"ed25519, or RSA of {_RSA_BITS} bits or more", remedy)
     yield from _copies(seen, name, found["keys"])
     for path in found["writable_by_others"]:
         text = f"others may write to {path}, so sshd ignores the keys in it"
-        remedy = f"ssh {seen.target.addresses[name]} sudo chmod go-w {path}"
+        remedy = over_ssh(seen.target.addresses[name], "sudo", "chmod", "go-w", path)
         yield Finding("warn", (name,), text, "writable by its owner alone", remedy)
 
 
-def _key_remedy(seen: Seen, name: str, key: Mapping[str, Any], command: str) -> str:
+def _new_key(seen: Seen, name: str, path: str) -> str:
+    return f"{over_ssh(seen.target.addresses[name], 'sudo', 'rm', path)} && {{set_up}} --tags ssh"
+
+
+def _key_remedy(seen: Seen, name: str, key: Mapping[str, Any], *command: str) -> str:
     is_ours = key["path"].startswith("/etc/ssh/mpitrain/")
-    return _SET_UP if is_ours else f"ssh {seen.target.addresses[name]} sudo {command} {key['path']}"
+    return _SET_UP if is_ours else over_ssh(seen.target.addresses[name], "sudo", *command, key["path"])
 
 
 def _copies(seen: Seen, name: str, keys: list[Mapping[str, Any]]) -> Iterator[Finding]:
@@ -183,7 +189,7 @@ def _copies(seen: Seen, name: str, keys: list[Mapping[str, Any]]) -> Iterator[Fi
             theirs = seen.nodes.get(other, {}).get("ssh keys", {}).get("keys", [])
             if other != name and key["fingerprint"] and key["fingerprint"] in [one["fingerprint"] for one in theirs]:
                 text = f"{key['path']} is also the key of another node"
-                remedy = f"ssh {seen.target.addresses[name]} sudo rm {key['path']} && {{set_up}} --tags ssh"
+                remedy = _new_key(seen, name, key["path"])
                 yield Finding("warn", (name,), text, "each node its own key", remedy)
                 break
 

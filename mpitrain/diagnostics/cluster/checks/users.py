@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from mpitrain.diagnostics.cluster.check import Ask, Check, Finding, NotHereError, NotSeenError, Seen
+from mpitrain.diagnostics.cluster.check import Ask, Check, Finding, NotHereError, NotSeenError, Seen, over_ssh
 from mpitrain.diagnostics.cluster.collect import ClusterStep, PairStep
 
 _NO_LOGIN = ("nologin", "false")
@@ -38,16 +39,28 @@ def _same_numbers(seen: Seen, nodes: Sequence[str]) -> Iterator[Finding]:
                 (node,),
                 f"user {user} has uid {uid} and gid {gid}",
                 allowed,
-                remedy=_RENUMBER.format(uid=common[0], gid=common[1], old=uid, group=one["group"] or gid),
+                remedy=_renumber(one, user, *common),
             )
 
 
 _TAKEN = "ssh {address} getent passwd  # choose a free mpitrain_uid in cluster/group_vars/all.yml, then {set_up}"
-# The files under /home are usermod's to change; -xdev keeps away from the share.
-_RENUMBER = (
-    "ssh {{address}} 'sudo groupmod -g {gid} {group}; sudo usermod -u {uid} -g {gid} {{user}} && "
-    "sudo find / -xdev -uid {old} -exec chown -h {uid}:{gid} {{}} +'"
-)
+
+
+def _renumber(account: Mapping[str, Any], user: str, uid: int | None, gid: int | None) -> str:
+    """A line that gives the account other numbers; a group that is not its own alone is for a person to renumber."""
+    old_uid, group = account["uid"], account["group"] or account["gid"]
+    numbers = " and ".join(
+        f"{what} {old} is to be {new}"
+        for what, old, new in (("uid", old_uid, uid), ("gid", account["gid"], gid))
+        if old != new
+    )
+    if account["gid"] != gid and group != user:
+        look = f"ssh {{address}} 'id {user}; getent group {group} {gid}'"
+        return f"{look}  # {numbers}; the group {group} may have others in it, so that is for a person to do"
+    groupmod = f"sudo groupmod -g {gid} {user} && " if account["gid"] != gid else ""
+    # The files under /home are usermod's to change; -xdev keeps away from the share.
+    find = f"sudo find / -xdev -uid {old_uid} -exec chown -h {uid}:{gid} {{}} +"
+    return f"ssh {{address}} '{groupmod}sudo usermod -u {uid} -g {gid} {user} && {find}'"
 
 
 def _usable(seen: Seen, node: str) -> Iterator[Finding]:
@@ -69,7 +82,7 @@ def _usable(seen: Seen, node: str) -> Iterator[Finding]:
         )
     elif one["home_owner"] != one["uid"]:
         found = f"the home of {seen.target.user}, {one['home']}, belongs to uid {one['home_owner']}"
-        remedy = f"ssh {{address}} sudo chown {{user}}: {one['home']}"
+        remedy = over_ssh("{address}", "sudo", "chown", f"{seen.target.user}:", one["home"])
         yield Finding("fail", (node,), found, f"uid {one['uid']}", remedy=remedy)
     if one["expired"]:
         remedy = "ssh {address} sudo chage -E -1 {user}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import pwd
+import queue
 import subprocess
 import sys
 import threading
@@ -30,6 +31,8 @@ class Agent:
         self._bundle = bundle
         self._calls = calls
         self._lock = threading.Lock()
+        self._out_lock = threading.Lock()
+        self._to_other: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._me = pwd.getpwuid(os.getuid()).pw_name
         self._other: subprocess.Popen[bytes] | None = None  # the second agent's process
         self._waiting: set[int] = set()  # numbers of questions that went to it
@@ -37,9 +40,11 @@ class Agent:
 
     def serve(self) -> None:
         """Answer until stdin ends; does not return."""
+        self._heard = time.monotonic()
         threading.Thread(target=self._end_late, daemon=True).start()
         self._send({"hello": self._me, "python": "{}.{}.{}".format(*sys.version_info[:3])})
         for line in sys.stdin.buffer:
+            self._heard = time.monotonic()
             question = json.loads(line)
             if question["as"] in ("login", self._me):
                 threading.Thread(target=self._answer, args=(question,), daemon=True).start()
@@ -57,7 +62,7 @@ class Agent:
             self._send({"id": question["id"], "error": f"{type(error).__name__}: {error}"})
 
     def _send(self, message: dict[str, Any]) -> None:
-        with self._lock:
+        with self._out_lock:
             try:
                 sys.stdout.write(json.dumps(message) + "\n")
                 sys.stdout.flush()
@@ -70,13 +75,14 @@ class Agent:
                 self._start_other(question["as"])
             if not self._why:
                 self._waiting.add(question["id"])
-                with suppress(OSError):
-                    self._tell(line)
+                self._to_other.put(line)
                 return
         self._send({"id": question["id"], "error": self._why})
 
     def _start_other(self, user: str) -> None:
-        command = ["sudo", "-n", "-H", "-u", user, "--", sys.executable, "-I", "-u", "-c", self._bundle["boot"]]
+        life = str(self._bundle["life_seconds"])
+        program = [sys.executable, "-I", "-u", "-c", self._bundle["boot"]]
+        command = ["timeout", "-k", "2", life, "sudo", "-n", "-H", "-u", user, "--", *program]
         try:
             pwd.getpwnam(user)
             other = subprocess.Popen(
@@ -89,14 +95,17 @@ class Agent:
             self._why = f"{self._me} cannot become {user}: {error.strerror}"
             return
         self._other = other
-        with suppress(OSError):  # its reader says why
-            self._tell(json.dumps(self._bundle).encode() + b"\n")
+        self._to_other.put(json.dumps(self._bundle).encode() + b"\n")
+        threading.Thread(target=self._tell, args=(other,), daemon=True).start()
         threading.Thread(target=self._relay, args=(user, other), daemon=True).start()
 
-    def _tell(self, line: bytes) -> None:
-        assert self._other is not None and self._other.stdin is not None
-        self._other.stdin.write(line)
-        self._other.stdin.flush()
+    def _tell(self, other: subprocess.Popen[bytes]) -> None:
+        """In a thread: a sudo that hangs reads nothing, and a pipe takes less than the bundle."""
+        assert other.stdin is not None
+        with suppress(OSError, ValueError):  # its reader says why
+            while True:
+                other.stdin.write(self._to_other.get())
+                other.stdin.flush()
 
     def _relay(self, user: str, other: subprocess.Popen[bytes]) -> None:
         assert other.stdout is not None and other.stderr is not None
@@ -118,7 +127,9 @@ class Agent:
             self._send({"id": number, "error": self._why})
 
     def _end_late(self) -> None:
-        time.sleep(self._bundle["seconds"])
+        """End when nobody has asked anything for long, as when the connection was cut and nobody told us."""
+        while (left := self._heard + self._bundle["seconds"] - time.monotonic()) > 0:
+            time.sleep(left)
         self._end()
 
     def _end(self) -> None:
@@ -127,9 +138,13 @@ class Agent:
         if self._other is not None:
             assert self._other.stdin is not None
             with suppress(OSError):
-                self._other.stdin.close()
+                os.close(self._other.stdin.fileno())  # not close(), which waits for a write that hangs
             with suppress(subprocess.TimeoutExpired):
                 self._other.wait(_END_SECONDS)
+            if self._other.poll() is None:
+                self._other.terminate()  # timeout(1) passes it on; what is root's is ended by that one's own deadline
+                with suppress(subprocess.TimeoutExpired):
+                    self._other.wait(_END_SECONDS)
         os._exit(0)
 
 

@@ -189,10 +189,11 @@ def log_in(wish: dict[str, Any]) -> dict[str, Any]:
 def listen(wish: dict[str, Any]) -> int:
     """Take a connection at a port for `seconds`: of `range` (low, high) if one is given and free; returns the port."""
     low, high = wish.get("range") or (0, -1)
-    server = socket.socket()
+    family, *_, own = socket.getaddrinfo(wish["address"], None, type=socket.SOCK_STREAM)[0]
+    server = socket.socket(family)
     for port in [*range(low, high + 1), 0]:
         with suppress(OSError):
-            server.bind((wish["address"], port))
+            server.bind((own[0], port, *own[2:]))
             break
     server.listen(8)
     server.settimeout(wish["seconds"])
@@ -289,9 +290,10 @@ def _send(connection: socket.socket, data: bytes) -> None:
 
 def ping(wish: dict[str, Any]) -> dict[str, Any]:
     """Whether packets of the route's full size (`mtu_bytes`) get there whole, and if not, whether small ones do."""
-    large = _ping(wish["address"], wish["mtu_bytes"] - 28, 1)
+    payload_bytes = wish["mtu_bytes"] - (48 if ":" in wish["address"] else 28)  # without the headers of IP and ICMP
+    large = _ping(wish["address"], payload_bytes, 1)
     if large is False:  # one may get lost
-        large = _ping(wish["address"], wish["mtu_bytes"] - 28, 2)
+        large = _ping(wish["address"], payload_bytes, 2)
     small = True if large else _ping(wish["address"], 56, 2)
     return {"large": large, "small": small}
 
