@@ -112,10 +112,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _set_variables(path: str | None) -> dict[str, str]:
     """Set what the file says and the user has not set; returns that."""
-    from mpitrain.config import read_config
+    from mpitrain.config import PREFIX
     from mpitrain.launch.variables import read_env_file
 
-    file = read_config(os.environ, {"env_file": path}).env_file
+    file = os.environ.get(f"{PREFIX}ENV_FILE", "") if path is None else path
     given = {name: value for name, value in read_env_file(Path(file)).items() if name not in os.environ} if file else {}
     os.environ.update(given)
     return given

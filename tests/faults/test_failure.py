@@ -346,7 +346,12 @@ def test_ctrl_c_with_open_mpi(times: int, tmp_path: Path) -> None:
 
 
 def test_ctrl_c_twice(tmp_path: Path) -> None:
-    failed(signalled("wait", tmp_path, "mpich", signal.SIGINT, 2))
+    job = signalled("wait", tmp_path, "mpich", signal.SIGINT, 2)
+    if "pmip_cb.c" in job.stderr and "assert (!closed) failed" in job.stderr:
+        # Rarely MPICH's own proxy stumbles over the second signal, and mpiexec then says 0; nothing is left even so.
+        assert not job.left
+        return
+    failed(job)
 
 
 def test_sigterm(vendor: str, tmp_path: Path) -> None:
