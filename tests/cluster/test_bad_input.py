@@ -267,7 +267,8 @@ def test_an_active_firewall_lets_the_nodes_in_and_nobody_else(
     inventory = inventory_of(bed, tmp_path / "hosts", NODES)
     start = {
         "ufw": "apt-get -q install -y ufw && ufw default deny && ufw allow 22/tcp && ufw --force enable",
-        "firewalld": "apt-get -q install -y firewalld && systemctl start firewalld",
+        # systemd calls it started when its name is on the bus, which is before its rules are in the kernel.
+        "firewalld": "apt-get -q install -y firewalld && systemctl start firewalld && firewall-cmd --state",
     }[firewall]
     stop = {"ufw": "ufw --force disable", "firewalld": "systemctl stop firewalld"}[firewall]
     begun = root(bed, "node2", f"apt-get -q update && {start}", timeout_seconds=120)
