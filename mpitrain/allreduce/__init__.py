@@ -9,13 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mpitrain.allreduce.algorithm import Algorithm
+from mpitrain.allreduce.direct import direct
+from mpitrain.allreduce.hierarchical import hierarchical
 from mpitrain.allreduce.native import native
 from mpitrain.allreduce.ring import ring
 from mpitrain.allreduce.select import auto
+from mpitrain.allreduce.shared_memory import shared_memory
 from mpitrain.errors import ConfigError
 from mpitrain.world import World
 
-ALGORITHMS: dict[str, Callable[[World], Algorithm]] = {"auto": auto, "native": native, "ring": ring}
+ALGORITHMS: dict[str, Callable[[World], Algorithm]] = {
+    "auto": auto,
+    "direct": direct,
+    "hierarchical": hierarchical,
+    "native": native,
+    "ring": ring,
+    "shared_memory": shared_memory,
+}
 
 
 def make_algorithm(world: World, name: str | None = None) -> Algorithm:
