@@ -25,7 +25,7 @@ from mpitrain.cuda.staging import copy_to_host
 from mpitrain.errors import ConfigError, GradientError, MissingGradientError, MpitrainError, NonFiniteError
 from mpitrain.exchange.bucket import Parameter, plan_buckets, plan_layout
 from mpitrain.exchange.driver import Driver
-from mpitrain.exchange.exchange import Exchange, PlainExchange, share_of
+from mpitrain.exchange.exchange import Exchange, make_exchange, share_of
 from mpitrain.world import World
 
 # What a rank says of its gradients at the end of a step.
@@ -60,7 +60,7 @@ class GradientReducer:
         world: World,
         parameters: Sequence[Parameter],
         *,
-        exchange: Callable[[World], Exchange] = PlainExchange,
+        exchange: Callable[[World], Exchange] = make_exchange,
         bucket_bytes: int | None = None,
         threaded: bool | None = None,
     ) -> None:
