@@ -23,7 +23,7 @@ def make_codec(name: str) -> Codec:
     """The codec of that name, ready to run: compiled by Numba where that can be imported, else by NumPy.
 
     Both give the same bits, so ranks with and without Numba can work together; `codec.compiled` says which it is. The
-    first one of a name takes about a second, for Numba's import and compilation; every rank may make it at any time.
+    first one of a name takes one to two CPU seconds, to load Numba and to compile; no rank waits for another.
 
     Raises:
         ConfigError: there is no codec of that name.

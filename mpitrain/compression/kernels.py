@@ -12,8 +12,9 @@ What makes LLVM turn these loops into vector instructions:
 
 NumPy's types are spelled out at every step, as Numba makes 64-bit numbers of 32-bit ones otherwise.
 
-Nothing is kept on disk (`cache=True`): nodes with different CPUs that share a folder write to the same files, so one
-may load what was compiled for another and die of an illegal instruction. Compilation takes about half a second a codec.
+Nothing is kept on disk (`cache=True`): the index of that cache is read, changed and written without a lock, so two
+nodes with different CPUs that share a folder may put two programs under one name, and one of them die of an illegal
+instruction (see also Numba's issue 10128). Compilation takes about one CPU second a codec.
 """
 
 from __future__ import annotations
