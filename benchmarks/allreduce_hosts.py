@@ -2,8 +2,8 @@
 
     benchmarks/shaped_hosts 4 1gbit '$MPIEXEC python benchmarks/allreduce_hosts.py --gbit 1'
 
-Needs PyTorch for the column gloo (left out without it). In place, float32, alternating, the slowest rank's time. `bound`
-is the time of 2(m-1)/m times the buffer at the nominal rate, m the number of hosts; TCP itself reaches 1.045 of it.
+Needs PyTorch for gloo (left out without it). In place, float32, alternating, the slowest rank's time. `bound` is the
+time of 2(m-1)/m times the buffer at the nominal rate, m the number of hosts; TCP itself reaches 1.045 of it.
 `cores` is CPU seconds per second of a rank, `wire` bytes sent by the busiest host over 2(m-1)/m times the buffer.
 """
 
@@ -32,9 +32,7 @@ def gloo(world: mt.World) -> Callable[[numpy.ndarray], None] | None:
     address = world.broadcast(address)
     if world.num_nodes > 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "eth0")
-    distributed.init_process_group(
-        "gloo", init_method=f"tcp://{address}:29500", rank=world.rank, world_size=world.size
-    )
+    distributed.init_process_group("gloo", init_method=f"tcp://{address}:29500", rank=world.rank, world_size=world.size)
     return lambda flat: distributed.all_reduce(torch.from_numpy(flat))
 
 

@@ -19,8 +19,9 @@ class Config:
     """What can be set for a job. Each field is also a variable: `bucket_mib` is MPITRAIN_BUCKET_MIB."""
 
     algorithm: str = "auto"  # how arrays are summed: a name in mpitrain.allreduce.ALGORITHMS
-    compression: str = "none"  # of gradients between nodes: "none", or a name in mpitrain.compression.CODECS
-    bucket_mib: float = 4.0  # gradients are exchanged in buckets of about this many MiB
+    compression: str = "none"  # of gradients between nodes: "none", "auto", or one of mpitrain.compression.CODECS
+    profile: str = ""  # file on rank 0 that `mpitrain bench --save-profile` wrote on this cluster; "": none
+    bucket_mib: float = 0.0  # gradients are exchanged in buckets of about this many MiB; 0: by the profile, else 4
     stall_seconds: float = 10.0  # a wait longer than this is reported on stderr
     expected_size: int = 0  # ranks that the launcher started; 0: unknown. Set by `mpitrain run`
     roll_call: str = ""  # file that every rank signs at its beginning and its end. Set by `mpitrain run`
@@ -28,10 +29,14 @@ class Config:
     devices: str = ""  # of the ranks in order, such as "cuda:0,cuda:1,cpu"; "": not said. Set by `mpitrain run`
 
     def __post_init__(self) -> None:
-        for name, lowest in (("bucket_mib", 0.0), ("stall_seconds", 0.0), ("expected_size", -1)):
+        for name, lowest, is_allowed in (
+            ("bucket_mib", "0 or more", self.bucket_mib >= 0),
+            ("stall_seconds", "above 0", self.stall_seconds > 0),
+            ("expected_size", "0 or more", self.expected_size >= 0),
+        ):
             value = getattr(self, name)
-            if not lowest < value < float("inf"):
-                raise ConfigError(f"{name} is {value!r}; it must be a finite number above {lowest}")
+            if not is_allowed or value == float("inf"):
+                raise ConfigError(f"{name} is {value!r}; it must be a finite number, {lowest}")
 
     def device(self, rank: int) -> str:
         """The device that `mpitrain run --hosts` gave to a rank, such as "cuda:1" or "cpu"; "" where it gave none."""

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import socket
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpitrain.allreduce import check_name
@@ -18,6 +19,7 @@ from mpitrain.failure import guard
 from mpitrain.launch.libraries import launched_by
 from mpitrain.launch.roll_call import BEGUN, CALLED, DONE, ROLL_CALL, sign
 from mpitrain.launch.verify import check_size, check_vendor
+from mpitrain.profile import DEFAULT, Profile, fingerprint, from_json, library_name
 from mpitrain.world import World
 
 if TYPE_CHECKING:
@@ -59,12 +61,32 @@ def init(**settings: Any) -> World:
     guard(world)
     world = replace(world, config=_common_config(world, settings))
     world.control.stall_seconds = world.config.stall_seconds
+    world = replace(world, profile=_common_profile(world))
     _share_cores(world)
     if world.size > 1 and world.config.roll_call:
         sign(world.config.roll_call, BEGUN, world.rank)
         atexit.register(sign, world.config.roll_call, DONE, world.rank)
     _world = world
     return _world
+
+
+def _common_profile(world: World) -> Profile:
+    """What rank 0's file says of this cluster, on all ranks; the default where no file is named. Collective."""
+    path = world.config.profile
+    if not path:
+        return DEFAULT
+    from mpi4py import MPI
+
+    profile = DEFAULT
+    with world.together(f"read the profile {path}"):
+        if world.is_root:
+            here = fingerprint(world.hosts, world.node_ranks, library_name(MPI.Get_library_version()))
+            try:
+                profile = from_json(Path(path).read_text(), path, here)
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(f"{world.name()}: the profile {path} cannot be read: {error}") from None
+    common: Profile = world.broadcast(profile)
+    return common
 
 
 def _sign_called() -> None:

@@ -16,6 +16,7 @@ from mpitrain.config import Config
 from mpitrain.control import Control
 from mpitrain.errors import DataError, MpitrainError
 from mpitrain.messages import Messages
+from mpitrain.profile import DEFAULT, Profile
 from mpitrain.transfer import broadcast_bytes, gather_bytes
 from mpitrain.tree import Tree, leaves, num_samples, rebuild
 
@@ -53,6 +54,7 @@ class World:
     config: Config
     control: Control
     make_arrays: Callable[[World], TreeExchange]
+    profile: Profile = DEFAULT
 
     @cached_property
     def rank(self) -> int:

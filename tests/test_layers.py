@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "mpitrain"
 # A name ending in .* stands for a package with all its modules.
 LAYERS: dict[str, list[str]] = {
     "bottom": ["errors", "early"],
-    "values": ["arrays", "config", "tree"],
+    "values": ["arrays", "config", "profile", "tree"],
     "compression": ["compression.*"],
     "launch": ["launch.*"],
     "waiting": ["control", "messages", "transfer"],

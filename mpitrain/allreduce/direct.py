@@ -107,8 +107,7 @@ def direct_steps(group: Group, codec: Codec | None = None) -> Steps:
 
         arrived = [wires.of(offset, flat.dtype)[: own.stop - own.start] for offset in others]
         receives = [
-            comm.Irecv(into.view(numpy.uint8), rank(-offset), tag)
-            for offset, into in zip(others, arrived, strict=True)
+            comm.Irecv(into.view(numpy.uint8), rank(-offset), tag) for offset, into in zip(others, arrived, strict=True)
         ]
         sends = [comm.Isend(at(offset), rank(offset), tag) for offset in others]
         for receive, values in zip(receives, arrived, strict=True):
@@ -156,8 +155,7 @@ def direct_steps(group: Group, codec: Codec | None = None) -> Steps:
         codec.decode(total, own)
         places = [flat[parts[(group.index - offset) % group.size]] for offset in others]
         sums = [
-            wires.received[offset][: codec.wire_bytes(place.size)]
-            for offset, place in zip(others, places, strict=True)
+            wires.received[offset][: codec.wire_bytes(place.size)] for offset, place in zip(others, places, strict=True)
         ]
         receives = [comm.Irecv(into, rank(-offset), tag + 1) for offset, into in zip(others, sums, strict=True)]
         for receive, wire, place in zip(receives, sums, places, strict=True):

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mpitrain.profile import ring_order
 from mpitrain.world import World
 
 if TYPE_CHECKING:
@@ -38,23 +39,22 @@ class Group:
 
 def everyone(world: World) -> Group:
     """All ranks of the world, node by node: neighbours on one node stay neighbours, whatever the placement."""
-    order = tuple(sorted(range(world.size), key=lambda rank: (world.node_ranks[rank], rank)))
+    order = tuple(rank for node in _nodes(world) for rank in node)
     return Group(world.comm, order, order.index(world.rank))
 
 
 def of_this_node(world: World) -> Group:
     """The ranks that share this machine's memory."""
-    mates = _on_node(world, world.node_rank)
+    mates = _mates(world)
     return Group(world.comm, mates, mates.index(world.rank))
 
 
 def lane(world: World) -> Group | None:
     """One rank of every node: those with this rank's local rank. None where a node has no such rank."""
-    nodes = [_on_node(world, node) for node in sorted(set(world.node_ranks))]
-    place = _on_node(world, world.node_rank).index(world.rank)
-    if place >= min(len(ranks) for ranks in nodes):
+    place = _mates(world).index(world.rank)
+    if place >= num_lanes(world):
         return None
-    members = tuple(ranks[place] for ranks in nodes)
+    members = tuple(ranks[place] for ranks in _nodes(world))
     return Group(world.comm, members, members.index(world.rank))
 
 
@@ -63,8 +63,18 @@ def num_lanes(world: World) -> int:
     return min(world.node_ranks.count(node) for node in set(world.node_ranks))
 
 
-def _on_node(world: World, node: int) -> tuple[int, ...]:
-    return tuple(rank for rank in range(world.size) if world.node_ranks[rank] == node)
+def _mates(world: World) -> tuple[int, ...]:
+    return tuple(rank for rank in range(world.size) if world.node_ranks[rank] == world.node_rank)
+
+
+def _nodes(world: World) -> list[tuple[int, ...]]:
+    """The ranks of each node; the nodes in the order in which a ring goes through the fastest links."""
+    nodes = [
+        tuple(rank for rank in range(world.size) if world.node_ranks[rank] == node)
+        for node in sorted(set(world.node_ranks))
+    ]
+    order = ring_order([world.hosts[ranks[0]] for ranks in nodes], world.profile)
+    return [nodes[place] for place in order]
 
 
 # Linux adds some 50 us to any sleep, so a shorter one is none; longer ones save little (docs/log.md).

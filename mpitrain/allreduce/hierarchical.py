@@ -36,6 +36,7 @@ from collections.abc import Callable
 import numpy
 
 from mpitrain.allreduce.algorithm import Progress, Sequential, Steps
+from mpitrain.allreduce.costs import ring_from_bytes
 from mpitrain.allreduce.direct import direct_steps
 from mpitrain.allreduce.group import Group, lane, num_lanes
 from mpitrain.allreduce.node_memory import meet
@@ -43,14 +44,11 @@ from mpitrain.allreduce.ring import ring_steps
 from mpitrain.allreduce.shared_memory import NodeArrays, add_block, blocks
 from mpitrain.world import World, part_of
 
-# Below, two latencies count for more than messages that are as large as can be. Measured: see docs/log.md.
-RING_FROM_BYTES = 256 * 1024
-
 
 def hierarchical(world: World) -> Sequential:
     """Shared memory in the nodes, ring or direct between them. See Algorithm for the contract."""
     memory = NodeArrays(world)
-    return Sequential(world, "hierarchical", hierarchical_steps(world, memory, by_size), memory.allocate)
+    return Sequential(world, "hierarchical", hierarchical_steps(world, memory, by_size(world)), memory.allocate)
 
 
 def hierarchical_steps(world: World, memory: NodeArrays, make_between: Callable[[Group], Steps]) -> Steps:
@@ -75,11 +73,16 @@ def hierarchical_steps(world: World, memory: NodeArrays, make_between: Callable[
     return memory.steps(add)
 
 
-def by_size(group: Group) -> Steps:
-    """direct for what is small, ring for what is large."""
-    small, large = direct_steps(group), ring_steps(group)
+def by_size(world: World) -> Callable[[Group], Steps]:
+    """Between nodes: direct for what is small, ring for what is large."""
+    limit = ring_from_bytes(world.profile, len(set(world.node_ranks)), num_lanes(world))
 
-    def steps(flat: numpy.ndarray, residual: numpy.ndarray | None = None) -> Progress:
-        return (large if flat.nbytes >= RING_FROM_BYTES else small)(flat, residual)
+    def make(group: Group) -> Steps:
+        small, large = direct_steps(group), ring_steps(group)
 
-    return steps
+        def steps(flat: numpy.ndarray, residual: numpy.ndarray | None = None) -> Progress:
+            return (large if flat.nbytes >= limit else small)(flat, residual)
+
+        return steps
+
+    return make

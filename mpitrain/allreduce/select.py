@@ -17,7 +17,7 @@ def auto(world: World) -> Sequential:
     """native for what is small; then shared memory in a node, and between nodes. See Algorithm for the contract."""
     memory = NodeArrays(world)
     native = native_steps(world.comm)
-    large = shared_memory_steps(memory) if world.num_nodes == 1 else hierarchical_steps(world, memory, by_size)
+    large = shared_memory_steps(memory) if world.num_nodes == 1 else hierarchical_steps(world, memory, by_size(world))
 
     def steps(flat: numpy.ndarray, residual: numpy.ndarray | None = None) -> Progress:
         return (native if flat.nbytes < NATIVE_BELOW_BYTES else large)(flat, residual)

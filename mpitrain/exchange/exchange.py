@@ -9,6 +9,8 @@ import numpy
 from mpitrain.allreduce import make_algorithm
 from mpitrain.allreduce.algorithm import Handle
 from mpitrain.allreduce.compressed import compressed
+from mpitrain.allreduce.costs import pays
+from mpitrain.allreduce.group import num_lanes
 from mpitrain.arrays import Array
 from mpitrain.errors import ConfigError, DataError
 from mpitrain.world import World
@@ -30,7 +32,6 @@ class Exchange(Protocol):
     def allocate(self, count: int, dtype: numpy.dtype) -> Array:
         """An uninitialised flat array that `mean` needs not copy."""
         ...
-
 
     def state(self) -> dict[str, numpy.ndarray]:
         """What it keeps from step to step on this rank, by name; copies."""
@@ -56,7 +57,6 @@ class PlainExchange:
     def allocate(self, count: int, dtype: numpy.dtype) -> Array:
         """See Exchange."""
         return self._algorithm.allocate(count, dtype)
-
 
     def state(self) -> dict[str, numpy.ndarray]:
         """See Exchange. There is nothing."""
@@ -138,11 +138,24 @@ def make_exchange(world: World, algorithm: str | None = None, compression: str |
         ConfigError: there is no algorithm or compression of that name, or the two exclude each other.
     """
     compression = world.config.compression if compression is None else compression
-    if compression in ("", "none"):
+    if compression == "auto":
+        compression = _by_profile(world)
+    if compression == "none":
         return PlainExchange(world, algorithm)
     if algorithm is not None:
         raise ConfigError(f"compression={compression} chooses its algorithm itself; leave out algorithm={algorithm}")
     return CompressedExchange(world, compression)
+
+
+def _by_profile(world: World) -> str:
+    """bf16 where it pays; a line says what was chosen and why."""
+    chosen = "bf16" if world.num_nodes > 1 and pays("bf16", world.profile, num_lanes(world)) else "none"
+    rate = world.profile.bytes_per_second / 1e6
+    reason = f"{world.num_nodes} nodes, {rate:.0f} MB/s between them ({world.profile.origin})"
+    if world.num_nodes > 1 and not world.profile.is_measured:
+        reason = "the network is not known; measure it: mpitrain bench --save-profile FILE, then MPITRAIN_PROFILE=FILE"
+    world.print(f"mpitrain: compression auto: {chosen}; {reason}")
+    return chosen
 
 
 def scale(flat: Array, share: float) -> None:

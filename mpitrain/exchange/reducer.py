@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import numpy
 
 from mpitrain.agreement import Agreement, signature
+from mpitrain.allreduce import costs
 from mpitrain.allreduce.algorithm import FLOATS, Handle
 from mpitrain.arrays import Array
 from mpitrain.control import until
@@ -69,7 +70,8 @@ class GradientReducer:
         Args:
             parameters: in the model's order; gradients of the last ones are expected first.
             exchange: makes the exchange for a World, whose `comm` is then for nothing else.
-            bucket_bytes: exchange about this many bytes at once; default: the world's `bucket_mib`.
+            bucket_bytes: exchange about this many bytes at once; default: the world's `bucket_mib`, or by its
+                profile.
             threaded: move the exchange on from a thread. Default: where the ranks are on several nodes and MPI offers
                 MPI_THREAD_MULTIPLE, which it needs.
 
@@ -78,7 +80,9 @@ class GradientReducer:
             ConfigError: no parameters, two of one name, or one whose dtype has no mean.
         """
         self._world = world
-        bucket_bytes = int(world.config.bucket_mib * 2**20) if bucket_bytes is None else bucket_bytes
+        if bucket_bytes is None:
+            chosen = int(world.config.bucket_mib * 2**20)
+            bucket_bytes = chosen or costs.bucket_bytes(world.profile, world.num_nodes)
         self.layout = plan_layout(parameters)
         self._buckets = plan_buckets(self.layout, bucket_bytes)
         lines = [f"parameter {parameter}" for parameter in self.layout.parameters]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from functools import lru_cache
 
 import numpy
@@ -16,20 +15,9 @@ from mpitrain.allreduce.algorithm import DTYPES, INTEGERS, Algorithm
 from mpitrain.errors import ConfigError
 from mpitrain.world import part_of
 
+from .placements import PLACEMENTS, placed
+
 LENGTHS = (0, 1, 2, 7, 1000, 100003, 1 << 20)
-
-
-# Where the ranks are said to be, as node of rank r: what an algorithm does between nodes can be tried on one.
-PLACEMENTS: dict[str, Callable[[int], int]] = {
-    "dealt out over 2 nodes": lambda rank: rank % 2,
-    "3 nodes of different size": lambda rank: (0, 1, 1, 2, 2, 2, 2)[rank],
-    "alone on each node": lambda rank: rank,
-}
-
-
-def placed(world: World, placement: str) -> World:
-    """The world as it would be with its ranks on several nodes."""
-    return replace(world, node_ranks=tuple(PLACEMENTS[placement](rank) for rank in range(world.size)))
 
 
 @pytest.fixture(

@@ -1,0 +1,50 @@
+"""What an exchange between nodes costs by the profile of a cluster, and what follows: which algorithm, what buckets.
+
+Latency a, rate B of a link, m nodes, N bytes; a link is shared by the lanes of a node.
+
+    ring    2 (m-1) a + 2 (m-1)/m N/B
+    direct  2 a       + 2 (m-1)/m N/B x 1.04, where m > 2: many senders share a receiver's link less evenly (measured)
+"""
+
+from __future__ import annotations
+
+from mpitrain.profile import Profile
+
+_UNEVEN = 0.04
+_DEFAULT_BUCKET_BYTES = 4 * 2**20
+
+
+def seconds(algorithm: str, num_bytes: int, profile: Profile, num_nodes: int, lanes: int = 1) -> float:
+    """The predicted time of `ring` or `direct` for `num_bytes` a lane."""
+    wire = 2 * (num_nodes - 1) / num_nodes * num_bytes / _rate(profile, lanes)
+    if algorithm == "ring":
+        return 2 * (num_nodes - 1) * profile.latency_seconds + wire
+    return 2 * profile.latency_seconds + wire * (1 + _UNEVEN * (num_nodes > 2))
+
+
+def ring_from_bytes(profile: Profile, num_nodes: int, lanes: int = 1) -> int:
+    """From so many bytes a lane on, the ring is the faster one. On two nodes both take two latencies: always."""
+    if num_nodes <= 2:
+        return 0
+    latencies = (2 * (num_nodes - 1) - 2) * profile.latency_seconds
+    lost_a_byte = _UNEVEN * 2 * (num_nodes - 1) / num_nodes / _rate(profile, lanes)
+    return round(latencies / lost_a_byte)
+
+
+def bucket_bytes(profile: Profile, num_nodes: int) -> int:
+    """Buckets so large that latencies take a twentieth of the time, and no larger: the last one cannot be hidden."""
+    if not profile.is_measured or num_nodes == 1:
+        return _DEFAULT_BUCKET_BYTES
+    link = max((max(row) for row in profile.links), default=profile.bytes_per_second)
+    needed = 20 * num_nodes * profile.latency_seconds * link
+    return round(min(max(needed, 2**20), 64 * 2**20))
+
+
+def pays(codec: str, profile: Profile, lanes: int) -> bool:
+    """Whether a codec that halves the bytes takes less than half of the time that it saves on the wire."""
+    rate = dict(profile.codecs).get(codec, 0.0)
+    return profile.is_measured and rate > 4 * _rate(profile, lanes)
+
+
+def _rate(profile: Profile, lanes: int) -> float:
+    return profile.bytes_per_second / lanes

@@ -1,0 +1,132 @@
+"""What messages and memory cost on one cluster: measured once, kept in a file, used to choose algorithms and sizes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mpitrain.errors import ConfigError
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Costs between the nodes of a cluster.
+
+    Attributes:
+        origin: where the numbers come from, for messages.
+        latency_seconds: of a message of one byte between two nodes, one way.
+        bytes_per_second: that a link carries in one direction, the median over links.
+        links: the same by sender and receiver, in the order of `nodes`; empty where it was not measured.
+        nodes: host names.
+        codecs: for each codec's name, bytes of float32 that one rank encodes, adds and decodes a second.
+    """
+
+    origin: str
+    latency_seconds: float
+    bytes_per_second: float
+    links: tuple[tuple[float, ...], ...] = ()
+    nodes: tuple[str, ...] = ()
+    codecs: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def is_measured(self) -> bool:
+        """False for the numbers that stand in where there is no file."""
+        return bool(self.nodes)
+
+
+# Gigabit Ethernet between ordinary machines, as TCP carries it.
+DEFAULT = Profile("default: Gigabit Ethernet", 50e-6, 117e6)
+
+
+def fingerprint(hosts: Sequence[str], node_ranks: Sequence[int], mpi: str) -> dict[str, Any]:
+    """By what a profile is known to be of this cluster and this way of using it.
+
+    Args:
+        hosts: host name of every rank.
+        node_ranks: node of every rank.
+        mpi: the MPI library, with its version.
+    """
+    nodes = sorted((hosts[node_ranks.index(node)], node_ranks.count(node)) for node in set(node_ranks))
+    return {"hosts": [name for name, _ in nodes], "ranks_per_node": [number for _, number in nodes], "mpi": mpi}
+
+
+def library_name(text: str) -> str:
+    """The MPI library and its version in one line, from what MPI_Get_library_version gives."""
+    # MPICH's goes on for pages, Open MPI's after a comma; both have a zero byte at the end.
+    return " ".join(text.splitlines()[0].partition(",")[0].strip("\0").split())
+
+
+def to_json(measured: dict[str, Any], nodes: Sequence[str], here: dict[str, Any], versions: dict[str, Any]) -> str:
+    """The file's text. `measured` is what bench.measure.measure_cluster returns, its links in the order of `nodes`."""
+    content = {"schema": SCHEMA, "fingerprint": here, "versions": versions, "nodes": list(nodes), "measured": measured}
+    return json.dumps(content, indent=2) + "\n"
+
+
+def from_json(text: str, path: str, here: dict[str, Any]) -> Profile:
+    """The profile in a file's text.
+
+    Raises:
+        ConfigError: it is torn, of another format, or of another cluster than `here`.
+    """
+    advice = f"Measure anew: mpitrain bench --save-profile {path}"
+    try:
+        content = json.loads(text)
+        schema, found, measured = content["schema"], content["fingerprint"], content["measured"]
+        nodes = tuple(str(name) for name in content["nodes"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"the profile {path} is damaged ({error!r}). {advice}") from None
+    if schema != SCHEMA:
+        raise ConfigError(f"the profile {path} has format {schema}; this version reads {SCHEMA}. {advice}")
+    for name, value in here.items():
+        if found.get(name) != value:
+            raise ConfigError(
+                f"the profile {path} is of another cluster: {name} {found.get(name)}, here {value}. {advice}"
+            )
+    try:
+        latency_us, links = measured["latency_between_nodes_us"], measured["link_bytes_per_second"]
+        codecs = tuple((name, _slowest(rates)) for name, rates in measured["codecs"].items())
+        if links is None:
+            return Profile(path, DEFAULT.latency_seconds, DEFAULT.bytes_per_second, (), nodes, codecs)
+        rows = tuple(tuple(float(rate) for rate in row) for row in links)
+        rates = sorted(rate for i, row in enumerate(rows) for j, rate in enumerate(row) if i != j)
+        if {len(row) for row in rows} != {len(nodes)} or len(rows) != len(nodes) or rates[0] <= 0 or latency_us <= 0:
+            raise ValueError("its links do not fit its nodes")
+        return Profile(path, latency_us * 1e-6, rates[len(rates) // 2], rows, nodes, codecs)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ConfigError(f"the profile {path} is damaged ({error!r}). {advice}") from None
+
+
+def _slowest(rates: dict[str, Any]) -> float:
+    """What encoding, adding and decoding let through one after the other, the work on half of the bytes each."""
+    return 1 / sum(1 / float(rates[f"{operation}_bytes_per_second"]) for operation in ("encode", "add", "decode"))
+
+
+def ring_order(nodes: Sequence[str], profile: Profile) -> list[int]:
+    """The nodes' places in the order of a ring whose slowest link is as fast as can be found.
+
+    Greedy from every start: always on to the node with the fastest link that is left. Where nothing was measured, the
+    order is as given.
+    """
+    if not profile.links or len(nodes) < 4:  # with three, all rings but for their direction are one
+        return list(range(len(nodes)))
+    place = [profile.nodes.index(name) for name in nodes]
+
+    def rate(a: int, b: int) -> float:
+        return profile.links[place[a]][place[b]]
+
+    best: tuple[float, list[int]] = (0.0, [])
+    for start in range(len(nodes)):
+        order, left = [start], set(range(len(nodes))) - {start}
+        while left:
+            order.append(max(sorted(left), key=lambda node: rate(order[-1], node)))
+            left.remove(order[-1])
+        slowest = min(rate(a, b) for a, b in zip(order, order[1:] + order[:1], strict=True))
+        # Links that differ by noise must not shuffle the ring.
+        if slowest > best[0] * 1.05:
+            best = (slowest, order)
+    given = min(rate(a, (a + 1) % len(nodes)) for a in range(len(nodes)))
+    return best[1] if best[0] > given * 1.05 else list(range(len(nodes)))
