@@ -35,6 +35,7 @@ LAYERS: dict[str, list[str]] = {
         "training.schedules",
     ],
     "trainer": ["training.hooks", "training.trainer"],
+    "bench": ["bench.*"],
     "diagnostics": ["diagnostics.*"],
     "testbed": ["testbed.*"],
     "provision": ["provision.*"],
@@ -56,6 +57,7 @@ HOMES = {
     "torch": [],
     "jax": [],
     "fabric": ["diagnostics.cluster.connect"],
+    "matplotlib": ["bench.plot"],
 }
 
 LEVELS = {entry: level for level, entries in enumerate(LAYERS.values()) for entry in entries}

@@ -34,6 +34,7 @@ class Request:
     as_root: bool
     places: Sequence[Place] = ()  # the hosts and their ranks; none: all on this machine
     devices: Sequence[str] = ()  # of the ranks in order; none where nothing was said
+    shows_ranks: bool = True  # in front of each line of their output
     carried: Sequence[str] = ()  # names of the variables that all ranks get from here, where mpiexec must be told
 
 
@@ -44,6 +45,7 @@ class Command:
     arguments: tuple[str, ...]
     environment: Mapping[str, str]  # added to the caller's own
     tag: Tag  # what mpiexec puts before a rank's output
+    shows_ranks: bool = True  # the printer puts the ranks before each line
 
     def __str__(self) -> str:
         """The command as one would type it in a shell."""
@@ -71,7 +73,7 @@ def command_for(request: Request, environ: Mapping[str, str]) -> Command:
     if request.devices:
         needed[DEVICES] = ",".join(request.devices)
     environment = {k: v for k, v in {**command.environment, **defaults}.items() if k not in environ} | needed
-    return Command(command.arguments, environment, command.tag)
+    return Command(command.arguments, environment, command.tag, request.shows_ranks)
 
 
 def _hydra(request: Request, environment: Mapping[str, str], arguments: Sequence[str]) -> Command:

@@ -1,0 +1,91 @@
+"""What a model of costs needs to know of a cluster: measured in well under a minute, kept in one file."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from mpitrain.bench.network import Link
+from mpitrain.bench.point_to_point import measure_pairs
+from mpitrain.bench.rounds import Variant, measure, versions
+from mpitrain.world import World
+
+SCHEMA = 1
+_BLOCK_BYTES = 2**25  # beyond any cache
+_SMALL_BYTES = 4096
+_MEMORY_ROUNDS, _SMALL_ROUNDS = 10, 100
+
+
+def measure_cluster(world: World, link: Link, tell: Callable[[str], object] = lambda text: None) -> dict[str, Any]:
+    """What messages, links and memory cost. Collective; the same on every rank.
+
+    Returns:
+        latency_between_nodes_us: median over pairs of nodes, half a round trip of one byte; None on one node.
+        latency_inside_node_us: the same of the ranks of a node, median over nodes; None with one rank on each.
+        link_bytes_per_second: by node rank of the sender, then of the receiver; measured, one direction.
+        link_gbit: nominal rate; None where it is not known.
+        copy_bytes_per_second, add_bytes_per_second: of float32 that a rank copies, or adds in place to others,
+            while all ranks do; the slowest rank's.
+        small_allreduce_us: MPI's own allreduce of 4 KiB.
+    """
+    between = measure_pairs(world.leaders, tell) if world.leaders is not None and world.num_nodes > 1 else None
+    world.barrier()  # in which the others wait without taking the leaders' cores
+    inside = measure_pairs(world.node, tell) if world.local_size > 1 else None
+    inside_us = _median_off_diagonal(inside.latency_us) if inside else None
+    all_inside = [value for value in world.allgather(inside_us) if value is not None]
+    pairs = world.broadcast(between)
+    tell("memory")
+    flat, other = numpy.ones(_BLOCK_BYTES // 4, numpy.float32), numpy.zeros(_BLOCK_BYTES // 4, numpy.float32)
+    memory = {
+        "copy": Variant(lambda: numpy.copyto(other, flat)),
+        "add": Variant(lambda: numpy.add(flat, other, out=flat), prepare=lambda: flat.fill(1.0)),
+    }
+    measure(world, memory, 1)
+    times = {name: statistics.median(its.seconds) for name, its in measure(world, memory, _MEMORY_ROUNDS).items()}
+    tell("small allreduce")
+    return {
+        "latency_between_nodes_us": _median_off_diagonal(pairs.latency_us) if pairs else None,
+        "latency_inside_node_us": statistics.median(all_inside) if all_inside else None,
+        "link_bytes_per_second": pairs.bytes_per_second if pairs else None,
+        "link_gbit": link.gbit,
+        "copy_bytes_per_second": _BLOCK_BYTES / times["copy"],
+        "add_bytes_per_second": _BLOCK_BYTES / times["add"],
+        "small_allreduce_us": _small_allreduce(world) * 1e6,
+    }
+
+
+def _median_off_diagonal(table: list[list[float]]) -> float:
+    return statistics.median(value for i, line in enumerate(table) for j, value in enumerate(line) if i != j)
+
+
+def _small_allreduce(world: World) -> float:
+    from mpi4py import MPI
+
+    flat = numpy.zeros(_SMALL_BYTES // 4, numpy.float32)
+    small = {"mpi": Variant(lambda: world.comm.Allreduce(MPI.IN_PLACE, flat))}
+    measure(world, small, 3)
+    return statistics.median(measure(world, small, _SMALL_ROUNDS)["mpi"].seconds)
+
+
+def fingerprint(world: World) -> dict[str, Any]:
+    """By what a profile is known to be of this cluster and this way of using it."""
+    leaders = [world.node_ranks.index(node) for node in range(world.num_nodes)]
+    nodes = sorted((world.hosts[leader], world.node_ranks.count(node)) for node, leader in enumerate(leaders))
+    return {
+        "hosts": [host for host, _ in nodes],
+        "ranks_per_node": [number for _, number in nodes],
+        "mpi": versions()["MPI"],
+    }
+
+
+def save_profile(path: Path, world: World, measured: dict[str, Any]) -> None:
+    """Write the file, whole or not at all. For rank 0 alone."""
+    profile = {"schema": SCHEMA, "fingerprint": fingerprint(world), "versions": versions(), "measured": measured}
+    new = path.with_name(path.name + ".new")
+    new.write_text(json.dumps(profile, indent=2) + "\n")
+    new.replace(path)

@@ -1,0 +1,45 @@
+"""A result for programs: one JSON object, and the lines about the job that stand above the table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from mpitrain.bench.network import Link
+from mpitrain.bench.point_to_point import Pairs
+from mpitrain.bench.rounds import versions, versions_line
+from mpitrain.bench.table import Row
+from mpitrain.world import World
+
+SCHEMA = 1
+
+
+def preamble(world: World, link: Link) -> list[str]:
+    """What was measured with what, and where."""
+    nodes = "1 node" if world.num_nodes == 1 else f"{world.num_nodes} nodes"
+    return [f"# {versions_line()}", f"# {world.size} ranks on {nodes}: {', '.join(_hosts(world))}", f"# {link.about}"]
+
+
+def as_json(world: World, link: Link, rows: Sequence[Row], pairs: Pairs | None, names: Sequence[str]) -> str:
+    """The whole result. `names` are those of the pairs' members."""
+    document: dict[str, Any] = {
+        "schema": SCHEMA,
+        "versions": versions(),
+        "hosts": list(world.hosts),
+        "ranks_per_node": [world.node_ranks.count(node) for node in range(world.num_nodes)],
+        "link": {"about": link.about, "gbit": link.gbit},
+        "rows": [asdict(row) for row in rows],
+        "point_to_point": None,
+    }
+    if pairs is not None:
+        rates = [[rate / 1e9 for rate in row] for row in pairs.bytes_per_second]
+        document["point_to_point"] = {"names": list(names), "latency_us": pairs.latency_us, "gb_per_second": rates}
+    return json.dumps(document, indent=2) + "\n"
+
+
+def _hosts(world: World) -> list[str]:
+    """Each node's host and number of ranks."""
+    nodes = range(world.num_nodes)
+    return [f"{world.node_ranks.count(node)} on {world.hosts[world.node_ranks.index(node)]}" for node in nodes]
