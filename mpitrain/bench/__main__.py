@@ -36,16 +36,14 @@ def main() -> int:
     try:
         with world.together("read the options"):
             options = read_options(arguments)
-    except ConfigError as error:
+        link = find_link(world, options.link_gbit)
+        for text in preamble(world, link):
+            world.print(text)
+        return _profile(world, options, link) if options.save_profile else _bench(world, options, link)
+    except ConfigError as error:  # the same on all ranks
         if world.is_root:
             print(f"mpitrain bench: {error}", file=sys.stderr)
         return 2
-    link = find_link(world, options.link_gbit)
-    for text in preamble(world, link):
-        world.print(text)
-    if options.save_profile:
-        return _profile(world, options, link)
-    return _bench(world, options, link)
 
 
 def _bench(world: World, options: Options, link: Link) -> int:

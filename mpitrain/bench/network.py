@@ -56,13 +56,15 @@ def find_link(world: World, given_gbit: float | None = None) -> Link:
 
 
 def _rate(found: Sequence[tuple[str, str, float | None]], given_gbit: float | None) -> tuple[float | None, str]:
-    names = ", ".join(f"{name or 'no interface that counts'} on {host}" for host, name, _ in found)
+    interfaces = [name or "no interface that counts bytes" for _, name, _ in found]
+    names = ", ".join(f"{name} on {host}" for name, (host, _, _) in zip(interfaces, found, strict=True))
+    if len(set(interfaces)) == 1:
+        names = f"{interfaces[0]} on every node"
     if given_gbit is not None:
         return given_gbit, f"{names}; {given_gbit:g} Gbit/s as --link-gbit says"
     rates = [gbit for _, _, gbit in found if gbit is not None]
     if len(rates) < len(found):
-        unknown = ", ".join(host for host, _, gbit in found if gbit is None)
-        return None, f"{names}; no driver says the rate on {unknown}: give it by --link-gbit"
+        return None, f"{names}; its rate is not known, as no driver says it: give it by --link-gbit"
     return min(rates), f"{names}; {min(rates):g} Gbit/s as the driver says"
 
 

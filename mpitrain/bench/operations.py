@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy
 
-from mpitrain.allreduce import ALGORITHMS, make_algorithm
+from mpitrain.allreduce import make_algorithm
 from mpitrain.allreduce.algorithm import BFLOAT16, Algorithm
 from mpitrain.arrays import Array
 from mpitrain.bench import data
@@ -119,11 +119,6 @@ def _made(world: World, name: str, codec: str, may_refuse: bool) -> Algorithm | 
             raise
         world.print(f"# {name} is left out: {error}")
         return None
-
-
-def known_algorithms() -> list[str]:
-    """What --algorithms can name."""
-    return sorted(ALGORITHMS)
 
 
 OPERATIONS: dict[str, Operation] = {

@@ -90,10 +90,11 @@ def read_options(arguments: argparse.Namespace) -> Options:
     Raises:
         ConfigError: a name that is not known, a size or number that is none, a file that cannot be written.
     """
+    from mpitrain.allreduce import ALGORITHMS
     from mpitrain.allreduce.algorithm import DTYPES
-    from mpitrain.bench.operations import NO_CODEC, OPERATIONS, TOLERANCES, known_algorithms
+    from mpitrain.bench.operations import NO_CODEC, OPERATIONS, TOLERANCES
 
-    algorithms = known_algorithms()
+    algorithms = sorted(ALGORITHMS)
     chosen = algorithms if arguments.algorithms == ALL else _names("algorithm", arguments.algorithms, algorithms)
     codecs = _names("codec", arguments.codecs, list(TOLERANCES))
     dtypes = _names("dtype", arguments.dtypes, [str(dtype) for dtype in DTYPES])

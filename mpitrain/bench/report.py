@@ -18,8 +18,7 @@ SCHEMA = 1
 
 def preamble(world: World, link: Link) -> list[str]:
     """What was measured with what, and where."""
-    nodes = "1 node" if world.num_nodes == 1 else f"{world.num_nodes} nodes"
-    return [f"# {versions_line()}", f"# {world.size} ranks on {nodes}: {', '.join(_hosts(world))}", f"# {link.about}"]
+    return [f"# {versions_line()}", f"# {_ranks(world)}", f"# {link.about}"]
 
 
 def as_json(world: World, link: Link, rows: Sequence[Row], pairs: Pairs | None, names: Sequence[str]) -> str:
@@ -39,7 +38,14 @@ def as_json(world: World, link: Link, rows: Sequence[Row], pairs: Pairs | None, 
     return json.dumps(document, indent=2) + "\n"
 
 
-def _hosts(world: World) -> list[str]:
-    """Each node's host and number of ranks."""
+def _ranks(world: World) -> str:
+    if world.num_nodes == 1:
+        return f"{world.size} ranks on {world.host}"
     nodes = range(world.num_nodes)
-    return [f"{world.node_ranks.count(node)} on {world.hosts[world.node_ranks.index(node)]}" for node in nodes]
+    hosts = [world.hosts[world.node_ranks.index(node)] for node in nodes]
+    numbers = [world.node_ranks.count(node) for node in nodes]
+    if len(set(numbers)) == 1:
+        return f"{world.size} ranks on {len(hosts)} nodes, {numbers[0]} on each: {', '.join(hosts)}"
+    return f"{world.size} ranks: " + ", ".join(
+        f"{number} on {host}" for number, host in zip(numbers, hosts, strict=True)
+    )

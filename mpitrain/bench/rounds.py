@@ -127,7 +127,8 @@ def versions(*packages: str) -> dict[str, str]:
 
     from mpitrain import __version__
 
-    library = MPI.Get_library_version().split("\n")[0].split(",")[0].replace("\t", "").strip("\0 ")
+    # MPICH's goes on for pages, Open MPI's after a comma; both have a zero byte at the end.
+    library = " ".join(MPI.Get_library_version().splitlines()[0].partition(",")[0].strip("\0").split())
     return {
         "mpitrain": __version__,
         "Python": platform.python_version(),
