@@ -25,7 +25,7 @@ _WARM_UP = 10
 _MESSAGE_BYTES = 2**20
 _IN_FLIGHT = 4
 _FEWEST, _MOST = 8, 512  # messages for the bandwidth
-_SECONDS = 0.25  # about so long for them
+_SECONDS = 0.1  # about so long for them
 _TAG = 1
 
 
