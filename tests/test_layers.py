@@ -15,6 +15,7 @@ PACKAGE = Path(__file__).parents[1] / "mpitrain"
 LAYERS: dict[str, list[str]] = {
     "bottom": ["errors", "early"],
     "values": ["arrays", "config", "tree"],
+    "compression": ["compression.*"],
     "launch": ["launch.*"],
     "waiting": ["control", "messages", "transfer"],
     "agreement": ["agreement"],
@@ -58,6 +59,7 @@ HOMES = {
     "jax": [],
     "fabric": ["diagnostics.cluster.connect"],
     "matplotlib": ["bench.plot"],
+    "numba": ["compression.kernels"],
 }
 
 LEVELS = {entry: level for level, entries in enumerate(LAYERS.values()) for entry in entries}
