@@ -80,6 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     from mpitrain.launch.hosts import lay_out
     from mpitrain.launch.job import run_job
     from mpitrain.launch.libraries import describe_mpiexec, find_library, find_mpiexec
+    from mpitrain.launch.tuning import glibc_version
     from mpitrain.launch.variables import absent
 
     if not Path(arguments.script).is_file():
@@ -96,6 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
         num_cores=len(os.sched_getaffinity(0)),
         as_root=os.geteuid() == 0,
         devices=[device for place in layout.places for device in place.devices],
+        glibc=glibc_version(os.confstr("CS_GNU_LIBC_VERSION") if "CS_GNU_LIBC_VERSION" in os.confstr_names else None),
     )
     if layout.note:
         print(f"mpitrain: {layout.note}", file=sys.stderr)
