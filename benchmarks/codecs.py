@@ -14,10 +14,10 @@ from collections.abc import Callable
 
 import numpy
 
+from mpitrain.bench.rounds import versions_line
 from mpitrain.compression import CODECS, make_codec
 from mpitrain.compression.codec import PIECE_VALUES
 from mpitrain.compression.kernels import can_compile
-from pairs import versions
 
 OPERATIONS = ("encode", "encode+error", "decode", "add")
 
@@ -65,7 +65,7 @@ def main() -> None:
             started = time.perf_counter()
             variants[name]()
             seconds[name].append(time.perf_counter() - started)
-    print(versions("ml_dtypes", *(["numba"] if can_compile() else [])))
+    print(versions_line("ml_dtypes", *(["numba"] if can_compile() else [])))
     for name, times in seconds.items():
         rates = sorted(values.nbytes / 1e9 / second for second in times)
         tenths = statistics.quantiles(rates, n=10)

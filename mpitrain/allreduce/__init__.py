@@ -9,13 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mpitrain.allreduce.algorithm import Algorithm
+from mpitrain.allreduce.halving_doubling import halving_doubling
 from mpitrain.allreduce.native import native
+from mpitrain.allreduce.recursive_doubling import recursive_doubling
 from mpitrain.allreduce.ring import ring
 from mpitrain.allreduce.select import auto
 from mpitrain.errors import ConfigError
 from mpitrain.world import World
 
-ALGORITHMS: dict[str, Callable[[World], Algorithm]] = {"auto": auto, "native": native, "ring": ring}
+ALGORITHMS: dict[str, Callable[[World], Algorithm]] = {
+    "auto": auto,
+    "halving_doubling": halving_doubling,
+    "native": native,
+    "recursive_doubling": recursive_doubling,
+    "ring": ring,
+}
 
 
 def make_algorithm(world: World, name: str | None = None) -> Algorithm:

@@ -114,6 +114,7 @@ def launch(
     from mpitrain.launch.hosts import lay_out
     from mpitrain.launch.job import run_job
     from mpitrain.launch.libraries import describe_mpiexec, find_library, find_mpiexec
+    from mpitrain.launch.tuning import glibc_version
     from mpitrain.launch.variables import absent
 
     given = _set_variables(arguments.env_file)
@@ -129,6 +130,7 @@ def launch(
         as_root=os.geteuid() == 0,
         devices=[device for place in layout.places for device in place.devices],
         shows_ranks=shows_ranks,
+        glibc=glibc_version(os.confstr("CS_GNU_LIBC_VERSION") if "CS_GNU_LIBC_VERSION" in os.confstr_names else None),
     )
     if layout.note:
         print(f"mpitrain: {layout.note}", file=sys.stderr)
