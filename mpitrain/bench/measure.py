@@ -13,10 +13,12 @@ import numpy
 from mpitrain.bench.network import Link
 from mpitrain.bench.point_to_point import measure_pairs
 from mpitrain.bench.rounds import Variant, measure, versions
+from mpitrain.compression import CODECS, make_codec
 from mpitrain.world import World
 
 SCHEMA = 1
 _BLOCK_BYTES = 2**25  # beyond any cache
+_CODEC_BYTES = 2**23
 _SMALL_BYTES = 4096
 _MEMORY_ROUNDS, _SMALL_ROUNDS = 10, 100
 
@@ -31,6 +33,8 @@ def measure_cluster(world: World, link: Link, tell: Callable[[str], object] = la
         link_gbit: nominal rate; None where it is not known.
         copy_bytes_per_second, add_bytes_per_second: of float32 that a rank copies, or adds in place to others,
             while all ranks do; the slowest rank's.
+        codecs: by name: whether it is compiled on every rank, and as above, of float32, what a rank encodes with the
+            error of it, decodes, and adds.
         small_allreduce_us: MPI's own allreduce of 4 KiB.
     """
     between = measure_pairs(world.leaders, tell) if world.leaders is not None and world.num_nodes > 1 else None
@@ -47,6 +51,8 @@ def measure_cluster(world: World, link: Link, tell: Callable[[str], object] = la
     }
     measure(world, memory, 1)
     times = {name: statistics.median(its.seconds) for name, its in measure(world, memory, _MEMORY_ROUNDS).items()}
+    tell("codecs")
+    codecs = {name: _codec_rates(world, name) for name in CODECS}
     tell("small allreduce")
     return {
         "latency_between_nodes_us": _median_off_diagonal(pairs.latency_us) if pairs else None,
@@ -55,8 +61,26 @@ def measure_cluster(world: World, link: Link, tell: Callable[[str], object] = la
         "link_gbit": link.gbit,
         "copy_bytes_per_second": _BLOCK_BYTES / times["copy"],
         "add_bytes_per_second": _BLOCK_BYTES / times["add"],
+        "codecs": codecs,
         "small_allreduce_us": _small_allreduce(world) * 1e6,
     }
+
+
+def _codec_rates(world: World, name: str) -> dict[str, Any]:
+    codec = make_codec(name)
+    values = numpy.random.default_rng(world.rank).standard_normal(_CODEC_BYTES // 4, numpy.float32)
+    error, wire = numpy.empty_like(values), numpy.empty(codec.wire_bytes(values.size), numpy.uint8)
+    variants = {
+        "encode": Variant(lambda: codec.encode(values, wire, error)),
+        "decode": Variant(lambda: codec.decode(wire, error)),
+        "add": Variant(lambda: codec.add(wire, error), prepare=lambda: error.fill(0.0)),
+    }
+    measure(world, variants, 1)
+    rates = {
+        f"{operation}_bytes_per_second": _CODEC_BYTES / statistics.median(its.seconds)
+        for operation, its in measure(world, variants, _MEMORY_ROUNDS).items()
+    }
+    return {"compiled": all(world.allgather(codec.compiled)), **rates}
 
 
 def _median_off_diagonal(table: list[list[float]]) -> float:

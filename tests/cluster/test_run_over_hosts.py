@@ -208,7 +208,7 @@ def test_bench_sees_what_crosses_the_link(bed: Bed) -> None:
         assert row["wrong"] == 0
         assert row["bound_us"] == pytest.approx(2**22 * 8 / 1e3)
         assert row["link_multiple"] > 0.99
-    # 2 (p - 1) / p of the buffer leaves each of p = 4 ranks, and one rank's part each node: 1.5; nodes could do with 1.
+    # Ranks send 1.5 buffers round a ring of 4, and one rank of each node sends to the other; the nodes could do with 1.
     assert by_name["ring"]["link_multiple"] == pytest.approx(1.5, rel=0.05)
 
 

@@ -23,6 +23,7 @@ from mpitrain.bench.report import as_json
 from mpitrain.bench.rounds import Variant, alternate, measure
 from mpitrain.bench.sweep import sweep
 from mpitrain.bench.table import Row
+from mpitrain.compression import CODECS
 from mpitrain.errors import ConfigError
 
 
@@ -147,6 +148,8 @@ def test_a_profile(world: World, shared: Path) -> None:
     assert (measured["latency_inside_node_us"] is None) == (world.size == 1)
     for name in ("copy_bytes_per_second", "add_bytes_per_second", "small_allreduce_us"):
         assert measured[name] > 0
+    assert set(measured["codecs"]) == set(CODECS)
+    assert all(its["add_bytes_per_second"] > 0 for its in measured["codecs"].values())
     if world.is_root:
         save_profile(shared / "profile.json", world, measured)
         read = json.loads((shared / "profile.json").read_text())
