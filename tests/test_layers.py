@@ -16,11 +16,11 @@ LAYERS: dict[str, list[str]] = {
     "bottom": ["errors", "early"],
     "values": ["arrays", "config", "tree"],
     "launch": ["launch.*"],
-    "waiting": ["control", "messages", "transfer"],
+    "waiting": ["background", "control", "messages", "pieces", "transfer"],
     "agreement": ["agreement"],
     "world": ["world", "cuda.*"],
     "allreduce": ["allreduce.*"],
-    "exchange": ["exchange.bucket", "exchange.driver", "exchange.exchange", "exchange.trees"],
+    "exchange": ["collectives", "exchange.bucket", "exchange.driver", "exchange.exchange", "exchange.trees"],
     "reducer": ["exchange", "exchange.reducer"],
     "job": ["failure", "start"],
     "parts": [
