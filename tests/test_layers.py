@@ -17,11 +17,11 @@ LAYERS: dict[str, list[str]] = {
     "values": ["arrays", "config", "tree"],
     "compression": ["compression.*"],
     "launch": ["launch.*"],
-    "waiting": ["control", "messages", "transfer"],
+    "waiting": ["background", "control", "messages", "pieces", "transfer"],
     "agreement": ["agreement"],
     "world": ["world", "cuda.*"],
     "allreduce": ["allreduce.*"],
-    "exchange": ["exchange.bucket", "exchange.driver", "exchange.exchange", "exchange.trees"],
+    "exchange": ["collectives", "exchange.bucket", "exchange.driver", "exchange.exchange", "exchange.trees"],
     "reducer": ["exchange", "exchange.reducer"],
     "job": ["failure", "start"],
     "parts": [

@@ -1,8 +1,7 @@
 """Allreduce in phases: in each one a rank exchanges a part of the buffer with one partner. What two algorithms share.
 
-recursive_doubling.py and halving_doubling.py say who meets whom, with what; here it is done. A part travels in pieces,
-some of them at a time, so that no message is a large one (over TCP those go one way at a time) and additions overlap
-transfers. A phase begins when the one before it is complete.
+recursive_doubling.py and halving_doubling.py say who meets whom, with what; here it is done. A part travels in pieces
+(mpitrain/pieces.py). A phase begins when the one before it is complete.
 
 Both algorithms are for a power of two of ranks. Of other numbers, p = q + r with q the largest power of two, the first
 2r ranks stand in pairs: the even one hands its buffer to the odd one, which adds it to its own, takes part for both,
@@ -16,7 +15,6 @@ and hands the result back. Seven ranks, q = 4, r = 3:
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
@@ -24,12 +22,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy
 
 from mpitrain.allreduce.algorithm import Steps
+from mpitrain.pieces import Mover
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-PIECE_BYTES = 2**18
-AHEAD = 4  # pieces posted for receiving, and at most in sending, at one time
 
 NOTHING = slice(0, 0)
 
@@ -51,15 +47,13 @@ def steps_of(comm: MPI.Comm, plan: Plan, tag: int) -> Steps:
     """The steps of an algorithm whose phases, for a power of two of ranks, `plan` gives; any number of ranks."""
     rank, size = comm.rank, comm.size
     cached = lru_cache(maxsize=256)(lambda count: for_any_size(plan, count, rank, size))
-    scratch = numpy.empty(0, numpy.uint8)
+    mover = Mover(comm, tag)
 
     def steps(flat: numpy.ndarray) -> Iterator[None]:
-        nonlocal scratch
-        needed = AHEAD * min(PIECE_BYTES, flat.nbytes)
-        if scratch.size < needed:
-            scratch = numpy.empty(needed, numpy.uint8)
-        for phase in cached(flat.size):
-            yield from _exchange(comm, flat, phase, scratch, tag)
+        for partner, send, receive, adds in cached(flat.size):
+            add = (_add_left if rank < partner else _add_right) if adds else None
+            parts = [(partner, flat[send])], [(partner, flat[receive])]
+            yield from mover.move(*parts, add=add, same=send == receive)
 
     return steps
 
@@ -82,46 +76,16 @@ def for_any_size(plan: Plan, count: int, rank: int, size: int) -> list[Phase]:
     return phases
 
 
-def _exchange(comm: MPI.Comm, flat: numpy.ndarray, phase: Phase, scratch: numpy.ndarray, tag: int) -> Iterator[None]:
-    partner, adds = phase.partner, phase.adds
-    is_left = comm.rank < partner
-    per_piece = min(PIECE_BYTES // flat.itemsize, flat.size)
-    slots = [
-        scratch[i * per_piece * flat.itemsize :][: per_piece * flat.itemsize].view(flat.dtype) for i in range(AHEAD)
-    ]
-    to_send, to_receive = _pieces(flat[phase.send], per_piece), _pieces(flat[phase.receive], per_piece)
-    # Where a piece is added to what is being sent, that must have left.
-    is_same = phase.send == phase.receive
-    sends: deque[MPI.Request] = deque()
-    receives: deque[tuple[MPI.Request, numpy.ndarray]] = deque()
-    posted = received = started = sent = 0
-    while received < len(to_receive) or sent < len(to_send):
-        while posted < min(len(to_receive), received + AHEAD):
-            piece = to_receive[posted]
-            into = slots[posted % AHEAD][: piece.size] if adds else piece
-            receives.append((comm.Irecv(into.view(numpy.uint8), partner, tag), into))
-            posted += 1
-        while started < min(len(to_send), sent + AHEAD):
-            sends.append(comm.Isend(to_send[started].view(numpy.uint8), partner, tag))
-            started += 1
-        progress = False
-        while sends and sends[0].Test():
-            sends.popleft()
-            sent += 1
-            progress = True
-        if receives and (not is_same or received < sent) and receives[0][0].Test():
-            _, arrived = receives.popleft()
-            if adds:
-                _add(to_receive[received], arrived, is_left)
-            received += 1
-            progress = True
-        if not progress:
-            yield
+def _add_left(mine: numpy.ndarray, arrived: numpy.ndarray) -> None:
+    """Add to `mine`, with the same bits as _add_right on the other side: of two NaNs the sum is the left one."""
+    _add(mine, arrived, mine)
 
 
-def _add(mine: numpy.ndarray, arrived: numpy.ndarray, is_left: bool) -> None:
-    """Add to `mine`, with the same bits on both sides: of two NaNs the sum is the left one."""
-    left, right = (mine, arrived) if is_left else (arrived, mine)
+def _add_right(mine: numpy.ndarray, arrived: numpy.ndarray) -> None:
+    _add(arrived, mine, mine)
+
+
+def _add(left: numpy.ndarray, right: numpy.ndarray, mine: numpy.ndarray) -> None:
     # Infinity is a value like any other here; whoever must not have it looks at the sum.
     with numpy.errstate(all="ignore"):
         # Where there is only one of each, NumPy takes it for a reduction, and what is overwritten for the left one.
@@ -129,7 +93,3 @@ def _add(mine: numpy.ndarray, arrived: numpy.ndarray, is_left: bool) -> None:
             mine[0] = (left + right)[0]
         else:
             numpy.add(left, right, out=mine)
-
-
-def _pieces(part: numpy.ndarray, per_piece: int) -> list[numpy.ndarray]:
-    return [part[begin : begin + per_piece] for begin in range(0, part.size, per_piece)]
