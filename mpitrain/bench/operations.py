@@ -5,20 +5,21 @@ To add one: a function that makes its variants for a number of elements and a dt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy
 
+from mpitrain import collectives
 from mpitrain.allreduce import make_algorithm
 from mpitrain.allreduce.algorithm import BFLOAT16, Algorithm
 from mpitrain.arrays import Array
 from mpitrain.bench import data
 from mpitrain.bench.rounds import Variant
 from mpitrain.errors import ConfigError
-from mpitrain.world import World
+from mpitrain.world import World, part_of
 
 if TYPE_CHECKING:
     from mpitrain.bench.options import Options
@@ -26,12 +27,16 @@ if TYPE_CHECKING:
 # The name of the row that every other one is compared with: MPI's own blocking call, as installed.
 MPI_ITSELF = "mpi"
 NO_CODEC = "none"
+# Of the calls in mpitrain.collectives, which have no algorithms to choose from.
+LIBRARY = "mpitrain"
 
 # What can go over the wire, and how far the sum over so many ranks of values in [-1, 1] may be off by it.
 TOLERANCES: dict[str, Callable[[int], float]] = {NO_CODEC: lambda size: 0.0}
 
 # (algorithm, codec) -> what is run.
 Variants: TypeAlias = dict[tuple[str, str], Variant]
+# From this rank's array and memory for a result to the result, which may be elsewhere.
+IntoNew: TypeAlias = Callable[[numpy.ndarray, numpy.ndarray], numpy.ndarray]
 # From a number of elements and their dtype to the variants that are compared.
 MakeVariants: TypeAlias = Callable[[int, numpy.dtype], Variants]
 
@@ -121,6 +126,100 @@ def _made(world: World, name: str, codec: str, may_refuse: bool) -> Algorithm | 
         return None
 
 
+def _reduce_scatter(world: World, _: Options) -> MakeVariants:
+    from mpi4py import MPI
+
+    def natively(flat: numpy.ndarray, result: numpy.ndarray) -> numpy.ndarray:
+        world.comm.Reduce_scatter_block(flat, result, MPI.SUM)
+        return result
+
+    def variants(count: int, dtype: numpy.dtype) -> Variants:
+        part = part_of(count, world.rank, world.size)
+        expected = numpy.roll(data.sum_tile(world.size, dtype), -part.start)
+        compared = {LIBRARY: _library(world, collectives.reduce_scatter)}
+        if dtype not in _NOT_OF_MPI:
+            compared[MPI_ITSELF] = natively
+        return _into_new(
+            world, dtype, compared, count, count // world.size, lambda result: data.count_wrong(result, expected)
+        )
+
+    return variants
+
+
+def _allgather(world: World, _: Options) -> MakeVariants:
+    def natively(flat: numpy.ndarray, result: numpy.ndarray) -> numpy.ndarray:
+        world.comm.Allgather(flat.view(numpy.uint8), result.view(numpy.uint8))
+        return result
+
+    def variants(count: int, dtype: numpy.dtype) -> Variants:
+        expected = [data.tile(rank, world.size, dtype) for rank in range(world.size)]
+
+        def wrong(result: numpy.ndarray) -> int:
+            parts = numpy.split(result, world.size)
+            return sum(data.count_wrong(part, values) for part, values in zip(parts, expected, strict=True))
+
+        compared = {LIBRARY: _library(world, collectives.allgather), MPI_ITSELF: natively}
+        return _into_new(world, dtype, compared, count // world.size, count, wrong)
+
+    return variants
+
+
+def _broadcast(world: World, _: Options) -> MakeVariants:
+    def natively(flat: numpy.ndarray, _: numpy.ndarray) -> numpy.ndarray:
+        world.comm.Bcast(flat.view(numpy.uint8))
+        return flat
+
+    def variants(count: int, dtype: numpy.dtype) -> Variants:
+        expected = data.tile(0, world.size, dtype)
+        compared = {LIBRARY: _library(world, collectives.broadcast), MPI_ITSELF: natively}
+        return _into_new(world, dtype, compared, count, 0, lambda result: data.count_wrong(result, expected))
+
+    return variants
+
+
+def _library(world: World, call: Callable[[World, Array], collectives.Handle[Array]]) -> IntoNew:
+    return lambda flat, _: call(world, flat).wait()
+
+
+def _into_new(
+    world: World,
+    dtype: numpy.dtype,
+    compared: Mapping[str, IntoNew],
+    count: int,
+    result_count: int,
+    wrong: Callable[[numpy.ndarray], int],
+) -> Variants:
+    """Variants that leave `count` elements, filled with this rank's tile, and make a result, which `wrong` looks at."""
+    values = data.tile(world.rank, world.size, dtype)
+
+    def variant(call: IntoNew) -> Variant:
+        calls = _calls(max(count, result_count) * dtype.itemsize)
+        flats = [numpy.empty(count, dtype) for _ in range(calls)]
+        given = [numpy.empty(result_count, dtype) for _ in range(calls)]  # MPI's calls write here; ours make their own
+        results: list[numpy.ndarray] = []
+
+        def run() -> None:
+            results[:] = [call(flat, result) for flat, result in zip(flats, given, strict=True)]
+
+        return Variant(
+            run, lambda: data.fill(flats, values), lambda: sum(wrong(result) for result in results), calls=calls
+        )
+
+    return {(name, NO_CODEC): variant(call) for name, call in compared.items()}
+
+
+def _part_factor(size: int) -> float:
+    return (size - 1) / size
+
+
+def _busiest_node(nodes: Sequence[int]) -> float:
+    """Of a buffer of one part a rank: the parts that all others have, or those of the node itself."""
+    return max(max(number, sum(nodes) - number) for number in nodes) / sum(nodes)
+
+
 OPERATIONS: dict[str, Operation] = {
     "allreduce": Operation(_allreduce, lambda size: 2 * (size - 1) / size, lambda nodes: 2 * (1 - 1 / len(nodes))),
+    "reduce_scatter": Operation(_reduce_scatter, _part_factor, _busiest_node, is_split=True),
+    "allgather": Operation(_allgather, _part_factor, _busiest_node, is_split=True),
+    "broadcast": Operation(_broadcast, lambda size: 1.0, lambda nodes: 1.0),
 }

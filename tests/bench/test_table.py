@@ -92,6 +92,15 @@ def test_factors() -> None:
     assert [allreduce.least(nodes) for nodes in ([1, 1], [2, 2], [1, 3], [1, 1, 1, 1])] == [1.0, 1.0, 1.0, 1.5]
 
 
+def test_factors_of_the_others() -> None:
+    for name in ("reduce_scatter", "allgather"):
+        operation = OPERATIONS[name]
+        assert [operation.busbw_factor(size) for size in (1, 2, 4)] == [0.0, 0.5, 0.75]
+        # Of four parts, the one node has three: it sends or receives them all.
+        assert [operation.least(nodes) for nodes in ([1, 1], [2, 2], [1, 3], [1, 1, 1, 1])] == [0.5, 0.5, 0.75, 0.75]
+    assert (OPERATIONS["broadcast"].busbw_factor(4), OPERATIONS["broadcast"].least([1, 1])) == (1.0, 1.0)
+
+
 @pytest.mark.parametrize(
     ("size", "text"), [(1, "1"), (1000, "1000"), (4096, "4K"), (2**20, "1M"), (1.5 * 2**20, "1.5M"), (2**31, "2G")]
 )

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy
 import pytest
 
-from mpitrain import World
+from mpitrain import World, collectives
 from mpitrain.allreduce import ALGORITHMS
 from mpitrain.allreduce.algorithm import Sequential
 from mpitrain.bench.measure import fingerprint, measure_cluster, save_profile
@@ -52,6 +52,38 @@ def test_every_algorithm_is_right(world: World) -> None:
     assert {"mpi", "auto", "native", "ring"} <= names <= {"mpi", *ALGORITHMS}
     assert {row.ratio_to_mpi for row in rows if row.algorithm == "mpi"} == {1.0}
     assert [row.size_bytes for row in rows if (row.algorithm, row.dtype) == ("mpi", "float32")] == [8, 300000]
+
+
+@pytest.mark.parametrize("operation", sorted(set(OPERATIONS) - {"allreduce"}))
+def test_other_operations_are_right(world: World, operation: str) -> None:
+    rows = rows_of(world, "--operation", operation, "--sizes", "64,300001", "--dtypes=float32,bfloat16", "--rounds=1")
+    assert {row.algorithm for row in rows} == {"mpi", "mpitrain"}
+    for row in rows:
+        assert row.wrong == 0, row
+        assert row.busbw == pytest.approx(row.algbw * OPERATIONS[operation].busbw_factor(world.size))
+        itemsize = numpy.dtype("float32").itemsize if row.dtype == "float32" else 2
+        parts = world.size if OPERATIONS[operation].is_split else 1
+        assert row.count * parts * itemsize == row.size_bytes
+
+
+@pytest.mark.parametrize("operation", sorted(set(OPERATIONS) - {"allreduce"}))
+def test_what_other_operations_get_wrong_is_counted(
+    world: World, operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = getattr(collectives, operation)
+
+    class Off:
+        def __init__(self, world: World, array: numpy.ndarray) -> None:
+            self._handle = right(world, array)
+
+        def wait(self) -> numpy.ndarray:
+            result = self._handle.wait()
+            result[-1] += world.rank == world.size - 1
+            return result
+
+    monkeypatch.setattr(collectives, operation, Off)
+    rows = rows_of(world, "--operation", operation, "--sizes", "1M", "--rounds", "3")
+    assert {row.algorithm: row.wrong for row in rows} == {"mpi": 0, "mpitrain": 5}
 
 
 @pytest.fixture
