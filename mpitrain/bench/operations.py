@@ -138,7 +138,7 @@ def _reduce_scatter(world: World, _: Options) -> MakeVariants:
         expected = numpy.roll(data.sum_tile(world.size, dtype), -part.start)
         compared = {LIBRARY: _library(world, collectives.reduce_scatter)}
         if dtype not in _NOT_OF_MPI:
-            compared[MPI_ITSELF] = natively
+            compared = {MPI_ITSELF: natively, **compared}
         return _into_new(
             world, dtype, compared, count, count // world.size, lambda result: data.count_wrong(result, expected)
         )
@@ -158,7 +158,7 @@ def _allgather(world: World, _: Options) -> MakeVariants:
             parts = numpy.split(result, world.size)
             return sum(data.count_wrong(part, values) for part, values in zip(parts, expected, strict=True))
 
-        compared = {LIBRARY: _library(world, collectives.allgather), MPI_ITSELF: natively}
+        compared = {MPI_ITSELF: natively, LIBRARY: _library(world, collectives.allgather)}
         return _into_new(world, dtype, compared, count // world.size, count, wrong)
 
     return variants
@@ -171,7 +171,7 @@ def _broadcast(world: World, _: Options) -> MakeVariants:
 
     def variants(count: int, dtype: numpy.dtype) -> Variants:
         expected = data.tile(0, world.size, dtype)
-        compared = {LIBRARY: _library(world, collectives.broadcast), MPI_ITSELF: natively}
+        compared = {MPI_ITSELF: natively, LIBRARY: _library(world, collectives.broadcast)}
         return _into_new(world, dtype, compared, count, 0, lambda result: data.count_wrong(result, expected))
 
     return variants
