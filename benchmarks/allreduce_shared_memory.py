@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 import mpitrain as mt
 from mpitrain.allreduce import ALGORITHMS
-from pairs import alternate, ratio, versions
+from mpitrain.bench.rounds import alternate, ratio, versions_line
 
 
 def main() -> None:
@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0, help="about so long for each size")
     arguments = parser.parse_args()
     world = mt.init()
-    world.print(f"{world.size} ranks, {versions()}")
+    world.print(f"{world.size} ranks, {versions_line()}")
     world.print(
         "| MiB | mpi median | mpi busbw | " + " | ".join(f"{name} / mpi" for name in arguments.algorithms) + " |"
     )

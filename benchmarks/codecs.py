@@ -2,10 +2,9 @@
 
     python benchmarks/codecs.py
 
-The values lie in memory (64 MiB, so in no cache) and are taken in pieces of 65536, as an exchange does. Seconds are CPU
-seconds of the one thread that works, which other processes disturb least. To pay, a codec must be well above what the
-network takes: a link of 10 Gbit/s takes 1.2 GB/s of wire, that is 2.4 GB/s of float32 as bf16 or fp16, and 4.7 GB/s as
-int8.
+The values lie in memory (64 MiB, so in no cache) and are taken in pieces of 65536, as an exchange does. To pay, a codec
+must be well above what the network takes: a link of 10 Gbit/s takes 1.2 GB/s of wire, that is 2.4 GB/s of float32 as
+bf16 or fp16, and 4.7 GB/s as int8.
 """
 
 import argparse
@@ -15,10 +14,10 @@ from collections.abc import Callable
 
 import numpy
 
+from mpitrain.bench.rounds import versions_line
 from mpitrain.compression import CODECS, make_codec
 from mpitrain.compression.codec import PIECE_VALUES
 from mpitrain.compression.kernels import can_compile
-from pairs import versions
 
 OPERATIONS = ("encode", "encode+error", "decode", "add")
 
@@ -63,10 +62,10 @@ def main() -> None:
         call()
     for number in range(arguments.rounds):
         for name in sorted(variants, reverse=bool(number % 2)):
-            started = time.thread_time()
+            started = time.perf_counter()
             variants[name]()
-            seconds[name].append(time.thread_time() - started)
-    print(versions("ml_dtypes", *(["numba"] if can_compile() else [])))
+            seconds[name].append(time.perf_counter() - started)
+    print(versions_line("ml_dtypes", *(["numba"] if can_compile() else [])))
     for name, times in seconds.items():
         rates = sorted(values.nbytes / 1e9 / second for second in times)
         tenths = statistics.quantiles(rates, n=10)

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy
 
 import mpitrain as mt
-from pairs import versions
+from mpitrain.bench.rounds import versions_line
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from datasets import load_images
@@ -39,7 +39,7 @@ def main() -> None:
     if arguments.compare:
         other = numpy.load(arguments.compare)
         difference = abs(losses - other["losses"])
-        print(f"{world.size} ranks, {arguments.dtype}, {versions()}")
+        print(f"{world.size} ranks, {arguments.dtype}, {versions_line()}")
         for mark in MARKS:
             if mark <= len(losses):
                 print(f"steps 1-{mark}: largest difference of the loss {difference[:mark].max():.3g}")

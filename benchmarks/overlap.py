@@ -16,7 +16,7 @@ from collections.abc import Callable
 import numpy
 
 import mpitrain as mt
-from pairs import alternate, ratio, versions
+from mpitrain.bench.rounds import alternate, ratio, versions_line
 
 
 class Late(mt.GradientReducer):
@@ -73,7 +73,7 @@ def main() -> None:
     variants |= {name: lambda name=name: measured(name) for name in made}
     seconds = alternate(world, variants, arguments.rounds)
     world.print(f"{world.size} ranks on {world.num_nodes} nodes, {arguments.mib} MiB in {arguments.layers} layers")
-    world.print(versions())
+    world.print(versions_line())
     alone = {name: statistics.median(seconds[name]) for name in ("compute", "exchange")}
     world.print(", ".join(f"{name} alone {value * 1e3:.1f} ms" for name, value in alone.items()))
     for name in made:

@@ -18,7 +18,7 @@ from types import ModuleType
 import numpy
 
 import mpitrain as mt
-from pairs import ratio, versions
+from mpitrain.bench.rounds import ratio, versions_line
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from datasets import load_images
@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40)
     arguments = parser.parse_args()
     mt.init()
-    print(versions())
+    print(versions_line())
     x, y, _, _ = load_images("fashion")
     for model, steps in ((mlp, 50), (cnn, 4)):
         sides = {"bare": bare(model, x, y), "mpitrain": ours(model, x, y)}

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from mpitrain.early import watch
 
 if TYPE_CHECKING:
+    from mpitrain import collectives as collectives
     from mpitrain.adapters.array_function import ArrayFunction
     from mpitrain.errors import MpitrainError
     from mpitrain.exchange.bucket import Parameter
@@ -89,6 +90,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "collectives":  # a module, loaded when first used as well
+        return import_module("mpitrain.collectives")
     if name not in _HOME:
         raise AttributeError(f"module 'mpitrain' has no attribute {name!r}")
     value = getattr(import_module(f"mpitrain.{_HOME[name]}"), name)
@@ -97,4 +100,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted({*globals(), *__all__, "collectives"})

@@ -83,26 +83,28 @@ class Agreement:
             raise self._problem
         if self._request is None:
             return True
-        with self._testing:  # a reducer's thread and a wait of the main one may be here at once
+        # Not free: another thread is here, or this one is below in _explain, whose wait looks at all that is open.
+        if not self._testing.acquire(blocking=False):
+            return False
+        try:
             return self._test()
+        finally:
+            self._testing.release()
 
     def _look(self) -> None:
         """What `test` does, for a rank that waits in another call: a mismatch in this one may be why it waits."""
-        if self._testing.acquire(blocking=False):
-            try:
-                self._test()
-            finally:
-                self._testing.release()
+        if self._problem is None:
+            self.test()
 
     def _test(self) -> bool:
         if self._request is None:
             return True
         if not self._request.Test():
             return False
-        self._request = None
         self._control.open_tests.remove(self._look)
         if (self.records["signature"] != self.records["signature"][0]).any():
             self._explain()
+        self._request = None  # not before: until then nobody may take it for agreed
         return True
 
     def wait(self) -> numpy.ndarray:

@@ -60,7 +60,7 @@ class Control:
         self.rank, self.size = int(comm.rank), int(comm.size)  # here also when MPI is gone
         self._comm = comm
         self._hosts = hosts
-        self.open_tests: list[Callable[[], None]] = []  # of the agreements that are begun and not complete
+        self.open_tests: list[Callable[[], None]] = []  # move on what has begun and is not complete
         self.posted: BaseException | None = None  # an error of a thread, for the main one to raise
         self._wreck: BaseException | None = None
         self._broken_in = ""
@@ -171,6 +171,11 @@ class Control:
         error, self.posted = self.posted, None
         if error is not None:
             raise error
+
+    @property
+    def is_broken(self) -> bool:
+        """True when a communication was left half done: nothing more can be sent."""
+        return self._wreck is not None
 
     def check(self) -> None:
         """Raise MpitrainError in a broken world."""

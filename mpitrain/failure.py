@@ -148,11 +148,12 @@ def farewell(world: World) -> None:
         return
     control = world.control
     try:
+        world.background.finish()
         control.tell_all(FINISHED)
         request = control.begin_barrier()
         # All notes are read, or MPI_Finalize complains of messages that nobody has received.
         while not request.Test() or len(control.notes) < world.size - 1:
             control.look()
             time.sleep(0.001)  # another rank may work on alone for long: wait without using a core
-    except KeyboardInterrupt as error:
-        end_job(world, error, None)
+    except (KeyboardInterrupt, Exception) as error:
+        end_job(world, error, error.__traceback__)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpitrain.allreduce import check_name
+from mpitrain.background import Background
 from mpitrain.config import Config, read_config
 from mpitrain.control import Control
 from mpitrain.errors import ConfigError, LaunchError, MpitrainError
@@ -108,16 +109,18 @@ def make_world(parent: MPI.Comm, config: Config | None = None, generation: int =
     comm = parent.Dup()
     everyone = comm.allgather((socket.gethostname(), node_rank))
     hosts = tuple(host for host, _ in everyone)
+    control = Control(parent.Dup(), parent.Dup(), hosts, config.stall_seconds)
     return World(
         comm=comm,
         objects=parent.Dup(),
+        background=Background(parent.Dup(), control),
         node=node,
         leaders=leaders if node.rank == 0 else None,
         hosts=hosts,
         node_ranks=tuple(number for _, number in everyone),
         generation=generation,
         config=config,
-        control=Control(parent.Dup(), parent.Dup(), hosts, config.stall_seconds),
+        control=control,
         make_arrays=ArrayTrees,
     )
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from mpitrain import errors
 from mpitrain.agreement import Agreement
+from mpitrain.background import Background
 from mpitrain.config import Config
 from mpitrain.control import Control
 from mpitrain.errors import DataError, MpitrainError
@@ -46,6 +47,7 @@ class World:
 
     comm: MPI.Comm  # a private duplicate, for array data
     objects: MPI.Comm  # a private duplicate, for agreements and Python objects
+    background: Background  # the calls of mpitrain.collectives, on a private duplicate
     node: MPI.Comm  # the ranks that share this machine's memory, in rank order
     leaders: MPI.Comm | None  # local rank 0 of every node; None on the other ranks
     hosts: tuple[str, ...]  # host name of every rank

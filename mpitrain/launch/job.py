@@ -84,7 +84,7 @@ class _Job:
         self._roll_call = roll_call
         self._elsewhere = elsewhere
         self._is_troubled = False
-        self._printer = Printer(command.tag, num_ranks)
+        self._printer = Printer(command.tag, num_ranks, command.shows_ranks)
         self._signals: list[int] = []  # that came to this process
         self._kill_at = float("inf")
         self._not_ours: set[int] = set()

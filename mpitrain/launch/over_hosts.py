@@ -65,6 +65,7 @@ class Plan:
     request: Request
     pinning: Pinning
     cores: Mapping[str, int]  # of each host that has ranks
+    has_rdma: bool  # any of them
     differences: list[str]
 
 
@@ -142,7 +143,8 @@ def planned(
         _refuse_absent(facts, given)
         pinning = pin(facts, hosts, request.mpiexec.vendor, os.environ)
         cores = {host: int(facts[host]["cores"]) for host in hosts}
-        yield Plan(layout, request, pinning, cores, differences(layout.own, facts)), guards
+        has_rdma = any(facts[host]["rdma"] for host in hosts)
+        yield Plan(layout, request, pinning, cores, has_rdma, differences(layout.own, facts)), guards
 
 
 def _refuse_absent(facts: Mapping[str, Mapping[str, Any]], given: Mapping[str, str]) -> None:
@@ -216,7 +218,13 @@ def _command(plan: Plan, guarded: Mapping[str, str]) -> Command:
         # -P: the working folder may have a json.py that is not Python's.
         program = [sys.executable, "-P", "-m", "mpitrain.launch.rank", json.dumps(settings), *program]
     added = {**plan.pinning.common, **common, **guarded}
-    request = replace(request, program=program, places=layout.places, num_cores=min(plan.cores.values()))
+    request = replace(
+        request,
+        program=program,
+        places=layout.places,
+        num_cores=min(plan.cores.values()),
+        has_rdma=plan.has_rdma,
+    )
     names = _carried({**os.environ, **command_for(request, os.environ).environment, **added})
     command = command_for(replace(request, carried=names), os.environ)
     return replace(command, environment={**command.environment, **added})

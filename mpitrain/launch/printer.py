@@ -53,10 +53,11 @@ class FirstFailure:
 class Printer:
     """Prints what comes out of mpiexec's two pipes, each line with its ranks in front."""
 
-    def __init__(self, tag: Tag, num_ranks: int) -> None:
+    def __init__(self, tag: Tag, num_ranks: int, shows_ranks: bool = True) -> None:
+        """`shows_ranks`: with the ranks in front of each line."""
         self.first_failure = FirstFailure()
         self.mpiexec_said = b""  # the last of it
-        self._num_ranks = num_ranks
+        self._shows_ranks = shows_ranks and num_ranks > 1
         streams: tuple[Stream, Stream] = ("stdout", "stderr")
         self._files: dict[Stream, BinaryIO] = {"stdout": sys.stdout.buffer, "stderr": sys.stderr.buffer}
         self._decoders = {stream: TagDecoder(tag) for stream in streams}
@@ -132,6 +133,6 @@ class Printer:
             self._unfinished = None
 
     def _prefix(self, ranks: tuple[int, ...]) -> bytes:
-        if self._num_ranks == 1 or MPIEXEC in ranks:
+        if not self._shows_ranks or MPIEXEC in ranks:
             return b""
         return f"[{rank_ranges(ranks)}] ".encode()

@@ -5,6 +5,7 @@ Every fault is a real one; after each nothing of the job is left on any node.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import time
@@ -190,6 +191,25 @@ def test_each_host_shares_its_own_cores(bed: Bed, python: str) -> None:
     assert job.code == 0, job.output
     assert f"[0] {len(os.sched_getaffinity(0))} threads on node1\n" in job.output
     assert "[1] 1 threads on node3\n" in job.output
+
+
+def test_bench_sees_what_crosses_the_link(bed: Bed) -> None:
+    words = "--hosts node1,node2 --ppn 2 --sizes 4M --rounds 3 --algorithms ring --link-gbit 1 --json bench.json"
+    done = as_user(bed, "node1", f"{PYTHONS['mpich']} -m mpitrain bench {words}", timeout_seconds=JOB_SECONDS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[1] == "# 4 ranks on 2 nodes, 2 on each: node1, node2"
+    assert lines[2] == "# eth0 on every node; 1 Gbit/s as --link-gbit says"
+    result = json.loads(as_user(bed, "node1", "cat bench.json").stdout)
+    assert result["ranks_per_node"] == [2, 2]
+    by_name = {row["algorithm"]: row for row in result["rows"]}
+    assert set(by_name) == {"mpi", "ring"}
+    for row in by_name.values():
+        assert row["wrong"] == 0
+        assert row["bound_us"] == pytest.approx(2**22 * 8 / 1e3)
+        assert row["link_multiple"] > 0.99
+    # Ranks send 1.5 buffers round a ring of 4, and one rank of each node sends to the other; the nodes could do with 1.
+    assert by_name["ring"]["link_multiple"] == pytest.approx(1.5, rel=0.05)
 
 
 def test_connections_that_the_user_keeps_open_are_none_of_the_job(bed: Bed) -> None:

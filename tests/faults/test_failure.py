@@ -253,6 +253,23 @@ def test_a_long_wait_is_reported() -> None:
     assert " s in barrier" in job.stderr
 
 
+# -- calls that nobody waits for ---------------------------------------------------------------------------------
+
+
+def test_a_rank_that_ends_after_dropping_a_handle_still_does_its_part() -> None:
+    source = "handle = mt.collectives.allgather(world, numpy.full(300_000, rank))\n"
+    source += "if rank == 1:\n    del handle\nelse:\n    print(sorted(set(handle.wait().tolist())))"
+    job = run_job(3, START + source)
+    succeeded(job)
+    assert job.stdout.count("[0, 1, 2]") == 2
+
+
+def test_a_dropped_handle_whose_call_another_rank_never_makes() -> None:
+    job = run_job(3, START + "if rank != 1: mt.collectives.allreduce(world, numpy.ones(5))")
+    report = report_of(job, "MismatchError", "but rank 1 on ", " has finished (after ")
+    assert report.rank != 1
+
+
 # -- a rank that leaves ------------------------------------------------------------------------------------------
 
 # (`send` and `broadcast` wait for what rank 1 does before it leaves: nothing.)

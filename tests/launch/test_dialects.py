@@ -72,7 +72,8 @@ COMMON_OVER_HOSTS = "OMP_NUM_THREADS=4 MPITRAIN_EXPECTED_SIZE=3 PYTHONUNBUFFERED
 def test_mpich_over_hosts() -> None:
     line = f"/v/bin/mpiexec -n 3 -prepend-pattern '<mpitrain-rank-%r>' -launcher ssh -hosts a:2,b:1 {PROGRAM}"
     shown_line = str(command_for(OVER_HOSTS, {}))
-    assert shown_line == f"HYDRA_LAUNCHER_EXTRA_ARGS={SSH} {COMMON_OVER_HOSTS} {line}"
+    assert shown_line == f"HYDRA_LAUNCHER_EXTRA_ARGS={SSH} UCX_RNDV_THRESH=inf {COMMON_OVER_HOSTS} {line}"
+    assert "UCX" not in str(command_for(replace(OVER_HOSTS, has_rdma=True), {}))
 
 
 def test_intel_over_hosts() -> None:
@@ -86,11 +87,16 @@ def test_open_mpi_over_hosts() -> None:
     request = replace(OVER_HOSTS, mpiexec=OPEN_MPI_5, carried=["PATH", "LR"])
     flags = "--map-by :OVERSUBSCRIBE --output tag --bind-to none --host a:2,b:1 -x PATH -x LR"
     line = f"{COMMON_OVER_HOSTS} /v/bin/mpiexec -n 3 {flags} {PROGRAM}"
-    assert str(command_for(request, {})) == f"PRTE_MCA_plm_ssh_args={SSH} {line}"
+    assert str(command_for(request, {})) == f"PRTE_MCA_plm_ssh_args={SSH} OMPI_MCA_btl_tcp_flags=send {line}"
     request = replace(request, mpiexec=OPEN_MPI_4)
     flags = "--oversubscribe --tag-output --bind-to none --host a:2,b:1 -x PATH -x LR"
     line = f"{COMMON_OVER_HOSTS} /usr/bin/mpiexec -n 3 {flags} {PROGRAM}"
-    assert str(command_for(request, {})) == f"OMPI_MCA_plm_rsh_args={SSH} {line}"
+    assert str(command_for(request, {})) == f"OMPI_MCA_plm_rsh_args={SSH} OMPI_MCA_btl_tcp_flags=send {line}"
+
+
+def test_malloc_is_told_to_keep_its_memory() -> None:
+    line = str(command_for(replace(REQUEST, glibc=(2, 36)), {}))
+    assert line.startswith("MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=8589934592 OMP_NUM_THREADS=2 ")
 
 
 def test_only_the_ranks_of_one_host_share_its_cores() -> None:

@@ -11,9 +11,10 @@ import pytest
 
 from mpitrain import World
 from mpitrain.allreduce import ALGORITHMS, make_algorithm
-from mpitrain.allreduce.algorithm import DTYPES, INTEGERS, Algorithm
+from mpitrain.allreduce.algorithm import DTYPES, FLOATS, INTEGERS, Algorithm
 from mpitrain.errors import ConfigError
 from mpitrain.world import part_of
+from tests.ranks.common import assert_same_bits
 
 from .placements import PLACEMENTS, placed
 
@@ -127,6 +128,20 @@ def test_special_values(world: World, algorithm: Algorithm) -> None:
     with numpy.errstate(over="ignore"):
         tail = [numpy.float32(1e-45) * world.size, numpy.float32(3e38) * numpy.float32(world.size)]
     numpy.testing.assert_array_equal(flat, [numpy.inf, -numpy.inf, numpy.nan, 0.0, *tail])
+
+
+@pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - {"auto", "native"}))
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_nans_have_the_same_bits_everywhere(world: World, name: str, dtype: numpy.dtype) -> None:
+    """Which of two NaNs a sum is depends on which stands on the left. MPI's own allreduce promises nothing here."""
+    whole = numpy.full(200, numpy.nan).astype(dtype)
+    whole.view(f"u{dtype.itemsize}")[:] += world.rank + 1
+    algorithm = make_algorithm(world, name)
+    for begin, length in ((0, 200), (1, 1), (2, 3), (3, 64), (5, 77)):
+        flat = whole[begin : begin + length].copy()
+        algorithm.start(flat).wait()
+        assert numpy.isnan(flat).all()
+        assert_same_bits(world, flat)
 
 
 def test_only_the_slice_is_changed(world: World, algorithm: Algorithm) -> None:

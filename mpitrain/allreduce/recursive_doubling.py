@@ -1,0 +1,55 @@
+"""recursive_doubling: in log2 p phases every rank exchanges its whole buffer; the fewest messages, for short buffers.
+
+In phase i, ranks whose numbers differ in bit i alone exchange all they have, and both add. After each phase twice as
+many ranks have the same sum:
+
+    0 <-> 1     2 <-> 3        phase 0: bit 0
+    0 <------> 2, 1 <------> 3 phase 1: bit 1
+
+Four ranks; a0 is rank 0's buffer, a01 the sum of rank 0's and rank 1's, A the whole sum:
+
+    rank        0           1           2           3
+    start       a0          a1          a2          a3
+    partner     1           0           3           2             phase 0
+    has         a01         a01         a23         a23
+    partner     2           3           0           1             phase 1
+    has         A           A           A           A             a01 + a23 on all
+
+The sum of two is the same number on both sides, whichever of them is called first, so all ranks with the same sum have
+the same bits. What is added is the lower rank's on the left, which only shows where both are NaN.
+
+Cost a rank: log2 p phases, each of which sends and receives N bytes and adds all elements: log2 p latencies, the least
+any allreduce can, and log2 p N bytes, more than the ring's 2(p-1)/p N for more than two ranks. Where p is no power of
+two, two more phases (pairs.py). Scratch: 1 MiB, less for shorter buffers.
+Source: Thakur, Rabenseifner and Gropp, Optimization of collective communication operations in MPICH, Int. J. High
+Perform. Comput. Appl. 19 (2005) 49-66, section 4.4 and, for other numbers of ranks, 4.5.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mpitrain.allreduce.algorithm import Sequential, Steps
+from mpitrain.allreduce.pairs import Phase, steps_of
+from mpitrain.world import World
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_TAG = 11
+
+
+def recursive_doubling(world: World) -> Sequential:
+    """log2 p exchanges of the whole buffer. See Algorithm for the contract."""
+    return Sequential(world, "recursive_doubling", recursive_doubling_steps(world.comm))
+
+
+def recursive_doubling_steps(comm: MPI.Comm) -> Steps:
+    """Its steps over the ranks of `comm`."""
+    return steps_of(comm, plan, _TAG)
+
+
+def plan(count: int, rank: int, size: int) -> list[Phase]:
+    """The phases of one of `size` ranks, a power of two, for a buffer of `count` elements."""
+    whole = slice(0, count)
+    return [Phase(rank ^ 1 << bit, whole, whole, adds=True) for bit in range(size.bit_length() - 1)]

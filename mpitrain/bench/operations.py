@@ -1,0 +1,239 @@
+"""OPERATIONS: how each operation is set up, run and checked, and what it must cost at least.
+
+To add one: a function that makes its variants for a number of elements and a dtype, and a line at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy
+
+from mpitrain import collectives
+from mpitrain.allreduce import make_algorithm
+from mpitrain.allreduce.algorithm import BFLOAT16, Algorithm
+from mpitrain.allreduce.compressed import compressed
+from mpitrain.arrays import Array
+from mpitrain.bench import data
+from mpitrain.bench.rounds import Variant
+from mpitrain.errors import ConfigError
+from mpitrain.world import World, part_of
+
+if TYPE_CHECKING:
+    from mpitrain.bench.options import Options
+
+# The name of the row that every other one is compared with: MPI's own blocking call, as installed.
+MPI_ITSELF = "mpi"
+NO_CODEC = "none"
+# Of the calls in mpitrain.collectives, which have no algorithms to choose from.
+LIBRARY = "mpitrain"
+
+# What can go over the wire, and how far the sum over so many ranks of values in [-1, 1] may be off by it.
+# Each part is rounded once and so is the sum, to half a unit of the codec's last place; of partial sums of the codec's
+# own roundings there is a hundredth to spare.
+TOLERANCES: dict[str, Callable[[int], float]] = {
+    NO_CODEC: lambda size: 0.0,
+    "bf16": lambda size: 1.01 * 3 * size * 2.0**-9,
+    "fp16": lambda size: 1.01 * 3 * size * 2.0**-12,
+    "int8": lambda size: 1.01 * 2 * size / 254,
+}
+# The row of an exchange with a codec, which chooses its algorithm itself.
+COMPRESSED = "compressed"
+
+# (algorithm, codec) -> what is run.
+Variants: TypeAlias = dict[tuple[str, str], Variant]
+# From this rank's array and memory for a result to the result, which may be elsewhere.
+IntoNew: TypeAlias = Callable[[numpy.ndarray, numpy.ndarray], numpy.ndarray]
+# From a number of elements and their dtype to the variants that are compared.
+MakeVariants: TypeAlias = Callable[[int, numpy.dtype], Variants]
+
+# Calls of a run, and the bytes of their buffers.
+_MOST_CALLS, _TOGETHER_BYTES = 16, 2**18
+
+_NOT_OF_MPI = (numpy.dtype(numpy.float16), BFLOAT16)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One collective.
+
+    Attributes:
+        set_up: makes what is used for all sizes, once; collective. Gives the maker of variants.
+        busbw_factor: busbw / algbw for so many ranks, as nccl-tests has it.
+        least: from the numbers of ranks on each node (two nodes or more): the share of the buffer that crosses some
+            node's link in one direction at least.
+        is_split: the buffer is the ranks' parts together, and the count in the table is one part's (nccl-tests).
+    """
+
+    set_up: Callable[[World, Options], MakeVariants]
+    busbw_factor: Callable[[int], float]
+    least: Callable[[Sequence[int]], float]
+    is_split: bool = False
+
+
+def _allreduce(world: World, options: Options) -> MakeVariants:
+    from mpi4py import MPI
+
+    made: dict[tuple[str, str], Algorithm] = {}
+    for codec in options.codecs:
+        if codec != NO_CODEC:
+            made[COMPRESSED, codec] = compressed(world, codec)
+            continue
+        for name in options.algorithms:
+            algorithm = _made(world, name, options.has_all_algorithms)
+            if algorithm is not None:
+                made[name, codec] = algorithm
+
+    def variants(count: int, dtype: numpy.dtype) -> Variants:
+        found: Variants = {}
+        if dtype not in _NOT_OF_MPI:
+            flats = [numpy.empty(count, dtype) for _ in range(_calls(count * dtype.itemsize))]
+            found[MPI_ITSELF, NO_CODEC] = _sums(
+                world, NO_CODEC, flats, lambda flat: world.comm.Allreduce(MPI.IN_PLACE, flat)
+            )
+        for (name, codec), algorithm in made.items():
+            if codec != NO_CODEC and dtype != numpy.float32:
+                continue
+            flats = [algorithm.allocate(count, dtype) for _ in range(_calls(count * dtype.itemsize))]
+            found[name, codec] = _sums(world, codec, flats, partial(_sum_by, algorithm))
+        return found
+
+    return variants
+
+
+def _sums(world: World, codec: str, flats: Sequence[Array], add_up: Callable[[Array], object]) -> Variant:
+    """Each of `flats` is replaced by its sum, one after the other."""
+    tolerance = TOLERANCES[codec](world.size)
+    if tolerance:
+        values, expected = data.real_tile(world.rank), data.real_sum_tile(world.size)
+    else:
+        dtype = flats[0].dtype
+        values, expected = data.tile(world.rank, world.size, dtype), data.sum_tile(world.size, dtype)
+    return Variant(
+        run=lambda: [add_up(flat) for flat in flats],
+        prepare=lambda: data.fill(flats, values),
+        check=lambda: sum(data.count_wrong(flat, expected, tolerance) for flat in flats),
+        calls=len(flats),
+    )
+
+
+def _sum_by(algorithm: Algorithm, flat: Array) -> None:
+    algorithm.start(flat).wait()
+
+
+def _calls(num_bytes: int) -> int:
+    """In one run, each with a buffer of its own: a single short call would be timed with the way out of the barrier."""
+    return max(1, min(_MOST_CALLS, _TOGETHER_BYTES // num_bytes))
+
+
+def _made(world: World, name: str, may_refuse: bool) -> Algorithm | None:
+    """The algorithm; None if it is not for this world and nobody asked for it by name."""
+    try:
+        return make_algorithm(world, name)
+    except ConfigError as error:
+        if not may_refuse:
+            raise
+        world.print(f"# {name} is left out: {error}")
+        return None
+
+
+def _reduce_scatter(world: World, _: Options) -> MakeVariants:
+    from mpi4py import MPI
+
+    def natively(flat: numpy.ndarray, result: numpy.ndarray) -> numpy.ndarray:
+        world.comm.Reduce_scatter_block(flat, result, MPI.SUM)
+        return result
+
+    def variants(count: int, dtype: numpy.dtype) -> Variants:
+        part = part_of(count, world.rank, world.size)
+        expected = numpy.roll(data.sum_tile(world.size, dtype), -part.start)
+        compared = {LIBRARY: _library(world, collectives.reduce_scatter)}
+        if dtype not in _NOT_OF_MPI:
+            compared = {MPI_ITSELF: natively, **compared}
+        return _into_new(
+            world, dtype, compared, count, count // world.size, lambda result: data.count_wrong(result, expected)
+        )
+
+    return variants
+
+
+def _allgather(world: World, _: Options) -> MakeVariants:
+    def natively(flat: numpy.ndarray, result: numpy.ndarray) -> numpy.ndarray:
+        world.comm.Allgather(flat.view(numpy.uint8), result.view(numpy.uint8))
+        return result
+
+    def variants(count: int, dtype: numpy.dtype) -> Variants:
+        expected = [data.tile(rank, world.size, dtype) for rank in range(world.size)]
+
+        def wrong(result: numpy.ndarray) -> int:
+            parts = numpy.split(result, world.size)
+            return sum(data.count_wrong(part, values) for part, values in zip(parts, expected, strict=True))
+
+        compared = {MPI_ITSELF: natively, LIBRARY: _library(world, collectives.allgather)}
+        return _into_new(world, dtype, compared, count // world.size, count, wrong)
+
+    return variants
+
+
+def _broadcast(world: World, _: Options) -> MakeVariants:
+    def natively(flat: numpy.ndarray, _: numpy.ndarray) -> numpy.ndarray:
+        world.comm.Bcast(flat.view(numpy.uint8))
+        return flat
+
+    def variants(count: int, dtype: numpy.dtype) -> Variants:
+        expected = data.tile(0, world.size, dtype)
+        compared = {MPI_ITSELF: natively, LIBRARY: _library(world, collectives.broadcast)}
+        return _into_new(world, dtype, compared, count, 0, lambda result: data.count_wrong(result, expected))
+
+    return variants
+
+
+def _library(world: World, call: Callable[[World, Array], collectives.Handle[Array]]) -> IntoNew:
+    return lambda flat, _: call(world, flat).wait()
+
+
+def _into_new(
+    world: World,
+    dtype: numpy.dtype,
+    compared: Mapping[str, IntoNew],
+    count: int,
+    result_count: int,
+    wrong: Callable[[numpy.ndarray], int],
+) -> Variants:
+    """Variants that leave `count` elements, filled with this rank's tile, and make a result, which `wrong` looks at."""
+    values = data.tile(world.rank, world.size, dtype)
+
+    def variant(call: IntoNew) -> Variant:
+        calls = _calls(max(count, result_count) * dtype.itemsize)
+        flats = [numpy.empty(count, dtype) for _ in range(calls)]
+        given = [numpy.empty(result_count, dtype) for _ in range(calls)]  # MPI's calls write here; ours make their own
+        results: list[numpy.ndarray] = []
+
+        def run() -> None:
+            results[:] = [call(flat, result) for flat, result in zip(flats, given, strict=True)]
+
+        return Variant(
+            run, lambda: data.fill(flats, values), lambda: sum(wrong(result) for result in results), calls=calls
+        )
+
+    return {(name, NO_CODEC): variant(call) for name, call in compared.items()}
+
+
+def _part_factor(size: int) -> float:
+    return (size - 1) / size
+
+
+def _busiest_node(nodes: Sequence[int]) -> float:
+    """Of a buffer of one part a rank: the parts that all others have, or those of the node itself."""
+    return max(max(number, sum(nodes) - number) for number in nodes) / sum(nodes)
+
+
+OPERATIONS: dict[str, Operation] = {
+    "allreduce": Operation(_allreduce, lambda size: 2 * (size - 1) / size, lambda nodes: 2 * (1 - 1 / len(nodes))),
+    "reduce_scatter": Operation(_reduce_scatter, _part_factor, _busiest_node, is_split=True),
+    "allgather": Operation(_allgather, _part_factor, _busiest_node, is_split=True),
+    "broadcast": Operation(_broadcast, lambda size: 1.0, lambda nodes: 1.0),
+}

@@ -1,0 +1,169 @@
+"""What can be asked of the bench: the options, and their check, which needs no rank.
+
+Light: the command line loads it before it knows which command is meant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from mpitrain.errors import ConfigError
+
+POINT_TO_POINT = "point_to_point"
+ALL = "all"
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is measured; the defaults are in `add_arguments`.
+
+    Attributes:
+        operations: names of operations.OPERATIONS, and point_to_point.
+        sizes_bytes: of the buffers.
+        dtypes: names of dtypes that can be summed.
+        algorithms: names of allreduce algorithms.
+        has_all_algorithms: `all` was asked for: those that refuse this world are left out.
+        codecs: names of operations.TOLERANCES.
+        rounds: of each cell; None: as many as `seconds` leaves time for.
+        seconds: about so long for each cell.
+        link_gbit: nominal rate between nodes, Gbit/s; None: what the driver says.
+        json, csv, plot, save_profile: files to write.
+        progress: keep a line on the terminal up to date.
+        show: measure nothing; say what is chosen.
+    """
+
+    operations: tuple[str, ...]
+    sizes_bytes: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    algorithms: tuple[str, ...]
+    has_all_algorithms: bool
+    codecs: tuple[str, ...]
+    rounds: int | None
+    seconds: float
+    link_gbit: float | None
+    json: Path | None
+    csv: Path | None
+    plot: Path | None
+    save_profile: Path | None
+    progress: bool
+    show: bool
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the bench itself; those that start the ranks are the launcher's."""
+    add = parser.add_argument
+    add("--operation", default="allreduce", metavar="A,B", help=f"what to measure (allreduce); also {POINT_TO_POINT}")
+    add("--sizes", default="4K,64K,1M,16M,100M", metavar="N,M", help="of the buffers, in bytes (4K,64K,1M,16M,100M)")
+    add("--dtypes", default="float32", metavar="A,B", help="of the elements (float32)")
+    add("--algorithms", default="auto", metavar="A,B", help=f"of allreduce (auto), or {ALL}; mpi itself always runs")
+    add("--show", action="store_true", help="only say which algorithms and sizes are chosen here, and by what profile")
+    add("--codecs", default="none", metavar="A,B", help="what goes over the wire (none)")
+    add("--rounds", metavar="N", help="of each size; default: as many as --seconds allows, 3 to 200")
+    add("--seconds", default="3", metavar="S", help="about so long for each size (3)")
+    add("--link-gbit", metavar="RATE", help="nominal rate between nodes in Gbit/s (what the driver says)")
+    add("--json", metavar="FILE", help="write all results and versions; rank 0 writes files")
+    add("--csv", metavar="FILE", help="write the table")
+    add("--plot", metavar="FILE", help="draw a picture: .png, .svg or .pdf (needs matplotlib)")
+    add("--save-profile", metavar="FILE", help="measure what the choice of algorithms needs, and nothing else; < 60 s")
+    add("--progress", action="store_true", help="keep a line on the terminal up to date")
+
+
+def words_of(arguments: argparse.Namespace) -> list[str]:
+    """The options in `arguments` as a command line for the ranks."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    words = []
+    for name, default in vars(parser.parse_args([])).items():
+        value = getattr(arguments, name)
+        if value != default:
+            option = "--" + name.replace("_", "-")
+            words.append(option if value is True else f"{option}={value}")
+    return words
+
+
+def read_options(arguments: argparse.Namespace) -> Options:
+    """The options, checked.
+
+    Raises:
+        ConfigError: a name that is not known, a size or number that is none, a file that cannot be written.
+    """
+    from mpitrain.allreduce import ALGORITHMS
+    from mpitrain.allreduce.algorithm import DTYPES
+    from mpitrain.bench.operations import NO_CODEC, OPERATIONS, TOLERANCES
+
+    algorithms = sorted(ALGORITHMS)
+    chosen = algorithms if arguments.algorithms == ALL else _names("algorithm", arguments.algorithms, algorithms)
+    codecs = _names("codec", arguments.codecs, list(TOLERANCES))
+    dtypes = _names("dtype", arguments.dtypes, [str(dtype) for dtype in DTYPES])
+    if any(codec != NO_CODEC for codec in codecs) and dtypes != ["float32"]:
+        raise ConfigError(f"--dtypes is {arguments.dtypes}; codecs take float32 only")
+    sizes = tuple(parse_size(text) for text in arguments.sizes.split(","))
+    if small := [size for size in sizes if any(size < dtype.itemsize for dtype in DTYPES if str(dtype) in dtypes)]:
+        raise ConfigError(f"--sizes: {small[0]} bytes are less than one element of {arguments.dtypes}")
+    files = {name: Path(text) if (text := getattr(arguments, name)) else None for name in _FILES}
+    _check_files(files)
+    return Options(
+        operations=tuple(_names("operation", arguments.operation, [*OPERATIONS, POINT_TO_POINT])),
+        sizes_bytes=sizes,
+        dtypes=tuple(dtypes),
+        algorithms=tuple(chosen),
+        has_all_algorithms=arguments.algorithms == ALL,
+        codecs=tuple(codecs),
+        rounds=None if arguments.rounds is None else int(_number("--rounds", arguments.rounds, whole=True)),
+        seconds=_number("--seconds", arguments.seconds),
+        link_gbit=None if arguments.link_gbit is None else _number("--link-gbit", arguments.link_gbit),
+        progress=arguments.progress,
+        show=arguments.show,
+        **files,
+    )
+
+
+_FILES = ("json", "csv", "plot", "save_profile")
+
+
+def parse_size(text: str) -> int:
+    """Bytes, from `4K`, `16M`, `1G` or a plain number; K is 1024.
+
+    Raises:
+        ConfigError: it is none of these, or 0.
+    """
+    found = re.fullmatch(r"(\d+)([KMG]?)", text.strip().upper())
+    if not found or int(found[1]) == 0:
+        raise ConfigError(f"--sizes: {text!r} is no size; allowed are bytes such as 4096, 4K, 16M or 1G (K is 1024)")
+    return int(found[1]) * _UNITS[found[2]]
+
+
+def _names(kind: str, text: str, known: list[str]) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"there is no {kind} {name!r}; known: {', '.join(known)}")
+    return list(dict.fromkeys(names))
+
+
+def _number(option: str, text: str, whole: bool = False) -> float:
+    try:
+        value = int(text) if whole else float(text)
+    except ValueError:
+        value = 0
+    if not 0 < value < float("inf"):
+        raise ConfigError(f"{option} is {text!r}; it must be a {'whole ' if whole else ''}number above 0")
+    return value
+
+
+def _check_files(files: dict[str, Path | None]) -> None:
+    """What fails here would otherwise fail after minutes."""
+    for name, path in files.items():
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            raise ConfigError(f"--{name.replace('_', '-')} {path}: there is no folder to write that file into")
+    plot = files["plot"]
+    if plot is not None and plot.suffix not in (".png", ".svg", ".pdf"):
+        raise ConfigError(f"--plot {plot}: the name must end in .png, .svg or .pdf")
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib, which is not installed: pip install 'mpitrain[plot]'")

@@ -1,0 +1,144 @@
+"""Compare variants fairly on a noisy machine: all in one process set, alternating, medians and spread."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import TypeVar
+
+import numpy
+
+from mpitrain.profile import library_name
+from mpitrain.world import World
+
+# What a variant is called.
+Key = TypeVar("Key", str, tuple[str, str])
+
+
+def _nothing() -> int:
+    return 0
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One of the things that are compared. Only `run` is timed."""
+
+    run: Callable[[], object]  # makes `calls` calls, one after the other
+    prepare: Callable[[], object] = _nothing  # before each run, such as to fill the buffer again
+    check: Callable[[], int] = _nothing  # after each run: how many elements are wrong on this rank
+    calls: int = 1
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the rounds of one variant came to; the same on every rank.
+
+    Attributes:
+        seconds: of a call in each round, the slowest rank's.
+        cores: CPU seconds per second while it ran, all threads of a rank, mean over ranks.
+        link_bytes: of a call in each round, what crossed the network interface of one node in one direction: of the
+            node and the direction with most.
+        wrong: elements, over all ranks and rounds.
+    """
+
+    seconds: list[float]
+    cores: float
+    link_bytes: list[int]
+    wrong: int
+
+
+def measure(
+    world: World,
+    variants: Mapping[Key, Variant],
+    rounds: int,
+    link_bytes: Callable[[], tuple[int, int]] = lambda: (0, 0),
+    tell: Callable[[int], object] = lambda number: None,
+) -> dict[Key, Measured]:
+    """Run every variant once a round; every other round runs in reverse order. Collective.
+
+    Each run begins with a barrier. Results meet after the last round only, so that nothing of it disturbs one.
+
+    Args:
+        world: whose ranks run.
+        variants: by name, the same names on every rank.
+        rounds: at least 1, the same on every rank.
+        link_bytes: this node's counters, (received, sent), asked before and after each run on the lowest rank of every
+            node. The two barriers around the run are counted with it: some hundred bytes.
+        tell: called before each round with its number.
+    """
+    mine = {name: numpy.zeros((rounds, 4)) for name in variants}  # seconds, CPU seconds, bytes received and sent
+    wrong = dict.fromkeys(variants, 0)
+    counts = link_bytes if world.local_rank == 0 else lambda: (0, 0)
+    for number in range(rounds):
+        tell(number)
+        for name in sorted(variants, reverse=bool(number % 2)):
+            variant = variants[name]
+            variant.prepare()
+            before = counts()
+            world.comm.Barrier()
+            cpu, started = time.process_time(), time.perf_counter()
+            variant.run()
+            ended, cpu_ended = time.perf_counter(), time.process_time()
+            world.comm.Barrier()
+            after = counts()
+            spent = ended - started, cpu_ended - cpu, after[0] - before[0], after[1] - before[1]
+            mine[name][number] = [value / variant.calls for value in spent]
+            wrong[name] += variant.check()
+    return {name: _over_ranks(world, mine[name], wrong[name]) for name in variants}
+
+
+def _over_ranks(world: World, mine: numpy.ndarray, wrong: int) -> Measured:
+    gathered = world.allgather((mine, wrong))
+    times = numpy.array([table for table, _ in gathered])
+    return Measured(
+        seconds=times[:, :, 0].max(axis=0).tolist(),
+        cores=float(times[:, :, 1].sum() / times[:, :, 0].sum()),
+        link_bytes=times[:, :, 2:].max(axis=(0, 2)).astype(int).tolist(),
+        wrong=sum(number for _, number in gathered),
+    )
+
+
+def alternate(world: World, calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each round of each call, the slowest rank's, after one round that does not count. Collective."""
+    variants = {name: Variant(call) for name, call in calls.items()}
+    measure(world, variants, 1)
+    return {name: measured.seconds for name, measured in measure(world, variants, rounds).items()}
+
+
+def spread(values: Sequence[float]) -> tuple[float, float, float]:
+    """The median, and the 10th and the 90th percentile."""
+    if len(values) < 2:
+        return values[0], values[0], values[0]
+    tenths = statistics.quantiles(values, n=10, method="inclusive")
+    return statistics.median(values), tenths[0], tenths[-1]
+
+
+def ratio(seconds: Mapping[Key, Sequence[float]], name: Key, base: Key) -> tuple[float, float, float]:
+    """The median of the rounds' ratios name / base, and their 10th and 90th percentile."""
+    return spread([mine / other for mine, other in zip(seconds[name], seconds[base], strict=True)])
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Of Python, mpitrain, what it rests on, `packages`, the MPI library and the kernel."""
+    from mpi4py import MPI
+
+    from mpitrain import __version__
+
+    return {
+        "mpitrain": __version__,
+        "Python": platform.python_version(),
+        **{package: version(package) for package in ("mpi4py", "numpy", *packages)},
+        "MPI": library_name(MPI.Get_library_version()),
+        "kernel": f"{platform.system()} {platform.release()} {platform.machine()}",
+    }
+
+
+def versions_line(*packages: str) -> str:
+    """`versions` in one line, for a log."""
+    found = versions(*packages)
+    named = [f"{name} {text}" for name, text in found.items() if name not in ("MPI", "kernel")]
+    return ", ".join([*named, found["MPI"], found["kernel"]])

@@ -1,0 +1,45 @@
+"""`mpitrain bench`: measure collectives on any set of ranks; starts them as `mpitrain run` does."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from mpitrain.bench.options import add_arguments as add_bench_arguments
+from mpitrain.bench.options import read_options, words_of
+from mpitrain.cli.run import add_launch_arguments, launch
+
+HELP = "measure collectives, between hosts or on one, beside MPI's own"
+
+_EPILOG = """\
+Columns are those of nccl-tests: algbw is size / time, busbw that times a factor
+for the operation (GB/s of 1e9). Then, between nodes: the bound of the link, the
+share of it that was reached, the bytes that crossed the network interface. Every
+result is checked; the exit code is 1 if an element is #wrong.
+
+The ranks start as with `mpitrain run`. The same on ranks that you start yourself:
+mpiexec -n 4 python -m mpitrain.bench OPTIONS
+
+  mpitrain bench -n 2 --sizes 4K,1M --algorithms all
+  mpitrain bench --hosts node1,node2 --ppn 1 --link-gbit 1 --json r.json --plot r.png
+  mpitrain bench --hosts node1,node2 --ppn 1 --operation point_to_point
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.epilog = _EPILOG
+    add_launch_arguments(parser)
+    add_bench_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Check the options, start the ranks; returns the exit code."""
+    read_options(arguments)  # before any rank starts
+    arguments.progress |= sys.stdout.isatty()  # the ranks write into pipes
+    words = words_of(arguments)
+    # -P: the working folder may have a json.py that is not Python's.
+    module = ["-P", "-m", "mpitrain.bench"]
+    file = Path(__file__).parents[1] / "bench" / "__main__.py"
+    return launch(arguments, [*module, *words], file=str(file), typed=words, shows_ranks=False)

@@ -1,0 +1,95 @@
+"""What can be asked of the bench, and what is refused before any rank starts."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from mpitrain.allreduce import ALGORITHMS
+from mpitrain.bench.options import Options, add_arguments, parse_size, read_options, words_of
+from mpitrain.errors import ConfigError
+
+
+def parsed(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(words)
+
+
+def read(*words: str) -> Options:
+    return read_options(parsed(*words))
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1", 1), ("4096", 4096), ("4K", 4096), ("64k", 65536), ("100M", 104857600), ("3G", 3 * 2**30), (" 1M ", 2**20)],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "0", "0K", "-1", "4X", "K", "1.5M", "4KB", "1e6", "4 K", "²"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ConfigError, match="is no size; allowed are bytes such as 4096, 4K"):
+        parse_size(text)
+
+
+def test_defaults() -> None:
+    options = read()
+    assert options.operations == ("allreduce",)
+    assert options.sizes_bytes == (4096, 65536, 2**20, 2**24, 100 * 2**20)
+    assert (options.dtypes, options.algorithms, options.codecs) == (("float32",), ("auto",), ("none",))
+    assert options.rounds is None
+    assert options.link_gbit is None
+    assert not options.has_all_algorithms
+
+
+def test_lists_and_numbers() -> None:
+    options = read(
+        "--operation", "point_to_point,allreduce", "--dtypes=float64,int8", "--algorithms", "ring, native,ring"
+    )
+    assert options.operations == ("point_to_point", "allreduce")
+    assert options.dtypes == ("float64", "int8")
+    assert options.algorithms == ("ring", "native")
+    options = read("--algorithms", "all", "--rounds", "7", "--seconds", "0.5", "--link-gbit", "2.5", "--sizes", "8,1K")
+    assert options.algorithms == tuple(sorted(ALGORITHMS))
+    assert options.has_all_algorithms
+    assert (options.rounds, options.seconds, options.link_gbit, options.sizes_bytes) == (7, 0.5, 2.5, (8, 1024))
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--operation", "alreduce"], "there is no operation 'alreduce'; known: allreduce, .*point_to_point"),
+        (["--algorithms", "auto,rign"], "there is no algorithm 'rign'; known: auto, .*native, .*ring"),
+        (["--dtypes", "complex64"], "there is no dtype 'complex64'; known: float16, float32"),
+        (["--codecs", "zip"], "there is no codec 'zip'; known: none"),
+        (["--sizes", "4K,,1M"], "'' is no size"),
+        (["--sizes", "4", "--dtypes", "float32,float64"], "4 bytes are less than one element of float32,float64"),
+        (["--rounds", "0"], "--rounds is '0'; it must be a whole number above 0"),
+        (["--rounds", "2.5"], "--rounds is '2.5'; it must be a whole number above 0"),
+        (["--seconds", "nan"], "--seconds is 'nan'; it must be a number above 0"),
+        (["--seconds", "inf"], "--seconds is 'inf'"),
+        (["--link-gbit", "fast"], "--link-gbit is 'fast'"),
+        (["--json", "/nowhere/at/all.json"], "--json /nowhere/at/all.json: there is no folder"),
+        (["--save-profile", "/"], "--save-profile /: there is no folder"),
+        (["--plot", "picture.bmp"], r"must end in .png, .svg or .pdf"),
+    ],
+)
+def test_what_is_refused(words: list[str], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        read(*words)
+
+
+def test_the_extra_is_named_where_matplotlib_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs matplotlib, which is not installed: pip install 'mpitrain\[plot\]'"):
+        read("--plot", "picture.png")
+
+
+def test_the_ranks_get_the_same_options(tmp_path: Path) -> None:
+    words = ["--sizes", "4K", "--rounds", "2", "--json", f"{tmp_path}/a file.json", "--progress", "--link-gbit=1"]
+    assert read(*words_of(parsed(*words))) == read(*words)
+    assert words_of(parsed()) == []

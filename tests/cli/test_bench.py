@@ -1,0 +1,128 @@
+"""`mpitrain bench` from outside."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from jobs import VENVS, Job, mpiexec, run_command, run_job
+
+DEADLINE_SECONDS = 60.0
+PYTHON = str(VENVS["mpich"] / "bin/python")
+
+
+def bench(*words: str, cwd: Path) -> Job:
+    return run_command([PYTHON, "-m", "mpitrain", "bench", *words], timeout=DEADLINE_SECONDS, cwd=cwd)
+
+
+def test_table_and_files(tmp_path: Path) -> None:
+    words = ["-n", "2", "--sizes", "4K,64K", "--rounds", "3", "--operation", "allreduce,point_to_point"]
+    if importlib.util.find_spec("matplotlib"):
+        words += ["--plot", "r.png"]
+    job = bench(*words, "--json", "r.json", "--csv", "r.csv", cwd=tmp_path)
+    assert job.code == 0, job.output
+    assert job.left == []
+    lines = job.stdout.splitlines()
+    assert lines[0].startswith("# mpitrain ")
+    assert lines[1].startswith("# 2 ranks on ")
+    assert lines[3].split()[:4] == ["#", "size", "count", "type"]
+    rows = [line.split() for line in lines[5:9]]
+    assert [(row[0], row[4], row[10]) for row in rows] == [
+        (size, algorithm, "0") for size in ("4096", "65536") for algorithm in ("mpi", "auto")
+    ]
+    assert lines[9].startswith("# latency (us)")
+    read = json.loads((tmp_path / "r.json").read_text())
+    assert [(row["size_bytes"], row["algorithm"]) for row in read["rows"]] == [(int(r[0]), r[4]) for r in rows]
+    with (tmp_path / "r.csv").open() as file:
+        assert [row["time_us"] for row in csv.DictReader(file)] == [str(row["time_us"]) for row in read["rows"]]
+    if "--plot" in words:
+        assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_started_by_mpiexec(tmp_path: Path) -> None:
+    command = [*mpiexec(3), PYTHON, "-m", "mpitrain.bench", "--sizes", "1K", "--rounds", "2", "--json", "r.json"]
+    job = run_command(command, timeout=DEADLINE_SECONDS, cwd=tmp_path)
+    assert job.code == 0, job.output
+    assert len(job.stdout.splitlines()) == 7
+    assert json.loads((tmp_path / "r.json").read_text())["ranks_per_node"] == [3]
+
+
+def test_a_profile(tmp_path: Path) -> None:
+    job = bench("-n", "2", "--save-profile", "cluster.json", cwd=tmp_path)
+    assert job.code == 0, job.output
+    read = json.loads((tmp_path / "cluster.json").read_text())
+    assert read["fingerprint"]["ranks_per_node"] == [2]
+    assert read["measured"]["small_allreduce_us"] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["-n", "2", "--algorithms", "rign"], "there is no algorithm 'rign'; known: auto"),
+        (["-n", "2", "--sizes", "big"], "'big' is no size"),
+        (["--sizes", "4K"], "how many ranks?"),
+    ],
+)
+def test_refused_before_any_rank_starts(tmp_path: Path, words: list[str], text: str) -> None:
+    job = bench(*words, cwd=tmp_path)
+    assert job.code == 2
+    assert job.stdout == ""
+    (line,) = job.stderr.splitlines()
+    assert line.startswith("mpitrain bench: ")
+    assert text in line
+
+
+def test_refused_by_ranks_is_said_once(tmp_path: Path) -> None:
+    for words, text in ((["--sizes", "big"], "mpitrain bench: "), (["--rubbish"], "usage: ")):
+        command = [*mpiexec(3), PYTHON, "-m", "mpitrain.bench", *words]
+        job = run_command(command, timeout=DEADLINE_SECONDS, cwd=tmp_path)
+        assert job.code == 2, job.output
+        assert job.stderr.count(text) == 1, job.output
+
+
+def test_a_wrong_element_is_an_exit_code() -> None:
+    source = """
+import sys
+from mpitrain.allreduce import ALGORITHMS
+from mpitrain.allreduce.algorithm import Sequential
+from mpitrain.bench.__main__ import main
+
+def forgets(world):
+    def steps(flat, *_):
+        return
+        yield
+    return Sequential(world, "forgets", steps)
+
+ALGORITHMS["forgets"] = forgets
+sys.exit(main())
+"""
+    words = ["--algorithms", "forgets", "--sizes", "4K", "--rounds", "1"]
+    job = run_job(2, source, *words, timeout=DEADLINE_SECONDS)
+    assert job.code == 1, job.output
+    assert "elements came out wrong: see #wrong" in job.stdout
+    assert "Traceback" not in job.output
+
+
+def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
+    def during(process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("#      size") or "all ranks are on one node" in line:
+                break
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+
+    words = ["-n", "3", "--sizes", "16M", "--seconds", "50", "--json", "r.json"]
+    job = run_command(
+        [PYTHON, "-m", "mpitrain", "bench", *words], timeout=DEADLINE_SECONDS, cwd=tmp_path, during=during
+    )
+    assert job.code == 128 + signal.SIGINT, job.output
+    assert job.left == []
+    assert list(tmp_path.iterdir()) == []

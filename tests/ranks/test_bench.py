@@ -1,0 +1,223 @@
+"""The bench on real ranks: what it counts as wrong, what it compares, what it measures."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy
+import pytest
+from mpi4py import MPI
+
+from mpitrain import World, collectives
+from mpitrain.allreduce import ALGORITHMS
+from mpitrain.allreduce.algorithm import Sequential
+from mpitrain.bench.measure import measure_cluster, save_profile
+from mpitrain.bench.network import find_link
+from mpitrain.bench.operations import NO_CODEC, OPERATIONS
+from mpitrain.bench.options import Options, add_arguments, read_options
+from mpitrain.bench.point_to_point import Pairs, measure_pairs
+from mpitrain.bench.report import as_json
+from mpitrain.bench.rounds import Variant, alternate, measure
+from mpitrain.bench.sweep import sweep
+from mpitrain.bench.table import Row
+from mpitrain.compression import CODECS
+from mpitrain.errors import ConfigError
+from mpitrain.profile import fingerprint, from_json, library_name
+
+
+def options_of(*words: str) -> Options:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return read_options(parser.parse_args(words))
+
+
+def rows_of(world: World, *words: str) -> list[Row]:
+    return [row for cell in sweep(world, options_of(*words), find_link(world)) for row in cell]
+
+
+def test_every_algorithm_is_right(world: World) -> None:
+    rows = rows_of(world, "--sizes", "8,300001", "--dtypes=float32,bfloat16", "--algorithms=all", "--rounds=1")
+    assert len(set(world.allgather(tuple(rows)))) == 1
+    for row in rows:
+        assert row.wrong == 0, row
+        assert row.rounds == 1
+        assert 0 < row.p10_us <= row.time_us <= row.p90_us
+        assert row.algbw == pytest.approx(row.size_bytes / row.time_us / 1e3)
+        assert row.busbw == pytest.approx(row.algbw * 2 * (world.size - 1) / world.size)
+        assert (row.bound_us, row.link_bytes) == (None, None)  # one node
+        assert (row.ratio_to_mpi is None) == (row.dtype == "bfloat16")
+    names = {row.algorithm for row in rows}
+    assert {"mpi", "auto", "native", "ring"} <= names <= {"mpi", *ALGORITHMS}
+    assert {row.ratio_to_mpi for row in rows if row.algorithm == "mpi"} == {1.0}
+    assert [row.size_bytes for row in rows if (row.algorithm, row.dtype) == ("mpi", "float32")] == [8, 300000]
+
+
+@pytest.mark.parametrize("operation", sorted(set(OPERATIONS) - {"allreduce"}))
+def test_other_operations_are_right(world: World, operation: str) -> None:
+    rows = rows_of(world, "--operation", operation, "--sizes", "64,300001", "--dtypes=float32,bfloat16", "--rounds=1")
+    assert {row.algorithm for row in rows} == {"mpi", "mpitrain"}
+    for row in rows:
+        assert row.wrong == 0, row
+        assert row.busbw == pytest.approx(row.algbw * OPERATIONS[operation].busbw_factor(world.size))
+        itemsize = numpy.dtype("float32").itemsize if row.dtype == "float32" else 2
+        parts = world.size if OPERATIONS[operation].is_split else 1
+        assert row.count * parts * itemsize == row.size_bytes
+
+
+@pytest.mark.parametrize("operation", sorted(set(OPERATIONS) - {"allreduce"}))
+def test_what_other_operations_get_wrong_is_counted(
+    world: World, operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = getattr(collectives, operation)
+
+    class Off:
+        def __init__(self, world: World, array: numpy.ndarray) -> None:
+            self._handle = right(world, array)
+
+        def wait(self) -> numpy.ndarray:
+            result = self._handle.wait()
+            result[-1] += world.rank == world.size - 1
+            return result
+
+    monkeypatch.setattr(collectives, operation, Off)
+    rows = rows_of(world, "--operation", operation, "--sizes", "1M", "--rounds", "3")
+    assert {row.algorithm: row.wrong for row in rows} == {"mpi": 0, "mpitrain": 5}
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An algorithm that adds everything up, but for the last element on rank 0."""
+
+    def make(world: World) -> Sequential:
+        def steps(flat: numpy.ndarray, *_: object) -> Iterator[None]:
+            last = flat[-1]
+            world.comm.Allreduce(flat.copy(), flat)
+            flat[-1] = last + 1000 if world.rank == 0 else flat[-1]
+            return
+            yield
+
+        return Sequential(world, "broken", steps)
+
+    monkeypatch.setitem(ALGORITHMS, "broken", make)
+    yield
+
+
+def test_what_is_wrong_is_counted(world: World, broken: None) -> None:
+    if world.size == 1:
+        pytest.skip("one rank has nothing to add")
+    right, wrong = rows_of(world, "--sizes", "1M", "--algorithms", "broken", "--rounds", "3")
+    assert (right.algorithm, right.wrong) == ("mpi", 0)
+    # One element, in each of 3 rounds and 2 that warm up.
+    assert (wrong.algorithm, wrong.wrong) == ("broken", 5)
+
+
+def test_buffers_are_filled_anew(world: World) -> None:
+    """Sums of sums would grow without bound."""
+    options = options_of("--rounds", "4")
+    variants = OPERATIONS["allreduce"].set_up(world, options)(1000, numpy.dtype("float32"))
+    variant = variants["auto", NO_CODEC]
+    assert variant.calls > 1
+    for _ in range(3):
+        variant.prepare()
+        variant.run()
+        assert variant.check() == 0
+    if world.size > 1:
+        variant.run()
+        assert variant.check() > 900 * variant.calls
+
+
+def test_variants_take_turns(world: World) -> None:
+    order: list[str] = []
+    seen = {
+        name: Variant(lambda name=name: order.append(name), lambda name=name: order.append(f"before {name}"))
+        for name in ("a", "b")
+    }
+    measured = measure(world, seen, 3)
+    assert order == [f"{when}{name}" for name in "abbaab" for when in ("before ", "")]
+    assert {len(its.seconds) for its in measured.values()} == {3}
+    assert set(alternate(world, {"x": lambda: None}, 2)) == {"x"}
+
+
+def test_the_slowest_rank_counts(world: World) -> None:
+    def work() -> None:
+        if world.rank == world.size - 1:
+            numpy.ones(20_000_000).sum()
+
+    alone = measure(world, {"x": Variant(work, check=lambda: world.rank)}, 2)["x"]
+    assert min(alone.seconds) > 0.005
+    assert len(set(world.allgather(tuple(alone.seconds)))) == 1
+    assert alone.wrong == 2 * sum(range(world.size))
+
+
+def test_calls_share_the_time_of_a_run(world: World) -> None:
+    def work() -> None:
+        for _ in range(10):
+            numpy.ones(2_000_000).sum()
+
+    measured = measure(world, {"one": Variant(work), "ten": Variant(work, calls=10)}, 5)
+    assert min(measured["ten"].seconds) < min(measured["one"].seconds) / 3
+
+
+@pytest.fixture(scope="module")
+def pairs(world: World) -> Pairs:
+    return measure_pairs(world.comm)
+
+
+def test_pairs(world: World, pairs: Pairs) -> None:
+    for table in pairs:
+        values = numpy.array(table)
+        assert values.shape == (world.size, world.size)
+        assert ((values > 0) == ~numpy.eye(world.size, dtype=bool)).all()
+    assert len(set(world.allgather(json.dumps(pairs)))) == 1
+
+
+def test_a_profile(world: World, shared: Path) -> None:
+    measured = measure_cluster(world, find_link(world))
+    assert len(set(world.allgather(json.dumps(measured)))) == 1
+    assert measured["latency_between_nodes_us"] is None
+    assert (measured["latency_inside_node_us"] is None) == (world.size == 1)
+    for name in ("copy_bytes_per_second", "add_bytes_per_second", "small_allreduce_us"):
+        assert measured[name] > 0
+    assert set(measured["codecs"]) == set(CODECS)
+    assert all(its["add_bytes_per_second"] > 0 for its in measured["codecs"].values())
+    if world.is_root:
+        save_profile(shared / "profile.json", world, measured)
+        read = json.loads((shared / "profile.json").read_text())
+        assert read["measured"] == measured
+        here = fingerprint(world.hosts, world.node_ranks, library_name(MPI.Get_library_version()))
+        assert here["ranks_per_node"] == [world.size]
+        profile = from_json(json.dumps(read), "profile.json", here)
+        assert profile.is_measured
+        assert {name for name, rate in profile.codecs if rate > 0} == set(CODECS)
+        assert [path.name for path in shared.iterdir()] == ["profile.json"]
+
+
+def test_json(world: World, pairs: Pairs) -> None:
+    link = find_link(world)
+    rows = rows_of(world, "--sizes", "4K", "--rounds", "1")
+    read = json.loads(as_json(world, link, rows, pairs, list(world.hosts)))
+    assert [Row(**row) for row in read["rows"]] == rows
+    assert [field.name for field in dataclasses.fields(Row)] == list(read["rows"][0])
+    assert read["schema"] == 1
+    assert read["hosts"] == list(world.hosts)
+    assert read["ranks_per_node"] == [world.size]
+    assert {"mpitrain", "Python", "numpy", "mpi4py", "MPI", "kernel"} <= set(read["versions"])
+    assert len(read["point_to_point"]["latency_us"]) == world.size
+
+
+def test_an_algorithm_that_refuses_this_world(
+    world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(world: World) -> Sequential:
+        raise ConfigError("not for this world")
+
+    monkeypatch.setitem(ALGORITHMS, "picky", refuse)
+    with pytest.raises(ConfigError, match="not for this world"):
+        rows_of(world, "--sizes", "4K", "--rounds", "1", "--algorithms", "picky")
+    rows = rows_of(world, "--sizes", "4K", "--rounds", "1", "--algorithms", "all")
+    assert "picky" not in {row.algorithm for row in rows}
+    assert ("# picky is left out: not for this world" in capsys.readouterr().out) == world.is_root
