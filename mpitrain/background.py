@@ -28,10 +28,10 @@ class Background:
         self.comm = comm
         self.mover = Mover(comm, _TAG)
         self._control = control
-        self._queue: deque[Iterator[None]] = deque()
+        self._queue: deque[Iterator[float | None]] = deque()
         self._at_work = threading.Lock()
 
-    def begin(self, steps: Iterator[None]) -> None:
+    def begin(self, steps: Iterator[float | None]) -> None:
         """Queue work, which yields while it has to wait. Does nothing of it yet."""
         if not self._queue:
             self._control.open_tests.append(self.look)

@@ -31,13 +31,13 @@ Perform. Comput. Appl. 19 (2005) 49-66 (pairwise exchange).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Generic, TypeVar
 
 import numpy
 
 from mpitrain.agreement import Agreement
-from mpitrain.allreduce.algorithm import DTYPES
+from mpitrain.allreduce.algorithm import DTYPES, Progress
 from mpitrain.allreduce.recursive_doubling import recursive_doubling_steps
 from mpitrain.arrays import Array, is_array, is_device_array
 from mpitrain.control import until
@@ -49,7 +49,7 @@ SHORT_BYTES = 2**16  # up to here few messages count, not few bytes; measured: s
 
 Result = TypeVar("Result")
 # The call itself, from all ranks' records on: yields while it has to wait, and returns its result.
-Work = Callable[[numpy.ndarray], Generator[None, None, Result]]
+Work = Callable[[numpy.ndarray], Generator[float | None, None, Result]]
 
 
 class Handle(Generic[Result]):
@@ -92,7 +92,7 @@ class Handle(Generic[Result]):
         self._world.background.look()
         return self._is_done
 
-    def _steps(self, agreement: Agreement, work: Work[Result]) -> Iterator[None]:
+    def _steps(self, agreement: Agreement, work: Work[Result]) -> Progress:
         try:
             yield from until(agreement.test)
         except MismatchError as error:
@@ -117,7 +117,7 @@ def reduce_scatter(world: World, array: Array) -> Handle[Array]:
     """
     mine = _host(array, "reduce_scatter", sums=True, dimensions=1)
 
-    def work(_: numpy.ndarray) -> Generator[None, None, Array]:
+    def work(_: numpy.ndarray) -> Generator[float | None, None, Array]:
         parts = [part_of(len(mine), rank, world.size) for rank in range(world.size)]
         result = mine[parts[world.rank]].copy()
         yield from _reduce_scatter(world, [mine[part].reshape(-1) for part in parts], result.reshape(-1))
@@ -139,7 +139,7 @@ def allgather(world: World, array: Array) -> Handle[Array]:
     """
     mine = _host(array, "allgather", dimensions=1)
 
-    def work(records: numpy.ndarray) -> Generator[None, None, Array]:
+    def work(records: numpy.ndarray) -> Generator[float | None, None, Array]:
         ends = numpy.cumsum(records["detail"]).tolist()
         result = numpy.empty((ends[-1], *mine.shape[1:]), mine.dtype)
         parts = numpy.split(result, ends[:-1])
@@ -172,7 +172,7 @@ def alltoall(world: World, arrays: Sequence[Array]) -> Handle[list[Array]]:
                 f"{_any_length(mine[0])}; they may differ in the first dimension only"
             )
 
-    def work(_: numpy.ndarray) -> Generator[None, None, list[Array]]:
+    def work(_: numpy.ndarray) -> Generator[float | None, None, list[Array]]:
         lengths = numpy.empty(world.size, numpy.int64)
         request = world.background.comm.Ialltoall(numpy.array([len(one) for one in mine], numpy.int64), lengths)
         yield from until(request.Test)
@@ -202,7 +202,7 @@ def broadcast(world: World, array: Array, root: int = 0) -> Handle[Array]:
     world.check_rank(root, "root")
     mine = _host(array, "broadcast")
 
-    def work(_: numpy.ndarray) -> Generator[None, None, Array]:
+    def work(_: numpy.ndarray) -> Generator[float | None, None, Array]:
         result = mine.copy() if world.rank == root else numpy.empty_like(mine)
         yield from _broadcast(world, result.reshape(-1), root)
         return like(result, array)
@@ -222,11 +222,11 @@ def allreduce(world: World, array: Array) -> Handle[Array]:
     """
     mine = _host(array, "allreduce", sums=True)
 
-    def work(_: numpy.ndarray) -> Generator[None, None, Array]:
+    def work(_: numpy.ndarray) -> Generator[float | None, None, Array]:
         result = mine.copy()
         flat = result.reshape(-1)
         if flat.nbytes <= SHORT_BYTES:
-            yield from recursive_doubling_steps(world.background.comm)(flat)
+            yield from recursive_doubling_steps(world.background.comm)(flat, None)
         else:
             parts = [flat[part_of(flat.size, rank, world.size)] for rank in range(world.size)]
             yield from _reduce_scatter(world, parts, parts[world.rank])
@@ -236,19 +236,19 @@ def allreduce(world: World, array: Array) -> Handle[Array]:
     return Handle(world, "collectives.allreduce", f"{mine.dtype} {mine.shape}", work)
 
 
-def _reduce_scatter(world: World, parts: Sequence[numpy.ndarray], mine: numpy.ndarray) -> Iterator[None]:
+def _reduce_scatter(world: World, parts: Sequence[numpy.ndarray], mine: numpy.ndarray) -> Progress:
     """Add to `mine`, which holds this rank's values, what the others have for it; `parts` are sent, flat."""
     sends = [(rank, parts[rank]) for rank in _after(world)]
     return world.background.mover.move(sends, [(rank, mine) for rank in _before(world)], add=_add)
 
 
-def _allgather(world: World, parts: Sequence[numpy.ndarray]) -> Iterator[None]:
+def _allgather(world: World, parts: Sequence[numpy.ndarray]) -> Progress:
     """Overwrite all flat parts but this rank's own by their owners'."""
     sends = [(rank, parts[world.rank]) for rank in _after(world)]
     return world.background.mover.move(sends, [(rank, parts[rank]) for rank in _before(world)])
 
 
-def _broadcast(world: World, flat: numpy.ndarray, root: int) -> Iterator[None]:
+def _broadcast(world: World, flat: numpy.ndarray, root: int) -> Progress:
     if flat.nbytes <= SHORT_BYTES:
         return until(world.background.comm.Ibcast(flat.view(numpy.uint8), root).Test)
     left, right = (world.rank - 1) % world.size, (world.rank + 1) % world.size

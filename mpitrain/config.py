@@ -19,6 +19,7 @@ class Config:
     """What can be set for a job. Each field is also a variable: `bucket_mib` is MPITRAIN_BUCKET_MIB."""
 
     algorithm: str = "auto"  # how arrays are summed: a name in mpitrain.allreduce.ALGORITHMS
+    compression: str = "none"  # of gradients between nodes: "none", or a name in mpitrain.compression.CODECS
     bucket_mib: float = 4.0  # gradients are exchanged in buckets of about this many MiB
     stall_seconds: float = 10.0  # a wait longer than this is reported on stderr
     expected_size: int = 0  # ranks that the launcher started; 0: unknown. Set by `mpitrain run`

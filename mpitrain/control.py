@@ -30,10 +30,10 @@ _SECONDS_BETWEEN_LOOKS = 1e-3
 _ABORT_GRACE_SECONDS = 10.0
 
 
-def until(test: Callable[[], bool]) -> Iterator[None]:
-    """Steps for `Control.wait` that end when `test()` is true."""
+def until(test: Callable[[], bool], nap: Callable[[], float] = float) -> Iterator[float]:
+    """Steps for `Control.wait` that end when `test()` is true; in between one may sleep for `nap()` seconds."""
     while not test():
-        yield
+        yield nap()
 
 
 @dataclass(frozen=True)
@@ -102,11 +102,12 @@ class Control:
         """A barrier of its own, beside the world's collectives, which other ranks may still be in."""
         return self._comm.Ibarrier()
 
-    def wait(self, steps: Iterable[None], doing: object, peer: int | None = None) -> None:
+    def wait(self, steps: Iterable[float | None], doing: object, peer: int | None = None) -> None:
         """Drive `steps` to its end. The text of `doing` names what is waited for, in reports.
 
         Args:
             steps: does what can be done without waiting at every `next`, and ends when there is nothing to wait for.
+                It yields the seconds that one may sleep before the next, or None.
             doing: its str() is only made when it is needed.
             peer: the one rank waited for in a send or receive; otherwise all ranks take part.
 
@@ -121,12 +122,15 @@ class Control:
             self._leave(doing, error)
             raise
 
-    def _wait(self, steps: Iterable[None], doing: object, peer: int | None) -> None:
+    def _wait(self, steps: Iterable[float | None], doing: object, peer: int | None) -> None:
         started = looked = reported = 0.0
-        for spins, _ in enumerate(steps, 1):
-            os.sched_yield()  # lets the other ranks run where there are more ranks than cores
-            if spins % _SPINS_BETWEEN_LOOKS:
-                continue
+        for spins, nap in enumerate(steps, 1):
+            if nap:
+                time.sleep(nap)
+            else:
+                os.sched_yield()  # lets the other ranks run where there are more ranks than cores
+                if spins % _SPINS_BETWEEN_LOOKS:
+                    continue
             now = time.perf_counter()
             if not started:
                 started = looked = reported = now

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 AT_ONCE = 2**30
 
 # Control.wait
-Wait: TypeAlias = "Callable[[Iterable[None], str], None]"
+Wait: TypeAlias = "Callable[[Iterable[float | None], str], None]"
 
 
 def broadcast_bytes(comm: MPI.Comm, buffer: Any, root: int, wait: Wait) -> None:

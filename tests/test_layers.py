@@ -15,6 +15,7 @@ PACKAGE = Path(__file__).parents[1] / "mpitrain"
 LAYERS: dict[str, list[str]] = {
     "bottom": ["errors", "early"],
     "values": ["arrays", "config", "tree"],
+    "compression": ["compression.*"],
     "launch": ["launch.*"],
     "waiting": ["background", "control", "messages", "pieces", "transfer"],
     "agreement": ["agreement"],
@@ -56,6 +57,7 @@ HOMES = {
     "torch": [],
     "jax": [],
     "fabric": ["diagnostics.cluster.connect"],
+    "numba": ["compression.kernels"],
 }
 
 LEVELS = {entry: level for level, entries in enumerate(LAYERS.values()) for entry in entries}

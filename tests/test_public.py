@@ -15,7 +15,7 @@ import mpitrain
 
 INIT = Path(mpitrain.__file__)
 # Present in the fresh interpreters below, so that whoever imports one of them is seen.
-DEVICES_AND_FRAMEWORKS = ("cupy", "torch", "jax", "fabric")
+DEVICES_AND_FRAMEWORKS = ("cupy", "torch", "jax", "fabric", "numba")
 
 
 def typed_names() -> dict[str, str]:
@@ -99,3 +99,8 @@ def test_all_names_together_load_no_framework(tmp_path: Path) -> None:
 def test_a_job_of_one_loads_no_framework(tmp_path: Path) -> None:
     code = "import mpitrain, numpy; world = mpitrain.init(); world.mean(numpy.ones(3)); world.sync({'a': 1.0})"
     assert not loaded_after(code, tmp_path) & {*DEVICES_AND_FRAMEWORKS}
+
+
+def test_the_codecs_load_no_compiler_before_one_is_made(tmp_path: Path) -> None:
+    found = loaded_after("from mpitrain.compression import CODECS; [make(False) for make in CODECS.values()]", tmp_path)
+    assert not found & {*DEVICES_AND_FRAMEWORKS}

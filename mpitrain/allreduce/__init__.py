@@ -9,20 +9,26 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mpitrain.allreduce.algorithm import Algorithm
+from mpitrain.allreduce.direct import direct
 from mpitrain.allreduce.halving_doubling import halving_doubling
+from mpitrain.allreduce.hierarchical import hierarchical
 from mpitrain.allreduce.native import native
 from mpitrain.allreduce.recursive_doubling import recursive_doubling
 from mpitrain.allreduce.ring import ring
 from mpitrain.allreduce.select import auto
+from mpitrain.allreduce.shared_memory import shared_memory
 from mpitrain.errors import ConfigError
 from mpitrain.world import World
 
 ALGORITHMS: dict[str, Callable[[World], Algorithm]] = {
     "auto": auto,
+    "direct": direct,
     "halving_doubling": halving_doubling,
+    "hierarchical": hierarchical,
     "native": native,
     "recursive_doubling": recursive_doubling,
     "ring": ring,
+    "shared_memory": shared_memory,
 }
 
 

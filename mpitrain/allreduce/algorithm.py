@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import ml_dtypes
 import numpy
@@ -22,12 +22,22 @@ INTEGERS = tuple(numpy.dtype(code + str(size)) for code in "iu" for size in (1, 
 DTYPES = FLOATS + INTEGERS
 _SUMMABLE = frozenset(DTYPES)
 
+# The work of one allreduce. It does what can be done now at each `next`, yields while it has to wait (None: look again
+# at once; a number: so many seconds one may sleep), and ends when the buffer holds the sum.
+Progress: TypeAlias = Iterator[float | None]
+# flat, and where given what an earlier compression left out of it: see Algorithm.start.
+Steps: TypeAlias = Callable[[numpy.ndarray, numpy.ndarray | None], Progress]
+
 
 class Handle:
-    """A started allreduce. Those in one queue run one after the other, in the order in which they were started."""
+    """A started allreduce. Those in one queue run one after the other, in the order in which they were started.
 
-    def __init__(self, world: World, queue: deque[Handle], name: str, flat: Array, steps: Iterator[None]) -> None:
-        """`steps` does what can be done now at each `next`, and ends when the sum is complete."""
+    Attributes:
+        nap: after a `test` that was not the last: seconds that one may sleep before the next.
+    """
+
+    def __init__(self, world: World, queue: deque[Handle], name: str, flat: Array, steps: Progress) -> None:
+        self.nap = 0.0
         self._world = world
         self._queue = queue
         self._name = name
@@ -43,7 +53,8 @@ class Handle:
         while not self._is_done:
             first = self._queue[0]
             with self._world.control.unbroken(first):
-                if next(first._steps, "ended") != "ended":
+                for nap in first._steps:
+                    self.nap = nap or 0.0
                     return False
             first._end()
         return True
@@ -63,7 +74,7 @@ class Handle:
 class Algorithm(Protocol):
     """The result of a factory such as `ring(world)`. Owns its scratch memory."""
 
-    def start(self, flat: Array) -> Handle:
+    def start(self, flat: Array, residual: Array | None = None) -> Handle:
         """Begin to replace `flat` by its sum over ranks; the same bits on every rank.
 
         Every rank starts the same number of elements of the same dtype, in the same order of calls. That is not
@@ -72,6 +83,9 @@ class Algorithm(Protocol):
         Args:
             flat: one-dimensional, contiguous, writable host array of one of DTYPES, any length. It must not be
                 touched until the handle is done. Sums are made in its own dtype; integers wrap.
+            residual: where the algorithm sends a shortened form: float32 host array of as many elements, what earlier
+                calls left out. It is added to what this rank sends, and overwritten by what is left out now. The
+                others take no notice of it.
 
         Raises:
             ValueError: `flat` is not such an array. It is never copied in silence.
@@ -79,37 +93,33 @@ class Algorithm(Protocol):
         ...
 
     def allocate(self, count: int, dtype: numpy.dtype) -> Array:
-        """An uninitialised flat array in the memory that this algorithm likes best."""
+        """An uninitialised flat array in the memory that this algorithm likes best. Collective."""
         ...
 
 
-Steps = Callable[[numpy.ndarray], Iterator[None]]
-
-
 class Sequential:
-    """An Algorithm from a generator function that yields while it has to wait.
+    """An Algorithm from a generator function.
 
     It runs what is started one after the other, so the messages of two buffers never meet, and one scratch buffer
     serves them all.
     """
 
-    def __init__(self, world: World, name: str, steps: Steps) -> None:
+    def __init__(
+        self, world: World, name: str, steps: Steps, allocate: Callable[[int, numpy.dtype], Array] = numpy.empty
+    ) -> None:
         self._world = world
         self._name = name
         self._steps = steps
         self._queue: deque[Handle] = deque()
+        self.allocate = allocate
 
-    def start(self, flat: Array) -> Handle:
+    def start(self, flat: Array, residual: Array | None = None) -> Handle:
         """See Algorithm."""
         check_flat(flat)
-        steps = self._steps(flat) if self._world.size > 1 and flat.size > 0 else iter(())
+        steps = self._steps(flat, residual) if self._world.size > 1 and flat.size > 0 else iter(())
         handle = Handle(self._world, self._queue, self._name, flat, steps)
         self._queue.append(handle)
         return handle
-
-    def allocate(self, count: int, dtype: numpy.dtype) -> Array:
-        """See Algorithm."""
-        return numpy.empty(count, dtype)
 
 
 def check_flat(flat: Array) -> None:

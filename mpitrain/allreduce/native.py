@@ -9,14 +9,14 @@ operation of our own (MPI-4.1, section 6.9.5), which rounds to the dtype after e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy
 
 from mpitrain import transfer
-from mpitrain.allreduce.algorithm import BFLOAT16, Sequential
+from mpitrain.allreduce.algorithm import BFLOAT16, Progress, Sequential, Steps
 from mpitrain.control import until
 from mpitrain.world import World
 
@@ -28,19 +28,24 @@ _HALVES = (numpy.dtype(numpy.float16), BFLOAT16)
 
 def native(world: World) -> Sequential:
     """MPI_Iallreduce in place. See Algorithm for the contract."""
+    return Sequential(world, "native", native_steps(world.comm))
+
+
+def native_steps(comm: MPI.Comm) -> Steps:
+    """MPI's own over all ranks of `comm`."""
     from mpi4py import MPI
 
-    def steps(flat: numpy.ndarray) -> Iterator[None]:
+    def steps(flat: numpy.ndarray, _residual: numpy.ndarray | None = None) -> Progress:
         for begin in range(0, flat.size, transfer.AT_ONCE):
             part = flat[begin : begin + transfer.AT_ONCE]
             if flat.dtype in _HALVES:
                 words = part.view(numpy.uint16)
-                request = world.comm.Iallreduce(MPI.IN_PLACE, [words, MPI.UINT16_T], _addition(flat.dtype))
+                request = comm.Iallreduce(MPI.IN_PLACE, [words, MPI.UINT16_T], _addition(flat.dtype))
             else:
-                request = world.comm.Iallreduce(MPI.IN_PLACE, part, MPI.SUM)
+                request = comm.Iallreduce(MPI.IN_PLACE, part, MPI.SUM)
             yield from until(request.Test)
 
-    return Sequential(world, "native", steps)
+    return steps
 
 
 @cache

@@ -15,13 +15,13 @@ and hands the result back. Seven ranks, q = 4, r = 3:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy
 
-from mpitrain.allreduce.algorithm import Steps
+from mpitrain.allreduce.algorithm import Progress, Steps
 from mpitrain.pieces import Mover
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def steps_of(comm: MPI.Comm, plan: Plan, tag: int) -> Steps:
     cached = lru_cache(maxsize=256)(lambda count: for_any_size(plan, count, rank, size))
     mover = Mover(comm, tag)
 
-    def steps(flat: numpy.ndarray) -> Iterator[None]:
+    def steps(flat: numpy.ndarray, _residual: numpy.ndarray | None = None) -> Progress:
         for partner, send, receive, adds in cached(flat.size):
             add = (_add_left if rank < partner else _add_right) if adds else None
             parts = [(partner, flat[send])], [(partner, flat[receive])]

@@ -33,20 +33,21 @@ all ranks, so the whole is one numbered sequence of pieces: number j = step * pi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy
 
-from mpitrain.allreduce.algorithm import DTYPES, Sequential
+from mpitrain.allreduce.algorithm import DTYPES, Progress, Sequential, Steps
+from mpitrain.allreduce.group import Group, Pace, everyone
 from mpitrain.world import World, part_of
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-PIECE_BYTES = 2**20  # measured: see docs/log.md
-AHEAD = 3  # pieces posted for receiving, and at most in sending, at one time
+# Measured: see docs/log.md. A larger message would go over TCP in a way that does not send and receive at once.
+PIECE_BYTES = 256 * 1024
+AHEAD = 8  # pieces posted for receiving, and at most in sending, at one time
 _TAG = 1
 
 
@@ -60,23 +61,31 @@ class Piece(NamedTuple):
 
 def ring(world: World) -> Sequential:
     """Pipelined ring over all ranks. See Algorithm for the contract."""
-    left, right = (world.rank - 1) % world.size, (world.rank + 1) % world.size
-    comm = world.comm
+    return Sequential(world, "ring", ring_steps(everyone(world)))
+
+
+def ring_steps(group: Group) -> Steps:
+    """The ring in the order of the group's members."""
+    comm, left, right = group.comm, group.rank(-1), group.rank(1)
     cached_plan = lru_cache(maxsize=256)(plan)
-    scratch = [numpy.empty(PIECE_BYTES if world.size > 1 else 0, numpy.uint8) for _ in range(AHEAD)]
+    scratch = [numpy.empty(PIECE_BYTES if group.size > 1 else 0, numpy.uint8) for _ in range(AHEAD)]
     # What has been received, by slot and dtype, ready to be added.
     typed = {dtype: [slot.view(dtype) for slot in scratch] for dtype in DTYPES}
+    pace = Pace()
 
-    def steps(flat: numpy.ndarray) -> Iterator[None]:
-        pieces = cached_plan(flat.size, flat.itemsize, world.rank, world.size)
+    def steps(flat: numpy.ndarray, _residual: numpy.ndarray | None = None) -> Progress:
+        if group.size == 1:
+            return
+        pieces = cached_plan(flat.size, flat.itemsize, group.index, group.size)
         buffer, arrived = flat.view(numpy.uint8), typed[flat.dtype]
         num_pieces, half = len(pieces), len(pieces) // 2
         # A piece of the first segment waits for nothing to be sent; every other one for the piece one step before.
-        free = half // (world.size - 1)
+        free = half // (group.size - 1)
         sends: deque[MPI.Request] = deque()
         receives: deque[MPI.Request] = deque()
         started = posted = 0
         sent = received = 0  # sends that are complete: their memory may be overwritten; receives that are dealt with
+        pace.begin()
         while min(received, sent) < num_pieces:
             while posted < num_pieces and posted < received + AHEAD:
                 _, receive, add = pieces[posted]
@@ -107,10 +116,12 @@ def ring(world: World) -> Sequential:
                 sends.popleft()
                 sent += 1
                 progress = True
-            if not progress:
-                yield
+            if progress:
+                pace.happened()
+            else:
+                yield pace.nap()
 
-    return Sequential(world, "ring", steps)
+    return steps
 
 
 def plan(count: int, itemsize: int, rank: int, size: int) -> list[Piece]:

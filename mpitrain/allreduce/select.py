@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import numpy
 
-from mpitrain.allreduce.algorithm import Handle, check_flat
-from mpitrain.allreduce.native import native
-from mpitrain.allreduce.ring import ring
-from mpitrain.arrays import Array
+from mpitrain.allreduce.algorithm import Progress, Sequential
+from mpitrain.allreduce.hierarchical import by_size, hierarchical_steps
+from mpitrain.allreduce.native import native_steps
+from mpitrain.allreduce.shared_memory import NodeArrays, shared_memory_steps
 from mpitrain.world import World
 
-RING_FROM_BYTES = 512 * 1024  # measured: see docs/log.md
+NATIVE_BELOW_BYTES = 16 * 1024  # measured: see docs/log.md
 
 
-class _Auto:
-    def __init__(self, world: World) -> None:
-        self._native, self._ring = native(world), ring(world)
+def auto(world: World) -> Sequential:
+    """native for what is small; then shared memory in a node, and between nodes. See Algorithm for the contract."""
+    memory = NodeArrays(world)
+    native = native_steps(world.comm)
+    large = shared_memory_steps(memory) if world.num_nodes == 1 else hierarchical_steps(world, memory, by_size)
 
-    def start(self, flat: Array) -> Handle:
-        """See Algorithm."""
-        check_flat(flat)
-        return (self._ring if flat.nbytes >= RING_FROM_BYTES else self._native).start(flat)
+    def steps(flat: numpy.ndarray, residual: numpy.ndarray | None = None) -> Progress:
+        return (native if flat.nbytes < NATIVE_BELOW_BYTES else large)(flat, residual)
 
-    def allocate(self, count: int, dtype: numpy.dtype) -> Array:
-        """See Algorithm."""
-        return self._ring.allocate(count, dtype)
-
-
-def auto(world: World) -> _Auto:
-    """native below RING_FROM_BYTES, ring from there on. See Algorithm for the contract."""
-    return _Auto(world)
+    return Sequential(world, "auto", steps, memory.allocate)

@@ -8,8 +8,9 @@ import numpy
 
 from mpitrain.allreduce import make_algorithm
 from mpitrain.allreduce.algorithm import Handle
+from mpitrain.allreduce.compressed import compressed
 from mpitrain.arrays import Array
-from mpitrain.errors import DataError
+from mpitrain.errors import ConfigError, DataError
 from mpitrain.world import World
 
 
@@ -30,6 +31,14 @@ class Exchange(Protocol):
         """An uninitialised flat array that `mean` needs not copy."""
         ...
 
+    def state(self) -> dict[str, numpy.ndarray]:
+        """What it keeps from step to step on this rank, by name; copies."""
+        ...
+
+    def restore(self, state: dict[str, numpy.ndarray]) -> None:
+        """Go on from what `state` gave on this rank in an equal world."""
+        ...
+
 
 class PlainExchange:
     """Every element as it is, by an allreduce."""
@@ -46,6 +55,92 @@ class PlainExchange:
     def allocate(self, count: int, dtype: numpy.dtype) -> Array:
         """See Exchange."""
         return self._algorithm.allocate(count, dtype)
+
+    def state(self) -> dict[str, numpy.ndarray]:
+        """See Exchange. There is nothing."""
+        return {}
+
+    def restore(self, state: dict[str, numpy.ndarray]) -> None:
+        """See Exchange."""
+
+
+class CompressedExchange:
+    """float32 in a codec's shorter form where it crosses the network, with error feedback; in full inside a node.
+
+    What the codec leaves out of a gradient is kept, and added to the same gradient of the next step: see
+    mpitrain/allreduce/direct.py. It is kept for arrays that `allocate` made, once a step for each of their elements. A
+    step that ends with an error may lose it, which costs no more than that step's rounding.
+    """
+
+    def __init__(self, world: World, codec: str) -> None:
+        """`codec` is a name in mpitrain.compression.CODECS. On one node nothing is shortened, and a line says so."""
+        self._codec = codec
+        self._algorithm = compressed(world, codec)
+        self._kept: list[tuple[Array, numpy.ndarray]] = []  # what `allocate` made, and its residual
+        if world.num_nodes == 1:
+            world.print(f"mpitrain: compression {codec}: all ranks are on one node, so nothing is sent and shortened")
+
+    def mean(self, flat: Array, share: float) -> Handle:
+        """See Exchange."""
+        scale(flat, share)
+        return self._algorithm.start(flat, self._residual_of(flat))
+
+    def allocate(self, count: int, dtype: numpy.dtype) -> Array:
+        """See Exchange.
+
+        Raises:
+            ConfigError: `dtype` is not float32.
+        """
+        if dtype != numpy.float32:
+            error = ConfigError(
+                f"compression {self._codec} shortens float32 gradients; the model has gradients of {dtype}. "
+                "Make its parameters float32, or leave compression out"
+            )
+            error.known_everywhere = True
+            raise error
+        flat = self._algorithm.allocate(count, dtype)
+        # Pages that are never touched, of what other ranks of the node take care of, take no memory.
+        self._kept.append((flat, numpy.zeros(count, numpy.float32)))
+        return flat
+
+    def state(self) -> dict[str, numpy.ndarray]:
+        """See Exchange: the residuals, in the order in which their arrays were allocated."""
+        return {f"residual {number}": residual.copy() for number, (_, residual) in enumerate(self._kept)}
+
+    def restore(self, state: dict[str, numpy.ndarray]) -> None:
+        """See Exchange.
+
+        Raises:
+            DataError: the state is of other arrays.
+        """
+        shapes = {name: residual.shape for name, residual in self.state().items()}
+        found = {name: residual.shape for name, residual in state.items()}
+        if found != shapes:
+            raise DataError(f"the state of the exchange has {found}; this one needs {shapes}")
+        for number, (_, residual) in enumerate(self._kept):
+            residual[:] = state[f"residual {number}"]
+
+    def _residual_of(self, flat: Array) -> numpy.ndarray | None:
+        address = flat.__array_interface__["data"][0]
+        for whole, residual in self._kept:
+            begin = (address - whole.__array_interface__["data"][0]) // flat.itemsize
+            if 0 <= begin <= whole.size - flat.size:
+                return residual[begin : begin + flat.size]
+        return None
+
+
+def make_exchange(world: World, algorithm: str | None = None, compression: str | None = None) -> Exchange:
+    """The exchange that the world's settings, or the arguments, ask for. Collective.
+
+    Raises:
+        ConfigError: there is no algorithm or compression of that name, or the two exclude each other.
+    """
+    compression = world.config.compression if compression is None else compression
+    if compression in ("", "none"):
+        return PlainExchange(world, algorithm)
+    if algorithm is not None:
+        raise ConfigError(f"compression={compression} chooses its algorithm itself; leave out algorithm={algorithm}")
+    return CompressedExchange(world, compression)
 
 
 def scale(flat: Array, share: float) -> None:

@@ -25,7 +25,7 @@ from mpitrain.cuda.staging import copy_to_host
 from mpitrain.errors import ConfigError, GradientError, MissingGradientError, MpitrainError, NonFiniteError
 from mpitrain.exchange.bucket import Parameter, plan_buckets, plan_layout
 from mpitrain.exchange.driver import Driver
-from mpitrain.exchange.exchange import Exchange, PlainExchange, share_of
+from mpitrain.exchange.exchange import Exchange, make_exchange, share_of
 from mpitrain.world import World
 
 # What a rank says of its gradients at the end of a step.
@@ -60,7 +60,7 @@ class GradientReducer:
         world: World,
         parameters: Sequence[Parameter],
         *,
-        exchange: Callable[[World], Exchange] = PlainExchange,
+        exchange: Callable[[World], Exchange] = make_exchange,
         bucket_bytes: int | None = None,
         threaded: bool | None = None,
     ) -> None:
@@ -96,7 +96,7 @@ class GradientReducer:
         self._flat_of = [self.flats[bucket.dtype][bucket.begin : bucket.end] for bucket in self._buckets]
         self._begun: Agreement | None = None
         if threaded is None:
-            threaded = world.num_nodes > 1 and _can_thread()
+            threaded = _threads_by_default(world)
         self._driver = Driver(self.progress, world.control) if threaded else None
 
     @property
@@ -205,18 +205,22 @@ class GradientReducer:
             self.progress()
             return vote.test()
 
-        control.wait(until(voted), "end a step")
+        control.wait(until(voted, self._nap), "end a step")
         error = self._problem(vote.records)
         if error is not None:
             # Ranks have started different numbers of buckets. All start all, so that nothing is on its way any more,
             # and the caller may begin another step.
             while len(self._handles) < len(self._buckets):
                 self._handles.append(self._exchange.mean(self._flat_of[len(self._handles)], 0.0))
-        control.wait(until(self.progress), "exchange gradients")
+        control.wait(until(self.progress, self._nap), "exchange gradients")
         self._begun = None
         if error is not None:
             raise error
         return Means(loss=sum(vote.records["value"].tolist()) / self._total, weight=self._total)
+
+    def _nap(self) -> float:
+        """How long the bucket on its way allows to sleep."""
+        return self._handles[self._done].nap if self._done < len(self._handles) else 0.0
 
     def _unexpected(self, index: int) -> str:
         if self._begun is None:
@@ -273,10 +277,10 @@ def _check_parameters(parameters: Sequence[Parameter]) -> None:
         raise error
 
 
-def _can_thread() -> bool:
+def _threads_by_default(world: World) -> bool:
     from mpi4py import MPI
 
-    return bool(MPI.Query_thread() >= MPI.THREAD_MULTIPLE)
+    return world.num_nodes > 1 and bool(MPI.Query_thread() >= MPI.THREAD_MULTIPLE)
 
 
 def _all_finite(flat: numpy.ndarray) -> bool:

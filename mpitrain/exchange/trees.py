@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy
 
 from mpitrain.allreduce import make_algorithm
@@ -36,7 +34,7 @@ class ArrayTrees:
 
     def sum(self, tree: Tree) -> Tree:
         """See World.sum."""
-        packed = _Packed(tree, allocate=self._algorithm.allocate)
+        packed = _Packed(tree)
         _check(packed, DTYPES, "sum")
         self._world.agree("sum", packed.lines)
         self._add(packed)
@@ -44,7 +42,7 @@ class ArrayTrees:
 
     def mean(self, tree: Tree, weight: float = 1.0) -> Tree:
         """See World.mean."""
-        packed = _Packed(tree, allocate=self._algorithm.allocate, as_float=True)
+        packed = _Packed(tree, as_float=True)
         _check(packed, FLOATS, "mean")
         records = self._world.agree("mean", packed.lines, weight=weight)
         share, _ = share_of(self._world, records["weight"].tolist())
@@ -62,13 +60,7 @@ class ArrayTrees:
 class _Packed:
     """The leaves of a tree in one flat host buffer a dtype."""
 
-    def __init__(
-        self,
-        tree: Tree,
-        *,
-        as_float: bool = False,
-        allocate: Callable[[int, numpy.dtype], numpy.ndarray] = numpy.empty,
-    ) -> None:
+    def __init__(self, tree: Tree, *, as_float: bool = False) -> None:
         """`as_float` makes Python's and NumPy's real numbers float64, as a mean needs them."""
         self._tree = tree
         self._leaves: list[Leaf] = []
@@ -84,7 +76,7 @@ class _Packed:
             hosts.append(value)
         self.flats: dict[numpy.dtype, numpy.ndarray] = {}
         for kind in sorted(set(self._kinds), key=str):
-            self.flats[kind] = allocate(sum(value.size for value in hosts if value.dtype == kind), kind)
+            self.flats[kind] = numpy.empty(sum(value.size for value in hosts if value.dtype == kind), kind)
         self._views: list[numpy.ndarray] = []
         ends = dict.fromkeys(self.flats, 0)
         for value in hosts:

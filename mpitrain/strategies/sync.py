@@ -7,7 +7,7 @@ from typing import Any
 
 from mpitrain.adapters.adapter import Adapter
 from mpitrain.arrays import Array
-from mpitrain.exchange.exchange import Exchange, PlainExchange
+from mpitrain.exchange.exchange import Exchange, make_exchange
 from mpitrain.exchange.reducer import GradientReducer, Means
 from mpitrain.world import World
 
@@ -15,7 +15,7 @@ from mpitrain.world import World
 class Sync:
     """Synchronous data parallelism; see Strategy for the calls."""
 
-    def __init__(self, exchange: Callable[[World], Exchange] = PlainExchange) -> None:
+    def __init__(self, exchange: Callable[[World], Exchange] = make_exchange) -> None:
         """`exchange` makes what makes the means, for a World."""
         self._exchange = exchange
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy
@@ -19,9 +20,27 @@ from tests.ranks.common import assert_same_bits
 LENGTHS = (0, 1, 2, 7, 1000, 100003, 1 << 20)
 
 
-@pytest.fixture(params=sorted(ALGORITHMS), scope="module")
+# Where the ranks are said to be, as node of rank r: what an algorithm does between nodes can be tried on one.
+PLACEMENTS: dict[str, Callable[[int], int]] = {
+    "dealt out over 2 nodes": lambda rank: rank % 2,
+    "3 nodes of different size": lambda rank: (0, 1, 1, 2, 2, 2, 2)[rank],
+    "alone on each node": lambda rank: rank,
+}
+
+
+def placed(world: World, placement: str) -> World:
+    """The world as it would be with its ranks on several nodes."""
+    return replace(world, node_ranks=tuple(PLACEMENTS[placement](rank) for rank in range(world.size)))
+
+
+@pytest.fixture(
+    params=[*sorted(ALGORITHMS), *((name, where) for name in ("auto", "hierarchical", "ring") for where in PLACEMENTS)],
+    ids=lambda param: param if isinstance(param, str) else f"{param[0]}, {param[1]}",
+    scope="module",
+)
 def algorithm(request: pytest.FixtureRequest, world: World) -> Iterator[Algorithm]:
-    yield make_algorithm(world, request.param)
+    name, where = (request.param, None) if isinstance(request.param, str) else request.param
+    yield make_algorithm(placed(world, where) if where else world, name)
 
 
 @lru_cache

@@ -50,8 +50,7 @@ BUCKETS = {TINY: 9, SMALL: 8, HUGE: 7}
 @pytest.fixture(params=["called", "threaded"], autouse=True)
 def driven(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test of this file both ways: with the rule for one node, and with the one for several."""
-    nodes = 1 if request.param == "called" else 2
-    monkeypatch.setattr(World, "num_nodes", property(lambda _: nodes))
+    monkeypatch.setattr("mpitrain.exchange.reducer._threads_by_default", lambda _: request.param == "threaded")
 
 
 def gradients_of(rank: int, step: int = 0, parameters: Sequence[Parameter] = PARAMETERS) -> list[numpy.ndarray]:

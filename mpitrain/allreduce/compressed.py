@@ -1,0 +1,22 @@
+"""The sum in the form of a codec between nodes, exact inside a node. What is rounded is not for ALGORITHMS."""
+
+from __future__ import annotations
+
+from mpitrain.allreduce.algorithm import Sequential
+from mpitrain.allreduce.direct import direct_steps
+from mpitrain.allreduce.hierarchical import hierarchical_steps
+from mpitrain.allreduce.shared_memory import NodeArrays
+from mpitrain.compression import make_codec
+from mpitrain.world import World
+
+
+def compressed(world: World, codec: str) -> Sequential:
+    """For float32 arrays only. Otherwise see Algorithm for the contract, and direct.py for what is rounded.
+
+    Raises:
+        ConfigError: there is no codec of that name.
+    """
+    made = make_codec(codec)
+    memory = NodeArrays(world)
+    steps = hierarchical_steps(world, memory, lambda group: direct_steps(group, made))
+    return Sequential(world, codec, steps, memory.allocate)

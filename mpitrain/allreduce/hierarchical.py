@@ -1,0 +1,85 @@
+"""hierarchical: add up inside each node first, then between nodes, so that each byte crosses the network once a node.
+
+Ranks 0 and 2 are on node A, 1 and 3 on node B, as `mpiexec -n 4 -ppn 1 -hosts A,B` places them. The buffer has as many
+segments as the smallest node has ranks; a lane is one rank of every node, and takes care of one segment:
+
+    node A                              node B
+    rank 0  [ a0 b0 ]                   rank 1  [ a1 b1 ]
+    rank 2  [ a2 b2 ]                   rank 3  [ a3 b3 ]
+    1. add up in the node, each rank its segment, out of each other's memory
+    rank 0  [ a02 .  ]                  rank 1  [ a13 .  ]
+    rank 2  [ .  b02 ]                  rank 3  [ .  b13 ]
+    2. allreduce in each lane: ranks 0 and 1 for a, ranks 2 and 3 for b, at the same time
+    rank 0  [ A   .  ]  <-- network --> rank 1  [ A   .  ]
+    rank 2  [ .   B  ]  <-- network --> rank 3  [ .   B  ]
+    3. each rank writes its segment into the others' memory
+    all     [ A   B  ]
+
+Worked: 1 2, 10 20, 100 200, 1000 2000 on ranks 0 to 3. After step 1 rank 0 has a = 101, rank 2 b = 202, rank 1
+a = 1010, rank 3 b = 2020; after step 2 a = 1111 and b = 2222 on both nodes; after step 3 everywhere.
+
+Cost of a node with L ranks, m nodes: 2(m-1)/m N bytes through its network card, where a ring over all ranks, placed as
+above, sends 2(p-1)/p N for every one of its L ranks; and in memory what shared_memory costs. Ranks beyond the smallest
+node's number have no lane: they only hand in and take out.
+
+Between nodes works any algorithm over a group: ring or direct, by size, or direct with a codec, where what the codec
+leaves out is kept by the rank of the lane. Each segment's sum is made in one place and copied from there.
+
+Source: Jia et al., Highly scalable deep learning training system with mixed-precision, arXiv:1807.11205, section 3.3,
+with all ranks of a node taking part between nodes instead of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy
+
+from mpitrain.allreduce.algorithm import Progress, Sequential, Steps
+from mpitrain.allreduce.direct import direct_steps
+from mpitrain.allreduce.group import Group, lane, num_lanes
+from mpitrain.allreduce.node_memory import meet
+from mpitrain.allreduce.ring import ring_steps
+from mpitrain.allreduce.shared_memory import NodeArrays, add_block, blocks
+from mpitrain.world import World, part_of
+
+# Below, two latencies count for more than messages that are as large as can be. Measured: see docs/log.md.
+RING_FROM_BYTES = 256 * 1024
+
+
+def hierarchical(world: World) -> Sequential:
+    """Shared memory in the nodes, ring or direct between them. See Algorithm for the contract."""
+    memory = NodeArrays(world)
+    return Sequential(world, "hierarchical", hierarchical_steps(world, memory, by_size), memory.allocate)
+
+
+def hierarchical_steps(world: World, memory: NodeArrays, make_between: Callable[[Group], Steps]) -> Steps:
+    """`make_between` makes what runs between the nodes, over a lane."""
+    mates, lanes, group = memory.mates, num_lanes(world), lane(world)
+    between = None if group is None else make_between(group)
+
+    def add(arrays: list[numpy.ndarray], residual: numpy.ndarray | None) -> Progress:
+        yield from meet(mates)
+        if between is not None:
+            own = arrays[mates.index]
+            part = part_of(own.size, mates.index, lanes)
+            for block in blocks(part, own.itemsize):
+                add_block(arrays, block, own)
+            if part.stop > part.start:
+                yield from between(own[part], None if residual is None else residual[part])
+            for index, other in enumerate(arrays):
+                if index != mates.index:
+                    other[part] = own[part]
+        yield from meet(mates)
+
+    return memory.steps(add)
+
+
+def by_size(group: Group) -> Steps:
+    """direct for what is small, ring for what is large."""
+    small, large = direct_steps(group), ring_steps(group)
+
+    def steps(flat: numpy.ndarray, residual: numpy.ndarray | None = None) -> Progress:
+        return (large if flat.nbytes >= RING_FROM_BYTES else small)(flat, residual)
+
+    return steps

@@ -1,0 +1,136 @@
+"""shared_memory: ranks of one node add up their segments right out of each other's memory; nothing is sent.
+
+Buckets live in memory that all ranks of the node see (node_memory.py). Each rank owns one segment of the buffer. It
+reads that segment of everybody's buffer, adds, and writes the sum into everybody's buffer:
+
+    rank 0's buffer   [ a0 b0 c0 d0 ]      rank 0 reads a0 a1 a2 a3, writes A four times
+    rank 1's buffer   [ a1 b1 c1 d1 ]      rank 1 reads b0 b1 b2 b3, writes B four times
+    rank 2's buffer   [ a2 b2 c2 d2 ]      ...
+    rank 3's buffer   [ a3 b3 c3 d3 ]
+
+    meet: all have filled their buffers  -->  add and write  -->  meet: all sums are written
+
+It goes in blocks that stay in a core's cache, so memory is read once and written once. No copy in, no copy out.
+
+Four ranks with 1 2 3 4, 10 20 30 40, 100 200 300 400, 1000 2000 3000 4000: rank 0 adds up 1 + 10 + 100 + 1000, rank 1
+adds up 2 + 20 + 200 + 2000, and so on; all have 1111 2222 3333 4444.
+
+Cost a rank: N bytes read, N written, 2 log2(p) empty messages. A buffer that lives elsewhere is copied in and out, a
+slab at a time. Every sum is made by one rank in rank order and copied from there: the same bits on every rank.
+
+Source: the layout is the shared-memory reduction of Jain, Kaleem, Balmana, Langer, Durnov, Sannikov and Garzaran,
+Framework for scalable intra-node collective operations using shared memory, SC 2018, with the buckets themselves as the
+shared buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy
+
+from mpitrain.allreduce.algorithm import Progress, Sequential, Steps
+from mpitrain.allreduce.group import Group, of_this_node
+from mpitrain.allreduce.node_memory import NodeMemory, meet
+from mpitrain.arrays import Array
+from mpitrain.errors import ConfigError
+from mpitrain.world import World, part_of
+
+_BLOCK_BYTES = 128 * 1024
+_SLAB_BYTES = 4 * 2**20
+
+
+def shared_memory(world: World) -> Sequential:
+    """For worlds on one node. See Algorithm for the contract.
+
+    Raises:
+        ConfigError: the ranks are on several nodes.
+    """
+    if world.num_nodes > 1:
+        raise ConfigError(
+            f"the algorithm shared_memory is for ranks on one node; these are on {world.num_nodes} nodes. "
+            "Between nodes there is hierarchical"
+        )
+    memory = NodeArrays(world)
+    return Sequential(world, "shared_memory", shared_memory_steps(memory), memory.allocate)
+
+
+def shared_memory_steps(memory: NodeArrays) -> Steps:
+    """The algorithm for arrays in `memory`, and slab by slab for others."""
+    mates = memory.mates
+
+    def add(arrays: list[numpy.ndarray], _: numpy.ndarray | None) -> Progress:
+        yield from meet(mates)
+        own = part_of(len(arrays[0]), mates.index, mates.size)
+        for block in blocks(own, arrays[0].itemsize):
+            add_block(arrays, block, arrays[0])
+            for other in arrays[1:]:
+                other[block] = arrays[0][block]
+        yield from meet(mates)
+
+    return memory.steps(add)
+
+
+class NodeArrays:
+    """Flat arrays in memory that the ranks of this node share. Making one is collective over the world."""
+
+    def __init__(self, world: World) -> None:
+        self.mates: Group = of_this_node(world)
+        self._memory = NodeMemory(self.mates)
+        self._world = world
+        # Alike on all nodes, so that all take the same pieces of a buffer through the slab.
+        self._is_shared = len(set(world.node_ranks)) < world.size
+        # Its pages are there once they are used.
+        self._slab = self.allocate(_SLAB_BYTES if self._is_shared else 0, numpy.dtype(numpy.uint8))
+
+    def allocate(self, count: int, dtype: numpy.dtype) -> Array:
+        """See Algorithm."""
+        if not self._is_shared:
+            return numpy.empty(count, dtype)
+
+        def wait(steps: Progress) -> None:
+            self._world.control.wait(steps, "share memory with the ranks of this node")
+
+        return self._memory.allocate(count * dtype.itemsize, wait).view(dtype)
+
+    def steps(self, work: Callable[[list[numpy.ndarray], numpy.ndarray | None], Progress]) -> Steps:
+        """`work` on one place of all ranks' arrays, made into steps on any array: others go through a slab."""
+
+        def steps(flat: numpy.ndarray, residual: numpy.ndarray | None = None) -> Progress:
+            arrays = self._memory.find(flat) if self._is_shared else [flat]
+            if arrays is not None:
+                yield from work(arrays, residual)
+                return
+            count = _SLAB_BYTES // flat.itemsize
+            for begin in range(0, flat.size, count):
+                part = flat[begin : begin + count]
+                slab = self._slab.view(flat.dtype)[: part.size]
+                slab[:] = part
+                shared = self._memory.find(slab)
+                assert shared is not None
+                yield from work(shared, None if residual is None else residual[begin : begin + count])
+                part[:] = slab
+
+        return steps
+
+
+def blocks(part: slice, itemsize: int) -> list[slice]:
+    """`part` in pieces that stay in a core's cache while they are added up."""
+    count = _BLOCK_BYTES // itemsize
+    return [slice(begin, min(begin + count, part.stop)) for begin in range(part.start, part.stop, count)]
+
+
+def add_block(arrays: list[numpy.ndarray], block: slice, into: numpy.ndarray) -> None:
+    """The sum of all arrays' `block`, in their order, in `into`, which is one of them."""
+    with numpy.errstate(all="ignore"):
+        if len(arrays) == 1:
+            return
+        if into is arrays[0] or len(arrays) == 2:
+            numpy.add(arrays[0][block], arrays[1][block], out=into[block])
+            for other in arrays[2:]:
+                numpy.add(into[block], other[block], out=into[block])
+            return
+        total = arrays[0][block] + arrays[1][block]
+        for other in arrays[2:]:
+            numpy.add(total, other[block], out=total)
+        into[block] = total

@@ -1,0 +1,39 @@
+"""Codecs: fewer bytes on the wire for float32 values. No MPI here, and no state: an exchange holds the residuals.
+
+To add one: a file with a factory that takes `compiled`, and a line below. It then inherits the contract tests
+(tests/test_compression.py) and the benchmark (benchmarks/codecs.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy
+
+from mpitrain.compression.cast import bfloat16, float16
+from mpitrain.compression.codec import Codec
+from mpitrain.compression.int8 import int8
+from mpitrain.compression.kernels import can_compile
+from mpitrain.errors import ConfigError
+
+CODECS: dict[str, Callable[[bool], Codec]] = {"bf16": bfloat16, "fp16": float16, "int8": int8}
+
+
+def make_codec(name: str) -> Codec:
+    """The codec of that name, ready to run: compiled by Numba where that can be imported, else by NumPy.
+
+    Both give the same bits, so ranks with and without Numba can work together; `codec.compiled` says which it is. The
+    first one of a name takes one to two CPU seconds, to load Numba and to compile; no rank waits for another.
+
+    Raises:
+        ConfigError: there is no codec of that name.
+    """
+    if name not in CODECS:
+        raise ConfigError(f"there is no codec {name!r}; known: {', '.join(sorted(CODECS))}")
+    codec = CODECS[name](can_compile())
+    # Compile now: a first call in the middle of a training step would hold up every rank.
+    values, wire = numpy.zeros(1, numpy.float32), numpy.empty(codec.wire_bytes(1), numpy.uint8)
+    codec.encode(values, wire, error=values)
+    codec.decode(wire, values)
+    codec.add(wire, values)
+    return codec

@@ -1,0 +1,114 @@
+"""What a codec is: float32 values to the bytes that travel, and back.
+
+All arrays are one-dimensional, contiguous and on the host. Sums are made in float32, never in the wire's format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import numpy
+
+# Up to so many values fit into a codec's scratch memory; more are worked through in pieces of this size.
+PIECE_VALUES = 65536
+
+
+class Codec(Protocol):
+    """What a factory in CODECS makes. It has no state but scratch memory: one caller at a time for each object."""
+
+    name: str
+    compiled: bool  # by Numba; else NumPy passes, which give the same bits and are slower
+
+    def wire_bytes(self, count: int) -> int:
+        """The bytes on the wire of `count` values."""
+        ...
+
+    def encode(self, values: numpy.ndarray, wire: numpy.ndarray, error: numpy.ndarray | None = None) -> None:
+        """Overwrite `wire`; and `error`, if given, by values - decode(wire), in float32.
+
+        Where what was decoded is not finite, `error` is 0: what is infinite or NaN once must not stay in a residual.
+
+        Args:
+            values: float32[n].
+            wire: uint8[wire_bytes(n)].
+            error: float32[n]; either the same memory as `values` or none of it.
+
+        Raises:
+            ValueError: the arrays do not fit together.
+        """
+        ...
+
+    def decode(self, wire: numpy.ndarray, values: numpy.ndarray) -> None:
+        """Overwrite `values`, float32[n], by what `wire`, uint8[wire_bytes(n)], holds. Raises as encode does."""
+        ...
+
+    def add(self, wire: numpy.ndarray, total: numpy.ndarray) -> None:
+        """Add to `total`, float32[n], what decode(wire) gives, one float32 addition a value. Raises as encode does."""
+        ...
+
+
+class Passes(NamedTuple):
+    """The work itself, on the arrays that lie in a wire. `error` is empty where none is asked for."""
+
+    encode: Callable[[numpy.ndarray, tuple[numpy.ndarray, ...], numpy.ndarray], None]  # values, parts, error
+    decode: Callable[[tuple[numpy.ndarray, ...], numpy.ndarray], None]  # parts, values
+    add: Callable[[tuple[numpy.ndarray, ...], numpy.ndarray], None]  # parts, total
+
+
+class ArrayCodec:
+    """A Codec whose wire is a few arrays one behind the other."""
+
+    def __init__(
+        self,
+        name: str,
+        parts: Callable[[int], list[tuple[numpy.dtype, int]]],
+        passes: Passes,
+        compiled: bool,
+    ) -> None:
+        """`parts` gives the dtype and length of the arrays in a wire of so many values."""
+        self.name = name
+        self.compiled = compiled
+        self._parts = parts
+        self._passes = passes
+        self._no_error = numpy.empty(0, numpy.float32)
+
+    def wire_bytes(self, count: int) -> int:
+        """See Codec."""
+        return sum(dtype.itemsize * length for dtype, length in self._parts(count))
+
+    def encode(self, values: numpy.ndarray, wire: numpy.ndarray, error: numpy.ndarray | None = None) -> None:
+        """See Codec."""
+        if error is None:
+            error = self._no_error
+        elif error.shape != values.shape or error.dtype != numpy.float32:
+            raise ValueError(f"{self.name}: error is {error.dtype} {error.shape}; it must be float32 {values.shape}")
+        self._passes.encode(values, self._arrays(wire, values), error)
+
+    def decode(self, wire: numpy.ndarray, values: numpy.ndarray) -> None:
+        """See Codec."""
+        self._passes.decode(self._arrays(wire, values), values)
+
+    def add(self, wire: numpy.ndarray, total: numpy.ndarray) -> None:
+        """See Codec."""
+        self._passes.add(self._arrays(wire, total), total)
+
+    def _arrays(self, wire: numpy.ndarray, values: numpy.ndarray) -> tuple[numpy.ndarray, ...]:
+        """The arrays in `wire`. Compiled code does not look whether it leaves an array, so it is checked here."""
+        if values.ndim != 1 or values.dtype != numpy.float32 or not values.flags.c_contiguous:
+            raise ValueError(
+                f"{self.name}: values are {values.dtype} {values.shape}; they must be float32, one-dimensional and "
+                "contiguous"
+            )
+        expected = self.wire_bytes(values.size)
+        if wire.shape != (expected,) or wire.dtype != numpy.uint8 or not wire.flags.c_contiguous:
+            raise ValueError(
+                f"{self.name}: the wire of {values.size} values is {wire.dtype} {wire.shape}; it must be uint8 "
+                f"({expected},) and contiguous"
+            )
+        arrays, start = [], 0
+        for dtype, length in self._parts(values.size):
+            stop = start + dtype.itemsize * length
+            arrays.append(wire[start:stop].view(dtype))
+            start = stop
+        return tuple(arrays)

@@ -1,0 +1,188 @@
+"""The codecs' loops for Numba, the only module that imports it. Same bits as the NumPy twins in cast.py and int8.py.
+
+Each value is read once and worked on while it is in a register; NumPy goes through memory once for each operation.
+What makes LLVM turn these loops into vector instructions:
+
+- Blocks as slices, so that every index is a plain 0 to n.
+- Errors go to a small scratch array first. Where `error` is the memory of `values`, a loop that reads one and writes
+  the other would be run value by value; a loop of either and the scratch is not.
+- The largest |value| of a block by integers: the bits of floats without their sign are ordered as the floats are, with
+  infinity and NaN above all others, and the largest of integers may be found in any order.
+- No `fastmath`: it would allow LLVM to join multiplication and addition, and to assume that there is no NaN.
+
+NumPy's types are spelled out at every step, as Numba makes 64-bit numbers of 32-bit ones otherwise.
+
+Nothing is kept on disk (`cache=True`): the index of that cache is read, changed and written without a lock, so two
+nodes with different CPUs that share a folder may put two programs under one name, and one of them die of an illegal
+instruction (see also Numba's issue 10128). Compilation takes about one CPU second a codec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy
+from numpy import float32, int8, uint32
+
+BLOCK_VALUES = 256
+# int8: below it the scale would not be a normal number; above it 127 x scale would not be finite.
+SMALLEST_ABSMAX = float32(127 * 2.0**-126)
+LARGEST_SCALE = numpy.nextafter(numpy.finfo(float32).max / float32(127), float32(0))
+_INFINITY = uint32(0x7F800000)
+_NAN = float32(numpy.nan)
+
+
+def can_compile() -> bool:
+    """Whether Numba is there (and not told to compile nothing by NUMBA_DISABLE_JIT)."""
+    try:
+        import numba
+    except ImportError:
+        return False
+    config: Any = numba.config  # its names are made when it is loaded
+    return not config.DISABLE_JIT
+
+
+@cache
+def compiled(kernel: Callable[..., None]) -> Callable[..., None]:
+    """`kernel`, compiled at its first call; lets go of Python's lock while it runs."""
+    import numba
+
+    result: Callable[..., None] = numba.njit(nogil=True, error_model="numpy")(kernel)
+    return result
+
+
+def encode_int8(
+    values: numpy.ndarray, scales: numpy.ndarray, codes: numpy.ndarray, error: numpy.ndarray, scratch: numpy.ndarray
+) -> None:
+    """See int8.py."""
+    all_bits = values.view(uint32)
+    for block in range(scales.size):
+        start = block * BLOCK_VALUES
+        stop = min(start + BLOCK_VALUES, values.size)
+        part, bits, code = values[start:stop], all_bits[start:stop], codes[start:stop]
+        largest = uint32(0)
+        for i in range(bits.size):
+            largest = max(largest, uint32(bits[i] & uint32(0x7FFFFFFF)))
+        absmax = uint32(largest).view(float32)
+        scale = inverse = float32(0)
+        if largest < _INFINITY and absmax >= SMALLEST_ABSMAX:
+            scale = min(float32(absmax / float32(127)), LARGEST_SCALE)
+            inverse = float32(float32(127) / absmax)
+        if largest < _INFINITY:
+            scales[block] = scale
+            for i in range(part.size):
+                code[i] = int8(numpy.rint(part[i] * inverse))
+                scratch[i] = part[i] - float32(code[i]) * scale
+        else:
+            scales[block] = _NAN
+            for i in range(part.size):
+                code[i] = 0
+                scratch[i] = 0
+        out = error[start:stop]
+        for i in range(out.size):
+            out[i] = scratch[i]
+
+
+def decode_int8(scales: numpy.ndarray, codes: numpy.ndarray, values: numpy.ndarray) -> None:
+    """See int8.py."""
+    for block in range(scales.size):
+        start = block * BLOCK_VALUES
+        part, code, scale = values[start : start + BLOCK_VALUES], codes[start : start + BLOCK_VALUES], scales[block]
+        for i in range(part.size):
+            part[i] = float32(code[i]) * scale
+
+
+def add_int8(scales: numpy.ndarray, codes: numpy.ndarray, total: numpy.ndarray) -> None:
+    """See int8.py."""
+    for block in range(scales.size):
+        start = block * BLOCK_VALUES
+        part, code, scale = total[start : start + BLOCK_VALUES], codes[start : start + BLOCK_VALUES], scales[block]
+        for i in range(part.size):
+            part[i] += float32(code[i]) * scale
+
+
+def encode_bf16(values: numpy.ndarray, words: numpy.ndarray, error: numpy.ndarray, scratch: numpy.ndarray) -> None:
+    """Half of what is cut off is added first; one less where the last bit that stays is 0, so that ties go to even."""
+    all_bits = values.view(uint32)
+    for start in range(0, values.size, BLOCK_VALUES):
+        stop = min(start + BLOCK_VALUES, values.size)
+        part, bits, word = values[start:stop], all_bits[start:stop], words[start:stop]
+        for i in range(bits.size):
+            x = bits[i]
+            rounded = uint32(x + uint32(0x7FFF) + (x >> uint32(16) & uint32(1))) >> uint32(16)
+            is_nan = uint32(x & uint32(0x7FFFFFFF)) > _INFINITY
+            rounded = uint32(0x7FC0) if is_nan else uint32(rounded)
+            word[i] = rounded
+            decoded = uint32(rounded << uint32(16))
+            is_finite = uint32(decoded & uint32(0x7FFFFFFF)) < _INFINITY
+            scratch[i] = part[i] - decoded.view(float32) if is_finite else float32(0)
+        out = error[start:stop]
+        for i in range(out.size):
+            out[i] = scratch[i]
+
+
+def decode_bf16(words: numpy.ndarray, values: numpy.ndarray) -> None:
+    """The upper half of a float32."""
+    bits = values.view(uint32)
+    for i in range(bits.size):
+        bits[i] = uint32(words[i]) << uint32(16)
+
+
+def add_bf16(words: numpy.ndarray, total: numpy.ndarray) -> None:
+    """As decode_bf16."""
+    for i in range(total.size):
+        total[i] += uint32(uint32(words[i]) << uint32(16)).view(float32)
+
+
+def encode_fp16(values: numpy.ndarray, words: numpy.ndarray, error: numpy.ndarray, scratch: numpy.ndarray) -> None:
+    """Normal numbers as in encode_bf16, with another exponent. The subnormal ones of fp16 are multiples of 2^-24, which
+    is the last bit of a float32 from 0.5 to 1: adding 0.5 rounds them, and leaves them in the lowest bits.
+    """
+    all_bits = values.view(uint32)
+    for start in range(0, values.size, BLOCK_VALUES):
+        stop = min(start + BLOCK_VALUES, values.size)
+        part, bits, word = values[start:stop], all_bits[start:stop], words[start:stop]
+        for i in range(bits.size):
+            x = uint32(bits[i] & uint32(0x7FFFFFFF))
+            # 0xC8000FFF is half of what is cut off, and 15 - 127 in the place of the exponent.
+            normal = uint32(x + uint32(0xC8000FFF) + (x >> uint32(13) & uint32(1))) >> uint32(13)
+            small = float32(x.view(float32) + float32(0.5)).view(uint32) - uint32(0x3F000000)
+            rounded = uint32(small) if x < uint32(0x38800000) else uint32(normal)  # 2^-14
+            # From 65520 on, which is halfway to what would come after the largest one.
+            rounded = uint32(0x7C00) if x >= uint32(0x477FF000) else rounded
+            signed = uint32(rounded | (bits[i] >> uint32(16) & uint32(0x8000)))
+            word[i] = uint32(0x7E00) if x > _INFINITY else signed
+            # What decode_fp16 makes of it, where it is finite.
+            shifted = uint32(rounded << uint32(13))
+            lowest = float32(uint32(shifted + uint32(0x38800000)).view(float32) - float32(2.0**-14)).view(uint32)
+            decoded = uint32(lowest) if rounded < uint32(0x400) else uint32(shifted + uint32(0x38000000))
+            decoded = uint32(decoded | (bits[i] & uint32(0x80000000)))
+            scratch[i] = part[i] - decoded.view(float32) if rounded < uint32(0x7C00) else float32(0)
+        out = error[start:stop]
+        for i in range(out.size):
+            out[i] = scratch[i]
+
+
+def decode_fp16(words: numpy.ndarray, values: numpy.ndarray) -> None:
+    """Moves the exponent; a subnormal number is made normal by adding 2^-14 in bits, and taking it off in float32."""
+    bits = values.view(uint32)
+    for i in range(bits.size):
+        word = uint32(words[i])
+        shifted = uint32((word & uint32(0x7FFF)) << uint32(13))
+        small = float32(uint32(shifted + uint32(0x38800000)).view(float32) - float32(2.0**-14)).view(uint32)
+        decoded = uint32(small) if shifted < uint32(0x800000) else uint32(shifted + uint32(0x38000000))
+        decoded = uint32(shifted + uint32(0x70000000)) if shifted >= uint32(0x0F800000) else decoded
+        bits[i] = decoded | (word & uint32(0x8000)) << uint32(16)
+
+
+def add_fp16(words: numpy.ndarray, total: numpy.ndarray) -> None:
+    """As decode_fp16."""
+    for i in range(total.size):
+        word = uint32(words[i])
+        shifted = uint32((word & uint32(0x7FFF)) << uint32(13))
+        small = float32(uint32(shifted + uint32(0x38800000)).view(float32) - float32(2.0**-14)).view(uint32)
+        decoded = uint32(small) if shifted < uint32(0x800000) else uint32(shifted + uint32(0x38000000))
+        decoded = uint32(shifted + uint32(0x70000000)) if shifted >= uint32(0x0F800000) else decoded
+        total[i] += uint32(decoded | (word & uint32(0x8000)) << uint32(16)).view(float32)
