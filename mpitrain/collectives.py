@@ -45,7 +45,7 @@ from mpitrain.cuda.staging import like
 from mpitrain.errors import MismatchError, TreeError
 from mpitrain.world import World, part_of
 
-SHORT_BYTES = 2**16  # up to here few messages count, not few bytes; measured: see docs/log.md
+SHORT_BYTES = 2**16  # up to here few messages count for more than few bytes; chosen, not measured
 
 Result = TypeVar("Result")
 # The call itself, from all ranks' records on: yields while it has to wait, and returns its result.
