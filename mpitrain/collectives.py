@@ -31,13 +31,13 @@ Perform. Comput. Appl. 19 (2005) 49-66 (pairwise exchange).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Generic, TypeVar
 
 import numpy
 
 from mpitrain.agreement import Agreement
-from mpitrain.allreduce.algorithm import DTYPES
+from mpitrain.allreduce.algorithm import DTYPES, Progress
 from mpitrain.allreduce.recursive_doubling import recursive_doubling_steps
 from mpitrain.arrays import Array, is_array, is_device_array
 from mpitrain.control import until
@@ -45,7 +45,7 @@ from mpitrain.cuda.staging import like
 from mpitrain.errors import MismatchError, TreeError
 from mpitrain.world import World, part_of
 
-SHORT_BYTES = 2**16  # up to here few messages count, not few bytes; measured: see docs/log.md
+SHORT_BYTES = 2**16  # up to here few messages count for more than few bytes; chosen, not measured
 
 Result = TypeVar("Result")
 # The call itself, from all ranks' records on: yields while it has to wait, and returns its result.
@@ -92,7 +92,7 @@ class Handle(Generic[Result]):
         self._world.background.look()
         return self._is_done
 
-    def _steps(self, agreement: Agreement, work: Work[Result]) -> Iterator[float | None]:
+    def _steps(self, agreement: Agreement, work: Work[Result]) -> Progress:
         try:
             yield from until(agreement.test)
         except MismatchError as error:
@@ -226,7 +226,7 @@ def allreduce(world: World, array: Array) -> Handle[Array]:
         result = mine.copy()
         flat = result.reshape(-1)
         if flat.nbytes <= SHORT_BYTES:
-            yield from recursive_doubling_steps(world.background.comm)(flat)
+            yield from recursive_doubling_steps(world.background.comm)(flat, None)
         else:
             parts = [flat[part_of(flat.size, rank, world.size)] for rank in range(world.size)]
             yield from _reduce_scatter(world, parts, parts[world.rank])
@@ -236,19 +236,19 @@ def allreduce(world: World, array: Array) -> Handle[Array]:
     return Handle(world, "collectives.allreduce", f"{mine.dtype} {mine.shape}", work)
 
 
-def _reduce_scatter(world: World, parts: Sequence[numpy.ndarray], mine: numpy.ndarray) -> Iterator[float | None]:
+def _reduce_scatter(world: World, parts: Sequence[numpy.ndarray], mine: numpy.ndarray) -> Progress:
     """Add to `mine`, which holds this rank's values, what the others have for it; `parts` are sent, flat."""
     sends = [(rank, parts[rank]) for rank in _after(world)]
     return world.background.mover.move(sends, [(rank, mine) for rank in _before(world)], add=_add)
 
 
-def _allgather(world: World, parts: Sequence[numpy.ndarray]) -> Iterator[float | None]:
+def _allgather(world: World, parts: Sequence[numpy.ndarray]) -> Progress:
     """Overwrite all flat parts but this rank's own by their owners'."""
     sends = [(rank, parts[world.rank]) for rank in _after(world)]
     return world.background.mover.move(sends, [(rank, parts[rank]) for rank in _before(world)])
 
 
-def _broadcast(world: World, flat: numpy.ndarray, root: int) -> Iterator[float | None]:
+def _broadcast(world: World, flat: numpy.ndarray, root: int) -> Progress:
     if flat.nbytes <= SHORT_BYTES:
         return until(world.background.comm.Ibcast(flat.view(numpy.uint8), root).Test)
     left, right = (world.rank - 1) % world.size, (world.rank + 1) % world.size

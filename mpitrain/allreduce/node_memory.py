@@ -11,7 +11,7 @@ import bisect
 import mmap
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,8 +37,8 @@ class NodeMemory:
         # As many: their length, and the others' arrays by their place on the node.
         self._others: list[tuple[int, dict[int, numpy.ndarray]]] = []
 
-    def allocate(self, num_bytes: int, wait: Callable[[Progress], None]) -> numpy.ndarray:
-        """This rank's part, as bytes, uninitialised. All ranks of the node call it, with the same number.
+    def allocate(self, num_bytes: int) -> Generator[float | None, None, numpy.ndarray]:
+        """Work that ends with this rank's part, as bytes, uninitialised. All ranks of the node do it, for one number.
 
         Raises:
             MpitrainError: the others' memory cannot be mapped, for instance because two containers on one machine
@@ -49,7 +49,7 @@ class NodeMemory:
             os.ftruncate(descriptor, max(num_bytes, 1))
             mine = numpy.array([os.getpid(), descriptor], numpy.int64)
             theirs = numpy.empty((self._mates.size, 2), numpy.int64)
-            wait(_tell(self._mates, mine, theirs))
+            yield from _tell(self._mates, mine, theirs)
             problem, maps = None, []
             try:
                 maps = [_map(pid, number, num_bytes) for pid, number in theirs.tolist()]
@@ -57,7 +57,7 @@ class NodeMemory:
                 problem = error
             # Nobody closes before all have mapped.
             codes = numpy.empty((self._mates.size, 1), numpy.int64)
-            wait(_tell(self._mates, numpy.array([problem.errno if problem else 0], numpy.int64), codes))
+            yield from _tell(self._mates, numpy.array([problem.errno if problem else 0], numpy.int64), codes)
         finally:
             os.close(descriptor)
         if codes.any():

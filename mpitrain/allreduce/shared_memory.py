@@ -72,7 +72,7 @@ def shared_memory_steps(memory: NodeArrays) -> Steps:
 
 
 class NodeArrays:
-    """Flat arrays in memory that the ranks of this node share. Making one is collective over the world."""
+    """Flat arrays in memory that the ranks of this node share."""
 
     def __init__(self, world: World) -> None:
         self.mates: Group = of_this_node(world)
@@ -80,18 +80,19 @@ class NodeArrays:
         self._world = world
         # Alike on all nodes, so that all take the same pieces of a buffer through the slab.
         self._is_shared = len(set(world.node_ranks)) < world.size
-        # Its pages are there once they are used.
-        self._slab = self.allocate(_SLAB_BYTES if self._is_shared else 0, numpy.dtype(numpy.uint8))
+        self._slab: numpy.ndarray | None = None  # made when a buffer comes that is not shared
 
     def allocate(self, count: int, dtype: numpy.dtype) -> Array:
         """See Algorithm."""
         if not self._is_shared:
             return numpy.empty(count, dtype)
+        made: list[numpy.ndarray] = []
 
-        def wait(steps: Progress) -> None:
-            self._world.control.wait(steps, "share memory with the ranks of this node")
+        def steps() -> Progress:
+            made.append((yield from self._memory.allocate(count * dtype.itemsize)))
 
-        return self._memory.allocate(count * dtype.itemsize, wait).view(dtype)
+        self._world.control.wait(steps(), "share memory with the ranks of this node")
+        return made[0].view(dtype)
 
     def steps(self, work: Callable[[list[numpy.ndarray], numpy.ndarray | None], Progress]) -> Steps:
         """`work` on one place of all ranks' arrays, made into steps on any array: others go through a slab."""
@@ -101,6 +102,8 @@ class NodeArrays:
             if arrays is not None:
                 yield from work(arrays, residual)
                 return
+            if self._slab is None:
+                self._slab = yield from self._memory.allocate(_SLAB_BYTES)
             count = _SLAB_BYTES // flat.itemsize
             for begin in range(0, flat.size, count):
                 part = flat[begin : begin + count]
