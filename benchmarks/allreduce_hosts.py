@@ -18,8 +18,8 @@ import numpy
 from mpi4py import MPI
 
 import mpitrain as mt
+from mpitrain.bench.rounds import ratio, versions_line
 from mpitrain.exchange.exchange import make_exchange
-from pairs import ratio, versions
 
 
 def gloo(world: mt.World) -> Callable[[numpy.ndarray], None] | None:
@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=6.0, help="about so long for each size and variant")
     arguments = parser.parse_args()
     world = mt.init()
-    world.print(f"{world.size} ranks on {world.num_nodes} hosts, {arguments.gbit:g} Gbit/s, {versions()}")
+    world.print(f"{world.size} ranks on {world.num_nodes} hosts, {arguments.gbit:g} Gbit/s, {versions_line()}")
     calls: dict[str, Callable[[numpy.ndarray], object]] = {}
     allocate = numpy.empty
     for name in arguments.variants:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy
 
+from mpitrain.pace import Pace
+
 if TYPE_CHECKING:
     from mpi4py import MPI
 
@@ -29,6 +31,7 @@ class Mover:
         self._comm = comm
         self._tag = tag
         self._scratch = numpy.empty(0, numpy.uint8)
+        self._pace = Pace()
 
     def move(
         self,
@@ -38,7 +41,7 @@ class Mover:
         add: Callable[[numpy.ndarray, numpy.ndarray], None] | None = None,
         same: bool = False,
         forward: bool = False,
-    ) -> Iterator[None]:
+    ) -> Iterator[float]:
         """Send and receive all of these, in this order on each side; yields while it has to wait.
 
         Args:
@@ -54,6 +57,7 @@ class Mover:
         sending: deque[MPI.Request] = deque()
         receiving: deque[tuple[MPI.Request, numpy.ndarray]] = deque()
         posted = received = started = sent = 0
+        self._pace.begin(sum(part.nbytes for _, part in to_receive), PIECE_BYTES)
         while received < len(to_receive) or sent < len(to_send):
             while posted < min(len(to_receive), received + AHEAD):
                 source, piece = to_receive[posted]
@@ -77,7 +81,8 @@ class Mover:
                 received += 1
                 progress = True
             if not progress:
-                yield
+                yield self._pace.nap()
+        self._pace.end()
 
     def _slots(self, nbytes: int) -> list[numpy.ndarray]:
         each = -(-nbytes // 64) * 64  # so that every one is aligned

@@ -17,7 +17,7 @@ LAYERS: dict[str, list[str]] = {
     "values": ["arrays", "config", "profile", "tree"],
     "compression": ["compression.*"],
     "launch": ["launch.*"],
-    "waiting": ["background", "control", "messages", "pieces", "transfer"],
+    "waiting": ["background", "control", "messages", "pace", "pieces", "transfer"],
     "agreement": ["agreement"],
     "world": ["world", "cuda.*"],
     "allreduce": ["allreduce.*"],

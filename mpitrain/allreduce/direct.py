@@ -43,7 +43,8 @@ from typing import TYPE_CHECKING
 import numpy
 
 from mpitrain.allreduce.algorithm import DTYPES, Progress, Sequential, Steps
-from mpitrain.allreduce.group import Group, Pace, everyone
+from mpitrain.allreduce.group import Group, everyone
+from mpitrain.pace import Pace
 from mpitrain.world import World, part_of
 
 if TYPE_CHECKING:
@@ -77,24 +78,27 @@ def direct_steps(group: Group, codec: Codec | None = None) -> Steps:
         num_pieces = -(-(largest.stop - largest.start) * flat.itemsize // piece_bytes)
         started = 0
         active: dict[int, Iterator[bool]] = {}  # by slot: piece n has slot n modulo WINDOW, and its tag, on every rank
-        pace.begin()
+        share = flat.nbytes // group.size
+        wire, wire_piece = share, min(share, piece_bytes)
+        if codec is not None:
+            wire, wire_piece = (codec.wire_bytes(num_bytes // flat.itemsize) for num_bytes in (wire, wire_piece))
+        pace.begin(2 * (group.size - 1) * wire, wire_piece)
         while True:
             while started < num_pieces and (slot := started % WINDOW) not in active:
                 parts = [_piece(flat.size, owner, group.size, started, num_pieces) for owner in range(group.size)]
                 active[slot] = exchange(wires[slot], _TAG + 2 * slot, flat, parts, residual)
                 started += 1
             if not active:
-                return
+                break
             progress = False
             for slot, piece in tuple(active.items()):
                 state = next(piece, None)
                 if state is None:
                     del active[slot]
                 progress |= state is not False
-            if progress:
-                pace.happened()
-            else:
+            if not progress:
                 yield pace.nap()
+        pace.end()
 
     def plain(
         wires: _Wires, tag: int, flat: numpy.ndarray, parts: list[slice], _: numpy.ndarray | None

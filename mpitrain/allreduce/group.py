@@ -1,8 +1,7 @@
-"""The ranks that an algorithm runs over, and how long one of them may sleep while it waits for another."""
+"""The ranks that an algorithm runs over, and their order."""
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -75,35 +74,3 @@ def _nodes(world: World) -> list[tuple[int, ...]]:
     ]
     order = ring_order([world.hosts[ranks[0]] for ranks in nodes], world.profile)
     return [nodes[place] for place in order]
-
-
-# Linux adds some 50 us to any sleep, so a shorter one is none; longer ones save little (docs/log.md).
-_SHORTEST_NAP, _LONGEST_NAP = 50e-6, 200e-6
-_NAPS_BETWEEN_EVENTS = 6
-
-
-class Pace:
-    """How long to sleep between two looks at the wire, from the time that lay between its events so far.
-
-    On a slow link pieces arrive milliseconds apart, and a rank that polled all the while would use a core for nothing.
-    On a fast one any sleep would let the wire run dry.
-    """
-
-    def __init__(self) -> None:
-        self._last = 0.0
-        self._between = 0.0
-
-    def begin(self) -> None:
-        """An exchange begins: the time since the last one does not count."""
-        self._last = time.perf_counter()
-
-    def happened(self) -> None:
-        """Something arrived or left."""
-        now = time.perf_counter()
-        self._between += (min(now - self._last, 0.01) - self._between) / 8
-        self._last = now
-
-    def nap(self) -> float:
-        """Seconds to sleep; 0: look again at once."""
-        nap = self._between / _NAPS_BETWEEN_EVENTS
-        return 0.0 if nap < _SHORTEST_NAP else min(nap, _LONGEST_NAP)

@@ -39,7 +39,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy
 
 from mpitrain.allreduce.algorithm import DTYPES, Progress, Sequential, Steps
-from mpitrain.allreduce.group import Group, Pace, everyone
+from mpitrain.allreduce.group import Group, everyone
+from mpitrain.pace import Pace
 from mpitrain.world import World, part_of
 
 if TYPE_CHECKING:
@@ -85,7 +86,8 @@ def ring_steps(group: Group) -> Steps:
         receives: deque[MPI.Request] = deque()
         started = posted = 0
         sent = received = 0  # sends that are complete: their memory may be overwritten; receives that are dealt with
-        pace.begin()
+        share = flat.nbytes // group.size
+        pace.begin(2 * (group.size - 1) * share, min(share, PIECE_BYTES))
         while min(received, sent) < num_pieces:
             while posted < num_pieces and posted < received + AHEAD:
                 _, receive, add = pieces[posted]
@@ -116,10 +118,9 @@ def ring_steps(group: Group) -> Steps:
                 sends.popleft()
                 sent += 1
                 progress = True
-            if progress:
-                pace.happened()
-            else:
+            if not progress:
                 yield pace.nap()
+        pace.end()
 
     return steps
 

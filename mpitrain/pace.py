@@ -1,0 +1,52 @@
+"""How long a rank may sleep between two looks at the wire."""
+
+from __future__ import annotations
+
+import time
+
+# Linux adds some 50 us to any sleep. Measured (docs/log.md): at 1 Gbit/s naps cost no time and save nine tenths of a
+# core; at 10 Gbit/s any nap lets the wire run dry.
+_SHORTEST_NAP, _LONGEST_NAP = 100e-6, 200e-6
+_NAPS_A_PIECE = 4
+# A shorter exchange is over before a nap would pay, and says little of the wire's rate.
+_LEAST_BYTES = 256 * 1024
+_FORGET = 0.99  # of the best rate, for each exchange; and one in so many is made without naps, to measure it again
+_WITHOUT_NAPS = 32
+
+
+class Pace:
+    """Naps from the time that a piece takes at the best rate that was seen.
+
+    Not from the time between arrivals: that grows with the naps themselves, and while others use the cores.
+    """
+
+    def __init__(self) -> None:
+        self._rate = 0.0
+        self._begun = 0
+        self._started = 0.0
+        self._num_bytes = 0
+        self._nap = 0.0
+
+    def begin(self, num_bytes: int, piece_bytes: int) -> None:
+        """An exchange begins, in which this rank receives so many bytes, in pieces of so many."""
+        self._num_bytes = num_bytes
+        if num_bytes < _LEAST_BYTES:
+            self._nap = 0.0
+            return
+        self._begun += 1
+        self._started = time.perf_counter()
+        if not self._rate or self._begun % _WITHOUT_NAPS == 0:
+            self._nap = 0.0
+            return
+        nap = piece_bytes / self._rate / _NAPS_A_PIECE
+        self._nap = 0.0 if nap < _SHORTEST_NAP else min(nap, _LONGEST_NAP)
+
+    def nap(self) -> float:
+        """Seconds to sleep; 0: look again at once."""
+        return self._nap
+
+    def end(self) -> None:
+        """The exchange is over."""
+        if self._num_bytes >= _LEAST_BYTES:
+            rate = self._num_bytes / (time.perf_counter() - self._started)
+            self._rate = max(rate, self._rate * _FORGET)
