@@ -51,7 +51,7 @@ def main() -> None:
     world = mt.init()
     world.print(f"{world.size} ranks on {world.num_nodes} hosts, {arguments.gbit:g} Gbit/s, {versions_line()}")
     calls: dict[str, Callable[[numpy.ndarray], object]] = {}
-    allocate = numpy.empty
+    allocators: dict[str, Callable[[int, numpy.dtype], numpy.ndarray]] = {}
     for name in arguments.variants:
         if name == "mpi":
             calls[name] = lambda flat: world.comm.Allreduce(MPI.IN_PLACE, flat)
@@ -61,14 +61,16 @@ def main() -> None:
         else:
             codec = name if name in ("bf16", "fp16", "int8") else None
             exchange = make_exchange(world, None if codec else name, codec)
-            allocate = exchange.allocate if name in ("auto", "shared_memory", "hierarchical") else allocate
+            allocators[name] = exchange.allocate  # as a reducer's buckets are made
             calls[name] = lambda flat, exchange=exchange: exchange.mean(flat, 1.0).wait()
     hosts = world.num_nodes
     world.print("| MiB | variant | median | spread | bound x | mpi x | gloo x | cores | wire |\n" + "| --- " * 9 + "|")
     for mib in arguments.mib:
-        flat = allocate(int(mib * 2**18), numpy.dtype(numpy.float32))
-        flat[:] = 0
-        least = 2 * (hosts - 1) / hosts * flat.nbytes
+        count, dtype = int(mib * 2**18), numpy.dtype(numpy.float32)
+        flats = {name: allocators.get(name, numpy.empty)(count, dtype) for name in calls}
+        for flat in flats.values():
+            flat[:] = 0
+        least = 2 * (hosts - 1) / hosts * 4 * count
         seconds: dict[str, list[float]] = {name: [] for name in calls}
         cores: dict[str, list[float]] = {name: [] for name in calls}
         wire: dict[str, list[float]] = {name: [] for name in calls}
@@ -78,7 +80,7 @@ def main() -> None:
             for name in sorted(calls, reverse=bool(number % 2)):
                 world.comm.Barrier()
                 used, sent, started = time.process_time(), sent_bytes(), time.perf_counter()
-                calls[name](flat)
+                calls[name](flats[name])
                 mine = time.perf_counter() - started
                 cores[name].append((time.process_time() - used) / mine)
                 seconds[name].append(world.comm.allreduce(mine, MPI.MAX))
