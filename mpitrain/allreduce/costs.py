@@ -8,10 +8,15 @@ Latency a, rate B of a link, m nodes, N bytes; a link is shared by the lanes of 
 
 from __future__ import annotations
 
+import math
+
 from mpitrain.profile import Profile
 
 _UNEVEN = 0.04
 _DEFAULT_BUCKET_BYTES = 4 * 2**20
+# Measured (docs/log.md): below, MPI's own call is faster than anything made of messages from Python.
+_NATIVE_INSIDE_BYTES, _NATIVE_BETWEEN_BYTES = 16 * 1024, 256 * 1024
+_PYTHON_SECONDS = 200e-6  # what direct takes more than MPI's own where there is no latency
 
 
 def seconds(algorithm: str, num_bytes: int, profile: Profile, num_nodes: int, lanes: int = 1) -> float:
@@ -29,6 +34,14 @@ def ring_from_bytes(profile: Profile, num_nodes: int, lanes: int = 1) -> int:
     latencies = (2 * (num_nodes - 1) - 2) * profile.latency_seconds
     lost_a_byte = _UNEVEN * 2 * (num_nodes - 1) / num_nodes / _rate(profile, lanes)
     return round(latencies / lost_a_byte)
+
+
+def native_below_bytes(profile: Profile, num_nodes: int) -> int:
+    """Up to so many bytes MPI's own allreduce is taken; it pays 2 log2 m latencies where direct pays two."""
+    if num_nodes == 1:
+        return _NATIVE_INSIDE_BYTES
+    more = 2 * (math.ceil(math.log2(num_nodes)) - 1) * profile.latency_seconds
+    return _NATIVE_BETWEEN_BYTES if more < _PYTHON_SECONDS else 0
 
 
 def bucket_bytes(profile: Profile, num_nodes: int) -> int:
