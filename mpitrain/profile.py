@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -77,26 +78,29 @@ def from_json(text: str, path: str, here: dict[str, Any]) -> Profile:
         content = json.loads(text)
         schema, found, measured = content["schema"], content["fingerprint"], content["measured"]
         nodes = tuple(str(name) for name in content["nodes"])
-    except (ValueError, KeyError, TypeError) as error:
+        found = {name: found.get(name) for name in here}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"the profile {path} is damaged ({error!r}). {advice}") from None
     if schema != SCHEMA:
         raise ConfigError(f"the profile {path} has format {schema}; this version reads {SCHEMA}. {advice}")
     for name, value in here.items():
-        if found.get(name) != value:
-            raise ConfigError(
-                f"the profile {path} is of another cluster: {name} {found.get(name)}, here {value}. {advice}"
-            )
+        if found[name] != value:
+            raise ConfigError(f"the profile {path} is of another cluster: {name} {found[name]}, here {value}. {advice}")
     try:
         latency_us, links = measured["latency_between_nodes_us"], measured["link_bytes_per_second"]
-        codecs = tuple((name, _slowest(rates)) for name, rates in measured["codecs"].items())
+        codecs = tuple((str(name), _slowest(rates)) for name, rates in measured["codecs"].items())
+        if sorted(nodes) != here["hosts"]:
+            raise ValueError("its nodes are not those of its fingerprint")
         if links is None:
             return Profile(path, DEFAULT.latency_seconds, DEFAULT.bytes_per_second, (), nodes, codecs)
         rows = tuple(tuple(float(rate) for rate in row) for row in links)
         rates = sorted(rate for i, row in enumerate(rows) for j, rate in enumerate(row) if i != j)
-        if {len(row) for row in rows} != {len(nodes)} or len(rows) != len(nodes) or rates[0] <= 0 or latency_us <= 0:
+        if {len(row) for row in rows} != {len(nodes)} or len(rows) != len(nodes):
             raise ValueError("its links do not fit its nodes")
+        if not all(0 < number < math.inf for number in (latency_us, *rates)):
+            raise ValueError("a latency or rate is no number above 0")
         return Profile(path, latency_us * 1e-6, rates[len(rates) // 2], rows, nodes, codecs)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, ZeroDivisionError) as error:
         raise ConfigError(f"the profile {path} is damaged ({error!r}). {advice}") from None
 
 

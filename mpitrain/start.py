@@ -15,6 +15,7 @@ from mpitrain.background import Background
 from mpitrain.config import Config, read_config
 from mpitrain.control import Control
 from mpitrain.errors import ConfigError, LaunchError, MpitrainError
+from mpitrain.exchange.exchange import check_compression
 from mpitrain.exchange.trees import ArrayTrees
 from mpitrain.failure import guard
 from mpitrain.launch.libraries import launched_by
@@ -164,6 +165,7 @@ def _common_config(world: World, settings: dict[str, Any]) -> Config:
         check_size(MPI.Get_library_version(), os.environ, world.size)
         config = read_config(os.environ, settings)
         check_name(config.algorithm)
+        check_compression(config.compression)
     except MpitrainError as error:
         problem = error
     for rank, found in enumerate(world.allgather(problem)):

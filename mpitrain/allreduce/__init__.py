@@ -33,13 +33,16 @@ ALGORITHMS: dict[str, Callable[[World], Algorithm]] = {
 
 
 def make_algorithm(world: World, name: str | None = None) -> Algorithm:
-    """The algorithm of that name, or of the world's settings.
+    """The algorithm of that name, or of the world's settings. With a name it is collective.
 
     Raises:
-        ConfigError: there is no algorithm of that name.
+        ConfigError: there is no algorithm of that name, or it is not for this world.
+        MismatchError: the ranks give different names.
     """
-    name = world.config.algorithm if name is None else name
+    if name is None:  # settings have been compared
+        return ALGORITHMS[world.config.algorithm](world)
     check_name(name)
+    world.agree("make an algorithm", [name])
     return ALGORITHMS[name](world)
 
 

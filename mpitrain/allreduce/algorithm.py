@@ -99,7 +99,11 @@ class Algorithm(Protocol):
         ...
 
     def allocate(self, count: int, dtype: numpy.dtype) -> Array:
-        """An uninitialised flat array in the memory that this algorithm likes best. Collective."""
+        """An uninitialised flat array in the memory that this algorithm likes best.
+
+        Collective, for the same `count` and `dtype`; what was started before ends first. Where ranks sum a part of such
+        an array, all take the same part of the same one. It is freed with the last reference to it.
+        """
         ...
 
 
@@ -117,7 +121,14 @@ class Sequential:
         self._name = name
         self._steps = steps
         self._queue: deque[Handle] = deque()
-        self.allocate = allocate
+        self._allocate = allocate
+
+    def allocate(self, count: int, dtype: numpy.dtype) -> Array:
+        """See Algorithm."""
+        # Ranks may differ in how far they are with what has been started; none of it may wait for this.
+        if self._queue:
+            self._queue[-1].wait()
+        return self._allocate(count, dtype)
 
     def start(self, flat: Array, residual: Array | None = None) -> Handle:
         """See Algorithm."""

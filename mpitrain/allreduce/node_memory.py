@@ -8,6 +8,7 @@ leaves nothing behind when the job is killed, and the size of /dev/shm, 64 MB in
 from __future__ import annotations
 
 import bisect
+import errno
 import mmap
 import os
 import weakref
@@ -20,12 +21,13 @@ import numpy
 from mpitrain.allreduce.algorithm import Progress
 from mpitrain.allreduce.group import Group
 from mpitrain.control import until
-from mpitrain.errors import MpitrainError
+from mpitrain.errors import MismatchError, MpitrainError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 _TAG, _MEET_TAG = 30, 31
+_MARK_BYTES = 8
 
 
 class NodeMemory:
@@ -41,30 +43,48 @@ class NodeMemory:
         """Work that ends with this rank's part, as bytes, uninitialised. All ranks of the node do it, for one number.
 
         Raises:
+            MismatchError: the ranks of the node want different numbers of bytes; on all of them.
             MpitrainError: the others' memory cannot be mapped, for instance because two containers on one machine
-                call themselves one host.
+                call themselves one host; on all of them.
         """
+        mates = self._mates
         descriptor = os.memfd_create("mpitrain")
         try:
-            os.ftruncate(descriptor, max(num_bytes, 1))
-            mine = numpy.array([os.getpid(), descriptor], numpy.int64)
-            theirs = numpy.empty((self._mates.size, 2), numpy.int64)
-            yield from _tell(self._mates, mine, theirs)
-            problem, maps = None, []
+            os.ftruncate(descriptor, max(num_bytes, _MARK_BYTES))
+            # In another container the same numbers may well be those of a process and file there.
+            mark = os.urandom(_MARK_BYTES)
+            os.pwrite(descriptor, mark, 0)
+            mine = numpy.array([os.getpid(), descriptor, num_bytes, int.from_bytes(mark, "little", signed=True)])
+            theirs = numpy.empty((mates.size, mine.size), numpy.int64)
+            yield from _tell(mates, mine, theirs)
+            code, maps = 0, []
             try:
-                maps = [_map(pid, number, num_bytes) for pid, number in theirs.tolist()]
+                maps = [_map(pid, number, length, mark) for pid, number, length, mark in theirs.tolist()]
             except OSError as error:
-                problem = error
+                code = error.errno
             # Nobody closes before all have mapped.
-            codes = numpy.empty((self._mates.size, 1), numpy.int64)
-            yield from _tell(self._mates, numpy.array([problem.errno if problem else 0], numpy.int64), codes)
+            codes = numpy.empty((mates.size, 1), numpy.int64)
+            yield from _tell(mates, numpy.array([code]), codes)
         finally:
             os.close(descriptor)
+        lengths = theirs[:, 2].tolist()
+        if len(set(lengths)) > 1:
+            other = next(index for index, length in enumerate(lengths) if length != lengths[0])
+            raise self._by_all(
+                MismatchError(
+                    f"rank {mates.members[other]} allocates {lengths[other]} bytes that the ranks of a node share, rank "
+                    f"{mates.members[0]} on the same node {lengths[0]}; "
+                    "do all ranks allocate the same, in the same order?"
+                )
+            )
         if codes.any():
-            code = int(codes[codes != 0][0])
-            raise MpitrainError(
-                f"the ranks of this node cannot map each other's memory: {os.strerror(code)}. Do they run as one user, "
-                "and in one container? Otherwise choose another algorithm: MPITRAIN_ALGORITHM=ring"
+            index = int(codes.ravel().nonzero()[0][0])
+            raise self._by_all(
+                MpitrainError(
+                    f"rank {mates.members[index]} cannot map the memory of the ranks on its node: "
+                    f"{os.strerror(int(codes[index, 0]))}. Run them as one user, and in one container or with "
+                    "its --pid=host; or, if MPI can do without, sum by messages: MPITRAIN_ALGORITHM=ring, no compression"
+                )
             )
         others = dict(enumerate(maps))
         own = others.pop(self._mates.index)
@@ -89,6 +109,11 @@ class NodeMemory:
         for index, other in others.items():
             arrays[index] = other[part].view(flat.dtype)
         return arrays
+
+    def _by_all(self, error: MpitrainError) -> MpitrainError:
+        """An error that all ranks of the node raise, after their last message."""
+        error.known_everywhere = self._mates.size == self._mates.comm.size
+        return error
 
     def _forget(self, address: int) -> None:
         place = self._begins.index(address)
@@ -127,6 +152,8 @@ def _tell(mates: Group, mine: numpy.ndarray, everything: numpy.ndarray) -> Progr
         yield from until(request.Test)
 
 
-def _map(pid: int, descriptor: int, num_bytes: int) -> numpy.ndarray:
+def _map(pid: int, descriptor: int, num_bytes: int, mark: int) -> numpy.ndarray:
     with Path(f"/proc/{pid}/fd/{descriptor}").open("r+b", buffering=0) as file:
-        return numpy.frombuffer(mmap.mmap(file.fileno(), max(num_bytes, 1)), numpy.uint8)
+        if int.from_bytes(os.pread(file.fileno(), _MARK_BYTES, 0), "little", signed=True) != mark:
+            raise ProcessLookupError(errno.ESRCH, "this is the file of another process")
+        return numpy.frombuffer(mmap.mmap(file.fileno(), max(num_bytes, _MARK_BYTES)), numpy.uint8)

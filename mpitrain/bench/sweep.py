@@ -14,6 +14,7 @@ from mpitrain.bench.options import Options
 from mpitrain.bench.progress import Progress
 from mpitrain.bench.rounds import Measured, measure, ratio, spread
 from mpitrain.bench.table import Row
+from mpitrain.errors import ConfigError
 from mpitrain.world import World
 
 # In these, connections and scratch memory are made; they count for the choice of the number of rounds only.
@@ -23,7 +24,11 @@ _BASE = (MPI_ITSELF, NO_CODEC)
 
 
 def sweep(world: World, options: Options, link: Link) -> Iterator[list[Row]]:
-    """The rows of each cell, when it has been measured; the same on every rank. Collective."""
+    """The rows of each cell, when it has been measured; the same on every rank. Collective.
+
+    Raises:
+        ConfigError: a size is less than one element a rank, of what the ranks share out.
+    """
     dtypes = {str(dtype): dtype for dtype in DTYPES}
     for name in options.operations:
         if name not in OPERATIONS:
@@ -35,6 +40,10 @@ def sweep(world: World, options: Options, link: Link) -> Iterator[list[Row]]:
                 count = size // dtype.itemsize
                 if operation.is_split:  # into equal parts, as nccl-tests does
                     count = count // world.size * world.size
+                    if count == 0:
+                        raise ConfigError(
+                            f"--sizes: {size} bytes of {dtype} are less than one element for each of {world.size} ranks"
+                        )
                 measured = _measure(world, options, link, make_variants(count, dtype), f"{name} {size} {dtype}")
                 yield [_row(world, link, name, count, dtype, key, measured) for key in measured]
 

@@ -12,6 +12,7 @@ from mpitrain.allreduce.compressed import compressed
 from mpitrain.allreduce.costs import pays
 from mpitrain.allreduce.group import num_lanes
 from mpitrain.arrays import Array
+from mpitrain.compression import CODECS
 from mpitrain.errors import ConfigError, DataError
 from mpitrain.world import World
 
@@ -136,8 +137,11 @@ def make_exchange(world: World, algorithm: str | None = None, compression: str |
 
     Raises:
         ConfigError: there is no algorithm or compression of that name, or the two exclude each other.
+        MismatchError: the ranks ask for different ones.
     """
     compression = world.config.compression if compression is None else compression
+    check_compression(compression)
+    world.agree("make an exchange", [f"compression {compression}", f"algorithm {algorithm}"])
     if compression == "auto":
         compression = _by_profile(world)
     if compression == "none":
@@ -145,6 +149,13 @@ def make_exchange(world: World, algorithm: str | None = None, compression: str |
     if algorithm is not None:
         raise ConfigError(f"compression={compression} chooses its algorithm itself; leave out algorithm={algorithm}")
     return CompressedExchange(world, compression)
+
+
+def check_compression(name: str) -> None:
+    """Raise ConfigError unless it can be a setting."""
+    known = [*sorted(CODECS), "auto", "none"]
+    if name not in known:
+        raise ConfigError(f"there is no compression {name!r}; known: {', '.join(known)}")
 
 
 def _by_profile(world: World) -> str:

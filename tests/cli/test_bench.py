@@ -62,6 +62,28 @@ def test_a_profile(tmp_path: Path) -> None:
     assert read["measured"]["small_allreduce_us"] > 0
 
 
+def test_what_is_chosen_without_a_profile(tmp_path: Path) -> None:
+    job = bench("-n", "2", "--show", cwd=tmp_path)
+    assert job.code == 0, job.output
+    assert job.stdout.splitlines() == [
+        "profile: default: Gigabit Ethernet; 50 us, 117 MB/s",
+        "below 16 KiB: native",
+        "from 16 KiB: shared_memory",
+        "buckets: 4 MiB",
+    ]
+
+
+def test_what_is_chosen_by_a_profile(tmp_path: Path) -> None:
+    assert bench("-n", "2", "--save-profile", "cluster.json", cwd=tmp_path).code == 0
+    env = {"MPITRAIN_PROFILE": "cluster.json", "MPITRAIN_BUCKET_MIB": "0.5"}
+    command = [PYTHON, "-m", "mpitrain", "bench", "-n", "2", "--show"]
+    job = run_command(command, timeout=DEADLINE_SECONDS, cwd=tmp_path, env=env)
+    assert job.code == 0, job.output
+    lines = job.stdout.splitlines()
+    assert lines[0].startswith("profile: cluster.json; ")
+    assert lines[-1] == "buckets: 0.5 MiB"
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [

@@ -78,8 +78,9 @@ INIT = "import os\nimport mpitrain as mt\nprint(mt.init({}).size)"
     [
         ("MPITRAIN_ALGORITM", "ring", "there is no setting MPITRAIN_ALGORITM; did you mean MPITRAIN_ALGORITHM? Known"),
         ("MPITRAIN_BUCKET_MIB", "big", "MPITRAIN_BUCKET_MIB is 'big'; it must be a float"),
-        ("MPITRAIN_STALL_SECONDS", "nan", "stall_seconds is nan; it must be a finite number above 0"),
+        ("MPITRAIN_STALL_SECONDS", "nan", "stall_seconds is nan; it must be a finite number, above 0"),
         ("MPITRAIN_ALGORITHM", "rign", "there is no allreduce algorithm 'rign'; known: auto, "),
+        ("MPITRAIN_COMPRESSION", "int9", "there is no compression 'int9'; known: bf16, "),
     ],
 )
 def test_a_wrong_variable(variable: str, value: str, message: str) -> None:
@@ -114,6 +115,7 @@ def test_a_wrong_variable_with_open_mpi() -> None:
     ("argument", "message"),
     [
         ("algorithm='ring' if os.environ['PMI_RANK'] == '1' else 'native'", "algorithm='ring'; rank 0 on "),
+        ("compression='bf16' if os.environ['PMI_RANK'] == '1' else None", "compression='bf16'; rank 0 on "),
         ("bucket_mib='4' if os.environ['PMI_RANK'] == '1' else 4", "bucket_mib is '4'; it must be a float"),
         ("bucket=4", "there is no setting bucket; did you mean bucket_mib?"),
     ],

@@ -12,12 +12,13 @@ import pytest
 from mpitrain import World
 from mpitrain.allreduce import ALGORITHMS, make_algorithm
 from mpitrain.allreduce.algorithm import DTYPES, FLOATS, INTEGERS, Algorithm
-from mpitrain.errors import ConfigError
+from mpitrain.errors import ConfigError, MismatchError
 from mpitrain.world import part_of
-from tests.ranks.common import assert_same_bits
+from tests.ranks.common import assert_same_bits, error_on_all, skip_alone
 
 from .placements import PLACEMENTS, placed
 
+INT32 = numpy.dtype(numpy.int32)
 LENGTHS = (0, 1, 2, 7, 1000, 100003, 1 << 20)
 
 
@@ -100,6 +101,33 @@ def test_many_may_be_started(world: World, algorithm: Algorithm) -> None:
     for number, (flat, handle) in enumerate(zip(flats, handles, strict=True)):
         assert handle.test()
         assert (flat == number * world.size + world.size * (world.size - 1) // 2).all()
+
+
+def test_long_and_short_ones_in_flight(world: World, algorithm: Algorithm) -> None:
+    """Of many pieces and of less than one for each rank, in allocated memory and elsewhere."""
+    lengths = (1, 700_003, 3, 0, 260_001, world.size - 1, 65_537, 1_000_001)
+    flats = [
+        algorithm.allocate(length, INT32) if index % 3 else numpy.empty(length, INT32)
+        for index, length in enumerate(lengths * 2)
+    ]
+    for flat in flats:
+        flat[:] = pattern(flat.size, world.rank)
+    handles = [algorithm.start(flat) for flat in flats]
+    handles[3].wait()
+    handles[-1].wait()
+    for flat in flats:
+        numpy.testing.assert_array_equal(flat, expected_sum(flat.size, world.size))
+
+
+def test_a_buffer_in_flight_cannot_be_taken_away(world: World, algorithm: Algorithm) -> None:
+    flat, last = numpy.ones(300_000), numpy.ones(3)
+    handle, end = algorithm.start(flat), algorithm.start(last)
+    handle.test()
+    with pytest.raises(ValueError, match="cannot resize"):
+        flat.resize(10)
+    del flat, handle  # nobody has it any more but the algorithm
+    end.wait()
+    assert (last == world.size).all()
 
 
 def test_waiting_for_the_last_started_is_enough(world: World, algorithm: Algorithm) -> None:
@@ -194,6 +222,12 @@ def test_many_may_be_made(world: World) -> None:
             flat = numpy.ones(3, numpy.float16)
             make_algorithm(world, name).start(flat).wait()
             assert (flat == world.size).all()
+
+
+def test_other_names_on_other_ranks(world: World) -> None:
+    skip_alone(world)
+    text = error_on_all(world, MismatchError, lambda: make_algorithm(world, "direct" if world.rank == 1 else "ring"))
+    assert f"{world.name(1)}: direct; {world.name(0)}: ring" in text
 
 
 def test_unknown_name(world: World) -> None:

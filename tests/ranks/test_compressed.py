@@ -10,11 +10,11 @@ import pytest
 from mpitrain import World
 from mpitrain.compression import CODECS, make_codec
 from mpitrain.config import Config
-from mpitrain.errors import ConfigError, DataError
+from mpitrain.errors import ConfigError, DataError, MismatchError
 from mpitrain.exchange.exchange import CompressedExchange, PlainExchange, make_exchange
 from mpitrain.profile import DEFAULT
 
-from .common import assert_same_bits
+from .common import assert_same_bits, error_on_all, skip_alone
 from .placements import PLACEMENTS, placed
 
 LENGTHS = (0, 1, 2, 7, 255, 1000, 100_003)
@@ -170,6 +170,13 @@ def test_the_setting(world: World, capfd: pytest.CaptureFixture[str]) -> None:
         said = capfd.readouterr().out
         assert "compression auto: none; the network is not known" in said
         assert f"compression auto: bf16; {world.size} nodes, 117 MB/s between them" in said
+
+
+def test_another_one_on_another_rank(world: World) -> None:
+    skip_alone(world)
+    mine = "bf16" if world.rank == world.size - 1 else "none"
+    text = error_on_all(world, MismatchError, lambda: make_exchange(world, compression=mine))
+    assert f"{world.name(world.size - 1)}: compression bf16; {world.name(0)}: compression none" in text
 
 
 def test_codecs_are_made_for_this_process() -> None:

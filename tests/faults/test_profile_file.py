@@ -1,0 +1,80 @@
+"""A profile that cannot be used: every rank ends, and says so once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from faults.outcome import report_of
+from jobs import VENVS, mpiexec, run_command, run_job
+
+SOURCE = "import mpitrain as mt\nprint('went on with', mt.init().profile.origin)"
+
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The text of one that was measured here, with 2 ranks."""
+    path = tmp_path_factory.mktemp("profile") / "cluster.json"
+    command = [*mpiexec(2), str(VENVS["mpich"] / "bin/python"), "-m", "mpitrain.bench", "--save-profile", str(path)]
+    job = run_command(command)
+    assert job.code == 0, job.output
+    return path.read_text()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "cluster.json"
+
+
+def refused(path: Path, message: str, ranks: int = 2) -> str:
+    job = run_job(ranks, SOURCE, env={"MPITRAIN_PROFILE": str(path)})
+    text = report_of(job, f"ConfigError: {message}").text
+    assert job.stderr.count(f"the profile {path} ") == 1, job.output
+    assert "went on" not in job.stdout, job.output
+    assert "failed too" not in job.stderr, job.output
+    return text
+
+
+def test_the_profile_that_the_tests_below_break(path: Path, profile: str) -> None:
+    path.write_text(profile)
+    job = run_job(2, SOURCE, env={"MPITRAIN_PROFILE": str(path)})
+    assert job.code == 0, job.output
+    assert job.stdout.count(f"went on with {path}") == 2
+
+
+@pytest.mark.parametrize("part", [0.0, 0.5, 0.99])
+def test_torn(path: Path, profile: str, part: float) -> None:
+    path.write_text(profile[: int(len(profile) * part)])
+    assert f"mpitrain bench --save-profile {path}" in refused(path, f"the profile {path} is damaged")
+
+
+def test_of_another_cluster(path: Path, profile: str) -> None:
+    content = json.loads(profile)
+    content["fingerprint"]["hosts"] = ["elsewhere"]
+    path.write_text(json.dumps(content))
+    text = refused(path, f"the profile {path} is of another cluster: hosts ['elsewhere'], here ")
+    assert f"mpitrain bench --save-profile {path}" in text
+
+
+def test_of_another_number_of_ranks(path: Path, profile: str) -> None:
+    path.write_text(profile)
+    refused(path, f"the profile {path} is of another cluster: ranks_per_node [2], here [3]", ranks=3)
+
+
+def test_missing(path: Path) -> None:
+    assert "No such file" in refused(path, "rank 0 on ")
+
+
+def test_no_text(path: Path) -> None:
+    path.write_bytes(b"\xff\xfe\x00")
+    assert "cannot be read" in refused(path, "rank 0 on ")
+
+
+def test_on_one_rank_alone(path: Path, profile: str) -> None:
+    """The setting, as all settings, must be the same on all ranks."""
+    path.write_text(profile)
+    python = [str(VENVS["mpich"] / "bin/python"), "-c", SOURCE]
+    job = run_command([*mpiexec(1), "-env", "MPITRAIN_PROFILE", str(path), *python, ":", "-n", "1", *python])
+    report_of(job, "MismatchError: ", f"profile='{path}'")
