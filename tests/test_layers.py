@@ -21,7 +21,14 @@ LAYERS: dict[str, list[str]] = {
     "agreement": ["agreement"],
     "world": ["world", "cuda.*"],
     "allreduce": ["allreduce.*"],
-    "exchange": ["collectives", "exchange.bucket", "exchange.driver", "exchange.exchange", "exchange.trees"],
+    "exchange": [
+        "collectives",
+        "exchange.bucket",
+        "exchange.driver",
+        "exchange.exchange",
+        "exchange.overlap",
+        "exchange.trees",
+    ],
     "reducer": ["exchange", "exchange.reducer"],
     "job": ["failure", "start"],
     "parts": [

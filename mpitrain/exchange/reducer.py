@@ -27,6 +27,7 @@ from mpitrain.errors import ConfigError, GradientError, MissingGradientError, Mp
 from mpitrain.exchange.bucket import Parameter, plan_buckets, plan_layout
 from mpitrain.exchange.driver import Driver
 from mpitrain.exchange.exchange import Exchange, make_exchange, share_of
+from mpitrain.exchange.overlap import Overlap, Stopwatch
 from mpitrain.world import World
 
 # What a rank says of its gradients at the end of a step.
@@ -35,15 +36,17 @@ _GOOD, _MISSING, _NON_FINITE = 0, 1, 2
 
 @dataclass(frozen=True)
 class Means:
-    """The result of a step; the same bits on every rank.
+    """The result of a step; the same bits on every rank, but for `overlap`.
 
     Attributes:
         loss: the weighted mean of what the ranks gave to `finish`.
         weight: the sum of the ranks' weights: the global batch, in samples.
+        overlap: this rank's times.
     """
 
     loss: float
     weight: float
+    overlap: Overlap
 
 
 class GradientReducer:
@@ -99,6 +102,7 @@ class GradientReducer:
         self._bucket_of = {index: number for number, its in enumerate(self._buckets) for index in its.members}
         self._flat_of = [self.flats[bucket.dtype][bucket.begin : bucket.end] for bucket in self._buckets]
         self._begun: Agreement | None = None
+        self._stopwatch = Stopwatch()
         if threaded is None:
             threaded = _threads_by_default(world)
         self._driver = Driver(self.progress, world.control) if threaded else None
@@ -125,6 +129,7 @@ class GradientReducer:
         self._share: float | None = None
         self._handles: list[Handle] = []
         self._done = 0
+        self._stopwatch.begin()
         self._begun = self._world.begin_agreement("step", self._lines, signed=self._signature, weight=weight)
         if self._driver:
             self._driver.start()
@@ -174,10 +179,13 @@ class GradientReducer:
                 raise
         while len(self._handles) < len(self._buckets) and self._waiting[len(self._handles)] == 0:
             number = len(self._handles)
+            self._stopwatch.busy()
             self._check_finite(number)
             self._handles.append(self._exchange.mean(self._flat_of[number], self._share))
         while self._done < len(self._handles) and self._handles[self._done].test():
             self._done += 1
+        if self._done == len(self._handles):
+            self._stopwatch.idle()
         return self._done == len(self._buckets)
 
     def finish(self, loss: float = 0.0) -> Means:
@@ -190,6 +198,7 @@ class GradientReducer:
             MissingGradientError: some rank did not hand in a gradient; names rank and parameter. On every rank.
             NonFiniteError: some rank handed in NaN or infinity; names rank and parameter. On every rank.
         """
+        self._stopwatch.finish()
         if self._driver:
             self._driver.stop()
         if self._begun is None:
@@ -220,7 +229,8 @@ class GradientReducer:
         self._begun = None
         if error is not None:
             raise error
-        return Means(loss=sum(vote.records["value"].tolist()) / self._total, weight=self._total)
+        loss = sum(vote.records["value"].tolist()) / self._total
+        return Means(loss, self._total, self._stopwatch.end())
 
     def _nap(self) -> float:
         """How long the bucket on its way allows to sleep."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpitrain.errors import ConfigError
+from mpitrain.exchange.overlap import hidden_share
 from mpitrain.training.checkpoint import latest, load, save
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class StopAtStep(Hook):
 class Log(Hook):
     """A progress line on rank 0: step, loss, learning rate, samples/s of all ranks, and the time left.
 
+    Between nodes also: how long gradients were under way in a step, and how much of that the step did not wait for.
     On a terminal one line that is kept up to date; otherwise a line every `seconds`.
     """
 
@@ -59,7 +61,7 @@ class Log(Hook):
         self._last = time.perf_counter()
         self._first = True  # the first step is shown at once: training has begun
         self._steps = 0
-        self._samples = 0.0
+        self._samples = self._exposed = self._wire = 0.0
 
     def after_step(self, trainer: Trainer, step: Step) -> None:
         """See Hook."""
@@ -67,6 +69,8 @@ class Log(Hook):
             return
         self._steps += 1
         self._samples += step.samples
+        self._exposed += step.overlap.exposed_seconds
+        self._wire += step.overlap.wire_seconds
         now = time.perf_counter()
         elapsed = now - self._last
         last = trainer.last_step or step.number
@@ -77,10 +81,14 @@ class Log(Hook):
             f"epoch {trainer.data.epoch + 1} step {step.number}/{last} | loss {step.loss:.4f} | "
             f"lr {step.learning_rate:.3g} | {self._samples / elapsed:,.0f} samples/s | {left} left"
         )
+        if trainer.world.num_nodes > 1:
+            hidden = hidden_share(self._exposed, self._wire)
+            line += f" | wire {self._wire / self._steps * 1e3:.1f} ms, {hidden:.0%} hidden"
         end = "\n" if not self._terminal or step.number == last else ""
         sys.stdout.write(("\r\x1b[K" if self._terminal else "") + line + end)
         sys.stdout.flush()
-        self._last, self._first, self._steps, self._samples = now, False, 0, 0.0
+        self._last, self._first, self._steps = now, False, 0
+        self._samples = self._exposed = self._wire = 0.0
 
 
 class Evaluate(Hook):

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from mpitrain.adapters.adapter import Adapter
 from mpitrain.errors import CheckpointError, ConfigError
+from mpitrain.exchange.overlap import Overlap
 from mpitrain.start import init
 from mpitrain.strategies import Strategy
 from mpitrain.training.hooks import Hook
@@ -45,7 +46,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Step:
-    """What one step did; the same on every rank, but for `seconds`.
+    """What one step did; the same on every rank, but for `seconds` and `overlap`.
 
     Attributes:
         number: steps made since the start of training, this one included.
@@ -53,6 +54,7 @@ class Step:
         samples: of all ranks together.
         learning_rate: that was used.
         seconds: this rank's wall time for the step.
+        overlap: what of it the exchange took on this rank, and how much of the exchange was hidden.
     """
 
     number: int
@@ -60,6 +62,7 @@ class Step:
     samples: float
     learning_rate: float
     seconds: float
+    overlap: Overlap
 
 
 class Trainer:
@@ -112,7 +115,7 @@ class Trainer:
         means, learning_rate = self.strategy.finish_step(self.adapter, loss)
         self.step_number += 1
         seconds = time.perf_counter() - started
-        return Step(self.step_number, means.loss, means.weight, learning_rate, seconds)
+        return Step(self.step_number, means.loss, means.weight, learning_rate, seconds, means.overlap)
 
     def state(self) -> dict[str, Any]:
         """All that a checkpoint needs to go on from here, by name and free of ranks."""

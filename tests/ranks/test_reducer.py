@@ -136,6 +136,38 @@ def test_forwards_and_backwards_at_once(world: World) -> None:
     check_means(world, reducer, [2.0] * world.size)
 
 
+def test_overlap_tells_where_the_time_went(world: World) -> None:
+    reducer = GradientReducer(world, PIECES, bucket_bytes=1)
+    for _ in range(3):
+        started = time.perf_counter()
+        reducer.begin(1.0)
+        hand_in(reducer, [numpy.ones(20_000, numpy.float32)] * len(PIECES), range(len(PIECES)))
+        called = time.perf_counter()
+        overlap = reducer.finish().overlap
+        ended = time.perf_counter()
+        assert 0 < overlap.compute_seconds <= called - started
+        assert 0 < overlap.exposed_seconds <= ended - called
+        assert 0 < overlap.wire_seconds <= ended - started
+        assert overlap.hidden == max(0.0, 1 - overlap.exposed_seconds / overlap.wire_seconds)
+
+
+def test_a_rank_that_waits_for_a_slower_one_counts_that_as_exposed(world: World) -> None:
+    skip_alone(world)
+    reducer = GradientReducer(world, PIECES, bucket_bytes=1)
+    reducer.begin(1.0)
+    world.barrier()  # all have begun
+    if world.rank == 0:
+        time.sleep(0.1)
+    hand_in(reducer, [numpy.ones(20_000, numpy.float32)] * len(PIECES), range(len(PIECES)))
+    started = time.perf_counter()
+    overlap = reducer.finish().overlap
+    waited = time.perf_counter() - started
+    assert overlap.exposed_seconds <= waited
+    assert overlap.compute_seconds >= (0.1 if world.rank == 0 else 0)
+    # Whoever was early waited for rank 0 in one or the other.
+    assert sum(world.allgather(overlap.compute_seconds + waited >= 0.09)) == world.size
+
+
 def test_large_gradients_through_the_ring(world: World) -> None:
     parameters = [Parameter(f"p{index}", (300, 400), FLOAT32) for index in range(4)]
     reducer = GradientReducer(world, parameters, bucket_bytes=2**20)

@@ -48,6 +48,7 @@ from mpitrain.errors import (
 from mpitrain.training import checkpoint
 
 from .common import assert_same_bits, error_on_all, named_ranks, skip_alone
+from .placements import placed
 
 INPUTS, HIDDEN, CLASSES = 6, 5, 3
 RATE, MOMENTUM, DECAY = 0.1, 0.9, 0.01
@@ -383,6 +384,27 @@ def test_log_is_on_rank_0_only(world: World, capsys: pytest.CaptureFixture[str])
     assert [its[3] for its in found if its] == [f"{step.loss:.4f}" for step in record.steps]
     assert {its[4] for its in found if its} == {"0.1"}
     assert found[-1][6] == "0:00:00"
+
+
+def test_log_shows_the_overlap_between_nodes(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    skip_alone(world)
+    record = Record()
+    trainer = Trainer(builder(25, 10), [StopAtStep(3), Log(seconds=0.0), record])
+    trainer.world = placed(world, "alone on each node")
+    trainer.run()
+    found = re.findall(r" left \| wire ([\d.]+) ms, (\d+)% hidden\n", capsys.readouterr().out)
+    shown = [(f"{step.overlap.wire_seconds * 1e3:.1f}", f"{step.overlap.hidden * 100:.0f}") for step in record.steps]
+    assert found == (shown if world.is_root else [])
+
+
+def test_the_parts_of_a_step_fit_into_it(world: World) -> None:
+    record = Record()
+    Trainer(builder(45, 14), [StopAtStep(5), record]).run()
+    for step in record.steps:
+        assert step.overlap.compute_seconds > 0
+        assert step.overlap.exposed_seconds > 0
+        assert step.overlap.compute_seconds + step.overlap.exposed_seconds <= step.seconds
+        assert 0 < step.overlap.wire_seconds <= step.seconds
 
 
 def test_log_keeps_to_its_interval(world: World, capsys: pytest.CaptureFixture[str]) -> None:
