@@ -1,4 +1,4 @@
-"""The profile of a cluster: read back what was written, refuse what is damaged or another's, and what follows from it."""
+"""The profile of a cluster: read back what was written, refuse what is damaged or another's; and what follows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mpitrain.allreduce.costs import bucket_bytes, pays, ring_from_bytes, seconds
+from mpitrain.allreduce.costs import bucket_bytes, native_below_bytes, pays, ring_from_bytes, seconds
 from mpitrain.errors import ConfigError
 from mpitrain.profile import DEFAULT, Profile, fingerprint, from_json, library_name, ring_order, to_json
 
@@ -149,7 +149,7 @@ def test_of_another_cluster(here: dict[str, Any], found: str) -> None:
 def test_fingerprint_does_not_depend_on_the_order_of_ranks() -> None:
     mpi = "MPICH Version: 5.0.2"
     assert fingerprint(["c", "a", "a", "b", "b"], [0, 1, 1, 2, 2], mpi) == HERE
-    assert HERE == {"hosts": ["a", "b", "c"], "ranks_per_node": [2, 2, 1], "mpi": mpi}
+    assert {"hosts": ["a", "b", "c"], "ranks_per_node": [2, 2, 1], "mpi": mpi} == HERE
 
 
 @pytest.mark.parametrize(
@@ -232,6 +232,14 @@ def test_ring_from_bytes_by_hand() -> None:
         limit = ring_from_bytes(GIGABIT, 4, lanes)
         assert seconds("ring", limit - 1000, GIGABIT, 4, lanes) > seconds("direct", limit - 1000, GIGABIT, 4, lanes)
         assert seconds("ring", limit + 1000, GIGABIT, 4, lanes) < seconds("direct", limit + 1000, GIGABIT, 4, lanes)
+
+
+def test_native_below_bytes_by_hand() -> None:
+    assert native_below_bytes(GIGABIT, 1) == 16 * 1024
+    # Beyond the two latencies of direct: none on 2 nodes, 2 on 4, 4 on 5 to 8; 50 us each, against 200 us.
+    assert [native_below_bytes(GIGABIT, nodes) for nodes in (2, 3, 4)] == [256 * 1024] * 3
+    assert [native_below_bytes(GIGABIT, nodes) for nodes in (5, 8, 9)] == [0] * 3
+    assert native_below_bytes(dataclasses.replace(GIGABIT, latency_seconds=1.0), 2) == 256 * 1024
 
 
 def test_bucket_bytes_by_hand() -> None:

@@ -61,7 +61,7 @@ class NodeMemory:
             try:
                 maps = [_map(pid, number, length, mark) for pid, number, length, mark in theirs.tolist()]
             except OSError as error:
-                code = error.errno
+                code = error.errno or errno.EIO
             # Nobody closes before all have mapped.
             codes = numpy.empty((mates.size, 1), numpy.int64)
             yield from _tell(mates, numpy.array([code]), codes)
@@ -72,8 +72,8 @@ class NodeMemory:
             other = next(index for index, length in enumerate(lengths) if length != lengths[0])
             raise self._by_all(
                 MismatchError(
-                    f"rank {mates.members[other]} allocates {lengths[other]} bytes that the ranks of a node share, rank "
-                    f"{mates.members[0]} on the same node {lengths[0]}; "
+                    f"rank {mates.members[other]} allocates {lengths[other]} bytes that the ranks of a node share, "
+                    f"rank {mates.members[0]} on the same node {lengths[0]}; "
                     "do all ranks allocate the same, in the same order?"
                 )
             )
@@ -83,7 +83,7 @@ class NodeMemory:
                 MpitrainError(
                     f"rank {mates.members[index]} cannot map the memory of the ranks on its node: "
                     f"{os.strerror(int(codes[index, 0]))}. Run them as one user, and in one container or with "
-                    "its --pid=host; or, if MPI can do without, sum by messages: MPITRAIN_ALGORITHM=ring, no compression"
+                    "its --pid=host; or, if MPI can do without, send instead: MPITRAIN_ALGORITHM=ring, no compression"
                 )
             )
         others = dict(enumerate(maps))
