@@ -39,7 +39,7 @@ class Sync:
         return means, adapter.apply_gradients(self._reducer.flats)
 
     def state(self) -> dict[str, Any]:
-        """See Strategy. There is nothing to keep between steps."""
+        """See Strategy. Nothing is kept: what a codec left out belongs to a rank, and is worth one step's rounding."""
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:

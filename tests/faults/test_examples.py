@@ -6,7 +6,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,10 +41,12 @@ EXAMPLES = {
 }
 
 
-def start(ranks: int, example: Example, *options: str, steps: int | None = None) -> Job:
+def start(
+    ranks: int, example: Example, *options: str, steps: int | None = None, env: Mapping[str, str] | None = None
+) -> Job:
     script, *own = example.command
     command = [PYTHON, f"examples/{script}", *own, "--device", "host", "--steps", str(steps or example.steps)]
-    return run_command([*mpiexec(ranks), *command, *options], timeout=100)
+    return run_command([*mpiexec(ranks), *command, *options], timeout=100, env=env)
 
 
 def metric(example: Example, job: Job) -> float:
@@ -74,6 +76,17 @@ def test_an_example(name: str) -> None:
     assert losses(alone).keys() == losses(three).keys() == {1, example.steps}
     assert losses(three) == pytest.approx(losses(alone), abs=2e-3)
     assert metric(example, three) == pytest.approx(metric(example, alone), abs=6e-3)  # two of 355 images
+
+
+def test_the_setting_for_compression() -> None:
+    """On one node, where nothing is sent: the same result, and a line that says so."""
+    example = EXAMPLES["mlp"]
+    plain, short = start(2, example), start(2, example, env={"MPITRAIN_COMPRESSION": "int8"})
+    for job in (plain, short):
+        succeeded(job)
+    assert losses(short) == losses(plain)
+    line = "mpitrain: compression int8: all ranks are on one node, so nothing is sent and shortened\n"
+    assert [job.stdout.count(line) for job in (plain, short)] == [0, 1]
 
 
 def test_a_run_in_two_parts_with_other_numbers_of_ranks(tmp_path: Path) -> None:

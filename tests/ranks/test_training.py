@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ from mpitrain import (
     evaluate,
     warmup_cosine,
 )
+from mpitrain.compression import CODECS
+from mpitrain.config import read_config
 from mpitrain.errors import (
     CheckpointError,
     ConfigError,
@@ -411,6 +414,41 @@ def test_log_keeps_to_its_interval(world: World, capsys: pytest.CaptureFixture[s
     Trainer(builder(25, 10), [StopAtStep(6), Log(seconds=1e6)]).run()
     steps = re.findall(r"step (\d+)/6", capsys.readouterr().out)
     assert steps == (["1", "6"] if world.rank == 0 else [])
+
+
+# -- compression ----------------------------------------------------------------------------------------------------
+
+
+def losses_with(world: World, monkeypatch: pytest.MonkeyPatch, compression: str) -> list[float]:
+    """Of a Trainer in a world whose ranks are on nodes of their own, with this MPITRAIN_COMPRESSION."""
+    own = replace(placed(world, "alone on each node"), config=read_config({"MPITRAIN_COMPRESSION": compression}, {}))
+    monkeypatch.setattr("mpitrain.training.trainer.init", lambda: own)
+    samples = [part.astype("float32") if part.dtype.kind == "f" else part for part in samples_of(300)]
+
+    def build(world: World) -> Parts:
+        rng = numpy.random.default_rng(1)
+        parameters = mlp.initial(rng, numpy, inputs=INPUTS, hidden=(40,), classes=CLASSES)
+        adapter = ArrayFunction(mlp.loss_and_gradients, parameters, Sgd(RATE, momentum=MOMENTUM))
+        return Parts(adapter, Sync(), ArrayData(world, tuple(samples), global_batch=50))
+
+    record = Record()
+    trainer = Trainer(build, [StopAtStep(25), record])
+    trainer.run()
+    assert_same_bits(world, *trainer.adapter.parameters().values())
+    return [step.loss for step in record.steps]
+
+
+@pytest.mark.parametrize("compression", sorted(CODECS))
+def test_training_with_the_setting_for_compression(
+    world: World, monkeypatch: pytest.MonkeyPatch, compression: str
+) -> None:
+    skip_alone(world)
+    full, short = (losses_with(world, monkeypatch, name) for name in ("none", compression))
+    assert short[0] == full[0]
+    assert short != full  # it has taken part
+    # A rounding of one in a hundred of the gradients must not show in the loss of a short training.
+    numpy.testing.assert_allclose(short, full, rtol=0.01)
+    assert full[-1] < 0.95 * full[0]
 
 
 # -- steps that fail ----------------------------------------------------------------------------------------------

@@ -1,0 +1,223 @@
+"""A training step with 25 million parameters between hosts: how much of the exchange hides behind the backward pass?
+
+    benchmarks/shaped_hosts 4 1gbit '$MPIEXEC python benchmarks/training_step.py --gbit 1'
+
+The gradients are those of an MLP of equal layers, float32. mpitrain's GradientReducer with and without compression
+stands against PyTorch's DistributedDataParallel over gloo (left out without PyTorch), with the same layers, the same
+gradients and the same computation, all in one set of processes, in turns; neither updates parameters.
+
+A layer's computation is a sleep, a third of it in the forward pass: the hosts of shaped_hosts share the cores of one
+machine, and their ranks would take them from each other where real hosts have their own. What the exchange itself
+computes (copies, sums, codecs, sockets) is real, and all hosts of the bed share the cores for it. `--multiply` computes
+matrix products for about that long instead.
+
+    alone       the step with no computation
+    exposed     step - compute, of the slowest rank
+    wire        rank 0's own report: while at least one bucket was under way; in brackets over the bound, the time of
+                2 (p-1)/p of the bytes that this variant sends, at the nominal rate
+    hidden      of what can be hidden: (W - exposed) / (W - least). W is 1.045 of the bound, the best that TCP does;
+                `least` is the wait that is left when every bucket starts as soon as it is full and the one before has
+                arrived: the last one is full when the backward pass ends, so it cannot be hidden, nor what a short
+                backward pass leaves no time for. So a wire that is not at its best counts as not hidden
+    report      rank 0's own report: 1 - exposed / wire
+    cores       CPU seconds per second of a rank
+"""
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy
+
+import mpitrain as mt
+from mpitrain.bench.rounds import Variant, measure, ratio, spread, versions_line
+from mpitrain.exchange.exchange import make_exchange
+from mpitrain.exchange.overlap import Overlap
+
+FORWARD = 1 / 3  # of the computation
+TCP = 1.045  # of the bound is what TCP's headers allow
+BYTES_A_VALUE = {"none": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 1 + 4 / 256}
+# A step, given what computes the forward and the backward pass of one layer.
+Compute = tuple[Callable[[], object], Callable[[], object]]
+Step = Callable[[Compute], None]
+
+
+def ours(world: mt.World, codec: str, layers: int, width: int, reports: list[Overlap]) -> tuple[Step, int]:
+    """The step, and its number of buckets."""
+    parameters = [
+        mt.Parameter(f"layer{i}.{name}", shape, numpy.dtype("float32"))
+        for i in range(layers)
+        for name, shape in (("weight", (width, width)), ("bias", (width,)))
+    ]
+    reducer = mt.GradientReducer(world, parameters, exchange=lambda own: make_exchange(own, compression=codec))
+    weight, bias = (numpy.full(parameter.shape, world.rank + 1, numpy.float32) for parameter in parameters[:2])
+
+    def step(compute: Compute) -> None:
+        forward, backward = compute
+        reducer.begin(1.0)
+        for _ in range(layers):
+            forward()
+        for index in reversed(range(layers)):
+            backward()
+            reducer.ready(2 * index + 1, bias)
+            reducer.ready(2 * index, weight)
+        reports.append(reducer.finish().overlap)
+        assert abs(reducer.gradients[0][0, 0] - (world.size + 1) / 2) < 0.02 * world.size
+
+    return step, reducer.num_buckets
+
+
+def ddp(world: mt.World, hook: str, layers: int, width: int) -> Step:
+    import torch
+    from torch import distributed
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    class Layer(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight, bias):  # type: ignore[no-untyped-def]
+            passes[0]()
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+            passes[1]()
+            return gradient, of_weight, of_bias
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ParameterList(
+                torch.zeros(shape) for _ in range(layers) for shape in ((width, width), (width,))
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for index in range(layers):
+                x = Layer.apply(x, self.layers[2 * index], self.layers[2 * index + 1])
+            return x
+
+    if not distributed.is_initialized():
+        torch.set_num_threads(1)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "eth0")
+        address = world.broadcast(Path("/proc/sys/kernel/hostname").read_text().strip())
+        where = f"tcp://{address}:29500"
+        distributed.init_process_group("gloo", init_method=where, rank=world.rank, world_size=world.size)
+    passes: list[Callable[[], object]] = [int, int]
+    of_weight, of_bias = (torch.full(shape, world.rank + 1.0) for shape in ((width, width), (width,)))
+    model = torch.nn.parallel.DistributedDataParallel(Model(), gradient_as_bucket_view=True)
+    if hook:
+        model.register_comm_hook(None, getattr(default_hooks, f"{hook}_compress_hook"))
+    x = torch.ones(1, requires_grad=True)
+
+    def step(compute: Compute) -> None:
+        passes[:] = compute
+        model.zero_grad()
+        model(x).sum().backward()
+        found = float(model.module.layers[0].grad[0, 0])
+        assert abs(found - (world.size + 1) / 2) < 0.02 * world.size, found
+
+    return step
+
+
+def least_wait(wire: float, backward: float, num_buckets: int) -> float:
+    """What stays exposed at best, with equal buckets."""
+    arrived = 0.0
+    for number in range(1, num_buckets + 1):
+        arrived = max(arrived, backward * number / num_buckets) + wire / num_buckets
+    return arrived - backward
+
+
+def sleeping(seconds: float, layers: int) -> Compute:
+    forward, backward = seconds * FORWARD / layers, seconds * (1 - FORWARD) / layers
+    return lambda: time.sleep(forward), lambda: time.sleep(backward)
+
+
+def multiplying(world: mt.World, seconds: float, layers: int) -> Compute:
+    matrix = numpy.random.default_rng(0).standard_normal((512, 512)).astype(numpy.float32)
+    times = [-time.perf_counter()]
+    for _ in range(50):
+        matrix @ matrix
+        times.append(time.perf_counter())
+    product = max(world.allgather((times[-1] - times[10]) / 40))
+
+    def repeated(part: float) -> Callable[[], object]:
+        count = max(1, round(seconds * part / layers / product))
+        return lambda: [matrix @ matrix for _ in range(count)]
+
+    return repeated(FORWARD), repeated(1 - FORWARD)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--compute", type=float, nargs="*", default=[0.3, 0.6, 1.2], help="seconds of a step")
+    parser.add_argument("--variants", nargs="*", default=["none", "bf16", "int8", "ddp", "ddp-fp16"])
+    parser.add_argument("--multiply", action="store_true", help="compute instead of sleeping")
+    parser.add_argument("--gbit", type=float, default=1.0)
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    world = mt.init()
+    layers, width = arguments.layers, arguments.width
+    steps: dict[str, Step] = {}
+    reports: dict[str, list[Overlap]] = {}
+    for name in arguments.variants:
+        if name.startswith("ddp"):
+            steps[name] = ddp(world, name[4:], layers, width)
+        else:
+            reports[name] = []
+            steps[name], buckets = ours(world, name, layers, width, reports[name])
+    count = layers * (width * width + width)
+    world.print(f"{world.size} ranks on {world.num_nodes} hosts, {count:,} parameters in {layers} layers")
+    world.print(versions_line(*(["torch"] if "ddp" in steps else [])))
+    ends = float, float
+    alone = {}
+    for step in steps.values():
+        step(ends)  # connections, compilers and DDP's own order of buckets
+        step(ends)
+    for name, measured in measure(world, {n: Variant(lambda s=s: s(ends)) for n, s in steps.items()}, 5).items():
+        alone[name] = statistics.median(measured.seconds)
+    for compute in arguments.compute:
+        work = multiplying(world, compute, layers) if arguments.multiply else sleeping(compute, layers)
+
+        def bare(work: Compute = work) -> None:
+            for part in work:
+                for _ in range(layers):
+                    part()
+
+        variants = {"compute": Variant(bare)}
+        variants |= {name: Variant(lambda step=step, work=work: step(work)) for name, step in steps.items()}
+        for report in reports.values():
+            report.clear()
+        load = os.getloadavg()[0]
+        found = measure(world, variants, arguments.rounds)
+        seconds = {name: its.seconds for name, its in found.items()}
+        base = statistics.median(seconds["compute"])
+        world.print(f"\ncompute {base * 1e3:.0f} ms; load {load:.1f} to {os.getloadavg()[0]:.1f}")
+        world.print("| exchange | alone | step | spread | exposed | wire | hidden | report | x ddp | cores |")
+        world.print("| --- " * 10 + "|")
+        for name in steps:
+            median, low, high = spread(seconds[name])
+            exposed = median - base
+            # DDP's buckets are of other sizes than ours: no claim is made of how much it could hide.
+            hidden, said, wire = "-", "-", "-"
+            if name in reports:
+                bound = 2 * (world.size - 1) / world.size * count * BYTES_A_VALUE[name] * 8 / arguments.gbit / 1e9
+                best = TCP * bound
+                least = least_wait(best, base * (1 - FORWARD), buckets)
+                hidden = f"{(best - exposed) / (best - least):.0%}"
+                said = f"{statistics.median(report.hidden for report in reports[name]):.0%}"
+                under_way = statistics.median(report.wire_seconds for report in reports[name])
+                wire = f"{under_way * 1e3:.0f} ms ({under_way / bound:.2f})"
+            against = f"{ratio(seconds, name, 'ddp')[0]:.2f}" if "ddp" in steps else "-"
+            world.print(
+                f"| {name} | {alone[name] * 1e3:.0f} ms | {median * 1e3:.0f} ms | "
+                f"{low / median:.2f}-{high / median:.2f} | {exposed * 1e3:.0f} ms | {wire} | {hidden} | {said} | "
+                f"{against} | {found[name].cores:.2f} |"
+            )
+
+
+if __name__ == "__main__":
+    main()
