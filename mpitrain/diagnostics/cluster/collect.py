@@ -12,7 +12,8 @@ from contextlib import suppress
 from typing import Any
 
 from mpitrain.diagnostics.cluster.check import Ask, NotSeenError, Seen, Target
-from mpitrain.diagnostics.cluster.connect import Agent, LoginError, UnansweredError, wait_for
+from mpitrain.diagnostics.cluster.connect import Agent, UnansweredError, wait_for
+from mpitrain.diagnostics.cluster.ssh_settings import LoginError
 from mpitrain.launch.hostfile import Host
 
 # More logins at once than this would only wait for this machine's processor.
@@ -60,11 +61,12 @@ class Cluster:
         try:
             agent = Agent(host)
         except LoginError as error:
-            return {"failed": error.kind, "found": error.found}
+            return {"failed": error.kind, "found": error.found, "host_keys": error.host_keys}
         except Exception as error:  # one odd node must not end the check of the others
             return {"failed": "login", "found": f"{type(error).__name__}: {error}"}
         self.agents[host.name] = agent
-        return {"failed": "", "seconds": agent.login_seconds, "noise": agent.noise, **agent.hello}
+        keys = {"known": agent.host_key}
+        return {"failed": "", "seconds": agent.login_seconds, "noise": agent.noise, "host_keys": keys, **agent.hello}
 
     def ask(self, name: str, call: str, wish: Mapping[str, Any], *, seconds: float, user: str = "job") -> Any:
         """Ask one node; see Agent.ask. `user` "job" is the shared user."""

@@ -139,13 +139,23 @@ FAULTS: dict[str, Fault] = {
         _swap_addresses,
         _swap_addresses,
         {"SSH03": ("fail", "node2; node3")},
-        shows=["its host key is"],
+        shows=["that is the key of node2", "that is the key of node3"],
     ),
     "login key refused": Fault(
         "admin's authorized_keys emptied on node3",
         {"node3": "cd /home/admin/.ssh && cp -p authorized_keys kept && : >authorized_keys"},
         {"node3": "cd /home/admin/.ssh && cp -p kept authorized_keys && rm kept"},
         {"SSH02": ("fail", "node3")},
+    ),
+    "sudo hangs": Fault(
+        "sudo of node2 waits for something that does not come",
+        {
+            "node2": "mv /usr/bin/sudo /usr/bin/sudo.kept; printf '#!/bin/sh\\nsleep 90\\n' >/usr/bin/sudo; chmod 755 /usr/bin/sudo"
+        },
+        {"node2": "mv -f /usr/bin/sudo.kept /usr/bin/sudo"},
+        {"PRB02": ("fail", "node2")},
+        shows=["sudo, asked by admin, hangs"],
+        is_slow=True,
     ),
     "python missing": Fault(
         "no /usr/bin/python3 on node2",

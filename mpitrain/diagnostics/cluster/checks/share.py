@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from ipaddress import ip_address
 from typing import Any
 from uuid import uuid4
 
@@ -30,9 +31,27 @@ def the_share(seen: Seen) -> str:
 
 
 def _mount(seen: Seen, name: str) -> Mapping[str, Any] | None:
-    """What is on top at the path, an automount that has not mounted anything aside; None where nothing is."""
+    """What is on top at the path, an automount that has not mounted anything aside; None where nothing is.
+
+    The share may be a folder of a larger one, mounted above; that of the node's own disk is nothing.
+    """
     mounts = [one for one in seen.node(name, "mount")["mounts"] if one["type"] != "autofs"]
+    if mounts and mounts[-1]["path"] != the_share(seen).rstrip("/") and mounts[-1]["type"] not in _KINDS:
+        return None
     return mounts[-1] if mounts else None
+
+
+def addresses_of(seen: Seen, name: str) -> set[str]:
+    """All addresses of a node, as far as they were seen; the share may go another way than the inventory's."""
+    links = seen.nodes.get(name, {}).get("names", {}).get("links", [])
+    own = {address for link in links for address in link["addresses"] if not ip_address(address).is_loopback}
+    return own | {seen.target.addresses[name]}
+
+
+def _origin(mount: Mapping[str, Any], share: str) -> str:
+    """Where the share's files are, as server:path, for a mount above it as well."""
+    below = share.rstrip("/")[len(mount["path"].rstrip("/")) :]
+    return f"{mount['source'].rstrip('/') if below else mount['source']}{below}"
 
 
 def is_nfs(seen: Seen, name: str) -> bool:
@@ -50,15 +69,15 @@ def _mounted(seen: Seen, name: str) -> Iterator[Finding]:
         return
     # A head that is not looked at is taken to serve its own folder.
     elsewhere = _mount(seen, head) if head in seen.target.names and is_nfs(seen, head) else None
-    right = elsewhere["source"] if elsewhere else f"{seen.target.addresses[head]}:{share}"
+    right = _origin(elsewhere, share) if elsewhere else f"{seen.target.addresses[head]}:{share}"
     if mount is None:
         yield Finding("fail", (name,), _why_not_mounted(share, found), f"NFS from {right}")
     elif mount["type"] not in _KINDS:
         yield Finding("fail", (name,), f"{share} is {mount['type']} from {mount['source']}", f"NFS from {right}")
-    elif elsewhere is not None and mount["source"] != right:
-        yield Finding("fail", (name,), f"{share} is {mount['source']}", f"{right}, as on the head")
-    elif elsewhere is None and not _is_from_head(mount["source"], seen.target):
-        yield Finding("fail", (name,), f"{share} is {mount['source']}", f"NFS from {right}")
+    elif elsewhere is not None and not _is_same(seen, (name, head), (_origin(mount, share), right)):
+        yield Finding("fail", (name,), f"{share} is {_origin(mount, share)}", f"{right}, as on the head")
+    elif elsewhere is None and not _is_from_head(seen, name, _origin(mount, share)):
+        yield Finding("fail", (name,), f"{share} is {_origin(mount, share)}", f"NFS from {right}")
 
 
 def _why_not_mounted(share: str, found: Mapping[str, Any]) -> str:
@@ -71,11 +90,26 @@ def _why_not_mounted(share: str, found: Mapping[str, Any]) -> str:
     return f"{share} is a local folder; what is written there stays there"
 
 
-def _is_from_head(source: str, target: Target) -> bool:
-    server, _, path = source.rpartition(":")
+def _server_addresses(seen: Seen, name: str) -> set[str]:
+    """Those to which the name of the server, which each node may write in another way, leads there."""
+    return set(seen.node(name, "mount")["server_addresses"])
+
+
+def _is_same(seen: Seen, names: tuple[str, str], origins: tuple[str, str]) -> bool:
+    (server, _, path), (other, _, other_path) = (origin.rpartition(":") for origin in origins)
+    a, b = (_server_addresses(seen, name) for name in names)
+    return path == other_path and (server == other or bool(a & b))
+
+
+def _is_from_head(seen: Seen, name: str, origin: str) -> bool:
+    server, _, path = origin.rpartition(":")
+    head, share = seen.target.head, the_share(seen).rstrip("/")
     # A server that exports a root of its own (fsid=0) shows a shorter path.
-    is_path = path.rstrip("/") == (target.share or "").rstrip("/") or (target.share or "").endswith(path.rstrip("/"))
-    return server.strip("[]") in (target.addresses[target.head], target.head) and is_path
+    is_path = share.endswith(path.rstrip("/"))
+    is_head = server.strip("[]") == head or {server.strip("[]"), *_server_addresses(seen, name)} & addresses_of(
+        seen, head
+    )
+    return bool(is_head) and is_path
 
 
 def _answers(seen: Seen, name: str) -> Iterator[Finding]:
@@ -96,9 +130,7 @@ def _room(seen: Seen, name: str) -> Iterator[Finding]:
     if "slow" in room:
         raise NotSeenError(f"asking for its room does not end within {room['slow']:g} s")
     free, whole = room["free_bytes"], max(1, room["bytes"])
-    remedy = "ssh {address} sudo du -xh --max-depth=2 {share} | sort -h | tail".replace(
-        "{address}", seen.target.addresses[seen.target.head]
-    )
+    remedy = f"ssh {seen.target.login(seen.target.head)} sudo du -xh --max-depth=2 {share} | sort -h | tail"
     found = f"{share} has {free / 2**30:.1f} of {whole / 2**30:.1f} GiB free"
     if free < _LEAST_BYTES or free < whole // 100:
         yield Finding("fail", (name,), found, "1 GiB, and a hundredth of it", remedy)
@@ -121,7 +153,7 @@ def _writes(seen: Seen, name: str) -> Iterator[Finding]:
     elif done["why"]:
         found = f"{done['doing']} as {{user}} fails: {done['why']}".replace("{user}", seen.target.user)
         # Set-up mends who owns the folder, and a mount that cannot be listed; it leaves one that lists well.
-        again = "ssh {address} 'sudo umount --lazy {share}' && {set_up} --tags nfs --limit {node}"
+        again = "ssh {login} 'sudo umount --lazy {share}' && {set_up} --tags nfs --limit {node}"
         remedy = again if done.get("code") == "EROFS" else ""
         yield Finding("fail", (name,), found, "list, write, read and remove", remedy)
 
@@ -225,7 +257,7 @@ CHECKS = (
         "quick",
         "node",
         _mounted,
-        uses=("mount",),
+        uses=("mount", "names"),
         looks="A touch, which brings an automount to mount, then /proc/self/mountinfo: what is on the path and whence.",
         why="A node with a local folder of the same name runs old programs and keeps its results to itself.",
         tag="nfs",
@@ -243,7 +275,7 @@ CHECKS = (
         looks="As the shared user: a listing, in a child with a deadline of 5 s; once more where it takes a second.",
         why="What touches a share whose server does not answer waits for ever, without a word.",
         remedy="{set_up} --tags firewall,nfs  # where it is a firewall; TCP port 2049 must be open all the way",
-        needs=("NFS01",),
+        needs=("PRB02", "NFS01"),
         needs_head=("NFS09",),
         fault="port 2049 of the head dropped",
     ),
@@ -256,7 +288,7 @@ CHECKS = (
         uses=("use",),
         looks="statvfs of the share, in a child with a deadline: bytes and files.",
         why="A checkpoint that does not fit is lost, at the end of a long computation.",
-        needs=("NFS01", "NFS02"),
+        needs=("PRB02", "NFS01", "NFS02"),
         fault="the share full",
     ),
     Check(
@@ -270,7 +302,7 @@ CHECKS = (
         "df and stat -f are content with a mount that has gone stale.",
         why="A mount that is listed and cannot be used looks healthy until the first checkpoint.",
         tag="nfs",
-        needs=("USR01", "NFS01", "NFS02", "NFS07"),
+        needs=("PRB02", "USR01", "NFS01", "NFS02", "NFS07"),
         fault="mounted read-only; the folder of another user; a stale handle",
     ),
     Check(

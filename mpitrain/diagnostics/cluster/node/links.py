@@ -49,6 +49,8 @@ def network(wish: dict[str, Any]) -> dict[str, Any]:
             "addresses": [
                 "{}/{}".format(one["local"], one["prefixlen"]) for one in link.get("addr_info", []) if "local" in one
             ],
+            # Made anew every day, to hide who it is.
+            "temporary": [one["local"] for one in link.get("addr_info", []) if one.get("temporary")],
             "speed_mbit": int(speed) if speed.isdigit() else None,
             "duplex": children.text(folder + "/duplex").strip(),
         }
