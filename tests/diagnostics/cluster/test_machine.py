@@ -248,9 +248,9 @@ def nofile(most: int | None) -> Seen:
 
 def test_open_files() -> None:
     assert judged("LIM01", nofile(None)) == []
-    assert judged("LIM01", nofile(4096)) == []
-    only("LIM01", nofile(1024), "warn", "node2", "a job may have 1024 files open", "--tags limits")
-    assert judged("LIM01", nofile(1024))[0].allowed.startswith("4096 or more; 160 is the least")  # 3 times 8
+    assert judged("LIM01", nofile(1024)) == []
+    only("LIM01", nofile(1023), "warn", "node2", "a job may have 1023 files open", "--tags limits")
+    assert judged("LIM01", nofile(1023))[0].allowed.startswith("1024 or more; 160 is the least")  # 3 times 8
     only("LIM01", nofile(159), "fail", "node2", "a job may have 159 files open", "--tags limits")
     only("LIM01", nofile(64), "fail", "node2", "a job may have 64 files open", "--tags limits")
 

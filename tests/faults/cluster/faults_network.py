@@ -150,7 +150,7 @@ FAULTS: dict[str, Fault] = {
     "sudo hangs": Fault(
         "sudo of node2 waits for something that does not come",
         {
-            "node2": "mv /usr/bin/sudo /usr/bin/sudo.kept; printf '#!/bin/sh\\nsleep 90\\n' >/usr/bin/sudo; chmod 755 /usr/bin/sudo"
+            "node2": "cd /usr/bin && mv sudo sudo.kept && printf '#!/bin/sh\\nsleep 90\\n' >sudo && chmod 755 sudo",
         },
         {"node2": "mv -f /usr/bin/sudo.kept /usr/bin/sudo"},
         {"PRB02": ("fail", "node2")},

@@ -11,7 +11,7 @@ from mpitrain.diagnostics.cluster.collect import ClusterStep, PairStep
 # What Python, MPI and data take, and connections to each rank of the cluster, of which some libraries open several.
 _OWN_FILES = 64
 _FILES_A_RANK = 4
-_FEW_FILES = 4096
+_FEW_FILES = 1024  # what Linux gives by itself; fewer were taken away by somebody
 _TINY_LOCKED_BYTES = 8 << 20  # what Linux gives by itself: 64 KiB, 8 MiB since 5.16
 _ENOUGH_LOCKED_BYTES = 16 << 30
 _NO_MEMORY_BYTES = 256 << 20
@@ -163,7 +163,7 @@ CHECKS = (
         _open_files,
         uses=("shell", "processors"),
         looks="ulimit -n in the shell that mpiexec gets through ssh, which reads no profile: fails below 64 + 4 for "
-        "each processor of the cluster, warns below 4096. Set-up gives 65536 (mpitrain_nofile).",
+        "each processor of the cluster, warns below 1024. Set-up gives 65536 (mpitrain_nofile).",
         why="A rank has several connections to every other rank, beside its data files.",
         tag="limits",
         needs=(*_JOB, "SSH09"),

@@ -105,7 +105,7 @@ def _block(seen: Seen, node: str) -> Iterator[Finding]:
         return
     block = lines[lines.index(_BEGIN) + 1 : lines.index(_END, lines.index(_BEGIN))]
     entries = [line.partition("#")[0].split() for line in block]
-    for host in seen.target.hosts:
+    for host in (host for host in seen.target.hosts if not _is_address(host.name)):
         here = [" ".join(words) for words in entries if host.name in words[1:]]
         right = f"{host.address} {host.name}"
         if here != [right]:
