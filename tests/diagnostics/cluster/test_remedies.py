@@ -67,7 +67,7 @@ def test_a_drop_in_of_sshd(family: str, service: str) -> None:
     settings = {"maxstartups": "1:30:100", "passwordauthentication": "yes", "permitrootlogin": "yes"}
     path = "/etc/ssh/sshd_config.d/00 site.conf"
     server = {"is_known": True, "all": settings, "user": settings, "root": settings}
-    server["sets"] = {"maxstartups": [path], "passwordauthentication": [path]}
+    server["sets"] = {"maxstartups": [[path, "1:30:100"]], "passwordauthentication": [[path, "yes"]]}
     looked.nodes = {"node2": {"ssh server": server, "login": {"family": family}}}
     results = judge([CHECKS["SSH06"], CHECKS["SSH07"]], looked)
     remedies = [one.remedy for one in results if one.where == ("node2",)]

@@ -42,16 +42,23 @@ def _no_rules(node: str) -> Callable[[Bed], None]:
     return lambda bed: _in_network(bed, node, "nft delete table inet fault")
 
 
-def _limit(node: str, what: str, rate: str, burst: str = "256kb") -> Callable[[Bed], None]:
-    def do(bed: Bed) -> None:
-        where = what.format(**{name: bed.address(name) for name in bed.names})
-        _in_network(bed, node, _LIMIT.format(rate=rate, burst=burst, what=where))
+def limit(bed: Bed, node: str, what: str, rate: str, burst: str = "256kb") -> None:
+    """Make a part of what a node sends slow: that to an address or a port, in the words of tc's u32."""
+    where = what.format(**{name: bed.address(name) for name in bed.names})
+    _in_network(bed, node, _LIMIT.format(rate=rate, burst=burst, what=where))
 
-    return do
+
+def no_limit(bed: Bed, node: str) -> None:
+    """Undo it."""
+    _in_network(bed, node, _NO_LIMIT)
+
+
+def _limit(*words: str) -> Callable[[Bed], None]:
+    return lambda bed: limit(bed, *words)
 
 
 def _no_limit(node: str) -> Callable[[Bed], None]:
-    return lambda bed: _in_network(bed, node, _NO_LIMIT)
+    return lambda bed: no_limit(bed, node)
 
 
 def _swap_addresses(bed: Bed) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
+from faults.cluster.faults_network import limit, no_limit
 from faults.cluster.matrix import apply, check, check_process, findings
 from jobs import REPOSITORY
 from mpitrain.testbed.bed import Bed
@@ -156,31 +157,31 @@ while not pathlib.Path(sys.argv[1]).exists() and check.poll() is None:
 check.send_signal(signal.SIGINT)
 sys.exit(check.wait())
 """
-ON_THE_SHARE = "ls -d /home/cluster/nfs/.mpitrain-check-* 2>/dev/null; true"
+ON_THE_SHARE = "ls -d /home/cluster/nfs/.mpitrain-check-*{} 2>/dev/null; true"
 
 
 @pytest.mark.parametrize(
-    "words",
-    [("--only", "NFS04"), pytest.param(("--level", "bench", "--only", "PRF04"), marks=pytest.mark.slow)],
-    ids=lambda words: words[-1],
+    ("name", "file", "rate"),
+    [("NFS04", "/token", "64kbit"), pytest.param("PRF04", "/large", "20mbit", marks=pytest.mark.slow)],
 )
-def test_ctrl_c_leaves_nothing_on_the_share(bed: Bed, tmp_path: Path, words: tuple[str, ...]) -> None:
-    """While a file is on its way; the agents remove it, as nobody else does any more."""
-    bed.shape("node2", "3mbit")  # so that it takes its time
+def test_ctrl_c_leaves_nothing_on_the_share(bed: Bed, tmp_path: Path, name: str, file: str, rate: str) -> None:
+    """While a file is there; the agents remove it, as nobody else does any more."""
+    limit(bed, "node2", "dport 2049 0xffff", rate, "1600")  # so that it takes its time
     try:
         with ThreadPoolExecutor(1) as pool:
-            command = ["python", "-c", INTERRUPTED_AT_A_SIGN, str(tmp_path / "now"), *words]
+            command = ["python", "-c", INTERRUPTED_AT_A_SIGN, str(tmp_path / "now"), "--only", name]
             check_ = pool.submit(bed.run, command, timeout_seconds=100, cwd=REPOSITORY)
             try:
-                while not check_.done() and not bed.node_run("node1", ["bash", "-c", ON_THE_SHARE]).stdout:
+                while not check_.done() and not bed.node_run("node1", ["bash", "-c", ON_THE_SHARE.format(file)]).stdout:
                     time.sleep(0.02)
             finally:
                 (tmp_path / "now").touch()
         assert check_.result().returncode == 130, check_.result().stdout
     finally:
-        bed.heal("node2")
+        no_limit(bed, "node2")
     deadline = time.monotonic() + 15
-    while (left := bed.node_run("node1", ["bash", "-c", ON_THE_SHARE]).stdout) and time.monotonic() < deadline:
+    everything = ["bash", "-c", ON_THE_SHARE.format("")]
+    while (left := bed.node_run("node1", everything).stdout) and time.monotonic() < deadline:
         time.sleep(0.3)
     assert left == ""
 
@@ -190,7 +191,7 @@ def test_nothing_is_left_after_an_ordinary_run(bed: Bed) -> None:
     time.sleep(1.5)
     for node in bed.names:
         assert bed.node_run(node, ["bash", "-c", OURS]).stdout == ""
-        assert bed.node_run(node, ["bash", "-c", ON_THE_SHARE]).stdout == ""
+        assert bed.node_run(node, ["bash", "-c", ON_THE_SHARE.format("")]).stdout == ""
 
 
 def test_fix(bed: Bed) -> None:

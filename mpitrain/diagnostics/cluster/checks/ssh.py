@@ -12,7 +12,8 @@ from mpitrain.diagnostics.cluster.remedies import over_ssh, ssh_service, through
 from mpitrain.launch.hostfile import Host
 
 _SLOW_SECONDS = 2.0
-_OURS = "/etc/ssh/sshd_config.d/10-mpitrain.conf"
+_FOLDER = "/etc/ssh/sshd_config.d/"
+_OURS = f"{_FOLDER}10-mpitrain.conf"
 _SET_UP = "{set_up} --tags ssh --limit {limit}"
 _RSA_BITS = 3072
 # Without these nothing can be asked as the shared user.
@@ -88,17 +89,25 @@ def _server(seen: Seen, name: str) -> Mapping[str, Any]:
 
 
 def _remedy(seen: Seen, server: Mapping[str, Any], name: str, word: str) -> str:
-    """Set-up writes its own file; sshd takes the first value that it reads, which may be in another one."""
-    files = server["sets"].get(word, [])
-    if not files or files[0] >= _OURS or not files[0].startswith("/etc/ssh/sshd_config.d/"):
+    """Set-up writes its own file; what sshd takes may be in another one, before it or, for some words, behind it."""
+    path = _setter(server, word)
+    has_ours = _OURS in [other for other, _ in server["sets"].get(word, [])]
+    if path in ("", _OURS) or not (has_ours or _FOLDER < path < _OURS):
         return _SET_UP
-    line = f'sudo sed -i "/^ *{word}/Id" {shlex.quote(files[0])} && sudo systemctl reload {ssh_service(seen, name)}'
+    line = f'sudo sed -i "/^ *{word}/Id" {shlex.quote(path)} && sudo systemctl reload {ssh_service(seen, name)}'
     return through_ssh(seen.target.login(name), line)
 
 
+def _setter(server: Mapping[str, Any], word: str) -> str:
+    """The file with the value that holds, the first one where none has it in those words; empty for a default."""
+    settings = server["sets"].get(word, [])
+    holds = {str(server[whose].get(word)) for whose in ("user", "root", "all")}
+    return str(next((path for path, value in settings if value in holds), settings[0][0] if settings else ""))
+
+
 def _where(server: Mapping[str, Any], word: str) -> str:
-    files = server["sets"].get(word, [])
-    return f", by {files[0]}" if files else ""
+    path = _setter(server, word)
+    return f", by {path}" if path else ""
 
 
 def _capacity(seen: Seen, name: str) -> Iterator[Finding]:
