@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.error = refuse  # type: ignore[method-assign]
     add = parser.add_argument
     add("-i", "--inventory", type=Path, metavar="FILE", help="the nodes (cluster/hosts, else /etc/mpitrain/hosts)")
-    add("--hosts", metavar="A,B", help="only these nodes; names that are in no inventory are looked up")
+    add("--hosts", metavar="A,B", help="only these nodes; names that are in no inventory are ssh's")
     add("--level", choices=("quick", "full", "bench"), default="full", help="how far to go (full)")
     add("--only", metavar="ID", type=_ids, action="extend", default=[], help="only these checks and what they need")
     add("--skip", metavar="ID", type=_ids, action="extend", default=[], help="without these checks")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -88,8 +88,10 @@ class Cluster:
 
     def look_at_nodes(self, asks: Sequence[Ask], progress: Callable[[str], None]) -> None:
         """Put all questions to all nodes at once, and keep what they answer."""
-        # A slow node does one thing after the other, so all answers have the time of the slowest question, and more.
-        deadline = time.monotonic() + max((ask.seconds for ask in asks), default=0.0) + _SLACK_SECONDS
+        # A slow node does one thing after the other: each answer has the time of the slowest question, and more, from
+        # the last one on.
+        begun = time.monotonic()
+        patience_seconds = max((ask.seconds for ask in asks), default=0.0) + _SLACK_SECONDS
         waiting = []
         for host in self.target.hosts:
             if host.name not in self.agents:
@@ -103,7 +105,7 @@ class Cluster:
         for number, (name, ask, answer) in enumerate(waiting):
             progress(f"looking at the nodes: {number} of {len(waiting)} answers")
             try:
-                found = wait_for(answer, deadline - time.monotonic())
+                found = _wait_while_it_talks(self.agents[name], answer, begun, patience_seconds)
             except UnansweredError as error:
                 found = {"error": str(error)}
                 self._give_up_if_silent(name)
@@ -133,6 +135,16 @@ class Cluster:
             self.seen.cluster[section] = step(self)
         except Exception as error:
             self.seen.cluster[section] = {"error": _words(error)}
+
+
+def _wait_while_it_talks(agent: Agent, answer: Future[Any], begun: float, patience_seconds: float) -> Any:
+    while True:
+        heard = max(agent.heard, begun)
+        try:
+            return wait_for(answer, heard + patience_seconds - time.monotonic())
+        except UnansweredError:
+            if answer.done() or agent.heard <= heard:
+                raise
 
 
 def _words(error: Exception) -> str:

@@ -27,6 +27,8 @@ from mpitrain.diagnostics.cluster.ssh_settings import LoginError, gateway, ssh_s
 from mpitrain.launch.hostfile import Host
 
 LOGIN_SECONDS = 8.0
+# A machine that is slow or busy takes its time to start a Python; only a shell that hangs is meant here.
+_BEGIN_SECONDS = 20.0
 _PYTHON = "/usr/bin/python3"
 # When nobody has asked for so long, as where a cable was pulled out; and in any case.
 _IDLE_SECONDS = 300
@@ -80,10 +82,11 @@ class Agent:
         self._lock = threading.Lock()
         self._number = 0
         self._why = ""
+        self.heard = started  # when the last answer came
         transport = self._connection.transport
         assert transport is not None
         # Whatever the far side does or does not: a shell that hangs, a byte now and then.
-        watchdog = threading.Timer(LOGIN_SECONDS, transport.close)
+        watchdog = threading.Timer(_BEGIN_SECONDS, transport.close)
         watchdog.daemon = True
         watchdog.start()
         try:
@@ -101,7 +104,7 @@ class Agent:
             is_slow = not transport.is_active()
             self._connection.close()
             if is_slow:
-                raise LoginError("agent", f"{_PYTHON} did not start our probe within {LOGIN_SECONDS:g} s") from None
+                raise LoginError("agent", f"{_PYTHON} did not start our probe within {_BEGIN_SECONDS:g} s") from None
             if isinstance(error, SSHException | OSError | EOFError | ValueError):
                 raise LoginError("agent", f"the login went through, then: {error or type(error).__name__}") from None
             raise
@@ -167,6 +170,7 @@ class Agent:
         try:
             while line := self._lines.readline(_MOST_ANSWER):
                 answer = json.loads(line)
+                self.heard = time.monotonic()
                 with self._lock:
                     waiting = self._questions.pop(answer["id"], None)
                 if waiting is None:

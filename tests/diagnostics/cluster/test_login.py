@@ -61,7 +61,7 @@ def test_a_locked_key() -> None:
 
 def test_a_sudo_that_hangs_is_the_one_cause() -> None:
     """As it comes from a node: what needs root is not known, what needs the shared user was not answered."""
-    late = {"error": "admin cannot become cluster: sudo does not answer within 15 s"}
+    late = {"error": "admin cannot become cluster: sudo hangs"}
     sections = ("shell", "ssh keys", "use", "programs", "processors", "leftovers", "variables")
     account = {
         "uid": 1900,

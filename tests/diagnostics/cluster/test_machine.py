@@ -357,7 +357,7 @@ def test_shared_memory_of_docker() -> None:
 def test_processes_of_dead_jobs() -> None:
     one = {"pid": 41, "age_seconds": 7300.0, "program": "python"}
     seen = changed("leftovers", processes=[one, {**one, "pid": 42}])
-    found = "2 processes of a dead job, the oldest 2 h old: python of cluster (pid 41 42)"
+    found = "2 processes of a dead job, the oldest 2 h old: python of cluster (pid 41, 42)"
     only("LEF01", seen, "warn", "node2", found, "ssh 10.0.0.2 sudo kill -9 41 42")
 
 

@@ -224,7 +224,7 @@ _SHELL = ("PRB01", "PRB02", "USR01", "USR02", "SSH09")
 
 ASKS: tuple[Ask, ...] = (
     Ask("shell", "shell", "job", lambda _target, host: {"address": host.address}),
-    Ask("programs", "job_programs", "job", _wish, seconds=14.0),
+    Ask("programs", "job_programs", "job", _wish, seconds=27.0),
 )
 PAIRS: dict[str, PairStep] = {}
 CLUSTER: dict[str, ClusterStep] = {}

@@ -11,7 +11,7 @@ from mpitrain.diagnostics.limits import SHM_PATTERNS
 
 # A pattern would also take files of other users, and of jobs that have begun since; so each is named.
 _NAMED = 100
-_SHOWN = 2
+_SHOWN = 4
 
 
 def _processes(seen: Seen, node: str) -> Iterator[Finding]:
@@ -19,16 +19,15 @@ def _processes(seen: Seen, node: str) -> Iterator[Finding]:
     if not processes:
         return
     programs = list(dict.fromkeys(one["program"] for one in processes))
-    shown = ", ".join(programs[:_SHOWN]) + (", ..." if len(programs) > _SHOWN else "")
-    pids = " ".join(str(one["pid"]) for one in processes)
+    pids = [str(one["pid"]) for one in processes]
     oldest = _age(max(one["age_seconds"] for one in processes))
     yield Finding(
         "warn",
         (node,),
-        f"{_count(len(processes), 'process', 'es')} of a dead job, the oldest {oldest} old: {shown} of "
-        f"{seen.target.user} (pid {pids})",
+        f"{_count(len(processes), 'process', 'es')} of a dead job, the oldest {oldest} old: {_some(programs)} of "
+        f"{seen.target.user} (pid {_some(pids)})",
         "none: a rank ends with the job that started it",
-        remedy=f"ssh {{login}} sudo kill -9 {pids}",
+        remedy=f"ssh {{login}} sudo kill -9 {' '.join(pids)}",
     )
 
 
@@ -42,6 +41,10 @@ def _files(seen: Seen, node: str) -> Iterator[Finding]:
         remedy += f"  # then check again, for the other {len(files) - _NAMED}"
     found = f"{_count(len(files), 'file')} of dead jobs in /dev/shm, {mib:.0f} MiB"
     yield Finding("warn", (node,), found, "none that no process has mapped", remedy=remedy)
+
+
+def _some(words: list[str]) -> str:
+    return ", ".join(words[:_SHOWN]) + (", ..." if len(words) > _SHOWN else "")
 
 
 def _count(number: int, word: str, plural: str = "s") -> str:

@@ -54,7 +54,7 @@ def _probe(seen: Seen, name: str) -> Iterator[Finding]:
 
 def _becomes(seen: Seen, name: str) -> Iterator[Finding]:
     user, hello = seen.target.user, seen.node(name, "login").get("hello")
-    if seen.node(name, "sudo")["hangs"]:
+    if hello != user and seen.node(name, "sudo")["hangs"]:
         yield Finding("fail", (name,), f"sudo, asked by {hello}, hangs", "yes or no, at once", _SUDO_HANGS)
         return
     sections = seen.nodes[name]

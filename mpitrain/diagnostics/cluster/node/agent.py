@@ -24,7 +24,7 @@ from mpitrain.diagnostics.cluster.node import children
 # The other agent may have to remove its folder from a share that is slow, or dead.
 _END_SECONDS = 6.0
 _TERMINATE_SECONDS = 1.0
-_BEGIN_SECONDS = 15.0
+_BEGIN_SECONDS = 30.0
 _RED_HAT = {"rhel", "fedora", "centos"}
 
 
@@ -41,6 +41,7 @@ class Agent:
         self._me = pwd.getpwuid(os.getuid()).pw_name
         self._other: subprocess.Popen[bytes] | None = None  # the second agent's process
         self._waiting: set[int] = set()  # numbers of questions that went to it
+        self._is_asked_for = False
         self._has_begun = False  # whether it has said anything
         self._why = ""  # why there is none
         self._end_lock = threading.Lock()
@@ -79,8 +80,10 @@ class Agent:
 
     def _pass_on(self, question: dict[str, Any], line: bytes) -> None:
         with self._lock:
-            if self._other is None and not self._why:
-                self._start_other(question["as"])
+            if not self._is_asked_for:
+                self._is_asked_for = True
+                self._to_other.put(json.dumps(self._bundle).encode() + b"\n")
+                threading.Thread(target=self._start_other, args=(question["as"],), daemon=True).start()
             if not self._why:
                 self._waiting.add(question["id"])
                 self._to_other.put(line)
@@ -93,17 +96,19 @@ class Agent:
         command = ["timeout", "-k", "2", life, "sudo", "-n", "-H", "-u", user, "--", *program]
         try:
             pwd.getpwnam(user)
+            if children.sudo_hangs():
+                self._lose(f"{self._me} cannot become {user}: sudo hangs")
+                return
             other = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd="/"
             )
         except KeyError:
-            self._why = f"there is no user {user}"
+            self._lose(f"there is no user {user}")
             return
         except OSError as error:
-            self._why = f"{self._me} cannot become {user}: {error.strerror}"
+            self._lose(f"{self._me} cannot become {user}: {error.strerror}")
             return
         self._other = other
-        self._to_other.put(json.dumps(self._bundle).encode() + b"\n")
         threading.Thread(target=self._tell, args=(other,), daemon=True).start()
         threading.Thread(target=self._relay, args=(user, other), daemon=True).start()
         late = threading.Timer(_BEGIN_SECONDS, self._give_up, args=(user, other))

@@ -12,12 +12,15 @@ from pathlib import Path
 
 _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
-_SUDO_SECONDS = 5.0
+_SUDO_SECONDS = 8.0
 _REMOVE_SECONDS = 3.0
 _KILL_SECONDS = 0.5
 
 _running: set[subprocess.Popen[bytes]] = set()
 _lock = threading.Lock()
+# Everything is asked at once. So many commands run at a time, that each has its deadline to itself on a slow machine,
+# and that some which hang do not hold up the others.
+_slots = threading.Semaphore(5)
 _sudo_lock = threading.Lock()
 _sudo: dict[str, bool] = {}  # "hangs", once it was asked
 _folders: set[str] = set()
@@ -34,7 +37,7 @@ class EndingError(Exception):
 
 def run(
     command: list[str],
-    seconds: float = 3.0,
+    seconds: float = 6.0,
     input: str | None = None,
     env: dict[str, str] | None = None,
     cwd: str = "/",
@@ -45,6 +48,13 @@ def run(
         SlowError: it did not end in time. What waits for a dead NFS server may not die either; it is left then.
         EndingError: all were ended.
     """
+    with _slots:
+        return _run(command, seconds, input, env, cwd)
+
+
+def _run(
+    command: list[str], seconds: float, input: str | None, env: dict[str, str] | None, cwd: str
+) -> tuple[int, str, str]:
     environment = dict(os.environ)
     environment["PATH"] = environment.get("PATH", "") + ":" + _SYSTEM_PATH
     environment["LC_ALL"] = "C"
@@ -78,13 +88,13 @@ def run(
     return child.returncode, out.decode(errors="replace"), err.decode(errors="replace")
 
 
-def output(*command: str, seconds: float = 3.0) -> str:
+def output(*command: str, seconds: float = 6.0) -> str:
     """What a command writes to stdout; empty where it fails or is not there."""
     code, out, _ = run(list(command), seconds)
     return out if code == 0 else ""
 
 
-def as_root(*command: str, seconds: float = 3.0) -> str | None:
+def as_root(*command: str, seconds: float = 6.0) -> str | None:
     """The same as root, by sudo that must not ask; None where it may not, or sudo hangs."""
     if os.geteuid() != 0:
         if sudo_hangs():
