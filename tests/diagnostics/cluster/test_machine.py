@@ -123,6 +123,11 @@ def test_a_group_that_others_may_be_in_is_not_renumbered() -> None:
     assert "groupmod" not in judged("USR01", changed("account", uid=1950))[0].remedy
 
 
+def test_our_own_probe_is_nobody_who_computes() -> None:
+    assert {os.getpid(), os.getppid()} <= machine._ours()
+    assert 1 not in machine._ours()
+
+
 def test_an_expiry_that_may_not_be_read_is_no_pass() -> None:
     only("USR02", changed("account", expired=None), "skip", "node2", "can only be read as root")
     only("USR02", changed("account", expired=True), "fail", "node2", "has expired", "chage -E -1 cluster")
