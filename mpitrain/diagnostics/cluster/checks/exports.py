@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from ipaddress import ip_address, ip_network
 
 from mpitrain.diagnostics.cluster.check import Ask, Check, Finding, NotHereError, Seen
-from mpitrain.diagnostics.cluster.checks.share import addresses_of, is_nfs, the_share, wish_of_share
+from mpitrain.diagnostics.cluster.checks.share import wish_of_share
 from mpitrain.diagnostics.cluster.collect import ClusterStep, PairStep
+from mpitrain.diagnostics.cluster.mounts import addresses_of, is_nfs, the_share
 
 
 def _served(seen: Seen, head: str) -> Iterator[Finding]:

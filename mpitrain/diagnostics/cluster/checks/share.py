@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from ipaddress import ip_address
 from typing import Any
 from uuid import uuid4
 
 from mpitrain.diagnostics.cluster.check import Ask, Check, Finding, NotHereError, NotSeenError, Seen, Target
 from mpitrain.diagnostics.cluster.collect import Cluster, ClusterStep, PairStep, quietly
+from mpitrain.diagnostics.cluster.mounts import is_from_head, is_nfs, is_same, mount_of, origin_of, the_share
 from mpitrain.launch.hostfile import Host
 
-_KINDS = ("nfs", "nfs4", "fuse.nfs")  # the last is a client in user space
 _SLOW_LIST_SECONDS = 1.0
 _SLOW_NAME_SECONDS = 2.0
 _SLOW_VIEW_SECONDS = 0.5
@@ -19,65 +18,24 @@ _LEAST_BYTES = 1 << 30
 _STEP_SECONDS = 8.0
 
 
-def the_share(seen: Seen) -> str:
-    """The folder.
-
-    Raises:
-        NotHereError: there is none.
-    """
-    if seen.target.share is None:
-        raise NotHereError("no shared folder is known")
-    return seen.target.share
-
-
-def _mount(seen: Seen, name: str) -> Mapping[str, Any] | None:
-    """What is on top at the path, an automount that has not mounted anything aside; None where nothing is.
-
-    The share may be a folder of a larger one, mounted above; that of the node's own disk is nothing.
-    """
-    mounts = [one for one in seen.node(name, "mount")["mounts"] if one["type"] != "autofs"]
-    if mounts and mounts[-1]["path"] != the_share(seen).rstrip("/") and mounts[-1]["type"] not in _KINDS:
-        return None
-    return mounts[-1] if mounts else None
-
-
-def addresses_of(seen: Seen, name: str) -> set[str]:
-    """All addresses of a node, as far as they were seen; the share may go another way than the inventory's."""
-    links = seen.nodes.get(name, {}).get("names", {}).get("links", [])
-    own = {address for link in links for address in link["addresses"] if not ip_address(address).is_loopback}
-    return own | {seen.target.addresses[name]}
-
-
-def _origin(mount: Mapping[str, Any], share: str) -> str:
-    """Where the share's files are, as server:path, for a mount above it as well."""
-    below = share.rstrip("/")[len(mount["path"].rstrip("/")) :]
-    return f"{mount['source'].rstrip('/') if below else mount['source']}{below}"
-
-
-def is_nfs(seen: Seen, name: str) -> bool:
-    """Whether it is the share of another machine that is mounted there."""
-    mount = _mount(seen, name)
-    return mount is not None and mount["type"] in _KINDS
-
-
 def _mounted(seen: Seen, name: str) -> Iterator[Finding]:
-    share, mount, found = the_share(seen), _mount(seen, name), seen.node(name, "mount")
+    share, mount, found = the_share(seen), mount_of(seen, name), seen.node(name, "mount")
     head = seen.target.head
     if name == head:  # its own folder, on whatever disk, or one of another server
         if mount is None and found.get("kind") in ("missing", "file"):
             yield Finding("fail", (name,), f"{share} is {found['kind']}", "a folder, exported to the other nodes")
         return
     # A head that is not looked at is taken to serve its own folder.
-    elsewhere = _mount(seen, head) if head in seen.target.names and is_nfs(seen, head) else None
-    right = _origin(elsewhere, share) if elsewhere else f"{seen.target.addresses[head]}:{share}"
+    elsewhere = mount_of(seen, head) if head in seen.target.names and is_nfs(seen, head) else None
+    right = origin_of(elsewhere, share) if elsewhere else f"{seen.target.addresses[head]}:{share}"
     if mount is None:
         yield Finding("fail", (name,), _why_not_mounted(share, found), f"NFS from {right}")
-    elif mount["type"] not in _KINDS:
+    elif not is_nfs(seen, name):
         yield Finding("fail", (name,), f"{share} is {mount['type']} from {mount['source']}", f"NFS from {right}")
-    elif elsewhere is not None and not _is_same(seen, (name, head), (_origin(mount, share), right)):
-        yield Finding("fail", (name,), f"{share} is {_origin(mount, share)}", f"{right}, as on the head")
-    elif elsewhere is None and not _is_from_head(seen, name, _origin(mount, share)):
-        yield Finding("fail", (name,), f"{share} is {_origin(mount, share)}", f"NFS from {right}")
+    elif elsewhere is not None and not is_same(seen, (name, head), (origin_of(mount, share), right)):
+        yield Finding("fail", (name,), f"{share} is {origin_of(mount, share)}", f"{right}, as on the head")
+    elif elsewhere is None and not is_from_head(seen, name, origin_of(mount, share)):
+        yield Finding("fail", (name,), f"{share} is {origin_of(mount, share)}", f"NFS from {right}")
 
 
 def _why_not_mounted(share: str, found: Mapping[str, Any]) -> str:
@@ -88,28 +46,6 @@ def _why_not_mounted(share: str, found: Mapping[str, Any]) -> str:
     if found["kind"] == "missing":
         return f"there is no {share}"
     return f"{share} is a local folder; what is written there stays there"
-
-
-def _server_addresses(seen: Seen, name: str) -> set[str]:
-    """Those to which the name of the server, which each node may write in another way, leads there."""
-    return set(seen.node(name, "mount")["server_addresses"])
-
-
-def _is_same(seen: Seen, names: tuple[str, str], origins: tuple[str, str]) -> bool:
-    (server, _, path), (other, _, other_path) = (origin.rpartition(":") for origin in origins)
-    a, b = (_server_addresses(seen, name) for name in names)
-    return path == other_path and (server == other or bool(a & b))
-
-
-def _is_from_head(seen: Seen, name: str, origin: str) -> bool:
-    server, _, path = origin.rpartition(":")
-    head, share = seen.target.head, the_share(seen).rstrip("/")
-    # A server that exports a root of its own (fsid=0) shows a shorter path.
-    is_path = share.endswith(path.rstrip("/"))
-    is_head = server.strip("[]") == head or {server.strip("[]"), *_server_addresses(seen, name)} & addresses_of(
-        seen, head
-    )
-    return bool(is_head) and is_path
 
 
 def _answers(seen: Seen, name: str) -> Iterator[Finding]:
@@ -205,7 +141,7 @@ def _visible(seen: Seen, pair: tuple[str, str]) -> Iterator[Finding]:
 
 def _options(seen: Seen, name: str) -> Iterator[Finding]:
     the_share(seen)
-    mount = _mount(seen, name)
+    mount = mount_of(seen, name)
     if mount is None or not is_nfs(seen, name):
         raise NotHereError("it is this node's own folder")
     # A client in user space shows no options of NFS; what it was given stands in the unit.
