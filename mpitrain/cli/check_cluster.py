@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from mpitrain.errors import ClusterError, ConfigError, MpitrainError
 
@@ -38,9 +38,17 @@ something could not be determined, 130 interrupted. With --nagios: 0 OK, 1 WARNI
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.epilog = _EPILOG
+    usual = parser.error
+
+    def refuse(message: str) -> NoReturn:
+        if "--nagios" not in sys.argv:
+            usual(message)
+        sys.exit(_nagios_unknown(message))
+
+    parser.error = refuse  # type: ignore[method-assign]
     add = parser.add_argument
     add("-i", "--inventory", type=Path, metavar="FILE", help="the nodes (cluster/hosts, else /etc/mpitrain/hosts)")
-    add("--hosts", metavar="A,B", help="only these nodes; names that are in no inventory are looked up")
+    add("--hosts", metavar="A,B", help="only these nodes; names that are in no inventory are ssh's")
     add("--level", choices=("quick", "full", "bench"), default="full", help="how far to go (full)")
     add("--only", metavar="ID", type=_ids, action="extend", default=[], help="only these checks and what they need")
     add("--skip", metavar="ID", type=_ids, action="extend", default=[], help="without these checks")
@@ -62,11 +70,16 @@ def run(arguments: argparse.Namespace) -> int:
     """Look, judge and print; returns the exit code."""
     try:
         return _run(arguments)
-    except MpitrainError as error:
+    except Exception as error:
         if not arguments.nagios:
             raise
-        print(f"MPITRAIN UNKNOWN - {error}".replace("\n", " ").replace("|", "/"))
-        return _NAGIOS_UNKNOWN
+        is_ours = isinstance(error, MpitrainError)
+        return _nagios_unknown(str(error) if is_ours else f"{type(error).__name__}: {error}")
+
+
+def _nagios_unknown(why: str) -> int:
+    print(f"MPITRAIN UNKNOWN - {why}".replace("\n", " ").replace("|", "/"))
+    return _NAGIOS_UNKNOWN
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -15,6 +15,9 @@ from mpitrain.testbed.commands import execute
 _PACKAGES = ["mmdebstrap", "systemd-container", "iproute2", "nftables", "openssh-client", "util-linux"]
 _FULL_PACKAGES = ["user-mode-linux", "e2fsprogs", "kmod"]
 _APT_SECONDS = 600.0
+_INOTIFY = Path("/proc/sys/fs/inotify/max_user_instances")
+# Counted on beds of 4 and 32 nodes that are set up.
+_INOTIFY_A_NODE = 8
 
 
 def require_root() -> None:
@@ -48,6 +51,34 @@ def require_kernel(*, full: bool, delay: bool) -> None:
             f"this machine's kernel lacks what a test bed needs: {', '.join(missing)}. In a container, start it with "
             "more rights (docker run --privileged), or use a virtual machine"
         )
+
+
+def require_inotify(num_nodes: int) -> None:
+    """Refuse where the nodes' systemd would run out of inotify instances, which all of root's processes share.
+
+    Raises:
+        LaunchError: says how many there are, how many are needed, and how there can be more.
+    """
+    limit = int(_INOTIFY.read_text())
+    used = 0
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has just ended
+            if process.stat().st_uid == 0:
+                used += sum(str(link.readlink()) == "anon_inode:inotify" for link in (process / "fd").iterdir())
+    if words := too_few_inotify(limit, used, num_nodes):
+        raise LaunchError(words)
+
+
+def too_few_inotify(limit: int, used: int, num_nodes: int) -> str:
+    """What is wrong where `num_nodes` more nodes do not fit; empty where they do."""
+    needed = used + _INOTIFY_A_NODE * num_nodes
+    if needed <= limit:
+        return ""
+    more = max(1024, 1 << (needed - 1).bit_length())
+    return (
+        f"fs.inotify.max_user_instances is {limit}; {num_nodes} nodes need {needed}, with the {used} that are in use. "
+        f"Allow more: sudo sysctl -w fs.inotify.max_user_instances={more}"
+    )
 
 
 def require_own_folder(folder: Path) -> None:

@@ -80,7 +80,10 @@ def up(
     else:
         if num_nodes is None or not 1 <= num_nodes <= records.MOST_NODES:
             raise ConfigError(f"number of nodes: {num_nodes}; it must be 1 to {records.MOST_NODES}")
-        image, subnet = build(full=full, state=state, say=say), ""
+        image = subnet = ""
+    if not full:
+        host.require_inotify(num_nodes)
+    image = image or build(full=full, state=state, say=say)
     if name is not None:
         _remove_unfinished(state, name, say)
     with locked(state / "lock", str(state), timeout_seconds=_LOCK_SECONDS):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ STABLE: Mapping[str, tuple[str, ...]] = {
     "account": ("uid", "gid", "shell", "home"),
     "network": ("interfaces",),
 }
+# Interfaces that come and go with containers and virtual machines.
+_FLEETING = re.compile(r"(veth|docker|br-|virbr|vnet|tap|cni|cali|flannel|podman|lxc)\S*")
 
 
 def stable(seen: Seen) -> dict[str, dict[str, Any]]:
@@ -29,9 +32,21 @@ def stable(seen: Seen) -> dict[str, dict[str, Any]]:
         for section, entries in STABLE.items():
             for entry in entries:
                 if isinstance(sections.get(section), dict) and entry in sections[section]:
-                    values |= _leaves(f"{section}.{entry}", sections[section][entry])
+                    value = sections[section][entry]
+                    value = _lasting(value) if entry == "interfaces" else value
+                    values |= _leaves(f"{section}.{entry}", value)
         if values:
             found[name] = values
+    return found
+
+
+def _lasting(interfaces: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Interfaces and addresses without those that change by themselves."""
+    found = {}
+    for name, link in interfaces.items():
+        if not _FLEETING.fullmatch(name):
+            lasting = [one for one in link["addresses"] if one.split("/")[0] not in link["temporary"]]
+            found[name] = {**{what: value for what, value in link.items() if what != "temporary"}, "addresses": lasting}
     return found
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from mpitrain.diagnostics.cluster.ssh_settings import login_words
 from mpitrain.launch.hostfile import Host
 
 Level = Literal["quick", "full", "bench"]
@@ -71,8 +72,20 @@ class Target:
     @property
     def addresses(self) -> dict[str, str]:
         """Name -> address, as the inventory has them; the head's too."""
-        head = [self.inventory_head] if self.inventory_head else []
-        return {host.name: host.address for host in (*self.hosts, *head)}
+        return {host.name: host.address for host in self._all()}
+
+    def login(self, name: str) -> str:
+        """What stands behind `ssh` in a line that reaches the node as it is printed."""
+        return next(shlex.join(login_words(host)) for host in self._all() if host.name == name)
+
+    def known_as(self, name: str) -> str:
+        """The node's name in known_hosts, quoted for a shell; other ports than ssh's own are part of it."""
+        host = next(host for host in self._all() if host.name == name)
+        port = host.variables.get("ansible_port", "22")
+        return shlex.quote(host.address if port == "22" else f"[{host.address}]:{port}")
+
+    def _all(self) -> tuple[Host, ...]:
+        return (*self.hosts, self.inventory_head) if self.inventory_head else self.hosts
 
 
 @dataclass
@@ -143,11 +156,6 @@ class Finding:
     mend: tuple[str, ...] = ()
 
 
-def over_ssh(address: str, *command: str) -> str:
-    """A line that runs a command at `address`; its words, such as paths, get through both shells as they are."""
-    return f"ssh {address} {shlex.quote(shlex.join(command))}"
-
-
 @dataclass(frozen=True)
 class Check:
     """A check.
@@ -163,7 +171,8 @@ class Check:
         looks: how it is found out, with the command, for --explain.
         why: one sentence.
         tag: the tag of cluster/setup.yml that repairs it, if one does.
-        remedy: the line that repairs it otherwise; may use {node}, {user}, {share}, {address}.
+        remedy: the line that repairs it otherwise; may use {node}, {user}, {share}, {address}, {known_as}, and {login},
+            which is what `ssh` needs to reach the node.
         needs: checks without which it cannot be judged there; they come earlier in the registry.
         needs_head: the same, of the head, for a check of any node.
         needs_all: of needs, when a failure on any node blocks the check as a whole.

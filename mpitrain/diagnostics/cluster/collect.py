@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
 from mpitrain.diagnostics.cluster.check import Ask, NotSeenError, Seen, Target
-from mpitrain.diagnostics.cluster.connect import Agent, LoginError, UnansweredError, wait_for
+from mpitrain.diagnostics.cluster.connect import Agent, UnansweredError, wait_for
+from mpitrain.diagnostics.cluster.ssh_settings import LoginError
 from mpitrain.launch.hostfile import Host
 
 # More logins at once than this would only wait for this machine's processor.
@@ -60,11 +61,12 @@ class Cluster:
         try:
             agent = Agent(host)
         except LoginError as error:
-            return {"failed": error.kind, "found": error.found}
+            return {"failed": error.kind, "found": error.found, "host_keys": error.host_keys}
         except Exception as error:  # one odd node must not end the check of the others
             return {"failed": "login", "found": f"{type(error).__name__}: {error}"}
         self.agents[host.name] = agent
-        return {"failed": "", "seconds": agent.login_seconds, "noise": agent.noise, **agent.hello}
+        keys = {"known": agent.host_key}
+        return {"failed": "", "seconds": agent.login_seconds, "noise": agent.noise, "host_keys": keys, **agent.hello}
 
     def ask(self, name: str, call: str, wish: Mapping[str, Any], *, seconds: float, user: str = "job") -> Any:
         """Ask one node; see Agent.ask. `user` "job" is the shared user."""
@@ -86,8 +88,10 @@ class Cluster:
 
     def look_at_nodes(self, asks: Sequence[Ask], progress: Callable[[str], None]) -> None:
         """Put all questions to all nodes at once, and keep what they answer."""
-        # A slow node does one thing after the other, so all answers have the time of the slowest question, and more.
-        deadline = time.monotonic() + max((ask.seconds for ask in asks), default=0.0) + _SLACK_SECONDS
+        # A slow node does one thing after the other: each answer has the time of the slowest question, and more, from
+        # the last one on.
+        begun = time.monotonic()
+        patience_seconds = max((ask.seconds for ask in asks), default=0.0) + _SLACK_SECONDS
         waiting = []
         for host in self.target.hosts:
             if host.name not in self.agents:
@@ -101,7 +105,7 @@ class Cluster:
         for number, (name, ask, answer) in enumerate(waiting):
             progress(f"looking at the nodes: {number} of {len(waiting)} answers")
             try:
-                found = wait_for(answer, deadline - time.monotonic())
+                found = _wait_while_it_talks(self.agents[name], answer, begun, patience_seconds)
             except UnansweredError as error:
                 found = {"error": str(error)}
                 self._give_up_if_silent(name)
@@ -131,6 +135,16 @@ class Cluster:
             self.seen.cluster[section] = step(self)
         except Exception as error:
             self.seen.cluster[section] = {"error": _words(error)}
+
+
+def _wait_while_it_talks(agent: Agent, answer: Future[Any], begun: float, patience_seconds: float) -> Any:
+    while True:
+        heard = max(agent.heard, begun)
+        try:
+            return wait_for(answer, heard + patience_seconds - time.monotonic())
+        except UnansweredError:
+            if answer.done() or agent.heard <= heard:
+                raise
 
 
 def _words(error: Exception) -> str:

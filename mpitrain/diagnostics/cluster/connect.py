@@ -8,7 +8,6 @@ import logging
 import os
 import shlex
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -23,9 +22,13 @@ from fabric import Connection
 from paramiko import AuthenticationException, BadHostKeyException, RejectPolicy, SSHException
 from paramiko.ssh_exception import NoValidConnectionsError
 
+from mpitrain.diagnostics.cluster.identities import Identities
+from mpitrain.diagnostics.cluster.ssh_settings import LoginError, gateway, ssh_settings
 from mpitrain.launch.hostfile import Host
 
 LOGIN_SECONDS = 8.0
+# A machine that is slow or busy takes its time to start a Python; only a shell that hangs is meant here.
+_BEGIN_SECONDS = 20.0
 _PYTHON = "/usr/bin/python3"
 # When nobody has asked for so long, as where a cable was pulled out; and in any case.
 _IDLE_SECONDS = 300
@@ -59,15 +62,6 @@ if bundle:
 """
 
 
-class LoginError(Exception):
-    """A login failed. `kind`: the check that it belongs to; `found`: what was seen."""
-
-    def __init__(self, kind: str, found: str) -> None:
-        super().__init__(found)
-        self.kind = kind
-        self.found = found
-
-
 class UnansweredError(Exception):
     """A question got no answer; the text says why."""
 
@@ -88,14 +82,16 @@ class Agent:
         self._lock = threading.Lock()
         self._number = 0
         self._why = ""
+        self.heard = started  # when the last answer came
         transport = self._connection.transport
         assert transport is not None
         # Whatever the far side does or does not: a shell that hangs, a byte now and then.
-        watchdog = threading.Timer(LOGIN_SECONDS, transport.close)
+        watchdog = threading.Timer(_BEGIN_SECONDS, transport.close)
         watchdog.daemon = True
         watchdog.start()
         try:
             self.login_seconds = time.monotonic() - started
+            self.host_key = transport.get_remote_server_key().fingerprint
             self._channel = transport.open_session(timeout=LOGIN_SECONDS)
             program = shlex.join([_PYTHON, "-I", "-u", "-c", _in_a_word(_BOOT)])
             self._channel.exec_command(f"exec timeout -k 2 {_LIFE_SECONDS} {program}")
@@ -108,7 +104,7 @@ class Agent:
             is_slow = not transport.is_active()
             self._connection.close()
             if is_slow:
-                raise LoginError("agent", f"{_PYTHON} did not start our probe within {LOGIN_SECONDS:g} s") from None
+                raise LoginError("agent", f"{_PYTHON} did not start our probe within {_BEGIN_SECONDS:g} s") from None
             if isinstance(error, SSHException | OSError | EOFError | ValueError):
                 raise LoginError("agent", f"the login went through, then: {error or type(error).__name__}") from None
             raise
@@ -174,6 +170,7 @@ class Agent:
         try:
             while line := self._lines.readline(_MOST_ANSWER):
                 answer = json.loads(line)
+                self.heard = time.monotonic()
                 with self._lock:
                     waiting = self._questions.pop(answer["id"], None)
                 if waiting is None:
@@ -213,17 +210,16 @@ def _after(noise: bytes) -> str:
 
 
 def _connect(host: Host) -> Connection:
-    settings = _ssh_settings(host)
+    settings = ssh_settings(host)
+    user = settings["user"][0]
     connection = Connection(
         settings["hostname"][0],
-        user=settings["user"][0],
+        user=user,
         port=int(settings["port"][0]),
         connect_timeout=LOGIN_SECONDS,
-        gateway=_gateway(settings),
+        gateway=gateway(settings),
         connect_kwargs={
-            "key_filename": [str(path) for path in _existing(settings.get("identityfile", []))],
-            "look_for_keys": False,
-            "allow_agent": "yes" not in settings.get("identitiesonly", []),
+            "auth_strategy": Identities(user, settings),
             "banner_timeout": LOGIN_SECONDS,
             "auth_timeout": LOGIN_SECONDS,
         },
@@ -238,7 +234,7 @@ def _connect(host: Host) -> Connection:
         connection.open()
     except BaseException as error:
         connection.close()
-        raise _why(error, settings) from None
+        raise _why(error) from None
     return connection
 
 
@@ -247,16 +243,16 @@ def _existing(paths: Sequence[str]) -> list[Path]:
     return [path for path in (Path(name).expanduser() for name in paths) if os.path.isfile(path)]  # noqa: PTH113
 
 
-def _why(error: BaseException, settings: Mapping[str, list[str]]) -> BaseException:
+def _why(error: BaseException) -> BaseException:
     """What failed, as a LoginError; other errors as they are."""
     if isinstance(error, BadHostKeyException):
         got, known = (key.fingerprint for key in (error.key, error.expected_key))
-        return LoginError("host key", f"its host key is {got} ({error.key.get_name()}); known is {known}")
+        found = f"its host key is {got} ({error.key.get_name()}); known is {known}"
+        return LoginError("host key", found, {"got": got, "known": known})
     if isinstance(error, AuthenticationException) and "imeout" in str(error):
         return LoginError("login", f"it does not say within {LOGIN_SECONDS:g} s whether it takes the key")
     if isinstance(error, AuthenticationException):
-        offered = ", ".join(settings.get("identityfile", [])) or "keys of ssh-agent"
-        return LoginError("key", f"it refuses {settings['user'][0]} with {offered}")
+        return LoginError("key", str(error))
     if isinstance(error, NoValidConnectionsError):
         reasons = {inner.strerror or str(inner) for inner in error.errors.values()}
         return LoginError("login", f"{' and '.join(sorted(reasons))}")
@@ -269,46 +265,6 @@ def _why(error: BaseException, settings: Mapping[str, list[str]]) -> BaseExcepti
     if isinstance(error, SSHException | EOFError | OSError):
         return LoginError("login", f"{error or type(error).__name__}")
     return error
-
-
-def _ssh_settings(host: Host) -> dict[str, list[str]]:
-    """How ssh itself would log in, from its own configuration and the inventory: name -> values."""
-    command = ["ssh", "-G"]
-    for option, value in (
-        ("-l", host.variables.get("ansible_user")),
-        ("-p", host.variables.get("ansible_port")),
-        ("-i", host.variables.get("ansible_ssh_private_key_file")),
-    ):
-        command += [option, value] if value else []
-    for name in ("ansible_ssh_common_args", "ansible_ssh_extra_args"):
-        command += shlex.split(host.variables.get(name, ""))
-    command.append(host.address)
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=5.0, check=True)
-    except FileNotFoundError:
-        raise LoginError("login", "there is no ssh on this machine: apt-get install openssh-client") from None
-    except subprocess.TimeoutExpired:
-        raise LoginError("login", f"{shlex.join(command)} did not end") from None
-    except subprocess.CalledProcessError as error:
-        raise LoginError("login", f"{shlex.join(command)} failed: {error.stderr}") from None
-    found: dict[str, list[str]] = {}
-    for line in done.stdout.splitlines():
-        name, _, value = line.partition(" ")
-        found.setdefault(name, []).extend(shlex.split(value) if name.endswith("knownhostsfile") else [value])
-    return found
-
-
-def _gateway(settings: Mapping[str, list[str]]) -> str | None:
-    """The command that brings us to a host behind another one, where ssh has one set."""
-    name, port = settings["hostname"][0], settings["port"][0]
-    jumps = settings.get("proxyjump", ["none"])[0]
-    if jumps != "none":
-        *first, last = jumps.split(",")
-        through = f"-J {shlex.quote(','.join(first))} " if first else ""
-        last = last if last.startswith("ssh://") else f"ssh://{last}"
-        return f"ssh -o BatchMode=yes {through}-W {shlex.quote(f'[{name}]:{port}')} {shlex.quote(last)}"
-    command = settings.get("proxycommand", ["none"])[0]
-    return None if command == "none" else command.replace("%h", name).replace("%p", port)
 
 
 def _bundle() -> dict[str, Any]:

@@ -36,7 +36,8 @@ def table(checks: Iterable[Check]) -> str:
         "# The checks of `mpitrain check-cluster`",
         "",
         "Made from the checks themselves; `mpitrain check-cluster --explain ID` says the same.",
-        "[fault-matrix.md](fault-matrix.md) has the faults that prove them.",
+        "[fault-matrix.md](fault-matrix.md) has the faults that prove them. In repairs, `{login}` is what `ssh` needs",
+        "to reach the node: its address, with the user, the port and the key that the inventory names.",
     ]
     for check in checks:
         lines += ["", f"## {check.id}: {check.title}", ""]

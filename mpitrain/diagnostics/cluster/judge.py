@@ -118,7 +118,9 @@ def _remedy(check: Check, finding: Finding, seen: Seen) -> str:
     node = finding.where[-1] if finding.where else seen.target.head
     values = {
         "node": node,
-        "address": seen.target.addresses.get(node, node),
+        "address": seen.target.addresses[node],
+        "login": seen.target.login(node),
+        "known_as": seen.target.known_as(node),
         "user": seen.target.user,
         "share": seen.target.share or "the shared folder",
         "set_up": seen.target.set_up,

@@ -7,12 +7,14 @@ import re
 import socket
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from getpass import getuser
 from pathlib import Path
 from typing import Any
 
 from mpitrain.diagnostics.cluster.check import Target
+from mpitrain.diagnostics.cluster.ssh_settings import LoginError, ssh_settings
 from mpitrain.errors import ConfigError
 from mpitrain.launch.hostfile import (
     NODE_INVENTORY,
@@ -103,12 +105,31 @@ def _named(hosts: str, known: tuple[Host, ...]) -> tuple[Host, ...]:
         if name in by_name:
             found.append(by_name[name])
             continue
-        try:
-            address = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
-        except OSError as error:
-            raise ConfigError(f"--hosts: {name} is in no inventory and cannot be resolved: {error}") from None
-        found.append(Host(name, address))
+        host = _by_hand(name)
+        if host.address in {one.address for one in found}:
+            raise ConfigError(f"--hosts {hosts!r}: {name} is a second name of {host.address}")
+        found.append(host)
     return tuple(found)
+
+
+def _by_hand(name: str) -> Host:
+    """A node that only --hosts names: as ssh takes the name, which may be one of ssh's own configuration."""
+    real = name
+    with suppress(LoginError):  # which each login will say
+        real = ssh_settings(Host(name, name))["hostname"][0]
+    try:
+        address = _address(real)
+    except OSError as error:
+        raise ConfigError(f"--hosts: {name} is in no inventory and cannot be resolved: {error}") from None
+    try:
+        _address(name)
+    except OSError:  # a name that ssh alone knows, here; what the nodes know is what it stands for
+        return Host(real, address, {"ansible_host": name})
+    return Host(name, address, {"ansible_host": name})
+
+
+def _address(name: str) -> str:
+    return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
 
 
 def _here() -> dict[str, Any]:

@@ -17,9 +17,13 @@ def saw(**of_node2: object) -> Seen:
     usual = {"python": "3.11.2", "seconds": 0.1}
     made.nodes = {
         "node1": {"login": usual},
-        "node2": {"login": usual, "network": {"interfaces": {"eth0": {"mtu_bytes": 1500}}}, **of_node2},
+        "node2": {"login": usual, "network": {"interfaces": {"eth0": link(1500)}}, **of_node2},
     }
     return made
+
+
+def link(mtu_bytes: int, **fields: object) -> dict[str, object]:
+    return {"mtu_bytes": mtu_bytes, "addresses": [], "temporary": [], **fields}
 
 
 def changes(before: Seen, now: Seen) -> list[tuple[tuple[str, ...], str, str]]:
@@ -36,13 +40,27 @@ def test_nothing_has_changed() -> None:
 
 
 def test_a_changed_a_new_and_a_missing_value() -> None:
-    now = saw(network={"interfaces": {"eth0": {"mtu_bytes": 1400}, "docker0": {"mtu_bytes": 1500}}})
+    now = saw(network={"interfaces": {"eth0": link(1400), "wg0": link(1420)}})
     assert changes(saw(), now) == [
         (("node2",), "network.interfaces.eth0.mtu_bytes is 1400", "1500, as in the baseline"),
-        (("node2",), "network.interfaces.docker0.mtu_bytes is 1500", "not there, as in the baseline"),
+        (("node2",), "network.interfaces.wg0.mtu_bytes is 1420", "not there, as in the baseline"),
+        (("node2",), "network.interfaces.wg0.addresses is []", "not there, as in the baseline"),
     ]
-    assert (("node2",), "network.interfaces.docker0.mtu_bytes is not there", "1500, as in the baseline") in changes(
-        now, saw()
+    gone = (("node2",), "network.interfaces.wg0.mtu_bytes is not there", "1420, as in the baseline")
+    assert gone in changes(now, saw())
+
+
+def test_containers_and_temporary_addresses_come_and_go() -> None:
+    def having(temporary: str, *more: str) -> Seen:
+        addresses = ["10.0.0.2/24", "2001:db8::2/64", f"{temporary}/64"]
+        eth0 = link(1500, addresses=addresses, temporary=[temporary])
+        return saw(network={"interfaces": {"eth0": eth0, **{name: link(1500) for name in more}}})
+
+    assert changes(having("2001:db8::ab", "veth12ab", "docker0"), having("2001:db8::cd", "br-12ab", "vethcd")) == []
+    (changed,) = changes(having("2001:db8::ab"), saw(network={"interfaces": {"eth0": link(1500)}}))
+    assert changed[1:] == (
+        "network.interfaces.eth0.addresses is []",
+        '["10.0.0.2/24", "2001:db8::2/64"], as in the baseline',
     )
 
 

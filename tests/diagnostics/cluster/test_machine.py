@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import getpass
+import os
 import shlex
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +18,7 @@ from diagnostics.cluster.made_up import seen as made_up
 from mpitrain.diagnostics.cluster.check import Result, Seen
 from mpitrain.diagnostics.cluster.checks import CHECKS
 from mpitrain.diagnostics.cluster.judge import judge
+from mpitrain.diagnostics.cluster.node import account, machine
 
 NODES = ("node1", "node2", "node3")
 MIB = 1 << 20
@@ -113,6 +121,31 @@ def test_a_group_that_others_may_be_in_is_not_renumbered() -> None:
     assert "groupmod" not in remedy
     assert "uid 1950 is to be 1900 and gid 100 is to be 1900" in remedy
     assert "groupmod" not in judged("USR01", changed("account", uid=1950))[0].remedy
+
+
+def test_our_own_probe_is_nobody_who_computes() -> None:
+    assert {os.getpid(), os.getppid()} <= machine._ours()
+    assert 1 not in machine._ours()
+
+
+def test_an_expiry_that_may_not_be_read_is_no_pass() -> None:
+    only("USR02", changed("account", expired=None), "skip", "node2", "can only be read as root")
+    only("USR02", changed("account", expired=True), "fail", "node2", "has expired", "chage -E -1 cluster")
+
+
+def test_no_arguments_of_other_peoples_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a rank that has lost its parent, and of whoever computes."""
+    secret = "--password=hunter2"
+    line = f"PMI_RANK=0 {sys.executable} -c 'import time; time.sleep(30)' {secret} >/dev/null 2>&1 & echo $!"
+    number = int(subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=True).stdout)
+    monkeypatch.setattr(account, "_YOUNG_PROCESS_SECONDS", -1.0)
+    try:
+        found = machine._who(number)
+        ranks = [one for one in account.leftovers({"patterns": []})["processes"] if one["pid"] == number]
+    finally:
+        os.kill(number, signal.SIGKILL)
+    assert found == {"user": getpass.getuser(), "program": Path(sys.executable).name[:15]}
+    assert [one["program"] for one in ranks] == [found["program"]]
 
 
 def test_a_home_with_a_space() -> None:
@@ -221,15 +254,21 @@ def nofile(most: int | None) -> Seen:
 def test_open_files() -> None:
     assert judged("LIM01", nofile(None)) == []
     assert judged("LIM01", nofile(1024)) == []
-    only("LIM01", nofile(512), "warn", "node2", "a job may have 512 files open", "--tags limits")
+    only("LIM01", nofile(1023), "warn", "node2", "a job may have 1023 files open", "--tags limits")
+    assert judged("LIM01", nofile(1023))[0].allowed.startswith("1024 or more; 160 is the least")  # 3 times 8
+    only("LIM01", nofile(159), "fail", "node2", "a job may have 159 files open", "--tags limits")
     only("LIM01", nofile(64), "fail", "node2", "a job may have 64 files open", "--tags limits")
 
 
 def test_open_files_of_many_ranks() -> None:
-    seen = nofile(1024)
+    seen = nofile(4096)
     seen.nodes["node1"]["processors"].update(usable=2048)
-    only("LIM01", seen, "fail", "node2", "1024 files")
-    assert judged("LIM01", seen)[0].allowed == f"{64 + 4 * (2048 + 16)} or more"
+    least = 64 + 4 * (2048 + 16)
+    only("LIM01", seen, "fail", "node2", "4096 files", "--tags limits --limit {limit}")
+    assert judged("LIM01", seen)[0].allowed.startswith(f"{least} or more; {least} is the least")
+    # Where set-up would give too few as well, its line says how many.
+    seen.target = replace(seen.target, settings={**seen.target.settings, "mpitrain_nofile": 1024})
+    assert judged("LIM01", seen)[0].remedy.endswith(f"-e mpitrain_nofile={least}")
 
 
 def locked(most: int | None, *, has_rdma: bool = True) -> Seen:
@@ -254,10 +293,10 @@ def test_processors() -> None:
 
 
 def test_somebody_computes() -> None:
-    one = {"pid": 77, "cores": 1.0, "uid": "1000", "command": "python other.py"}
+    one = {"pid": 77, "cores": 1.0, "user": "ada", "program": "python"}
     assert judged("LIM04", changed("processors", busy=[one])) == []
     two = {**one, "pid": 78, "cores": 1.5}
-    found = "other processes compute: `python other.py` of uid 1000 and 1 more"
+    found = "other processes compute: python of ada (pid 78) and 1 more"
     only("LIM04", changed("processors", busy=[two, one]), "warn", "node2", found, "-p 78,77")
 
 
@@ -321,9 +360,9 @@ def test_shared_memory_of_docker() -> None:
 
 
 def test_processes_of_dead_jobs() -> None:
-    one = {"pid": 41, "age_seconds": 7300.0, "command": "python train.py"}
+    one = {"pid": 41, "age_seconds": 7300.0, "program": "python"}
     seen = changed("leftovers", processes=[one, {**one, "pid": 42}])
-    found = "2 processes of a dead job, the oldest 2 h old: python train.py"
+    found = "2 processes of a dead job, the oldest 2 h old: python of cluster (pid 41, 42)"
     only("LEF01", seen, "warn", "node2", found, "ssh 10.0.0.2 sudo kill -9 41 42")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from diagnostics.cluster.made_up import seen as made_up
 from mpitrain.diagnostics.cluster.check import Result, Seen
 from mpitrain.diagnostics.cluster.checks import CHECKS
 from mpitrain.diagnostics.cluster.judge import judge
+from mpitrain.launch.hostfile import Host
 
 NODES = ("node1", "node2", "node3")
 BLOCK = ["# BEGIN mpitrain cluster", *(f"10.0.0.{n} node{n}" for n in (1, 2, 3)), "# END mpitrain cluster"]
@@ -184,13 +186,23 @@ def test_its_own_name_is_not_known() -> None:
     only("NAM02", seen, "fail", "node3", "the name that it calls itself is not known", "mpitrain_set_hostname=true")
 
 
+def test_a_node_that_was_named_by_its_address() -> None:
+    seen = changed("node3", hostname="box")
+    host = Host("10.0.0.3", "10.0.0.3")
+    seen.target = replace(seen.target, hosts=(*seen.target.hosts[:2], host))
+    seen.nodes["10.0.0.3"] = seen.nodes.pop("node3")
+    seen.nodes["10.0.0.3"]["names"]["resolved"]["10.0.0.3"] = ["10.0.0.3"]
+    (one,) = (one for one in judged("NAM01", seen) if one.where == ("10.0.0.3",))
+    assert (one.verdict, one.found) == ("skip", "it was named by its address")
+
+
 @pytest.mark.parametrize(
     "fields", [{"machine_id": f"{1:032x}"}, {"host_keys": ["ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIkey1"]}]
 )
 def test_an_identity_is_removed_on_the_nodes_but_one(fields: dict[str, Any]) -> None:
     one, other = judged("NAM07", changed("node3", **fields))
     assert one.remedy == other.remedy  # so that they are one finding
-    assert one.remedy.startswith("for node in 10.0.0.3; do ssh $node 'sudo rm ")
+    assert one.remedy.startswith("ssh 10.0.0.3 'sudo rm ")
 
 
 def test_a_container_without_ip() -> None:

@@ -13,8 +13,8 @@ from mpitrain.diagnostics.cluster.judge import judge
 from mpitrain.diagnostics.cluster.node import children, share
 
 SHARE = "/home/cluster/nfs"
-NFS = {"type": "nfs4", "source": f"10.0.0.1:{SHARE}", "options": ["rw", "vers=4.2", "hard"]}
-AUTOFS = {"type": "autofs", "source": "systemd-1", "options": ["rw"]}
+NFS = {"path": SHARE, "type": "nfs4", "source": f"10.0.0.1:{SHARE}", "options": ["rw", "vers=4.2", "hard"]}
+AUTOFS = {"path": SHARE, "type": "autofs", "source": "systemd-1", "options": ["rw"]}
 STATES = {"automount": {"UnitFileState": "enabled"}, "mount": {"UnitFileState": "static"}}
 EXPORT = {"path": SHARE, "client": "10.0.0.2", "options": ["rw", "root_squash"]}
 SERVING = {"exports": [EXPORT], "server": "active", "enabled": "enabled", "is_listening": True}
@@ -31,6 +31,7 @@ def mount(*mounts: dict[str, Any], **fields: Any) -> dict[str, Any]:
         "kind": "folder",
         "why": "",
         "mounts": list(mounts),
+        "server_addresses": [],
         "units": STATES,
         "unit_options": [],
         "fstab": [],
@@ -110,6 +111,67 @@ def test_a_share_of_another_server() -> None:
     assert not judged("NFS09", found)
     found.nodes["node2"]["mount"] = mount(NFS)
     assert judged("NFS01", found)[0].allowed == "10.0.0.99:/pool, as on the head"
+
+
+def named(found: Seen, **addresses: str) -> Seen:
+    """With another address on a second network for some nodes."""
+    for name, address in addresses.items():
+        found.nodes[name]["names"] = {"links": [{"addresses": ["127.0.0.1", address]}]}
+    return found
+
+
+def test_a_server_under_another_name_or_address_of_the_head() -> None:
+    for server, leads_to in (("10.1.0.1", "10.1.0.1"), ("head.example.org", "10.0.0.1"), ("head-storage", "10.1.0.1")):
+        other = mount({**NFS, "source": f"{server}:{SHARE}"}, server_addresses=[leads_to])
+        assert not judged("NFS01", named(looked(mount=other), node1="10.1.0.1")), server
+    other = mount({**NFS, "source": f"nas.example.org:{SHARE}"}, server_addresses=["10.9.9.9"])
+    assert judged("NFS01", named(looked(mount=other), node1="10.1.0.1"))[0].verdict == "fail"
+
+
+def test_an_export_to_other_addresses_of_the_nodes() -> None:
+    for client in ("10.1.0.2", "10.1.0.0/24"):
+        found = looked(serving={**SERVING, "exports": [{**EXPORT, "client": client}]})
+        assert not judged("NFS09", named(found, node2="10.1.0.2")), client
+    assert not judged(
+        "NFS06", named(looked(serving={**SERVING, "exports": [{**EXPORT, "client": "10.1.0.2"}]}), node2="10.1.0.2")
+    )
+
+
+def test_a_share_that_is_a_folder_of_a_larger_one() -> None:
+    """As where all homes lie on a server: what is mounted is /home."""
+    homes = {**NFS, "path": "/home", "source": "nas:/export/home"}
+    found = looked(mount=mount(homes), serving={**SERVING, "exports": [], "server": "missing", "enabled": ""})
+    found.nodes["node1"]["mount"] = mount(homes)
+    for id_ in CHECKS:
+        if id_.startswith("NFS"):
+            assert not judged(id_, found), id_
+    # The same folder under another name of the server, and mounted deeper.
+    deeper = {**NFS, "path": "/home/cluster", "source": "nas.example.org:/export/home/cluster"}
+    found.nodes["node2"]["mount"] = mount(deeper, server_addresses=["10.2.0.9"])
+    assert judged("NFS01", found)[0].allowed == "nas:/export/home/cluster/nfs, as on the head"
+    found.nodes["node1"]["mount"]["server_addresses"] = ["10.2.0.9"]
+    assert not judged("NFS01", found)
+    # The head itself may serve it so.
+    assert not judged("NFS01", looked(mount=mount({**homes, "source": "10.0.0.1:/home"})))
+    disk = {**NFS, "path": "/home", "type": "ext4", "source": "/dev/sdb1"}
+    assert "is a local folder" in judged("NFS01", looked(mount=mount(disk)))[0].found
+
+
+def test_the_mount_that_a_folder_lies_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = "\n".join(
+        f"1 1 0:1 / {path} rw - {kind} {source} rw"
+        for path, kind, source in (
+            ("/", "ext4", "/dev/sda"),
+            ("/home", "nfs4", "nas:/home"),
+            ("/home/cluster2", "nfs4", "nas:/two"),
+            ("/data", "autofs", "systemd-1"),
+            ("/data", "nfs4", "nas:/data"),
+        )
+    )
+    monkeypatch.setattr(children, "text", lambda _path: lines)
+    assert [one["path"] for one in share._mounts("/home/cluster/nfs")] == ["/home"]
+    assert [one["type"] for one in share._mounts("/data/")] == ["autofs", "nfs4"]
+    assert [one["path"] for one in share._mounts("/srv")] == ["/"]
 
 
 @pytest.mark.parametrize("kind", ["nfs", "nfs4", "fuse.nfs"])
@@ -195,7 +257,7 @@ def test_options(options: list[str], verdict: str, words: str) -> None:
 
 
 def test_options_of_a_client_in_user_space_are_the_units() -> None:
-    client = {"type": "fuse.nfs", "source": NFS["source"], "options": ["rw"]}
+    client = {**NFS, "type": "fuse.nfs", "source": NFS["source"], "options": ["rw"]}
     assert not judged("NFS05", looked(mount=mount(client, unit_options=["vers=4.2", "hard"])))
     assert judged("NFS05", looked(mount=mount(client, unit_options=["vers=4.2", "soft"])))[0].verdict == "fail"
 

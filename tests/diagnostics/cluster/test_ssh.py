@@ -106,12 +106,23 @@ def test_capacity() -> None:
 
 def test_a_file_that_is_read_before_ours_is_named() -> None:
     site = "/etc/ssh/sshd_config.d/05-site.conf"
-    found = {**server(maxstartups="1:30:100"), "sets": {"maxstartups": [site, OURS]}}
+    found = {**server(maxstartups="1:30:100"), "sets": {"maxstartups": [[site, "1:30:100"], [OURS, "100:30:400"]]}}
     result = first("SSH06", of_node("ssh server", found))
     assert result is not None and site in result.found and site in result.remedy and "--tags" not in result.remedy
-    found["sets"] = {"maxstartups": [OURS, "/etc/ssh/sshd_config"]}
+    found["sets"] = {"maxstartups": [[site, "1:30:100"]]}  # before the first set-up, whose file would come too late
+    result = first("SSH06", of_node("ssh server", found))
+    assert result is not None and site in result.remedy
+    found["sets"] = {"maxstartups": [["/etc/ssh/sshd_config", "1:30:100"]]}
     result = first("SSH06", of_node("ssh server", found))
     assert result is not None and "--tags ssh" in result.remedy
+
+
+def test_the_file_whose_value_holds_is_named() -> None:
+    """Of MaxStartups some versions of sshd take the last value, of all else the first."""
+    main = "/etc/ssh/sshd_config"
+    found = {**server(maxstartups="1:30:100"), "sets": {"maxstartups": [[OURS, "100:30:400"], [main, "1:30:100"]]}}
+    result = first("SSH06", of_node("ssh server", found))
+    assert result is not None and f"by {main}" in result.found and f" {main} &&" in result.remedy
 
 
 def test_penalties() -> None:

@@ -67,6 +67,7 @@ FAULTS: dict[str, Fault] = {
         {"NAM04": ("fail", "node2")},
         repair="hosts",
         shows=["lacks the lines of set-up"],
+        is_slow=True,
     ),
     "cloud-init writes hosts": Fault(
         "manage_etc_hosts: true in cloud-init's settings on node3",
@@ -74,6 +75,7 @@ FAULTS: dict[str, Fault] = {
         {"node3": "rm -r /etc/cloud"},
         {"NAM05": ("warn", "node3")},
         repair="hosts",
+        is_slow=True,
     ),
     "same machine-id": Fault(
         "the same /etc/machine-id on node2 and node4",
@@ -147,6 +149,7 @@ FAULTS: dict[str, Fault] = {
         },
         {"LIM05": ("warn", "node3")},
         repair="limits",
+        is_slow=True,
     ),
     "/tmp full": Fault(
         "/tmp full on node4",

@@ -42,16 +42,23 @@ def _no_rules(node: str) -> Callable[[Bed], None]:
     return lambda bed: _in_network(bed, node, "nft delete table inet fault")
 
 
-def _limit(node: str, what: str, rate: str, burst: str = "256kb") -> Callable[[Bed], None]:
-    def do(bed: Bed) -> None:
-        where = what.format(**{name: bed.address(name) for name in bed.names})
-        _in_network(bed, node, _LIMIT.format(rate=rate, burst=burst, what=where))
+def limit(bed: Bed, node: str, what: str, rate: str, burst: str = "256kb") -> None:
+    """Make a part of what a node sends slow: that to an address or a port, in the words of tc's u32."""
+    where = what.format(**{name: bed.address(name) for name in bed.names})
+    _in_network(bed, node, _LIMIT.format(rate=rate, burst=burst, what=where))
 
-    return do
+
+def no_limit(bed: Bed, node: str) -> None:
+    """Undo it."""
+    _in_network(bed, node, _NO_LIMIT)
+
+
+def _limit(*words: str) -> Callable[[Bed], None]:
+    return lambda bed: limit(bed, *words)
 
 
 def _no_limit(node: str) -> Callable[[Bed], None]:
-    return lambda bed: _in_network(bed, node, _NO_LIMIT)
+    return lambda bed: no_limit(bed, node)
 
 
 def _swap_addresses(bed: Bed) -> None:
@@ -94,7 +101,7 @@ _PYTHON_BACK = f"mv -f {_PYTHON}.kept {_PYTHON}"
 _AFFINITY = "/etc/systemd/system/ssh.service.d/fault.conf"
 _ONE_PROCESSOR = (
     f"mkdir -p $(dirname {_AFFINITY}) && printf '[Service]\\nCPUAffinity=0\\n' >{_AFFINITY} && "
-    "systemctl daemon-reload && systemctl restart ssh && for number in $(seq 10); do systemd-run --unit fault-$number "
+    "systemctl daemon-reload && systemctl restart ssh && for number in $(seq 30); do systemd-run --unit fault-$number "
     "-p CPUAffinity=0 sh -c 'while :; do :; done'; done"
 )
 _ALL_PROCESSORS = (
@@ -117,6 +124,7 @@ FAULTS: dict[str, Fault] = {
         lambda bed: bed.undrop("node2"),
         {"SSH01": ("fail", "node2")},
         shows=["no answer within"],
+        is_slow=True,
     ),
     "node off": Fault(
         "node4 switched off",
@@ -139,13 +147,23 @@ FAULTS: dict[str, Fault] = {
         _swap_addresses,
         _swap_addresses,
         {"SSH03": ("fail", "node2; node3")},
-        shows=["its host key is"],
+        shows=["that is the key of node2", "that is the key of node3"],
     ),
     "login key refused": Fault(
         "admin's authorized_keys emptied on node3",
         {"node3": "cd /home/admin/.ssh && cp -p authorized_keys kept && : >authorized_keys"},
         {"node3": "cd /home/admin/.ssh && cp -p kept authorized_keys && rm kept"},
         {"SSH02": ("fail", "node3")},
+    ),
+    "sudo hangs": Fault(
+        "sudo of node2 waits for something that does not come",
+        {
+            "node2": "cd /usr/bin && mv sudo sudo.kept && printf '#!/bin/sh\\nsleep 90\\n' >sudo && chmod 755 sudo",
+        },
+        {"node2": "mv -f /usr/bin/sudo.kept /usr/bin/sudo"},
+        {"PRB02": ("fail", "node2")},
+        shows=["sudo, asked by admin, hangs"],
+        is_slow=True,
     ),
     "python missing": Fault(
         "no /usr/bin/python3 on node2",
@@ -193,6 +211,7 @@ FAULTS: dict[str, Fault] = {
         {"SSH09": ("fail", "node4")},
         repair="ssh",
         shows=["Permission denied"],
+        is_slow=True,
     ),
     "MaxStartups 1": Fault(
         "MaxStartups 1 in our file on node3",
@@ -208,6 +227,7 @@ FAULTS: dict[str, Fault] = {
         {},
         {"SSH07": ("warn", "node2")},
         repair="ssh",
+        is_slow=True,
     ),
     "passwords on before us": Fault(
         "PasswordAuthentication yes for the shared user in a file that sshd reads before ours, on node2",
@@ -227,6 +247,7 @@ FAULTS: dict[str, Fault] = {
         level="full",
         repair="ssh",
         shows=["0644"],
+        is_slow=True,
     ),
     "key removed on one node": Fault(
         "node2's key taken out of authorized_keys on node3",
@@ -245,6 +266,7 @@ FAULTS: dict[str, Fault] = {
         level="full",
         repair="ssh",
         shows=["verification failed"],
+        is_slow=True,
     ),
     "docker0 on all": Fault(
         "a bridge docker0 with the same address on all nodes, up",
@@ -305,6 +327,7 @@ FAULTS: dict[str, Fault] = {
         {"NET09": ("fail", "node2 -> node3")},
         level="full",
         shows=["pings get there"],
+        is_slow=True,
     ),
     "all from one node dropped": Fault(
         "all that comes from node2 dropped on node3, its answers too",
@@ -331,6 +354,7 @@ FAULTS: dict[str, Fault] = {
         {"NET03": ("warn", "node4 -> every other")},
         level="full",
         shows=["TCP agrees on smaller ones"],
+        is_slow=True,
     ),
     "slow link": Fault(
         "what node2 sends to node3 limited to 10 Mbit/s",
@@ -352,7 +376,7 @@ FAULTS: dict[str, Fault] = {
         is_slow=True,
     ),
     "slow processor": Fault(
-        "node4's logins on one processor, beside ten programs of somebody else",
+        "node4's logins on one processor, beside 30 programs of somebody else",
         {"node4": _ONE_PROCESSOR},
         {"node4": _ALL_PROCESSORS},
         {"PRF03": ("fail", "node4")},
@@ -367,6 +391,7 @@ FAULTS: dict[str, Fault] = {
         {"PRF04": ("warn", "node2")},
         level="bench",
         options=["--only", "PRF04"],
+        is_slow=True,
     ),
     "long round trips": Fault(
         "128 kbit/s from node2 to node4",

@@ -94,6 +94,7 @@ FAULTS: dict[str, Fault] = {
         {"NFS09": ("fail", "node1")},
         repair="nfs",
         shows=("nfs-server is inactive",),
+        is_slow=True,
     ),
     "NFS port dropped": Fault(
         "a firewall on the head that drops port 2049",
@@ -101,6 +102,7 @@ FAULTS: dict[str, Fault] = {
         lambda bed: bed.undrop("node1"),
         {"NFS02": ("fail", "node[2-4]")},
         shows=("does not end within 5 s",),
+        is_slow=True,
     ),
     "stale handle": Fault(
         "the head's folder made anew under a running server: the others hold the one that is gone",
@@ -120,6 +122,7 @@ FAULTS: dict[str, Fault] = {
         {"NFS03": ("fail", "node2")},
         repair="nfs",
         shows=("Read-only file system",),
+        is_slow=True,
     ),
     "share of another owner": Fault(
         "the shared folder belongs to root",
@@ -128,6 +131,7 @@ FAULTS: dict[str, Fault] = {
         {"NFS03": ("fail", "node[1-4]")},
         repair="nfs",
         shows=("Permission denied",),
+        is_slow=True,
     ),
     "share full": Fault(
         "the share on a small file system with hardly any room",
@@ -143,6 +147,7 @@ FAULTS: dict[str, Fault] = {
         {"NFS06": ("fail", "node1")},
         repair="nfs",
         shows=("no_root_squash to 10.77.",),
+        is_slow=True,
     ),
     "export to everybody": Fault(
         "the share exported to all the world, in another file",
@@ -158,6 +163,7 @@ FAULTS: dict[str, Fault] = {
         {"NFS05": ("fail", "node2")},
         repair="nfs",
         shows=("soft",),
+        is_slow=True,
     ),
     "share gone after a restart": Fault(
         "the automount disabled on one node, nfs-server on the head",
@@ -192,6 +198,7 @@ FAULTS: dict[str, Fault] = {
         {"node3": f"umount -l {_SHARE}/venv; rm -rf /opt/venv", "node1": _CLOSE},
         {"ENV02": ("fail", "node3")},
         shows=("mpi4py 3.1.6", "mpi4py 4."),
+        is_slow=True,
     ),
     "no Python on one node": Fault(
         "the environment's programs hidden on one node",
@@ -269,5 +276,6 @@ FAULTS: dict[str, Fault] = {
         {"MPI02": ("fail", "node3")},
         level="full",
         shows=("no rank began",),
+        is_slow=True,
     ),
 }

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shutil
+import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jsonschema
 import pytest
 
+from faults.cluster.faults_network import limit, no_limit
 from faults.cluster.matrix import apply, check, check_process, findings
 from jobs import REPOSITORY
 from mpitrain.testbed.bed import Bed
@@ -142,13 +148,50 @@ def test_ctrl_c(bed: Bed) -> None:
     assert left == {}
 
 
+# Ctrl-C when a file shows up.
+INTERRUPTED_AT_A_SIGN = """
+import pathlib, signal, subprocess, sys, time
+check = subprocess.Popen(["mpitrain", "check-cluster", *sys.argv[2:]])
+while not pathlib.Path(sys.argv[1]).exists() and check.poll() is None:
+    time.sleep(0.02)
+check.send_signal(signal.SIGINT)
+sys.exit(check.wait())
+"""
+ON_THE_SHARE = "ls -d /home/cluster/nfs/.mpitrain-check-*{} 2>/dev/null; true"
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "rate"),
+    [("NFS04", "/token", "64kbit"), pytest.param("PRF04", "/large", "20mbit", marks=pytest.mark.slow)],
+)
+def test_ctrl_c_leaves_nothing_on_the_share(bed: Bed, tmp_path: Path, name: str, file: str, rate: str) -> None:
+    """While a file is there; the agents remove it, as nobody else does any more."""
+    limit(bed, "node2", "dport 2049 0xffff", rate, "1600")  # so that it takes its time
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            command = ["python", "-c", INTERRUPTED_AT_A_SIGN, str(tmp_path / "now"), "--only", name]
+            check_ = pool.submit(bed.run, command, timeout_seconds=100, cwd=REPOSITORY)
+            try:
+                while not check_.done() and not bed.node_run("node1", ["bash", "-c", ON_THE_SHARE.format(file)]).stdout:
+                    time.sleep(0.02)
+            finally:
+                (tmp_path / "now").touch()
+        assert check_.result().returncode == 130, check_.result().stdout
+    finally:
+        no_limit(bed, "node2")
+    deadline = time.monotonic() + 15
+    everything = ["bash", "-c", ON_THE_SHARE.format("")]
+    while (left := bed.node_run("node1", everything).stdout) and time.monotonic() < deadline:
+        time.sleep(0.3)
+    assert left == ""
+
+
 def test_nothing_is_left_after_an_ordinary_run(bed: Bed) -> None:
-    share = "ls -d /home/cluster/nfs/.mpitrain-check* 2>/dev/null; true"
     check(bed, "--level", "full")
     time.sleep(1.5)
     for node in bed.names:
         assert bed.node_run(node, ["bash", "-c", OURS]).stdout == ""
-        assert bed.node_run(node, ["bash", "-c", share]).stdout == ""
+        assert bed.node_run(node, ["bash", "-c", ON_THE_SHARE.format("")]).stdout == ""
 
 
 def test_fix(bed: Bed) -> None:
@@ -178,6 +221,43 @@ def test_a_baseline_says_what_has_changed(bed: Bed, tmp_path: Path) -> None:
     path.write_text("{}")
     code, _, error = say(bed, "--baseline", str(path))
     assert code == 2 and "is none; --save-baseline" in error
+
+
+def test_nodes_named_by_their_addresses(bed: Bed) -> None:
+    """And by names of ssh's configuration: what an inventory says of names is not asked for."""
+    addresses = [bed.address(name) for name in ("node1", "node2")]
+    wanted = "SSH01,PRB01,NAM01,NAM02,NAM03,NET01"
+    done = check_process(bed, "--hosts", ",".join(addresses), "--only", wanted, env={"ANSIBLE_INVENTORY": ""})
+    found = json.loads(done.stdout)
+    assert (done.returncode, findings(found)) == (0, {}), found["findings"]
+    assert list(found["nodes"]) == addresses
+
+
+def test_a_locked_key_that_ssh_agent_holds(bed: Bed, tmp_path: Path) -> None:
+    inventory = bed.inventory.read_text()
+    key = re.findall(r"ansible_ssh_private_key_file=(\S+)", inventory)[0]
+    known = re.findall(r"UserKnownHostsFile=(\S+)", inventory)[0]
+    locked, path = tmp_path / "key", tmp_path / "hosts"
+    shutil.copy(key, locked)
+    options = f"-F /dev/null -o IdentitiesOnly=yes -o UserKnownHostsFile={known}"
+    lines = re.sub(r" ansible_ssh_\S+=('[^']*'|\S+)", "", inventory)
+    path.write_text(
+        f"{lines}\n[all:vars]\nansible_ssh_private_key_file={locked}\nansible_ssh_common_args='{options}'\n"
+    )
+    with subprocess.Popen(["ssh-agent", "-D", "-a", str(tmp_path / "agent")], stdout=subprocess.PIPE) as agent:
+        try:
+            assert agent.stdout is not None
+            agent.stdout.readline()
+            socket = {"SSH_AUTH_SOCK": str(tmp_path / "agent")}
+            subprocess.run(["ssh-add", "-q", locked], env={**os.environ, **socket}, check=True)
+            subprocess.run(["ssh-keygen", "-q", "-p", "-N", "secret", "-f", locked], check=True)
+            code, document = check(bed, "-i", str(path), "--only", "PRB02", env=socket)
+            assert (code, findings(document)) == (0, {}), document["findings"]
+        finally:
+            agent.terminate()
+    code, document = check(bed, "-i", str(path), "--only", "PRB02", env={"SSH_AUTH_SOCK": ""})
+    assert findings(document) == {"SSH02": ("fail", "node[1-4]")}
+    assert "has a passphrase, and ssh-agent does not hold it" in document["findings"][0]["found"]
 
 
 def test_a_login_that_is_the_shared_users_own(bed: Bed, tmp_path: Path) -> None:

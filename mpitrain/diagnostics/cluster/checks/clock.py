@@ -78,11 +78,11 @@ def _set_again(seen: Seen, node: str) -> str:
     if service["container"]:
         return "sudo timedatectl set-ntp true  # on the host of the container {node}: the clock is the host's"
     if {"chrony", "chronyd"} & set(service["daemons"]):
-        return "ssh {address} sudo chronyc makestep"
+        return "ssh {login} sudo chronyc makestep"
     if service["daemons"]:
-        return f"ssh {{address}} sudo systemctl restart {service['daemons'][0]}"
+        return f"ssh {{login}} sudo systemctl restart {service['daemons'][0]}"
     is_off = seen.target.settings.get("mpitrain_time") == "off"
-    return "ssh {address} sudo timedatectl set-ntp true" if is_off else ""
+    return "ssh {login} sudo timedatectl set-ntp true" if is_off else ""
 
 
 def _about(seconds: float) -> str:
@@ -96,14 +96,14 @@ def _kept(seen: Seen, node: str) -> Iterator[Finding]:
     if service["synchronized"]:
         return
     if not service["daemons"]:
-        remedy = "ssh {address} sudo timedatectl set-ntp true"
+        remedy = "ssh {login} sudo timedatectl set-ntp true"
         is_off = seen.target.settings.get("mpitrain_time") == "off"
         yield Finding("warn", (node,), "no time daemon runs", "one, such as chrony", remedy=remedy if is_off else "")
     elif service["synchronized"] is None:
         raise NotSeenError("neither timedatectl nor chronyc says whether the clock is synchronized")
     else:
         daemon = service["daemons"][0]
-        remedy = f"ssh {{address}} '{_SOURCES.get(daemon, f'systemctl status {daemon}')}'  # does it reach a server?"
+        remedy = f"ssh {{login}} '{_SOURCES.get(daemon, f'systemctl status {daemon}')}'  # does it reach a server?"
         yield Finding("warn", (node,), f"{daemon} runs, and has not set the clock yet", "synchronized", remedy=remedy)
 
 

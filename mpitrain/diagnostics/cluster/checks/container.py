@@ -33,12 +33,10 @@ def _shared_memory(seen: Seen, node: str) -> Iterator[Finding]:
         yield Finding("fail" if verdict == "fail" else "warn", (node,), found, allowed, remedy=remedy)
     elif place["free_bytes"] < _TINY_SHM_BYTES:
         found = f"/dev/shm has {place['free_bytes'] / 2**20:.0f} MiB free of {size / 2**20:.0f} MiB"
-        yield Finding(
-            "fail", (node,), found, allowed, remedy="ssh {address} ls -lt /dev/shm  # remove what is not used"
-        )
+        yield Finding("fail", (node,), found, allowed, remedy="ssh {login} ls -lt /dev/shm  # remove what is not used")
 
 
-_MOUNT = "ssh {address} 'sudo mkdir -p /dev/shm && sudo mount -t tmpfs -o mode=1777 tmpfs /dev/shm'"
+_MOUNT = "ssh {login} 'sudo mkdir -p /dev/shm && sudo mount -t tmpfs -o mode=1777 tmpfs /dev/shm'"
 
 
 def _network(seen: Seen, node: str) -> Iterator[Finding]:
@@ -73,7 +71,7 @@ CHECKS = (
         uses=("resources",),
         looks="The size of /dev/shm. Docker gives 64 MiB where nobody asks for more.",
         why="Ranks of one node exchange their data through it; a full one kills them (SIGBUS).",
-        remedy="ssh {address} sudo mount -o remount,size=50% /dev/shm  # and the same in /etc/fstab, if it is there",
+        remedy="ssh {login} sudo mount -o remount,size=50% /dev/shm  # and the same in /etc/fstab, if it is there",
         needs=_SSH,
         fault="/dev/shm of 64 MiB",
     ),

@@ -10,6 +10,7 @@ from typing import Any
 
 from mpitrain.diagnostics.cluster.check import Ask, Check, Finding, NotHereError, NotSeenError, Seen, Target
 from mpitrain.diagnostics.cluster.collect import ClusterStep, PairStep
+from mpitrain.diagnostics.cluster.remedies import is_red_hat
 from mpitrain.launch.hostfile import Host
 
 # A difference in one of these makes other results, or none; in another it may not matter.
@@ -50,7 +51,7 @@ def _pythons(seen: Seen, names: Sequence[str]) -> Iterator[Finding]:
     for name, programs in known.items():
         python = programs["python"]
         if "why" in python:
-            look = f"ssh {{address}} sudo -u {{user}} ls -lL {seen.target.venv}/bin/python /usr/bin/python3"
+            look = f"ssh {{login}} sudo -u {{user}} ls -lL {seen.target.venv}/bin/python /usr/bin/python3"
             text = f"the Python of jobs does not run: {python['why']}"
             yield Finding("fail", (name,), text, allowed, "" if is_broken_everywhere else look)
         else:
@@ -67,7 +68,9 @@ def _pythons(seen: Seen, names: Sequence[str]) -> Iterator[Finding]:
             yield Finding("fail", (name,), text, f"Python {usual[0]} on {usual[1]}, as on the others")
         elif fine[name] != usual_fine:
             text = f"Python {one['python']} with {one['libc']}"
-            yield Finding("warn", (name,), text, f"{usual_fine[0]} with {usual_fine[1]}, as on the others", _UPGRADE)
+            yield Finding(
+                "warn", (name,), text, f"{usual_fine[0]} with {usual_fine[1]}, as on the others", _upgrade(seen, name)
+            )
 
 
 def _minor(version: str) -> str:
@@ -157,7 +160,7 @@ def _proxies(seen: Seen, name: str) -> Iterator[Finding]:
     if missing:
         nodes = "the nodes" if len(missing) == len(seen.target.hosts) else ", ".join(one.name for one in missing)
         every = ",".join([*seen.target.names, *seen.target.addresses.values(), "localhost", "127.0.0.1"])
-        remedy = f'ssh {{address}} "echo no_proxy={every} | sudo tee -a /etc/environment"'
+        remedy = f'ssh {{login}} "echo no_proxy={every} | sudo tee -a /etc/environment"'
         yield Finding("warn", (name,), f"{', '.join(proxies)} set, and no_proxy without {nodes}", "", remedy)
 
 
@@ -202,10 +205,13 @@ def _find(variable: str) -> str:
     places = (
         "/etc/environment /etc/ssh/sshd_config /etc/ssh/sshd_config.d /etc/bash.bashrc ~{user}/.bashrc ~{user}/.ssh"
     )
-    return f"ssh {{address}} sudo grep -rnsw {variable} {places}"
+    return f"ssh {{login}} sudo grep -rnsw {variable} {places}"
 
 
-_UPGRADE = "ssh {address} 'sudo apt-get update && sudo apt-get install -y --only-upgrade python3 libc6'"
+def _upgrade(seen: Seen, name: str) -> str:
+    if is_red_hat(seen, name):
+        return "ssh {login} sudo dnf upgrade -y python3 glibc"
+    return "ssh {login} 'sudo apt-get update && sudo apt-get install -y --only-upgrade python3 libc6'"
 
 
 def _wish(target: Target, host: Host) -> dict[str, str]:
@@ -214,11 +220,11 @@ def _wish(target: Target, host: Host) -> dict[str, str]:
 
 
 # What a command over ssh has is asked by such a login: it must come about.
-_SHELL = ("PRB01", "USR01", "USR02", "SSH09")
+_SHELL = ("PRB01", "PRB02", "USR01", "USR02", "SSH09")
 
 ASKS: tuple[Ask, ...] = (
     Ask("shell", "shell", "job", lambda _target, host: {"address": host.address}),
-    Ask("programs", "job_programs", "job", _wish, seconds=14.0),
+    Ask("programs", "job_programs", "job", _wish, seconds=27.0),
 )
 PAIRS: dict[str, PairStep] = {}
 CLUSTER: dict[str, ClusterStep] = {}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from ipaddress import ip_address, ip_network
 
-from mpitrain.diagnostics.cluster.check import Ask, Check, Finding, NotHereError, Seen, Target
-from mpitrain.diagnostics.cluster.checks.share import is_nfs, the_share, wish_of_share
+from mpitrain.diagnostics.cluster.check import Ask, Check, Finding, NotHereError, Seen
+from mpitrain.diagnostics.cluster.checks.share import wish_of_share
 from mpitrain.diagnostics.cluster.collect import ClusterStep, PairStep
-from mpitrain.launch.hostfile import Host
+from mpitrain.diagnostics.cluster.mounts import addresses_of, is_nfs, the_share
 
 
 def _served(seen: Seen, head: str) -> Iterator[Finding]:
@@ -31,7 +31,8 @@ def _served(seen: Seen, head: str) -> Iterator[Finding]:
         yield Finding("fail", (head,), "nobody listens on port 2049", "nfs-server does", _RESTART)
     if not is_known:
         raise NotHereError(_NO_SUDO)
-    missing = [host.name for host in seen.target.hosts[1:] if not any(_admits(one["client"], host) for one in ours)]
+    others = [name for name in seen.target.names if name != head]
+    missing = [name for name in others if not any(_admits(one["client"], name, seen) for one in ours)]
     if missing:
         yield Finding("fail", (head,), f"{share} is not exported to {', '.join(missing)}", "exported to all nodes")
 
@@ -40,12 +41,14 @@ def _covers(path: str, share: str) -> bool:
     return share == path or share.startswith(path.rstrip("/") + "/")
 
 
-def _admits(client: str, host: Host) -> bool:
-    """Whether a client of /etc/exports names the host. One that we cannot tell, a netgroup, counts as naming it."""
-    if client in ("*", "<world>", host.name, host.address) or client.startswith("@"):
+def _admits(client: str, name: str, seen: Seen) -> bool:
+    """Whether a client of /etc/exports names the node. One that we cannot tell, a netgroup, counts as naming it."""
+    addresses = addresses_of(seen, name)
+    if client in ("*", "<world>", name, *addresses) or client.startswith("@"):
         return True
     try:
-        return ip_address(host.address) in ip_network(client, strict=False)
+        network = ip_network(client, strict=False)
+        return any(ip_address(address) in network for address in addresses)
     except ValueError:
         return "*" in client or "?" in client or "." in client  # a name or pattern for the server's resolver
 
@@ -62,24 +65,24 @@ def _safe(seen: Seen, head: str) -> Iterator[Finding]:
     if root:
         found = f"{share} is exported with no_root_squash to {', '.join(root)}"
         yield Finding("fail", (head,), found, "root_squash")
-    strangers = sorted({one["client"] for one in ours if not _is_ours(one["client"], seen.target)})
+    strangers = sorted({one["client"] for one in ours if not _is_ours(one["client"], seen)})
     world = [client for client in strangers if client in ("*", "<world>", "0.0.0.0/0", "::/0")]
     if strangers:
         found = f"{share} is exported to {', '.join(strangers)}"
         yield Finding("fail" if world else "warn", (head,), found, "to the nodes alone", _EXPORTS)
 
 
-def _is_ours(client: str, target: Target) -> bool:
-    return client in target.names or client in target.addresses.values()
+def _is_ours(client: str, seen: Seen) -> bool:
+    return any(client in (name, *addresses_of(seen, name)) for name in seen.target.names)
 
 
 # Set-up writes its own file and exports again; the same share in another file is for a person to take out.
 _EXPORTS = (
-    "ssh {address} \"sudo grep -rn '{share}' /etc/exports /etc/exports.d\"  # leave only mpitrain.exports; "
+    "ssh {login} \"sudo grep -rn '{share}' /etc/exports /etc/exports.d\"  # leave only mpitrain.exports; "
     "then: {set_up} --tags nfs --limit {node}"
 )
 _NO_SUDO = "exports can only be read as root, and the login may not use sudo"
-_RESTART = "ssh {address} sudo systemctl restart nfs-server"
+_RESTART = "ssh {login} sudo systemctl restart nfs-server"
 
 ASKS: tuple[Ask, ...] = (Ask("serving", "share_serving", "login", wish_of_share, head_only=True),)
 PAIRS: dict[str, PairStep] = {}
@@ -91,11 +94,11 @@ CHECKS = (
         "quick",
         "head",
         _served,
-        uses=("serving", "mount"),
+        uses=("serving", "mount", "names"),
         looks="On the head, as root: exportfs -s, systemctl show nfs-server, /proc/net/tcp for port 2049.",
         why="Without it every other node has no share, or waits for it for ever.",
         tag="nfs",
-        needs=("PRB01",),
+        needs=("PRB01", "PRB02"),
         fault="the export removed; nfs-server stopped",
     ),
     Check(
@@ -104,11 +107,11 @@ CHECKS = (
         "quick",
         "head",
         _safe,
-        uses=("serving",),
+        uses=("serving", "names"),
         looks="On the head, as root: exportfs -s.",
         why="With no_root_squash, or an export to everybody, whoever is root on some machine owns all data.",
         tag="nfs",
-        needs=("PRB01", "NFS09"),
+        needs=("PRB01", "PRB02", "NFS09"),
         fault="exported with no_root_squash; exported to everybody",
     ),
 )

@@ -44,13 +44,13 @@ def _driver(seen: Seen, node: str) -> Iterator[Finding]:
         return
     problem = found["problem"]
     if "version mismatch" in problem:
-        remedy = "ssh {address} sudo reboot  # then keep updates away: sudo apt-mark hold the packages of the driver"
+        remedy = "ssh {login} sudo reboot  # then keep updates away: sudo apt-mark hold the packages of the driver"
     elif not found["loaded"]:
-        remedy = "ssh {address} 'sudo modprobe nvidia; sudo dmesg | grep -i -e nvidia -e nvrm | tail'"
+        remedy = "ssh {login} 'sudo modprobe nvidia; sudo dmesg | grep -i -e nvidia -e nvrm | tail'"
     elif "nvidia-smi: No such file" in problem:
         remedy = "install nvidia-smi on {node}: it is in the package nvidia-utils (or nvidia-smi) of the driver"
     else:
-        remedy = "ssh {address} 'sudo dmesg | grep -i nvrm | tail'  # a card that is lost comes back by a restart"
+        remedy = "ssh {login} 'sudo dmesg | grep -i nvrm | tail'  # a card that is lost comes back by a restart"
     yield Finding("fail", (node,), f"the driver does not answer: {problem}", "an answer of nvidia-smi", remedy=remedy)
 
 
@@ -72,7 +72,7 @@ def _inventory(seen: Seen, nodes: Sequence[str]) -> Iterator[Finding]:
                 (node,),
                 f"{found['on_bus']} NVIDIA cards are on the bus, {len(cards[node])} answer",
                 "all",
-                remedy="ssh {address} 'lspci -d 10de:; nvidia-smi -L; sudo dmesg | grep -i nvrm | tail'",
+                remedy="ssh {login} 'lspci -d 10de:; nvidia-smi -L; sudo dmesg | grep -i nvrm | tail'",
             )
     if not cards:
         raise NotHereError("no node has an NVIDIA card")
@@ -89,8 +89,8 @@ def _inventory(seen: Seen, nodes: Sequence[str]) -> Iterator[Finding]:
             yield Finding("warn", (node,), f"the driver is {drivers[node]}", allowed, remedy=_UPDATE)
 
 
-_COMPARE = "ssh {address} nvidia-smi -L  # every rank gets the same work: the smallest card sets the pace"
-_UPDATE = "ssh {address} nvidia-smi  # install the same driver on all nodes, then restart those that changed"
+_COMPARE = "ssh {login} nvidia-smi -L  # every rank gets the same work: the smallest card sets the pace"
+_UPDATE = "ssh {login} nvidia-smi  # install the same driver on all nodes, then restart those that changed"
 
 
 def _list(cards: Sequence[str]) -> str:
@@ -105,7 +105,7 @@ def _health(seen: Seen, node: str) -> Iterator[Finding]:
             said = f"{name} has {card['uncorrected']} uncorrected memory errors since its driver was loaded"
             yield Finding("fail", (node,), said, "none", remedy=_reset(card))
         if card["failed"]:
-            remedy = "ssh {address} nvidia-smi -q -d ROW_REMAPPER  # have the card replaced"
+            remedy = "ssh {login} nvidia-smi -q -d ROW_REMAPPER  # have the card replaced"
             yield Finding("fail", (node,), f"{name} has no spare rows of memory left", "a sound card", remedy=remedy)
         elif card["pending"]:
             said = f"{name} will take a row of memory out of use at its next reset"
@@ -121,11 +121,11 @@ def _health(seen: Seen, node: str) -> Iterator[Finding]:
         yield Finding("skip", (node,), "the kernel's log may not be read, so Xid events were not looked for")
 
 
-_RESTART = "ssh {address} sudo reboot  # when no job runs; if it comes back: https://docs.nvidia.com/deploy/xid-errors/"
+_RESTART = "ssh {login} sudo reboot  # when no job runs; if it comes back: https://docs.nvidia.com/deploy/xid-errors/"
 
 
 def _reset(card: dict[str, Any]) -> str:
-    return f"ssh {{address}} sudo nvidia-smi --gpu-reset -i {card['index']}  # when no job runs"
+    return f"ssh {{login}} sudo nvidia-smi --gpu-reset -i {card['index']}  # when no job runs"
 
 
 def _throttle(seen: Seen, node: str) -> Iterator[Finding]:
@@ -138,14 +138,14 @@ def _throttle(seen: Seen, node: str) -> Iterator[Finding]:
         degrees = "" if card["celsius"] is None else f" at {card['celsius']} C"
         if slow:
             said = f"card {card['index']} is slowed{degrees}: {', '.join(slow)}"
-            remedy = "ssh {address} nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER  # fans, air, power cables"
+            remedy = "ssh {login} nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER  # fans, air, power cables"
             yield Finding("fail", (node,), said, "none of these", remedy=remedy)
         elif reasons & _POWER_CAP:
             said = f"card {card['index']} is at its power limit"
-            remedy = "ssh {address} nvidia-smi -q -d POWER  # is a job running, or is the limit set low?"
+            remedy = "ssh {login} nvidia-smi -q -d POWER  # is a job running, or is the limit set low?"
             yield Finding("warn", (node,), said, "not while it is idle", remedy=remedy)
         if card["is_persistent"] is False:
-            remedy = "ssh {address} sudo systemctl enable --now nvidia-persistenced"
+            remedy = "ssh {login} sudo systemctl enable --now nvidia-persistenced"
             said = f"card {card['index']} has persistence off: its driver is loaded anew for every job"
             yield Finding("warn", (node,), said, "on", remedy=remedy)
 
@@ -181,7 +181,7 @@ CHECKS = (
         uses=("gpu",),
         looks="nvidia-ml-py where the node's Python has it, else nvidia-smi.",
         why="After an update the library is newer than the running driver, and no job can use a card until a restart.",
-        remedy="ssh {address} nvidia-smi",
+        remedy="ssh {login} nvidia-smi",
         needs=_SSH,
     ),
     Check(
@@ -193,7 +193,7 @@ CHECKS = (
         uses=("gpu",),
         looks="Cards on the PCI bus (vendor 10de), cards that answer, their names, the driver's version.",
         why="A card that is missing makes a rank fail or take its neighbour's; a smaller one slows all ranks.",
-        remedy="ssh {address} nvidia-smi -q",
+        remedy="ssh {login} nvidia-smi -q",
         needs=(*_SSH, "GPU02"),
     ),
     Check(
@@ -205,7 +205,7 @@ CHECKS = (
         uses=("gpu",),
         looks="Uncorrected ECC errors, remapped rows, and Xid events in the kernel's log.",
         why="A card with such errors ends jobs, or computes what is wrong.",
-        remedy="ssh {address} nvidia-smi -q",
+        remedy="ssh {login} nvidia-smi -q",
         needs=(*_SSH, "GPU02"),
     ),
     Check(
@@ -217,7 +217,7 @@ CHECKS = (
         uses=("gpu",),
         looks="The reasons for low clocks, by bits; temperature; persistence mode.",
         why="Every rank waits for the slowest card.",
-        remedy="ssh {address} nvidia-smi -q",
+        remedy="ssh {login} nvidia-smi -q",
         needs=(*_SSH, "GPU02"),
     ),
     Check(
@@ -229,8 +229,8 @@ CHECKS = (
         uses=("gpu", "gpu_counts"),
         looks="The number of cards that CuPy of the jobs' environment sees, against that of nvidia-smi.",
         why="A library that was built for another CUDA sees none, and training goes on without, or not at all.",
-        remedy="ssh {address} 'env | grep CUDA_VISIBLE_DEVICES; nvidia-smi'  "
+        remedy="ssh {login} 'env | grep CUDA_VISIBLE_DEVICES; nvidia-smi'  "
         "# is it built for another CUDA than this driver has?",
-        needs=(*_SSH, "USR01", "GPU02"),
+        needs=(*_SSH, "PRB02", "USR01", "GPU02"),
     ),
 )

@@ -20,11 +20,12 @@ def _inventory(seen: Seen, _names: Sequence[str]) -> Iterator[Finding]:
 
 
 def _control(seen: Seen, _names: Sequence[str]) -> Iterator[Finding]:
-    for program, package in (("ssh", "openssh-client"), ("ansible-playbook", "")):
+    for program, how in (("ssh", _INSTALL_SSH), ("ansible-playbook", "python3 -m pip install 'mpitrain[cluster]'")):
         if not seen.control.get(program):
-            how = f"sudo apt-get install -y {package}" if package else "python3 -m pip install 'mpitrain[cluster]'"
             yield Finding("warn", (), f"there is no {program} on this machine", remedy=how)
 
+
+_INSTALL_SSH = "sudo apt-get install -y openssh-client || sudo dnf install -y openssh-clients"
 
 ASKS: tuple[Ask, ...] = ()
 PAIRS: dict[str, PairStep] = {}

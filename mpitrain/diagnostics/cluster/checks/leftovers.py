@@ -4,27 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpitrain.diagnostics.cluster.check import Ask, Check, Finding, Seen, over_ssh
+from mpitrain.diagnostics.cluster.check import Ask, Check, Finding, Seen
 from mpitrain.diagnostics.cluster.collect import ClusterStep, PairStep
+from mpitrain.diagnostics.cluster.remedies import over_ssh
 from mpitrain.diagnostics.limits import SHM_PATTERNS
 
 # A pattern would also take files of other users, and of jobs that have begun since; so each is named.
 _NAMED = 100
+_SHOWN = 4
 
 
 def _processes(seen: Seen, node: str) -> Iterator[Finding]:
     processes = seen.node(node, "leftovers")["processes"]
     if not processes:
         return
-    commands = list(dict.fromkeys(one["command"] for one in processes))
-    shown = "; ".join(commands[:2]) + ("; ..." if len(commands) > 2 else "")
+    programs = list(dict.fromkeys(one["program"] for one in processes))
+    pids = [str(one["pid"]) for one in processes]
     oldest = _age(max(one["age_seconds"] for one in processes))
     yield Finding(
         "warn",
         (node,),
-        f"{_count(len(processes), 'process', 'es')} of a dead job, the oldest {oldest} old: {shown}",
+        f"{_count(len(processes), 'process', 'es')} of a dead job, the oldest {oldest} old: {_some(programs)} of "
+        f"{seen.target.user} (pid {_some(pids)})",
         "none: a rank ends with the job that started it",
-        remedy=f"ssh {{address}} sudo kill -9 {' '.join(str(one['pid']) for one in processes)}",
+        remedy=f"ssh {{login}} sudo kill -9 {' '.join(pids)}",
     )
 
 
@@ -33,11 +36,15 @@ def _files(seen: Seen, node: str) -> Iterator[Finding]:
     if not files:
         return
     mib = sum(one["bytes"] for one in files) / 2**20
-    remedy = over_ssh("{address}", "sudo", "rm", "-f", *(one["path"] for one in files[:_NAMED]))
+    remedy = over_ssh("{login}", "sudo", "rm", "-f", *(one["path"] for one in files[:_NAMED]))
     if len(files) > _NAMED:
         remedy += f"  # then check again, for the other {len(files) - _NAMED}"
     found = f"{_count(len(files), 'file')} of dead jobs in /dev/shm, {mib:.0f} MiB"
     yield Finding("warn", (node,), found, "none that no process has mapped", remedy=remedy)
+
+
+def _some(words: list[str]) -> str:
+    return ", ".join(words[:_SHOWN]) + (", ..." if len(words) > _SHOWN else "")
 
 
 def _count(number: int, word: str, plural: str = "s") -> str:
@@ -51,7 +58,7 @@ def _age(seconds: float) -> str:
     return "less than 1 min"
 
 
-_NEEDS = ("SSH01", "SSH03", "SSH02", "PRB01", "USR01")
+_NEEDS = ("SSH01", "SSH03", "SSH02", "PRB01", "PRB02", "USR01")
 
 ASKS = (Ask("leftovers", "leftovers", "job", lambda _target, _host: {"patterns": SHM_PATTERNS}),)
 PAIRS: dict[str, PairStep] = {}

@@ -8,10 +8,10 @@ from contextlib import suppress
 from mpitrain.diagnostics.cluster.check import Ask, Check, Finding, NotHereError, NotSeenError, Seen
 from mpitrain.diagnostics.cluster.collect import ClusterStep, PairStep
 
-# What Python, MPI and data take, and connections for each rank of the cluster: one at least, some libraries open more.
+# What Python, MPI and data take, and connections to each rank of the cluster, of which some libraries open several.
 _OWN_FILES = 64
-_MOST_FILES_A_RANK = 4
-_FEW_FILES = 1024
+_FILES_A_RANK = 4
+_FEW_FILES = 1024  # what Linux gives by itself; fewer were taken away by somebody
 _TINY_LOCKED_BYTES = 8 << 20  # what Linux gives by itself: 64 KiB, 8 MiB since 5.16
 _ENOUGH_LOCKED_BYTES = 16 << 30
 _NO_MEMORY_BYTES = 256 << 20
@@ -33,10 +33,13 @@ def _open_files(seen: Seen, node: str) -> Iterator[Finding]:
     for name in seen.target.names:
         with suppress(NotSeenError):
             ranks += seen.node(name, "processors")["usable"]
-    enough = max(_FEW_FILES, _OWN_FILES + _MOST_FILES_A_RANK * ranks)
+    least = _OWN_FILES + _FILES_A_RANK * ranks
+    enough = max(_FEW_FILES, least)
     if most is not None and most < enough:
-        found = f"a job may have {most} files open"
-        yield Finding("fail" if most < _OWN_FILES + ranks else "warn", (node,), found, f"{enough} or more")
+        given = seen.target.settings.get("mpitrain_nofile", enough)
+        allowed = f"{enough} or more; {least} is the least, for a rank on each of {ranks} processors"
+        remedy = "" if given >= enough else f"{_MORE_FILES} --limit {{limit}} -e mpitrain_nofile={enough}"
+        yield Finding("fail" if most < least else "warn", (node,), f"a job may have {most} files open", allowed, remedy)
 
 
 def _locked_memory(seen: Seen, node: str) -> Iterator[Finding]:
@@ -68,11 +71,11 @@ def _processors(seen: Seen, node: str) -> Iterator[Finding]:
             (node,),
             f"what logs in may use {usable} of {machine} processors",
             "all",
-            remedy="ssh {address} 'systemctl show ssh sshd user.slice -p CPUAffinity -p AllowedCPUs; "
+            remedy="ssh {login} 'systemctl show ssh sshd user.slice -p CPUAffinity -p AllowedCPUs; "
             "taskset -cp $(pgrep -o sshd)'  # take the restriction away, then restart ssh",
         )
     elif quota is not None and quota < usable:
-        remedy = "ssh {address} 'systemctl show user.slice ssh sshd -p CPUQuotaPerSecUSec'"
+        remedy = "ssh {login} 'systemctl show user.slice ssh sshd -p CPUQuotaPerSecUSec'"
         said = f"{usable} processors are usable, but time only for {quota:g}"
         yield Finding("warn", (node,), said, "time for all of them", remedy=f"{remedy}  # or docker run --cpus")
     cores = sum(one["cores"] for one in found["busy"])
@@ -83,9 +86,9 @@ def _processors(seen: Seen, node: str) -> Iterator[Finding]:
         yield Finding(
             "warn",
             (node,),
-            f"other processes compute: `{first['command']}` of uid {first['uid']}{more}",
+            f"other processes compute: {first['program']} of {first['user']} (pid {first['pid']}){more}",
             "none: every rank waits for the slowest",
-            remedy=f"ssh {{address}} ps -o pid,user,etime,pcpu,args -p {pids}  # then wait for them, or end them",
+            remedy=f"ssh {{login}} ps -o pid,user,etime,pcpu,comm -p {pids}  # then wait for them, or end them",
         )
 
 
@@ -124,13 +127,13 @@ def _disks(seen: Seen, node: str) -> Iterator[Finding]:
     for path in ("/", "/tmp"):
         place = seen.node(node, "resources")["places"][path]
         if place is None:
-            yield Finding("fail", (node,), f"there is no {path}", "a folder", remedy=f"ssh {{address}} ls -ld {path}")
+            yield Finding("fail", (node,), f"there is no {path}", "a folder", remedy=f"ssh {{login}} ls -ld {path}")
             continue
         free, size = place["free_bytes"], place["size_bytes"]
-        look = f"ssh {{address}} 'sudo du -xh --max-depth=2 {path} | sort -h | tail'  # remove what is not used"
+        look = f"ssh {{login}} 'sudo du -xh --max-depth=2 {path} | sort -h | tail'  # remove what is not used"
         room = f"{_mib(free)} free of {_mib(size)}"
         if path == "/tmp" and place["is_read_only"]:
-            remedy = "ssh {address} 'findmnt -T /tmp; sudo dmesg | tail'  # the kernel turns a broken disk read-only"
+            remedy = "ssh {login} 'findmnt -T /tmp; sudo dmesg | tail'  # the kernel turns a broken disk read-only"
             yield Finding("fail", (node,), "/tmp is read-only", "a place to write to", remedy=remedy)
         elif place["files"] and not place["free_files"]:
             look = look.replace("-xh", "-x --inodes").replace("-h", "-n")
@@ -141,8 +144,9 @@ def _disks(seen: Seen, node: str) -> Iterator[Finding]:
             yield Finding("warn", (node,), f"{path} has {room}", f"{_LITTLE_ROOM:.0%} of it", remedy=look)
 
 
+_MORE_FILES = "{set_up} --tags limits"
 _SSH = ("SSH01", "SSH03", "SSH02", "PRB01")
-_JOB = (*_SSH, "USR01", "USR02")
+_JOB = (*_SSH, "PRB02", "USR01", "USR02")
 
 ASKS = (
     Ask("resources", "resources", "login"),
@@ -158,8 +162,8 @@ CHECKS = (
         "node",
         _open_files,
         uses=("shell", "processors"),
-        looks="ulimit -n in the shell that mpiexec gets through ssh, which reads no profile; how many depends on the "
-        "processors of all nodes, a rank for each.",
+        looks="ulimit -n in the shell that mpiexec gets through ssh, which reads no profile: fails below 64 + 4 for "
+        "each processor of the cluster, warns below 1024. Set-up gives 65536 (mpitrain_nofile).",
         why="A rank has several connections to every other rank, beside its data files.",
         tag="limits",
         needs=(*_JOB, "SSH09"),
@@ -187,7 +191,7 @@ CHECKS = (
         uses=("resources",),
         looks="MemAvailable in /proc/meminfo.",
         why="The kernel ends the largest process where memory runs out, and that is a rank.",
-        remedy="ssh {address} 'ps -eo pid,user,rss,args --sort -rss | head'  # end what is not needed",
+        remedy="ssh {login} 'ps -eo pid,user,rss,args --sort -rss | head'  # end what is not needed",
         needs=_SSH,
         fault="none on a bed, whose memory is the host's: judged on made-up answers",
     ),

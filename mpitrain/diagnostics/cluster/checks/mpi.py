@@ -204,12 +204,12 @@ def _death(seen: Seen, _names: Sequence[str]) -> Iterator[Finding]:
             yield Finding("unknown", (name,), str(left["error"]))
         elif left:
             text = f"{len(left)} processes of a dead job are left: {'; '.join(left)[:200]}"
-            remedy = f"ssh {{address}} sudo kill -9 {' '.join(one.split(' ')[0] for one in left)}"
+            remedy = f"ssh {{login}} sudo kill -9 {' '.join(one.split(' ')[0] for one in left)}"
             yield Finding("fail", (name,), text, f"none {_GONE_SECONDS:g} s after", remedy)
 
 
 _SYSTEM = "install one MPI on all nodes, and mpi4py for it; or: {set_up} -e mpitrain_mpi=wheel --tags runtime"
-_HAND = "ssh {address} 'sudo -iu {user} mpiexec -n 1 hostname'  # as the job is started; then the same from the head"
+_HAND = "ssh {login} 'sudo -iu {user} mpiexec -n 1 hostname'  # as the job is started; then the same from the head"
 _MTU = (
     "large messages are lost: compare `ip link` (MTU) of the nodes with the switch; mpitrain check-cluster --only NET03"
 )
@@ -277,7 +277,7 @@ CHECKS = (
         uses=("death", "programs", "shell"),
         looks="In another job one rank kills itself by SIGKILL; 10 s later nothing of the job may be left anywhere.",
         why="What stays holds the processors, the memory and the ports of the next job.",
-        remedy="ssh {address} sudo -u {user} ps -fu {user}",
+        remedy="ssh {login} sudo -u {user} ps -fu {user}",
         needs=(*_NEEDS, "MPI02"),
         needs_head=("NFS09",),
         needs_all=True,

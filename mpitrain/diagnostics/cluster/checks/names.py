@@ -10,6 +10,7 @@ from typing import Any
 
 from mpitrain.diagnostics.cluster.check import Ask, Check, Finding, NotHereError, NotSeenError, Seen
 from mpitrain.diagnostics.cluster.collect import ClusterStep, PairStep
+from mpitrain.diagnostics.cluster.remedies import on_each
 
 # What set-up writes around its lines of /etc/hosts.
 _BEGIN, _END = "# BEGIN mpitrain cluster", "# END mpitrain cluster"
@@ -22,12 +23,21 @@ def _same(one: str, other: str) -> bool:
         return False
 
 
+def _is_address(name: str) -> bool:
+    try:
+        return ipaddress.ip_address(name) is not None
+    except ValueError:
+        return False
+
+
 def _is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.split("%")[0]).is_loopback
 
 
 def _own_name(seen: Seen, node: str) -> Iterator[Finding]:
     hostname = seen.node(node, "names")["hostname"]
+    if _is_address(node):
+        raise NotHereError("it was named by its address")
     if hostname.split(".")[0] != node.split(".")[0]:
         yield Finding("fail", (node,), f"it calls itself {hostname}", "the name that it has in the inventory")
 
@@ -78,11 +88,11 @@ def _without_line(lines: Sequence[str], name: str, address: str) -> str:
     for number, line in enumerate(lines, 1):
         words = line.partition("#")[0].split()
         if name in words[1:] and _same(words[0], address):
-            return f"ssh {{address}} \"sudo sed -i '{number}s/^/# /' /etc/hosts\"  # the line: {line.strip()}"
+            return f"ssh {{login}} \"sudo sed -i '{number}s/^/# /' /etc/hosts\"  # the line: {line.strip()}"
     return _DNS
 
 
-_DNS = "ssh {address} 'grep ^hosts /etc/nsswitch.conf; cat /etc/resolv.conf'  # files must come first there"
+_DNS = "ssh {login} 'grep ^hosts /etc/nsswitch.conf; cat /etc/resolv.conf'  # files must come first there"
 
 
 def _block(seen: Seen, node: str) -> Iterator[Finding]:
@@ -95,7 +105,7 @@ def _block(seen: Seen, node: str) -> Iterator[Finding]:
         return
     block = lines[lines.index(_BEGIN) + 1 : lines.index(_END, lines.index(_BEGIN))]
     entries = [line.partition("#")[0].split() for line in block]
-    for host in seen.target.hosts:
+    for host in (host for host in seen.target.hosts if not _is_address(host.name)):
         here = [" ".join(words) for words in entries if host.name in words[1:]]
         right = f"{host.address} {host.name}"
         if here != [right]:
@@ -120,7 +130,7 @@ def _own_address(seen: Seen, node: str) -> Iterator[Finding]:
     if any(link["is_up"] for link in holders):
         return
     if holders:
-        remedy = f"ssh {{address}} sudo ip link set {holders[0]['name']} up"
+        remedy = f"ssh {{login}} sudo ip link set {holders[0]['name']} up"
         yield Finding("fail", (node,), f"{holders[0]['name']}, which has its address, is down", "up", remedy=remedy)
         return
     others = [
@@ -138,9 +148,9 @@ def _no_copies(seen: Seen, nodes: Sequence[str]) -> Iterator[Finding]:
             if value:
                 owners[what, value].append(node)
     for (what, value), same in owners.items():
-        verdict, remedy = _COPIES[what]
+        verdict, line, then = _COPIES[what]
         # One of them keeps it; the line is the same for all, so that they are one finding.
-        remedy = remedy.replace("{others}", " ".join(seen.target.addresses[node] for node in same[1:]))
+        remedy = f"{on_each(seen, same[1:], line)}  {then}" if line else then
         for node in same if len(same) > 1 else ():
             yield Finding(
                 "warn" if verdict == "warn" else "fail",
@@ -167,19 +177,15 @@ def _short(value: str) -> str:
 _COPIES = {
     "machine-id": (
         "warn",
-        (
-            "for node in {others}; do ssh $node 'sudo rm -f /etc/machine-id /var/lib/dbus/machine-id && "
-            "sudo systemd-machine-id-setup'; done  # then restart them"
-        ),
+        "sudo rm -f /etc/machine-id /var/lib/dbus/machine-id && sudo systemd-machine-id-setup",
+        "# then restart them",
     ),
     "ssh host key": (
         "fail",
-        (
-            "for node in {others}; do ssh $node 'sudo rm /etc/ssh/ssh_host_*_key* && sudo ssh-keygen -A'; done  "
-            "# then here: mpitrain cluster trust && {set_up} --tags ssh"
-        ),
+        "sudo rm /etc/ssh/ssh_host_*_key* && sudo ssh-keygen -A",
+        "# then here: mpitrain cluster trust && {set_up} --tags ssh",
     ),
-    "MAC address": ("fail", "set another MAC address in the settings of the virtual machine {node}"),
+    "MAC address": ("fail", "", "set another MAC address in the settings of the virtual machine {node}"),
 }
 
 _SET_HOSTNAME = "{set_up} --tags hosts --limit {limit} -e mpitrain_set_hostname=true"
@@ -223,7 +229,7 @@ CHECKS = (
         uses=("names",),
         looks="ip -j address: an interface that is up must have it.",
         why="Ranks tell each other the addresses of their own interfaces; behind NAT nobody can answer those.",
-        remedy="ssh {address} ip address  # then correct ansible_host in the inventory: did DHCP give another address?",
+        remedy="ssh {login} ip address  # then correct ansible_host in the inventory: did DHCP give another address?",
         needs=(*_SSH, "CON02"),
         fault="none on a bed, where only the node's own addresses lead to it: judged on made-up answers",
     ),

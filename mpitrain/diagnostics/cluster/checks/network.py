@@ -30,19 +30,24 @@ def _routes(seen: Seen, name: str) -> Iterator[Finding]:
     ways: dict[str, list[str]] = {}
     for peer, route in network["routes"].items():
         ways.setdefault(route.get("interface", ""), []).append(peer)
-    address = seen.target.addresses[name]
+    own_address, login = seen.target.addresses[name], seen.target.login(name)
+    own_links = {
+        interface
+        for interface, found in network["interfaces"].items()
+        if own_address in [text.split("/")[0] for text in found["addresses"]]
+    }
     for interface, peers in ways.items():
         where = fold(peers)
-        remedy = f"ssh {address} ip route get {seen.target.addresses[peers[0]]}; ssh {address} ip route"
+        remedy = f"ssh {login} ip route get {seen.target.addresses[peers[0]]}; ssh {login} ip route"
         if not interface:
             yield Finding("fail", (name,), f"there is no route to {where}", "one by the cluster's network", remedy)
-        elif _SIDEWAYS.fullmatch(interface):
+        elif _SIDEWAYS.fullmatch(interface) and interface not in own_links:  # a VPN may be the chosen network
             text = f"the route to {where} leaves by {interface}"
             yield Finding("fail", (name,), text, "one by the cluster's network", remedy)
-    real = [way for way in ways if way and not _SIDEWAYS.fullmatch(way)]
+    real = [way for way in ways if way and (way in own_links or not _SIDEWAYS.fullmatch(way))]
     if len(real) > 1:
         text = f"the other nodes are reached by {len(real)} interfaces: {', '.join(sorted(real))}"
-        yield Finding("warn", (name,), text, "one, so that it can be chosen for all jobs", f"ssh {address} ip route")
+        yield Finding("warn", (name,), text, "one, so that it can be chosen for all jobs", f"ssh {login} ip route")
     for peer, route in network["routes"].items():
         own = [
             ip_interface(text).network
@@ -52,7 +57,7 @@ def _routes(seen: Seen, name: str) -> Iterator[Finding]:
             ip_address(seen.target.addresses[peer]) in net for net in own if net.num_addresses > 1
         ):
             text = f"{peer} is on the same network, but the route goes by the gateway {route['gateway']}"
-            yield Finding("warn", (name,), text, "no gateway in between", f"ssh {address} ip route")
+            yield Finding("warn", (name,), text, "no gateway in between", f"ssh {login} ip route")
 
 
 def _doubles(seen: Seen, names: Sequence[str]) -> Iterator[Finding]:
@@ -93,7 +98,7 @@ def _links(seen: Seen, name: str) -> Iterator[Finding]:
         for used_name in {way.get("interface") for way in network["routes"].values()}
         if (found := network["interfaces"].get(used_name, {})).get("speed_mbit")
     ]
-    look = f"ssh {seen.target.addresses[name]} sudo ethtool {interface}  # then try another cable and port"
+    look = f"ssh {seen.target.login(name)} sudo ethtool {interface}  # then try another cable and port"
     if link.get("speed_mbit") and speeds and link["speed_mbit"] < statistics.median(speeds) / 2:
         text = f"{interface} runs at {link['speed_mbit']} Mbit/s"
         yield Finding("fail", (name,), text, f"{statistics.median(speeds):g} Mbit/s, as most others", look)
@@ -114,7 +119,7 @@ def _devices(seen: Seen, name: str) -> Iterator[Finding]:
         interface: [str(ip_interface(text).network) for text in found["addresses"]]
         for interface, found in network["interfaces"].items()
     } | {device: [] for device in network["rdma"]}
-    there = f"ssh {seen.target.addresses[name]} grep -rn VARIABLE /etc/environment /etc/profile.d"
+    there = f"ssh {seen.target.login(name)} grep -rn VARIABLE /etc/environment /etc/profile.d"
     for whose, environ, remedy in (
         ("your environment", seen.target.environ, "unset VARIABLE"),
         (f"{seen.target.user}'s environment there", theirs, there),
@@ -135,7 +140,7 @@ def _taken(seen: Seen, name: str) -> Iterator[Finding]:
         if len(taken) == high - low + 1:
             programs = ", ".join(sorted({re.sub(r" \(pid \d+\)", "", by) for by in taken.values()} - {""}))
             text = f"all ports of {variable} ({low} to {high}) are taken{f', by {programs}' if programs else ''}"
-            remedy = f"ssh {seen.target.addresses[name]} sudo ss -Hltnp 'sport >= {low} and sport <= {high}'"
+            remedy = f"ssh {seen.target.login(name)} sudo ss -Hltnp 'sport >= {low} and sport <= {high}'"
             yield Finding("fail", (name,), text, "a range with free ports on all nodes", remedy)
 
 
@@ -157,7 +162,7 @@ CHECKS = (
         uses=("network",),
         looks="`ip route get` of every other node's address.",
         why="A route into a tunnel or a container's network leads nowhere, or is slow.",
-        remedy="ssh {address} ip route",
+        remedy="ssh {login} ip route",
         needs=("PRB01",),
         fault="a route by docker0",
     ),
@@ -185,8 +190,8 @@ CHECKS = (
         looks="UCX_NET_DEVICES, FI_TCP_IFACE, NCCL_SOCKET_IFNAME and the like, of this shell (and its "
         "MPITRAIN_ENV_FILE) and of the shared user's login shell, against the interfaces of each node.",
         why="A wrong name is worse than none: with FI_TCP_IFACE the job waits for ever without a word.",
-        remedy="ssh {address} ip -brief link",
-        needs=("PRB01", "USR01", "USR02"),
+        remedy="ssh {login} ip -brief link",
+        needs=("PRB01", "PRB02", "USR01", "USR02"),
         fault="UCX_NET_DEVICES that no node has; FI_TCP_IFACE in /etc/environment of one node",
     ),
     Check(
@@ -198,7 +203,7 @@ CHECKS = (
         uses=("ports",),
         looks="MPIEXEC_PORT_RANGE and the like, against what listens (`ss -ltnp`).",
         why="A job whose ports are taken does not start, and says so badly.",
-        remedy="ssh {address} sudo ss -ltnp",
+        remedy="ssh {login} sudo ss -ltnp",
         needs=("PRB01",),
         fault="a program on the only port of MPIEXEC_PORT_RANGE",
     ),
@@ -211,7 +216,7 @@ CHECKS = (
         uses=("network", "counters"),
         looks="/sys/class/net: speed, duplex, and counters of errors, 1.5 s apart.",
         why="A bad cable or port makes one node slow, and with it every step of every job.",
-        remedy="ssh {address} ip -statistics link",
+        remedy="ssh {login} ip -statistics link",
         needs=("PRB01", "NET01"),
     ),
 )

@@ -106,7 +106,7 @@ def _matrix(seen: Seen, names: Sequence[str]) -> Iterator[Finding]:
     for place, words in whose_fault(slow, names):
         mine = [rates[pair] for pair in slow if set(place) <= set(pair)]
         text = f"{words}; {_mib(statistics.median(mine))} MiB/s"
-        remedy = f"ssh {seen.target.addresses[place[0]]} 'ip -statistics link; tc qdisc'  # cable, port, shaping"
+        remedy = f"ssh {seen.target.login(place[0])} 'ip -statistics link; tc qdisc'  # cable, port, shaping"
         yield Finding("fail", place, text, f"{_mib(usual)} MiB/s, as between most others", remedy)
 
 
@@ -148,7 +148,7 @@ def _straggler(seen: Seen, names: Sequence[str]) -> Iterator[Finding]:
         # The best too: a median alone is spoilt by what ran by chance.
         if median > _STRAGGLER_WARN * usual and bests[name] > _STRAGGLER_BEST * usual_best:
             text = f"a fixed computation takes {median / usual:.1f} times as long as on most others"
-            remedy = f"ssh {seen.target.addresses[name]} 'uptime; ps -eo pid,user,pcpu,comm --sort=-pcpu | head -5'"
+            remedy = f"ssh {seen.target.login(name)} 'uptime; ps -eo pid,user,pcpu,comm --sort=-pcpu | head -5'"
             verdict = "fail" if median > _STRAGGLER_FAIL * usual else "warn"
             yield Finding("fail" if verdict == "fail" else "warn", (name,), text, "the same speed on all", remedy)
 
@@ -178,7 +178,7 @@ def _share_speed(seen: Seen, name: str) -> Iterator[Finding]:
     rate = rates["bytes_per_second"] / 2**20
     if rate < _SLOW_SHARE_MIB_PER_SECOND:
         text = f"a file of {_SHARE_MIB} MiB is written to the share at {rate:.2g} MiB/s"
-        remedy = f"ssh {seen.target.addresses[seen.target.head]} 'nfsstat -s; iostat -x 1 3'"
+        remedy = f"ssh {seen.target.login(seen.target.head)} 'nfsstat -s; iostat -x 1 3'"
         yield Finding("warn", (name,), text, f"{_SLOW_SHARE_MIB_PER_SECOND:g} MiB/s or more", remedy)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from mpitrain.diagnostics.cluster.check import Ask, Check, Finding, NotHereError, NotSeenError, Seen
 from mpitrain.diagnostics.cluster.collect import Cluster, ClusterStep, PairStep
+from mpitrain.diagnostics.cluster.remedies import on_each
 from mpitrain.launch.variables import port_ranges
 
 _SLOW_MILLISECONDS = 10.0
@@ -53,13 +54,13 @@ def _high_ports(seen: Seen, pair: tuple[str, str]) -> Iterator[Finding]:
 
 
 def _look_at_rules(seen: Seen, pair: tuple[str, str]) -> str:
-    address = seen.target.addresses[pair[1]]
-    return f"ssh {address} sudo nft list ruleset  # what is between the nodes' addresses must be let through"
+    look = f"ssh {seen.target.login(pair[1])} sudo nft list ruleset"
+    return f"{look}  # what is between the nodes' addresses must be let through"
 
 
 def _both_ends(seen: Seen, pair: tuple[str, str], command: str) -> str:
     """The same line for both directions, so that they are one finding."""
-    return f"for node in {' '.join(seen.target.addresses[name] for name in sorted(pair))}; do ssh $node {command}; done"
+    return on_each(seen, sorted(pair), command)
 
 
 def _mtu(seen: Seen, pair: tuple[str, str]) -> Iterator[Finding]:
@@ -74,7 +75,7 @@ def _mtu(seen: Seen, pair: tuple[str, str]) -> Iterator[Finding]:
     if not stalls and any(_stalls(seen, (pair[0], other)) for other in seen.target.names):
         return  # that one says it already
     command = f"sudo ip link set {interface} mtu 1500"
-    remedy = _both_ends(seen, pair, command) if stalls else f"ssh {seen.target.addresses[pair[0]]} {command}"
+    remedy = _both_ends(seen, pair, command) if stalls else f"ssh {seen.target.login(pair[0])} {command}"
     text = f"{interface} sends packets of {size} bytes, and such do not get there, while small ones do"
     yield Finding(
         "fail" if stalls else "warn",

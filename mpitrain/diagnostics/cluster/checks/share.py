@@ -8,9 +8,9 @@ from uuid import uuid4
 
 from mpitrain.diagnostics.cluster.check import Ask, Check, Finding, NotHereError, NotSeenError, Seen, Target
 from mpitrain.diagnostics.cluster.collect import Cluster, ClusterStep, PairStep, quietly
+from mpitrain.diagnostics.cluster.mounts import is_from_head, is_nfs, is_same, mount_of, origin_of, the_share
 from mpitrain.launch.hostfile import Host
 
-_KINDS = ("nfs", "nfs4", "fuse.nfs")  # the last is a client in user space
 _SLOW_LIST_SECONDS = 1.0
 _SLOW_NAME_SECONDS = 2.0
 _SLOW_VIEW_SECONDS = 0.5
@@ -18,47 +18,24 @@ _LEAST_BYTES = 1 << 30
 _STEP_SECONDS = 8.0
 
 
-def the_share(seen: Seen) -> str:
-    """The folder.
-
-    Raises:
-        NotHereError: there is none.
-    """
-    if seen.target.share is None:
-        raise NotHereError("no shared folder is known")
-    return seen.target.share
-
-
-def _mount(seen: Seen, name: str) -> Mapping[str, Any] | None:
-    """What is on top at the path, an automount that has not mounted anything aside; None where nothing is."""
-    mounts = [one for one in seen.node(name, "mount")["mounts"] if one["type"] != "autofs"]
-    return mounts[-1] if mounts else None
-
-
-def is_nfs(seen: Seen, name: str) -> bool:
-    """Whether it is the share of another machine that is mounted there."""
-    mount = _mount(seen, name)
-    return mount is not None and mount["type"] in _KINDS
-
-
 def _mounted(seen: Seen, name: str) -> Iterator[Finding]:
-    share, mount, found = the_share(seen), _mount(seen, name), seen.node(name, "mount")
+    share, mount, found = the_share(seen), mount_of(seen, name), seen.node(name, "mount")
     head = seen.target.head
     if name == head:  # its own folder, on whatever disk, or one of another server
         if mount is None and found.get("kind") in ("missing", "file"):
             yield Finding("fail", (name,), f"{share} is {found['kind']}", "a folder, exported to the other nodes")
         return
     # A head that is not looked at is taken to serve its own folder.
-    elsewhere = _mount(seen, head) if head in seen.target.names and is_nfs(seen, head) else None
-    right = elsewhere["source"] if elsewhere else f"{seen.target.addresses[head]}:{share}"
+    elsewhere = mount_of(seen, head) if head in seen.target.names and is_nfs(seen, head) else None
+    right = origin_of(elsewhere, share) if elsewhere else f"{seen.target.addresses[head]}:{share}"
     if mount is None:
         yield Finding("fail", (name,), _why_not_mounted(share, found), f"NFS from {right}")
-    elif mount["type"] not in _KINDS:
+    elif not is_nfs(seen, name):
         yield Finding("fail", (name,), f"{share} is {mount['type']} from {mount['source']}", f"NFS from {right}")
-    elif elsewhere is not None and mount["source"] != right:
-        yield Finding("fail", (name,), f"{share} is {mount['source']}", f"{right}, as on the head")
-    elif elsewhere is None and not _is_from_head(mount["source"], seen.target):
-        yield Finding("fail", (name,), f"{share} is {mount['source']}", f"NFS from {right}")
+    elif elsewhere is not None and not is_same(seen, (name, head), (origin_of(mount, share), right)):
+        yield Finding("fail", (name,), f"{share} is {origin_of(mount, share)}", f"{right}, as on the head")
+    elif elsewhere is None and not is_from_head(seen, name, origin_of(mount, share)):
+        yield Finding("fail", (name,), f"{share} is {origin_of(mount, share)}", f"NFS from {right}")
 
 
 def _why_not_mounted(share: str, found: Mapping[str, Any]) -> str:
@@ -69,13 +46,6 @@ def _why_not_mounted(share: str, found: Mapping[str, Any]) -> str:
     if found["kind"] == "missing":
         return f"there is no {share}"
     return f"{share} is a local folder; what is written there stays there"
-
-
-def _is_from_head(source: str, target: Target) -> bool:
-    server, _, path = source.rpartition(":")
-    # A server that exports a root of its own (fsid=0) shows a shorter path.
-    is_path = path.rstrip("/") == (target.share or "").rstrip("/") or (target.share or "").endswith(path.rstrip("/"))
-    return server.strip("[]") in (target.addresses[target.head], target.head) and is_path
 
 
 def _answers(seen: Seen, name: str) -> Iterator[Finding]:
@@ -96,9 +66,7 @@ def _room(seen: Seen, name: str) -> Iterator[Finding]:
     if "slow" in room:
         raise NotSeenError(f"asking for its room does not end within {room['slow']:g} s")
     free, whole = room["free_bytes"], max(1, room["bytes"])
-    remedy = "ssh {address} sudo du -xh --max-depth=2 {share} | sort -h | tail".replace(
-        "{address}", seen.target.addresses[seen.target.head]
-    )
+    remedy = f"ssh {seen.target.login(seen.target.head)} sudo du -xh --max-depth=2 {share} | sort -h | tail"
     found = f"{share} has {free / 2**30:.1f} of {whole / 2**30:.1f} GiB free"
     if free < _LEAST_BYTES or free < whole // 100:
         yield Finding("fail", (name,), found, "1 GiB, and a hundredth of it", remedy)
@@ -121,7 +89,7 @@ def _writes(seen: Seen, name: str) -> Iterator[Finding]:
     elif done["why"]:
         found = f"{done['doing']} as {{user}} fails: {done['why']}".replace("{user}", seen.target.user)
         # Set-up mends who owns the folder, and a mount that cannot be listed; it leaves one that lists well.
-        again = "ssh {address} 'sudo umount --lazy {share}' && {set_up} --tags nfs --limit {node}"
+        again = "ssh {login} 'sudo umount --lazy {share}' && {set_up} --tags nfs --limit {node}"
         remedy = again if done.get("code") == "EROFS" else ""
         yield Finding("fail", (name,), found, "list, write, read and remove", remedy)
 
@@ -173,7 +141,7 @@ def _visible(seen: Seen, pair: tuple[str, str]) -> Iterator[Finding]:
 
 def _options(seen: Seen, name: str) -> Iterator[Finding]:
     the_share(seen)
-    mount = _mount(seen, name)
+    mount = mount_of(seen, name)
     if mount is None or not is_nfs(seen, name):
         raise NotHereError("it is this node's own folder")
     # A client in user space shows no options of NFS; what it was given stands in the unit.
@@ -225,7 +193,7 @@ CHECKS = (
         "quick",
         "node",
         _mounted,
-        uses=("mount",),
+        uses=("mount", "names"),
         looks="A touch, which brings an automount to mount, then /proc/self/mountinfo: what is on the path and whence.",
         why="A node with a local folder of the same name runs old programs and keeps its results to itself.",
         tag="nfs",
@@ -243,7 +211,7 @@ CHECKS = (
         looks="As the shared user: a listing, in a child with a deadline of 5 s; once more where it takes a second.",
         why="What touches a share whose server does not answer waits for ever, without a word.",
         remedy="{set_up} --tags firewall,nfs  # where it is a firewall; TCP port 2049 must be open all the way",
-        needs=("NFS01",),
+        needs=("PRB02", "NFS01"),
         needs_head=("NFS09",),
         fault="port 2049 of the head dropped",
     ),
@@ -256,7 +224,7 @@ CHECKS = (
         uses=("use",),
         looks="statvfs of the share, in a child with a deadline: bytes and files.",
         why="A checkpoint that does not fit is lost, at the end of a long computation.",
-        needs=("NFS01", "NFS02"),
+        needs=("PRB02", "NFS01", "NFS02"),
         fault="the share full",
     ),
     Check(
@@ -270,7 +238,7 @@ CHECKS = (
         "df and stat -f are content with a mount that has gone stale.",
         why="A mount that is listed and cannot be used looks healthy until the first checkpoint.",
         tag="nfs",
-        needs=("USR01", "NFS01", "NFS02", "NFS07"),
+        needs=("PRB02", "USR01", "NFS01", "NFS02", "NFS07"),
         fault="mounted read-only; the folder of another user; a stale handle",
     ),
     Check(

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mpitrain.diagnostics.cluster.check import Ask, Check, Finding, NotHereError, NotSeenError, Seen, Target, over_ssh
+from mpitrain.diagnostics.cluster.check import Ask, Check, Finding, NotHereError, NotSeenError, Seen, Target
 from mpitrain.diagnostics.cluster.collect import Cluster, ClusterStep, PairStep
+from mpitrain.diagnostics.cluster.remedies import over_ssh, ssh_service, through_ssh
 from mpitrain.launch.hostfile import Host
 
 _SLOW_SECONDS = 2.0
-_OURS = "/etc/ssh/sshd_config.d/10-mpitrain.conf"
+_FOLDER = "/etc/ssh/sshd_config.d/"
+_OURS = f"{_FOLDER}10-mpitrain.conf"
 _SET_UP = "{set_up} --tags ssh --limit {limit}"
 _RSA_BITS = 3072
 # Without these nothing can be asked as the shared user.
-_JOB = ("PRB01", "USR01", "USR02")
+_JOB = ("PRB01", "PRB02", "USR01", "USR02")
 _NOT_ASKED = "sshd's settings can only be read as root, and the login may not use sudo"
 
 
@@ -50,7 +53,7 @@ def _any_to_any(seen: Seen, pair: tuple[str, str]) -> Iterator[Finding]:
 
 
 def _as_user(seen: Seen, name: str) -> str:
-    return f"ssh {seen.target.addresses[name]} sudo -u {seen.target.user}"
+    return f"ssh {seen.target.login(name)} sudo -u {seen.target.user}"
 
 
 def _own_node(seen: Seen, name: str) -> Iterator[Finding]:
@@ -72,9 +75,7 @@ def _quiet(seen: Seen, name: str) -> Iterator[Finding]:
             found = f"a login of {who} that runs one command prints {noise.strip()[:60]!r}"
             files = f"~{who}/.bashrc ~{who}/.profile /etc/bash.bashrc"
             # It may print in a login of a person, where [[ $- == *i* ]].
-            remedy = (
-                f"ssh {seen.target.addresses[name]} \"sudo grep -nE 'echo|printf|cat' {files}\"  # only if [ -t 1 ]"
-            )
+            remedy = f"ssh {seen.target.login(name)} \"sudo grep -nE 'echo|printf|cat' {files}\"  # only if [ -t 1 ]"
             yield Finding("fail", (name,), found, "nothing", remedy)
 
 
@@ -88,17 +89,25 @@ def _server(seen: Seen, name: str) -> Mapping[str, Any]:
 
 
 def _remedy(seen: Seen, server: Mapping[str, Any], name: str, word: str) -> str:
-    """Set-up writes its own file; sshd takes the first value that it reads, which may be in another one."""
-    files = server["sets"].get(word, [])
-    if not files or files[0] >= _OURS or not files[0].startswith("/etc/ssh/sshd_config.d/"):
+    """Set-up writes its own file; what sshd takes may be in another one, before it or, for some words, behind it."""
+    path = _setter(server, word)
+    has_ours = _OURS in [other for other, _ in server["sets"].get(word, [])]
+    if path in ("", _OURS) or not (has_ours or _FOLDER < path < _OURS):
         return _SET_UP
-    address = seen.target.addresses[name]
-    return f"ssh {address} \"sudo sed -i '/^ *{word}/Id' {files[0]} && sudo systemctl reload ssh\""
+    line = f'sudo sed -i "/^ *{word}/Id" {shlex.quote(path)} && sudo systemctl reload {ssh_service(seen, name)}'
+    return through_ssh(seen.target.login(name), line)
+
+
+def _setter(server: Mapping[str, Any], word: str) -> str:
+    """The file with the value that holds, the first one where none has it in those words; empty for a default."""
+    settings = server["sets"].get(word, [])
+    holds = {str(server[whose].get(word)) for whose in ("user", "root", "all")}
+    return str(next((path for path, value in settings if value in holds), settings[0][0] if settings else ""))
 
 
 def _where(server: Mapping[str, Any], word: str) -> str:
-    files = server["sets"].get(word, [])
-    return f", by {files[0]}" if files else ""
+    path = _setter(server, word)
+    return f", by {path}" if path else ""
 
 
 def _capacity(seen: Seen, name: str) -> Iterator[Finding]:
@@ -139,8 +148,11 @@ def _policy(seen: Seen, name: str) -> Iterator[Finding]:
             (name,),
             f"root may log in by a password (PermitRootLogin yes{_where(server, 'permitrootlogin')})",
             "PermitRootLogin prohibit-password",
-            f"ssh {seen.target.addresses[name]} \"printf 'PermitRootLogin prohibit-password\\n' | "
-            'sudo tee /etc/ssh/sshd_config.d/01-root.conf && sudo systemctl reload ssh"',
+            through_ssh(
+                seen.target.login(name),
+                'echo "PermitRootLogin prohibit-password" | sudo tee /etc/ssh/sshd_config.d/01-root.conf && '
+                f"sudo systemctl reload {ssh_service(seen, name)}",
+            ),
         )
 
 
@@ -169,17 +181,17 @@ def _keys(seen: Seen, name: str) -> Iterator[Finding]:
     yield from _copies(seen, name, found["keys"])
     for path in found["writable_by_others"]:
         text = f"others may write to {path}, so sshd ignores the keys in it"
-        remedy = over_ssh(seen.target.addresses[name], "sudo", "chmod", "go-w", path)
+        remedy = over_ssh(seen.target.login(name), "sudo", "chmod", "go-w", path)
         yield Finding("warn", (name,), text, "writable by its owner alone", remedy)
 
 
 def _new_key(seen: Seen, name: str, path: str) -> str:
-    return f"{over_ssh(seen.target.addresses[name], 'sudo', 'rm', path)} && {{set_up}} --tags ssh"
+    return f"{over_ssh(seen.target.login(name), 'sudo', 'rm', path)} && {{set_up}} --tags ssh"
 
 
 def _key_remedy(seen: Seen, name: str, key: Mapping[str, Any], *command: str) -> str:
     is_ours = key["path"].startswith("/etc/ssh/mpitrain/")
-    return _SET_UP if is_ours else over_ssh(seen.target.addresses[name], "sudo", *command, key["path"])
+    return _SET_UP if is_ours else over_ssh(seen.target.login(name), "sudo", *command, key["path"])
 
 
 def _copies(seen: Seen, name: str, keys: list[Mapping[str, Any]]) -> Iterator[Finding]:
@@ -211,7 +223,7 @@ CHECKS = (
         looks="MaxStartups and PerSourcePenalties of `sshd -T`.",
         why="sshd drops what is beyond that, at random, and the launcher says only that a connection was reset.",
         tag="ssh",
-        needs=("PRB01",),
+        needs=("PRB01", "PRB02"),
         fault="MaxStartups 1",
     ),
     Check(
@@ -224,7 +236,7 @@ CHECKS = (
         looks="`sshd -T -C user=...`: what all files of its configuration come to for that user.",
         why="Where a password will do, one that is guessed opens all nodes; the first file that sets a value wins.",
         tag="ssh",
-        needs=("PRB01",),
+        needs=("PRB01", "PRB02"),
         fault="passwords switched on in our own file; in a file that is read before it",
     ),
     Check(

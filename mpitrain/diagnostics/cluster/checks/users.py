@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from mpitrain.diagnostics.cluster.check import Ask, Check, Finding, NotHereError, NotSeenError, Seen, over_ssh
+from mpitrain.diagnostics.cluster.check import Ask, Check, Finding, NotHereError, NotSeenError, Seen
 from mpitrain.diagnostics.cluster.collect import ClusterStep, PairStep
+from mpitrain.diagnostics.cluster.remedies import over_ssh
 
 _NO_LOGIN = ("nologin", "false")
 
@@ -43,7 +44,7 @@ def _same_numbers(seen: Seen, nodes: Sequence[str]) -> Iterator[Finding]:
             )
 
 
-_TAKEN = "ssh {address} getent passwd  # choose a free mpitrain_uid in cluster/group_vars/all.yml, then {set_up}"
+_TAKEN = "ssh {login} getent passwd  # choose a free mpitrain_uid in cluster/group_vars/all.yml, then {set_up}"
 
 
 def _renumber(account: Mapping[str, Any], user: str, uid: int | None, gid: int | None) -> str:
@@ -55,12 +56,12 @@ def _renumber(account: Mapping[str, Any], user: str, uid: int | None, gid: int |
         if old != new
     )
     if account["gid"] != gid and group != user:
-        look = f"ssh {{address}} 'id {user}; getent group {group} {gid}'"
+        look = f"ssh {{login}} 'id {user}; getent group {group} {gid}'"
         return f"{look}  # {numbers}; the group {group} may have others in it, so that is for a person to do"
     groupmod = f"sudo groupmod -g {gid} {user} && " if account["gid"] != gid else ""
     # The files under /home are usermod's to change; -xdev keeps away from the share.
     find = f"sudo find / -xdev -uid {old_uid} -exec chown -h {uid}:{gid} {{}} +"
-    return f"ssh {{address}} '{groupmod}sudo usermod -u {uid} -g {gid} {user} && {find}'"
+    return f"ssh {{login}} '{groupmod}sudo usermod -u {uid} -g {gid} {user} && {find}'"
 
 
 def _usable(seen: Seen, node: str) -> Iterator[Finding]:
@@ -74,7 +75,7 @@ def _usable(seen: Seen, node: str) -> Iterator[Finding]:
             (node,),
             f"the shell of {seen.target.user}, {one['shell']}, {what}",
             "a shell, such as /bin/bash",
-            remedy="ssh {address} sudo usermod -s /bin/bash {user}",
+            remedy="ssh {login} sudo usermod -s /bin/bash {user}",
         )
     if one["home_owner"] is None:
         yield Finding(
@@ -82,10 +83,13 @@ def _usable(seen: Seen, node: str) -> Iterator[Finding]:
         )
     elif one["home_owner"] != one["uid"]:
         found = f"the home of {seen.target.user}, {one['home']}, belongs to uid {one['home_owner']}"
-        remedy = over_ssh("{address}", "sudo", "chown", f"{seen.target.user}:", one["home"])
+        remedy = over_ssh("{login}", "sudo", "chown", f"{seen.target.user}:", one["home"])
         yield Finding("fail", (node,), found, f"uid {one['uid']}", remedy=remedy)
-    if one["expired"]:
-        remedy = "ssh {address} sudo chage -E -1 {user}"
+    if one["expired"] is None:
+        found = "whether the account has expired can only be read as root, and the login may not use sudo"
+        yield Finding("skip", (node,), found)
+    elif one["expired"]:
+        remedy = "ssh {login} sudo chage -E -1 {user}"
         yield Finding(
             "fail", (node,), f"the account {seen.target.user} has expired", "no date of expiry", remedy=remedy
         )

@@ -28,8 +28,8 @@ def account(wish: dict[str, Any]) -> dict[str, Any]:
         entry = pwd.getpwnam(wish["user"])
     except KeyError:
         return {"uid": None, "uid_owner": _owner(wish["uid"])}
-    shadow = (children.as_root("getent", "shadow", wish["user"]) or "").strip().split(":")
-    expires = shadow[7] if len(shadow) > 7 else ""
+    shadow = children.as_root("getent", "shadow", wish["user"])
+    expires = (f"{shadow}:::::::").split(":")[7].strip()
     try:
         home = Path(entry.pw_dir).stat()
     except OSError:
@@ -43,8 +43,13 @@ def account(wish: dict[str, Any]) -> dict[str, Any]:
         "shell_works": os.access(entry.pw_shell or "/bin/sh", os.X_OK),
         "home": entry.pw_dir,
         "home_owner": home.st_uid if home and stat.S_ISDIR(home.st_mode) else None,
-        "expired": expires.isdigit() and int(expires) * 86400 < time.time(),
+        "expired": None if shadow is None else expires.isdigit() and int(expires) * 86400 < time.time(),
     }
+
+
+def become(_wish: Any) -> str:
+    """Whom the shared user's agent runs as."""
+    return pwd.getpwuid(os.getuid()).pw_name
 
 
 def _owner(uid: int | None) -> str | None:
@@ -82,8 +87,8 @@ def _dead_ranks() -> list[dict[str, Any]]:
         age_seconds = up - int(fields[19]) / tick
         is_rank = comm in _DAEMONS or _RANK.search(children.text(f"{path}/environ"))
         if is_rank and age_seconds > _YOUNG_PROCESS_SECONDS:
-            command = children.text(f"{path}/cmdline").replace("\0", " ").strip()
-            found.append({"pid": int(path.name), "age_seconds": age_seconds, "command": command[:80] or comm})
+            # Without arguments: what people put there is not for everybody who reads a report.
+            found.append({"pid": int(path.name), "age_seconds": age_seconds, "program": comm})
     return sorted(found, key=lambda one: int(str(one["pid"])))
 
 
@@ -116,4 +121,9 @@ def _dead_files(patterns: list[str]) -> list[dict[str, Any]]:
     return [{"path": path, **file} for path, file in sorted(found.items())]
 
 
-CALLS = {"account": account, "leftovers": leftovers}
+CALLS = {
+    "account": account,
+    "sudo": lambda _wish: {"hangs": os.geteuid() != 0 and children.sudo_hangs()},
+    "become": become,
+    "leftovers": leftovers,
+}

@@ -10,6 +10,7 @@ import json
 import os
 import pwd
 import queue
+import re
 import subprocess
 import sys
 import threading
@@ -20,7 +21,11 @@ from typing import Any
 
 from mpitrain.diagnostics.cluster.node import children
 
-_END_SECONDS = 1.0
+# The other agent may have to remove its folder from a share that is slow, or dead.
+_END_SECONDS = 6.0
+_TERMINATE_SECONDS = 1.0
+_BEGIN_SECONDS = 30.0
+_RED_HAT = {"rhel", "fedora", "centos"}
 
 
 class Agent:
@@ -36,13 +41,17 @@ class Agent:
         self._me = pwd.getpwuid(os.getuid()).pw_name
         self._other: subprocess.Popen[bytes] | None = None  # the second agent's process
         self._waiting: set[int] = set()  # numbers of questions that went to it
+        self._is_asked_for = False
+        self._has_begun = False  # whether it has said anything
         self._why = ""  # why there is none
+        self._end_lock = threading.Lock()
 
     def serve(self) -> None:
         """Answer until stdin ends; does not return."""
         self._heard = time.monotonic()
         threading.Thread(target=self._end_late, daemon=True).start()
-        self._send({"hello": self._me, "python": "{}.{}.{}".format(*sys.version_info[:3])})
+        python = "{}.{}.{}".format(*sys.version_info[:3])
+        self._send({"hello": self._me, "python": python, "family": _family()})
         for line in sys.stdin.buffer:
             self._heard = time.monotonic()
             question = json.loads(line)
@@ -71,8 +80,10 @@ class Agent:
 
     def _pass_on(self, question: dict[str, Any], line: bytes) -> None:
         with self._lock:
-            if self._other is None and not self._why:
-                self._start_other(question["as"])
+            if not self._is_asked_for:
+                self._is_asked_for = True
+                self._to_other.put(json.dumps(self._bundle).encode() + b"\n")
+                threading.Thread(target=self._start_other, args=(question["as"],), daemon=True).start()
             if not self._why:
                 self._waiting.add(question["id"])
                 self._to_other.put(line)
@@ -85,19 +96,24 @@ class Agent:
         command = ["timeout", "-k", "2", life, "sudo", "-n", "-H", "-u", user, "--", *program]
         try:
             pwd.getpwnam(user)
+            if children.sudo_hangs():
+                self._lose(f"{self._me} cannot become {user}: sudo hangs")
+                return
             other = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd="/"
             )
         except KeyError:
-            self._why = f"there is no user {user}"
+            self._lose(f"there is no user {user}")
             return
         except OSError as error:
-            self._why = f"{self._me} cannot become {user}: {error.strerror}"
+            self._lose(f"{self._me} cannot become {user}: {error.strerror}")
             return
         self._other = other
-        self._to_other.put(json.dumps(self._bundle).encode() + b"\n")
         threading.Thread(target=self._tell, args=(other,), daemon=True).start()
         threading.Thread(target=self._relay, args=(user, other), daemon=True).start()
+        late = threading.Timer(_BEGIN_SECONDS, self._give_up, args=(user, other))
+        late.daemon = True
+        late.start()
 
     def _tell(self, other: subprocess.Popen[bytes]) -> None:
         """In a thread: a sudo that hangs reads nothing, and a pipe takes less than the bundle."""
@@ -107,9 +123,23 @@ class Agent:
                 other.stdin.write(self._to_other.get())
                 other.stdin.flush()
 
+    def _give_up(self, user: str, other: subprocess.Popen[bytes]) -> None:
+        """Where a sudo hangs, what goes to the other agent is answered at once from then on."""
+        if not self._has_begun:
+            self._lose(f"{self._me} cannot become {user}: sudo does not answer within {_BEGIN_SECONDS:g} s")
+            other.terminate()
+
+    def _lose(self, why: str) -> None:
+        with self._lock:
+            self._why = self._why or why
+            waiting, self._waiting = self._waiting, set()
+        for number in waiting:
+            self._send({"id": number, "error": self._why})
+
     def _relay(self, user: str, other: subprocess.Popen[bytes]) -> None:
         assert other.stdout is not None and other.stderr is not None
         for line in other.stdout:
+            self._has_begun = True
             try:
                 answer = json.loads(line)
             except ValueError:
@@ -119,12 +149,7 @@ class Agent:
                     self._waiting.discard(answer["id"])
                 self._send(answer)
         words = other.stderr.read().decode(errors="replace").strip().splitlines()
-        with self._lock:
-            said = words[-1] if words else "its process ended"
-            self._why = f"{self._me} cannot become {user}: {said}"
-            waiting, self._waiting = self._waiting, set()
-        for number in waiting:
-            self._send({"id": number, "error": self._why})
+        self._lose(f"{self._me} cannot become {user}: {words[-1] if words else 'its process ended'}")
 
     def _end_late(self) -> None:
         """End when nobody has asked anything for long, as when the connection was cut and nobody told us."""
@@ -134,18 +159,28 @@ class Agent:
 
     def _end(self) -> None:
         """Leave nothing behind: what we run, and the other agent, which does the same when its stdin ends."""
-        children.kill_all()
-        if self._other is not None:
-            assert self._other.stdin is not None
+        self._end_lock.acquire()  # who comes second would end the process before the first is done
+        other = self._other
+        if other is not None:
+            assert other.stdin is not None
             with suppress(OSError):
-                os.close(self._other.stdin.fileno())  # not close(), which waits for a write that hangs
-            with suppress(subprocess.TimeoutExpired):
-                self._other.wait(_END_SECONDS)
-            if self._other.poll() is None:
-                self._other.terminate()  # timeout(1) passes it on; what is root's is ended by that one's own deadline
+                os.close(other.stdin.fileno())  # not close(), which waits for a write that hangs
+        children.end_all()
+        if other is not None:
+            if self._has_begun:
                 with suppress(subprocess.TimeoutExpired):
-                    self._other.wait(_END_SECONDS)
+                    other.wait(_END_SECONDS)
+            if other.poll() is None:
+                other.terminate()  # timeout(1) passes it on; what is root's is ended by that one's own deadline
+                with suppress(subprocess.TimeoutExpired):
+                    other.wait(_TERMINATE_SECONDS)
         os._exit(0)
+
+
+def _family() -> str:
+    """Of this system, for what has other names there: "redhat", or "" for Debian's and all else."""
+    words = re.findall(r'(?m)^ID(?:_LIKE)?="?([^"\n]*)', children.text("/etc/os-release"))
+    return "redhat" if _RED_HAT & set(" ".join(words).split()) else ""
 
 
 def main(bundle: dict[str, Any]) -> None:

@@ -6,22 +6,38 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
 _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
+_SUDO_SECONDS = 8.0
+_REMOVE_SECONDS = 3.0
+_KILL_SECONDS = 0.5
+
 _running: set[subprocess.Popen[bytes]] = set()
 _lock = threading.Lock()
+# Everything is asked at once. So many commands run at a time, that each has its deadline to itself on a slow machine,
+# and that some which hang do not hold up the others.
+_slots = threading.Semaphore(5)
+_sudo_lock = threading.Lock()
+_sudo: dict[str, bool] = {}  # "hangs", once it was asked
+_folders: set[str] = set()
+_ending = threading.Event()
 
 
 class SlowError(Exception):
     """A command did not end in time."""
 
 
+class EndingError(Exception):
+    """The agent ends, and starts nothing more."""
+
+
 def run(
     command: list[str],
-    seconds: float = 3.0,
+    seconds: float = 6.0,
     input: str | None = None,
     env: dict[str, str] | None = None,
     cwd: str = "/",
@@ -30,24 +46,34 @@ def run(
 
     Raises:
         SlowError: it did not end in time. What waits for a dead NFS server may not die either; it is left then.
+        EndingError: all were ended.
     """
+    with _slots:
+        return _run(command, seconds, input, env, cwd)
+
+
+def _run(
+    command: list[str], seconds: float, input: str | None, env: dict[str, str] | None, cwd: str
+) -> tuple[int, str, str]:
     environment = dict(os.environ)
     environment["PATH"] = environment.get("PATH", "") + ":" + _SYSTEM_PATH
     environment["LC_ALL"] = "C"
     environment.update(env or {})
-    try:
-        child = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL if input is None else subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            env=environment,
-            cwd=cwd,
-        )
-    except OSError as error:
-        return 127, "", f"{command[0]}: {error.strerror}"
     with _lock:
+        if _ending.is_set():
+            raise EndingError
+        try:
+            child = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL if input is None else subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+                env=environment,
+                cwd=cwd,
+            )
+        except OSError as error:
+            return 127, "", f"{command[0]}: {error.strerror}"
         _running.add(child)
     try:
         out, err = child.communicate(None if input is None else input.encode(), timeout=seconds)
@@ -62,18 +88,42 @@ def run(
     return child.returncode, out.decode(errors="replace"), err.decode(errors="replace")
 
 
-def output(*command: str, seconds: float = 3.0) -> str:
+def output(*command: str, seconds: float = 6.0) -> str:
     """What a command writes to stdout; empty where it fails or is not there."""
     code, out, _ = run(list(command), seconds)
     return out if code == 0 else ""
 
 
-def as_root(*command: str, seconds: float = 3.0) -> str | None:
-    """The same as root, by sudo that must not ask; None where it may not."""
+def as_root(*command: str, seconds: float = 6.0) -> str | None:
+    """The same as root, by sudo that must not ask; None where it may not, or sudo hangs."""
     if os.geteuid() != 0:
+        if sudo_hangs():
+            return None
         command = ("sudo", "-n", *command)
     code, out, err = run(list(command), seconds)
     return None if code != 0 and ("sudo:" in err or "password is required" in err) else out
+
+
+def sudo_hangs() -> bool:
+    """Whether sudo says neither yes nor no; it is asked once."""
+    with _sudo_lock:
+        if not _sudo:
+            try:
+                run(["sudo", "-n", "true"], _SUDO_SECONDS)
+                _sudo["hangs"] = False
+            except SlowError:
+                _sudo["hangs"] = True
+        return _sudo["hangs"]
+
+
+def makes(folder: str) -> None:
+    """A folder of our own comes to be, which must not outlive us."""
+    _folders.add(folder)
+
+
+def removed(folder: str) -> None:
+    """It is gone."""
+    _folders.discard(folder)
 
 
 def kill(child: subprocess.Popen[bytes]) -> None:
@@ -82,11 +132,20 @@ def kill(child: subprocess.Popen[bytes]) -> None:
         os.killpg(child.pid, signal.SIGKILL)
 
 
-def kill_all() -> None:
-    """End every command that runs."""
+def end_all() -> None:
+    """End every command that runs, start no other, and remove our folders."""
     with _lock:
+        _ending.set()
         for child in _running:
             kill(child)
+        until = time.monotonic() + _KILL_SECONDS
+        for child in _running:
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(max(0.0, until - time.monotonic()))
+    if _folders:
+        # A server that is dead keeps what touches its share.
+        with suppress(subprocess.TimeoutExpired, OSError):
+            subprocess.run(["rm", "-rf", "--", *_folders], timeout=_REMOVE_SECONDS, check=False)
 
 
 def text(path: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from mpitrain.diagnostics.cluster.node import children
 
-_SSH_SECONDS = 7.0
+_SSH_SECONDS = 10.0
 _MARK = "mpitrain-check:"
 
 # Runs in that shell, by the system's Python: whatever the shell's own setting does to another one is to be seen here.
@@ -51,8 +51,8 @@ def shell(wish: dict[str, Any]) -> dict[str, Any]:
 
 # mpitrain's own commands on a node that set-up made; each starts the one of its name in the virtual environment.
 _COMMANDS = "/usr/local/lib/mpitrain/bin"
-_PYTHON_SECONDS = 6
-_MPIEXEC_SECONDS = 3
+_PYTHON_SECONDS = 10
+_MPIEXEC_SECONDS = 6
 _MOST_OUTPUT = 1 << 20
 _MOST_ERROR = 2000
 
@@ -178,7 +178,7 @@ def left(wish: dict[str, Any]) -> list[str]:
 def in_job(address: str, command: list[str], seconds: float) -> tuple[int, str, str]:
     """Run a command as mpiexec would start a rank here: through ssh, without a login shell."""
     # No word is asked for, and the connection of another command is not shared.
-    options = ["-o", "BatchMode=yes", "-o", "ControlPath=none", "-o", "ConnectTimeout=5"]
+    options = ["-o", "BatchMode=yes", "-o", "ControlPath=none", "-o", "ConnectTimeout=8"]
     return children.run(["ssh", *options, "--", address, shlex.join(command)], seconds)
 
 

@@ -49,6 +49,8 @@ def network(wish: dict[str, Any]) -> dict[str, Any]:
             "addresses": [
                 "{}/{}".format(one["local"], one["prefixlen"]) for one in link.get("addr_info", []) if "local" in one
             ],
+            # Made anew every day, to hide who it is.
+            "temporary": [one["local"] for one in link.get("addr_info", []) if one.get("temporary")],
             "speed_mbit": int(speed) if speed.isdigit() else None,
             "duplex": children.text(folder + "/duplex").strip(),
         }
@@ -124,7 +126,7 @@ def ports(_wish: dict[str, Any]) -> dict[str, str]:
 
 
 def ssh_server(wish: dict[str, Any]) -> dict[str, Any]:
-    """What sshd's settings come to: for all, for the shared `user`, for root; and the files that set each."""
+    """What sshd's settings come to: for all, for the shared `user`, for root; and who "sets" each: [file, value]."""
     found: dict[str, Any] = {"is_known": True, "sets": {}}
     who = {"all": [], "user": ["-C", "user={user},host={peer},addr={peer}".format(**wish)]}
     who["root"] = ["-C", "user=root,host={peer},addr={peer}".format(**wish)]
@@ -136,9 +138,9 @@ def ssh_server(wish: dict[str, Any]) -> dict[str, Any]:
     files = sorted(Path(_SETTINGS).glob("*.conf")) + [Path("/etc/ssh/sshd_config")]
     for path in files:
         for line in (children.as_root("cat", str(path)) or "").splitlines():
-            word = line.split()[0].lower() if line.split() else "#"
-            if not word.startswith("#"):
-                found["sets"].setdefault(word, []).append(str(path))
+            word, _, value = line.strip().partition(" ")
+            if word and not word.startswith("#"):
+                found["sets"].setdefault(word.lower(), []).append([str(path), value.strip()])
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import re
 import socket
 import threading
@@ -28,7 +29,7 @@ def names(wish: dict[str, Any]) -> dict[str, Any]:
     links = json.loads(children.output("ip", "-j", "address") or "[]")
     return {
         "hostname": socket.gethostname(),
-        "resolved": _resolve([*wish["names"], socket.gethostname()]),
+        "resolved": resolve([*wish["names"], socket.gethostname()]),
         "hosts": children.text("/etc/hosts").splitlines(),
         "set_up": Path("/etc/mpitrain/hosts").is_file(),
         "cloud_init": _cloud_init(),
@@ -49,7 +50,7 @@ def names(wish: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _resolve(wanted: list[str]) -> dict[str, list[str] | None]:
+def resolve(wanted: list[str]) -> dict[str, list[str] | None]:
     """Name -> its addresses in their order; empty where it has none, None where no answer came in time."""
     found: dict[str, list[str] | None] = dict.fromkeys(wanted)
 
@@ -152,11 +153,12 @@ def processors(_wish: dict[str, Any]) -> dict[str, Any]:
     started = time.monotonic()
     time.sleep(_SAMPLE_SECONDS)
     after = _cpu_seconds()
+    ours = _ours()
     seconds = time.monotonic() - started
     busy = []
     for process, (used, life) in after.items():
         now = (used - before.get(process, (used, life))[0]) / seconds
-        if used >= _BUSY_CPU_SECONDS and used >= _BUSY_SHARE * life and now > 0.0:
+        if process not in ours and used >= _BUSY_CPU_SECONDS and used >= _BUSY_SHARE * life and now > 0.0:
             # While all nodes are looked at at once, it gets less than it had before.
             busy.append({"pid": process, "cores": max(now, used / life), **_who(process)})
     return {
@@ -180,12 +182,26 @@ def _cpu_seconds() -> dict[int, tuple[float, float]]:
     return found
 
 
+def _ours() -> set[int]:
+    """This process and those above it, which on a slow machine compute for longer than a check should take."""
+    found: set[int] = set()
+    process = os.getpid()
+    while process > 1:
+        found.add(process)
+        fields = children.text(f"/proc/{process}/stat").rpartition(")")[2].split()
+        process = int(fields[1]) if fields else 0
+    return found
+
+
 def _who(process: int) -> dict[str, Any]:
+    """Without arguments: what people put there is not for everybody who reads a report."""
     user = "?"
     with suppress(OSError):
-        user = str(Path(f"/proc/{process}").stat().st_uid)
-    command = children.text(f"/proc/{process}/cmdline").replace("\0", " ").strip()
-    return {"uid": user, "command": command[:60] or children.text(f"/proc/{process}/comm").strip()}
+        uid = Path(f"/proc/{process}").stat().st_uid
+        user = str(uid)
+        with suppress(KeyError):
+            user = pwd.getpwuid(uid).pw_name
+    return {"user": user, "program": children.text(f"/proc/{process}/comm").strip()}
 
 
 def _quota() -> float | None:

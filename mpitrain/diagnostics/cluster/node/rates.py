@@ -80,10 +80,12 @@ def share(wish: dict[str, Any]) -> dict[str, float]:
         "    (folder / str(number)).write_text('x')\n"
         "print(100 / (time.perf_counter() - started))\n"
     )
+    children.makes(str(folder))
     try:
         ended, out, err = children.run(["/usr/bin/python3", "-c", code, str(folder), str(wish["bytes"])], 25.0)
     finally:
         children.run(["rm", "-rf", str(folder)], 10.0)
+        children.removed(str(folder))
     if ended != 0:
         raise OSError(err.strip().splitlines()[-1] if err.strip() else "writing failed")
     rate, files = out.split()

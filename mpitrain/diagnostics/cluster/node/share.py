@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 from mpitrain.diagnostics.cluster.node import children
+from mpitrain.diagnostics.cluster.node.machine import resolve
 
 _TOUCH_SECONDS = 5.0
 _VISIBLE_SECONDS = 5.0
@@ -130,7 +131,10 @@ def mount(wish: dict[str, Any]) -> dict[str, Any]:
         touched = _ask(_KIND, share, as_root=children.as_root("true") is not None)
     except RuntimeError as error:
         touched = {"kind": "unknown", "why": str(error)}
-    unit = children.output("systemd-escape", "--path", share).strip()
+    mounts = _mounts(share)
+    is_nfs = bool(mounts) and "nfs" in mounts[-1]["type"]
+    at = mounts[-1]["path"] if is_nfs else share  # it may be a folder of a larger share
+    unit = children.output("systemd-escape", "--path", at).strip()
     states = {}
     for kind in ("automount", "mount"):
         shown = children.output(
@@ -141,23 +145,30 @@ def mount(wish: dict[str, Any]) -> dict[str, Any]:
     given = re.search(r"(?m)^Options=(.*)$", children.text(states["mount"].get("FragmentPath", "") or "/dev/null"))
     return {
         **touched,
-        "mounts": _mounts(share),
+        "mounts": mounts,
+        "server_addresses": _server_addresses(mounts[-1]["source"]) if is_nfs else [],
         "units": states,
         "unit_options": given[1].split(",") if given else [],
-        "fstab": _fstab(share),
+        "fstab": _fstab(at),
     }
 
 
+def _server_addresses(source: str) -> list[str]:
+    server = source.rpartition(":")[0].strip("[]")
+    return resolve([server])[server] or [] if server else []
+
+
 def _mounts(share: str) -> list[dict[str, Any]]:
-    found = []
+    found: list[dict[str, Any]] = []
     for line in children.text("/proc/self/mountinfo").splitlines():
         left, _, right = line.partition(" - ")
         path = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), left.split()[4])
         kind, source, super_options = (right.split(" ", 2) + ["", ""])[:3]
-        if path == share.rstrip("/"):
+        if path == share.rstrip("/") or share.startswith(path.rstrip("/") + "/"):
             options = [*left.split()[5].split(","), *super_options.split(",")]
-            found.append({"type": kind, "source": source, "options": options})
-    return found
+            found.append({"path": path, "type": kind, "source": source, "options": options})
+    longest = max((len(one["path"]) for one in found), default=0)
+    return [one for one in found if len(one["path"]) == longest]
 
 
 def _fstab(share: str) -> list[str]:
@@ -178,16 +189,28 @@ def use(wish: dict[str, Any]) -> dict[str, Any]:
         before = list(found.values())[-1]
         if "slow" in before or found["list"].get("why"):
             break
+        folder = _folder(wish)
+        children.makes(folder)
         found[name] = _ask(script, wish["share"], *arguments)
+        if "slow" not in found[name]:
+            children.removed(folder)
     return found
+
+
+def _folder(wish: dict[str, Any]) -> str:
+    return "{share}/.mpitrain-check-{run}".format(**wish)
 
 
 def step(wish: dict[str, Any]) -> Any:
     """One step of a file's way from node to node: begin, miss, write, wait, end. Says why where it fails."""
+    if wish["action"] == "begin":
+        children.makes(_folder(wish))
     try:
         found = _ask(_STEP, wish["share"], wish["action"], wish["run"], wish.get("token", ""), seconds=_VISIBLE_SECONDS)
     except RuntimeError as error:
         return {"why": str(error)}
+    if wish["action"] == "end" and found == "":
+        children.removed(_folder(wish))
     return found
 
 
