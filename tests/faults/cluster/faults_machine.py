@@ -44,6 +44,7 @@ FAULTS: dict[str, Fault] = {
         {"NAM01": ("fail", "node2")},
         repair="hosts",
         shows=["it calls itself localhost2"],
+        is_slow=True,
     ),
     "wrong address in hosts": Fault(
         "another address for node2 in /etc/hosts of node4, above the lines of set-up",
@@ -59,6 +60,7 @@ FAULTS: dict[str, Fault] = {
         {"NAM04": ("fail", "node1")},
         repair="hosts",
         shows=["'10.9.9.9 node3' for node3"],
+        is_slow=True,
     ),
     "hosts block gone": Fault(
         "the lines of set-up taken out of /etc/hosts of node2",

@@ -86,6 +86,7 @@ FAULTS: dict[str, Fault] = {
         {"NFS09": ("fail", "node1")},
         repair="nfs",
         shows=("is not exported to node2, node3, node4",),
+        is_slow=True,
     ),
     "NFS server stopped": Fault(
         "nfs-server stopped on the head",
