@@ -23,7 +23,7 @@ SIZES = {"mpich": (1, 2, 3, 4, 5, 7), "openmpi": (2, 3)}
 # The tests that need a bed of nodes (mpitrain/testbed).
 ON_NODES = ["tests/testbed", "tests/cluster", "tests/cli/test_cluster_bed.py", "tests/faults/cluster"]
 # Far above what a part takes; a part that reaches it hangs.
-DEADLINE_SECONDS = 900.0
+DEADLINE_SECONDS = 1800.0
 ON_NODES_SECONDS = 3600.0
 # After SIGTERM, before SIGKILL.
 GRACE_SECONDS = 10.0

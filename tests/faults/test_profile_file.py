@@ -18,7 +18,7 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The text of one that was measured here, with 2 ranks."""
     path = tmp_path_factory.mktemp("profile") / "cluster.json"
     command = [*mpiexec(2), str(VENVS["mpich"] / "bin/python"), "-m", "mpitrain.bench", "--save-profile", str(path)]
-    job = run_command(command)
+    job = run_command(command, timeout=300)  # it measures for as long as it takes
     assert job.code == 0, job.output
     return path.read_text()
 
