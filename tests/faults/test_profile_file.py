@@ -10,7 +10,7 @@ import pytest
 from faults.outcome import report_of
 from jobs import VENVS, mpiexec, run_command, run_job
 
-SOURCE = "import mpitrain as mt\nprint('went on with', mt.init().profile.origin)"
+SOURCE = "import mpitrain as mt\nprint(f'went on with {mt.init().profile.origin}')"
 
 
 @pytest.fixture(scope="module")
