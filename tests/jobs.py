@@ -88,6 +88,23 @@ def run_command(
     during: Callable[[subprocess.Popen[str]], None] | None = None,
 ) -> Job:
     """Run a command in a session of its own; at the deadline end all of it and fail."""
+    job = _run_once(command, timeout, env, cwd, during)
+    # Open MPI's own runtime fails so now and then, before any rank is there: seen some times in thousands of starts.
+    if _NO_START in job.stderr and not job.stdout:
+        job = _run_once(command, timeout, env, cwd, during)
+    return job
+
+
+_NO_START = "The PMIx server's listener thread failed to start"
+
+
+def _run_once(
+    command: list[str],
+    timeout: float,
+    env: Mapping[str, str] | None,
+    cwd: Path,
+    during: Callable[[subprocess.Popen[str]], None] | None,
+) -> Job:
     token = uuid.uuid4().hex
     process = subprocess.Popen(
         command,
