@@ -115,6 +115,7 @@ FAULTS: dict[str, Fault] = {
         {"NFS03": ("fail", "node[2-4]")},
         repair="nfs",
         shows=("Stale file handle",),
+        is_slow=True,  # and once in a while a node has looked the folder up anew, and nothing is stale there
     ),
     "share read-only": Fault(
         "the share mounted again read-only on one node",
