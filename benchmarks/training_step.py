@@ -3,8 +3,8 @@
     benchmarks/shaped_hosts 4 1gbit '$MPIEXEC python benchmarks/training_step.py --gbit 1'
 
 The gradients are those of an MLP of equal layers, float32. mpitrain's GradientReducer with and without compression
-stands against PyTorch's DistributedDataParallel over gloo (left out without PyTorch), with the same layers, the same
-gradients and the same computation, all in one set of processes, in turns; neither updates parameters.
+stands against PyTorch's DistributedDataParallel over gloo (without PyTorch: --variants none bf16 int8), with the same
+layers, the same gradients and the same computation, all in one set of processes, in turns; neither updates parameters.
 
 A layer's computation is a sleep, a third of it in the forward pass: the hosts of shaped_hosts share the cores of one
 machine, and their ranks would take them from each other where real hosts have their own. What the exchange itself

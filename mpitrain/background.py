@@ -37,18 +37,19 @@ class Background:
             self._control.open_tests.append(self.look)
         self._queue.append(steps)
 
-    def look(self) -> None:
-        """Do what can be done without waiting."""
+    def look(self) -> float | None:
+        """Do what can be done without waiting; what the work that is left has yielded."""
         # Not free: a thread is here, or this is a wait within the work itself.
         if not self._at_work.acquire(blocking=False):
-            return
+            return None
         try:
             while self._queue:
-                for _ in self._queue[0]:
-                    return
+                for nap in self._queue[0]:
+                    return nap
                 self._queue.popleft()
                 if not self._queue:
                     self._control.open_tests.remove(self.look)
+            return None
         finally:
             self._at_work.release()
 

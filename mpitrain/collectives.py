@@ -83,14 +83,16 @@ class Handle(Generic[Result]):
     def wait(self) -> Result:
         """The result, once it is there. Raises as `test` does."""
         if not self._is_done:
-            self._world.control.wait(until(self._looked), self)
+            self._world.control.wait(self._until_done(), self)
         if self._problem is not None:
             raise self._problem
         return self._result  # type: ignore[return-value]
 
-    def _looked(self) -> bool:
-        self._world.background.look()
-        return self._is_done
+    def _until_done(self) -> Progress:
+        while not self._is_done:
+            nap = self._world.background.look()
+            if not self._is_done:
+                yield nap
 
     def _steps(self, agreement: Agreement, work: Work[Result]) -> Progress:
         try:

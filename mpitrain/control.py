@@ -60,7 +60,7 @@ class Control:
         self.rank, self.size = int(comm.rank), int(comm.size)  # here also when MPI is gone
         self._comm = comm
         self._hosts = hosts
-        self.open_tests: list[Callable[[], None]] = []  # move on what has begun and is not complete
+        self.open_tests: list[Callable[[], object]] = []  # move on what has begun and is not complete
         self.posted: BaseException | None = None  # an error of a thread, for the main one to raise
         self._wreck: BaseException | None = None
         self._broken_in = ""

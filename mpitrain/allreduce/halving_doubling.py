@@ -40,7 +40,7 @@ from mpitrain.world import World, part_of
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_TAG = 12
+_TAG = 41
 
 
 def halving_doubling(world: World) -> Sequential:

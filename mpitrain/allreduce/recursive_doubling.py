@@ -36,7 +36,7 @@ from mpitrain.world import World
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_TAG = 11
+_TAG = 40
 
 
 def recursive_doubling(world: World) -> Sequential:
