@@ -8,8 +8,10 @@ import time
 # core; at 10 Gbit/s any nap lets the wire run dry.
 _SHORTEST_NAP, _LONGEST_NAP = 100e-6, 200e-6
 _NAPS_A_PIECE = 4
-# A shorter exchange is over before a nap would pay, and says little of the wire's rate.
+# A shorter exchange is over before a nap would pay.
 _LEAST_BYTES = 256 * 1024
+# What switches and sockets take in at once says nothing of the wire's rate.
+_BUFFERED_BYTES = 256 * 1024
 _FORGET = 0.99  # of the best rate, for each exchange; and one in so many is made without naps, to measure it again
 _WITHOUT_NAPS = 32
 
@@ -48,5 +50,5 @@ class Pace:
     def end(self) -> None:
         """The exchange is over."""
         if self._num_bytes >= _LEAST_BYTES:
-            rate = self._num_bytes / (time.perf_counter() - self._started)
+            rate = (self._num_bytes - _BUFFERED_BYTES) / (time.perf_counter() - self._started)
             self._rate = max(rate, self._rate * _FORGET)

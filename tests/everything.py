@@ -18,6 +18,8 @@ from xml.etree import ElementTree
 
 from jobs import REPOSITORY, RUN_TOKEN, VENVS, clean_environment, kill_all, mpiexec, processes_of
 
+from mpitrain.diagnostics.limits import SHM_PATTERNS
+
 # World sizes for the tests that run on all ranks: powers of two and not, more ranks than cores.
 SIZES = {"mpich": (1, 2, 3, 4, 5, 7), "openmpi": (2, 3)}
 # The tests that need a bed of nodes (mpitrain/testbed).
@@ -50,6 +52,7 @@ def main() -> int:
     arguments = parser.parse_args()
     total: Counter[str] = Counter()
     failed_parts = []
+    shared = shared_memory()
     for name, command, is_pytest, deadline_seconds in parts(arguments.full):
         print(f"\n=== {name}", flush=True)
         started = time.monotonic()
@@ -58,6 +61,8 @@ def main() -> int:
         if counts["failed"]:
             failed_parts.append(name)
         print(f"--- {name}: {dict(counts)}, {time.monotonic() - started:.0f} s", flush=True)
+        for path in shared_memory() - shared:
+            path.unlink(missing_ok=True)
     if failed_parts:
         print(f"\nfailed: {', '.join(failed_parts)}")
     print(f"\nskipped, with the reasons above: {total['skipped']}")
@@ -105,6 +110,16 @@ def end(process: subprocess.Popen[bytes], token: str) -> int:
         kill_all(token)
         time.sleep(0.05)
     return process.wait()
+
+
+def shared_memory() -> set[Path]:
+    """What MPI keeps in memory, and leaves there where a test has killed its job; not what a process has mapped."""
+    mapped = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            mapped |= {line.split()[5] for line in maps.read_text().splitlines() if " /dev/shm/" in line}
+    found = {path for pattern in (*SHM_PATTERNS, "sem.mp-*") for path in Path("/dev/shm").glob(pattern)}
+    return {path for path in found if str(path) not in mapped}
 
 
 def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:

@@ -22,7 +22,7 @@ SHAPER = ["burst", "256kb", "latency", "400ms"]
 
 def make_controller(record: Record) -> None:
     """The controller's namespace with the bridge, whose address is the controller's."""
-    execute(["ip", "netns", "add", record.namespace])
+    _add_namespace(record.namespace)
     _ip(
         record.namespace,
         "link set lo up",
@@ -35,7 +35,7 @@ def make_controller(record: Record) -> None:
 def make_cable(record: Record, node: str) -> None:
     """The node's namespace, and a cable from its eth0 to the bridge, whose end there has the node's name."""
     there = record.node_namespace(node)
-    execute(["ip", "netns", "add", there])
+    _add_namespace(there)
     if record.delay_microseconds:
         _make_slow_cable(record, node)
     else:
@@ -132,6 +132,11 @@ def set_bridge_filters(record: Record, node: str, filters: dict[str, str]) -> No
     table = f"{_TABLE}_{node}"
     _replace_table(record.namespace, f"bridge {table}", {"passing hook prerouting priority -300": rules})
     _replace_table(record.namespace, f"inet {table}", {"output hook output priority -300": rules})
+
+
+def _add_namespace(name: str) -> None:
+    # Ends with this process: else, where `up` is killed, it might make the namespace after `down` has looked for it.
+    execute(["setpriv", "--pdeathsig", "KILL", "ip", "netns", "add", name])
 
 
 def _replace_table(namespace: str, table: str, chains: dict[str, list[str]]) -> None:

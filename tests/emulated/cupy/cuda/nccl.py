@@ -1,0 +1,3 @@
+"""cupy.cuda.nccl: not there, as without libnccl."""
+
+available = False
