@@ -17,7 +17,6 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from jobs import REPOSITORY, RUN_TOKEN, VENVS, clean_environment, kill_all, mpiexec, processes_of
-
 from mpitrain.diagnostics.limits import SHM_PATTERNS
 
 # World sizes for the tests that run on all ranks: powers of two and not, more ranks than cores.
