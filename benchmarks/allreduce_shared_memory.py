@@ -35,7 +35,7 @@ def main() -> None:
         flat = numpy.zeros(int(mib * 2**18), numpy.float32)
         variants = {"mpi": lambda flat=flat: world.comm.Allreduce(MPI.IN_PLACE, flat)}
         for name, algorithm in algorithms.items():
-            variants[name] = lambda flat=flat, algorithm=algorithm: algorithm.start(flat).wait()
+            variants[name] = lambda flat=flat, algorithm=algorithm: algorithm.start(flat, agreed=True).wait()
         trial = alternate(world, variants, 3)
         per_round = sum(statistics.median(times) for times in trial.values())
         rounds = max(5, min(400, int(arguments.seconds / per_round)))

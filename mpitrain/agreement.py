@@ -54,7 +54,7 @@ class Agreement:
     ) -> None:
         """`lines` describe the data, one item a line; `signed` is their signature, where the caller keeps it."""
         control.check()
-        control.calls += 1
+        control.count_call()
         self.operation = operation
         self._problem: MismatchError | None = None
         self._lines = lines

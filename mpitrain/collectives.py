@@ -32,7 +32,6 @@ Perform. Comput. Appl. 19 (2005) 49-66 (pairwise exchange).
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from typing import Generic, TypeVar
 
 import numpy
 
@@ -40,68 +39,41 @@ from mpitrain.agreement import Agreement
 from mpitrain.allreduce.algorithm import DTYPES, Progress
 from mpitrain.allreduce.recursive_doubling import recursive_doubling_steps
 from mpitrain.arrays import Array, is_array, is_device_array
+from mpitrain.background import Begun, Result
 from mpitrain.control import until
 from mpitrain.cuda.staging import like
-from mpitrain.errors import MismatchError, TreeError
+from mpitrain.errors import TreeError
 from mpitrain.world import World, part_of
 
 SHORT_BYTES = 2**16  # up to here few messages count for more than few bytes; chosen, not measured
 
-Result = TypeVar("Result")
 # The call itself, from all ranks' records on: yields while it has to wait, and returns its result.
 Work = Callable[[numpy.ndarray], Generator[float | None, None, Result]]
 
 
-class Handle(Generic[Result]):
+class Handle(Begun[Result]):
     """A call that has begun."""
 
     def __init__(self, world: World, operation: str, kind: str, work: Work[Result], first_dimension: int = 0) -> None:
         self._text = f"{operation} of {kind}"
-        self._world = world
-        self._is_done = False
-        self._result: Result | None = None
-        self._problem: MismatchError | None = None
         agreement = world.begin_agreement(operation, [kind], detail=first_dimension)
-        world.background.begin(self._steps(agreement, work))
+        super().__init__(world.background, _agreed(agreement, work))
 
     def __str__(self) -> str:
         return self._text
 
-    def test(self) -> bool:
-        """Do what can be done without waiting; true once the result is there.
+    def wait(self) -> Result:
+        """The result, once it is there.
 
         Raises:
-            MismatchError: on every rank, naming the first difference.
+            MismatchError: on every rank, naming the first difference. `test` raises it too.
         """
-        if not self._is_done:
-            with self._world.control.unbroken(self):
-                self._world.background.look()
-        if self._problem is not None:
-            raise self._problem
-        return self._is_done
+        return self._drive()
 
-    def wait(self) -> Result:
-        """The result, once it is there. Raises as `test` does."""
-        if not self._is_done:
-            self._world.control.wait(self._until_done(), self)
-        if self._problem is not None:
-            raise self._problem
-        return self._result  # type: ignore[return-value]
 
-    def _until_done(self) -> Progress:
-        while not self._is_done:
-            nap = self._world.background.look()
-            if not self._is_done:
-                yield nap
-
-    def _steps(self, agreement: Agreement, work: Work[Result]) -> Progress:
-        try:
-            yield from until(agreement.test)
-        except MismatchError as error:
-            self._problem = error
-        else:
-            self._result = yield from work(agreement.records)
-        self._is_done = True
+def _agreed(agreement: Agreement, work: Work[Result]) -> Generator[float | None, None, Result]:
+    yield from until(agreement.test)
+    return (yield from work(agreement.records))
 
 
 def reduce_scatter(world: World, array: Array) -> Handle[Array]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -49,12 +50,13 @@ class Note:
 
 
 class Control:
-    """The notes of one world. `calls` counts the agreements that this rank has begun (see agreement.py)."""
+    """The notes of one world. `calls` counts what this rank has begun that all ranks begin: agreements, allreduces."""
 
     def __init__(self, comm: MPI.Comm, disputes: MPI.Comm, hosts: tuple[str, ...], stall_seconds: float) -> None:
         """`comm` carries the notes, `disputes` the explanations of ranks that disagree; both are for nothing else."""
         self.disputes = disputes
         self.calls = 0
+        self._counting = threading.Lock()
         self.notes: dict[int, Note] = {}
         self.stall_seconds = stall_seconds  # a wait longer than this is reported
         self.rank, self.size = int(comm.rank), int(comm.size)  # here also when MPI is gone
@@ -139,13 +141,18 @@ class Control:
             looked = now
             self.look()
             self._judge(doing, peer)
-            self.raise_posted()
+            if not self._can_wait(self.posted):
+                self.raise_posted()
             for test in tuple(self.open_tests):
                 test()
             if now - reported > self.stall_seconds:
                 reported = now
                 mine = self.name()
                 print(f"mpitrain: {mine} has waited {now - started:.0f} s in {doing}", file=sys.stderr, flush=True)
+
+    def _can_wait(self, error: BaseException | None) -> bool:
+        """Whether the ranks still make the same calls: then the one that the error belongs to will raise it."""
+        return isinstance(error, MpitrainError) and error.known_everywhere and not isinstance(error, MismatchError)
 
     @contextmanager
     def unbroken(self, doing: object) -> Iterator[None]:
@@ -171,6 +178,11 @@ class Control:
         error, self.posted = self.posted, None
         if error is not None:
             raise error
+
+    def count_call(self) -> None:
+        """One more call that all ranks make."""
+        with self._counting:  # threads make calls too
+            self.calls += 1
 
     @property
     def is_broken(self) -> bool:

@@ -148,7 +148,8 @@ def farewell(world: World) -> None:
         return
     control = world.control
     try:
-        world.background.finish()
+        for queue in (world.background, world.queue):
+            queue.finish()
         control.tell_all(FINISHED)
         request = control.begin_barrier()
         # All notes are read, or MPI_Finalize complains of messages that nobody has received.

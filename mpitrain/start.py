@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpitrain.allreduce import check_name
-from mpitrain.background import Background
+from mpitrain.background import Background, Queue
 from mpitrain.config import Config, read_config
 from mpitrain.control import Control
 from mpitrain.errors import ConfigError, LaunchError, MpitrainError
@@ -114,6 +114,7 @@ def make_world(parent: MPI.Comm, config: Config | None = None, generation: int =
     return World(
         comm=comm,
         objects=parent.Dup(),
+        queue=Queue(control),
         background=Background(parent.Dup(), control),
         node=node,
         leaders=leaders if node.rank == 0 else None,

@@ -6,13 +6,13 @@ import pickle
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mpitrain import errors
 from mpitrain.agreement import Agreement
-from mpitrain.background import Background
+from mpitrain.background import Background, Queue
 from mpitrain.config import Config
 from mpitrain.control import Control
 from mpitrain.errors import DataError, MpitrainError
@@ -46,6 +46,7 @@ class World:
     """
 
     comm: MPI.Comm  # a private duplicate, for array data
+    queue: Queue  # what has been started on it
     objects: MPI.Comm  # a private duplicate, for agreements and Python objects
     background: Background  # the calls of mpitrain.collectives, on a private duplicate
     node: MPI.Comm  # the ranks that share this machine's memory, in rank order
@@ -286,6 +287,23 @@ class World:
         common = _everywhere(_named(kind, f"{self.name(failed[0])}, {doing}", text))
         common.is_repeated = self.rank != failed[0]
         raise common from problem
+
+    def apart(self) -> World:
+        """The same ranks on a communicator of their own, whose messages meet no others. Collective.
+
+        Raises:
+            MpitrainError: MPI has no more of them.
+        """
+        from mpi4py import MPI
+
+        try:
+            comm = self.comm.Dup()
+        except MPI.Exception as error:
+            raise MpitrainError(
+                f"{self.name()}: MPI has no further communicator ({error}); each GradientReducer and Trainer keeps one "
+                "until the job ends: make them once, not in a loop"
+            ) from None
+        return replace(self, comm=comm, queue=Queue(self.control))
 
     def check_rank(self, rank: int, argument: str) -> None:
         """Raise ValueError unless `rank`, given as `argument`, is one of this world."""

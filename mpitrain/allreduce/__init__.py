@@ -33,14 +33,13 @@ ALGORITHMS: dict[str, Callable[[World], Algorithm]] = {
 
 
 def make_algorithm(world: World, name: str | None = None) -> Algorithm:
-    """The algorithm of that name, or of the world's settings. With a name it is collective.
+    """The algorithm of that name, or of the world's settings. Collective.
 
     Raises:
         ConfigError: there is no algorithm of that name, or it is not for this world.
         MismatchError: the ranks give different names.
     """
-    if name is None:  # settings have been compared
-        return ALGORITHMS[world.config.algorithm](world)
+    name = world.config.algorithm if name is None else name
     check_name(name)
     world.agree("make an algorithm", [name])
     return ALGORITHMS[name](world)

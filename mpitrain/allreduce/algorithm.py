@@ -6,14 +6,15 @@ No MPI library moves a large message while nobody calls into it, so whoever star
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Generator, Iterator
 from typing import Protocol, TypeAlias
 
 import ml_dtypes
 import numpy
 
 from mpitrain.arrays import Array
+from mpitrain.background import Begun
+from mpitrain.control import until
 from mpitrain.world import World
 
 BFLOAT16 = numpy.dtype(ml_dtypes.bfloat16)
@@ -27,6 +28,18 @@ _SUMMABLE = frozenset(DTYPES)
 Progress: TypeAlias = Iterator[float | None]
 
 
+class Memory(Protocol):
+    """Memory that an algorithm likes best."""
+
+    def allocate(self, count: int, dtype: numpy.dtype) -> Array:
+        """See Algorithm."""
+        ...
+
+    def holds(self, flat: Array) -> bool:
+        """Whether `flat` is a part of it."""
+        ...
+
+
 class Steps(Protocol):
     """Makes the work for one buffer."""
 
@@ -35,56 +48,35 @@ class Steps(Protocol):
         ...
 
 
-class Handle:
-    """A started allreduce. Those in one queue run one after the other, in the order in which they were started.
+class Handle(Begun[None]):
+    """A started allreduce. Those on one communicator run one after the other, in the order started."""
 
-    Attributes:
-        nap: after a `test` that was not the last: seconds that one may sleep before the next.
-    """
-
-    def __init__(self, world: World, queue: deque[Handle], name: str, flat: Array, steps: Progress) -> None:
-        self.nap = 0.0
-        self._world = world
-        self._queue = queue
+    def __init__(self, world: World, name: str, flat: Array, steps: Progress) -> None:
         self._name = name
-        self._flat = flat
-        self._steps = steps
-        self._is_done = False
+        self._flat = flat  # not freed before MPI has done with it
+        world.control.count_call()
+        super().__init__(world.queue, _work(steps))
 
     def __str__(self) -> str:
         return f"allreduce {self._name} of {self._flat.size} {self._flat.dtype}"
 
-    def test(self) -> bool:
-        """Do what can be done without waiting; true once the buffer holds the sum."""
-        while not self._is_done:
-            first = self._queue[0]
-            with self._world.control.unbroken(first):
-                for nap in first._steps:
-                    self.nap = nap or 0.0
-                    return False
-            first._end()
-        return True
-
     def wait(self) -> None:
         """Drive until the buffer holds the sum."""
-        while not self._is_done:
-            first = self._queue[0]
-            self._world.control.wait(first._steps, first)
-            first._end()
+        self._drive()
 
-    def _end(self) -> None:
-        self._queue.popleft()
-        self._is_done = True
+
+def _work(steps: Progress) -> Generator[float | None, None, None]:
+    yield from steps
 
 
 class Algorithm(Protocol):
     """The result of a factory such as `ring(world)`. Owns its scratch memory."""
 
-    def start(self, flat: Array, residual: Array | None = None) -> Handle:
+    def start(self, flat: Array, residual: Array | None = None, *, agreed: bool = False) -> Handle:
         """Begin to replace `flat` by its sum over ranks; the same bits on every rank.
 
-        Every rank starts the same number of elements of the same dtype, in the same order of calls. That is not
-        checked here (a bucket's layout is compared once, when it is made); `World.sum` checks every time.
+        Every rank starts the same number of elements of the same dtype, in the same kind of memory, in the same order
+        of calls.
 
         Args:
             flat: one-dimensional, contiguous, writable host array of one of DTYPES, any length. It must not be
@@ -92,6 +84,8 @@ class Algorithm(Protocol):
             residual: where the algorithm sends a shortened form: float32 host array of as many elements, what earlier
                 calls left out. It is added to what this rank sends, and overwritten by what is left out now. The
                 others take no notice of it.
+            agreed: the ranks have compared already what they start, as they do once for a bucket's layout. Otherwise
+                they do it here, and where they differ, the handle raises a MismatchError on every rank.
 
         Raises:
             ValueError: `flat` is not such an array. It is never copied in silence.
@@ -110,33 +104,46 @@ class Algorithm(Protocol):
 class Sequential:
     """An Algorithm from a generator function.
 
-    It runs what is started one after the other, so the messages of two buffers never meet, and one scratch buffer
-    serves them all.
+    What is started on one communicator, by whichever algorithm, runs one after the other: so the messages of two
+    buffers never meet, and one scratch buffer serves all of an algorithm's.
+
+    Attributes:
+        steps: the work on one buffer, for those that make it a part of theirs.
     """
 
-    def __init__(
-        self, world: World, name: str, steps: Steps, allocate: Callable[[int, numpy.dtype], Array] = numpy.empty
-    ) -> None:
+    def __init__(self, world: World, name: str, steps: Steps, memory: Memory | None = None) -> None:
+        """`memory`: what the algorithm likes best; default: any."""
+        self.steps = steps
         self._world = world
         self._name = name
-        self._steps = steps
-        self._queue: deque[Handle] = deque()
-        self._allocate = allocate
+        self._memory = memory
 
     def allocate(self, count: int, dtype: numpy.dtype) -> Array:
         """See Algorithm."""
         # Ranks may differ in how far they are with what has been started; none of it may wait for this.
-        if self._queue:
-            self._queue[-1].wait()
-        return self._allocate(count, dtype)
+        self._world.queue.finish()
+        return numpy.empty(count, dtype) if self._memory is None else self._memory.allocate(count, dtype)
 
-    def start(self, flat: Array, residual: Array | None = None) -> Handle:
+    def start(self, flat: Array, residual: Array | None = None, *, agreed: bool = False) -> Handle:
         """See Algorithm."""
         check_flat(flat)
-        steps = self._steps(flat, residual) if self._world.size > 1 and flat.size > 0 else iter(())
-        handle = Handle(self._world, self._queue, self._name, flat, steps)
-        self._queue.append(handle)
-        return handle
+        steps: Progress = iter(())
+        if self._world.size > 1 and flat.size > 0:
+            steps = self.steps(flat, residual)
+        if not agreed:
+            steps = self._compared(flat, steps)
+        return Handle(self._world, self._name, flat, steps)
+
+    def _compared(self, flat: Array, steps: Progress) -> Progress:
+        shared = self._memory is not None and self._memory.holds(flat)
+        lines = [f"{flat.size} {flat.dtype}{' in memory that the node shares' if shared else ''}"]
+        agreement = self._world.begin_agreement(f"allreduce {self._name}", lines)  # now, in the order of calls
+
+        def work() -> Progress:
+            yield from until(agreement.test)
+            yield from steps
+
+        return work()
 
 
 def check_flat(flat: Array) -> None:

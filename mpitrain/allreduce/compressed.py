@@ -19,4 +19,4 @@ def compressed(world: World, codec: str) -> Sequential:
     made = make_codec(codec)
     memory = NodeArrays(world)
     steps = hierarchical_steps(world, memory, lambda group: direct_steps(group, made))
-    return Sequential(world, codec, steps, memory.allocate)
+    return Sequential(world, codec, steps, memory)

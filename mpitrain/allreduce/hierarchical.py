@@ -48,7 +48,7 @@ from mpitrain.world import World, part_of
 def hierarchical(world: World) -> Sequential:
     """Shared memory in the nodes, ring or direct between them. See Algorithm for the contract."""
     memory = NodeArrays(world)
-    return Sequential(world, "hierarchical", hierarchical_steps(world, memory, by_size(world)), memory.allocate)
+    return Sequential(world, "hierarchical", hierarchical_steps(world, memory, by_size(world)), memory)
 
 
 def hierarchical_steps(world: World, memory: NodeArrays, make_between: Callable[[Group], Steps]) -> Steps:

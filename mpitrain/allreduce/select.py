@@ -22,7 +22,7 @@ def auto(world: World) -> Sequential:
     def steps(flat: numpy.ndarray, residual: numpy.ndarray | None = None) -> Progress:
         return (native if flat.nbytes < limit else large)(flat, residual)
 
-    return Sequential(world, "auto", steps, memory.allocate)
+    return Sequential(world, "auto", steps, memory)
 
 
 def choices(world: World) -> list[str]:

@@ -52,7 +52,7 @@ def shared_memory(world: World) -> Sequential:
             "Between nodes there is hierarchical"
         )
     memory = NodeArrays(world)
-    return Sequential(world, "shared_memory", shared_memory_steps(memory), memory.allocate)
+    return Sequential(world, "shared_memory", shared_memory_steps(memory), memory)
 
 
 def shared_memory_steps(memory: NodeArrays) -> Steps:
@@ -93,6 +93,10 @@ class NodeArrays:
 
         self._world.control.wait(steps(), "share memory with the ranks of this node")
         return made[0].view(dtype)
+
+    def holds(self, flat: Array) -> bool:
+        """Whether the ranks of this node share it."""
+        return self._is_shared and self._memory.find(flat) is not None
 
     def steps(self, work: Callable[[list[numpy.ndarray], numpy.ndarray | None], Progress]) -> Steps:
         """`work` on one place of all ranks' arrays, made into steps on any array: others go through a slab."""

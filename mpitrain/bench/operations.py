@@ -121,7 +121,7 @@ def _sums(world: World, codec: str, flats: Sequence[Array], add_up: Callable[[Ar
 
 
 def _sum_by(algorithm: Algorithm, flat: Array) -> None:
-    algorithm.start(flat).wait()
+    algorithm.start(flat, agreed=True).wait()
 
 
 def _calls(num_bytes: int) -> int:

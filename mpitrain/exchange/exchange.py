@@ -53,7 +53,7 @@ class PlainExchange:
     def mean(self, flat: Array, share: float) -> Handle:
         """See Exchange. The shares add up to 1, so no sum can overflow."""
         scale(flat, share)
-        return self._algorithm.start(flat)
+        return self._algorithm.start(flat, agreed=True)
 
     def allocate(self, count: int, dtype: numpy.dtype) -> Array:
         """See Exchange."""
@@ -86,7 +86,7 @@ class CompressedExchange:
     def mean(self, flat: Array, share: float) -> Handle:
         """See Exchange."""
         scale(flat, share)
-        return self._algorithm.start(flat, self._residual_of(flat))
+        return self._algorithm.start(flat, self._residual_of(flat), agreed=True)
 
     def allocate(self, count: int, dtype: numpy.dtype) -> Array:
         """See Exchange.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy
 
@@ -23,7 +23,7 @@ from mpitrain.allreduce.algorithm import FLOATS, Handle
 from mpitrain.arrays import Array
 from mpitrain.control import until
 from mpitrain.cuda.staging import copy_to_host
-from mpitrain.errors import ConfigError, GradientError, MissingGradientError, MpitrainError, NonFiniteError
+from mpitrain.errors import ConfigError, DataError, GradientError, MissingGradientError, MpitrainError, NonFiniteError
 from mpitrain.exchange.bucket import Parameter, plan_buckets, plan_layout
 from mpitrain.exchange.driver import Driver
 from mpitrain.exchange.exchange import Exchange, make_exchange, share_of
@@ -95,7 +95,7 @@ class GradientReducer:
         self._lines, self._signature = lines, signature("step", lines)
         # When a bucket starts depends on the moment. On a communicator of its own it cannot meet what the ranks send
         # in the meantime: a mean() in the backward pass, or another reducer's buckets.
-        self._exchange = exchange(replace(world, comm=world.comm.Dup()))
+        self._exchange = exchange(world.apart())
 
         self.flats = {dtype: self._exchange.allocate(count, dtype) for dtype, count in self.layout.counts.items()}
         self.gradients: list[Array] = self.layout.views(self.flats)
@@ -105,6 +105,10 @@ class GradientReducer:
         self._stopwatch = Stopwatch()
         if threaded is None:
             threaded = _threads_by_default(world)
+        elif threaded and not _allows_threads():
+            error = ConfigError("threaded=True needs MPI_THREAD_MULTIPLE, and MPI was started without; leave it out")
+            error.known_everywhere = True
+            raise error
         self._driver = Driver(self.progress, world.control) if threaded else None
 
     @property
@@ -174,6 +178,8 @@ class GradientReducer:
                 if not self._begun.test():
                     return False
                 self._share, self._total = share_of(self._world, self._begun.records["weight"].tolist())
+            except DataError:
+                return True  # finish() raises it: there all ranks meet, wherever each has heard of it
             except MpitrainError:
                 self._begun = None  # on every rank, and nothing has been started
                 raise
@@ -206,6 +212,10 @@ class GradientReducer:
         control = self._world.control
         # Start all there is first: a bucket that waits for its turn is looked at before the vote on it.
         control.wait(until(lambda: self.progress() or self._share is not None), "begin a step")
+        if self._share is None:
+            weights = self._begun
+            self._begun = None
+            share_of(self._world, weights.records["weight"].tolist())
         code, detail = _GOOD, 0
         if self._missing:
             code, detail = _MISSING, min(self._missing)
@@ -292,9 +302,13 @@ def _check_parameters(parameters: Sequence[Parameter]) -> None:
 
 
 def _threads_by_default(world: World) -> bool:
+    return world.num_nodes > 1 and _allows_threads()
+
+
+def _allows_threads() -> bool:
     from mpi4py import MPI
 
-    return world.num_nodes > 1 and bool(MPI.Query_thread() >= MPI.THREAD_MULTIPLE)
+    return bool(MPI.Query_thread() >= MPI.THREAD_MULTIPLE)
 
 
 def _all_finite(flat: numpy.ndarray) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy
 
-from mpitrain.allreduce import make_algorithm
+from mpitrain.allreduce import ALGORITHMS
 from mpitrain.allreduce.algorithm import DTYPES, FLOATS
 from mpitrain.arrays import Array, is_array
 from mpitrain.cuda.staging import copy_to_host, like
@@ -20,7 +20,7 @@ class ArrayTrees:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._algorithm = make_algorithm(world)
+        self._algorithm = ALGORITHMS[world.config.algorithm](world)  # settings have been compared
 
     def sync(self, tree: Tree, root: int = 0) -> Tree:
         """See World.sync."""
@@ -52,7 +52,7 @@ class ArrayTrees:
         return packed.unpack()
 
     def _add(self, packed: _Packed) -> None:
-        handles = [self._algorithm.start(flat) for flat in packed.flats.values()]
+        handles = [self._algorithm.start(flat, agreed=True) for flat in packed.flats.values()]
         for handle in handles:
             handle.wait()
 

@@ -1,0 +1,97 @@
+"""Transports of GPU buffers against each other and against what the GPU's memory allows.
+
+    mpiexec -n 2 python benchmarks/gpu_allreduce.py
+
+Float32, in place, in memory that the transport allocates; transports in turn, the slowest rank's time until its GPU has
+the sum. `bound` is for ranks that share one GPU: the bytes that `peer` must read and write there, (3 p - 1) times the
+buffer for p ranks (each of p segments read p times and written once, then read and written p - 1 times), at the rate of
+the GPU's own copy, counted the same way and measured here while the other ranks are idle.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+
+import numpy
+
+import mpitrain as mt
+from mpitrain.allreduce.device import TRANSPORTS, make_transport
+from mpitrain.bench.rounds import ratio, spread, versions_line
+from mpitrain.cuda.device import bind
+from mpitrain.errors import DeviceError
+
+
+def copy_rate(world: mt.World, num_bytes: int) -> float:
+    """Bytes read and written a second by a copy within the GPU, the other ranks idle."""
+    import cupy
+
+    source, target = cupy.zeros(num_bytes, numpy.uint8), cupy.zeros(num_bytes, numpy.uint8)
+    best = 0.0
+    for turn in range(world.size):
+        world.barrier()
+        for _ in range(10 if turn == world.rank else 0):
+            cupy.cuda.get_current_stream().synchronize()
+            started = time.perf_counter()
+            cupy.copyto(target, source)
+            cupy.cuda.get_current_stream().synchronize()
+            best = max(best, 2 * num_bytes / (time.perf_counter() - started))
+    return best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mib", type=float, nargs="*", default=[0.0625, 1, 16, 256])
+    parser.add_argument("--transports", nargs="*", default=sorted(set(TRANSPORTS) - {"auto"}))
+    parser.add_argument("--rounds", type=int, default=10)
+    arguments = parser.parse_args()
+    import cupy
+
+    world = mt.init()
+    gpu = bind(world)
+    made = {}
+    for name in arguments.transports:
+        try:
+            made[name] = make_transport(world, name)
+        except DeviceError as error:
+            world.print(f"| {name} | not possible: {error} |")
+    rate = copy_rate(world, int(max(arguments.mib) * 2**20))
+    alone = len(gpu.ranks) == world.size
+    world.print(f"{world.size} ranks, {gpu.name}, {versions_line()}, CuPy {cupy.__version__}, copies {rate / 1e9:.0f} GB/s")
+    world.print("| MiB | transport | median | spread | x staged | of the bound |\n" + "| --- " * 6 + "|")
+    for mib in arguments.mib:
+        count = int(mib * 2**18)
+        flats = {name: transport.allocate(count, numpy.dtype(numpy.float32)) for name, transport in made.items()}
+        seconds: dict[str, list[float]] = {name: [] for name in made}
+        for number in range(arguments.rounds + 1):
+            for name in sorted(made, reverse=bool(number % 2)):
+                flats[name].fill(world.rank + 1)
+                taken = timed(world, lambda name=name: made[name].start(flats[name]).wait())
+                right = bool((flats[name] == world.size * (world.size + 1) // 2).all())
+                if not all(world.allgather(right)):
+                    raise SystemExit(f"{name}: the sum is wrong")
+                if number:  # the first round warms up
+                    seconds[name].append(taken)
+        bound = (3 * world.size - 1) * 4 * count / rate
+        for name, times in seconds.items():
+            middle, low, high = spread(times)
+            share = f"{bound / middle:.0%}" if alone else "-"
+            staged = f"{ratio(seconds, name, 'staged')[0]:.3f}" if "staged" in seconds else "-"
+            world.print(f"| {mib:g} | {name} | {middle * 1e3:.3f} ms | {low / middle:.2f}-{high / middle:.2f} | {staged} | {share} |")
+        del flats
+        cupy.get_default_memory_pool().free_all_blocks()
+
+
+def timed(world: mt.World, call: Callable[[], object]) -> float:
+    """The slowest rank's seconds until its GPU is done."""
+    import cupy
+
+    cupy.cuda.get_current_stream().synchronize()
+    world.barrier()
+    started = time.perf_counter()
+    call()
+    cupy.cuda.get_current_stream().synchronize()
+    return max(world.allgather(time.perf_counter() - started))
+
+
+if __name__ == "__main__":
+    main()
