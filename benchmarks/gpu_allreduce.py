@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable
 
 import numpy
+from mpitrain.allreduce.device import TRANSPORTS, make_transport
 
 import mpitrain as mt
-from mpitrain.allreduce.device import TRANSPORTS, make_transport
 from mpitrain.bench.rounds import ratio, spread, versions_line
 from mpitrain.cuda.device import bind
 from mpitrain.errors import DeviceError
@@ -56,7 +56,8 @@ def main() -> None:
             world.print(f"| {name} | not possible: {error} |")
     rate = copy_rate(world, int(max(arguments.mib) * 2**20))
     alone = len(gpu.ranks) == world.size
-    world.print(f"{world.size} ranks, {gpu.name}, {versions_line()}, CuPy {cupy.__version__}, copies {rate / 1e9:.0f} GB/s")
+    world.print(f"{world.size} ranks, {gpu.name}, {versions_line()}, CuPy {cupy.__version__}")
+    world.print(f"copies within the GPU: {rate / 1e9:.0f} GB/s, read and written")
     world.print("| MiB | transport | median | spread | x staged | of the bound |\n" + "| --- " * 6 + "|")
     for mib in arguments.mib:
         count = int(mib * 2**18)
@@ -64,9 +65,10 @@ def main() -> None:
         seconds: dict[str, list[float]] = {name: [] for name in made}
         for number in range(arguments.rounds + 1):
             for name in sorted(made, reverse=bool(number % 2)):
-                flats[name].fill(world.rank + 1)
-                taken = timed(world, lambda name=name: made[name].start(flats[name]).wait())
-                right = bool((flats[name] == world.size * (world.size + 1) // 2).all())
+                flat, transport = flats[name], made[name]
+                flat.fill(world.rank + 1)
+                taken = timed(world, lambda flat=flat, transport=transport: transport.start(flat, agreed=True).wait())
+                right = bool((flat == world.size * (world.size + 1) // 2).all())
                 if not all(world.allgather(right)):
                     raise SystemExit(f"{name}: the sum is wrong")
                 if number:  # the first round warms up
@@ -76,8 +78,9 @@ def main() -> None:
             middle, low, high = spread(times)
             share = f"{bound / middle:.0%}" if alone else "-"
             staged = f"{ratio(seconds, name, 'staged')[0]:.3f}" if "staged" in seconds else "-"
-            world.print(f"| {mib:g} | {name} | {middle * 1e3:.3f} ms | {low / middle:.2f}-{high / middle:.2f} | {staged} | {share} |")
-        del flats
+            around = f"{low / middle:.2f}-{high / middle:.2f}"
+            world.print(f"| {mib:g} | {name} | {middle * 1e3:.3f} ms | {around} | {staged} | {share} |")
+        del flat, flats
         cupy.get_default_memory_pool().free_all_blocks()
 
 

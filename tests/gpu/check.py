@@ -77,10 +77,16 @@ def parts(libraries: list[Mpi]) -> list[Part]:
     """In the order of their importance: time may run out."""
     python = sys.executable
     pytest = [python, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider"]
-    found = [Part("kernels against NumPy", [*pytest, "tests/gpu/kernels"], 120)]
+    found = [Part("kernels against NumPy", [*pytest, "tests/gpu/test_kernels.py"], 120)]
     for mpi in libraries:
         found += [
-            Part(f"transports, training, {count} ranks, {mpi.name}", [python, "-m", "tests.gpu", "-rs"], 90, mpi, count)
+            Part(
+                f"transports, training, {count} ranks, {mpi.name}",
+                [python, "-m", "tests.device_ranks", "-rs"],
+                90,
+                mpi,
+                count,
+            )
             for count in RANKS
         ]
     found.append(Part("speed of kernels", [python, "benchmarks/gpu_kernels.py"], 60))
@@ -89,7 +95,9 @@ def parts(libraries: list[Mpi]) -> list[Part]:
             Part(f"speed of allreduce, {count} ranks", [python, "benchmarks/gpu_allreduce.py"], 60, mpi, count)
             for count in (2, 4)
         ]
-    found.append(Part("a training step", [python, "benchmarks/gpu_step.py"], 60))
+    found.append(
+        Part("a training step", [python, "benchmarks/step_overhead.py", "--device", "cuda", "--data", "digits"], 60)
+    )
     found.append(Part("doctor", [python, "-m", "mpitrain", "doctor"], 30))
     return found
 
