@@ -2,8 +2,8 @@
 
     python benchmarks/gpu_kernels.py
 
-Each kernel in turns with a copy within the GPU, by CUDA events; `of the copy` is bytes read and written a second over the
-copy's. Bytes an element are those of docs/cuda.md.
+Each kernel in turns with a copy within the GPU, by CUDA events; `of the copy` is bytes read and written a second over
+the copy's. Bytes an element are those of docs/cuda.md.
 """
 
 import argparse
