@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable
 
 import numpy
-from mpitrain.allreduce.device import TRANSPORTS, make_transport
 
 import mpitrain as mt
+from mpitrain.allreduce.device import TRANSPORTS, make_transport
 from mpitrain.bench.rounds import ratio, spread, versions_line
 from mpitrain.cuda.device import bind
 from mpitrain.errors import DeviceError

@@ -40,7 +40,8 @@ def main() -> None:
             arguments.learning_rate, warmup_steps=min(200, total_steps // 10), total_steps=total_steps
         )
         optimizer = mt.Sgd(schedule, momentum=0.9, nesterov=True, weight_decay=5e-4)
-        return mt.Parts(mt.ArrayFunction(model.loss_and_gradients, parameters, optimizer), mt.Sync(), data)
+        adapter = mt.ArrayFunction(model.loss_and_gradients, parameters, optimizer, precision=arguments.precision)
+        return mt.Parts(adapter, mt.Sync(), data)
 
     def test_metrics(trainer: mt.Trainer) -> dict[str, float]:
         parameters = trainer.adapter.parameters()
@@ -80,6 +81,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=0.05)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", choices=("auto", "host", "cuda"), default="auto")
+    parser.add_argument(
+        "--precision", choices=("float32", "bf16", "fp16"), default="float32", help="of the computation"
+    )
     parser.add_argument("--checkpoints", type=Path, help="save here after every epoch, and resume from here")
     return parser.parse_args()
 

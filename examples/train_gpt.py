@@ -40,7 +40,8 @@ def main() -> None:
         )
         schedule = mt.warmup_cosine(4e-3, warmup_steps=min(50, arguments.steps - 1), total_steps=arguments.steps)
         optimizer = mt.AdamW(schedule, betas=(0.9, 0.99), weight_decay=0.1, clip_norm=1.0)
-        return mt.Parts(mt.ArrayFunction(gpt.loss_and_gradients, parameters, optimizer), mt.Sync(), data)
+        adapter = mt.ArrayFunction(gpt.loss_and_gradients, parameters, optimizer, precision=arguments.precision)
+        return mt.Parts(adapter, mt.Sync(), data)
 
     some = [part[:1000] for part in windows(validation, arguments.context)]
 
@@ -81,6 +82,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--global-batch", type=positive, default=32, help="samples of all ranks together in a step")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", choices=("auto", "host", "cuda"), default="auto")
+    parser.add_argument(
+        "--precision", choices=("float32", "bf16", "fp16"), default="float32", help="of the computation"
+    )
     return parser.parse_args()
 
 

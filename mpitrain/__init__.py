@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from mpitrain.training.data import ArrayData
     from mpitrain.training.flat_optimizer import clip_by_global_norm
     from mpitrain.training.hooks import Checkpoint, Evaluate, Hook, Log, StopAtStep
+    from mpitrain.training.loss_scale import LossScale
     from mpitrain.training.metrics import evaluate
     from mpitrain.training.optimizers import Adam, AdamW, Sgd
     from mpitrain.training.schedules import constant, warmup_cosine
@@ -46,6 +47,7 @@ _HOME = {
     "GradientReducer": "exchange.reducer",
     "Hook": "training.hooks",
     "Log": "training.hooks",
+    "LossScale": "training.loss_scale",
     "MpitrainError": "errors",
     "Parameter": "exchange.bucket",
     "Parts": "training.trainer",
@@ -72,6 +74,7 @@ __all__ = [
     "GradientReducer",
     "Hook",
     "Log",
+    "LossScale",
     "MpitrainError",
     "Parameter",
     "Parts",

@@ -19,6 +19,7 @@ class Config:
     """What can be set for a job. Each field is also a variable: `bucket_mib` is MPITRAIN_BUCKET_MIB."""
 
     algorithm: str = "auto"  # how arrays are summed: a name in mpitrain.allreduce.ALGORITHMS
+    transport: str = "auto"  # how arrays on GPUs are summed: a name in mpitrain.allreduce.device.TRANSPORTS
     compression: str = "none"  # of gradients between nodes: "none", "auto", or one of mpitrain.compression.CODECS
     profile: str = ""  # file on rank 0 that `mpitrain bench --save-profile` wrote on this cluster; "": none
     bucket_mib: float = 0.0  # gradients are exchanged in buckets of about this many MiB; 0: by the profile, else 4

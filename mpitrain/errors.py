@@ -4,7 +4,9 @@
     ├── ConfigError            an option or MPITRAIN_* variable that does not exist or has a wrong value
     ├── LaunchError            the job did not start as one job: no MPI, the wrong mpiexec, too few ranks
     ├── ClusterError           a machine could not be reached, trusted, set up or taken out of the cluster
+    ├── KernelError            CUDA kernels do not compile; the text has the compiler's log
     ├── MismatchError          ranks disagree: operation, tree, shape, dtype, bucket layout, number of calls
+    ├── DeviceError            a GPU that cannot be used, has not the memory, or cannot do what was asked for
     ├── TreeError              a tree holds something that is neither an array nor a number
     ├── GradientError          a gradient that cannot be used
     │   ├── MissingGradientError   the backward pass ended without it
@@ -39,8 +41,16 @@ class ClusterError(MpitrainError, RuntimeError):
     """A machine could not be reached, trusted, set up or taken out of the cluster."""
 
 
+class KernelError(MpitrainError, RuntimeError):
+    """CUDA kernels do not compile on this machine; the text has the compiler's log."""
+
+
 class MismatchError(MpitrainError, ValueError):
     """Ranks disagree about what they do next; the text names the first difference."""
+
+
+class DeviceError(MpitrainError, RuntimeError):
+    """A GPU cannot be used, has not the memory, or cannot do what was asked for."""
 
 
 class TreeError(MpitrainError, TypeError):

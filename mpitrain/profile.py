@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-import math
+import shlex
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mpitrain.errors import ConfigError
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,9 @@ class Profile:
         links: the same by sender and receiver, in the order of `nodes`; empty where it was not measured.
         nodes: host names.
         codecs: for each codec's name, bytes of float32 that one rank encodes, adds and decodes a second.
+        add_bytes_per_second, copy_bytes_per_second: of float32 that a rank adds in place to others, or copies, while
+            all ranks of its node do.
+        native_below_bytes: below so many, MPI's own allreduce was the faster one; None where it was not measured.
     """
 
     origin: str
@@ -32,6 +36,9 @@ class Profile:
     links: tuple[tuple[float, ...], ...] = ()
     nodes: tuple[str, ...] = ()
     codecs: tuple[tuple[str, float], ...] = ()
+    add_bytes_per_second: float = 4e9
+    copy_bytes_per_second: float = 5e9
+    native_below_bytes: int | None = None
 
     @property
     def is_measured(self) -> bool:
@@ -39,7 +46,7 @@ class Profile:
         return bool(self.nodes)
 
 
-# Gigabit Ethernet between ordinary machines, as TCP carries it.
+# Gigabit Ethernet between ordinary machines, as TCP carries it; memory too is an ordinary machine's.
 DEFAULT = Profile("default: Gigabit Ethernet", 50e-6, 117e6)
 
 
@@ -67,13 +74,25 @@ def to_json(measured: dict[str, Any], nodes: Sequence[str], here: dict[str, Any]
     return json.dumps(content, indent=2) + "\n"
 
 
+def measure_anew(path: str, here: dict[str, Any]) -> str:
+    """The command that measures a profile of these hosts, with as many ranks on each. `here` is their fingerprint."""
+    hosts, numbers = here["hosts"], here["ranks_per_node"]
+    if len(hosts) == 1:
+        words = ["--hosts", "localhost", "-n", str(numbers[0])]
+    elif len(set(numbers)) == 1:
+        words = ["--hosts", ",".join(hosts), "--ppn", str(numbers[0])]
+    else:
+        words = ["--hosts", ",".join(f"{host}/cpux{number}" for host, number in zip(hosts, numbers, strict=True))]
+    return "Measure anew: " + shlex.join(["mpitrain", "bench", *words, "--save-profile", path])
+
+
 def from_json(text: str, path: str, here: dict[str, Any]) -> Profile:
     """The profile in a file's text.
 
     Raises:
         ConfigError: it is torn, of another format, or of another cluster than `here`.
     """
-    advice = f"Measure anew: mpitrain bench --save-profile {path}"
+    advice = measure_anew(path, here)
     try:
         content = json.loads(text)
         schema, found, measured = content["schema"], content["fingerprint"], content["measured"]
@@ -87,26 +106,44 @@ def from_json(text: str, path: str, here: dict[str, Any]) -> Profile:
         if found[name] != value:
             raise ConfigError(f"the profile {path} is of another cluster: {name} {found[name]}, here {value}. {advice}")
     try:
-        latency_us, links = measured["latency_between_nodes_us"], measured["link_bytes_per_second"]
-        codecs = tuple((str(name), _slowest(rates)) for name, rates in measured["codecs"].items())
+        here_too: dict[str, Any] = {  # also on one node
+            "codecs": tuple((str(name), _slowest(rates)) for name, rates in measured["codecs"].items()),
+            "add_bytes_per_second": _above_0(measured["add_bytes_per_second"]),
+            "copy_bytes_per_second": _above_0(measured["copy_bytes_per_second"]),
+            "native_below_bytes": _limit(measured["native_below_bytes"]),
+        }
         if sorted(nodes) != here["hosts"]:
             raise ValueError("its nodes are not those of its fingerprint")
-        if links is None:
-            return Profile(path, DEFAULT.latency_seconds, DEFAULT.bytes_per_second, (), nodes, codecs)
-        rows = tuple(tuple(float(rate) for rate in row) for row in links)
-        rates = sorted(rate for i, row in enumerate(rows) for j, rate in enumerate(row) if i != j)
-        if {len(row) for row in rows} != {len(nodes)} or len(rows) != len(nodes):
+        latency_us, links = measured["latency_between_nodes_us"], measured["link_bytes_per_second"]
+        if len(nodes) == 1 and latency_us is None and links is None:  # there is nothing between nodes
+            return replace(DEFAULT, origin=path, nodes=nodes, **here_too)
+        if {len(row) for row in links} != {len(nodes)} or len(links) != len(nodes):
             raise ValueError("its links do not fit its nodes")
-        if not all(0 < number < math.inf for number in (latency_us, *rates)):
-            raise ValueError("a latency or rate is no number above 0")
-        return Profile(path, latency_us * 1e-6, rates[len(rates) // 2], rows, nodes, codecs)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, ZeroDivisionError) as error:
+        rows = tuple(
+            tuple(0.0 if i == j else _above_0(rate) for j, rate in enumerate(row)) for i, row in enumerate(links)
+        )
+        rates = sorted(rate for i, row in enumerate(rows) for j, rate in enumerate(row) if i != j)
+        return Profile(path, _above_0(latency_us) * 1e-6, rates[len(rates) // 2], rows, nodes, **here_too)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ConfigError(f"the profile {path} is damaged ({error!r}). {advice}") from None
 
 
 def _slowest(rates: dict[str, Any]) -> float:
     """What encoding, adding and decoding let through one after the other, the work on half of the bytes each."""
-    return 1 / sum(1 / float(rates[f"{operation}_bytes_per_second"]) for operation in ("encode", "add", "decode"))
+    return 1 / sum(1 / _above_0(rates[f"{operation}_bytes_per_second"]) for operation in ("encode", "add", "decode"))
+
+
+def _above_0(value: object) -> float:
+    """The number that every measured time and rate must be."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
+        raise ValueError(f"{value!r} is no number above 0")
+    return float(value)
+
+
+def _limit(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{value!r} is no number of bytes")
+    return value
 
 
 def ring_order(nodes: Sequence[str], profile: Profile) -> list[int]:

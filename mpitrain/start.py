@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import multiprocessing
 import os
 import socket
@@ -11,9 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpitrain.allreduce import check_name
+from mpitrain.allreduce.device import check_transport
 from mpitrain.background import Background, Queue
 from mpitrain.config import Config, read_config
 from mpitrain.control import Control
+from mpitrain.cuda.device import choose_early
 from mpitrain.errors import ConfigError, LaunchError, MpitrainError
 from mpitrain.exchange.exchange import check_compression
 from mpitrain.exchange.trees import ArrayTrees
@@ -21,7 +24,7 @@ from mpitrain.failure import guard
 from mpitrain.launch.libraries import launched_by
 from mpitrain.launch.roll_call import BEGUN, CALLED, DONE, ROLL_CALL, sign
 from mpitrain.launch.verify import check_size, check_vendor
-from mpitrain.profile import DEFAULT, Profile, fingerprint, from_json, library_name
+from mpitrain.profile import DEFAULT, Profile, fingerprint, from_json, library_name, measure_anew
 from mpitrain.world import World
 
 if TYPE_CHECKING:
@@ -55,6 +58,7 @@ def init(**settings: Any) -> World:
             raise ConfigError("init() has been called before; settings belong to its first call")
         return _world
     _sign_called()
+    _choose_gpu(settings)
     _start_mpi()
     from mpi4py import MPI
 
@@ -86,7 +90,8 @@ def _common_profile(world: World) -> Profile:
             try:
                 profile = from_json(Path(path).read_text(), path, here)
             except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(f"{world.name()}: the profile {path} cannot be read: {error}") from None
+                problem = f"{world.name()}: the profile {path} cannot be read: {error}"
+                raise ConfigError(f"{problem}. {measure_anew(path, here)}") from None
     common: Profile = world.broadcast(profile)
     return common
 
@@ -96,6 +101,14 @@ def _sign_called() -> None:
     launched = launched_by(os.environ)
     if launched is not None and launched.rank is not None and ROLL_CALL in os.environ:
         sign(os.environ[ROLL_CALL], CALLED, launched.rank)
+
+
+def _choose_gpu(settings: dict[str, Any]) -> None:
+    """Where the settings name GPUs, take this rank's before MPI starts. Wrong settings are told later, by all ranks."""
+    with contextlib.suppress(MpitrainError):
+        launched = launched_by(os.environ)
+        rank = launched.rank if launched is not None else 0
+        choose_early(read_config(os.environ, settings), rank, os.environ)
 
 
 def make_world(parent: MPI.Comm, config: Config | None = None, generation: int = 0) -> World:
@@ -167,6 +180,7 @@ def _common_config(world: World, settings: dict[str, Any]) -> Config:
         config = read_config(os.environ, settings)
         check_name(config.algorithm)
         check_compression(config.compression)
+        check_transport(config.transport)
     except MpitrainError as error:
         problem = error
     for rank, found in enumerate(world.allgather(problem)):

@@ -21,6 +21,8 @@ from mpitrain.diagnostics.limits import SHM_PATTERNS
 
 # World sizes for the tests that run on all ranks: powers of two and not, more ranks than cores.
 SIZES = {"mpich": (1, 2, 3, 4, 5, 7), "openmpi": (2, 3)}
+# The same for tests with arrays on GPUs, which are emulated here; scripts/gpu-check runs them on real ones.
+EMULATED_GPUS = {1: 1, 2: 2, 3: 1, 4: 2}  # by number of ranks
 # The tests that need a bed of nodes (mpitrain/testbed).
 ON_NODES = ["tests/testbed", "tests/cluster", "tests/cli/test_cluster_bed.py", "tests/faults/cluster"]
 # Far above what a part takes; a part that reaches it hangs.
@@ -35,7 +37,7 @@ def parts(full: bool) -> Iterator[tuple[str, list[str], bool, float]]:
     yield "lint and types", ["scripts/check"], False, DEADLINE_SECONDS
     slow = [] if full else ["-m", "not slow"]
     pytest = [sys.executable, "-m", "pytest", "-q", *slow]
-    elsewhere = [f"--ignore={path}" for path in ["tests/ranks", *ON_NODES]]
+    elsewhere = [f"--ignore={path}" for path in ["tests/ranks", "tests/device_ranks", *ON_NODES]]
     yield "one process", [*pytest, *elsewhere], True, DEADLINE_SECONDS
     yield "nodes", [*pytest, "--durations=15", *ON_NODES], True, ON_NODES_SECONDS
     for vendor, sizes in SIZES.items():
@@ -43,6 +45,9 @@ def parts(full: bool) -> Iterator[tuple[str, list[str], bool, float]]:
             python = VENVS[vendor] / "bin/python"
             command = [*mpiexec(size, vendor), str(python), "-m", "tests.ranks", *slow]
             yield f"{size} ranks, {vendor}", command, True, DEADLINE_SECONDS
+    for size, gpus in EMULATED_GPUS.items():
+        command = [*mpiexec(size), sys.executable, "-m", "tests.device_ranks", f"--emulated={gpus}", *slow]
+        yield f"{size} ranks, emulated GPU", command, True, DEADLINE_SECONDS
 
 
 def main() -> int:

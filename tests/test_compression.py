@@ -14,10 +14,16 @@ import pytest
 
 from mpitrain.compression import CODECS, make_codec
 from mpitrain.compression.codec import Codec
-from mpitrain.compression.kernels import LARGEST_SCALE, SMALLEST_ABSMAX, can_compile
+from mpitrain.compression.kernels import (
+    INT4_LARGEST_SCALE,
+    INT4_SMALLEST_ABSMAX,
+    LARGEST_SCALE,
+    SMALLEST_ABSMAX,
+    can_compile,
+)
 from mpitrain.errors import ConfigError
 
-SIZES = [0, 1, 255, 256, 257, 65536, 65537, 200003]
+SIZES = [0, 1, 2, 63, 64, 65, 255, 256, 257, 65536, 65537, 200003]
 MANY = 2**21
 LARGEST = numpy.finfo(numpy.float32).max
 NEEDS_NUMBA = pytest.mark.skipif(not can_compile(), reason="Numba is not installed")
@@ -184,32 +190,51 @@ def test_casts_round_to_nearest_and_ties_to_even(name: str, compiled: bool) -> N
         assert (numpy.abs(error) <= unit / 2)[finite].all()
 
 
+# Largest code, values to a block, smallest |value| that is not sent as 0, largest scale, rounding beside half a step.
+BLOCKWISE = {
+    "int8": (127, 256, SMALLEST_ABSMAX, LARGEST_SCALE, 2.0**-14),
+    "int4": (7, 64, INT4_SMALLEST_ABSMAX, INT4_LARGEST_SCALE, 2.0**-18),
+}
+
+
+def codes_of(name: str, wire: numpy.ndarray, count: int) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """Scales and codes, by shifts of Python's integers."""
+    blocks = -(-count // BLOCKWISE[name][1])
+    scales, packed = wire[: 4 * blocks].view(numpy.float32), wire[4 * blocks :]
+    if name == "int8":
+        return scales, packed.view(numpy.int8)
+    codes = numpy.stack([packed & 15, packed >> 4], axis=1).ravel().astype(numpy.int8)
+    assert not codes[count:].any()
+    return scales, numpy.where(codes > 7, codes - 16, codes)[:count]
+
+
+@pytest.mark.parametrize("codec_name", BLOCKWISE)
 @pytest.mark.parametrize("name", INPUTS)
-def test_int8_errs_by_half_a_step_at_most(name: str, compiled: bool) -> None:
+def test_blocks_err_by_half_a_step_at_most(codec_name: str, name: str, compiled: bool) -> None:
+    steps, length, smallest, largest_scale, spare = BLOCKWISE[codec_name]
     values = INPUTS[name]
-    codec = CODECS["int8"](compiled)
+    codec = CODECS[codec_name](compiled)
     wire, _ = encode(codec, values)
-    blocks = -(-values.size // 256)
-    scales = wire[: 4 * blocks].view(numpy.float32).astype(numpy.float64)
-    codes = wire[4 * blocks :].view(numpy.int8)
+    scales, codes = codes_of(codec_name, wire, values.size)
     assert codes.size == values.size
-    assert codes.min(initial=0) >= -127
+    assert codes.min(initial=0) >= -steps
     exact, decoded = in_float64(values), in_float64(decode(codec, wire, values.size))
-    for block, scale in enumerate(scales):
-        part = slice(256 * block, 256 * block + 256)
-        largest = float(numpy.abs(exact[part]).max())
-        if not numpy.isfinite(largest):
-            assert numpy.isnan(scale)
-            assert not codes[part].any()
-            assert numpy.isnan(decoded[part]).all()
-        elif largest < SMALLEST_ABSMAX:
-            assert scale == 0
-            assert not codes[part].any()
-        else:
-            assert abs(127 * scale - largest) <= 2.0**-23 * largest
-            assert scale <= LARGEST_SCALE
-            assert numpy.abs(codes[part].astype(int)).max() == 127
-            assert numpy.abs(exact[part] - decoded[part]).max() <= scale * (0.5 + 2.0**-14)
+    padding = numpy.zeros(scales.size * length - values.size)
+    rows, decoded_rows = (numpy.append(one, padding).reshape(-1, length) for one in (exact, decoded))
+    code_rows = numpy.abs(numpy.append(codes, padding).reshape(-1, length))
+    largest = numpy.abs(rows).max(axis=1)
+    with numpy.errstate(invalid="ignore"):
+        finite, zero = numpy.isfinite(largest), largest < smallest
+        sent = finite & ~zero
+        assert numpy.isnan(scales[~finite]).all()
+        assert not code_rows[~sent].any()
+        assert numpy.isnan(decoded[: values.size][numpy.repeat(~finite, length)[: values.size]]).all()
+        assert not scales[zero].any()
+        wide = scales.astype(numpy.float64)
+        assert (numpy.abs(steps * wide - largest) <= 2.0**-23 * largest)[sent].all()
+        assert (scales <= largest_scale)[sent].all()
+        assert (code_rows.max(axis=1, initial=0) == steps)[sent].all()
+        assert (numpy.abs(rows - decoded_rows).max(axis=1, initial=0) <= wide * (0.5 + spare))[sent].all()
 
 
 def test_int8_of_a_block_of_one_number(compiled: bool) -> None:
@@ -232,8 +257,33 @@ def test_int8_by_hand(compiled: bool) -> None:
     assert error.tolist() == [0, 0, numpy.float32(0.4), -0.5, 0.5]
 
 
+def test_int4_of_a_block_of_one_number(compiled: bool) -> None:
+    codec = CODECS["int4"](compiled)
+    numbers = numpy.concatenate([random(4001), numpy.array([1, -1, 0, 1 / 3, 7, 0.1, LARGEST], numpy.float32)])
+    wire, _ = encode(codec, numbers.repeat(64))
+    decoded = decode(codec, wire, numbers.size * 64).reshape(-1, 64)
+    assert (decoded == decoded[:, :1]).all()
+    assert numpy.abs(decoded[:, 0].view(numpy.int32) - numbers.view(numpy.int32)).max() <= 1  # the next one at most
+    assert (decoded[-7:, 0] == numbers[-7:]).all()
+
+
+def test_int4_by_hand(compiled: bool) -> None:
+    """The example of int4.py."""
+    codec = CODECS["int4"](compiled)
+    values = numpy.array([3, -7, 0.4, 1.5, 2.5], numpy.float32)
+    wire, error = encode(codec, values)
+    assert wire.tolist() == [0, 0, 0x80, 0x3F, 0x93, 0x20, 0x02]
+    assert error.tolist() == [0, 0, numpy.float32(0.4), -0.5, 0.5]
+
+
 @pytest.mark.parametrize(
-    ("name", "sizes"), {"bf16": (0, 2, 514, 400006), "fp16": (0, 2, 514, 400006), "int8": (0, 5, 265, 203131)}.items()
+    ("name", "sizes"),
+    {
+        "bf16": (0, 2, 514, 400006),
+        "fp16": (0, 2, 514, 400006),
+        "int8": (0, 5, 265, 203131),
+        "int4": (0, 5, 149, 112506),
+    }.items(),
 )
 def test_bytes_on_the_wire(name: str, sizes: tuple[int, ...]) -> None:
     codec = CODECS[name](False)
@@ -355,5 +405,5 @@ def test_without_numba(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_name_that_is_not_there() -> None:
-    with pytest.raises(ConfigError, match="there is no codec 'int4'; known: bf16, fp16, int8"):
-        make_codec("int4")
+    with pytest.raises(ConfigError, match="there is no codec 'int2'; known: bf16, fp16, int4, int8"):
+        make_codec("int2")

@@ -24,8 +24,10 @@ LAYERS: dict[str, list[str]] = {
     "exchange": [
         "collectives",
         "exchange.bucket",
+        "exchange.checks",
         "exchange.driver",
         "exchange.exchange",
+        "exchange.on_device",
         "exchange.overlap",
         "exchange.trees",
     ],
@@ -38,6 +40,7 @@ LAYERS: dict[str, list[str]] = {
         "training.checkpoint",
         "training.data",
         "training.flat_optimizer",
+        "training.loss_scale",
         "training.metrics",
         "training.optimizers",
         "training.schedules",
@@ -61,7 +64,7 @@ ONLY = {
 # Imported nowhere else in the package, not even inside a function.
 HOMES = {
     "ansible": ["provision.callback_plugins.mpitrain_report"],
-    "cupy": ["cuda.device"],
+    "cupy": ["cuda.device"],  # others of the package get it from there
     "torch": [],
     "jax": [],
     "fabric": ["diagnostics.cluster.connect"],

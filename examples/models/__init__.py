@@ -3,7 +3,9 @@
 Each module has the same three functions:
 
     initial(rng, xp, ...)                                 the parameters, {name: array}, in forward order
-    loss_and_gradients(parameters, batch, on_gradient)    mean loss of a batch (x, y); hands in every gradient
+    loss_and_gradients(parameters, batch, on_gradient, loss_scale=1.0)
+                                                          mean loss of a batch (x, y); hands in every gradient, times
+                                                          loss_scale
     scores(parameters, x)                                 the logits
 
 `on_gradient(name, array)` is called once per parameter, as soon as its gradient is final: last layer first.

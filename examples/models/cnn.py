@@ -24,6 +24,7 @@ from .layers import (
     relu,
     relu_backward,
     softmax_cross_entropy,
+    wide,
 )
 
 
@@ -61,12 +62,15 @@ def scores(parameters: dict[str, Array], x: Array) -> Array:
 
 
 def loss_and_gradients(
-    parameters: dict[str, Array], batch: tuple[Array, Array], on_gradient: Callable[[str, Array], None]
+    parameters: dict[str, Array],
+    batch: tuple[Array, Array],
+    on_gradient: Callable[[str, Array], None],
+    loss_scale: float = 1.0,
 ) -> float:
     """The mean loss over the samples of batch = x (n, inputs), integer labels y (n,). See `models`."""
     x, y = batch
     logits, (stage1, stage2), flat = _forward(parameters, x)
-    loss, d = softmax_cross_entropy(logits, y)
+    loss, d = softmax_cross_entropy(logits, y, loss_scale)
     d, d_weight, d_bias = dense_backward(d, flat, parameters["dense.weight"])
     on_gradient("dense.bias", d_bias)
     on_gradient("dense.weight", d_weight)
@@ -102,6 +106,6 @@ def _stage_backward(
     """Hands in the stage's gradients and returns the gradient by the convolution's output."""
     rows, convolved, pooled, out = kept
     d = max_pool_backward(relu_backward(d, out), convolved, pooled)
-    on_gradient(f"{name}.bias", d.reshape(len(rows), d.shape[3]).sum(axis=0))
+    on_gradient(f"{name}.bias", wide(d).reshape(len(rows), d.shape[3]).sum(axis=0))
     on_gradient(f"{name}.weight", convolution_backward_weight(d, rows, parameters[f"{name}.weight"]))
     return d

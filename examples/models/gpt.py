@@ -22,7 +22,9 @@ from .layers import (
     layer_norm,
     layer_norm_backward,
     normal,
+    product,
     softmax_cross_entropy,
+    wide,
 )
 
 Parameters = dict[str, Array]
@@ -80,7 +82,9 @@ def scores(parameters: Parameters, x: Array) -> Array:
     return _forward(parameters, x)[0]
 
 
-def loss_and_gradients(parameters: Parameters, batch: tuple[Array, Array], on_gradient: OnGradient) -> float:
+def loss_and_gradients(
+    parameters: Parameters, batch: tuple[Array, Array], on_gradient: OnGradient, loss_scale: float = 1.0
+) -> float:
     """The mean loss over the tokens of batch = x, y: integers (n, time), y one token later. See `models`."""
     x, y = batch
     xp = namespace(x)
@@ -88,22 +92,22 @@ def loss_and_gradients(parameters: Parameters, batch: tuple[Array, Array], on_gr
     embedding, positions = parameters["embedding.token"], parameters["embedding.position"]
     vocabulary, width = embedding.shape
 
-    loss, d_logits = softmax_cross_entropy(logits.reshape(y.size, vocabulary), y.reshape(y.size))
-    d_embedding = d_logits.T @ h.reshape(y.size, width)
-    d = (d_logits @ embedding).reshape(h.shape)
+    loss, d_logits = softmax_cross_entropy(logits.reshape(y.size, vocabulary), y.reshape(y.size), loss_scale)
+    d_embedding = wide(product(d_logits.T, h.reshape(y.size, width)))
+    d = product(d_logits, embedding).reshape(h.shape)
     d, d_scale, d_bias = layer_norm_backward(d, parameters["norm.scale"], normalised, inverse)
     on_gradient("norm.bias", d_bias)
     on_gradient("norm.scale", d_scale)
     for layer in reversed(range(len(kept_blocks))):
         d = _block_backward(parameters, f"block{layer}.", kept_blocks[layer], d, on_gradient)
 
-    d_positions = xp.zeros_like(positions)
-    d_positions[: x.shape[1]] = d.sum(axis=0)
+    d_positions = xp.zeros_like(wide(positions))
+    d_positions[: x.shape[1]] = wide(d).sum(axis=0)
     on_gradient("embedding.position", d_positions)
     # A product with one-hot rows instead of xp.add.at: the same bits every time on a GPU, and quick enough
     # for a vocabulary of characters.
     one_hot = (x.reshape(x.size, 1) == xp.arange(vocabulary)).astype(d.dtype)
-    d_embedding += one_hot.T @ d.reshape(x.size, width)
+    d_embedding += wide(product(one_hot.T, d.reshape(x.size, width)))
     on_gradient("embedding.token", d_embedding)
     return float(loss)
 
@@ -134,7 +138,7 @@ def _forward(parameters: Parameters, x: Array) -> tuple[Array, list[list[Array]]
         stream, kept = _block(parameters, f"block{len(kept_blocks)}.", stream)
         kept_blocks.append(kept)
     h, normalised, inverse = layer_norm(stream, parameters["norm.scale"], parameters["norm.bias"])
-    return h @ embedding.T, kept_blocks, (h, normalised, inverse)
+    return product(h, embedding.T), kept_blocks, (h, normalised, inverse)
 
 
 def _block(parameters: Parameters, block: str, stream: Array) -> tuple[Array, list[Array]]:

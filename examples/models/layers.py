@@ -2,7 +2,8 @@
 
 A backward function takes `d_y`, the gradient of the loss by the layer's output, and what the forward pass
 kept; it returns the gradients by the layer's inputs, fresh arrays. All work on float32 and float64, NumPy and
-CuPy.
+CuPy, and for mixed precision on float16 and bfloat16. With 16 bits, layers take and give 16 bits; sums are made in
+float32 and rounded once, and gradients that are such sums (of biases and scales) stay float32.
 """
 
 import math
@@ -11,7 +12,7 @@ from types import ModuleType
 import numpy
 from numpy.typing import DTypeLike
 
-from mpitrain.arrays import Array, namespace
+from mpitrain.arrays import Array, is_device_array, namespace
 
 EPSILON = 1e-5  # of layer norm; keeps a constant row finite
 
@@ -23,16 +24,31 @@ def normal(
     return xp.asarray((rng.standard_normal(shape) * deviation).astype(dtype))
 
 
+def wide(x: Array) -> Array:
+    """x in float32 where it has 16 bits, else x itself."""
+    return x.astype("float32") if x.itemsize == 2 else x
+
+
+def product(a: Array, b: Array) -> Array:
+    """a @ b in the dtype of both, 16-bit products added up in float32."""
+    if a.itemsize > 2:
+        return a @ b
+    if is_device_array(a) and b.ndim == 2:  # by tensor cores; CuPy uses these for matrices only, not for stacks
+        rows = a.reshape(math.prod(a.shape[:-1]), a.shape[-1]) @ b
+        return rows.reshape(*a.shape[:-1], b.shape[1]).astype(a.dtype, copy=False)
+    return (wide(a) @ wide(b)).astype(a.dtype)
+
+
 def dense(x: Array, weight: Array, bias: Array) -> Array:
     """x (..., inputs) @ weight (inputs, outputs) + bias (outputs,)."""
-    y = x @ weight
+    y = product(x, weight)
     y += bias
     return y
 
 
 def dense_backward(d_y: Array, x: Array, weight: Array) -> tuple[Array, Array, Array]:
     rows, d_rows = x.reshape(-1, weight.shape[0]), d_y.reshape(-1, weight.shape[1])
-    return d_y @ weight.T, rows.T @ d_rows, d_rows.sum(axis=0)
+    return product(d_y, weight.T), product(rows.T, d_rows), wide(d_rows).sum(axis=0)
 
 
 def relu(x: Array) -> Array:
@@ -45,28 +61,33 @@ def relu_backward(d_y: Array, y: Array) -> Array:
 
 def gelu(x: Array) -> tuple[Array, Array]:
     """The tanh form of Hendrycks and Gimpel (2016). Returns y and the tanh, kept for the backward pass."""
+    dtype, x = x.dtype, wide(x)
     tanh = namespace(x).tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x))
-    return 0.5 * x * (1 + tanh), tanh
+    return (0.5 * x * (1 + tanh)).astype(dtype, copy=False), tanh
 
 
 def gelu_backward(d_y: Array, x: Array, tanh: Array) -> Array:
+    dtype, x = x.dtype, wide(x)
     slope = math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * x * x)
-    return d_y * (0.5 * (1 + tanh) + 0.5 * x * (1 - tanh * tanh) * slope)
+    return (wide(d_y) * (0.5 * (1 + tanh) + 0.5 * x * (1 - tanh * tanh) * slope)).astype(dtype, copy=False)
 
 
 def layer_norm(x: Array, scale: Array, bias: Array) -> tuple[Array, Array, Array]:
     """Over the last axis. Returns y, the normalised x and 1 / deviation, kept for the backward pass."""
+    dtype, x, scale, bias = x.dtype, wide(x), wide(scale), wide(bias)
     centred = x - x.mean(axis=-1, keepdims=True)
     inverse = 1 / namespace(x).sqrt((centred * centred).mean(axis=-1, keepdims=True) + EPSILON)
     centred *= inverse
-    return centred * scale + bias, centred, inverse
+    return (centred * scale + bias).astype(dtype, copy=False), centred, inverse
 
 
 def layer_norm_backward(d_y: Array, scale: Array, normalised: Array, inverse: Array) -> tuple[Array, Array, Array]:
     leading = tuple(range(d_y.ndim - 1))
-    d = d_y * scale
+    dtype, d_y = d_y.dtype, wide(d_y)
+    d = d_y * wide(scale)
     d_x = d - d.mean(axis=-1, keepdims=True) - normalised * (d * normalised).mean(axis=-1, keepdims=True)
-    return d_x * inverse, (d_y * normalised).sum(axis=leading), d_y.sum(axis=leading)
+    d_x = (d_x * inverse).astype(dtype, copy=False)
+    return d_x, (d_y * normalised).sum(axis=leading), d_y.sum(axis=leading)
 
 
 def softmax(x: Array) -> Array:
@@ -77,13 +98,14 @@ def softmax(x: Array) -> Array:
     return y
 
 
-def softmax_cross_entropy(logits: Array, labels: Array) -> tuple[Array, Array]:
-    """Mean over the rows of -log softmax(logits (rows, classes))[label]. Returns it, 0-d, and d_logits.
+def softmax_cross_entropy(logits: Array, labels: Array, loss_scale: float = 1.0) -> tuple[Array, Array]:
+    """Mean over the rows of -log softmax(logits (rows, classes))[label]. Returns it, 0-d, and loss_scale x d_logits.
 
     No rows give loss 0. The loss stays on its device: turning it into a float waits for the device, which
     the caller does after the backward pass.
     """
     xp = namespace(logits)
+    dtype, logits = logits.dtype, wide(logits)
     rows = xp.arange(len(labels))
     shifted = logits - logits.max(axis=-1, keepdims=True)
     d_logits = xp.exp(shifted)
@@ -92,8 +114,8 @@ def softmax_cross_entropy(logits: Array, labels: Array) -> tuple[Array, Array]:
     loss = (xp.log(total[:, 0]) - shifted[rows, labels]).sum(dtype=xp.float64) * share
     d_logits /= total
     d_logits[rows, labels] -= 1
-    d_logits *= share
-    return loss, d_logits
+    d_logits *= share * loss_scale
+    return loss, d_logits.astype(dtype, copy=False)
 
 
 def patches(x: Array, size: int) -> Array:
@@ -119,12 +141,12 @@ def convolution(x: Array, weight: Array) -> tuple[Array, Array]:
     Returns y (n, height, width, outputs) and the patches of x, kept for the backward pass.
     """
     rows = patches(x, weight.shape[0])
-    y = rows @ weight.reshape(rows.shape[1], weight.shape[3])
+    y = product(rows, weight.reshape(rows.shape[1], weight.shape[3]))
     return y.reshape(*x.shape[:3], weight.shape[3]), rows
 
 
 def convolution_backward_weight(d_y: Array, rows: Array, weight: Array) -> Array:
-    return (rows.T @ d_y.reshape(len(rows), weight.shape[3])).reshape(weight.shape)
+    return product(rows.T, d_y.reshape(len(rows), weight.shape[3])).reshape(weight.shape)
 
 
 def convolution_backward_input(d_y: Array, weight: Array) -> Array:
@@ -163,16 +185,18 @@ def attention(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
     Source: Vaswani et al., Attention Is All You Need (2017), section 3.2.1.
     """
     xp = namespace(q)
-    logits = q @ k.swapaxes(-1, -2)
+    logits = wide(q) @ wide(k).swapaxes(-1, -2)
     logits *= 1 / math.sqrt(q.shape[-1])
     logits += xp.triu(xp.full(logits.shape[-2:], -xp.inf, logits.dtype), 1)
-    probabilities = softmax(logits)
-    return probabilities @ v, probabilities
+    probabilities = softmax(logits).astype(q.dtype, copy=False)
+    return product(probabilities, v), probabilities
 
 
 def attention_backward(d_y: Array, q: Array, k: Array, v: Array, probabilities: Array) -> tuple[Array, Array, Array]:
-    d_probabilities = d_y @ v.swapaxes(-1, -2)
-    inner = (d_probabilities * probabilities).sum(axis=-1, keepdims=True)
-    d_logits = probabilities * (d_probabilities - inner)
+    d_probabilities = wide(d_y) @ wide(v).swapaxes(-1, -2)
+    weights = wide(probabilities)
+    inner = (d_probabilities * weights).sum(axis=-1, keepdims=True)
+    d_logits = weights * (d_probabilities - inner)
     d_logits *= 1 / math.sqrt(q.shape[-1])
-    return d_logits @ k, d_logits.swapaxes(-1, -2) @ q, probabilities.swapaxes(-1, -2) @ d_y
+    d_logits = d_logits.astype(q.dtype, copy=False)
+    return product(d_logits, k), product(d_logits.swapaxes(-1, -2), q), product(probabilities.swapaxes(-1, -2), d_y)

@@ -10,7 +10,7 @@ from numpy.typing import DTypeLike
 
 from mpitrain.arrays import Array
 
-from .layers import dense, dense_backward, normal, relu, relu_backward, softmax_cross_entropy
+from .layers import dense, dense_backward, normal, product, relu, relu_backward, softmax_cross_entropy, wide
 
 
 def initial(
@@ -36,12 +36,15 @@ def scores(parameters: dict[str, Array], x: Array) -> Array:
 
 
 def loss_and_gradients(
-    parameters: dict[str, Array], batch: tuple[Array, Array], on_gradient: Callable[[str, Array], None]
+    parameters: dict[str, Array],
+    batch: tuple[Array, Array],
+    on_gradient: Callable[[str, Array], None],
+    loss_scale: float = 1.0,
 ) -> float:
     """The mean loss over the samples of batch = x (n, inputs), integer labels y (n,). See `models`."""
     x, y = batch
     *inputs, logits = _forward(parameters, x)
-    loss, d = softmax_cross_entropy(logits, y)
+    loss, d = softmax_cross_entropy(logits, y, loss_scale)
     for layer in range(len(inputs), 0, -1):
         if layer < len(inputs):
             d = relu_backward(d, inputs[layer])
@@ -49,7 +52,7 @@ def loss_and_gradients(
         if layer > 1:
             d, d_weight, d_bias = dense_backward(d, inputs[layer - 1], weight)
         else:  # nobody needs the gradient by the images themselves
-            d_weight, d_bias = inputs[0].T @ d, d.sum(axis=0)
+            d_weight, d_bias = product(inputs[0].T, d), wide(d).sum(axis=0)
         on_gradient(f"dense{layer}.bias", d_bias)
         on_gradient(f"dense{layer}.weight", d_weight)
     return float(loss)

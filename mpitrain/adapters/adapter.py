@@ -9,6 +9,7 @@ import numpy
 
 from mpitrain.arrays import Array
 from mpitrain.exchange.bucket import Parameter
+from mpitrain.training.loss_scale import LossScale
 from mpitrain.tree import Tree
 
 # Called with a parameter's index and its gradient, as soon as the backward pass has it.
@@ -21,6 +22,14 @@ class Adapter(Protocol):
     @property
     def layout(self) -> Sequence[Parameter]:
         """Name, shape and dtype of every parameter; a parameter's index is its place here."""
+        ...
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """What the gradients are multiplied by when they are handed in; None where they are not.
+
+        The strategy divides by it, updates it, and skips a step whose gradients it made infinite.
+        """
         ...
 
     def parameters(self) -> dict[str, Array]:
@@ -38,10 +47,11 @@ class Adapter(Protocol):
         """
         ...
 
-    def apply_gradients(self, flats: Mapping[numpy.dtype, numpy.ndarray]) -> float:
-        """One step of the optimizer, with mean gradients in flat host buffers by dtype, in layout order.
+    def apply_gradients(self, flats: Mapping[numpy.dtype, Array]) -> float:
+        """One step of the optimizer, with mean gradients in flat buffers by dtype, in layout order.
 
-        The buffers may be overwritten. Returns the learning rate that was used.
+        The buffers, on the host or where the parameters are, may be overwritten. Returns the learning rate that was
+        used.
         """
         ...
 

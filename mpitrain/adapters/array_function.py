@@ -5,18 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy
 
 from mpitrain.adapters.adapter import OnGradient
-from mpitrain.arrays import Array, is_device_array, namespace
+from mpitrain.arrays import Array, is_array, is_device_array, namespace
 from mpitrain.cuda.staging import like
 from mpitrain.errors import CheckpointError, ConfigError, GradientError
 from mpitrain.exchange.bucket import Parameter, plan_layout
+from mpitrain.training.loss_scale import LossScale
 from mpitrain.training.optimizers import Optimizer
-from mpitrain.tree import Tree, leaves, rebuild
+from mpitrain.tree import Leaf, Tree, leaves, rebuild
 
-# function(parameters, batch, on_gradient) -> loss; it calls on_gradient(name, gradient) for every parameter.
-LossAndGradients = Callable[[Mapping[str, Array], Tree, Callable[[str, Array], None]], float]
+# function(parameters, batch, on_gradient) -> loss, which calls on_gradient(name, gradient) for every parameter. With a
+# loss scale there is one more argument, loss_scale=.
+LossAndGradients = Callable[..., float]
+
+# What a model may compute in, for parameters that are kept in float32; None: in the parameters themselves.
+PRECISIONS: dict[str, numpy.dtype | None] = {
+    "float32": None,
+    "bf16": numpy.dtype(ml_dtypes.bfloat16),
+    "fp16": numpy.dtype(numpy.float16),
+}
 
 
 class ArrayFunction:
@@ -24,22 +34,42 @@ class ArrayFunction:
 
     All parameters live in one flat buffer, so that the optimizer is a few array operations; the function gets views
     of it by name.
+
+    With 16-bit precision it gets views of a rounded copy instead, made anew for every step, and a batch whose floating
+    arrays are rounded as well. Parameters, the optimizer's state, the exchange and checkpoints stay float32: a step is
+    often smaller than what 16 bits can tell apart. Source: Micikevicius et al., Mixed Precision Training (2018).
     """
 
-    def __init__(self, function: LossAndGradients, parameters: Mapping[str, Array], optimizer: Optimizer) -> None:
+    def __init__(
+        self,
+        function: LossAndGradients,
+        parameters: Mapping[str, Array],
+        optimizer: Optimizer,
+        *,
+        precision: str | None = None,
+        loss_scale: LossScale | None = None,
+    ) -> None:
         """
         Args:
             function: returns the mean loss over the batch's samples and calls `on_gradient(name, gradient)` once for
-                every parameter, as soon as that gradient is final.
+                every parameter, as soon as that gradient is final. With a loss scale it is called with the keyword
+                `loss_scale` too, a number that all gradients are to be multiplied by (at the beginning of the
+                backward pass, where that costs nothing and helps), but not the loss.
             parameters: initial values by name, in the order in which the model uses them; all on the host or all on
                 one device, all of one floating dtype. Copied.
             optimizer: weight decay, where it has one, applies to parameters of two and more dimensions.
+            precision: a name in PRECISIONS, for float32 parameters: what the function computes in. bf16 and fp16
+                gradients may be handed in in that form or in float32. Default: the parameters' own dtype.
+            loss_scale: default for fp16: `LossScale()`; else none, and NaN or infinity in a gradient is an error.
 
         Raises:
-            ConfigError: no parameters, or of several dtypes or places.
+            ConfigError: no parameters, or of several dtypes or places; a precision that there is not, or that is not
+                for these parameters.
         """
         self._function = function
         self._optimizer = optimizer
+        narrow = _narrow_dtype(precision, parameters)
+        self._loss_scale = LossScale() if loss_scale is None and narrow == numpy.float16 else loss_scale
         values = list(parameters.values())
         if len({(value.dtype, is_device_array(value)) for value in values}) != 1:
             found = ", ".join(f"{name} {value.dtype}" for name, value in parameters.items()) or "none"
@@ -54,6 +84,11 @@ class ArrayFunction:
             view[...] = value
         self._views: dict[str, Array] = dict(zip(self._index, views, strict=True))
         self._places = plan.places
+        self._narrow: Array = None if narrow is None else namespace(self._flat).empty(count, narrow)
+        # What the function sees; the layout's dtype stands for the flat buffer of the copy.
+        self._seen = (
+            self._views if narrow is None else dict(zip(self._index, plan.views({dtype: self._narrow}), strict=True))
+        )
         decayed = [slice(*place) for place, view in zip(plan.places, views, strict=True) if len(view.shape) > 1]
         optimizer.start(self._flat, decayed)
 
@@ -61,6 +96,11 @@ class ArrayFunction:
     def layout(self) -> Sequence[Parameter]:
         """See Adapter."""
         return self._layout
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """See Adapter."""
+        return self._loss_scale
 
     def parameters(self) -> dict[str, Array]:
         """See Adapter. A new dict of the same views."""
@@ -73,31 +113,59 @@ class ArrayFunction:
 
     def loss_and_gradients(self, batch: Tree, on_gradient: OnGradient) -> float:
         """See Adapter. A batch on the host is copied to the device where the parameters are."""
-        if is_device_array(self._flat):
-            values = (like(leaf, self._flat) for _, leaf in leaves(batch))
+        if self._narrow is not None:
+            # Here and not after the optimizer's step: whoever else wrote into the parameters is not overlooked.
+            with numpy.errstate(over="ignore"):  # what is infinite in fp16 shows in the loss
+                self._narrow[...] = self._flat
+        if self._narrow is not None or is_device_array(self._flat):
+            values = (self._as_seen(leaf) for _, leaf in leaves(batch))
             batch = rebuild(batch, values.__next__)
 
         def hand_in(name: str, gradient: Array) -> None:
             if name not in self._index:
                 raise GradientError(f"a gradient came for {name!r}; the parameters are {', '.join(self._index)}")
+            if self._narrow is not None and getattr(gradient, "dtype", None) == self._narrow.dtype:
+                gradient = gradient.astype(self._flat.dtype)  # exact
             on_gradient(self._index[name], gradient)
 
-        return float(self._function(self._views, batch, hand_in))
+        scaled = {} if self._loss_scale is None else {"loss_scale": self._loss_scale.value}
+        if self._narrow is None:
+            return float(self._function(self._seen, batch, hand_in, **scaled))
+        with numpy.errstate(over="ignore", invalid="ignore"):  # found by the exchange, and what the loss scale is for
+            return float(self._function(self._seen, batch, hand_in, **scaled))
 
-    def apply_gradients(self, flats: Mapping[numpy.dtype, numpy.ndarray]) -> float:
+    def _as_seen(self, leaf: Leaf) -> Leaf:
+        """A leaf of a batch as the function gets it: rounded before it is copied, which halves the copy."""
+        if self._narrow is not None and is_array(leaf) and leaf.dtype.kind == "f":
+            with numpy.errstate(over="ignore"):
+                leaf = leaf.astype(self._narrow.dtype)
+        return leaf if is_device_array(leaf) else like(leaf, self._flat)
+
+    def apply_gradients(self, flats: Mapping[numpy.dtype, Array]) -> float:
         """See Adapter."""
-        return self._optimizer.update(like(flats[self._flat.dtype], self._flat))
+        gradients = flats[self._flat.dtype]
+        return self._optimizer.update(gradients if is_device_array(gradients) else like(gradients, self._flat))
 
     def state(self) -> dict[str, Any]:
-        """See Adapter: `parameters`, and `optimizer` with its buffers by parameter name and its step."""
+        """See Adapter: `parameters`, `optimizer` with its buffers by parameter name and its step, and `loss_scale`.
+
+        The parameters are those in float32, whatever the precision; there is a `loss_scale` where it is used.
+        """
         optimizer: dict[str, Any] = {}
         for key, value in self._optimizer.state().items():
             optimizer[key] = value if isinstance(value, int) else self._by_name(value)
-        return {"parameters": self.parameters(), "optimizer": optimizer}
+        state = {"parameters": self.parameters(), "optimizer": optimizer}
+        return state if self._loss_scale is None else {**state, "loss_scale": self._loss_scale.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """See Adapter."""
+        """See Adapter.
+
+        The state may be one of another precision: one without a loss scale leaves it as it is.
+        """
         self._check(state["parameters"], "parameters")
+        scale = state.get("loss_scale") if self._loss_scale else None
+        if self._loss_scale and scale is not None:
+            self._loss_scale.check(scale)
         optimizer: dict[str, Any] = {}
         for key, value in state["optimizer"].items():
             if isinstance(value, int):
@@ -109,6 +177,8 @@ class ArrayFunction:
             )
         self._optimizer.restore(optimizer)
         self.load_parameters(state["parameters"])
+        if self._loss_scale and scale is not None:
+            self._loss_scale.restore(scale)
 
     def _by_name(self, flat: Array) -> dict[str, Array]:
         return {
@@ -126,6 +196,18 @@ class ArrayFunction:
                     f"{what}: the checkpoint has {_text(found.get(name))} for {name}, the model "
                     f"{_text(expected.get(name))}; is it a checkpoint of this model?"
                 )
+
+
+def _narrow_dtype(precision: str | None, parameters: Mapping[str, Array]) -> numpy.dtype | None:
+    """The 16-bit dtype that the function computes in, if any."""
+    if precision is None:
+        return None
+    if precision not in PRECISIONS:
+        raise ConfigError(f"there is no precision {precision!r}; known: {', '.join(PRECISIONS)}")
+    for name, value in parameters.items():
+        if value.dtype != numpy.float32:
+            raise ConfigError(f"precision={precision}: {name} is {value.dtype}; parameters are kept in float32")
+    return PRECISIONS[precision]
 
 
 def _text(kind: tuple[tuple[int, ...], numpy.dtype] | None) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mpitrain.allreduce.algorithm import Algorithm
+from mpitrain.allreduce.algorithm import Algorithm, Sequential
 from mpitrain.allreduce.direct import direct
 from mpitrain.allreduce.halving_doubling import halving_doubling
 from mpitrain.allreduce.hierarchical import hierarchical
@@ -20,7 +20,7 @@ from mpitrain.allreduce.shared_memory import shared_memory
 from mpitrain.errors import ConfigError
 from mpitrain.world import World
 
-ALGORITHMS: dict[str, Callable[[World], Algorithm]] = {
+ALGORITHMS: dict[str, Callable[[World], Sequential]] = {
     "auto": auto,
     "direct": direct,
     "halving_doubling": halving_doubling,

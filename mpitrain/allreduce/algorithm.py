@@ -12,7 +12,7 @@ from typing import Protocol, TypeAlias
 import ml_dtypes
 import numpy
 
-from mpitrain.arrays import Array
+from mpitrain.arrays import Array, is_device_array
 from mpitrain.background import Begun
 from mpitrain.control import until
 from mpitrain.world import World
@@ -131,25 +131,30 @@ class Sequential:
         if self._world.size > 1 and flat.size > 0:
             steps = self.steps(flat, residual)
         if not agreed:
-            steps = self._compared(flat, steps)
+            shared = self._memory is not None and self._memory.holds(flat)
+            steps = compared(
+                self._world, self._name, flat, "memory that the node shares" if shared else "memory", steps
+            )
         return Handle(self._world, self._name, flat, steps)
 
-    def _compared(self, flat: Array, steps: Progress) -> Progress:
-        shared = self._memory is not None and self._memory.holds(flat)
-        lines = [f"{flat.size} {flat.dtype}{' in memory that the node shares' if shared else ''}"]
-        agreement = self._world.begin_agreement(f"allreduce {self._name}", lines)  # now, in the order of calls
 
-        def work() -> Progress:
-            yield from until(agreement.test)
-            yield from steps
+def compared(world: World, name: str, flat: Array, memory: str, steps: Progress) -> Progress:
+    """The steps, after all ranks have compared what they start; that begins now, in the order of calls."""
+    agreement = world.begin_agreement(f"allreduce {name}", [f"{flat.size} {flat.dtype} in {memory}"])
 
-        return work()
+    def work() -> Progress:
+        yield from until(agreement.test)
+        yield from steps
+
+    return work()
 
 
 def check_flat(flat: Array) -> None:
     """Raise ValueError unless `flat` is what Algorithm.start takes."""
     if not isinstance(flat, numpy.ndarray):
-        raise ValueError(f"allreduce takes a NumPy array on the host, not {type(flat).__name__}")
+        kind = f"{type(flat).__module__}.{type(flat).__name__}".removeprefix("builtins.")
+        hint = ". Arrays on GPUs are for mpitrain.allreduce.device.make_transport" if is_device_array(flat) else ""
+        raise ValueError(f"allreduce takes a NumPy array on the host, not {kind}{hint}")
     if flat.ndim != 1 or not flat.flags.c_contiguous or not flat.flags.writeable:
         raise ValueError(
             f"allreduce works in place on a one-dimensional, contiguous, writable array; this one has shape "

@@ -124,7 +124,7 @@ def _address(array: numpy.ndarray) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-def meet(mates: Group) -> Progress:
+def meet(mates: Group, tag: int = _MEET_TAG) -> Progress:
     """A barrier of the node's ranks: what each wrote before it, all others see after it.
 
     Dissemination: in round k each rank tells the one 2^k places on (Hensgen, Finkel and Manber, Two algorithms for
@@ -132,8 +132,8 @@ def meet(mates: Group) -> Progress:
     """
     distance = 1
     while distance < mates.size:
-        send = mates.comm.Isend(_NOTHING, mates.rank(distance), _MEET_TAG)
-        yield from until(mates.comm.Irecv(_NOTHING, mates.rank(-distance), _MEET_TAG).Test)
+        send = mates.comm.Isend(_NOTHING, mates.rank(distance), tag)
+        yield from until(mates.comm.Irecv(_NOTHING, mates.rank(-distance), tag).Test)
         yield from until(send.Test)
         distance *= 2
 

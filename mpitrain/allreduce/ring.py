@@ -125,14 +125,14 @@ def ring_steps(group: Group) -> Steps:
     return steps
 
 
-def plan(count: int, itemsize: int, rank: int, size: int) -> list[Piece]:
+def plan(count: int, itemsize: int, rank: int, size: int, piece_bytes: int = PIECE_BYTES) -> list[Piece]:
     """The pieces of a buffer of `count` elements in the order in which they are sent and received.
 
     Every segment has as many pieces as the largest one, empty ones if need be: a rank whose segment is empty must
     still pass on the others' pieces.
     """
     segments = [part_of(count, owner, size) for owner in range(size)]
-    per_segment = max(1, -(-(segments[0].stop - segments[0].start) // (PIECE_BYTES // itemsize)))
+    per_segment = max(1, -(-(segments[0].stop - segments[0].start) // (piece_bytes // itemsize)))
 
     def pieces_of(owner: int) -> list[slice]:
         segment = segments[owner % size]

@@ -12,20 +12,23 @@ from pathlib import Path
 from mpitrain.allreduce.select import choices
 from mpitrain.bench.measure import measure_cluster, save_profile
 from mpitrain.bench.network import Link, find_link
+from mpitrain.bench.on_gpus import about_gpus, transport_choices
 from mpitrain.bench.options import POINT_TO_POINT, Options, add_arguments, read_options
 from mpitrain.bench.point_to_point import Pairs, measure_pairs
 from mpitrain.bench.progress import Progress
 from mpitrain.bench.report import as_json, preamble
 from mpitrain.bench.sweep import sweep
 from mpitrain.bench.table import Row, as_csv, header, line, matrix
-from mpitrain.errors import ConfigError
+from mpitrain.errors import ConfigError, DeviceError
 from mpitrain.start import init
 from mpitrain.world import World
 
 
 def main() -> int:
     """Every rank; returns its exit code: 1 if a value was wrong, 2 for a wrong use."""
-    world = init()
+    # The file that it will replace may be why it is measured: damaged, or another cluster's.
+    is_profile = any(word.partition("=")[0] == "--save-profile" for word in sys.argv[1:])
+    world = init(profile="") if is_profile else init()
     parser = argparse.ArgumentParser(prog="python -m mpitrain.bench", allow_abbrev=False)
     add_arguments(parser)
     # All ranks have the same arguments, and one of them says what is wrong with these.
@@ -38,14 +41,14 @@ def main() -> int:
         with world.together("read the options"):
             options = read_options(arguments)
         if options.show:
-            for text in choices(world):
+            for text in choices(world) if options.device == "host" else transport_choices(world):
                 world.print(text)
             return 0
         link = find_link(world, options.link_gbit)
-        for text in preamble(world, link):
+        for text in [*preamble(world, link), *([f"# {about_gpus(world)}"] if options.device == "cuda" else [])]:
             world.print(text)
-        return _profile(world, options, link) if options.save_profile else _bench(world, options, link)
-    except ConfigError as error:  # the same on all ranks
+        return _profile(world, options) if options.save_profile else _bench(world, options, link)
+    except (ConfigError, DeviceError) as error:  # the same on all ranks
         if world.is_root:
             print(f"mpitrain bench: {error}", file=sys.stderr)
         return 2
@@ -89,7 +92,7 @@ def _pairs(world: World, options: Options) -> tuple[Pairs | None, list[str]]:
 
 def _write(world: World, options: Options, link: Link, rows: list[Row], pairs: Pairs | None, names: list[str]) -> None:
     if options.json:
-        options.json.write_text(as_json(world, link, rows, pairs, names))
+        options.json.write_text(as_json(world, link, rows, pairs, names, options.device))
     if options.csv:
         options.csv.write_text(as_csv(rows))
     if options.plot:
@@ -98,9 +101,9 @@ def _write(world: World, options: Options, link: Link, rows: list[Row], pairs: P
         plot(options.plot, rows, "\n".join(text.removeprefix("# ") for text in preamble(world, link)))
 
 
-def _profile(world: World, options: Options, link: Link) -> int:
+def _profile(world: World, options: Options) -> int:
     progress = Progress(world.is_root and options.progress)
-    measured = measure_cluster(world, link, progress.tell)
+    measured = measure_cluster(world, progress.tell)
     progress.end()
     world.print(json.dumps(measured, indent=2))
     with world.together("write the profile"):

@@ -3,45 +3,46 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy
 
-from mpitrain.bench.network import Link
-from mpitrain.bench.point_to_point import measure_pairs
-from mpitrain.bench.rounds import Variant, measure, versions
+from mpitrain.allreduce import ALGORITHMS
+from mpitrain.allreduce.algorithm import Algorithm
+from mpitrain.bench.operations import num_calls, sum_by
+from mpitrain.bench.point_to_point import Pairs, measure_pairs
+from mpitrain.bench.rounds import Variant, measure, ratio, versions
 from mpitrain.compression import CODECS, make_codec
-from mpitrain.profile import fingerprint, to_json
+from mpitrain.profile import DEFAULT, Profile, fingerprint, to_json
 from mpitrain.world import World
 
 _BLOCK_BYTES = 2**25  # beyond any cache
 _CODEC_BYTES = 2**23
-_SMALL_BYTES = 4096
-_MEMORY_ROUNDS, _SMALL_ROUNDS = 10, 100
+_MEMORY_ROUNDS = 10
+# Over these, the faster one changes; fourfold, so the limit is taken in the middle of two.
+_LIMIT_BYTES = tuple(2**exponent for exponent in (12, 14, 16, 18, 20))
+_LIMIT_ROUNDS = 15
 
 
-def measure_cluster(world: World, link: Link, tell: Callable[[str], object] = lambda text: None) -> dict[str, Any]:
+def measure_cluster(world: World, tell: Callable[[str], object] = lambda text: None) -> dict[str, Any]:
     """What messages, links and memory cost. Collective; the same on every rank.
 
     Returns:
         latency_between_nodes_us: median over pairs of nodes, half a round trip of one byte; None on one node.
-        latency_inside_node_us: the same of the ranks of a node, median over nodes; None with one rank on each.
-        link_bytes_per_second: by node rank of the sender, then of the receiver; measured, one direction.
-        link_gbit: nominal rate; None where it is not known.
+        link_bytes_per_second: by node rank of the sender, then of the receiver; measured, one direction; None
+            on one node.
         copy_bytes_per_second, add_bytes_per_second: of float32 that a rank copies, or adds in place to others,
             while all ranks do; the slowest rank's.
         codecs: by name: whether it is compiled on every rank, and as above, of float32, what a rank encodes with the
             error of it, decodes, and adds.
-        small_allreduce_us: MPI's own allreduce of 4 KiB.
+        native_below_bytes: MPI's own allreduce was the faster one below, what auto takes for large buffers above.
     """
     between = measure_pairs(world.leaders, tell) if world.leaders is not None and world.num_nodes > 1 else None
     world.barrier()  # in which the others wait without taking the leaders' cores
-    inside = measure_pairs(world.node, tell) if world.local_size > 1 else None
-    inside_us = _median_off_diagonal(inside.latency_us) if inside else None
-    all_inside = [value for value in world.allgather(inside_us) if value is not None]
-    pairs = world.broadcast(between)
+    pairs: Pairs | None = world.broadcast(between)
     tell("memory")
     flat, other = numpy.ones(_BLOCK_BYTES // 4, numpy.float32), numpy.zeros(_BLOCK_BYTES // 4, numpy.float32)
     memory = {
@@ -52,16 +53,14 @@ def measure_cluster(world: World, link: Link, tell: Callable[[str], object] = la
     times = {name: statistics.median(its.seconds) for name, its in measure(world, memory, _MEMORY_ROUNDS).items()}
     tell("codecs")
     codecs = {name: _codec_rates(world, name) for name in CODECS}
-    tell("small allreduce")
+    tell("small buffers")
     return {
         "latency_between_nodes_us": _median_off_diagonal(pairs.latency_us) if pairs else None,
-        "latency_inside_node_us": statistics.median(all_inside) if all_inside else None,
         "link_bytes_per_second": pairs.bytes_per_second if pairs else None,
-        "link_gbit": link.gbit,
         "copy_bytes_per_second": _BLOCK_BYTES / times["copy"],
         "add_bytes_per_second": _BLOCK_BYTES / times["add"],
         "codecs": codecs,
-        "small_allreduce_us": _small_allreduce(world) * 1e6,
+        "native_below_bytes": native_below(world if pairs is None else replace(world, profile=_between(pairs))),
     }
 
 
@@ -86,13 +85,40 @@ def _median_off_diagonal(table: list[list[float]]) -> float:
     return statistics.median(value for i, line in enumerate(table) for j, value in enumerate(line) if i != j)
 
 
-def _small_allreduce(world: World) -> float:
-    from mpi4py import MPI
+def _between(pairs: Pairs) -> Profile:
+    """By which auto will choose between ring and direct."""
+    latency, rate = _median_off_diagonal(pairs.latency_us) * 1e-6, _median_off_diagonal(pairs.bytes_per_second)
+    return replace(DEFAULT, latency_seconds=latency, bytes_per_second=rate)
 
-    flat = numpy.zeros(_SMALL_BYTES // 4, numpy.float32)
-    small = {"mpi": Variant(lambda: world.comm.Allreduce(MPI.IN_PLACE, flat))}
-    measure(world, small, 3)
-    return statistics.median(measure(world, small, _SMALL_ROUNDS)["mpi"].seconds)
+
+def native_below(world: World) -> int:
+    """The size in bytes up to which native is faster than what auto takes for large buffers. Collective."""
+    large = "shared_memory" if world.num_nodes == 1 else "hierarchical"
+    algorithms = {name: ALGORITHMS[name](world) for name in ("native", large)}
+    is_native_faster = {}
+    for num_bytes in _LIMIT_BYTES:
+        variants = {name: _sums(algorithm, num_bytes) for name, algorithm in algorithms.items()}
+        measure(world, variants, 3)
+        times = {name: its.seconds for name, its in measure(world, variants, _LIMIT_ROUNDS).items()}
+        is_native_faster[num_bytes] = ratio(times, large, "native")[0] >= 1
+    return crossover(is_native_faster)
+
+
+def _sums(algorithm: Algorithm, num_bytes: int) -> Variant:
+    flats = [algorithm.allocate(num_bytes // 4, numpy.dtype(numpy.float32)) for _ in range(num_calls(num_bytes))]
+    for flat in flats:
+        flat.fill(0)
+
+    def run() -> None:
+        for flat in flats:
+            sum_by(algorithm, flat)
+
+    return Variant(run, calls=len(flats))
+
+
+def crossover(is_native_faster: Mapping[int, bool]) -> int:
+    """The limit, from sizes that are fourfold: in the middle between the last that native won and the next one."""
+    return max((2 * size for size, is_faster in is_native_faster.items() if is_faster), default=0)
 
 
 def save_profile(path: Path, world: World, measured: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ from mpitrain.allreduce.algorithm import BFLOAT16, Algorithm
 from mpitrain.allreduce.compressed import compressed
 from mpitrain.arrays import Array
 from mpitrain.bench import data
+from mpitrain.bench.on_gpus import device_sums
 from mpitrain.bench.rounds import Variant
 from mpitrain.errors import ConfigError
 from mpitrain.world import World, part_of
@@ -25,7 +26,7 @@ from mpitrain.world import World, part_of
 if TYPE_CHECKING:
     from mpitrain.bench.options import Options
 
-# The name of the row that every other one is compared with: MPI's own blocking call, as installed.
+# The name of the row that every other one is compared with: MPI's own blocking call, as it is tuned here.
 MPI_ITSELF = "mpi"
 NO_CODEC = "none"
 # Of the calls in mpitrain.collectives, which have no algorithms to choose from.
@@ -39,6 +40,7 @@ TOLERANCES: dict[str, Callable[[int], float]] = {
     "bf16": lambda size: 1.01 * 3 * size * 2.0**-9,
     "fp16": lambda size: 1.01 * 3 * size * 2.0**-12,
     "int8": lambda size: 1.01 * 2 * size / 254,
+    "int4": lambda size: 1.01 * 2 * size / 14,
 }
 # The row of an exchange with a codec, which chooses its algorithm itself.
 COMPRESSED = "compressed"
@@ -77,7 +79,11 @@ class Operation:
 def _allreduce(world: World, options: Options) -> MakeVariants:
     from mpi4py import MPI
 
+    if options.device == "cuda":
+        return device_sums(world, options.algorithms, options.has_all_algorithms)
     made: dict[tuple[str, str], Algorithm] = {}
+    if world.num_nodes == 1 and any(codec != NO_CODEC for codec in options.codecs):
+        world.print(f"# {COMPRESSED}: all ranks are on one node, so nothing is sent and shortened")
     for codec in options.codecs:
         if codec != NO_CODEC:
             made[COMPRESSED, codec] = compressed(world, codec)
@@ -90,15 +96,15 @@ def _allreduce(world: World, options: Options) -> MakeVariants:
     def variants(count: int, dtype: numpy.dtype) -> Variants:
         found: Variants = {}
         if dtype not in _NOT_OF_MPI:
-            flats = [numpy.empty(count, dtype) for _ in range(_calls(count * dtype.itemsize))]
+            flats = [numpy.empty(count, dtype) for _ in range(num_calls(count * dtype.itemsize))]
             found[MPI_ITSELF, NO_CODEC] = _sums(
                 world, NO_CODEC, flats, lambda flat: world.comm.Allreduce(MPI.IN_PLACE, flat)
             )
         for (name, codec), algorithm in made.items():
             if codec != NO_CODEC and dtype != numpy.float32:
                 continue
-            flats = [algorithm.allocate(count, dtype) for _ in range(_calls(count * dtype.itemsize))]
-            found[name, codec] = _sums(world, codec, flats, partial(_sum_by, algorithm))
+            flats = [algorithm.allocate(count, dtype) for _ in range(num_calls(count * dtype.itemsize))]
+            found[name, codec] = _sums(world, codec, flats, partial(sum_by, algorithm))
         return found
 
     return variants
@@ -120,11 +126,12 @@ def _sums(world: World, codec: str, flats: Sequence[Array], add_up: Callable[[Ar
     )
 
 
-def _sum_by(algorithm: Algorithm, flat: Array) -> None:
+def sum_by(algorithm: Algorithm, flat: Array) -> None:
+    """To the end."""
     algorithm.start(flat, agreed=True).wait()
 
 
-def _calls(num_bytes: int) -> int:
+def num_calls(num_bytes: int) -> int:
     """In one run, each with a buffer of its own: a single short call would be timed with the way out of the barrier."""
     return max(1, min(_MOST_CALLS, _TOGETHER_BYTES // num_bytes))
 
@@ -207,7 +214,7 @@ def _into_new(
     values = data.tile(world.rank, world.size, dtype)
 
     def variant(call: IntoNew) -> Variant:
-        calls = _calls(max(count, result_count) * dtype.itemsize)
+        calls = num_calls(max(count, result_count) * dtype.itemsize)
         flats = [numpy.empty(count, dtype) for _ in range(calls)]
         given = [numpy.empty(result_count, dtype) for _ in range(calls)]  # MPI's calls write here; ours make their own
         results: list[numpy.ndarray] = []

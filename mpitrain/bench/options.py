@@ -15,6 +15,7 @@ from mpitrain.errors import ConfigError
 
 POINT_TO_POINT = "point_to_point"
 ALL = "all"
+DEVICES = ("host", "cuda")
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
@@ -27,7 +28,8 @@ class Options:
         operations: names of operations.OPERATIONS, and point_to_point.
         sizes_bytes: of the buffers.
         dtypes: names of dtypes that can be summed.
-        algorithms: names of allreduce algorithms.
+        device: where the buffers are: "host", or "cuda" for this rank's GPU.
+        algorithms: names of allreduce algorithms; on GPUs, of transports.
         has_all_algorithms: `all` was asked for: those that refuse this world are left out.
         codecs: names of operations.TOLERANCES.
         rounds: of each cell; None: as many as `seconds` leaves time for.
@@ -41,6 +43,7 @@ class Options:
     operations: tuple[str, ...]
     sizes_bytes: tuple[int, ...]
     dtypes: tuple[str, ...]
+    device: str
     algorithms: tuple[str, ...]
     has_all_algorithms: bool
     codecs: tuple[str, ...]
@@ -61,7 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--operation", default="allreduce", metavar="A,B", help=f"what to measure (allreduce); also {POINT_TO_POINT}")
     add("--sizes", default="4K,64K,1M,16M,100M", metavar="N,M", help="of the buffers, in bytes (4K,64K,1M,16M,100M)")
     add("--dtypes", default="float32", metavar="A,B", help="of the elements (float32)")
-    add("--algorithms", default="auto", metavar="A,B", help=f"of allreduce (auto), or {ALL}; mpi itself always runs")
+    add("--device", default="host", metavar="WHERE", help="where the buffers are: host (default) or cuda, on GPUs")
+    add("--algorithms", default="auto", metavar="A,B", help=f"of allreduce, on GPUs transports (auto), or {ALL}")
     add("--show", action="store_true", help="only say which algorithms and sizes are chosen here, and by what profile")
     add("--codecs", default="none", metavar="A,B", help="what goes over the wire (none)")
     add("--rounds", metavar="N", help="of each size; default: as many as --seconds allows, 3 to 200")
@@ -76,30 +80,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def words_of(arguments: argparse.Namespace) -> list[str]:
     """The options in `arguments` as a command line for the ranks."""
+    words = []
+    for name in sorted(_given(arguments)):
+        value, option = getattr(arguments, name), "--" + name.replace("_", "-")
+        words.append(option if value is True else f"{option}={value}")
+    return words
+
+
+def _given(arguments: argparse.Namespace) -> set[str]:
+    """The names of the bench's own options that are not at their defaults."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    words = []
-    for name, default in vars(parser.parse_args([])).items():
-        value = getattr(arguments, name)
-        if value != default:
-            option = "--" + name.replace("_", "-")
-            words.append(option if value is True else f"{option}={value}")
-    return words
+    return {name for name, default in vars(parser.parse_args([])).items() if getattr(arguments, name) != default}
 
 
 def read_options(arguments: argparse.Namespace) -> Options:
     """The options, checked.
 
     Raises:
-        ConfigError: a name that is not known, a size or number that is none, a file that cannot be written.
+        ConfigError: a name that is not known, a size or number that is none, a file that cannot be written, an option
+            that would be ignored.
     """
     from mpitrain.allreduce import ALGORITHMS
     from mpitrain.allreduce.algorithm import DTYPES
+    from mpitrain.allreduce.device import TRANSPORTS
     from mpitrain.bench.operations import NO_CODEC, OPERATIONS, TOLERANCES
 
-    algorithms = sorted(ALGORITHMS)
-    chosen = algorithms if arguments.algorithms == ALL else _names("algorithm", arguments.algorithms, algorithms)
+    if arguments.device not in DEVICES:
+        raise ConfigError(f"--device is {arguments.device!r}; allowed are {' and '.join(DEVICES)}")
+    operations = _names("operation", arguments.operation, [*OPERATIONS, POINT_TO_POINT])
+    _refuse_ignored(arguments, operations)
+    is_on_gpus = arguments.device == "cuda"
+    kind, algorithms = ("transport", sorted(TRANSPORTS)) if is_on_gpus else ("algorithm", sorted(ALGORITHMS))
+    chosen = algorithms if arguments.algorithms == ALL else _names(kind, arguments.algorithms, algorithms)
+    if is_on_gpus and (arguments.operation != "allreduce" or arguments.codecs != NO_CODEC):
+        raise ConfigError("--device cuda measures --operation allreduce with --codecs none only")
     codecs = _names("codec", arguments.codecs, list(TOLERANCES))
+    if NO_CODEC not in codecs and chosen != ["auto"]:
+        raise ConfigError(
+            f"--algorithms {arguments.algorithms} is for sums without a codec, and --codecs is {arguments.codecs}; "
+            f"say --codecs {NO_CODEC},{arguments.codecs}"
+        )
     dtypes = _names("dtype", arguments.dtypes, [str(dtype) for dtype in DTYPES])
     if any(codec != NO_CODEC for codec in codecs) and dtypes != ["float32"]:
         raise ConfigError(f"--dtypes is {arguments.dtypes}; codecs take float32 only")
@@ -109,9 +130,10 @@ def read_options(arguments: argparse.Namespace) -> Options:
     files = {name: Path(text) if (text := getattr(arguments, name)) else None for name in _FILES}
     _check_files(files)
     return Options(
-        operations=tuple(_names("operation", arguments.operation, [*OPERATIONS, POINT_TO_POINT])),
+        operations=tuple(operations),
         sizes_bytes=sizes,
         dtypes=tuple(dtypes),
+        device=arguments.device,
         algorithms=tuple(chosen),
         has_all_algorithms=arguments.algorithms == ALL,
         codecs=tuple(codecs),
@@ -122,6 +144,29 @@ def read_options(arguments: argparse.Namespace) -> Options:
         show=arguments.show,
         **files,
     )
+
+
+# What means something where this is asked for. All else would be ignored.
+_OF_SHOW = frozenset({"show", "progress"})
+_OF_SAVE_PROFILE = frozenset({"save_profile", "progress"})
+_OF_POINT_TO_POINT = frozenset({"operation", "link_gbit", "json", "progress"})
+_OF_ALLREDUCE = frozenset({"algorithms", "codecs"})
+
+
+def _refuse_ignored(arguments: argparse.Namespace, operations: list[str]) -> None:
+    given, what = _given(arguments), ""
+    ignored: set[str] = set()
+    if arguments.show:
+        what, ignored = "--show measures and writes nothing", given - _OF_SHOW
+    elif arguments.save_profile:
+        what, ignored = "--save-profile measures what it needs, and nothing else", given - _OF_SAVE_PROFILE
+    elif operations == [POINT_TO_POINT]:
+        what, ignored = f"--operation {POINT_TO_POINT} has no rows", given - _OF_POINT_TO_POINT
+    elif "allreduce" not in operations:
+        what, ignored = f"--operation {arguments.operation} has no allreduce", given & _OF_ALLREDUCE
+    if ignored:
+        names = ", ".join("--" + name.replace("_", "-") for name in sorted(ignored))
+        raise ConfigError(f"{what}; leave out {names}")
 
 
 _FILES = ("json", "csv", "plot", "save_profile")

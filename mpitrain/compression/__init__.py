@@ -12,11 +12,13 @@ import numpy
 
 from mpitrain.compression.cast import bfloat16, float16
 from mpitrain.compression.codec import Codec
+from mpitrain.compression.int4 import int4
 from mpitrain.compression.int8 import int8
 from mpitrain.compression.kernels import can_compile
 from mpitrain.errors import ConfigError
 
-CODECS: dict[str, Callable[[bool], Codec]] = {"bf16": bfloat16, "fp16": float16, "int8": int8}
+CASTS = ("bf16", "fp16")  # what is finite may become infinite in these
+CODECS: dict[str, Callable[[bool], Codec]] = {"bf16": bfloat16, "fp16": float16, "int8": int8, "int4": int4}
 
 
 def make_codec(name: str) -> Codec:

@@ -36,12 +36,10 @@ Feedback Fixes SignSGD, ICML 2019.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy
 
-from mpitrain.compression import kernels
-from mpitrain.compression.codec import PIECE_VALUES, ArrayCodec, Codec, Passes
+from mpitrain.compression import blocks, kernels
+from mpitrain.compression.codec import ArrayCodec, Codec, Passes
 from mpitrain.compression.kernels import BLOCK_VALUES, LARGEST_SCALE, SMALLEST_ABSMAX
 
 SCALE, CODE = numpy.dtype(numpy.float32), numpy.dtype(numpy.int8)
@@ -71,54 +69,9 @@ def fast() -> Passes:
 
 
 def twin() -> Passes:
-    """The reference, in NumPy passes over rows of one block each."""
-    scratch = numpy.empty(PIECE_VALUES, numpy.float32)
+    """The reference, in NumPy passes."""
 
-    def decoded(wire: tuple[numpy.ndarray, ...], values: slice, blocks: slice) -> numpy.ndarray:
-        scales, codes = wire
-        rows = codes[values].reshape(scales[blocks].size, -1)
-        into = scratch[: rows.size].reshape(rows.shape)
-        numpy.multiply(rows, scales[blocks, None], out=into)
-        return into
+    def write(codes: numpy.ndarray, part: slice, rounded: numpy.ndarray) -> None:
+        numpy.copyto(codes[part], rounded, casting="unsafe")
 
-    def encode(values: numpy.ndarray, wire: tuple[numpy.ndarray, ...], error: numpy.ndarray) -> None:
-        scales, codes = wire
-        for part, blocks in pieces(values.size):
-            rows = values[part].reshape(scales[blocks].size, -1)
-            work = scratch[: rows.size].reshape(rows.shape)
-            with numpy.errstate(all="ignore"):  # infinity and NaN are values like any other here
-                largest = numpy.abs(rows, out=work).max(axis=1)
-                is_finite, is_zero = numpy.isfinite(largest), largest < SMALLEST_ABSMAX
-                scales[blocks] = numpy.minimum(largest / numpy.float32(127), LARGEST_SCALE)
-                scales[blocks][is_zero] = 0
-                scales[blocks][~is_finite] = numpy.nan
-                inverse = numpy.float32(127) / largest
-                inverse[is_zero] = 0
-                numpy.rint(numpy.multiply(rows, inverse[:, None], out=work), out=work)
-                work[~is_finite] = 0
-                numpy.copyto(codes[part].reshape(rows.shape), work, casting="unsafe")
-                if error.size:
-                    difference = error[part].reshape(rows.shape)
-                    numpy.subtract(rows, decoded(wire, part, blocks), out=difference)
-                    difference[~is_finite] = 0
-
-    def decode(wire: tuple[numpy.ndarray, ...], values: numpy.ndarray) -> None:
-        for part, blocks in pieces(values.size):
-            values[part] = decoded(wire, part, blocks).ravel()
-
-    def add(wire: tuple[numpy.ndarray, ...], total: numpy.ndarray) -> None:
-        for part, blocks in pieces(total.size):
-            with numpy.errstate(all="ignore"):
-                numpy.add(total[part], decoded(wire, part, blocks).ravel(), out=total[part])
-
-    return Passes(encode, decode, add)
-
-
-def pieces(count: int) -> Iterator[tuple[slice, slice]]:
-    """Which values and which blocks to take at a time: equally long blocks, then the short one if there is one."""
-    whole = count - count % BLOCK_VALUES
-    for start in range(0, whole, PIECE_VALUES):
-        stop = min(start + PIECE_VALUES, whole)
-        yield slice(start, stop), slice(start // BLOCK_VALUES, stop // BLOCK_VALUES)
-    if whole < count:
-        yield slice(whole, count), slice(whole // BLOCK_VALUES, whole // BLOCK_VALUES + 1)
+    return blocks.twin(BLOCK_VALUES, 127, SMALLEST_ABSMAX, LARGEST_SCALE, write, lambda codes, part: codes[part])

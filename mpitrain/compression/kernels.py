@@ -1,4 +1,4 @@
-"""The codecs' loops for Numba, the only module that imports it. Same bits as the NumPy twins in cast.py and int8.py.
+"""The codecs' loops for Numba, the only module that imports it. Same bits as the NumPy twins of cast.py and blocks.py.
 
 Each value is read once and worked on while it is in a register; NumPy goes through memory once for each operation.
 What makes LLVM turn these loops into vector instructions:
@@ -24,12 +24,15 @@ from functools import cache
 from typing import Any
 
 import numpy
-from numpy import float32, int8, uint32
+from numpy import float32, int8, int32, uint8, uint32
 
 BLOCK_VALUES = 256
 # int8: below it the scale would not be a normal number; above it 127 x scale would not be finite.
 SMALLEST_ABSMAX = float32(127 * 2.0**-126)
 LARGEST_SCALE = numpy.nextafter(numpy.finfo(float32).max / float32(127), float32(0))
+INT4_BLOCK_VALUES = 64
+INT4_SMALLEST_ABSMAX = float32(7 * 2.0**-126)
+INT4_LARGEST_SCALE = numpy.finfo(float32).max / float32(7)
 _INFINITY = uint32(0x7F800000)
 _NAN = float32(numpy.nan)
 
@@ -101,6 +104,75 @@ def add_int8(scales: numpy.ndarray, codes: numpy.ndarray, total: numpy.ndarray) 
         part, code, scale = total[start : start + BLOCK_VALUES], codes[start : start + BLOCK_VALUES], scales[block]
         for i in range(part.size):
             part[i] += float32(code[i]) * scale
+
+
+def encode_int4(
+    values: numpy.ndarray,
+    scales: numpy.ndarray,
+    codes: numpy.ndarray,
+    error: numpy.ndarray,
+    scratch: numpy.ndarray,
+    nibbles: numpy.ndarray,
+) -> None:
+    """See int4.py. `nibbles` takes the codes of a block, before two become a byte."""
+    all_bits = values.view(uint32)
+    for block in range(scales.size):
+        start = block * INT4_BLOCK_VALUES
+        stop = min(start + INT4_BLOCK_VALUES, values.size)
+        part, bits, code = values[start:stop], all_bits[start:stop], codes[start // 2 : (stop + 1) // 2]
+        largest = uint32(0)
+        for i in range(bits.size):
+            largest = max(largest, uint32(bits[i] & uint32(0x7FFFFFFF)))
+        absmax = uint32(largest).view(float32)
+        scale = inverse = float32(0)
+        if largest < _INFINITY and absmax >= INT4_SMALLEST_ABSMAX:
+            scale = float32(absmax / float32(7))
+            inverse = float32(float32(7) / absmax)
+        nibbles[part.size & ~1 :] = 0  # above the last one of an odd number
+        if largest < _INFINITY:
+            scales[block] = scale
+            for i in range(part.size):
+                nibbles[i] = int8(numpy.rint(part[i] * inverse))
+                scratch[i] = part[i] - float32(nibbles[i]) * scale
+        else:
+            scales[block] = _NAN
+            for i in range(part.size):
+                nibbles[i] = 0
+                scratch[i] = 0
+        for i in range(code.size):
+            code[i] = uint8((int32(nibbles[2 * i]) & int32(15)) | (int32(nibbles[2 * i + 1]) & int32(15)) << int32(4))
+        out = error[start:stop]
+        for i in range(out.size):
+            out[i] = scratch[i]
+
+
+def decode_int4(scales: numpy.ndarray, codes: numpy.ndarray, values: numpy.ndarray) -> None:
+    """See int4.py. Four bits as a number: with the sign's bit turned round they are 8 more than it."""
+    for block in range(scales.size):
+        start = block * INT4_BLOCK_VALUES
+        part, scale = values[start : start + INT4_BLOCK_VALUES], scales[block]
+        code = codes[start // 2 : start // 2 + (part.size + 1) // 2]
+        for i in range(part.size // 2):
+            byte = int32(code[i])
+            part[2 * i] = float32(int32((byte & int32(15)) ^ int32(8)) - int32(8)) * scale
+            part[2 * i + 1] = float32(int32((byte >> int32(4)) ^ int32(8)) - int32(8)) * scale
+        if part.size % 2:
+            part[part.size - 1] = float32(int32((int32(code[code.size - 1]) & int32(15)) ^ int32(8)) - int32(8)) * scale
+
+
+def add_int4(scales: numpy.ndarray, codes: numpy.ndarray, total: numpy.ndarray) -> None:
+    """As decode_int4."""
+    for block in range(scales.size):
+        start = block * INT4_BLOCK_VALUES
+        part, scale = total[start : start + INT4_BLOCK_VALUES], scales[block]
+        code = codes[start // 2 : start // 2 + (part.size + 1) // 2]
+        for i in range(part.size // 2):
+            byte = int32(code[i])
+            part[2 * i] += float32(int32((byte & int32(15)) ^ int32(8)) - int32(8)) * scale
+            part[2 * i + 1] += float32(int32((byte >> int32(4)) ^ int32(8)) - int32(8)) * scale
+        if part.size % 2:
+            last = float32(int32((int32(code[code.size - 1]) & int32(15)) ^ int32(8)) - int32(8))
+            part[part.size - 1] += last * scale
 
 
 def encode_bf16(values: numpy.ndarray, words: numpy.ndarray, error: numpy.ndarray, scratch: numpy.ndarray) -> None:

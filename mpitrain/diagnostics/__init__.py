@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, Protocol, cast
 
-from mpitrain.diagnostics import limits, mpi, network, python
+from mpitrain.diagnostics import gpu, limits, mpi, network, python
 from mpitrain.diagnostics.finding import Finding
 
 
@@ -38,6 +38,7 @@ def _subject(module: ModuleType) -> Subject:
 SUBJECTS: dict[str, Subject] = {
     "mpi": _subject(mpi),
     "python": _subject(python),
+    "gpu": _subject(gpu),
     "network": _subject(network),
     "limits": _subject(limits),
 }

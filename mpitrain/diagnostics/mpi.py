@@ -85,9 +85,17 @@ def collect() -> Facts:
 
 def _hello(mpiexec: Mpiexec) -> tuple[list[int] | None, str]:
     """Start two processes that add up their number over MPI."""
+    text, error = run_two(mpiexec, [sys.executable, "-c", _HELLO], _HELLO_SECONDS)
+    if text is None:
+        return None, error
+    sizes = [int(size) for size in re.findall(r"size=(\d+)", text)]
+    return (sizes, "") if sizes else (None, _first_words(text))
+
+
+def run_two(mpiexec: Mpiexec, program: list[str], timeout_seconds: float) -> tuple[str | None, str]:
+    """What two processes of a job print, or why there is nothing. All that they have started is ended."""
     cores = len(os.sched_getaffinity(0))
     try:
-        program = [sys.executable, "-c", _HELLO]
         command = command_for(Request(mpiexec, program, 2, cores, os.geteuid() == 0), os.environ)
     except LaunchError as error:
         return None, str(error)
@@ -102,7 +110,7 @@ def _hello(mpiexec: Mpiexec) -> tuple[list[int] | None, str]:
         start_new_session=True,
     )
     try:
-        output, _ = started.communicate(timeout=_HELLO_SECONDS)
+        output, _ = started.communicate(timeout=timeout_seconds)
     except subprocess.TimeoutExpired:
         output = None
     finally:
@@ -111,13 +119,16 @@ def _hello(mpiexec: Mpiexec) -> tuple[list[int] | None, str]:
         assert started.stdout is not None
         started.stdout.close()
     if output is None:
-        return None, f"no answer in {_HELLO_SECONDS:g} s"
+        return None, f"no answer in {timeout_seconds:g} s"
     text = command.tag.whole.sub(b"", output).decode(errors="replace")
-    sizes = [int(size) for size in re.findall(r"size=(\d+)", text)]
-    if started.returncode != 0 or not sizes:
-        words = [line for line in text.splitlines() if line.strip("=- ")]
-        return None, " / ".join(words[:3]) or f"mpiexec ended with code {started.returncode}"
-    return sizes, ""
+    if started.returncode != 0:
+        return None, _first_words(text) or f"mpiexec ended with code {started.returncode}"
+    return text, ""
+
+
+def _first_words(text: str) -> str:
+    words = [line for line in text.splitlines() if line.strip("=- ")]
+    return " / ".join(words[:3])
 
 
 def judge(facts: Facts) -> list[Finding]:

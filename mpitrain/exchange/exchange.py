@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Protocol
 
 import numpy
@@ -10,15 +11,25 @@ from mpitrain.allreduce import make_algorithm
 from mpitrain.allreduce.algorithm import Handle
 from mpitrain.allreduce.compressed import compressed
 from mpitrain.allreduce.costs import pays
+from mpitrain.allreduce.device import make_transport
+from mpitrain.allreduce.device.sequential import DeviceSequential
+from mpitrain.allreduce.device.staged import shortened
 from mpitrain.allreduce.group import num_lanes
-from mpitrain.arrays import Array
-from mpitrain.compression import CODECS
+from mpitrain.arrays import Array, is_device_array
+from mpitrain.compression import CASTS, CODECS
+from mpitrain.cuda import kernels
 from mpitrain.errors import ConfigError, DataError
 from mpitrain.world import World
 
 
 class Exchange(Protocol):
-    """What a GradientReducer needs of it."""
+    """What a GradientReducer needs of it.
+
+    Attributes:
+        may_overflow: finite gradients may have an infinite mean.
+    """
+
+    may_overflow: bool
 
     def mean(self, flat: Array, share: float) -> Handle:
         """Begin to replace `flat` by the sum over ranks of share x flat; the same bits on every rank.
@@ -30,8 +41,8 @@ class Exchange(Protocol):
         """
         ...
 
-    def allocate(self, count: int, dtype: numpy.dtype) -> Array:
-        """An uninitialised flat array that `mean` needs not copy."""
+    def allocate(self, count: int, dtype: numpy.dtype, *, on_device: bool = False) -> Array:
+        """An uninitialised flat array that `mean` needs not copy, on the host or on this rank's GPU. Collective."""
         ...
 
     def state(self) -> dict[str, numpy.ndarray]:
@@ -46,18 +57,36 @@ class Exchange(Protocol):
 class PlainExchange:
     """Every element as it is, by an allreduce."""
 
-    def __init__(self, world: World, algorithm: str | None = None) -> None:
-        """`algorithm` is a name in ALGORITHMS; default: the world's setting."""
+    may_overflow = False
+
+    def __init__(self, world: World, algorithm: str | None = None, transport: str | None = None) -> None:
+        """
+        Args:
+            world: whose ranks take part.
+            algorithm: for host arrays, a name in ALGORITHMS; default: the world's setting.
+            transport: for device arrays, a name in TRANSPORTS; default: the world's setting.
+        """
+        self._world = world
         self._algorithm = make_algorithm(world, algorithm)
+        self._transport_name = transport
+
+    @cached_property
+    def _transport(self) -> DeviceSequential:
+        """Made when the first device array is allocated: that is collective, and needs a GPU."""
+        return make_transport(self._world, self._transport_name)
 
     def mean(self, flat: Array, share: float) -> Handle:
         """See Exchange. The shares add up to 1, so no sum can overflow."""
         scale(flat, share)
-        return self._algorithm.start(flat, agreed=True)
+        return (self._transport if is_device_array(flat) else self._algorithm).start(flat, agreed=True)
 
-    def allocate(self, count: int, dtype: numpy.dtype) -> Array:
-        """See Exchange."""
-        return self._algorithm.allocate(count, dtype)
+    def allocate(self, count: int, dtype: numpy.dtype, *, on_device: bool = False) -> Array:
+        """See Exchange.
+
+        Raises:
+            DeviceError: some rank has no GPU, or not the memory. On every rank.
+        """
+        return (self._transport if on_device else self._algorithm).allocate(count, dtype)
 
     def state(self) -> dict[str, numpy.ndarray]:
         """See Exchange. There is nothing."""
@@ -73,11 +102,15 @@ class CompressedExchange:
     What the codec leaves out of a gradient is kept, and added to the same gradient of the next step: see
     mpitrain/allreduce/direct.py. It is kept for arrays that `allocate` made, once a step for each of their elements. A
     step that ends with an error may lose it, which costs no more than that step's rounding.
+
+    Arrays on a GPU go through the host, which shortens them, and are copied there and back in full.
     """
 
     def __init__(self, world: World, codec: str) -> None:
         """`codec` is a name in mpitrain.compression.CODECS. On one node nothing is shortened, and a line says so."""
         self._codec = codec
+        self.may_overflow = codec in CASTS and world.num_nodes > 1
+        self._world = world
         self._algorithm = compressed(world, codec)
         self._kept: list[tuple[Array, numpy.ndarray]] = []  # what `allocate` made, and its residual
         if world.num_nodes == 1:
@@ -86,13 +119,17 @@ class CompressedExchange:
     def mean(self, flat: Array, share: float) -> Handle:
         """See Exchange."""
         scale(flat, share)
-        return self._algorithm.start(flat, self._residual_of(flat), agreed=True)
+        residual = self._residual_of(flat)
+        if is_device_array(flat):
+            return self._transport.start(flat, residual, agreed=True)
+        return self._algorithm.start(flat, residual, agreed=True)
 
-    def allocate(self, count: int, dtype: numpy.dtype) -> Array:
+    def allocate(self, count: int, dtype: numpy.dtype, *, on_device: bool = False) -> Array:
         """See Exchange.
 
         Raises:
             ConfigError: `dtype` is not float32.
+            DeviceError: some rank has no GPU, or not the memory. On every rank.
         """
         if dtype != numpy.float32:
             error = ConfigError(
@@ -101,7 +138,7 @@ class CompressedExchange:
             )
             error.known_everywhere = True
             raise error
-        flat = self._algorithm.allocate(count, dtype)
+        flat = (self._transport if on_device else self._algorithm).allocate(count, dtype)
         # Pages that are never touched, of what other ranks of the node take care of, take no memory.
         self._kept.append((flat, numpy.zeros(count, numpy.float32)))
         return flat
@@ -123,13 +160,21 @@ class CompressedExchange:
         for number, (_, residual) in enumerate(self._kept):
             residual[:] = state[f"residual {number}"]
 
+    @cached_property
+    def _transport(self) -> DeviceSequential:
+        """Made when the first device array is allocated: that is collective, and needs a GPU."""
+        return shortened(self._world, self._codec, self._algorithm)
+
     def _residual_of(self, flat: Array) -> numpy.ndarray | None:
-        address = flat.__array_interface__["data"][0]
         for whole, residual in self._kept:
-            begin = (address - whole.__array_interface__["data"][0]) // flat.itemsize
+            begin = (_address(flat) - _address(whole)) // flat.itemsize
             if 0 <= begin <= whole.size - flat.size:
                 return residual[begin : begin + flat.size]
         return None
+
+
+def _address(array: Array) -> int:
+    return int(array.data.ptr if is_device_array(array) else array.__array_interface__["data"][0])
 
 
 def make_exchange(world: World, algorithm: str | None = None, compression: str | None = None) -> Exchange:
@@ -173,6 +218,8 @@ def scale(flat: Array, share: float) -> None:
     """Multiply `flat`, of a floating dtype, by `share` in place; rounds once, also where the dtype is a short one."""
     if share == 0.0:
         flat.fill(0)  # not multiplied: 0 x NaN is NaN
+    elif share != 1.0 and is_device_array(flat):
+        kernels.scale(flat, share)
     elif share != 1.0:
         # A share rounded to 16 bits would be off by more than a sum is: multiply in float32 at least.
         dtype = flat.dtype if flat.itemsize > 2 else numpy.dtype(numpy.float32)

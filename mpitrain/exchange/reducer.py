@@ -11,27 +11,36 @@ inside `ready` and `finish`. docs/log.md has the numbers.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy
 
 from mpitrain.agreement import Agreement, signature
 from mpitrain.allreduce import costs
-from mpitrain.allreduce.algorithm import FLOATS, Handle
-from mpitrain.arrays import Array
+from mpitrain.allreduce.algorithm import Handle
+from mpitrain.arrays import Array, is_device_array
 from mpitrain.control import until
 from mpitrain.cuda.staging import copy_to_host
-from mpitrain.errors import ConfigError, DataError, GradientError, MissingGradientError, MpitrainError, NonFiniteError
+from mpitrain.errors import ConfigError, DataError, GradientError, MpitrainError
 from mpitrain.exchange.bucket import Parameter, plan_buckets, plan_layout
+from mpitrain.exchange.checks import (
+    GOOD,
+    MISSING,
+    NON_FINITE,
+    all_finite,
+    beyond_range,
+    check_parameters,
+    check_scales,
+    first_non_finite,
+    problem,
+)
 from mpitrain.exchange.driver import Driver
 from mpitrain.exchange.exchange import Exchange, make_exchange, share_of
+from mpitrain.exchange.on_device import DeviceBuckets
 from mpitrain.exchange.overlap import Overlap, Stopwatch
 from mpitrain.world import World
-
-# What a rank says of its gradients at the end of a step.
-_GOOD, _MISSING, _NON_FINITE = 0, 1, 2
 
 
 @dataclass(frozen=True)
@@ -42,11 +51,13 @@ class Means:
         loss: the weighted mean of what the ranks gave to `finish`.
         weight: the sum of the ranks' weights: the global batch, in samples.
         overlap: this rank's times.
+        is_finite: false where some rank's gradients held NaN or infinity, and so do the means.
     """
 
     loss: float
     weight: float
     overlap: Overlap
+    is_finite: bool = True
 
 
 class GradientReducer:
@@ -54,7 +65,7 @@ class GradientReducer:
 
     Attributes:
         layout: where each gradient lies.
-        flats: host buffers by dtype, in layout order. After `finish` they hold the means.
+        flats: buffers by dtype, in layout order, on the host or on this rank's GPU. After `finish` they hold the means.
         gradients: the same by parameter: views of the flat buffers. A gradient that is computed right into its view
             is not copied.
     """
@@ -67,6 +78,7 @@ class GradientReducer:
         exchange: Callable[[World], Exchange] = make_exchange,
         bucket_bytes: int | None = None,
         threaded: bool | None = None,
+        on_device: bool = False,
     ) -> None:
         """Collective: all ranks compare the parameters and the bucket layout.
 
@@ -77,10 +89,12 @@ class GradientReducer:
                 profile.
             threaded: move the exchange on from a thread. Default: where the ranks are on several nodes and MPI offers
                 MPI_THREAD_MULTIPLE, which it needs.
+            on_device: gradients are CuPy arrays on this rank's GPU, and so are the buckets.
 
         Raises:
             MismatchError: the ranks' parameters differ; on every rank, naming the first difference.
             ConfigError: no parameters, two of one name, or one whose dtype has no mean.
+            DeviceError: `on_device`, and some rank has no GPU or not the memory. On every rank.
         """
         self._world = world
         if bucket_bytes is None:
@@ -90,14 +104,19 @@ class GradientReducer:
         self._buckets = plan_buckets(self.layout, bucket_bytes)
         lines = [f"parameter {parameter}" for parameter in self.layout.parameters]
         lines.append(f"buckets of {bucket_bytes} bytes")
+        lines.append(f"gradients on {'GPUs' if on_device else 'the host'}")
         world.agree("compare the gradients' layout", lines)
-        _check_parameters(self.layout.parameters)
+        check_parameters(self.layout.parameters)
         self._lines, self._signature = lines, signature("step", lines)
         # When a bucket starts depends on the moment. On a communicator of its own it cannot meet what the ranks send
         # in the meantime: a mean() in the backward pass, or another reducer's buckets.
         self._exchange = exchange(world.apart())
 
-        self.flats = {dtype: self._exchange.allocate(count, dtype) for dtype, count in self.layout.counts.items()}
+        self._device = DeviceBuckets(world, len(self._buckets)) if on_device else None
+        self.flats = {
+            dtype: self._exchange.allocate(count, dtype, on_device=on_device)
+            for dtype, count in self.layout.counts.items()
+        }
         self.gradients: list[Array] = self.layout.views(self.flats)
         self._bucket_of = {index: number for number, its in enumerate(self._buckets) for index in its.members}
         self._flat_of = [self.flats[bucket.dtype][bucket.begin : bucket.end] for bucket in self._buckets]
@@ -116,10 +135,15 @@ class GradientReducer:
         """How many buckets a step exchanges."""
         return len(self._buckets)
 
-    def begin(self, weight: float) -> None:
+    def begin(self, weight: float, loss_scale: float = 1.0) -> None:
         """Begin a step in which this rank's gradients count `weight` samples. Does not wait.
 
         With weight 0 the gradients must be handed in too, but their values do not count.
+
+        Args:
+            weight: of this rank, in samples.
+            loss_scale: what all ranks' gradients are multiplied by; the means are divided by it. A power of two, so
+                that this is exact.
 
         Raises:
             GradientError: the step before has not been finished.
@@ -127,6 +151,7 @@ class GradientReducer:
         if self._begun is not None:  # its exchanges may still write into the buffers
             raise GradientError(f"{self._world.name()}: begin() came again without finish()")
         self._weight = weight
+        self._loss_scale = loss_scale
         self._missing = set(self._bucket_of)
         self._waiting = [len(bucket.members) for bucket in self._buckets]
         self._non_finite = -1
@@ -134,7 +159,11 @@ class GradientReducer:
         self._handles: list[Handle] = []
         self._done = 0
         self._stopwatch.begin()
-        self._begun = self._world.begin_agreement("step", self._lines, signed=self._signature, weight=weight)
+        if self._device:
+            self._device.begin()
+        self._begun = self._world.begin_agreement(
+            "step", self._lines, signed=self._signature, weight=weight, value=loss_scale
+        )
         if self._driver:
             self._driver.start()
 
@@ -143,10 +172,11 @@ class GradientReducer:
 
         Args:
             index: of the parameter.
-            gradient: host or device array of its shape and dtype; copied, so it may be overwritten afterwards.
+            gradient: host or device array of its shape and dtype; copied, so it may be overwritten afterwards (on a
+                device by what its current stream is given from now on). Where the buckets are on a GPU, one on it.
 
         Raises:
-            GradientError: no step was begun, the shape or dtype is another, or it was handed in before.
+            GradientError: no step was begun, the shape, dtype or device is another, or it was handed in before.
         """
         if self._driver:
             self._world.control.raise_posted()
@@ -161,9 +191,16 @@ class GradientReducer:
                     f"{self._world.name()}: the gradient of {self.layout.parameters[index].name} is "
                     f"{found}; the parameter is {view.dtype} {view.shape}"
                 )
-            copy_to_host(gradient, view)
+            if self._device is None:
+                copy_to_host(gradient, view)
+            else:
+                self._check_place(index, gradient)
+                view[...] = gradient
         self._missing.remove(index)
-        self._waiting[self._bucket_of[index]] -= 1  # last: at 0 the thread may take the bucket
+        number = self._bucket_of[index]
+        if self._device and self._waiting[number] == 1:
+            self._device.complete(number)
+        self._waiting[number] -= 1  # last: at 0 the thread may take the bucket
         if not self._driver:
             self.progress()
 
@@ -177,7 +214,9 @@ class GradientReducer:
             try:
                 if not self._begun.test():
                     return False
-                self._share, self._total = share_of(self._world, self._begun.records["weight"].tolist())
+                check_scales(self._world, self._begun.records["value"].tolist())
+                share, self._total = share_of(self._world, self._begun.records["weight"].tolist())
+                self._share = share / self._loss_scale
             except DataError:
                 return True  # finish() raises it: there all ranks meet, wherever each has heard of it
             except MpitrainError:
@@ -186,23 +225,27 @@ class GradientReducer:
         while len(self._handles) < len(self._buckets) and self._waiting[len(self._handles)] == 0:
             number = len(self._handles)
             self._stopwatch.busy()
-            self._check_finite(number)
-            self._handles.append(self._exchange.mean(self._flat_of[number], self._share))
-        while self._done < len(self._handles) and self._handles[self._done].test():
-            self._done += 1
+            self._start(number, self._share)
+        # On a GPU the computation need not wait for what has been summed; `finish` lets it.
+        with self._device.behind() if self._device else nullcontext():
+            while self._done < len(self._handles) and self._handles[self._done].test():
+                self._done += 1
         if self._done == len(self._handles):
             self._stopwatch.idle()
         return self._done == len(self._buckets)
 
-    def finish(self, loss: float = 0.0) -> Means:
+    def finish(self, loss: float = 0.0, *, may_skip: bool = False) -> Means:
         """Wait until every bucket has arrived; afterwards `gradients` and `flats` hold the means.
 
         Args:
             loss: this rank's mean loss over its samples.
+            may_skip: the caller can do without this step, so NaN or infinity is no error; see `Means.is_finite`.
+                The same on all ranks.
 
         Raises:
             MissingGradientError: some rank did not hand in a gradient; names rank and parameter. On every rank.
             NonFiniteError: some rank handed in NaN or infinity; names rank and parameter. On every rank.
+            MismatchError: the ranks differ in `loss_scale` or `may_skip`. On every rank.
         """
         self._stopwatch.finish()
         if self._driver:
@@ -216,31 +259,45 @@ class GradientReducer:
             weights = self._begun
             self._begun = None
             share_of(self._world, weights.records["weight"].tolist())
-        code, detail = _GOOD, 0
+        if self._device:
+            self._non_finite = self._look_at_device(self._device)
+        code, detail = GOOD, 0
         if self._missing:
-            code, detail = _MISSING, min(self._missing)
+            code, detail = MISSING, min(self._missing)
         elif self._non_finite >= 0:
-            code, detail = _NON_FINITE, self._non_finite
+            code, detail = NON_FINITE, self._non_finite
         value = self._weight * loss if self._weight else 0.0
-        vote = self._world.begin_agreement("end of step", value=value, code=code, detail=detail)
+        operation = "end of a step that may be skipped" if may_skip else "end of step"
+        vote = self._world.begin_agreement(operation, value=value, code=code, detail=detail)
 
         def voted() -> bool:
             self.progress()
             return vote.test()
 
         control.wait(until(voted, self._nap), "end a step")
-        error = self._problem(vote.records)
-        if error is not None:
-            # Ranks have started different numbers of buckets. All start all, so that nothing is on its way any more,
-            # and the caller may begin another step.
-            while len(self._handles) < len(self._buckets):
-                self._handles.append(self._exchange.mean(self._flat_of[len(self._handles)], 0.0))
+        codes = vote.records["code"]
+        # Where one is missing, ranks have started different numbers of buckets. All start all, so that nothing is on
+        # its way any more, and the caller may begin another step.
+        while len(self._handles) < len(self._buckets):
+            if self._device:
+                self._device.complete(len(self._handles))
+            self._start(len(self._handles), 0.0)
         control.wait(until(self.progress, self._nap), "exchange gradients")
+        if self._device:
+            for handle in self._handles:
+                handle.test()  # for the current stream of this thread, whichever saw the end before
         self._begun = None
-        if error is not None:
-            raise error
+        is_finite = NON_FINITE not in codes
+        if is_finite and self._exchange.may_overflow:
+            is_finite = self._look_at_means(may_skip)
+        if codes.any() and not (may_skip and MISSING not in codes):
+            rank = int(codes.nonzero()[0][0])
+            detail = int(vote.records["detail"][rank])
+            if self._device and codes[rank] == NON_FINITE:
+                detail = first_non_finite(self.gradients, self._buckets[detail].members)
+            raise problem(self._world.name(rank), int(codes[rank]), self.layout.parameters[detail].name)
         loss = sum(vote.records["value"].tolist()) / self._total
-        return Means(loss, self._total, self._stopwatch.end())
+        return Means(loss, self._total, self._stopwatch.end(), is_finite)
 
     def _nap(self) -> float:
         """How long the bucket on its way allows to sleep."""
@@ -253,52 +310,58 @@ class GradientReducer:
             return f"there is no parameter {index}; there are {len(self.gradients)}"
         return f"the gradient of {self.layout.parameters[index].name} came in twice in one step"
 
+    def _start(self, number: int, share: float) -> None:
+        """Start a bucket: look at it, and begin its exchange."""
+        flat = self._flat_of[number]
+        if self._device is None:
+            if share:
+                self._check_finite(number)
+            self._handles.append(self._exchange.mean(flat, share))
+            return
+        with self._device.after(number):
+            if share:
+                self._device.check(number, flat)
+            self._handles.append(self._exchange.mean(flat, share))
+
+    def _look_at_device(self, device: DeviceBuckets) -> int:
+        """The first bucket that was not finite, or -1. The exchange goes on while the GPU gets there."""
+        device.fetch()
+
+        def fetched() -> bool:
+            self.progress()
+            return device.is_fetched
+
+        self._world.control.wait(until(fetched, self._nap), "compute gradients")
+        return device.first_flagged()
+
+    def _look_at_means(self, may_skip: bool) -> bool:
+        """Whether all are finite; they have the same bits on every rank, so no vote is needed."""
+        for bucket, flat in zip(self._buckets, self._flat_of, strict=True):
+            if not all_finite(flat):
+                # This step is not made: what its values have left out belongs to nothing any more.
+                kept = self._exchange.state()
+                self._exchange.restore({name: numpy.zeros_like(residual) for name, residual in kept.items()})
+                if may_skip:
+                    return False
+                raise beyond_range(self.layout.parameters[first_non_finite(self.gradients, bucket.members)].name)
+        return True
+
+    def _check_place(self, index: int, gradient: Array) -> None:
+        assert self._device is not None
+        gpu = self._device.gpu
+        found = f"on GPU {gradient.device.id}" if is_device_array(gradient) else "on the host"
+        if found != f"on GPU {gpu.number}":
+            raise GradientError(
+                f"{self._world.name()}: the gradient of {self.layout.parameters[index].name} is {found}; "
+                f"the parameters are on {gpu}"
+            )
+
     def _check_finite(self, number: int) -> None:
-        if self._non_finite >= 0 or self._weight == 0 or _all_finite(self._flat_of[number]):
+        if self._non_finite >= 0 or all_finite(self._flat_of[number]):
             return
         self._non_finite = next(
             index for index in self._buckets[number].members if not numpy.isfinite(self.gradients[index]).all()
         )
-
-    def _problem(self, votes: numpy.ndarray) -> GradientError | None:
-        """What every rank raises: about the first rank with a bad gradient."""
-        codes = votes["code"].tolist()
-        if not any(codes):
-            return None
-        rank = next(rank for rank, code in enumerate(codes) if code)
-        who = self._world.name(rank)
-        parameter = self.layout.parameters[votes["detail"][rank]]
-        error: GradientError
-        if votes["code"][rank] == _MISSING:
-            error = MissingGradientError(
-                f"{who} ended its backward pass without the gradient of {parameter.name}; "
-                "hand in zeros for a parameter that a batch does not use"
-            )
-        else:
-            error = NonFiniteError(
-                f"{who}: the gradient of {parameter.name} holds NaN or infinity; nothing was changed by this step. "
-                "Try a smaller learning rate, gradient clipping, or look at that rank's data"
-            )
-        error.known_everywhere = True
-        return error
-
-
-def _check_parameters(parameters: Sequence[Parameter]) -> None:
-    """All ranks have compared their parameters, so they all raise or none."""
-    problem = "" if parameters else "the model has no parameters"
-    names = Counter(parameter.name for parameter in parameters)
-    for parameter in parameters:
-        if names[parameter.name] > 1:
-            problem = f"two parameters are called {parameter.name}; names must be unique"
-        elif parameter.dtype not in FLOATS:
-            problem = (
-                f"parameter {parameter.name} is {parameter.dtype}; gradients are averaged in "
-                f"{', '.join(str(dtype) for dtype in FLOATS)}"
-            )
-    if problem:
-        error = ConfigError(problem)
-        error.known_everywhere = True
-        raise error
 
 
 def _threads_by_default(world: World) -> bool:
@@ -309,12 +372,3 @@ def _allows_threads() -> bool:
     from mpi4py import MPI
 
     return bool(MPI.Query_thread() >= MPI.THREAD_MULTIPLE)
-
-
-def _all_finite(flat: numpy.ndarray) -> bool:
-    if flat.dtype.char in "fd":
-        # One pass of BLAS instead of two of NumPy. The sum may overflow, so only a finite one is trusted.
-        with numpy.errstate(over="ignore", invalid="ignore"):
-            if numpy.isfinite(numpy.dot(flat, flat)):
-                return True
-    return bool(numpy.isfinite(flat).all())

@@ -1,12 +1,16 @@
-"""sync, sum and mean of whole trees: packed by dtype into flat buffers, exchanged, unpacked."""
+"""sync, sum and mean of whole trees: packed by dtype and place into flat buffers, exchanged, unpacked."""
 
 from __future__ import annotations
+
+from functools import cached_property
 
 import numpy
 
 from mpitrain.allreduce import ALGORITHMS
 from mpitrain.allreduce.algorithm import DTYPES, FLOATS
-from mpitrain.arrays import Array, is_array
+from mpitrain.allreduce.device import make_transport
+from mpitrain.allreduce.device.sequential import DeviceSequential
+from mpitrain.arrays import Array, is_array, is_device_array, namespace
 from mpitrain.cuda.staging import copy_to_host, like
 from mpitrain.errors import TreeError
 from mpitrain.exchange.exchange import scale, share_of
@@ -34,7 +38,7 @@ class ArrayTrees:
 
     def sum(self, tree: Tree) -> Tree:
         """See World.sum."""
-        packed = _Packed(tree)
+        packed = _Packed(tree, on_device=True)
         _check(packed, DTYPES, "sum")
         self._world.agree("sum", packed.lines)
         self._add(packed)
@@ -42,7 +46,7 @@ class ArrayTrees:
 
     def mean(self, tree: Tree, weight: float = 1.0) -> Tree:
         """See World.mean."""
-        packed = _Packed(tree, as_float=True)
+        packed = _Packed(tree, as_float=True, on_device=True)
         _check(packed, FLOATS, "mean")
         records = self._world.agree("mean", packed.lines, weight=weight)
         share, _ = share_of(self._world, records["weight"].tolist())
@@ -52,37 +56,63 @@ class ArrayTrees:
         return packed.unpack()
 
     def _add(self, packed: _Packed) -> None:
-        handles = [self._algorithm.start(flat, agreed=True) for flat in packed.flats.values()]
+        if self._world.size == 1:
+            return
+        handles = [
+            (self._transport if is_device_array(flat) else self._algorithm).start(flat, agreed=True)
+            for flat in packed.flats.values()
+        ]
         for handle in handles:
             handle.wait()
 
+    @cached_property
+    def _transport(self) -> DeviceSequential:
+        """Made for the first device array, by all ranks: they have agreed that there is one."""
+        return make_transport(self._world)
+
 
 class _Packed:
-    """The leaves of a tree in one flat host buffer a dtype."""
+    """The leaves of a tree in one flat buffer for each dtype and place."""
 
-    def __init__(self, tree: Tree, *, as_float: bool = False) -> None:
-        """`as_float` makes Python's and NumPy's real numbers float64, as a mean needs them."""
+    def __init__(self, tree: Tree, *, as_float: bool = False, on_device: bool = False) -> None:
+        """
+        Args:
+            tree: as World's calls take it.
+            as_float: make Python's and NumPy's real numbers float64, as a mean needs them.
+            on_device: leave device arrays where they are; else all buffers are on the host.
+        """
         self._tree = tree
         self._leaves: list[Leaf] = []
         self._kinds: list[numpy.dtype] = []
         self.lines = describe(tree, any_number=as_float)
-        hosts: list[numpy.ndarray] = []
+        values: list[Array] = []
         for path, leaf in leaves(tree):
             value = leaf if is_array(leaf) else _array_of(leaf, path)
             if as_float and not is_array(leaf) and value.dtype.kind in "biuf":
                 value = value.astype(numpy.float64)
             self._leaves.append(leaf)
             self._kinds.append(value.dtype)
-            hosts.append(value)
-        self.flats: dict[numpy.dtype, numpy.ndarray] = {}
-        for kind in sorted(set(self._kinds), key=str):
-            self.flats[kind] = numpy.empty(sum(value.size for value in hosts if value.dtype == kind), kind)
-        self._views: list[numpy.ndarray] = []
+            values.append(value)
+        stay = [on_device and is_device_array(value) for value in values]
+        self.lines = [
+            f"{line} on a GPU" if its else line for line, its in zip(self.lines, stay or [False], strict=True)
+        ]
+        # By dtype, "" or "on a GPU".
+        groups = [(str(value.dtype), "on a GPU" * its) for value, its in zip(values, stay, strict=True)]
+        self.flats: dict[tuple[str, str], Array] = {}
+        for group in sorted(set(groups)):
+            its = [value for value, found in zip(values, groups, strict=True) if found == group]
+            xp = namespace(its[0]) if group[1] else numpy
+            self.flats[group] = xp.empty(sum(value.size for value in its), its[0].dtype)
+        self._views: list[Array] = []
         ends = dict.fromkeys(self.flats, 0)
-        for value in hosts:
-            begin, ends[value.dtype] = ends[value.dtype], ends[value.dtype] + value.size
-            view = self.flats[value.dtype][begin : ends[value.dtype]].reshape(value.shape)
-            copy_to_host(value, view)
+        for value, group in zip(values, groups, strict=True):
+            begin, ends[group] = ends[group], ends[group] + value.size
+            view = self.flats[group][begin : ends[group]].reshape(value.shape)
+            if group[1]:
+                view[...] = value
+            else:
+                copy_to_host(value, view)
             self._views.append(view)
 
     @property
@@ -91,7 +121,7 @@ class _Packed:
         return [(path, kind) for (path, _), kind in zip(leaves(self._tree), self._kinds, strict=True)]
 
     def unpack(self) -> Tree:
-        """A tree of the same form with the buffers' values: views of them on the host, copies on a device."""
+        """A tree of the same form with the buffers' values: views of them, or copies of host buffers on a device."""
         values = (_same_kind(view, leaf) for view, leaf in zip(self._views, self._leaves, strict=True))
         return rebuild(self._tree, values.__next__)
 
@@ -106,9 +136,9 @@ def _array_of(number: Leaf, path: str) -> numpy.ndarray:
     return numpy.asarray(number)
 
 
-def _same_kind(view: numpy.ndarray, leaf: Leaf) -> Array | float:
+def _same_kind(view: Array, leaf: Leaf) -> Array | float:
     if is_array(leaf):
-        return like(view, leaf)
+        return view if is_device_array(view) else like(view, leaf)
     return view[()] if isinstance(leaf, numpy.generic) else view.item()
 
 

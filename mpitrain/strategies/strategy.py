@@ -28,6 +28,8 @@ class Strategy(Protocol):
     def finish_step(self, adapter: Adapter, loss: float) -> tuple[Means, float]:
         """End the step: all ranks' mean loss and samples, and the learning rate that was used.
 
+        A step that the adapter's loss scale made infinite is skipped: the means say so, and the rate is 0.
+
         Raises GradientError, on every rank and with the parameters unchanged, where a gradient cannot be used.
         """
         ...

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mpitrain.adapters.adapter import Adapter
-from mpitrain.arrays import Array
+from mpitrain.arrays import Array, is_device_array
 from mpitrain.exchange.exchange import Exchange, make_exchange
 from mpitrain.exchange.reducer import GradientReducer, Means
 from mpitrain.world import World
@@ -21,13 +21,15 @@ class Sync:
 
     def begin(self, world: World, adapter: Adapter) -> None:
         """See Strategy. Every rank gets rank 0's parameters."""
-        self._reducer = GradientReducer(world, adapter.layout, exchange=self._exchange)
+        on_device = any(is_device_array(value) for value in adapter.parameters().values())
+        self._reducer = GradientReducer(world, adapter.layout, exchange=self._exchange, on_device=on_device)
+        self._scale = adapter.loss_scale
         if world.size > 1:
             adapter.load_parameters(world.sync(adapter.parameters()))
 
     def begin_step(self, weight: float) -> None:
         """See Strategy."""
-        self._reducer.begin(weight)
+        self._reducer.begin(weight, self._scale.value if self._scale else 1.0)
 
     def on_gradient(self, index: int, gradient: Array) -> None:
         """See Strategy."""
@@ -35,8 +37,11 @@ class Sync:
 
     def finish_step(self, adapter: Adapter, loss: float) -> tuple[Means, float]:
         """See Strategy."""
-        means = self._reducer.finish(loss)
-        return means, adapter.apply_gradients(self._reducer.flats)
+        means = self._reducer.finish(loss, may_skip=self._scale is not None and self._scale.may_skip)
+        rate = adapter.apply_gradients(self._reducer.flats) if means.is_finite else 0.0
+        if self._scale:
+            self._scale.update(skipped=not means.is_finite)
+        return means, rate
 
     def state(self) -> dict[str, Any]:
         """See Strategy. Nothing is kept: what a codec left out belongs to a rank, and is worth one step's rounding."""

@@ -1,20 +1,21 @@
 """What every optimizer here shares: one flat buffer for all parameters, and one for each state.
 
-A step is a dozen array operations whatever the number of layers, each with `out=`, so that a step allocates nothing
-(but for clipping float32 gradients on a device, where CuPy's einsum converts them to float64 as a whole).
+On the host a step is a dozen array operations whatever the number of layers, each with `out=`, so that a step allocates
+nothing. They go over the arrays block by block, all operations on one block before the next: the block then stays in
+the cache, where whole arrays would come from memory once an operation.
 
-On the host they go over the arrays block by block, all operations on one block before the next: the block then stays
-in the cache, where whole arrays would come from memory once an operation.
+On a GPU a step is one kernel, with the same roundings in the same order, so it gives the same bits. The norm for
+clipping is added up in another order, but in one that depends on nothing but the number of parameters.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from types import ModuleType
 from typing import NamedTuple
 
 from mpitrain.arrays import Array, is_device_array, namespace
+from mpitrain.cuda import kernels
 from mpitrain.errors import CheckpointError, ConfigError
 from mpitrain.training.schedules import Schedule
 
@@ -62,13 +63,17 @@ class FlatOptimizer:
         xp = namespace(parameters)
         self._parameters = parameters
         decayed = _merged(decayed, parameters.size)
-        count = parameters.size if is_device_array(parameters) else min(_BLOCK_COUNT, parameters.size)
-        self._scratch = xp.empty(count, parameters.dtype)
-        self._blocks = [
-            (part, _within(part, decayed))
-            for begin in range(0, parameters.size, max(count, 1))
-            for part in [slice(begin, min(begin + count, parameters.size))]
-        ]
+        if is_device_array(parameters):
+            self._bounds = kernels.decay_bounds(decayed, parameters)
+            self._squared, self._factor = xp.empty(1, xp.float64), xp.empty(1, xp.float32)
+        else:
+            count = min(_BLOCK_COUNT, parameters.size)
+            self._scratch = xp.empty(count, parameters.dtype)
+            self._blocks = [
+                (part, _within(part, decayed))
+                for begin in range(0, parameters.size, max(count, 1))
+                for part in [slice(begin, min(begin + count, parameters.size))]
+            ]
         self._buffers = {name: xp.zeros_like(parameters) for name in self._state_names}
         self._step = 0
 
@@ -84,18 +89,37 @@ class FlatOptimizer:
             rate = rate(self._step)
             check(f"learning_rate at step {self._step}", rate, "a finite number >= 0", rate >= 0)
         rate = float(rate)  # a NumPy scalar would turn float32 arithmetic into float64
+        self._step += 1
+        if is_device_array(parameters):
+            self._apply_on_device(parameters, gradients, list(self._buffers.values()), rate, self._fused(gradients))
+            return rate
         if self._clip_norm is not None:
             clip_by_global_norm(gradients, self._clip_norm)
-        self._step += 1
-        xp = namespace(parameters)
         for part, decayed in self._blocks:
             scratch = self._scratch[: part.stop - part.start]
             buffers = [buffer[part] for buffer in self._buffers.values()]
-            self._apply(xp, Block(parameters[part], gradients[part], buffers, scratch, decayed), rate)
+            self._apply(Block(parameters[part], gradients[part], buffers, scratch, decayed), rate)
         return rate
 
-    def _apply(self, xp: ModuleType, block: Block, rate: float) -> None:
-        """One step on one block; `xp` is numpy or cupy."""
+    def _fused(self, gradients: Array) -> kernels.Fused:
+        """What else the kernel does: weight decay in some ranges, and clipping by a factor that the host never sees."""
+        if self._clip_norm is None:
+            return kernels.Fused(decayed=self._bounds)
+        if gradients.dtype == "float64":  # the kernel's factor is float32
+            clip_by_global_norm(gradients, self._clip_norm)
+            return kernels.Fused(decayed=self._bounds)
+        kernels.squared_norm(gradients, self._squared)
+        kernels.clip_factor(self._squared, self._clip_norm, self._factor)
+        return kernels.Fused(decayed=self._bounds, factor=self._factor)
+
+    def _apply(self, block: Block, rate: float) -> None:
+        """One step on one block, on the host."""
+        raise NotImplementedError
+
+    def _apply_on_device(
+        self, parameters: Array, gradients: Array, buffers: Sequence[Array], rate: float, fused: kernels.Fused
+    ) -> None:
+        """The same on all parameters at once."""
         raise NotImplementedError
 
     def state(self) -> dict[str, Array | int]:
@@ -150,9 +174,14 @@ def clip_by_global_norm(gradients: Array, max_norm: float) -> float:
 def _norm(flat: Array) -> float:
     """The 2-norm, added up in float64 and without overflow."""
     xp = namespace(flat)
-    # Not xp.dot: BLAS adds in an order that depends on the CPU model and its threads, so ranks on unequal
-    # machines would get different norms and, from then on, different parameters.
-    square = float(xp.einsum("i,i->", flat, flat, dtype=xp.float64))
+    if is_device_array(flat):
+        out = xp.empty(1, xp.float64)
+        kernels.squared_norm(flat, out)
+        square = float(out[0])
+    else:
+        # Not numpy.dot: BLAS adds in an order that depends on the CPU model and its threads, so ranks on unequal
+        # machines would get different norms and, from then on, different parameters.
+        square = float(xp.einsum("i,i->", flat, flat, dtype=xp.float64))
     if square < math.inf:
         return math.sqrt(square)
     largest = max(float(flat.max()), -float(flat.min()))

@@ -46,7 +46,8 @@ class StopAtStep(Hook):
 class Log(Hook):
     """A progress line on rank 0: step, loss, learning rate, samples/s of all ranks, and the time left.
 
-    Between nodes also: how long gradients were under way in a step, and how much of that the step did not wait for.
+    With a loss scale also: what it is, and how many steps it cost since the start of training. Between nodes: how long
+    gradients were under way in a step, and how much of that the step did not wait for.
     On a terminal one line that is kept up to date; otherwise a line every `seconds`.
     """
 
@@ -81,6 +82,9 @@ class Log(Hook):
             f"epoch {trainer.data.epoch + 1} step {step.number}/{last} | loss {step.loss:.4f} | "
             f"lr {step.learning_rate:.3g} | {self._samples / elapsed:,.0f} samples/s | {left} left"
         )
+        scale = trainer.adapter.loss_scale
+        if scale:
+            line += f" | loss scale {scale.value:g}, {scale.skipped_steps} skipped"
         if trainer.world.num_nodes > 1:
             hidden = hidden_share(self._exposed, self._wire)
             line += f" | wire {self._wire / self._steps * 1e3:.1f} ms, {hidden:.0%} hidden"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from types import ModuleType
 from typing import Protocol
 
+import numpy
+
 from mpitrain.arrays import Array
+from mpitrain.cuda import kernels
 from mpitrain.errors import ConfigError
 from mpitrain.training.flat_optimizer import Block, FlatOptimizer, check
 from mpitrain.training.schedules import Schedule
@@ -74,22 +76,36 @@ class Sgd(FlatOptimizer):
         super().__init__(learning_rate, ["velocity"] if momentum else [], clip_norm)
         self._momentum, self._nesterov, self._weight_decay = float(momentum), nesterov, float(weight_decay)
 
-    def _apply(self, xp: ModuleType, block: Block, rate: float) -> None:
+    def _apply(self, block: Block, rate: float) -> None:
         parameters, gradients, buffers, scratch, decayed = block
         if self._weight_decay:
             for part in decayed:
-                xp.multiply(parameters[part], self._weight_decay, out=scratch[part])
-                xp.add(gradients[part], scratch[part], out=gradients[part])
+                numpy.multiply(parameters[part], self._weight_decay, out=scratch[part])
+                numpy.add(gradients[part], scratch[part], out=gradients[part])
         direction = gradients
         if self._momentum:
             direction = velocity = buffers[0]
-            xp.multiply(velocity, self._momentum, out=velocity)
-            xp.add(velocity, gradients, out=velocity)
+            numpy.multiply(velocity, self._momentum, out=velocity)
+            numpy.add(velocity, gradients, out=velocity)
             if self._nesterov:
-                xp.multiply(velocity, self._momentum, out=scratch)
-                direction = xp.add(scratch, gradients, out=scratch)
-        xp.multiply(direction, rate, out=scratch)
-        xp.subtract(parameters, scratch, out=parameters)
+                numpy.multiply(velocity, self._momentum, out=scratch)
+                direction = numpy.add(scratch, gradients, out=scratch)
+        numpy.multiply(direction, rate, out=scratch)
+        numpy.subtract(parameters, scratch, out=parameters)
+
+    def _apply_on_device(
+        self, parameters: Array, gradients: Array, buffers: Sequence[Array], rate: float, fused: kernels.Fused
+    ) -> None:
+        kernels.sgd(
+            parameters,
+            gradients,
+            *buffers,
+            rate=rate,
+            momentum=self._momentum,
+            nesterov=self._nesterov,
+            weight_decay=self._weight_decay,
+            fused=fused,
+        )
 
 
 class Adam(FlatOptimizer):
@@ -119,23 +135,39 @@ class Adam(FlatOptimizer):
         super().__init__(learning_rate, ["first", "second"], clip_norm)
         self._beta1, self._beta2 = map(float, betas)
         self._epsilon = float(epsilon)
+        self._weight_decay = 0.0
 
-    def _apply(self, xp: ModuleType, block: Block, rate: float) -> None:
+    def _apply(self, block: Block, rate: float) -> None:
         parameters, gradients, (first, second), scratch, _ = block
-        xp.multiply(first, self._beta1, out=first)
-        xp.multiply(gradients, 1 - self._beta1, out=scratch)
-        xp.add(first, scratch, out=first)
-        xp.multiply(second, self._beta2, out=second)
-        xp.multiply(gradients, gradients, out=scratch)
-        xp.multiply(scratch, 1 - self._beta2, out=scratch)
-        xp.add(second, scratch, out=second)
+        numpy.multiply(first, self._beta1, out=first)
+        numpy.multiply(gradients, 1 - self._beta1, out=scratch)
+        numpy.add(first, scratch, out=first)
+        numpy.multiply(second, self._beta2, out=second)
+        numpy.multiply(gradients, gradients, out=scratch)
+        numpy.multiply(scratch, 1 - self._beta2, out=scratch)
+        numpy.add(second, scratch, out=second)
         # Both bias corrections are numbers, so they cost no pass over the arrays of their own.
-        xp.sqrt(second, out=scratch)
-        xp.multiply(scratch, 1 / math.sqrt(1 - self._beta2**self._step), out=scratch)
-        xp.add(scratch, self._epsilon, out=scratch)
-        xp.divide(first, scratch, out=scratch)
-        xp.multiply(scratch, rate / (1 - self._beta1**self._step), out=scratch)
-        xp.subtract(parameters, scratch, out=parameters)
+        numpy.sqrt(second, out=scratch)
+        numpy.multiply(scratch, 1 / math.sqrt(1 - self._beta2**self._step), out=scratch)
+        numpy.add(scratch, self._epsilon, out=scratch)
+        numpy.divide(first, scratch, out=scratch)
+        numpy.multiply(scratch, rate / (1 - self._beta1**self._step), out=scratch)
+        numpy.subtract(parameters, scratch, out=parameters)
+
+    def _apply_on_device(
+        self, parameters: Array, gradients: Array, buffers: Sequence[Array], rate: float, fused: kernels.Fused
+    ) -> None:
+        kernels.adamw(
+            parameters,
+            gradients,
+            *buffers,
+            step=self._step,
+            rate=rate,
+            betas=(self._beta1, self._beta2),
+            epsilon=self._epsilon,
+            weight_decay=self._weight_decay,
+            fused=fused,
+        )
 
 
 class AdamW(Adam):
@@ -160,9 +192,9 @@ class AdamW(Adam):
         super().__init__(learning_rate, betas=betas, epsilon=epsilon, clip_norm=clip_norm)
         self._weight_decay = float(weight_decay)
 
-    def _apply(self, xp: ModuleType, block: Block, rate: float) -> None:
+    def _apply(self, block: Block, rate: float) -> None:
         if self._weight_decay:
             for part in block.decayed:
                 decayed = block.parameters[part]
-                xp.multiply(decayed, 1 - rate * self._weight_decay, out=decayed)
-        super()._apply(xp, block, rate)
+                numpy.multiply(decayed, 1 - rate * self._weight_decay, out=decayed)
+        super()._apply(block, rate)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mpitrain.adapters.adapter import Adapter
+from mpitrain.cuda.shortage import memory_explained
 from mpitrain.errors import CheckpointError, ConfigError
 from mpitrain.exchange.overlap import Overlap
 from mpitrain.start import init
@@ -52,9 +53,11 @@ class Step:
         number: steps made since the start of training, this one included.
         loss: mean over the samples of all ranks, before the update.
         samples: of all ranks together.
-        learning_rate: that was used.
+        learning_rate: that was used; 0 where the step was skipped.
         seconds: this rank's wall time for the step.
         overlap: what of it the exchange took on this rank, and how much of the exchange was hidden.
+        loss_scale: that the gradients of this step were multiplied by; None without one.
+        skipped: the loss scale made a gradient infinite, so parameters and optimizer stayed as they were.
     """
 
     number: int
@@ -63,6 +66,8 @@ class Step:
     learning_rate: float
     seconds: float
     overlap: Overlap
+    loss_scale: float | None = None
+    skipped: bool = False
 
 
 class Trainer:
@@ -81,7 +86,8 @@ class Trainer:
             hooks: called in this order after every step; one of them must end the run (see StopAtStep).
         """
         self.world = init()
-        parts = build(self.world)
+        with memory_explained():
+            parts = build(self.world)
         self.adapter, self.strategy, self.data = parts.adapter, parts.strategy, parts.data
         self.step_number = 0
         self.last_step: int | None = None
@@ -109,13 +115,24 @@ class Trainer:
     def step(self) -> Step:
         """One step: batch, gradients, exchange, update."""
         started = time.perf_counter()
+        scale = self.adapter.loss_scale.value if self.adapter.loss_scale else None
         batch, weight = next(self.data)
-        self.strategy.begin_step(weight)
-        loss = self.adapter.loss_and_gradients(batch, self.strategy.on_gradient)
-        means, learning_rate = self.strategy.finish_step(self.adapter, loss)
+        with memory_explained():
+            self.strategy.begin_step(weight)
+            loss = self.adapter.loss_and_gradients(batch, self.strategy.on_gradient)
+            means, learning_rate = self.strategy.finish_step(self.adapter, loss)
         self.step_number += 1
         seconds = time.perf_counter() - started
-        return Step(self.step_number, means.loss, means.weight, learning_rate, seconds, means.overlap)
+        return Step(
+            self.step_number,
+            means.loss,
+            means.weight,
+            learning_rate,
+            seconds,
+            means.overlap,
+            scale,
+            not means.is_finite,
+        )
 
     def state(self) -> dict[str, Any]:
         """All that a checkpoint needs to go on from here, by name and free of ranks."""

@@ -83,6 +83,45 @@ def test_what_is_refused(words: list[str], text: str) -> None:
         read(*words)
 
 
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("--operation point_to_point --plot r.png", "--operation point_to_point has no rows; leave out --plot"),
+        ("--operation point_to_point --csv r.csv --sizes 4K", "has no rows; leave out --csv, --sizes"),
+        ("--operation point_to_point --algorithms ring --codecs bf16", "leave out --algorithms, --codecs"),
+        ("--operation point_to_point --dtypes int8 --rounds 3 --seconds 1", "leave out --dtypes, --rounds, --seconds"),
+        ("--codecs bf16 --algorithms ring", "--algorithms ring is for sums without .* say --codecs none,bf16"),
+        ("--codecs bf16,int8 --algorithms all", "--algorithms all is for .* say --codecs none,bf16,int8"),
+        ("--operation allgather --codecs bf16", "--operation allgather has no allreduce; leave out --codecs"),
+        ("--operation broadcast,point_to_point --algorithms ring", "has no allreduce; leave out --algorithms"),
+        ("--save-profile p.json --json b.json", "--save-profile measures what it needs, .* leave out --json"),
+        ("--save-profile p.json --sizes 4K --link-gbit 1", "leave out --link-gbit, --sizes"),
+        ("--show --json b.json", "--show measures and writes nothing; leave out --json"),
+        ("--show --save-profile p.json", "--show measures and writes nothing; leave out --save-profile"),
+        ("--show --algorithms ring", "leave out --algorithms"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(words: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        read(*words.split())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--codecs none,bf16 --algorithms ring",
+        "--codecs bf16 --algorithms auto",
+        "--operation allgather,allreduce --codecs bf16",
+        "--operation allgather,point_to_point --csv r.csv --sizes 4K",
+        "--operation point_to_point --json r.json --link-gbit 1 --progress",
+        "--save-profile p.json --progress",
+        "--show --progress",
+    ],
+)
+def test_what_goes_together(words: str) -> None:
+    read(*words.split())
+
+
 def test_the_extra_is_named_where_matplotlib_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs matplotlib, which is not installed: pip install 'mpitrain\[plot\]'"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib.util
 import json
+import os
 import signal
 import subprocess
 import time
@@ -12,10 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from jobs import VENVS, Job, mpiexec, run_command, run_job
+from jobs import REPOSITORY, VENVS, Job, mpiexec, run_command, run_job
+from mpitrain.launch.tuning import Job as TunedJob
+from mpitrain.launch.tuning import glibc_version, settings
 
 DEADLINE_SECONDS = 60.0
 PYTHON = str(VENVS["mpich"] / "bin/python")
+
+# What `mpitrain bench` sets for the settings' sake.
+HERE = TunedJob("mpich", 1, False, False, glibc_version(os.confstr("CS_GNU_LIBC_VERSION")))
 
 
 def bench(*words: str, cwd: Path) -> Job:
@@ -32,12 +38,13 @@ def test_table_and_files(tmp_path: Path) -> None:
     lines = job.stdout.splitlines()
     assert lines[0].startswith("# mpitrain ")
     assert lines[1].startswith("# 2 ranks on ")
-    assert lines[3].split()[:4] == ["#", "size", "count", "type"]
-    rows = [line.split() for line in lines[5:9]]
+    assert lines[3].startswith("# tuning: ")
+    assert lines[4].split()[:4] == ["#", "size", "count", "type"]
+    rows = [line.split() for line in lines[6:10]]
     assert [(row[0], row[4], row[10]) for row in rows] == [
         (size, algorithm, "0") for size in ("4096", "65536") for algorithm in ("mpi", "auto")
     ]
-    assert lines[9].startswith("# latency (us)")
+    assert lines[10].startswith("# latency (us)")
     read = json.loads((tmp_path / "r.json").read_text())
     assert [(row["size_bytes"], row["algorithm"]) for row in read["rows"]] == [(int(r[0]), r[4]) for r in rows]
     with (tmp_path / "r.csv").open() as file:
@@ -50,8 +57,20 @@ def test_started_by_mpiexec(tmp_path: Path) -> None:
     command = [*mpiexec(3), PYTHON, "-m", "mpitrain.bench", "--sizes", "1K", "--rounds", "2", "--json", "r.json"]
     job = run_command(command, timeout=DEADLINE_SECONDS, cwd=tmp_path)
     assert job.code == 0, job.output
-    assert len(job.stdout.splitlines()) == 7
+    assert len(job.stdout.splitlines()) == 8
     assert json.loads((tmp_path / "r.json").read_text())["ranks_per_node"] == [3]
+
+
+def test_how_mpi_is_tuned_is_recorded(tmp_path: Path) -> None:
+    words = ["--sizes", "1K", "--rounds", "1", "--json", "r.json"]
+    for start, tuned in (
+        ([PYTHON, "-m", "mpitrain", "bench", "-n", "2"], {"UCX_RNDV_THRESH": "1k"} | settings(HERE, {})),
+        ([*mpiexec(2), PYTHON, "-m", "mpitrain.bench"], {"UCX_RNDV_THRESH": "1k"}),
+    ):
+        job = run_command([*start, *words], timeout=DEADLINE_SECONDS, cwd=tmp_path, env={"UCX_RNDV_THRESH": "1k"})
+        assert job.code == 0, job.output
+        assert json.loads((tmp_path / "r.json").read_text())["tuning"] == tuned
+        assert f"# tuning: {' '.join(f'{name}={tuned[name]}' for name in sorted(tuned))}" in job.stdout.splitlines()
 
 
 def test_a_profile(tmp_path: Path) -> None:
@@ -59,7 +78,7 @@ def test_a_profile(tmp_path: Path) -> None:
     assert job.code == 0, job.output
     read = json.loads((tmp_path / "cluster.json").read_text())
     assert read["fingerprint"]["ranks_per_node"] == [2]
-    assert read["measured"]["small_allreduce_us"] > 0
+    assert read["measured"]["native_below_bytes"] >= 0
 
 
 def test_what_is_chosen_without_a_profile(tmp_path: Path) -> None:
@@ -69,6 +88,18 @@ def test_what_is_chosen_without_a_profile(tmp_path: Path) -> None:
         "profile: default: Gigabit Ethernet; 50 us, 117 MB/s",
         "below 16 KiB: native",
         "from 16 KiB: shared_memory",
+        "buckets: 4 MiB",
+    ]
+
+
+def test_what_settings_force_is_shown(tmp_path: Path) -> None:
+    command = [PYTHON, "-m", "mpitrain", "bench", "-n", "2", "--show"]
+    env = {"MPITRAIN_ALGORITHM": "ring", "MPITRAIN_COMPRESSION": "auto"}
+    job = run_command(command, timeout=DEADLINE_SECONDS, cwd=tmp_path, env=env)
+    assert job.code == 0, job.output
+    assert job.stdout.splitlines()[1:] == [
+        "all sizes: ring, as MPITRAIN_ALGORITHM says",
+        "compression auto: none, as all ranks are on one node",
         "buckets: 4 MiB",
     ]
 
@@ -90,6 +121,11 @@ def test_what_is_chosen_by_a_profile(tmp_path: Path) -> None:
         (["-n", "2", "--algorithms", "rign"], "there is no algorithm 'rign'; known: auto"),
         (["-n", "2", "--sizes", "big"], "'big' is no size"),
         (["--sizes", "4K"], "how many ranks?"),
+        (["-n", "2", "--operation", "point_to_point", "--plot", "r.png"], "has no rows; leave out --plot"),
+        (["-n", "2", "--show", "--json", "r.json"], "measures and writes nothing; leave out --json"),
+        (["-n", "2", "--device", "gpu"], "--device is 'gpu'; allowed are host and cuda"),
+        (["-n", "2", "--device", "cuda", "--algorithms", "ring"], "there is no transport 'ring'; known: auto, aware,"),
+        (["-n", "2", "--device", "cuda", "--codecs", "int8"], "--device cuda measures --operation allreduce"),
     ],
 )
 def test_refused_before_any_rank_starts(tmp_path: Path, words: list[str], text: str) -> None:
@@ -107,6 +143,16 @@ def test_refused_by_ranks_is_said_once(tmp_path: Path) -> None:
         job = run_command(command, timeout=DEADLINE_SECONDS, cwd=tmp_path)
         assert job.code == 2, job.output
         assert job.stderr.count(text) == 1, job.output
+
+
+def test_without_a_gpu(tmp_path: Path) -> None:
+    paths = os.pathsep.join([str(REPOSITORY / "tests/emulated"), str(REPOSITORY)])
+    env = {"PYTHONPATH": paths, "EMULATED_GPUS": "0"}
+    command = [*mpiexec(2), PYTHON, "-m", "mpitrain.bench", "--device", "cuda"]
+    job = run_command(command, timeout=DEADLINE_SECONDS, cwd=tmp_path, env=env)
+    assert job.code == 2, job.output
+    assert job.stderr.count("CUDA sees no GPU") == 1, job.output
+    assert "Traceback" not in job.output
 
 
 def test_a_wrong_element_is_an_exit_code() -> None:

@@ -46,3 +46,23 @@ def test_report_wraps_text_and_never_commands() -> None:
 
 def test_report_without_findings() -> None:
     assert report_text("here", [], [limits.collect()], width=80).startswith("here: nothing is wrong\n")
+
+
+def test_gpus(tmp_path: Path) -> None:
+    """Emulated ones; two ranks find the ways between them."""
+    paths = os.pathsep.join([str(REPOSITORY / "tests/emulated"), str(REPOSITORY)])
+    env = {"PYTHONPATH": paths, "EMULATED_GPUS": "2", "XDG_CACHE_HOME": str(tmp_path)}
+    job = run_command([sys.executable, "-m", "mpitrain", "doctor", "--json"], timeout=90.0, env=env)
+    found = json.loads(job.stdout)["facts"]["gpu"]
+    assert (found["driver"], found["runtime"]) == (13000, 13000), job.output
+    assert [device[0] for device in found["devices"]] == ["Emulated GPU"] * 2
+    assert found["transports_error"] == ""
+    assert {name: bool(why) for name, why in found["transports"].items()} == {
+        "aware": False,
+        "nccl": True,
+        "peer": False,
+        "staged": False,
+    }
+    assert "CuPy finds no NCCL" in found["transports"]["nccl"]
+    assert found["choice"].startswith("below 512 KiB: ")
+    assert job.left == []

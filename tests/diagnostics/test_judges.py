@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mpitrain.diagnostics import limits, mpi, network, python
+from mpitrain.diagnostics import gpu, limits, mpi, network, python
 from mpitrain.diagnostics.finding import Finding
 from mpitrain.launch.libraries import Library, Mpiexec
 
@@ -18,6 +18,13 @@ HYDRA = Mpiexec(Path("/v/bin/mpiexec"), "mpich", "5.0.2")
 PRTERUN = Mpiexec(Path("/usr/bin/mpiexec"), "openmpi", "5.0.11")
 GOOD_MPI = mpi.Facts("/v/bin/python", MPICH, "", HYDRA, "", HYDRA, [2, 2], "")
 GOOD_PYTHON = python.Facts("3.11.7", "/v/bin/python", "2.4.6", "", [["openblas", "0.3", 2]], None, False, "")
+GOOD_GPU = gpu.Facts(
+    13000,
+    13020,
+    [["NVIDIA H200", "9.0", 140 * 2**30, 141 * 2**30, "0000:01:00.0"]],
+    transports={"peer": "", "nccl": "rank 0 on node7: ranks 0, 1 share one GPU"},
+    choice="below 512 KiB: peer; from there on: peer",
+)
 CARD = network.Interface("eth0", "192.168.1.5/24", is_up=True, is_virtual=False, mbit_per_second=1000)
 DOCKER = network.Interface("docker0", "172.17.0.1/16", is_up=True, is_virtual=True, mbit_per_second=None)
 GOOD_NETWORK = network.Facts("node7", ["192.168.1.5"], [CARD])
@@ -36,6 +43,8 @@ def test_a_good_machine() -> None:
     assert mpi.judge(replace(GOOD_MPI, on_path=None)) == []
     assert python.judge(GOOD_PYTHON) == []
     assert python.judge(replace(GOOD_PYTHON, gpus=["H100"], cupy="14.0", cupy_works=True)) == []
+    assert gpu.judge(GOOD_GPU) == []
+    assert gpu.judge(gpu.Facts()) == []
     assert network.judge(GOOD_NETWORK) == []
     assert limits.judge(GOOD_LIMITS) == []
 
@@ -120,3 +129,30 @@ def test_shared_memory() -> None:
 def test_leftovers() -> None:
     facts = replace(GOOD_LIMITS, leftovers=["/dev/shm/mpich_shm_1_0", "/dev/shm/sm_segment.a"], leftover_bytes=4 << 20)
     only(limits.judge(facts), "warn", "left 2 files of 4 MiB", "/dev/shm/mpich_shm_* /dev/shm/sm_segment.*;")
+
+
+def test_what_is_said_of_gpus() -> None:
+    assert gpu.Facts().lines() == []
+    assert gpu.Facts(0, 13000, error="no driver").lines() == [("CUDA", "no driver, CuPy for 13.0")]
+    assert GOOD_GPU.lines() == [
+        ("CUDA", "driver for 13.0, CuPy for 13.2"),
+        ("CUDA device 0", "NVIDIA H200, 140.0 of 141.0 GiB free, compute capability 9.0, PCI 0000:01:00.0"),
+        ("transport peer", "possible with 2 ranks here"),
+        ("transport nccl", "not possible: rank 0 on node7: ranks 0, 1 share one GPU"),
+        ("transport auto", "below 512 KiB: peer; from there on: peer"),
+    ]
+
+
+def test_a_driver_that_is_too_old() -> None:
+    only(
+        gpu.judge(replace(GOOD_GPU, driver=12080)),
+        "warn",
+        "driver is for CUDA 12.8, CuPy for CUDA 13.2",
+        "cupy-cuda12x",
+    )
+
+
+def test_transports_that_could_not_be_tried() -> None:
+    facts = replace(GOOD_GPU, transports={}, choice="", transports_error="no answer in 120 s")
+    only(gpu.judge(facts), "warn", "no answer in 120 s", "mpitrain run -n 2 -m mpitrain.bench.transports")
+    assert facts.lines()[-1] == ("transports", "not tried: no answer in 120 s")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from tests.kernel_cases import *  # noqa: F403 - the tests themselves
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from mpi4py import MPI
 from mpitrain import World, collectives
 from mpitrain.allreduce import ALGORITHMS
 from mpitrain.allreduce.algorithm import Sequential
-from mpitrain.bench.measure import measure_cluster, save_profile
+from mpitrain.bench.measure import measure_cluster, native_below, save_profile
 from mpitrain.bench.network import find_link
 from mpitrain.bench.operations import NO_CODEC, OPERATIONS
 from mpitrain.bench.options import Options, add_arguments, read_options
@@ -27,6 +28,9 @@ from mpitrain.bench.table import Row
 from mpitrain.compression import CODECS
 from mpitrain.errors import ConfigError
 from mpitrain.profile import fingerprint, from_json, library_name
+from tests.ranks.common import skip_alone
+
+from .placements import placed
 
 
 def options_of(*words: str) -> Options:
@@ -176,11 +180,10 @@ def test_pairs(world: World, pairs: Pairs) -> None:
 
 
 def test_a_profile(world: World, shared: Path) -> None:
-    measured = measure_cluster(world, find_link(world))
+    measured = measure_cluster(world)
     assert len(set(world.allgather(json.dumps(measured)))) == 1
     assert measured["latency_between_nodes_us"] is None
-    assert (measured["latency_inside_node_us"] is None) == (world.size == 1)
-    for name in ("copy_bytes_per_second", "add_bytes_per_second", "small_allreduce_us"):
+    for name in ("copy_bytes_per_second", "add_bytes_per_second"):
         assert measured[name] > 0
     assert set(measured["codecs"]) == set(CODECS)
     assert all(its["add_bytes_per_second"] > 0 for its in measured["codecs"].values())
@@ -191,9 +194,38 @@ def test_a_profile(world: World, shared: Path) -> None:
         here = fingerprint(world.hosts, world.node_ranks, library_name(MPI.Get_library_version()))
         assert here["ranks_per_node"] == [world.size]
         profile = from_json(json.dumps(read), "profile.json", here)
+        assert profile.add_bytes_per_second == measured["add_bytes_per_second"]
+        assert profile.native_below_bytes == measured["native_below_bytes"]
         assert profile.is_measured
         assert {name for name, rate in profile.codecs if rate > 0} == set(CODECS)
         assert [path.name for path in shared.iterdir()] == ["profile.json"]
+
+
+@pytest.mark.parametrize(("slow", "limit"), [("native", 0), ("shared_memory", 2 * 2**20)])
+def test_the_limit_of_native_is_measured(world: World, slow: str, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of the two is made slower than the other one can be."""
+    skip_alone(world)
+    right = ALGORITHMS[slow]
+
+    def make(world: World) -> Sequential:
+        made = right(world)
+        assert isinstance(made, Sequential)
+
+        def steps(flat: numpy.ndarray, *_: object) -> Iterator[None]:
+            time.sleep(0.003 + 0.02 * flat.nbytes / 2**20)
+            yield from made.steps(flat, None)
+
+        return Sequential(world, slow, steps)
+
+    monkeypatch.setitem(ALGORITHMS, slow, make)
+    assert native_below(world) == limit
+
+
+def test_the_limit_of_native_between_nodes(world: World) -> None:
+    skip_alone(world)
+    limit = native_below(placed(world, "alone on each node"))
+    assert limit in (0, *(2 * 4**exponent * 2**12 for exponent in range(5)))
+    assert len(set(world.allgather(limit))) == 1
 
 
 def test_json(world: World, pairs: Pairs) -> None:
@@ -207,6 +239,15 @@ def test_json(world: World, pairs: Pairs) -> None:
     assert read["ranks_per_node"] == [world.size]
     assert {"mpitrain", "Python", "numpy", "mpi4py", "MPI", "kernel"} <= set(read["versions"])
     assert len(read["point_to_point"]["latency_us"]) == world.size
+
+
+def test_a_codec_on_one_node(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    line = "# compressed: all ranks are on one node, so nothing is sent and shortened\n"
+    rows = rows_of(world, "--sizes", "4K", "--rounds", "1", "--codecs", "none,bf16,int8")
+    assert {row.codec for row in rows} == {"none", "bf16", "int8"}
+    assert capsys.readouterr().out.count(line) == world.is_root
+    rows_of(world, "--sizes", "4K", "--rounds", "1")
+    assert line not in capsys.readouterr().out
 
 
 def test_an_algorithm_that_refuses_this_world(

@@ -10,8 +10,10 @@ import pytest
 from mpitrain import World
 from mpitrain.compression import CODECS, make_codec
 from mpitrain.config import Config
-from mpitrain.errors import ConfigError, DataError, MismatchError
+from mpitrain.errors import ConfigError, DataError, MismatchError, NonFiniteError
+from mpitrain.exchange.bucket import Parameter
 from mpitrain.exchange.exchange import CompressedExchange, PlainExchange, make_exchange
+from mpitrain.exchange.reducer import GradientReducer
 from mpitrain.profile import DEFAULT
 
 from .common import assert_same_bits, error_on_all, skip_alone
@@ -39,7 +41,7 @@ def inputs(rank: int, step: int, length: int) -> numpy.ndarray:
 
 def relative_error(codec: str) -> float:
     """Of the largest value of a block at most, by one rounding."""
-    return {"bf16": 2.0**-8, "fp16": 2.0**-11, "int8": 0.51 / 127}[codec]
+    return {"bf16": 2.0**-8, "fp16": 2.0**-11, "int8": 0.51 / 127, "int4": 0.51 / 7}[codec]
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -77,8 +79,8 @@ def test_what_is_left_out_comes_later(there: World, codec: str, length: int) -> 
 def test_values_that_fit_are_exact(there: World, codec: str) -> None:
     exchange = CompressedExchange(there, codec)
     flat = exchange.allocate(10_000, FLOAT32)
-    # Few bits for a cast; and for int8 127 in every block, whose scale is then the number of terms.
-    flat[:] = value = 127.0 if codec == "int8" else 64.0
+    # Few bits for a cast; for whole numbers the largest code in every block, whose scale is then the number of terms.
+    flat[:] = value = {"int8": 127.0, "int4": 7.0}.get(codec, 64.0)
     exchange.mean(flat, 1.0).wait()
     assert (flat == value * there.size).all()
     assert not exchange.state()["residual 0"].any()
@@ -155,7 +157,7 @@ def test_the_setting(world: World, capfd: pytest.CaptureFixture[str]) -> None:
     assert isinstance(make_exchange(there), PlainExchange)
     for name in CODECS:
         assert isinstance(make_exchange(replace(there, config=Config(compression=name))), CompressedExchange)
-    with pytest.raises(ConfigError, match="known: bf16, fp16, int8"):
+    with pytest.raises(ConfigError, match="known: bf16, fp16, int4, int8"):
         make_exchange(there, compression="int9")
     with pytest.raises(ConfigError, match="leave out algorithm=ring"):
         make_exchange(there, "ring", "int8")
@@ -182,3 +184,23 @@ def test_another_one_on_another_rank(world: World) -> None:
 def test_codecs_are_made_for_this_process() -> None:
     for name in CODECS:
         assert make_codec(name).name == name
+
+
+@pytest.mark.parametrize("codec", ["fp16", "bf16"])
+def test_a_mean_beyond_the_wire_is_an_error_on_every_rank(world: World, codec: str) -> None:
+    """Of finite gradients: the step must not put infinity into the parameters. Afterwards the reducer goes on."""
+    skip_alone(world)
+    apart = placed(world, "alone on each node")
+    large = {"fp16": 1e5, "bf16": 3.4e38}[codec]
+    parameters = [Parameter(name, (2,), numpy.dtype(numpy.float32)) for name in "ab"]
+    reducer = GradientReducer(apart, parameters, exchange=lambda own: make_exchange(own, compression=codec))
+    for value in (1.0, large, 1.0):
+        reducer.begin(1.0)
+        reducer.ready(0, numpy.ones(2, numpy.float32))
+        reducer.ready(1, numpy.full(2, value, numpy.float32))
+        if value == large:
+            text = error_on_all(world, NonFiniteError, reducer.finish)
+            assert "the mean gradient of b is beyond what the compression can express" in text
+        else:
+            reducer.finish()
+            assert (reducer.gradients[1] == 1).all()

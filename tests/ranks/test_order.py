@@ -48,13 +48,12 @@ def test_what_nobody_waits_for_ends_too(world: World, algorithm: Algorithm) -> N
     mine = make_algorithm(world, "ring")
     flat = numpy.full(COUNT, world.rank + 1.0)
     handle = mine.start(flat)
-    for _ in range(5):
-        handle.test()
+    is_done = any(handle.test() for _ in range(5))
     if world.rank == 0:
         kept = weakref.ref(flat)
         del handle, mine, flat
         gc.collect()
-        assert world.size == 1 or kept() is not None  # MPI may still write into it
+        assert is_done or kept() is not None  # MPI may still write into it
     else:
         handle.wait()
         assert (flat == world.size * (world.size + 1) // 2).all()
@@ -79,7 +78,7 @@ def test_ranks_that_start_different_sums(world: World, algorithm: Algorithm, odd
     handle = algorithm.start(flat)
     text = error_on_all(world, MismatchError, handle.wait)
     assert world.name(world.size - 1) in text
-    assert f"{flat.size} {flat.dtype}" in text or not differs
+    assert f"{flat.size} {flat.dtype} in memory" in text or not differs
     error_on_all(world, MismatchError, handle.test)  # again, and never "done"
     after = numpy.ones(7)
     algorithm.start(after).wait()

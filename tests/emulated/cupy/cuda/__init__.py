@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import threading
@@ -34,7 +33,10 @@ def get_current_stream() -> Stream:
 
 
 def is_available() -> bool:
-    return _num_devices() > 0
+    try:
+        return bool(runtime.getDeviceCount() > 0)
+    except runtime.CUDARuntimeError:
+        return False
 
 
 class Device:
@@ -71,14 +73,18 @@ class Device:
     @property
     def mem_info(self) -> tuple[int, int]:
         total = _limit()
-        return total - _used.get(self.id, 0), total
+        return max(0, total - _others() - _used.get(self.id, 0)), total
+
+    @property
+    def pci_bus_id(self) -> str:
+        return runtime.deviceGetPCIBusId(self.id)
 
     @property
     def attributes(self) -> dict[str, int]:
         return {"MultiProcessorCount": 4}
 
     def synchronize(self) -> None:
-        for stream in list(Stream._all):
+        for stream in list(Stream._all.values()):
             if stream.device_id == self.id:
                 stream._drain()
 
@@ -97,16 +103,25 @@ def _limit() -> int:
     return int(os.environ.get("EMULATED_GPU_BYTES", str(2**31)))
 
 
+def _others() -> int:
+    """What other processes have taken."""
+    return int(os.environ.get("EMULATED_BYTES_OF_OTHERS", "0"))
+
+
 def _take(device: int, size: int) -> None:
-    if _used.get(device, 0) + size > _limit():
+    if _used.get(device, 0) + size > _limit() - _others():
         raise OutOfMemoryError(
             f"Out of memory allocating {size:,} bytes (allocated so far: {_used.get(device, 0):,} bytes)."
         )
     _used[device] = _used.get(device, 0) + size
 
 
-def _give(device: int, size: int) -> None:
+def _give(device: int, size: int, memory: numpy.ndarray) -> None:
     _used[device] -= size
+    # Kernels that have been given its address may still have to run. A device's pool would keep it mapped.
+    for stream in list(Stream._all.values()):
+        if stream.device_id == device and stream._todo:
+            stream._add(lambda: memory)
 
 
 class Memory:
@@ -125,15 +140,15 @@ class Memory:
         self._bytes = numpy.frombuffer(mmap.mmap(self._descriptor, max(size, 1)), numpy.uint8)
         self.ptr = self._bytes.__array_interface__["data"][0]
         _blocks[self.ptr] = self
-        weakref.finalize(self, _freed, self.device_id, size, self._descriptor).atexit = False
+        weakref.finalize(self, _freed, self.device_id, size, self._descriptor, self._bytes).atexit = False
 
 
 # cudaMalloc'ed blocks by address, for IPC handles.
 _blocks: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
-def _freed(device: int, size: int, descriptor: int) -> None:
-    _give(device, size)
+def _freed(device: int, size: int, descriptor: int, memory: numpy.ndarray) -> None:
+    _give(device, size, memory)
     os.close(descriptor)
 
 
@@ -145,7 +160,7 @@ class PooledMemory:
         _take(self.device_id, size)
         self._bytes = numpy.empty(max(size, 1), numpy.uint8)
         self.ptr = self._bytes.__array_interface__["data"][0]
-        weakref.finalize(self, _give, self.device_id, size).atexit = False
+        weakref.finalize(self, _give, self.device_id, size, self._bytes).atexit = False
 
 
 class UnownedMemory:
@@ -184,6 +199,8 @@ def alloc(size: int) -> MemoryPointer:
 
 
 class MemoryPool:
+    """Keeps nothing for later."""
+
     def free_all_blocks(self) -> None:
         pass
 
@@ -214,11 +231,18 @@ def alloc_pinned_memory(size: int) -> Any:
 # Streams --------------------------------------------------------------------------------------------------------
 
 
+# Work that cannot be done yet returns this, and is tried again.
+BLOCKED = object()
+_DEADLINE_SECONDS = 30.0
+# One for all streams: with one each, two threads that follow events across them would wait for each other.
+_gpu_lock = threading.RLock()
+
+
 class Stream:
     """Work in order, done when somebody waits for it."""
 
     null: Stream
-    _all: weakref.WeakSet[Stream] = weakref.WeakSet()
+    _all: weakref.WeakValueDictionary[int, Stream] = weakref.WeakValueDictionary()  # by ptr
     _numbers = iter(range(1, 2**31))
 
     def __init__(
@@ -227,18 +251,30 @@ class Stream:
         self.ptr = 0 if null else next(self._numbers)
         self.device_id = _device()
         self._todo: deque[Callable[[], object]] = deque()
-        self._lock = threading.RLock()
+        self._is_running = False
         self._before: list[Stream | None] = []
-        Stream._all.add(self)
+        Stream._all[self.ptr] = self
 
     def _add(self, work: Callable[[], object]) -> None:
-        with self._lock:
+        with _gpu_lock:
             self._todo.append(work)
 
+    def _advance(self) -> bool:
+        """Do the first thing that is to be done, if it can be done now; false if not."""
+        with _gpu_lock:
+            if self._is_running or not self._todo:  # running: it is among what its first thing waits for
+                return False
+            self._is_running = True
+            try:
+                if self._todo[0]() is BLOCKED:
+                    return False
+                self._todo.popleft()
+            finally:
+                self._is_running = False
+            return True
+
     def _drain(self) -> None:
-        with self._lock:
-            while self._todo:
-                self._todo.popleft()()
+        _until(lambda: not self._todo, self)
 
     def synchronize(self) -> None:
         self._drain()
@@ -246,10 +282,8 @@ class Stream:
     @property
     def done(self) -> bool:
         # As if the device had gone on a little in the meantime.
-        with self._lock:
-            if self._todo:
-                self._todo.popleft()()
-            return not self._todo
+        self._advance()
+        return not self._todo
 
     def record(self, event: Event | None = None) -> Event:
         event = event or Event()
@@ -258,7 +292,7 @@ class Stream:
 
     def wait_event(self, event: Event) -> None:
         ticket = event._ticket
-        self._add(lambda: event._wait(ticket))
+        self._add(lambda: event._try(ticket))
 
     def launch_host_func(self, callback: Callable[[Any], object], argument: Any) -> None:
         self._add(lambda: callback(argument))
@@ -286,7 +320,18 @@ class Stream:
 
 
 Stream.null = Stream(null=True)
-_DEADLINE_SECONDS = 30.0
+
+
+def _until(is_over: Callable[[], bool], stream: Stream | None) -> None:
+    """Drive a stream until that; an error after so long without progress."""
+    deadline = time.monotonic() + _DEADLINE_SECONDS
+    while not is_over():
+        if stream is not None and stream._advance():
+            deadline = time.monotonic() + _DEADLINE_SECONDS
+        elif time.monotonic() > deadline:
+            raise RuntimeError("the emulated GPU waits for an event that does not happen")
+        else:
+            time.sleep(0)
 
 
 class Event:
@@ -298,51 +343,78 @@ class Event:
 
             raise CUDARuntimeError(1)
         self._interprocess = interprocess
-        self._stream: Stream | None = None
+        self._is_foreign = False
         self._ticket = 0  # of the last record
+        self._open: dict[int, Stream] = {}  # records that have not happened yet
         self._descriptor = os.memfd_create("emulated-event") if interprocess else -1
         if interprocess:
-            os.ftruncate(self._descriptor, 16)
-            # [recorded, happened], seen by other processes.
-            self._counts = numpy.frombuffer(mmap.mmap(self._descriptor, 16), numpy.int64)
+            os.ftruncate(self._descriptor, 24)
+            # [recorded, happened, wanted by another process], seen by other processes.
+            self._counts = numpy.frombuffer(mmap.mmap(self._descriptor, 24), numpy.int64)
             weakref.finalize(self, os.close, self._descriptor).atexit = False
         else:
-            self._counts = numpy.zeros(2, numpy.int64)
+            self._counts = numpy.zeros(3, numpy.int64)
         self.ptr = id(self)
         _events[self.ptr] = self
 
     def record(self, stream: Stream | None = None) -> None:
-        self._stream = stream or _current()
+        stream = stream or _current()
         self._ticket += 1
         ticket = self._ticket
         self._counts[0] = ticket
-        self._stream._add(lambda: self._counts.__setitem__(1, ticket))
+        self._open[ticket] = stream
+        stream._add(lambda: self._happens(ticket))
 
-    def _wait(self, ticket: int) -> None:
-        if self._stream is not None:
-            while self._counts[1] < ticket:
-                with self._stream._lock:
-                    if self._counts[1] < ticket:
-                        self._stream._todo.popleft()()
-            return
-        deadline = time.monotonic() + _DEADLINE_SECONDS
-        while self._counts[1] < ticket:  # another process's
-            if time.monotonic() > deadline:
-                raise RuntimeError("an event of another process did not happen")
-            time.sleep(0)
+    def _happens(self, ticket: int) -> None:
+        self._counts[1] = max(self._counts[1], ticket)
+        del self._open[ticket]
+
+    def _try(self, ticket: int) -> object:
+        """For streams: BLOCKED until the record of that number has happened, whatever was recorded later, and where."""
+        if self._is_foreign:
+            if self._counts[1] < ticket:
+                self._counts[2] = max(self._counts[2], ticket)
+                return BLOCKED
+        elif ticket in self._open:
+            self._open[ticket]._advance()
+            return BLOCKED if ticket in self._open else None
+        return None
 
     def synchronize(self) -> None:
-        self._wait(self._ticket)
+        ticket = self._ticket
+        _until(lambda: self._try(ticket) is None, None)
 
     @property
     def done(self) -> bool:
-        if self._counts[1] < self._ticket and self._stream is not None:
-            with self._stream._lock, contextlib.suppress(IndexError):
-                self._stream._todo.popleft()()
-        return bool(self._counts[1] >= self._ticket)
+        # As if the device had gone on a little in the meantime.
+        return self._try(self._ticket) is None
 
 
 _events: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_exported: weakref.WeakSet[Event] = weakref.WeakSet()
+_LOOK_SECONDS = 0.5e-3
+
+
+def _export(event: Event) -> None:
+    """From now on another process may wait for it. A device goes on while its host does something else."""
+    with _gpu_lock:
+        if not _exported:
+            threading.Thread(target=_go_on, name="emulated device", daemon=True).start()
+        _exported.add(event)
+
+
+def _go_on() -> None:
+    while True:
+        with _gpu_lock:
+            events = list(_exported)
+            if not events:
+                return
+        for event in events:
+            wanted = int(event._counts[2])
+            if event._counts[1] < wanted:
+                event._try(wanted)
+        del events
+        time.sleep(_LOOK_SECONDS)
 
 
 def get_elapsed_time(start: Event, end: Event) -> float:
@@ -351,7 +423,7 @@ def get_elapsed_time(start: Event, end: Event) -> float:
 
 
 class RawModule:
-    """Kernels from source, compiled for the host: see kernels.py beside this package."""
+    """Kernels from source, compiled for the host when first needed: see host_kernels.py beside this package."""
 
     def __init__(
         self,
@@ -362,11 +434,19 @@ class RawModule:
         name_expressions: Any = None,
         **_: Any,
     ) -> None:
-        from host_kernels import HostModule
+        self.code, self.options, self._module = code, options, None
 
-        self._module = HostModule(code, options)
+    def compile(self, log_stream: Any = None) -> None:
+        from host_kernels import CompilationError, HostModule
+
+        if self._module is None:
+            try:
+                self._module = HostModule(self.code, self.options)
+            except CompilationError as error:
+                raise compiler.CompileException(str(error), self.code, "kernels.cu", self.options) from None
 
     def get_function(self, name: str) -> Any:
+        self.compile()
         kernel = self._module.kernel(name)
 
         def launch(
@@ -380,17 +460,20 @@ class RawModule:
 
             plain = []
             for one in arguments:
-                if isinstance(one, numpy.ndarray) and one.ndim > 0:
-                    raise TypeError(f"Unsupported type {type(one)}")
-                plain.append(one._checked()._host if isinstance(one, ndarray) else one)
+                if isinstance(one, numpy.ndarray) and one.size != 1:
+                    raise TypeError(
+                        f"You are trying to pass a numpy.ndarray of shape {one.shape} as a kernel parameter."
+                    )
+                if isinstance(one, ndarray):
+                    plain.append(one._checked()._host)
+                else:  # what is passed by value is copied at once
+                    plain.append(one.copy() if isinstance(one, numpy.ndarray) else one)
             (stream or _current())._add(lambda: kernel(grid, block, plain, shared_mem))
 
         return launch
 
-    def compile(self, log_stream: Any = None) -> None:
-        pass
 
-
+from . import compiler as compiler
 from . import memory as memory
 from . import nccl as nccl
 from . import runtime as runtime

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,13 @@ from typing import Any
 import numpy
 
 from . import Event as _Event
-from . import Stream, _blocks, _current, _events, _here, _num_devices
+from . import Stream, _blocks, _current, _events, _export, _here, _num_devices
 
 memcpyHostToDevice, memcpyDeviceToHost, memcpyDeviceToDevice, memcpyDefault = 1, 2, 3, 4
 _NAMES = {
     1: "cudaErrorInvalidValue: invalid argument",
     2: "cudaErrorMemoryAllocation: out of memory",
+    35: "cudaErrorInsufficientDriver: CUDA driver version is insufficient for CUDA runtime version",
     100: "cudaErrorNoDevice: no CUDA-capable device is detected",
     101: "cudaErrorInvalidDevice: invalid device ordinal",
     201: "cudaErrorDeviceUninitialized: invalid device context",
@@ -33,6 +35,8 @@ class CUDARuntimeError(RuntimeError):
 
 
 def getDeviceCount() -> int:
+    if driverGetVersion() // 1000 < runtimeGetVersion() // 1000:
+        raise CUDARuntimeError(35)
     if _num_devices() == 0:
         raise CUDARuntimeError(100)
     return _num_devices()
@@ -52,8 +56,12 @@ def getDeviceProperties(device: int) -> dict[str, Any]:
     return {"name": b"Emulated GPU", "major": 9, "minor": 0, "multiProcessorCount": 4, "totalGlobalMem": 2**31}
 
 
+def deviceGetPCIBusId(device: int) -> str:
+    return f"0000:{device + 1:02X}:00.0"
+
+
 def driverGetVersion() -> int:
-    return 13000
+    return int(os.environ.get("EMULATED_DRIVER", "13000"))  # 0: none
 
 
 def runtimeGetVersion() -> int:
@@ -85,7 +93,7 @@ def streamSynchronize(stream: int) -> None:
 
 
 def _stream(ptr: int) -> Stream:
-    return next(one for one in Stream._all if one.ptr == ptr)
+    return Stream._all[ptr]
 
 
 def _bytes(ptr: int, size: int) -> numpy.ndarray:
@@ -114,8 +122,6 @@ ipcMemLazyEnablePeerAccess = 1
 
 
 def ipcGetMemHandle(ptr: int) -> bytes:
-    import os
-
     block = next((one for one in _blocks.values() if one.ptr <= ptr < one.ptr + max(one.size, 1)), None)
     if block is None:
         raise CUDARuntimeError(1)
@@ -123,8 +129,6 @@ def ipcGetMemHandle(ptr: int) -> bytes:
 
 
 def _map(pid: int, descriptor: int, size: int) -> numpy.ndarray:
-    import os
-
     if pid == os.getpid():
         raise CUDARuntimeError(201)
     try:
@@ -147,18 +151,17 @@ def ipcCloseMemHandle(ptr: int) -> None:
 
 
 def ipcGetEventHandle(event: int) -> bytes:
-    import os
-
     found = _events[event]
     if not found._interprocess:
         raise CUDARuntimeError(400)
-    return struct.pack("<qqq", os.getpid(), found._descriptor, 16).ljust(64, b"\0")
+    _export(found)
+    return struct.pack("<qqq", os.getpid(), found._descriptor, 24).ljust(64, b"\0")
 
 
 def ipcOpenEventHandle(handle: bytes) -> int:
     counts = _map(*struct.unpack_from("<qqq", handle)).view(numpy.int64)
     event = _Event.__new__(_Event)
-    event._interprocess, event._stream, event._counts, event._descriptor = True, None, counts, -1
+    event._interprocess, event._is_foreign, event._counts, event._descriptor = True, True, counts, -1
     event.ptr = id(event)
     _events[event.ptr] = event
     _foreign[event.ptr] = event
@@ -186,8 +189,8 @@ def eventQuery(event: int) -> int:
 
 def streamWaitEvent(stream: int, event: int, flags: int = 0) -> None:
     found = _events[event]
-    ticket = int(found._counts[0])  # its state at the time of the call
-    _stream(stream)._add(lambda: found._wait(ticket))
+    ticket = int(found._counts[0]) if found._is_foreign else found._ticket  # its state at the time of the call
+    _stream(stream)._add(lambda: found._try(ticket))
 
 
 def hostRegister(ptr: int, size: int, flags: int = 0) -> None:

@@ -1,0 +1,121 @@
+"""auto: the transport that is fastest here, by a short measurement; one for small buffers and one for large ones.
+
+Every transport that is possible is made and timed at two sizes; the slowest rank's time counts, the best of a few
+rounds; rank 0 decides and tells the others. What is chosen for a buffer then depends on its bytes alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy
+
+from mpitrain.allreduce.algorithm import DTYPES, Progress
+from mpitrain.allreduce.device.sequential import DeviceSequential, Factory, Place
+from mpitrain.arrays import Array
+from mpitrain.cuda.device import cupy_module
+from mpitrain.errors import DeviceError
+from mpitrain.world import World
+
+SMALL_BYTES, LARGE_BYTES = 64 * 1024, 4 * 2**20
+LIMIT_BYTES = 512 * 1024  # below it what was faster at the small size; the geometric mean of the two
+_WARM_UP_ROUNDS, _ROUNDS = 1, 3
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What `auto` does.
+
+    Attributes:
+        small, large: the transports for buffers below LIMIT_BYTES and from there on, the fastest first: the first one
+            that sums a buffer's dtype is taken.
+        seconds: of each transport that is possible, at SMALL_BYTES and LARGE_BYTES; empty where nothing was measured.
+        why_not: the others, and why each is not possible.
+    """
+
+    small: tuple[str, ...]
+    large: tuple[str, ...]
+    seconds: Mapping[str, tuple[float, float]]
+    why_not: Mapping[str, str]
+
+    def lines(self) -> list[str]:
+        """For a person."""
+        found = [f"transport {name}: not possible: {why}" for name, why in self.why_not.items()]
+        for name, (small, large) in self.seconds.items():
+            found.append(
+                f"transport {name}: {small * 1e6:.0f} us for {SMALL_BYTES // 1024} KiB, "
+                f"{large * 1e6:.0f} us for {LARGE_BYTES // 1024} KiB"
+            )
+        found.append(f"below {LIMIT_BYTES // 1024} KiB: {self.small[0]}; from there on: {self.large[0]}")
+        return found
+
+
+def possible(world: World, factories: Mapping[str, Factory]) -> tuple[dict[str, DeviceSequential], dict[str, str]]:
+    """The transports that can be made, and why the others cannot. Collective; the same names on every rank."""
+    place = Place(world)  # without a GPU there is nothing to try
+    made, why_not = {}, {}
+    for name, factory in factories.items():
+        try:
+            made[name] = factory(world, place)
+        except DeviceError as error:
+            if not error.known_everywhere:
+                raise
+            why_not[name] = str(error).removeprefix(f"the transport {name} is not possible here: ")
+    return made, why_not
+
+
+def fastest(world: World, factories: Mapping[str, Factory]) -> DeviceSequential:
+    """All possible ones behind one. See Algorithm for the contract.
+
+    Raises:
+        DeviceError: some rank has no GPU, or none of the transports is possible. On every rank.
+    """
+    made, choice = choose(world, factories)
+    first = made[choice.large[0]]
+
+    def steps(flat: Array, residual: Array | None = None) -> Progress:
+        names = choice.small if flat.nbytes < LIMIT_BYTES else choice.large
+        return next(made[name] for name in names if flat.dtype in made[name].dtypes).steps(flat, residual)
+
+    # Memory that one of them likes is good for the others too.
+    liked = [name for name in (choice.large[0], choice.small[0]) if made[name].has_own_memory]
+    dtypes = [dtype for dtype in DTYPES if any(dtype in its.dtypes for its in made.values())]
+    return DeviceSequential(world, first.place, "auto", steps, made[liked[0]].allocate_here if liked else None, dtypes)
+
+
+def choose(world: World, factories: Mapping[str, Factory]) -> tuple[dict[str, DeviceSequential], Choice]:
+    """The possible transports, and the choice among them. Collective."""
+    made, why_not = possible(world, factories)
+    if not made:
+        error = DeviceError("; ".join(why_not.values()))
+        error.known_everywhere = True
+        raise error
+    if world.size == 1 or len(made) == 1:
+        names = tuple(sorted(made, key=lambda name: name != "staged"))
+        return made, Choice(names, names, {}, why_not)
+    seconds = {
+        name: (_seconds(world, its, SMALL_BYTES), _seconds(world, its, LARGE_BYTES)) for name, its in made.items()
+    }
+    small, large = (tuple(sorted(made, key=lambda name: seconds[name][size])) for size in (0, 1))
+    choice: Choice = world.broadcast(Choice(small, large, seconds, why_not))
+    return made, choice
+
+
+def _seconds(world: World, transport: DeviceSequential, num_bytes: int) -> float:
+    """Of one sum, until the slowest rank's GPU has it; the best of some rounds. Collective."""
+    cuda, gpu = cupy_module().cuda, transport.place.gpu
+    flat = transport.allocate(num_bytes // 4, numpy.dtype(numpy.float32))
+    mine = []
+    with gpu.current():
+        flat.fill(0)
+        for _ in range(_WARM_UP_ROUNDS + _ROUNDS):
+            cuda.get_current_stream().synchronize()
+            world.barrier()
+            started = time.perf_counter()
+            transport.start(flat).wait()
+            cuda.get_current_stream().synchronize()
+            mine.append(time.perf_counter() - started)
+    rounds = zip(*world.allgather(mine[_WARM_UP_ROUNDS:]), strict=True)
+    return float(min(max(round_) for round_ in rounds))

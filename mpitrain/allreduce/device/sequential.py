@@ -1,0 +1,187 @@
+"""What all transports for GPU buffers have in common: an order of their own, and events at both ends.
+
+    the caller's stream:   ... fills flat | start()                          wait() | reads flat ...
+                                          begin --+                  +--> done
+    communication stream:                         +-- copies, adds --+
+
+`start` marks the current stream, `wait` makes the current stream follow the end of the sum; the host waits for other
+ranks' hosts only. Whichever thread drives the work, each step of it runs with the rank's GPU and the communication
+stream as that thread's current ones.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy
+
+from mpitrain.allreduce.algorithm import DTYPES, Handle, Progress, Steps, compared
+from mpitrain.arrays import Array, is_device_array
+from mpitrain.cuda.device import Gpu, bind, cupy_module, raise_first
+from mpitrain.cuda.memory import out_of_memory
+from mpitrain.cuda.streams import follow, make_event, make_stream, mark, working_on
+from mpitrain.errors import DeviceError
+from mpitrain.world import World
+
+
+class Place:
+    """Where a rank's sums are made: its GPU, and the stream that carries them."""
+
+    def __init__(self, world: World) -> None:
+        """Collective. Raises DeviceError on every rank where one has no GPU."""
+        self.gpu: Gpu = bind(world)
+        self.stream: Any = make_stream(self.gpu)
+
+
+class Factory(Protocol):
+    """Makes a transport; `place` is for those that take turns behind one, which then share its stream."""
+
+    def __call__(self, world: World, place: Place | None = None) -> DeviceSequential:
+        """Collective. Raises DeviceError on every rank where it is not possible."""
+        ...
+
+
+class DeviceHandle(Handle):
+    """A started sum of a GPU buffer. After `wait`, or a `test` that was true, the current stream sees it."""
+
+    def __init__(self, world: World, name: str, flat: Array, steps: Progress, end: Any) -> None:
+        """`end` is an event that has been recorded when the steps have ended, and its GPU."""
+        super().__init__(world, name, flat, steps)
+        self._gpu, self._event = end
+
+    def test(self) -> bool:
+        """See Handle."""
+        if not super().test():
+            return False
+        follow(self._gpu, self._event)
+        return True
+
+    def wait(self) -> None:
+        """See Handle."""
+        super().wait()
+        follow(self._gpu, self._event)
+
+
+class DeviceSequential:
+    """An Algorithm for buffers on the rank's GPU, from a generator function; as Sequential is for the host.
+
+    Attributes:
+        name: of the transport.
+        steps: the work on one buffer; it runs on the communication stream, and may leave work there when it ends.
+        place: the rank's GPU and that stream.
+        dtypes: those that it sums.
+        has_own_memory: buffers that it allocates save it a copy.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        place: Place,
+        name: str,
+        steps: Steps,
+        allocate: Callable[[int, numpy.dtype], Array] | None = None,
+        dtypes: Sequence[numpy.dtype] = DTYPES,
+    ) -> None:
+        self.steps = steps
+        self.dtypes = dtypes
+        self.place = place
+        self.has_own_memory = allocate is not None
+        self.allocate_here = allocate or self._from_pool
+        self._world = world
+        self.name = name
+        # Buffers that the GPU may still be working on, with the event of its end. Were one given back to CuPy's pool
+        # before, the next array of another stream or thread could lie there.
+        self._in_flight: deque[tuple[Any, Array]] = deque()
+        weakref.finalize(self, _settle, self._in_flight).atexit = False
+
+    def allocate(self, count: int, dtype: numpy.dtype) -> Array:
+        """See Algorithm.
+
+        Raises:
+            DeviceError: some rank's GPU has not the memory. On every rank.
+        """
+        self._world.queue.finish()
+        return self.allocate_here(count, dtype)
+
+    def start(self, flat: Array, residual: Array | None = None, *, agreed: bool = False) -> DeviceHandle:
+        """See Algorithm; `flat` is a CuPy array on the rank's GPU.
+
+        What the current stream has been given before is finished before the sum reads it.
+        """
+        gpu = self.place.gpu
+        check_device_flat(flat, gpu, self.dtypes)
+        while self._in_flight and self._in_flight[0][0].done:
+            self._in_flight.popleft()
+        begin, end = mark(gpu), make_event(gpu)
+        steps = self._on_stream(flat, residual, begin, end)
+        if not agreed:
+            steps = compared(self._world, self.name, flat, "a GPU's memory", steps)
+        return DeviceHandle(self._world, self.name, flat, steps, (gpu, end))
+
+    def _on_stream(self, flat: Array, residual: Array | None, begin: Any, end: Any) -> Progress:
+        gpu, stream = self.place.gpu, self.place.stream
+        steps = self.steps(flat, residual) if self._world.size > 1 and flat.size > 0 else iter(())
+        with gpu.current():
+            stream.wait_event(begin)
+        finished = object()
+        while True:
+            # Not around a yield: the caller's own device and stream must be current there.
+            with working_on(gpu, stream):
+                nap = next(steps, finished)
+            if nap is finished:
+                break
+            yield nap  # type: ignore[misc]
+        with gpu.current():
+            end.record(stream)
+        self._in_flight.append((end, flat))
+
+    def _from_pool(self, count: int, dtype: numpy.dtype) -> Array:
+        array, problem, gpu = None, "", self.place.gpu
+        cupy = cupy_module()
+        with gpu.current():
+            try:
+                array = cupy.empty(count, dtype)
+            except cupy.cuda.memory.OutOfMemoryError as error:
+                problem = str(out_of_memory(gpu, count * dtype.itemsize, "a bucket", error))
+        raise_first(self._world, self._world.allgather(problem))
+        return array
+
+
+def _settle(in_flight: deque[tuple[Any, Array]]) -> None:
+    """A transport ends: what its GPU work uses is not freed before that is over."""
+    if in_flight:
+        in_flight[-1][0].synchronize()
+
+
+def check_device_flat(flat: Array, gpu: Gpu, dtypes: Sequence[numpy.dtype] = DTYPES) -> None:
+    """Raise ValueError unless `flat` is what DeviceSequential.start takes."""
+    if not is_device_array(flat):
+        kind = "a NumPy array on the host" if isinstance(flat, numpy.ndarray) else type(flat).__name__
+        raise ValueError(
+            f"this sum takes a CuPy array on {gpu}, not {kind}. Host arrays are for mpitrain.allreduce.make_algorithm"
+        )
+    if flat.device.id != gpu.number:
+        raise ValueError(f"this sum takes a CuPy array on {gpu}, this rank's; the array is on GPU {flat.device.id}")
+    if flat.ndim != 1 or not flat.flags.c_contiguous:
+        raise ValueError(
+            f"allreduce works in place on a one-dimensional, contiguous array; this one has shape {flat.shape}, "
+            f"strides {flat.strides}. Pack it first: flat = cupy.ascontiguousarray(x).ravel()"
+        )
+    if flat.dtype not in dtypes:
+        others = " Another transport can: MPITRAIN_TRANSPORT=staged" if flat.dtype in DTYPES else ""
+        known = ", ".join(str(dtype) for dtype in dtypes)
+        raise ValueError(f"this allreduce cannot sum {flat.dtype}; it can {known}.{others}")
+
+
+def refuse(world: World, name: str, problem: str) -> None:
+    """Raise the same DeviceError on every rank if some rank says why this transport is not for it. Collective."""
+    problems = world.allgather(problem)
+    try:
+        raise_first(world, problems)
+    except DeviceError as error:
+        common = DeviceError(f"the transport {name} is not possible here: {error}")
+        common.known_everywhere = True
+        raise common from None

@@ -1,0 +1,75 @@
+"""What int8 and int4 share: the reference in NumPy passes, over rows of one block each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy
+
+from mpitrain.compression.codec import PIECE_VALUES, Passes
+
+# Put rounded float32 numbers into the codes, for the values in the slice; and take them out again, as int8.
+Write = Callable[[numpy.ndarray, slice, numpy.ndarray], None]
+Read = Callable[[numpy.ndarray, slice], numpy.ndarray]
+
+
+def twin(
+    block_values: int,
+    largest_code: int,
+    smallest_absmax: numpy.float32,
+    largest_scale: numpy.float32,
+    write: Write,
+    read: Read,
+) -> Passes:
+    """The passes of a codec with a scale for each block; int8.py has the rules."""
+    scratch = numpy.empty(PIECE_VALUES, numpy.float32)
+    steps = numpy.float32(largest_code)
+
+    def decoded(wire: tuple[numpy.ndarray, ...], values: slice, blocks: slice) -> numpy.ndarray:
+        scales, codes = wire
+        rows = read(codes, values).reshape(scales[blocks].size, -1)
+        into = scratch[: rows.size].reshape(rows.shape)
+        numpy.multiply(rows, scales[blocks, None], out=into)
+        return into
+
+    def encode(values: numpy.ndarray, wire: tuple[numpy.ndarray, ...], error: numpy.ndarray) -> None:
+        scales, codes = wire
+        for part, blocks in pieces(values.size, block_values):
+            rows = values[part].reshape(scales[blocks].size, -1)
+            work = scratch[: rows.size].reshape(rows.shape)
+            with numpy.errstate(all="ignore"):  # infinity and NaN are values like any other here
+                largest = numpy.abs(rows, out=work).max(axis=1)
+                is_finite, is_zero = numpy.isfinite(largest), largest < smallest_absmax
+                scales[blocks] = numpy.minimum(largest / steps, largest_scale)
+                scales[blocks][is_zero] = 0
+                scales[blocks][~is_finite] = numpy.nan
+                inverse = steps / largest
+                inverse[is_zero] = 0
+                numpy.rint(numpy.multiply(rows, inverse[:, None], out=work), out=work)
+                work[~is_finite] = 0
+                write(codes, part, work.ravel())
+                if error.size:
+                    difference = error[part].reshape(rows.shape)
+                    numpy.subtract(rows, decoded(wire, part, blocks), out=difference)
+                    difference[~is_finite] = 0
+
+    def decode(wire: tuple[numpy.ndarray, ...], values: numpy.ndarray) -> None:
+        for part, blocks in pieces(values.size, block_values):
+            values[part] = decoded(wire, part, blocks).ravel()
+
+    def add(wire: tuple[numpy.ndarray, ...], total: numpy.ndarray) -> None:
+        for part, blocks in pieces(total.size, block_values):
+            with numpy.errstate(all="ignore"):
+                numpy.add(total[part], decoded(wire, part, blocks).ravel(), out=total[part])
+
+    return Passes(encode, decode, add)
+
+
+def pieces(count: int, block_values: int) -> Iterator[tuple[slice, slice]]:
+    """Which values and which blocks to take at a time: equally long blocks, then the short one if there is one."""
+    whole = count - count % block_values
+    for start in range(0, whole, PIECE_VALUES):
+        stop = min(start + PIECE_VALUES, whole)
+        yield slice(start, stop), slice(start // block_values, stop // block_values)
+    if whole < count:
+        yield slice(whole, count), slice(whole // block_values, whole // block_values + 1)

@@ -1,0 +1,127 @@
+"""Does the MPI library take addresses of GPU memory? Asked in a child process: where it does not, the process dies.
+
+The child sends a GPU array to itself. What comes out is kept in a file (~/.cache/mpitrain/cuda_aware.json), by a hash
+of the MPI library's content and of the settings that make it CUDA-aware or not, so that each is tried once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from mpitrain.cuda.device import cupy_module
+
+_SECONDS = 60.0
+# What may change the answer of one and the same library.
+_SETTINGS = (
+    "OMPI_MCA_",
+    "PRTE_MCA_",
+    "UCX_",
+    "I_MPI_",
+    "MPIR_CVAR_",
+    "MPICH_",
+    "MV2_",
+    "FI_",
+    "LD_LIBRARY_PATH",
+    "CUDA_",
+)
+# What the launcher left would make the child a rank of this job.
+_LAUNCHERS = ("PMI", "PMIX", "OMPI_COMM", "OMPI_UNIVERSE", "PRTE_", "HYDRA", "MPI_LOCAL", "SLURM_", "MPITRAIN_")
+_LIBRARIES = ("/libmpi", "/libucp", "/libuct", "/libfabric", "/libopen-pal")
+
+_PROBE = """
+import sys
+import cupy
+cupy.cuda.Device(int(sys.argv[1])).use()
+from mpi4py import MPI
+count = 100_000  # beyond what libraries pass along with the envelope
+sent, received = cupy.full(count, 7, cupy.int32), cupy.zeros(count, cupy.int32)
+cupy.cuda.get_current_stream().synchronize()
+print("asking", flush=True)
+MPI.COMM_SELF.Sendrecv(sent, 0, 0, received, 0, 0)
+print("right" if int(received.sum()) == 7 * count else "wrong")
+"""
+
+
+def why_not_aware(gpu_number: int) -> str:
+    """Why MPI does not take GPU memory here, or "". Not collective."""
+    cache = _cache_file()
+    known = _read(cache)
+    key = fingerprint(os.environ)
+    if key not in known:
+        answer, is_sure = _ask(gpu_number)
+        if not is_sure:
+            return answer
+        known[key] = answer
+        _write(cache, known)
+    return known[key]
+
+
+def fingerprint(environ: Mapping[str, str]) -> str:
+    """Of the libraries of MPI in this process, by their content, of CuPy, the driver and the settings that count."""
+    cupy = cupy_module()
+    what = (sys.executable, cupy.__file__, cupy.__version__, cupy.cuda.runtime.driverGetVersion())
+    digest = hashlib.sha256(repr(what).encode())
+    paths = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if ".so" in line}
+    for path in sorted(path for path in paths if any(name in path for name in _LIBRARIES)):
+        with Path(path).open("rb") as file:
+            digest.update(path.encode() + hashlib.file_digest(file, "sha256").digest())
+    for name in sorted(environ):
+        if name.startswith(_SETTINGS) and not name.startswith(_LAUNCHERS):
+            digest.update(f"{name}={environ[name]}\n".encode())
+    return digest.hexdigest()
+
+
+def _ask(gpu_number: int) -> tuple[str, bool]:
+    """Why not, or ""; and whether that will be so the next time."""
+    environment = {name: text for name, text in os.environ.items() if not name.startswith(_LAUNCHERS)}
+    # What a child of Python's -c imports must not be a file of the working folder.
+    command = [sys.executable, "-P", "-c", _PROBE, str(gpu_number)]
+    try:
+        done = subprocess.run(
+            command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"a process that sent GPU memory to itself by MPI did not end in {_SECONDS:g} s", False
+    except OSError as error:
+        return f"no process to try it in: {error}", False
+    words = done.stdout.decode(errors="replace").split()
+    if done.returncode == 0:
+        return ("", True) if words[-1:] == ["right"] else ("MPI changed what was in GPU memory", True)
+    said = done.stderr.decode(errors="replace").strip().splitlines()
+    reason = signal.Signals(-done.returncode).name if done.returncode < 0 else said[-1] if said else "no word"
+    if words[-1:] == ["asking"]:
+        return f"the MPI library is not CUDA-aware: a process that sent GPU memory by it ended with {reason}", True
+    return f"whether the MPI library is CUDA-aware could not be tried: the process for it ended with {reason}", False
+
+
+def _cache_file() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "mpitrain" / "cuda_aware.json"
+
+
+def _read(path: Path) -> dict[str, str]:
+    """What is known; nothing where the file cannot be read: it is asked again then."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return {str(key): str(text) for key, text in found.items()} if isinstance(found, dict) else {}
+
+
+def _write(path: Path, known: Mapping[str, str]) -> None:
+    """All of it or nothing. A folder that cannot be written costs a question the next time, no more."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            json.dump(known, file, indent=1)
+        Path(file.name).replace(path)
+    except OSError:
+        return

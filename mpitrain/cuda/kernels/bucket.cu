@@ -1,0 +1,184 @@
+// Work on flat buffers: sums, packing, scaling, and whether all is finite.
+#include "stride.h"
+
+// total += arrived; each sum is rounded once to the arrays' dtype.
+template <class T, int WIDTH> __device__ void add_arrays(T *total, const T *arrived, i64 count) {
+    auto many = [=](i64 i) {
+        Vector<T, WIDTH> sum = load<WIDTH>(total + i), other = load<WIDTH>(arrived + i);
+#pragma unroll
+        for (int k = 0; k < WIDTH; k++) sum.at[k] = add(sum.at[k], other.at[k]);
+        store(total + i, sum);
+    };
+    auto one = [=](i64 i) { total[i] = add(total[i], arrived[i]); };
+    for_each<WIDTH>(count, common_head<WIDTH>(count, total, arrived), grid_thread(), grid_threads(), many, one);
+}
+
+// total += arrived in float32, and a copy of the new total in a shorter format.
+template <class T, class C> __device__ void add_and_cast(float *total, const T *arrived, C *copy, i64 count) {
+    auto many = [=](i64 i) {
+        Vector<float, 4> sum = load<4>(total + i);
+        Vector<T, 4> other = load<4>(arrived + i);
+        Vector<C, 4> shorter;
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            sum.at[k] = add(sum.at[k], to_float(other.at[k]));
+            shorter.at[k] = Cast<C>::from(sum.at[k]);
+        }
+        store(total + i, sum);
+        store(copy + i, shorter);
+    };
+    auto one = [=](i64 i) {
+        float sum = total[i] = add(total[i], to_float(arrived[i]));
+        copy[i] = Cast<C>::from(sum);
+    };
+    for_each<4>(count, common_head<4>(count, total, arrived, copy), grid_thread(), grid_threads(), many, one);
+}
+
+// By value, so that a launch needs no table in device memory; 16 is MOST_PARTS of bucket.py.
+struct Parts {
+    u64 at[16];
+    i64 count;
+};
+
+// out = parts[0] + parts[1] + ... in that order, each sum rounded once. `out` may be one of the parts.
+template <class T, int WIDTH> __device__ void sum_of_parts(const Parts &parts, T *out, i64 count) {
+    i64 head = head_of<WIDTH>(out);
+    bool alike = head < count;
+    for (int p = 0; p < parts.count; p++)
+        alike = alike && is_aligned<WIDTH>(reinterpret_cast<const T *>(parts.at[p]) + head);
+    auto many = [&](i64 i) {
+        Vector<T, WIDTH> sum = load<WIDTH>(reinterpret_cast<const T *>(parts.at[0]) + i);
+#pragma unroll 4
+        for (int p = 1; p < parts.count; p++) {
+            Vector<T, WIDTH> other = load<WIDTH>(reinterpret_cast<const T *>(parts.at[p]) + i);
+#pragma unroll
+            for (int k = 0; k < WIDTH; k++) sum.at[k] = add(sum.at[k], other.at[k]);
+        }
+        store(out + i, sum);
+    };
+    auto one = [&](i64 i) {
+        T sum = reinterpret_cast<const T *>(parts.at[0])[i];
+        for (int p = 1; p < parts.count; p++) sum = add(sum, reinterpret_cast<const T *>(parts.at[p])[i]);
+        out[i] = sum;
+    };
+    for_each<WIDTH>(count, alike ? head : count, grid_thread(), grid_threads(), many, one);
+}
+
+#define SUMS(name, T, WIDTH)                                                                                           \
+    KERNEL add_##name(T *total, const T *arrived, i64 count) { add_arrays<T, WIDTH>(total, arrived, count); }          \
+    KERNEL sum_of_##name(const __grid_constant__ Parts parts, T *out, i64 count) {                                     \
+        sum_of_parts<T, WIDTH>(parts, out, count);                                                                     \
+    }
+SUMS(bf16, bf16, 8)
+SUMS(fp16, fp16, 8)
+SUMS(f32, float, 4)
+SUMS(f64, double, 2)
+SUMS(u8, u8, 16)
+SUMS(u16, u16, 8)
+SUMS(u32, u32, 4)
+SUMS(u64, u64, 2)
+
+#define ADD_AND_CAST(from, T, to, C)                                                                                   \
+    KERNEL add_##from##_cast_##to(float *total, const T *arrived, C *copy, i64 count) {                                \
+        add_and_cast<T, C>(total, arrived, copy, count);                                                               \
+    }
+ADD_AND_CAST(f32, float, bf16, bf16)
+ADD_AND_CAST(f32, float, fp16, fp16)
+ADD_AND_CAST(bf16, bf16, bf16, bf16)
+ADD_AND_CAST(fp16, fp16, fp16, fp16)
+
+// Many arrays and one flat buffer, in which they lie one behind the other. A block takes one tile of the buffer at a
+// time, and the arrays in it one after the other. 224 is MOST_ARRAYS of bucket.py: the table fills a launch's 4 KiB.
+struct Table {
+    u64 at[224];
+    i64 start[225];  // in the buffer, in elements; the last one is the end
+    i64 count;
+};
+
+// move(array, offset in it, place in the buffer, count) for every piece of an array that lies in a tile.
+template <int TILE, class Move> __device__ void for_each_piece(const Table &table, Move move) {
+    i64 begin = table.start[0], end = table.start[table.count];
+    for (i64 tile = begin + blockIdx.x * (i64)TILE; tile < end; tile += gridDim.x * (i64)TILE) {
+        i64 tile_end = tile + TILE < end ? tile + TILE : end;
+        int low = 0, high = (int)table.count;  // the last array that starts at `tile` or before it
+        while (high - low > 1) {
+            int middle = (low + high) / 2;
+            (table.start[middle] <= tile ? low : high) = middle;
+        }
+        for (int array = low; array < table.count && table.start[array] < tile_end; array++) {
+            i64 from = table.start[array] > tile ? table.start[array] : tile;
+            i64 to = table.start[array + 1] < tile_end ? table.start[array + 1] : tile_end;
+            if (from < to) move(table.at[array], from - table.start[array], from, (int)(to - from));
+        }
+    }
+}
+
+template <class From, class To, int WIDTH> __device__ void convert(const From *from, To *to, int count) {
+    auto many = [=](int i) {
+        Vector<From, WIDTH> read = load<WIDTH>(from + i);
+        Vector<To, WIDTH> written;
+#pragma unroll
+        for (int k = 0; k < WIDTH; k++) written.at[k] = Cast<To>::from(to_float(read.at[k]));
+        store(to + i, written);
+    };
+    auto one = [=](int i) { to[i] = Cast<To>::from(to_float(from[i])); };
+    for_each<WIDTH>(count, (int)common_head<WIDTH>(count, from, to), (int)threadIdx.x, THREADS, many, one);
+}
+
+template <class T, int WIDTH> __device__ void copy(const T *from, T *to, int count) {
+    auto many = [=](int i) { store(to + i, load<WIDTH>(from + i)); };
+    auto one = [=](int i) { to[i] = from[i]; };
+    for_each<WIDTH>(count, (int)common_head<WIDTH>(count, from, to), (int)threadIdx.x, THREADS, many, one);
+}
+
+#define PACK(name, A, F, WIDTH, PACKED, UNPACKED)                                                                      \
+    KERNEL pack_##name(const __grid_constant__ Table table, F *flat) {                                                 \
+        for_each_piece<THREADS * WIDTH>(table, [=](u64 array, i64 offset, i64 place, int count) {                      \
+            PACKED(reinterpret_cast<const A *>(array) + offset, flat + place, count);                                  \
+        });                                                                                                            \
+    }                                                                                                                  \
+    KERNEL unpack_##name(const __grid_constant__ Table table, const F *flat) {                                         \
+        for_each_piece<THREADS * WIDTH>(table, [=](u64 array, i64 offset, i64 place, int count) {                      \
+            UNPACKED(flat + place, reinterpret_cast<A *>(array) + offset, count);                                      \
+        });                                                                                                            \
+    }
+PACK(u8, u8, u8, 16, (copy<u8, 16>), (copy<u8, 16>))
+PACK(u16, u16, u16, 8, (copy<u16, 8>), (copy<u16, 8>))
+PACK(u32, u32, u32, 4, (copy<u32, 4>), (copy<u32, 4>))
+PACK(u64, u64, u64, 2, (copy<u64, 2>), (copy<u64, 2>))
+PACK(bf16_f32, bf16, float, 4, (convert<bf16, float, 4>), (convert<float, bf16, 4>))
+PACK(fp16_f32, fp16, float, 4, (convert<fp16, float, 4>), (convert<float, fp16, 4>))
+
+// flat *= factor, rounded once; all zeros where factor is 0, as 0 x NaN would be NaN.
+template <class T, int WIDTH, class Factor> __device__ void scale_array(T *flat, Factor factor, i64 count) {
+    bool clears = is_zero(factor);
+    auto many = [=](i64 i) {
+        Vector<T, WIDTH> values = load<WIDTH>(flat + i);
+#pragma unroll
+        for (int k = 0; k < WIDTH; k++) values.at[k] = clears ? T{} : multiply(values.at[k], factor);
+        store(flat + i, values);
+    };
+    auto one = [=](i64 i) { flat[i] = clears ? T{} : multiply(flat[i], factor); };
+    for_each<WIDTH>(count, common_head<WIDTH>(count, flat), grid_thread(), grid_threads(), many, one);
+}
+
+// Sets flag[0] where a value is infinite or NaN; never clears it.
+template <class T, int WIDTH> __device__ void find_non_finite(const T *flat, int *flag, i64 count) {
+    bool found = false;
+    auto many = [&](i64 i) {
+        Vector<T, WIDTH> values = load<WIDTH>(flat + i);
+#pragma unroll
+        for (int k = 0; k < WIDTH; k++) found = found || !is_finite(values.at[k]);
+    };
+    auto one = [&](i64 i) { found = found || !is_finite(flat[i]); };
+    for_each<WIDTH>(count, common_head<WIDTH>(count, flat), grid_thread(), grid_threads(), many, one);
+    if (found) *flag = 1;  // whichever thread: all write the same
+}
+
+#define FLOATS(name, T, WIDTH, Factor)                                                                                 \
+    KERNEL scale_##name(T *flat, Factor factor, i64 count) { scale_array<T, WIDTH>(flat, factor, count); }             \
+    KERNEL all_finite_##name(const T *flat, int *flag, i64 count) { find_non_finite<T, WIDTH>(flat, flag, count); }
+FLOATS(bf16, bf16, 8, float)
+FLOATS(fp16, fp16, 8, float)
+FLOATS(f32, float, 4, float)
+FLOATS(f64, double, 2, double)

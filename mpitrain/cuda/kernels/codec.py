@@ -1,0 +1,85 @@
+"""The codecs of mpitrain.compression on device arrays: the same bits. The kernels are in codec.cu."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpitrain.arrays import Array
+from mpitrain.compression.cast import parts as cast_parts
+from mpitrain.compression.int4 import parts as int4_parts
+from mpitrain.compression.int8 import parts as int8_parts
+from mpitrain.cuda.kernels.launch import blocks_for, check, check_aligned, launch
+
+# What lies in a wire of so many values: (dtype, length) for each array.
+PARTS = {"bf16": cast_parts, "fp16": cast_parts, "int8": int8_parts, "int4": int4_parts}
+
+
+def wire_bytes(codec: str, count: int) -> int:
+    """The bytes on the wire of `count` values, as the host's codec of that name has it. Raises ValueError."""
+    return sum(dtype.itemsize * length for dtype, length in _parts(codec, count))
+
+
+def encode(codec: str, values: Array, wire: Array, error: Array | None = None, *, stream: Any = None) -> None:
+    """Overwrite `wire`; and `error`, if given, by values - decode(wire), 0 where what was decoded is not finite.
+
+    Args:
+        codec: bf16, fp16, int8 or int4.
+        values: float32[n], flat on the device.
+        wire: uint8[wire_bytes(codec, n)], flat on the device; it begins at a multiple of 4 bytes.
+        error: float32[n]; either the same memory as `values` or none of it.
+        stream: a CuPy stream in place of the current one.
+
+    Raises:
+        ValueError: the arrays do not fit together, or there is no such codec.
+        KernelError: the kernels do not compile.
+    """
+    arrays = _arrays(codec, values, wire)
+    if error is not None:
+        check("error", error, ["float32"], values.size)
+    if values.size:
+        launch(
+            "codec.cu",
+            f"encode_{codec}",
+            blocks_for(-(-values.size // 4), values),
+            [values, *arrays, error, values.size],
+            values,
+            stream,
+        )
+
+
+def decode(codec: str, wire: Array, values: Array, *, stream: Any = None) -> None:
+    """Overwrite `values` by what `wire` holds. Arguments and Raises as of encode."""
+    _read("decode", codec, wire, values, stream)
+
+
+def add_decoded(codec: str, wire: Array, total: Array, *, stream: Any = None) -> None:
+    """Add to `total` what decode would give, one float32 addition a value. Arguments and Raises as of encode."""
+    _read("add_decoded", codec, wire, total, stream)
+
+
+def _read(operation: str, codec: str, wire: Array, values: Array, stream: Any) -> None:
+    arrays = _arrays(codec, values, wire)
+    if values.size:
+        blocks = blocks_for(-(-values.size // 4), values)
+        launch("codec.cu", f"{operation}_{codec}", blocks, [*arrays, values, values.size], values, stream)
+
+
+def _parts(codec: str, count: int) -> list[Any]:
+    if codec not in PARTS:
+        raise ValueError(f"there is no codec {codec!r} on the device; known: {', '.join(sorted(PARTS))}")
+    return PARTS[codec](count)
+
+
+def _arrays(codec: str, values: Array, wire: Array) -> list[Array]:
+    """The arrays in `wire`."""
+    check("values", values, ["float32"])
+    check("wire", wire, ["uint8"], wire_bytes(codec, values.size))
+    check_aligned("wire", wire, 4)
+    arrays, start = [], 0
+    for dtype, length in _parts(codec, values.size):
+        stop = start + dtype.itemsize * length
+        part = wire[start:stop]
+        # Codes are passed as bytes; a launch does not look at dtypes.
+        arrays.append(part if dtype.itemsize == 1 else part.view(dtype))
+        start = stop
+    return arrays

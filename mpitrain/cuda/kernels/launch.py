@@ -1,0 +1,130 @@
+"""From a kernel's name to its launch: sources, compilation, grids, and checks of the arrays."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from mpitrain.arrays import Array, is_device_array, namespace
+from mpitrain.errors import KernelError
+
+THREADS = 256  # of a block; the same number is in stride.h
+# Blocks that fill a processor of any device: 2048 threads at most. More would only wait.
+BLOCKS_PER_PROCESSOR = 8
+# CuPy adds -ftz=true, which arithmetic.h is written for.
+OPTIONS = ("-std=c++17", "--fmad=false")
+FILES = ("bucket.cu", "codec.cu", "norm.cu", "optimizer.cu")
+
+_modules: dict[tuple[int, str], Any] = {}
+_kernels: dict[tuple[int, str, str], Any] = {}
+
+
+@cache
+def source(file: str) -> str:
+    """The text of `file`, with the headers of this folder in the place of their #include, each once."""
+    included: set[str] = set()
+
+    def text(name: str) -> str:
+        if name in included:
+            return ""
+        included.add(name)
+        found = resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+        return re.sub(
+            r'^#include "(\w+\.h)"$', lambda line: text(line[1]), found.replace("#pragma once\n", ""), flags=re.M
+        )
+
+    return text(file)
+
+
+def launch(
+    file: str, name: str, blocks: int, arguments: Sequence[Any], like: Array, stream: Any, threads: int = THREADS
+) -> None:
+    """Run the kernel on the current stream, or `stream`; `like` is any device array.
+
+    Raises:
+        KernelError: the file's kernels do not compile.
+    """
+    cupy = namespace(like)
+    device = cupy.cuda.runtime.getDevice()
+    kernel = _kernels.get((device, file, name))
+    if kernel is None:
+        kernel = _kernels[device, file, name] = _module(cupy, device, file).get_function(name)
+    with nullcontext() if stream is None else stream:
+        kernel((blocks,), (threads,), tuple(arguments))
+
+
+def _module(cupy: Any, device: int, file: str) -> Any:
+    """The file's kernels on the current device, compiled; made once a process and device."""
+    if (device, file) not in _modules:
+        module = cupy.RawModule(code=source(file), options=OPTIONS)
+        try:
+            module.compile()
+        except cupy.cuda.compiler.CompileException as error:
+            raise KernelError(
+                f"{socket.gethostname()}, device {device}: mpitrain/cuda/kernels/{file} does not compile; "
+                f"CuPy {cupy.__version__}, options {' '.join(OPTIONS)}. Is CuPy made for this driver's CUDA version? "
+                f"The compiler says:\n{error}"
+            ) from error
+        _modules[device, file] = module
+    return _modules[device, file]
+
+
+def blocks_for(items: int, like: Array) -> int:
+    """How many blocks go over so many items, one a thread at a time: enough for all, or to fill the device."""
+    return max(1, min(-(-items // THREADS), BLOCKS_PER_PROCESSOR * _processors(namespace(like))))
+
+
+_num_processors: dict[int, int] = {}
+
+
+def _processors(cupy: Any) -> int:
+    device = cupy.cuda.runtime.getDevice()
+    if device not in _num_processors:
+        _num_processors[device] = int(cupy.cuda.Device(device).attributes["MultiProcessorCount"])
+    return _num_processors[device]
+
+
+def check(what: str, array: Array, dtypes: Sequence[str], size: int | None = None, ndim: int | None = 1) -> str:
+    """The name of the array's dtype, if a kernel can work on it.
+
+    Raises:
+        ValueError: it is no contiguous array of one of `dtypes`, of `size` elements if given, on the current device.
+    """
+    if not is_device_array(array):
+        raise ValueError(f"{what} is a {type(array).__name__}; it must be a cupy.ndarray, on the device")
+    dtype = str(array.dtype)
+    wrong = (
+        dtype not in dtypes
+        or (ndim is not None and array.ndim != ndim)
+        or (size is not None and array.size != size)
+        or not array.flags.c_contiguous
+    )
+    if wrong:
+        shape = "any size" if size is None else f"{size} elements"
+        dimensions = "" if ndim is None else "one-dimensional, " if ndim == 1 else f"{ndim}-dimensional, "
+        raise ValueError(
+            f"{what} is {dtype} {array.shape} with strides {array.strides}; it must be {' or '.join(dtypes)}, "
+            f"{dimensions}contiguous, of {shape}"
+        )
+    current = namespace(array).cuda.runtime.getDevice()
+    if array.data.device_id != current:
+        raise ValueError(
+            f"{what} is on device {array.data.device_id}, the current one is {current}; "
+            f"work on it under `with cupy.cuda.Device({array.data.device_id})`"
+        )
+    check_aligned(what, array, array.itemsize)
+    return dtype
+
+
+def check_aligned(what: str, array: Array, num_bytes: int) -> None:
+    """Raise ValueError unless the array begins at a multiple of so many bytes."""
+    if array.data.ptr % num_bytes:
+        raise ValueError(
+            f"{what} begins at address {array.data.ptr:#x}; {array.dtype} of this kind must begin at a multiple of "
+            f"{num_bytes} bytes. Cut it from its buffer at a multiple of 16"
+        )

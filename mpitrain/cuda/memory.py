@@ -1,0 +1,103 @@
+"""Memory for transfers: page-locked memory of the host, and memory of a GPU that other processes can open.
+
+What is handed to other processes is allocated by itself (cudaMalloc): the handle of an array from CuPy's pool would be
+that of the whole block around it (CuPy issue 9436).
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import numpy
+
+from mpitrain.arrays import Array
+from mpitrain.cuda.device import Gpu, cupy_module
+from mpitrain.errors import DeviceError
+
+PAGE_BYTES = 4096
+
+
+def pinned(num_bytes: int) -> numpy.ndarray:
+    """Page-locked host memory, uint8[num_bytes], uninitialised: the GPU copies it while the host goes on."""
+    cupy = cupy_module()
+    try:
+        memory = cupy.cuda.alloc_pinned_memory(max(num_bytes, 1))  # rounds up
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise DeviceError(f"{num_bytes:,} bytes of page-locked memory cannot be had: {error}; see free -h") from None
+    return numpy.frombuffer(memory, numpy.uint8, max(num_bytes, 1))[:num_bytes]
+
+
+def is_page_aligned(array: numpy.ndarray) -> bool:
+    """True where no other array can share its first page: it may be page-locked."""
+    return address(array) % PAGE_BYTES == 0
+
+
+def page_lock(array: numpy.ndarray) -> None:
+    """Page-lock host memory that is there already, until the array is gone. It begins at a page."""
+    runtime = cupy_module().cuda.runtime
+    at = address(array)
+    try:
+        runtime.hostRegister(at, array.nbytes, 0)
+    except runtime.CUDARuntimeError as error:
+        raise DeviceError(f"{array.nbytes:,} bytes cannot be page-locked: {error}; see free -h") from None
+    weakref.finalize(array, runtime.hostUnregister, at).atexit = False
+
+
+def address(array: numpy.ndarray) -> int:
+    """Of the first byte of a host array."""
+    return int(array.__array_interface__["data"][0])
+
+
+def raw(gpu: Gpu, num_bytes: int, purpose: str) -> Any:
+    """A block of the GPU's memory of its own, a cupy.cuda.Memory, uninitialised.
+
+    Raises:
+        DeviceError: there is not so much; says how much there is, and which setting to change.
+    """
+    cupy = cupy_module()
+    with gpu.current():
+        try:
+            return cupy.cuda.Memory(max(num_bytes, 1))
+        except cupy.cuda.runtime.CUDARuntimeError:
+            # The pool keeps what arrays have left; the driver alone does not take it back.
+            cupy.get_default_memory_pool().free_all_blocks()
+        try:
+            return cupy.cuda.Memory(max(num_bytes, 1))
+        except cupy.cuda.runtime.CUDARuntimeError as error:
+            raise out_of_memory(gpu, num_bytes, purpose, error) from None
+
+
+def out_of_memory(gpu: Gpu, num_bytes: int, purpose: str, error: Exception) -> DeviceError:
+    """What to raise where an allocation has failed."""
+    free, total = gpu.memory()
+    return DeviceError(
+        f"{gpu} has no {num_bytes:,} bytes for {purpose}: {free:,} of {total:,} are free ({error}). "
+        "Use smaller batches, a smaller model, fewer ranks on this GPU, or smaller buckets (MPITRAIN_BUCKET_MIB)"
+    )
+
+
+def array_in(gpu: Gpu, pointer: int, num_bytes: int, owner: object) -> Array:
+    """Device memory that somebody else has as an array, uint8[num_bytes]; keeps `owner` alive."""
+    cupy = cupy_module()
+    with gpu.current():
+        memory = cupy.cuda.UnownedMemory(pointer, max(num_bytes, 1), owner, gpu.number)
+        return cupy.ndarray((num_bytes,), numpy.uint8, cupy.cuda.MemoryPointer(memory, 0))
+
+
+def open_block(gpu: Gpu, handle: bytes) -> int:
+    """The address here of another process's block.
+
+    Raises:
+        DeviceError: it cannot be opened: its process has ended or is in another container, or the GPUs cannot reach
+            each other.
+    """
+    runtime = cupy_module().cuda.runtime
+    with gpu.current():
+        try:
+            return int(runtime.ipcOpenMemHandle(handle))
+        except runtime.CUDARuntimeError as error:
+            raise DeviceError(
+                f"{gpu} cannot open another rank's GPU memory: {error}. Has its process ended, is it in another "
+                "container, or can their GPUs not reach each other (nvidia-smi topo -p2p r)?"
+            ) from None

@@ -1,0 +1,252 @@
+"""Memory of GPUs that all ranks of a node see: what one writes, the others read without a copy (CUDA IPC).
+
+Each rank makes a block of its own (cudaMalloc) and opens those of the others. The rules of CUDA that this keeps:
+
+- whoever has opened a block closes it before its owner frees it. So a block whose array is gone stays until the next
+  allocation, in which all ranks learn what is gone everywhere, close it, meet, and free;
+- an event of another process counts as it was when one's own stream is told to wait for it. So a message that the
+  event has been recorded comes first.
+"""
+
+from __future__ import annotations
+
+import bisect
+import weakref
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy
+
+from mpitrain.arrays import Array
+from mpitrain.control import until
+from mpitrain.cuda.device import Gpu, cupy_module
+from mpitrain.cuda.memory import array_in, open_block, raw
+from mpitrain.cuda.streams import make_event
+from mpitrain.errors import DeviceError, MpitrainError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+# cudaMalloc may cut what is smaller out of a larger block, whose handle it then is (CUDA Programming Guide).
+_GRAIN_BYTES = 2**21
+HANDLE_BYTES = 64  # of memory and of events (cudaIpcMemHandle_t, cudaIpcEventHandle_t)
+
+
+@dataclass(frozen=True)
+class Mates:
+    """The ranks of a node, in their order, and this rank's place among them."""
+
+    comm: MPI.Comm
+    members: tuple[int, ...]
+    index: int
+    tag: int  # for their messages here
+
+
+class _Block(NamedTuple):
+    """One allocation, of equal size on every mate."""
+
+    number: int
+    num_bytes: int
+    memory: Any  # this rank's
+    pointers: list[int]  # by place
+    lease: weakref.ref[_Lease]  # dead when no array lies in it any more
+
+
+class _Lease:
+    """What the arrays of a block keep alive."""
+
+
+class PeerMemory:
+    """The blocks of one transport. `allocate` is for all mates together, in the same order."""
+
+    def __init__(self, gpu: Gpu, mates: Mates) -> None:
+        self._gpu = gpu
+        self._mates = mates
+        self._number = 0
+        self._blocks: dict[int, _Block] = {}  # by address
+        self._begins: list[int] = []
+
+    def allocate(self, num_bytes: int) -> Generator[float | None, None, Array]:
+        """Work that ends with this rank's part, uint8[num_bytes] on the GPU, uninitialised.
+
+        Raises:
+            DeviceError: the text of the first rank that has not the memory, or cannot open a mate's; on all mates.
+        """
+        yield from self._free_what_is_gone()
+        mates, gpu = self._mates, self._gpu
+        memory: Any = None
+        handle, problem = bytes(HANDLE_BYTES), ""
+        try:
+            memory = raw(gpu, -(-num_bytes // _GRAIN_BYTES) * _GRAIN_BYTES, "a bucket that the ranks of a node share")
+            handle = _exported(memory.ptr)
+        except DeviceError as error:
+            problem = str(error)
+        # A problem of one is known to all before anybody opens anything.
+        yield from raise_among(mates, problem)
+        handles = yield from exchange(mates, handle)
+        pointers: list[int] = []
+        try:
+            for place, theirs in enumerate(handles):
+                pointers.append(int(memory.ptr) if place == mates.index else open_block(gpu, theirs))
+        except DeviceError as error:
+            problem = str(error)
+            pointers += [0] * (len(handles) - len(pointers))
+        try:
+            yield from raise_among(mates, problem)
+        except DeviceError:
+            # What this rank could open is closed before its owner lets the block go.
+            self._close([pointer for pointer in pointers if pointer not in (0, int(memory.ptr))])
+            yield from exchange(mates, bytes(1))
+            raise
+        lease = _Lease()
+        block = _Block(self._number, num_bytes, memory, pointers, weakref.ref(lease))
+        self._number += 1
+        address = int(memory.ptr)
+        self._blocks[address] = block
+        bisect.insort(self._begins, address)
+        return array_in(gpu, address, num_bytes, lease)
+
+    def place_of(self, flat: Array) -> tuple[int, int]:
+        """The number of its block, equal on all mates, and where in it the array begins; (-1, 0) if it is in none."""
+        begin = flat.data.ptr
+        place = bisect.bisect(self._begins, begin) - 1
+        if place >= 0:
+            block = self._blocks[self._begins[place]]
+            offset = begin - self._begins[place]
+            if offset + flat.nbytes <= block.num_bytes:
+                return block.number, offset
+        return -1, 0
+
+    def mates_arrays(self, flat: Array) -> list[Array]:
+        """The same place in every mate's block as that of `flat`, which lies in one; in the mates' order."""
+        number, offset = self.place_of(flat)
+        block = next(block for block in self._blocks.values() if block.number == number)
+        return [
+            flat
+            if index == self._mates.index
+            else array_in(self._gpu, pointer + offset, flat.nbytes, block.memory).view(flat.dtype)
+            for index, pointer in enumerate(block.pointers)
+        ]
+
+    def _free_what_is_gone(self) -> Iterator[float | None]:
+        """Blocks in which no rank has an array any more."""
+        gone = [block.number for block in self._blocks.values() if block.lease() is None]
+        texts = yield from exchange_any(self._mates, numpy.array(gone, numpy.int64).tobytes())
+        everywhere = set.intersection(*(set(numpy.frombuffer(text, numpy.int64).tolist()) for text in texts))
+        blocks = {address: block for address, block in self._blocks.items() if block.number in everywhere}
+        if not blocks:
+            return
+        with self._gpu.current():
+            # Of this rank's own work on them nothing may be left.
+            cupy_module().cuda.runtime.deviceSynchronize()
+        for address, block in blocks.items():
+            self._close([pointer for pointer in block.pointers if pointer != address])
+        yield from exchange(self._mates, bytes(1))
+        for address in blocks:
+            del self._blocks[address]
+            self._begins.remove(address)
+
+    def _close(self, pointers: list[int]) -> None:
+        runtime = cupy_module().cuda.runtime
+        with self._gpu.current():
+            for pointer in pointers:
+                runtime.ipcCloseMemHandle(pointer)
+
+
+class PeerEvents:
+    """One event of every mate, which all of them can wait for."""
+
+    def __init__(self, gpu: Gpu, handles: list[bytes], own: Any, index: int) -> None:
+        """Of the mates' handles in their order; `own` is this rank's event."""
+        self._gpu = gpu
+        self._own = own
+        runtime = cupy_module().cuda.runtime
+        with gpu.current():
+            self._theirs = [runtime.ipcOpenEventHandle(text) for at, text in enumerate(handles) if at != index]
+        weakref.finalize(self, _destroy, runtime, self._theirs).atexit = False
+
+    def record(self, stream: Any) -> None:
+        """Say that what the stream has by now is done; a message to the mates must follow."""
+        self._own.record(stream)
+
+    def hold(self, stream: Any) -> None:
+        """What the stream is given from now on begins after every mate's event, as it was recorded last."""
+        runtime = cupy_module().cuda.runtime
+        for event in self._theirs:
+            runtime.streamWaitEvent(stream.ptr, event, 0)
+
+
+def make_events(gpu: Gpu, mates: Mates, number: int) -> Generator[float | None, None, list[PeerEvents]]:
+    """So many; for all mates together.
+
+    Raises:
+        DeviceError: the text of the first rank that cannot open a mate's; on all mates.
+    """
+    runtime = cupy_module().cuda.runtime
+    made: list[PeerEvents] = []
+    own = [make_event(gpu, interprocess=True) for _ in range(number)]
+    mine = b"".join(_event_handle(runtime, event) for event in own)
+    everybody = yield from exchange(mates, mine)
+    problem = ""
+    try:
+        for at, event in enumerate(own):
+            part = slice(at * HANDLE_BYTES, (at + 1) * HANDLE_BYTES)
+            made.append(PeerEvents(gpu, [text[part] for text in everybody], event, mates.index))
+    except runtime.CUDARuntimeError as error:
+        problem = f"{gpu} cannot wait for another rank's GPU: {error}; are the ranks in different containers?"
+    yield from raise_among(mates, problem)
+    return made
+
+
+def exchange(mates: Mates, mine: bytes) -> Generator[float | None, None, list[bytes]]:
+    """Every mate's bytes, of one length on all, in their order; also a barrier."""
+    everything = numpy.empty((len(mates.members), max(len(mine), 1)), numpy.uint8)
+    everything[mates.index, : len(mine)] = numpy.frombuffer(mine, numpy.uint8)
+    own = everything[mates.index].copy()
+    requests: list[MPI.Request] = []
+    for place, rank in enumerate(mates.members):
+        if place != mates.index:
+            requests.append(mates.comm.Isend(own, rank, mates.tag))
+            requests.append(mates.comm.Irecv(everything[place], rank, mates.tag))
+    for request in requests:
+        yield from until(request.Test)
+    return [row.tobytes()[: len(mine)] for row in everything]
+
+
+def exchange_any(mates: Mates, mine: bytes) -> Generator[float | None, None, list[bytes]]:
+    """The same for bytes of any length."""
+    lengths = yield from exchange(mates, len(mine).to_bytes(8, "little"))
+    numbers = [int.from_bytes(text, "little") for text in lengths]
+    longest = max(numbers)
+    if longest == 0:
+        return [b""] * len(numbers)
+    padded = yield from exchange(mates, mine.ljust(longest, b"\0"))
+    return [text[:number] for text, number in zip(padded, numbers, strict=True)]
+
+
+def raise_among(mates: Mates, problem: str) -> Generator[float | None, None, None]:
+    """Raise DeviceError on all mates if one has a problem; "" is none."""
+    texts = yield from exchange_any(mates, problem.encode())
+    for rank, text in zip(mates.members, texts, strict=True):
+        if text:
+            error: MpitrainError = DeviceError(f"rank {rank}: {text.decode()}")
+            error.known_everywhere = len(mates.members) == mates.comm.size
+            raise error
+
+
+def _exported(pointer: int) -> bytes:
+    runtime = cupy_module().cuda.runtime
+    try:
+        return bytes(runtime.ipcGetMemHandle(pointer))
+    except runtime.CUDARuntimeError as error:
+        raise DeviceError(f"this GPU's memory cannot be shared between processes: {error}") from None
+
+
+def _event_handle(runtime: Any, event: Any) -> bytes:
+    return bytes(runtime.ipcGetEventHandle(event.ptr))
+
+
+def _destroy(runtime: Any, events: list[int]) -> None:
+    for event in events:
+        runtime.eventDestroy(event)

@@ -1,0 +1,17 @@
+"""As tests/ranks: one outcome for all ranks. Without a GPU every test is skipped."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.ranks.conftest import pytest_runtest_makereport, shared, world
+
+__all__ = ["pytest_runtest_makereport", "shared", "world"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def gpu() -> None:
+    """Every test needs one."""
+    cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+    if not cupy.is_available():
+        pytest.skip("CuPy finds no GPU that it can use")

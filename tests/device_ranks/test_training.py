@@ -1,0 +1,274 @@
+"""Training with arrays on the GPU is training with NumPy's: losses, parameters, checkpoints, mixed precision."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy
+import pytest
+
+from models import mlp
+from mpitrain import (
+    Adam,
+    AdamW,
+    ArrayData,
+    ArrayFunction,
+    Checkpoint,
+    LossScale,
+    Parts,
+    Sgd,
+    StopAtStep,
+    Sync,
+    Trainer,
+    World,
+    clip_by_global_norm,
+    evaluate,
+)
+from mpitrain.errors import MismatchError, NonFiniteError
+from mpitrain.exchange.exchange import Exchange, PlainExchange, make_exchange
+from mpitrain.training import checkpoint
+from tests.ranks.common import assert_same_bits, error_on_all, skip_alone
+from tests.ranks.test_training import Record
+
+cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "sgd": lambda: Sgd(0.05, momentum=0.9, nesterov=True, weight_decay=1e-3),
+    "sgd plain": lambda: Sgd(0.1),
+    "adam": lambda: Adam(0.01),
+    "adamw, clipped": lambda: AdamW(0.01, weight_decay=0.1, clip_norm=0.5),
+}
+SAMPLES, BATCH = 90, 32  # a last batch of 26: uneven on most numbers of ranks
+
+
+def builder(
+    xp: ModuleType,
+    optimizer: Callable[[], Any] = OPTIMIZERS["sgd"],
+    precision: str | None = None,
+    scale: LossScale | None = None,
+    dtype: str = "float32",
+    exchange: Callable[[World], Exchange] = lambda own: PlainExchange(own, transport="staged"),
+) -> Callable[[World], Parts]:
+    """`exchange`: by default one whose bits do not depend on what was measured to be the fastest."""
+
+    def build(world: World) -> Parts:
+        rng = numpy.random.default_rng(5)
+        x = rng.standard_normal((SAMPLES, 12)).astype(dtype)
+        y = (x @ rng.standard_normal((12, 4))).argmax(axis=1)
+        parameters = mlp.initial(rng, xp, inputs=12, hidden=(16,), classes=4, dtype=dtype)
+        adapter = ArrayFunction(mlp.loss_and_gradients, parameters, optimizer(), precision=precision, loss_scale=scale)
+        return Parts(adapter, Sync(exchange), ArrayData(world, (x, y), global_batch=BATCH))
+
+    return build
+
+
+def trained(build: Callable[[World], Parts], steps: int, *hooks: Any) -> tuple[Trainer, list[float]]:
+    record = Record()
+    trainer = Trainer(build, [StopAtStep(steps), record, *hooks])
+    trainer.run()
+    return trainer, [step.loss for step in record.steps]
+
+
+def host(trainer: Trainer) -> dict[str, Any]:
+    """Everything that a checkpoint keeps, on the host."""
+    return {
+        name: value.get() if isinstance(value, cupy.ndarray) else value
+        for name, value in checkpoint._flatten(trainer.state())
+    }
+
+
+def bits(trainer: Trainer) -> dict[str, bytes]:
+    return {
+        name: value.tobytes() if isinstance(value, numpy.ndarray) else repr(value).encode()
+        for name, value in host(trainer).items()
+    }
+
+
+def assert_close(found: Trainer, expected: Trainer, rtol: float, atol: float) -> None:
+    here, there = host(found), host(expected)
+    assert here.keys() == there.keys()
+    for name, value in there.items():
+        numpy.testing.assert_allclose(here[name], value, rtol=rtol, atol=atol, err_msg=name)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_run_equals_the_one_on_numpy(world: World, name: str) -> None:
+    """In float64, but for the order in which products and norms are added up: 1e-10 after 20 steps."""
+    exchange = make_exchange if name == "adam" else lambda own: PlainExchange(own, transport="staged")
+    trainer, losses = trained(builder(cupy, OPTIMIZERS[name], dtype="float64", exchange=exchange), 20)
+    expected, expected_losses = trained(builder(numpy, OPTIMIZERS[name], dtype="float64"), 20)
+    assert all(isinstance(value, cupy.ndarray) for value in trainer.adapter.parameters().values())
+    assert losses == pytest.approx(expected_losses, rel=1e-10)
+    assert losses[-1] < losses[0] / 1.5
+    assert_close(trainer, expected, rtol=1e-9, atol=1e-12)
+    assert_same_bits(world, *(value.get() for value in trainer.adapter.parameters().values()))
+
+
+@pytest.mark.parametrize(("precision", "bound"), [("float32", 1e-5), ("bf16", 10 * 2.0**-9), ("fp16", 10 * 2.0**-12)])
+def test_a_run_in_a_precision(world: World, precision: str, bound: float) -> None:
+    """As the one on NumPy; where sums are added up in another order, results are rounded to another 16-bit number."""
+    scale = LossScale(2.0**10) if precision == "fp16" else None
+    _, losses = trained(builder(cupy, precision=precision, scale=scale), 20)
+    _, expected = trained(builder(numpy, precision=precision, scale=scale and LossScale(2.0**10)), 20)
+    assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < bound
+    assert losses[-1] < losses[0] / 1.5
+
+
+def test_steps_are_skipped_on_all_ranks(world: World) -> None:
+    """2^30 is far too much for fp16: step after step until the scale fits; then as with that scale from the start."""
+    trainer, _ = trained(builder(cupy, OPTIMIZERS["adam"], "fp16", LossScale(2.0**30)), 25)
+    scale = trainer.adapter.loss_scale
+    assert scale.skipped_steps >= 10
+    assert scale.value == 2.0 ** (30 - scale.skipped_steps)
+    assert trainer.adapter.state()["optimizer"]["step"] == 25 - scale.skipped_steps
+    assert len(set(world.allgather(scale.skipped_steps))) == 1
+    fresh = Trainer(builder(cupy, OPTIMIZERS["adam"], "fp16", LossScale(2.0**30)))
+    before = bits(fresh)
+    assert fresh.step().skipped
+    after = bits(fresh)
+    kept = [name for name in before if name.startswith(("adapter/parameters", "adapter/optimizer"))]
+    assert {name: before[name] for name in kept} == {name: after[name] for name in kept}
+    assert_same_bits(world, *(value.get() for value in trainer.adapter.parameters().values()))
+
+
+def test_not_finite_without_a_loss_scale(world: World) -> None:
+    def function(parameters: Any, batch: Any, on_gradient: Any) -> float:
+        for name, value in parameters.items():
+            bad = world.rank == world.size - 1 and name == "dense2.bias"
+            on_gradient(name, cupy.full(value.shape, numpy.nan if bad else 1, value.dtype))
+        return 0.0
+
+    def build(world: World) -> Parts:
+        parts = builder(cupy)(world)
+        return replace(parts, adapter=ArrayFunction(function, parts.adapter.parameters(), Sgd(0.1)))
+
+    trainer = Trainer(build)
+    before = bits(trainer)
+    text = error_on_all(world, NonFiniteError, trainer.step)
+    assert text.startswith(f"{world.name(world.size - 1)}: the gradient of dense2.bias holds NaN or infinity")
+    del before["data/cursor"]
+    after = bits(trainer)
+    del after["data/cursor"]
+    assert after == before
+
+
+@pytest.mark.parametrize("precision", ["float32", "fp16"])
+def test_checkpoints_from_gpu_to_host_and_back(world: World, shared: Path, precision: str) -> None:
+    """Saved and restored bit for bit; and a run that is resumed on a GPU has the bits of one that was not."""
+
+    def build(xp: ModuleType) -> Callable[[World], Parts]:
+        scale = LossScale(2.0**24, growth_interval=4) if precision == "fp16" else None
+        return builder(xp, OPTIMIZERS["adamw, clipped"], precision, scale)
+
+    whole, _ = trained(build(cupy), 24)
+    trained(build(cupy), 14, Checkpoint(shared / "gpu", steps=100))
+    resumed, _ = trained(build(cupy), 24, Checkpoint(shared / "gpu", steps=100))
+    assert bits(resumed) == bits(whole)
+
+    at_14 = Trainer(build(numpy))
+    at_14.restore(checkpoint.load(shared / "gpu" / "step-00000014"))
+    if world.is_root:
+        checkpoint.save(shared / "host", 14, at_14.state())
+        shutil.rmtree(shared / "gpu")
+    world.barrier()
+    again, _ = trained(build(cupy), 24, Checkpoint(shared / "host", steps=100))
+    assert bits(again) == bits(whole)
+
+
+def test_ranks_that_start_from_different_parameters_get_those_of_rank_0(world: World) -> None:
+    def build(world: World) -> Parts:
+        parts = builder(cupy)(world)
+        parts.adapter.load_parameters({name: value + world.rank for name, value in parts.adapter.parameters().items()})
+        return parts
+
+    found = Trainer(build).adapter.parameters()
+    expected = builder(numpy)(world).adapter.parameters()
+    assert {name: value.get().tobytes() for name, value in found.items()} == {
+        name: value.tobytes() for name, value in expected.items()
+    }
+
+
+def test_evaluate(world: World) -> None:
+    trainer = Trainer(builder(cupy))
+    x, y = (numpy.arange(SAMPLES * 12) % 7).reshape(SAMPLES, 12).astype("float32"), numpy.arange(SAMPLES) % 4
+    results = {}
+    for xp in (cupy, numpy):
+        parameters = {name: xp.asarray(value.get()) for name, value in trainer.adapter.parameters().items()}
+
+        def metrics(batch: Any, xp: ModuleType = xp, parameters: Any = parameters) -> dict[str, float]:
+            return {
+                "right": float(
+                    (mlp.scores(parameters, xp.asarray(batch[0])).argmax(axis=1) == xp.asarray(batch[1])).mean()
+                )
+            }
+
+        results[xp.__name__] = evaluate(world, metrics, (x, y), samples_at_once=13)["right"]
+    assert results["cupy"] == results["numpy"]
+
+
+# -- the calls of a world ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 1001])
+def test_sync_sum_and_mean_of_device_arrays(world: World, count: int) -> None:
+    mine = {
+        "a": cupy.arange(count, dtype=numpy.float32) + world.rank,
+        "b": [cupy.full((2, 3), world.rank, numpy.float64), numpy.full(count, world.rank)],
+        "n": world.rank,
+    }
+    ranks = world.size * (world.size - 1) // 2
+    synced = world.sync(mine, root=world.size - 1)
+    summed = world.sum(mine)
+    assert all(isinstance(tree["a"], cupy.ndarray) for tree in (synced, summed))
+    assert isinstance(summed["b"][1], numpy.ndarray)
+    assert (synced["a"].get() == numpy.arange(count) + world.size - 1).all()
+    assert (synced["b"][0].get() == world.size - 1).all()
+    assert (summed["a"].get() == numpy.arange(count) * world.size + ranks).all()
+    assert (summed["b"][0].get() == ranks).all()
+    assert (summed["b"][1] == ranks).all()
+    assert summed["n"] == ranks
+    mean = world.mean(cupy.full(count, 2.0**world.rank), weight=2.0**-world.rank)
+    weights = sum(2.0**-rank for rank in range(world.size))
+    numpy.testing.assert_allclose(mean.get(), world.size / weights, rtol=1e-15 * world.size)
+
+
+def test_a_leaf_on_the_gpu_of_some_ranks_only(world: World) -> None:
+    skip_alone(world)
+    for odd in range(world.size):
+        xp = numpy if world.rank == odd else cupy
+        text = error_on_all(world, MismatchError, lambda xp=xp: world.sum({"a": xp.zeros(3)}))
+        assert "['a'] float64 (3,) on a GPU" in text
+    synced = world.sync({"a": (cupy if world.is_root else numpy).zeros(3)})  # values only: any place will do
+    assert isinstance(synced["a"], cupy.ndarray) == world.is_root
+
+
+def test_sums_leave_what_they_are_given(world: World) -> None:
+    """On the current stream, without a wait in between."""
+    with cupy.cuda.Stream(non_blocking=True):
+        mine = cupy.full(70_001, world.rank + 1, numpy.float32)
+        total = world.sum(mine)
+        mine *= 2
+        mean = world.mean(mine)
+        mine.fill(0)
+        assert (total.get() == world.size * (world.size + 1) // 2).all()
+        numpy.testing.assert_allclose(mean.get(), world.size + 1, rtol=2.0**-20)
+
+
+# -- clipping ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 5, 100_003])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_clipping(world: World, count: int, dtype: str) -> None:
+    values = numpy.random.default_rng(count).standard_normal(count).astype(dtype)
+    norm = float(numpy.sqrt((values.astype("float64") ** 2).sum()))
+    for limit in (norm / 3, norm * 3):
+        gradients = cupy.asarray(values)
+        assert clip_by_global_norm(gradients, limit) == pytest.approx(norm, rel=1e-13)
+        expected = values.astype("float64") * min(1, limit / norm)
+        numpy.testing.assert_allclose(gradients.get(), expected, rtol=4 * numpy.finfo(dtype).eps)

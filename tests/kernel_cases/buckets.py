@@ -1,0 +1,144 @@
+"""Sums, packing, scaling, and whether all is finite."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy
+import pytest
+
+from mpitrain.cuda import kernels
+
+from .common import BFLOAT16, FLOATS, OFFSETS, SIZES, Lying, any_bits, assert_same, by_dtype, by_float, numbers
+
+
+@by_dtype
+def test_add(cupy: Any, dtype: numpy.dtype) -> None:
+    for size in SIZES:
+        for first, second in OFFSETS:
+            a, b = any_bits(dtype, size, 1), any_bits(dtype, size, 2)
+            total, arrived = Lying(cupy, a, first), Lying(cupy, b, second)
+            kernels.add(total.array, arrived.array)
+            assert_same(total.get(), a + b)
+            assert_same(arrived.get(), b)
+
+
+@pytest.mark.parametrize("short", FLOATS[:2], ids=str)
+def test_add_and_cast(cupy: Any, short: numpy.dtype) -> None:
+    for size in SIZES:
+        for first, second in OFFSETS:
+            for arriving in (numpy.dtype("float32"), short):
+                a, b = any_bits("float32", size, 3), any_bits(arriving, size, 4)
+                total, arrived = Lying(cupy, a, first), Lying(cupy, b, second)
+                copy = Lying(cupy, numpy.zeros(size, short), first)
+                kernels.add(total.array, arrived.array, copy=copy.array)
+                expected = a + b.astype(numpy.float32)
+                assert_same(total.get(), expected)
+                assert_same(copy.get(), expected.astype(short))
+
+
+@by_dtype
+@pytest.mark.parametrize("count", [1, 2, 3, 16, 17, 40])
+def test_sum_of(cupy: Any, dtype: numpy.dtype, count: int) -> None:
+    for size in (0, 1, 5, 257, 4099):
+        for offset, odd in ((0, 0), (1, 1), (0, 3)):
+            values = [
+                numbers(dtype, size, part) if dtype.kind in "fV" else any_bits(dtype, size, part)
+                for part in range(count)
+            ]
+            parts = [Lying(cupy, one, odd if number == 0 else offset) for number, one in enumerate(values)]
+            expected = values[0].copy()
+            for one in values[1:]:
+                expected = expected + one
+            out = Lying(cupy, numpy.zeros(size, dtype), offset)
+            kernels.sum_of([part.array for part in parts], out.array)
+            assert_same(out.get(), expected)
+            for part, one in zip(parts, values, strict=True):
+                assert_same(part.get(), one)
+            last = parts[min(count, 16) - 1]
+            kernels.sum_of([part.array for part in parts], last.array)
+            assert_same(last.get(), expected)
+
+
+def sizes_of_many(seed: int) -> list[int]:
+    """Empty, small and large ones; more than fit in one launch."""
+    generator = numpy.random.default_rng(seed)
+    sizes = [int(size) for size in generator.integers(0, 40, 500)]
+    return [0, 5000, 0, 0, *sizes, 3001, 1, 0]
+
+
+@by_dtype
+def test_pack_and_unpack(cupy: Any, dtype: numpy.dtype) -> None:
+    for offset in (0, 1):
+        for sizes in ([], [0], [1], [7, 0, 300], sizes_of_many(5)):
+            values = [any_bits(dtype, size, number) for number, size in enumerate(sizes)]
+            arrays = [Lying(cupy, one, number % 3) for number, one in enumerate(values)]
+            together = numpy.concatenate([numpy.empty(0, dtype), *values])
+            flat = Lying(cupy, numpy.zeros(together.size, dtype), offset)
+            kernels.pack([one.array for one in arrays], flat.array)
+            assert flat.get().tobytes() == together.tobytes()
+            others = [Lying(cupy, numpy.zeros(one.size, dtype), number % 2) for number, one in enumerate(values)]
+            kernels.unpack(flat.array, [one.array for one in others])
+            for one, other in zip(values, others, strict=True):
+                assert other.get().tobytes() == one.tobytes()
+
+
+def test_pack_and_unpack_of_shorter_arrays(cupy: Any) -> None:
+    float32 = numpy.dtype("float32")
+    for offset in (0, 2):
+        sizes = sizes_of_many(6)
+        dtypes = [(float32, BFLOAT16, numpy.dtype("float16"))[number // 5 % 3] for number in range(len(sizes))]
+        values = [any_bits(dtype, size, size) for dtype, size in zip(dtypes, sizes, strict=True)]
+        arrays = [Lying(cupy, one, number % 4) for number, one in enumerate(values)]
+        flat = Lying(cupy, numpy.zeros(sum(sizes), float32), offset)
+        kernels.pack([one.array for one in arrays], flat.array)
+        assert_same(flat.get(), numpy.concatenate([one.astype(float32) for one in values]))
+        new = any_bits(float32, sum(sizes), 7)
+        flat.array.set(new)
+        kernels.unpack(flat.array, [one.array for one in arrays])
+        for one, part in zip(arrays, numpy.split(new, numpy.cumsum(sizes)[:-1]), strict=True):
+            assert_same(one.get(), part.astype(one.array.dtype))
+
+
+def test_pack_takes_any_shape(cupy: Any) -> None:
+    values = [numpy.arange(24, dtype=numpy.float32).reshape(2, 3, 4), numpy.array(7, numpy.float32)]
+    flat = cupy.zeros(25, numpy.float32)
+    kernels.pack([cupy.asarray(one) for one in values], flat)
+    assert flat.get().tolist() == [*range(24), 7]
+
+
+@by_float
+def test_scale(cupy: Any, dtype: numpy.dtype) -> None:
+    for size in SIZES:
+        for offset in (0, 1, 3):
+            for factor in (0.3, 1.0, 0.0, -2.5e-3):
+                values = any_bits(dtype, size, 8)
+                flat = Lying(cupy, values, offset)
+                kernels.scale(flat.array, factor)
+                if factor == 0:
+                    expected = numpy.zeros_like(values)
+                elif dtype.itemsize == 8:
+                    expected = values * factor
+                else:
+                    expected = (values.astype(numpy.float32) * numpy.float32(factor)).astype(dtype)
+                assert_same(flat.get(), expected)
+
+
+@by_float
+def test_all_finite(cupy: Any, dtype: numpy.dtype) -> None:
+    for size in SIZES:
+        for offset in (0, 1):
+            values = numbers(dtype, size, 9)
+            flag = Lying(cupy, numpy.zeros(1, numpy.int32))
+            kernels.all_finite(Lying(cupy, values, offset).array, flag.array)
+            assert flag.get().tolist() == [0]
+            for place in {0, size // 2, size - 1} if size else ():
+                for bad in (numpy.inf, -numpy.inf, numpy.nan):
+                    flag.array.fill(0)
+                    wrong = values.copy()
+                    wrong[place] = bad
+                    kernels.all_finite(Lying(cupy, wrong, offset).array, flag.array)
+                    assert flag.get().tolist() == [1]
+            flag.array.fill(1)
+            kernels.all_finite(Lying(cupy, values, offset).array, flag.array)
+            assert flag.get().tolist() == [1]

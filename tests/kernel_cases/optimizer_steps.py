@@ -1,0 +1,149 @@
+"""One step in one pass: the bits of the host's optimizers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy
+import pytest
+
+from mpitrain.cuda import kernels
+from mpitrain.cuda.kernels import Fused
+from mpitrain.training.optimizers import Adam, AdamW, Sgd
+
+from .common import FLOATS, Lying, assert_same, numbers
+
+RANGES = [slice(0, 2), slice(5, 7), slice(7, 100), slice(102, 103), slice(255, 300), slice(1000, 40_000)]
+SHAPES = [(size, offset) for size in (0, 1, 3, 6, 257, 4099, 40_003) for offset in (0, 1)]
+
+
+def state_of(dtype: numpy.dtype, size: int) -> list[numpy.ndarray]:
+    """Parameters, gradients and two states of an optimizer."""
+    made = [numbers(dtype, size, 20 + number) for number in range(4)]
+    made[3] = numpy.abs(made[3])
+    return made
+
+
+def within(size: int) -> list[slice]:
+    return [slice(part.start, min(part.stop, size)) for part in RANGES if part.start < size]
+
+
+@pytest.mark.parametrize("dtype", FLOATS[2:], ids=str)
+@pytest.mark.parametrize(
+    ("momentum", "nesterov", "decay"), [(0.0, False, 0.0), (0.9, False, 0.1), (0.9, True, 0.01), (0.0, False, 0.1)]
+)
+def test_sgd(cupy: Any, dtype: numpy.dtype, momentum: float, nesterov: bool, decay: float) -> None:
+    for size, offset in SHAPES:
+        parameters, gradients, velocity, _ = state_of(dtype, size)
+        ranges = within(size) if size != 6 else []  # at one size nothing decays
+        optimizer = Sgd(0.1, momentum=momentum, nesterov=nesterov, weight_decay=decay)
+        expected = parameters.copy()
+        optimizer.start(expected, ranges)
+        if momentum:
+            optimizer.restore({"velocity": velocity, "step": 0})
+        on_device = [Lying(cupy, one, offset) for one in (parameters, gradients, velocity)]
+        fused = Fused(decayed=kernels.decay_bounds(ranges, on_device[0].array))
+        for _ in range(2):
+            optimizer.update(gradients.copy())
+            kernels.sgd(
+                on_device[0].array,
+                on_device[1].array,
+                on_device[2].array if momentum else None,
+                rate=0.1,
+                momentum=momentum,
+                nesterov=nesterov,
+                weight_decay=decay,
+                fused=fused,
+            )
+        assert_same(on_device[0].get(), expected)
+        assert_same(on_device[1].get(), gradients)
+        assert_same(on_device[2].get(), optimizer.state()["velocity"] if momentum else velocity)
+
+
+@pytest.mark.parametrize("dtype", FLOATS[2:], ids=str)
+@pytest.mark.parametrize("decay", [None, 0.0, 0.01])
+def test_adam(cupy: Any, dtype: numpy.dtype, decay: float | None) -> None:
+    for size, offset in SHAPES:
+        parameters, gradients, first, second = state_of(dtype, size)
+        optimizer = Adam(0.01) if decay is None else AdamW(0.01, weight_decay=decay)
+        expected = parameters.copy()
+        optimizer.start(expected, within(size))
+        optimizer.restore({"first": first, "second": second, "step": 2})
+        on_device = [Lying(cupy, one, offset) for one in (parameters, gradients, first, second)]
+        arrays = [one.array for one in on_device]
+        fused = Fused(decayed=kernels.decay_bounds(within(size), arrays[0]))
+        for step in (3, 4):
+            optimizer.update(gradients.copy())
+            if decay is None:
+                kernels.adam(*arrays, step=step, rate=0.01, fused=fused)
+            else:
+                kernels.adamw(*arrays, step=step, rate=0.01, weight_decay=decay, fused=fused)
+        assert_same(on_device[0].get(), expected)
+        assert_same(on_device[2].get(), optimizer.state()["first"])
+        assert_same(on_device[3].get(), optimizer.state()["second"])
+
+
+def test_all_decay_where_no_ranges_are_given(cupy: Any) -> None:
+    parameters, gradients, *_ = state_of(numpy.dtype("float32"), 1003)
+    optimizer = Sgd(0.1, weight_decay=0.5)
+    expected = parameters.copy()
+    optimizer.start(expected, [slice(0, 1003)])
+    optimizer.update(gradients.copy())
+    on_device = cupy.asarray(parameters)
+    kernels.sgd(on_device, cupy.asarray(gradients), rate=0.1, weight_decay=0.5)
+    assert_same(on_device.get(), expected)
+
+
+@pytest.mark.parametrize("short", FLOATS[:2], ids=str)
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+def test_unscale_check_update_and_cast_in_one_pass(cupy: Any, short: numpy.dtype, kind: str) -> None:
+    unscale, factor = 1 / 1024, numpy.float32(0.37)
+    for size, offset in SHAPES[2:]:
+        parameters, gradients, *states = state_of(numpy.dtype("float32"), size)
+        gradients *= numpy.float32(1024)
+        bad = {0, size // 2, size - 1} if size > 1 else set()
+        for place in bad:
+            gradients[place] = (numpy.nan, numpy.inf, -numpy.inf)[place % 3]
+        plain = gradients * numpy.float32(unscale) * factor
+        for place in bad:
+            plain[place] = 0
+        optimizer: Any = Sgd(0.1, momentum=0.9) if kind == "sgd" else Adam(0.1)
+        names = ["velocity"] if kind == "sgd" else ["first", "second"]
+        expected = parameters.copy()
+        optimizer.start(expected, [])
+        optimizer.restore({"step": 0} | dict(zip(names, states, strict=False)))
+        optimizer.update(plain)
+        all_expected = [expected, *(optimizer.state()[name] for name in names)]
+        for one, before in zip(all_expected, [parameters, *states], strict=False):
+            one[list(bad)] = before[list(bad)]
+        arrays = [Lying(cupy, one, offset) for one in (parameters, gradients, *states)]
+        flags = [Lying(cupy, numpy.zeros(1, numpy.int32)) for _ in range(2)]
+        copy = Lying(cupy, numpy.zeros(size, short), offset)
+        fused = Fused(
+            unscale=unscale,
+            factor=cupy.asarray(numpy.array([factor])),
+            skip=flags[0].array,
+            found=flags[1].array,
+            copy=copy.array,
+        )
+
+        def update(arrays: Any = arrays, fused: Any = fused) -> None:
+            given = [one.array for one in arrays]
+            if kind == "sgd":
+                kernels.sgd(*given[:3], rate=0.1, momentum=0.9, fused=fused)
+            else:
+                kernels.adam(*given, step=1, rate=0.1, fused=fused)
+
+        flags[0].array.fill(1)
+        update()
+        assert_same(arrays[0].get(), parameters)
+        assert flags[1].get().tolist() == [0]
+        assert not copy.get().any()
+        flags[0].array.fill(0)
+        update()
+        found = [arrays[0], *arrays[2:]][: len(all_expected)]
+        for one, value in zip(found, all_expected, strict=True):
+            assert_same(one.get(), value)
+        assert_same(copy.get(), expected.astype(short))
+        assert flags[1].get().tolist() == [1 if bad else 0]
+        assert flags[0].get().tolist() == [0]
