@@ -21,6 +21,7 @@ import numpy
 
 import mpitrain as mt
 from mpitrain.bench.rounds import ratio, versions_line
+from mpitrain.cuda.device import array_module
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from datasets import load_images
@@ -35,7 +36,7 @@ def main() -> None:
     parser.add_argument("--data", default="fashion", help="fashion or digits")
     parser.add_argument("--device", default="host", choices=["host", "cuda"])
     arguments = parser.parse_args()
-    xp = mt.array_module(mt.init(), arguments.device)
+    xp = array_module(mt.init(), arguments.device)
     now = clock(xp)
     print(versions_line(), "" if xp is numpy else f"CuPy {xp.__version__}")
     x, y, _, _ = load_images(arguments.data)
@@ -66,7 +67,7 @@ def clock(xp: ModuleType) -> Callable[[], float]:
 
 def bare(model: ModuleType, x: numpy.ndarray, y: numpy.ndarray, xp: ModuleType) -> Callable[[], float]:
     """A step of SGD with momentum and weight decay as one writes it by hand."""
-    parameters = model.initial(numpy.random.default_rng(0), xp)
+    parameters = model.initial(numpy.random.default_rng(0), xp, inputs=x.shape[1])
     velocity = {name: xp.zeros_like(value) for name, value in parameters.items()}
     scratch = {name: xp.empty_like(value) for name, value in parameters.items()}
     order = numpy.random.default_rng((0, 0)).permutation(len(x))
@@ -96,7 +97,7 @@ def ours(model: ModuleType, x: numpy.ndarray, y: numpy.ndarray, xp: ModuleType) 
     """The same by a Trainer."""
 
     def build(world: mt.World) -> mt.Parts:
-        parameters = model.initial(numpy.random.default_rng(0), xp)
+        parameters = model.initial(numpy.random.default_rng(0), xp, inputs=x.shape[1])
         optimizer = mt.Sgd(RATE, momentum=MOMENTUM, weight_decay=DECAY)
         adapter = mt.ArrayFunction(model.loss_and_gradients, parameters, optimizer)
         return mt.Parts(adapter, mt.Sync(), mt.ArrayData(world, (x, y), global_batch=BATCH))

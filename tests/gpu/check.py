@@ -49,6 +49,7 @@ class Outcome:
 
 
 def main() -> int:
+    quick = sys.argv[1:] == ["--quick"]  # small buffers and few rounds: for a test of this program itself
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mpitrain-gpu-check-") as folder:
         gpu_problem = why_no_gpu()
@@ -56,7 +57,7 @@ def main() -> int:
         outcomes = [Outcome("GPU", "not run" if gpu_problem else "passed", details=[gpu_problem or gpus()])]
         name = ", ".join(one.name for one in libraries)
         outcomes.append(Outcome("MPI", "passed" if libraries else "not run", details=[name or mpi_problem]))
-        for part in parts(libraries):
+        for part in parts(libraries, quick):
             left = BUDGET_SECONDS - (time.monotonic() - started)
             if gpu_problem:
                 outcomes.append(Outcome(part.name, "not run", details=["no usable GPU"]))
@@ -73,31 +74,24 @@ def main() -> int:
     return 1 if any(outcome.result == "FAILED" for outcome in outcomes) else 0
 
 
-def parts(libraries: list[Mpi]) -> list[Part]:
+def parts(libraries: list[Mpi], quick: bool) -> list[Part]:
     """In the order of their importance: time may run out."""
     python = sys.executable
-    pytest = [python, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider"]
+    chosen = ["-k", "sgd or (sum_is_exact and float32)"] if quick else []
+    pytest = [python, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *chosen]
+    small = ["--mib", "0.01", "--rounds", "2"] if quick else []
+    step = [python, "benchmarks/step_overhead.py", "--device", "cuda", "--data", "digits"]
     found = [Part("kernels against NumPy", [*pytest, "tests/gpu/test_kernels.py"], 120)]
     for mpi in libraries:
-        found += [
-            Part(
-                f"transports, training, {count} ranks, {mpi.name}",
-                [python, "-m", "tests.device_ranks", "-rs"],
-                90,
-                mpi,
-                count,
-            )
-            for count in RANKS
-        ]
-    found.append(Part("speed of kernels", [python, "benchmarks/gpu_kernels.py"], 60))
+        for count in (2,) if quick else RANKS:
+            command = [python, "-m", "tests.device_ranks", "-rs", *chosen]
+            found.append(Part(f"transports, training, {count} ranks, {mpi.name}", command, 90, mpi, count))
+    found.append(Part("speed of kernels", [python, "benchmarks/gpu_kernels.py", *small], 60))
     for mpi in libraries[:1]:
-        found += [
-            Part(f"speed of allreduce, {count} ranks", [python, "benchmarks/gpu_allreduce.py"], 60, mpi, count)
-            for count in (2, 4)
-        ]
-    found.append(
-        Part("a training step", [python, "benchmarks/step_overhead.py", "--device", "cuda", "--data", "digits"], 60)
-    )
+        for count in (2,) if quick else (2, 4):
+            command = [python, "benchmarks/gpu_allreduce.py", *small]
+            found.append(Part(f"speed of allreduce, {count} ranks", command, 60, mpi, count))
+    found.append(Part("a training step", [*step, *(["--rounds", "2"] if quick else [])], 60))
     found.append(Part("doctor", [python, "-m", "mpitrain", "doctor"], 30))
     return found
 
