@@ -13,6 +13,7 @@ import numpy
 
 from mpitrain.arrays import Array
 from mpitrain.cuda.device import Gpu, cupy_module
+from mpitrain.cuda.shortage import REMEDY
 from mpitrain.errors import DeviceError
 
 PAGE_BYTES = 4096
@@ -72,8 +73,7 @@ def out_of_memory(gpu: Gpu, num_bytes: int, purpose: str, error: Exception) -> D
     """What to raise where an allocation has failed."""
     free, total = gpu.memory()
     return DeviceError(
-        f"{gpu} has no {num_bytes:,} bytes for {purpose}: {free:,} of {total:,} are free ({error}). "
-        "Use smaller batches, a smaller model, fewer ranks on this GPU, or smaller buckets (MPITRAIN_BUCKET_MIB)"
+        f"{gpu} has no {num_bytes:,} bytes for {purpose}: {free:,} of {total:,} are free ({error}). {REMEDY}"
     )
 
 

@@ -8,6 +8,11 @@ from contextlib import contextmanager
 
 from mpitrain.errors import DeviceError
 
+REMEDY = (
+    "Use smaller batches, a smaller model, precision='bf16', fewer ranks on this GPU, or smaller buckets "
+    "(MPITRAIN_BUCKET_MIB)"
+)
+
 
 @contextmanager
 def memory_explained() -> Iterator[None]:
@@ -25,7 +30,5 @@ def memory_explained() -> Iterator[None]:
         device = cupy.cuda.Device()
         free, total = device.mem_info
         raise DeviceError(
-            f"GPU {device.id} has no memory left: {error} {free:,} of its {total:,} bytes are free. Use smaller "
-            "batches, a smaller model, precision='bf16', fewer ranks on this GPU, or smaller buckets "
-            "(MPITRAIN_BUCKET_MIB)"
+            f"GPU {device.id} has no memory left: {error} {free:,} of its {total:,} bytes are free. {REMEDY}"
         ) from error

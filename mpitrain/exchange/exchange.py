@@ -10,7 +10,7 @@ import numpy
 from mpitrain.allreduce import make_algorithm
 from mpitrain.allreduce.algorithm import Handle
 from mpitrain.allreduce.compressed import compressed
-from mpitrain.allreduce.costs import pays
+from mpitrain.allreduce.costs import compression as compression_by
 from mpitrain.allreduce.device import make_transport
 from mpitrain.allreduce.device.sequential import DeviceSequential
 from mpitrain.allreduce.device.staged import shortened
@@ -205,7 +205,7 @@ def check_compression(name: str) -> None:
 
 def _by_profile(world: World) -> str:
     """bf16 where it pays; a line says what was chosen and why."""
-    chosen = "bf16" if world.num_nodes > 1 and pays("bf16", world.profile, num_lanes(world)) else "none"
+    chosen = compression_by(world.profile, world.num_nodes, num_lanes(world))
     rate = world.profile.bytes_per_second / 1e6
     reason = f"{world.num_nodes} nodes, {rate:.0f} MB/s between them ({world.profile.origin})"
     if world.num_nodes > 1 and not world.profile.is_measured:
