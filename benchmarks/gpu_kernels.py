@@ -65,6 +65,8 @@ def main() -> None:
 
     def seconds(call: Callable[[], object]) -> float:
         begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+        for _ in range(8):  # while it is busy, the host gets ahead: it is the GPU's time that counts
+            cupy.copyto(target, source)
         begin.record()
         call()
         end.record()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 # The process that the launcher started. Its helpers inherit the launcher's variables, and are no ranks.
 # (config.read_config would refuse a name that begins with MPITRAIN_.)
 _RANK_PID = "_MPITRAIN_RANK_PID"
+# How long what a rank wrote may take to be read: the launcher drops the rest when the job ends.
+_READING_SECONDS = 0.1
 
 
 def watch() -> None:
@@ -38,6 +41,7 @@ def abort(comm: MPI.Comm, code: int) -> None:
 
 def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     sys.__excepthook__(kind, error, trace)
+    time.sleep(_READING_SECONDS)
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized():
         if not mpi.Is_finalized() and mpi.COMM_WORLD.size > 1:

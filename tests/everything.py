@@ -54,6 +54,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--full", action="store_true", help="the slow tests too")
     arguments = parser.parse_args()
+    # In the background of a shell script Ctrl-C is ignored, and would be in all tests.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     total: Counter[str] = Counter()
     failed_parts = []
     shared = shared_memory()

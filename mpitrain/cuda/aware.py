@@ -74,14 +74,14 @@ def fingerprint(environ: Mapping[str, str]) -> str:
         with Path(path).open("rb") as file:
             digest.update(path.encode() + hashlib.file_digest(file, "sha256").digest())
     for name in sorted(environ):
-        if name.startswith(_SETTINGS) and not name.startswith(_LAUNCHERS):
+        if name.startswith(_SETTINGS) and not _is_launchers(name):
             digest.update(f"{name}={environ[name]}\n".encode())
     return digest.hexdigest()
 
 
 def _ask(gpu_number: int) -> tuple[str, bool]:
     """Why not, or ""; and whether that will be so the next time."""
-    environment = {name: text for name, text in os.environ.items() if not name.startswith(_LAUNCHERS)}
+    environment = {name: text for name, text in os.environ.items() if not _is_launchers(name)}
     # What a child of Python's -c imports must not be a file of the working folder.
     command = [sys.executable, "-P", "-c", _PROBE, str(gpu_number)]
     try:
@@ -100,6 +100,11 @@ def _ask(gpu_number: int) -> tuple[str, bool]:
     if words[-1:] == ["asking"]:
         return f"the MPI library is not CUDA-aware: a process that sent GPU memory by it ended with {reason}", True
     return f"whether the MPI library is CUDA-aware could not be tried: the process for it ended with {reason}", False
+
+
+def _is_launchers(name: str) -> bool:
+    # Where a library was moved to, PMIX_PREFIX and its like say; the child needs that too.
+    return name.startswith(_LAUNCHERS) and not name.endswith("_PREFIX")
 
 
 def _cache_file() -> Path:

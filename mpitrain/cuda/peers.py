@@ -13,7 +13,7 @@ from __future__ import annotations
 import bisect
 import weakref
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy
@@ -57,6 +57,20 @@ class _Lease:
     """What the arrays of a block keep alive."""
 
 
+@dataclass
+class _Held:
+    """What a PeerMemory has of CUDA."""
+
+    gpu: Gpu
+    blocks: dict[int, _Block] = field(default_factory=dict)  # by the address of this rank's
+    opened: dict[int, list[int]] = field(default_factory=dict)  # of the mates', by the same address
+
+
+# Of those that are gone. To close and to free waits for the GPU, which may wait for a mate, who waits for this host: so
+# not while something is collected, in the middle of anything, but in the next allocation, when nothing is on its way.
+_left: list[_Held] = []
+
+
 class PeerMemory:
     """The blocks of one transport. `allocate` is for all mates together, in the same order."""
 
@@ -64,8 +78,10 @@ class PeerMemory:
         self._gpu = gpu
         self._mates = mates
         self._number = 0
-        self._blocks: dict[int, _Block] = {}  # by address
+        held = _Held(gpu)
+        self._blocks, self._opened = held.blocks, held.opened
         self._begins: list[int] = []
+        weakref.finalize(self, _left.append, held).atexit = False
 
     def allocate(self, num_bytes: int) -> Generator[float | None, None, Array]:
         """Work that ends with this rank's part, uint8[num_bytes] on the GPU, uninitialised.
@@ -73,12 +89,15 @@ class PeerMemory:
         Raises:
             DeviceError: the text of the first rank that has not the memory, or cannot open a mate's; on all mates.
         """
+        _free_what_is_left()
         yield from self._free_what_is_gone()
         mates, gpu = self._mates, self._gpu
         memory: Any = None
         handle, problem = bytes(HANDLE_BYTES), ""
         try:
-            memory = raw(gpu, -(-num_bytes // _GRAIN_BYTES) * _GRAIN_BYTES, "a bucket that the ranks of a node share")
+            memory = raw(
+                gpu, max(1, -(-num_bytes // _GRAIN_BYTES)) * _GRAIN_BYTES, "a bucket that the ranks of a node share"
+            )
             handle = _exported(memory.ptr)
         except DeviceError as error:
             problem = str(error)
@@ -96,7 +115,7 @@ class PeerMemory:
             yield from raise_among(mates, problem)
         except DeviceError:
             # What this rank could open is closed before its owner lets the block go.
-            self._close([pointer for pointer in pointers if pointer not in (0, int(memory.ptr))])
+            _close(gpu, [pointer for pointer in pointers if pointer not in (0, int(memory.ptr))])
             yield from exchange(mates, bytes(1))
             raise
         lease = _Lease()
@@ -104,6 +123,7 @@ class PeerMemory:
         self._number += 1
         address = int(memory.ptr)
         self._blocks[address] = block
+        self._opened[address] = [pointer for pointer in pointers if pointer != address]
         bisect.insort(self._begins, address)
         return array_in(gpu, address, num_bytes, lease)
 
@@ -140,18 +160,12 @@ class PeerMemory:
         with self._gpu.current():
             # Of this rank's own work on them nothing may be left.
             cupy_module().cuda.runtime.deviceSynchronize()
-        for address, block in blocks.items():
-            self._close([pointer for pointer in block.pointers if pointer != address])
+        for address in blocks:
+            _close(self._gpu, self._opened.pop(address))
         yield from exchange(self._mates, bytes(1))
         for address in blocks:
             del self._blocks[address]
             self._begins.remove(address)
-
-    def _close(self, pointers: list[int]) -> None:
-        runtime = cupy_module().cuda.runtime
-        with self._gpu.current():
-            for pointer in pointers:
-                runtime.ipcCloseMemHandle(pointer)
 
 
 class PeerEvents:
@@ -233,6 +247,28 @@ def raise_among(mates: Mates, problem: str) -> Generator[float | None, None, Non
             error: MpitrainError = DeviceError(f"rank {rank}: {text.decode()}")
             error.known_everywhere = len(mates.members) == mates.comm.size
             raise error
+
+
+def _close(gpu: Gpu, pointers: list[int]) -> None:
+    runtime = cupy_module().cuda.runtime
+    with gpu.current():
+        for pointer in pointers:
+            runtime.ipcCloseMemHandle(pointer)
+
+
+def _free_what_is_left() -> None:
+    """Close what was opened, and free this rank's blocks in which no array lies any more."""
+    for held in tuple(_left):
+        with held.gpu.current():
+            cupy_module().cuda.runtime.deviceSynchronize()
+        for pointers in held.opened.values():
+            _close(held.gpu, pointers)
+        held.opened.clear()
+        for address, block in tuple(held.blocks.items()):
+            if block.lease() is None:
+                del held.blocks[address]
+        if not held.blocks:
+            _left.remove(held)
 
 
 def _exported(pointer: int) -> bytes:

@@ -8,10 +8,21 @@ from contextlib import contextmanager
 
 from mpitrain.errors import DeviceError
 
+_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 REMEDY = (
     "Use smaller batches, a smaller model, precision='bf16', fewer ranks on this GPU, or smaller buckets "
     "(MPITRAIN_BUCKET_MIB)"
 )
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Whether it is CuPy's error, or CUDA's, for want of a GPU's memory."""
+    cupy = sys.modules.get("cupy")
+    if cupy is None:
+        return False
+    if isinstance(error, cupy.cuda.runtime.CUDARuntimeError):
+        return bool(error.status == _OUT_OF_MEMORY)
+    return isinstance(error, cupy.cuda.memory.OutOfMemoryError)
 
 
 @contextmanager
@@ -23,11 +34,10 @@ def memory_explained() -> Iterator[None]:
     """
     try:
         yield
-    except MemoryError as error:  # CuPy's is one
-        cupy = sys.modules.get("cupy")
-        if cupy is None or not isinstance(error, cupy.cuda.memory.OutOfMemoryError):
+    except (MemoryError, RuntimeError) as error:  # CuPy's pool raises the one, CUDA the other
+        if not is_shortage(error):
             raise
-        device = cupy.cuda.Device()
+        device = sys.modules["cupy"].cuda.Device()
         free, total = device.mem_info
         raise DeviceError(
             f"GPU {device.id} has no memory left: {error} {free:,} of its {total:,} bytes are free. {REMEDY}"

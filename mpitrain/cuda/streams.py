@@ -1,7 +1,7 @@
 """Streams of a rank: its thread's current one computes, another one carries sums, and events order the two.
 
 Nothing here makes the host wait. A stream's work begins when the events that it was told to wait for have happened;
-the host only looks (`event.done`) where MPI must not touch memory before the device is done with it.
+the host only looks (`happened`) where MPI must not touch memory before the device is done with it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from mpitrain.cuda.device import Gpu, cupy_module
+from mpitrain.errors import DeviceError
+
+_NOT_READY = 600  # cudaErrorNotReady
 
 
 def make_stream(gpu: Gpu) -> Any:
@@ -45,6 +48,22 @@ def mark(gpu: Gpu, stream: Any = None) -> Any:
     with gpu.current():
         event.record(stream or cupy_module().cuda.get_current_stream())
     return event
+
+
+def happened(event: Any) -> bool:
+    """Whether an event has happened. (CuPy's `event.done` is false for ever where the GPU has failed.)
+
+    Raises:
+        DeviceError: the GPU has failed: an address that is none, an error of its memory, a driver that is gone.
+    """
+    runtime = cupy_module().cuda.runtime
+    status = runtime.eventQuery(event.ptr)
+    if status in (0, _NOT_READY):
+        return bool(status == 0)
+    raise DeviceError(
+        f"the GPU has failed: {runtime.CUDARuntimeError(status)}. Its memory is lost: end the job, look at nvidia-smi "
+        "and dmesg (Xid), and go on from the last checkpoint; compute-sanitizer finds a kernel that leaves its arrays"
+    )
 
 
 def follow(gpu: Gpu, event: Any) -> None:

@@ -20,7 +20,7 @@ from mpitrain.arrays import Array
 from mpitrain.cuda import kernels
 from mpitrain.cuda.device import bind, cupy_module
 from mpitrain.cuda.memory import pinned
-from mpitrain.cuda.streams import make_event, make_stream, working_on
+from mpitrain.cuda.streams import happened, make_event, make_stream, working_on
 from mpitrain.world import World
 
 
@@ -73,7 +73,7 @@ class DeviceBuckets:
     @property
     def is_fetched(self) -> bool:
         """Whether that copy is there."""
-        return bool(self._checked.done)
+        return happened(self._checked)
 
     def first_flagged(self) -> int:
         """The first bucket that is not finite, or -1; once that copy is there."""

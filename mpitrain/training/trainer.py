@@ -92,7 +92,8 @@ class Trainer:
         self.step_number = 0
         self.last_step: int | None = None
         self._hooks = tuple(hooks)
-        self.strategy.begin(self.world, self.adapter)
+        with memory_explained():
+            self.strategy.begin(self.world, self.adapter)
 
     def run(self) -> None:
         """Train until `last_step`.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from functools import lru_cache
 
@@ -15,6 +17,7 @@ from mpitrain.allreduce.algorithm import DTYPES, FLOATS, INTEGERS
 from mpitrain.allreduce.device import TRANSPORTS, make_transport
 from mpitrain.allreduce.device.sequential import DeviceSequential
 from mpitrain.arrays import Array
+from mpitrain.cuda import peers
 from mpitrain.errors import ConfigError, DeviceError, MismatchError
 from tests.ranks.common import assert_same_bits, error_on_all, skip_alone
 from tests.ranks.placements import PLACEMENTS, placed
@@ -227,6 +230,25 @@ def test_own_memory_on_some_ranks_only(world: World, transport: DeviceSequential
     expect(world, flat)
 
 
+def test_an_array_outlives_its_transport(world: World) -> None:
+    """Its memory too, until the next allocation after it has gone."""
+    another = made(world, "peer")
+    transport = made(world, "peer")
+    flat = fill(world, transport.allocate(100_003, FLOAT32))
+    transport.start(flat).wait()
+    gone = weakref.ref(transport)
+    del transport
+    gc.collect()
+    assert gone() is None
+    taken = another.allocate(100_003, FLOAT32)
+    assert len(peers._left) == 1
+    taken.fill(-1)
+    expect(world, flat)
+    del flat
+    another.allocate(1, FLOAT32)
+    assert peers._left == []
+
+
 def test_memory_comes_back(world: World, transport: DeviceSequential) -> None:
     free = []
     for _ in range(6):
@@ -235,7 +257,9 @@ def test_memory_comes_back(world: World, transport: DeviceSequential) -> None:
         expect(world, flat)
         del flat
         cupy.get_default_memory_pool().free_all_blocks()
+        world.barrier()  # or another rank is still on its way
         free.append(cupy.cuda.Device().mem_info[0])
+        world.barrier()
     # On a real GPU other processes take and give back too.
     assert free[-1] >= free[1] - 2**21, free
 

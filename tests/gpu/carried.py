@@ -79,6 +79,9 @@ def _usable(name: str, root: Path) -> Mpi:
     if name == "openmpi":
         prefix = str(programs[0].parent)
         environment |= {"OPAL_PREFIX": prefix, "PRTE_PREFIX": prefix, "PMIX_PREFIX": prefix}
+        # Without InfiniBand it would not take UCX, and only UCX knows CUDA.
+        any_of = {f"OMPI_MCA_pml_ucx_{what}": "any" for what in ("tls", "devices")}
+        environment |= {"OMPI_MCA_pml": "ucx", **any_of}
     return mpi_of(name, str(programs[0] / "mpiexec"), environment)
 
 

@@ -38,7 +38,7 @@ from mpitrain.cuda.aware import why_not_aware
 from mpitrain.cuda.device import cupy_module, raise_first
 from mpitrain.cuda.kernels import add
 from mpitrain.cuda.memory import out_of_memory
-from mpitrain.cuda.streams import mark
+from mpitrain.cuda.streams import happened, mark
 from mpitrain.world import World
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def aware_steps(world: World, place: Place) -> Any:
         started = posted = arrived = 0
         sent = ready = 0  # sends that are complete; pieces that have arrived and been added
         filled = mark(gpu, place.stream)
-        yield from until(lambda: bool(filled.done))
+        yield from until(lambda: happened(filled))
         while min(ready, sent) < num_pieces:
             while posted < num_pieces and posted < ready + AHEAD:
                 _, receive, its_sum = pieces[posted]
@@ -109,7 +109,7 @@ def aware_steps(world: World, place: Place) -> Any:
                     adding.append(None)
                 arrived += 1
                 progress = True
-            while adding and (adding[0] is None or adding[0].done):
+            while adding and (adding[0] is None or happened(adding[0])):
                 adding.popleft()
                 ready += 1
                 progress = True

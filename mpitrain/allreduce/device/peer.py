@@ -47,7 +47,7 @@ from mpitrain.cuda.peers import Mates, PeerMemory, exchange, make_events
 from mpitrain.errors import DeviceError
 from mpitrain.world import World, part_of
 
-_TAG, _PLACE_TAG, _MEET_TAG = 40, 41, 42
+_TAG, _PLACE_TAG, _MEET_TAG = 50, 51, 52
 SLAB_BYTES = 8 * 2**20
 _NOWHERE = -1
 

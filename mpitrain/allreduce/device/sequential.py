@@ -22,7 +22,7 @@ from mpitrain.allreduce.algorithm import DTYPES, Handle, Progress, Steps, compar
 from mpitrain.arrays import Array, is_device_array
 from mpitrain.cuda.device import Gpu, bind, cupy_module, raise_first
 from mpitrain.cuda.memory import out_of_memory
-from mpitrain.cuda.streams import follow, make_event, make_stream, mark, working_on
+from mpitrain.cuda.streams import follow, happened, make_event, make_stream, mark, working_on
 from mpitrain.errors import DeviceError
 from mpitrain.world import World
 
@@ -113,7 +113,7 @@ class DeviceSequential:
         """
         gpu = self.place.gpu
         check_device_flat(flat, gpu, self.dtypes)
-        while self._in_flight and self._in_flight[0][0].done:
+        while self._in_flight and happened(self._in_flight[0][0]):
             self._in_flight.popleft()
         begin, end = mark(gpu), make_event(gpu)
         steps = self._on_stream(flat, residual, begin, end)

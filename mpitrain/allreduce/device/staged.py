@@ -22,6 +22,8 @@ Source: the pipelined copies of NVIDIA, How to overlap data transfers in CUDA C/
 
 from __future__ import annotations
 
+import sys
+
 import numpy
 
 from mpitrain.allreduce import ALGORITHMS
@@ -31,7 +33,7 @@ from mpitrain.arrays import Array
 from mpitrain.control import until
 from mpitrain.cuda.device import cupy_module, raise_first
 from mpitrain.cuda.memory import address, is_page_aligned, page_lock, pinned
-from mpitrain.cuda.streams import make_event, make_stream
+from mpitrain.cuda.streams import happened, make_event, make_stream
 from mpitrain.errors import DeviceError
 from mpitrain.world import World
 
@@ -101,7 +103,7 @@ def staged_steps(world: World, place: Place, host_sum: Steps, memory: Algorithm 
             fetch(number)
         for number, piece in enumerate(pieces):
             slot, count = number % SLOTS, piece.stop - piece.start
-            yield from until(lambda slot=slot: arrived[slot].done)  # type: ignore[misc]
+            yield from until(lambda slot=slot: happened(arrived[slot]))  # type: ignore[misc]
             host = slots[slot][: count * itemsize].view(flat.dtype)
             yield from host_sum(host, residual if residual is None else residual[piece])
             where = source + piece.start * itemsize
@@ -131,7 +133,11 @@ def _make_slots(world: World, memory: Algorithm | None) -> list[numpy.ndarray]:
             # Memory that ranks share begins at a page, on all of them; a plain array's pages may be others' too.
             if not is_page_aligned(slot):
                 break
-            page_lock(slot)
+            try:
+                page_lock(slot)
+            except DeviceError as error:  # some drivers refuse memory that is shared
+                print(f"mpitrain: {world.name()}: {error}; the sum copies once more", file=sys.stderr, flush=True)
+                break
             slots.append(slot)
         slots += [pinned(LARGEST_PIECE_BYTES) for _ in range(SLOTS - len(slots))]
     except DeviceError as error:
