@@ -6,7 +6,6 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
-from functools import lru_cache
 
 import numpy
 import pytest
@@ -19,7 +18,7 @@ from mpitrain.allreduce.device.sequential import DeviceSequential
 from mpitrain.arrays import Array
 from mpitrain.cuda import peers
 from mpitrain.errors import ConfigError, DeviceError, MismatchError
-from tests.ranks.common import assert_same_bits, error_on_all, skip_alone
+from tests.ranks.common import assert_same_bits, error_on_all, expected_sum, pattern, skip_alone
 from tests.ranks.placements import PLACEMENTS, placed
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
@@ -42,18 +41,6 @@ def made(world: World, name: str) -> DeviceSequential:
 @pytest.fixture(params=sorted(TRANSPORTS), scope="module")
 def transport(request: pytest.FixtureRequest, world: World) -> Iterator[DeviceSequential]:
     yield made(world, request.param)
-
-
-@lru_cache
-def pattern(length: int, rank: int) -> numpy.ndarray:
-    """Small integers that differ from rank to rank and place to place; their sums are exact in every dtype."""
-    return ((numpy.arange(length) * 7 + rank * 5) % 17).astype(numpy.int8)
-
-
-@lru_cache
-def expected_sum(length: int, size: int) -> numpy.ndarray:
-    """Computed without any of our code, in int64."""
-    return sum((pattern(length, rank) for rank in range(size)), numpy.zeros(length, numpy.int64))
 
 
 def fill(world: World, flat: Array) -> Array:

@@ -41,6 +41,25 @@ print("sum", float(flat.sum()))
     assert done.left == []
 
 
+def test_a_gpu_that_fails_ends_the_wait_for_it() -> None:
+    """CuPy says of its events no more than that they have not happened, for ever."""
+    source = """
+transport = make_transport(world, "staged")
+flat = transport.allocate(3_000_000, numpy.dtype("f4"))
+transport.start(flat).wait()
+if world.rank == 1:
+    cupy.cuda.runtime.broken = 700
+transport.start(flat).wait()
+print("sum")
+"""
+    done = job(3, source)
+    assert done.code != 0, done.output
+    assert "sum" not in done.stdout
+    assert "mpitrain: rank 1 on " in done.stderr, done.output
+    assert "DeviceError: the GPU has failed: cudaErrorIllegalAddress" in done.stderr, done.output
+    assert done.left == []
+
+
 def test_a_host_array_on_one_rank() -> None:
     source = """
 transport = make_transport(world, "staged")

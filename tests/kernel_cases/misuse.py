@@ -15,8 +15,8 @@ from mpitrain.errors import KernelError
 def test_a_stream(cupy: Any) -> None:
     stream = cupy.cuda.Stream(non_blocking=True)
     total, arrived = cupy.ones(1000, numpy.float32), cupy.ones(1000, numpy.float32)
-    cupy.cuda.Device().synchronize()
     out = cupy.zeros(1, numpy.float64)
+    cupy.cuda.Device().synchronize()
     kernels.add(total, arrived, stream=stream)
     kernels.squared_norm(total, out, stream=stream)
     stream.synchronize()

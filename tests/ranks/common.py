@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import numpy
@@ -39,6 +40,19 @@ def skip_alone(world: World) -> None:
 def assert_same_bits(world: World, *arrays: numpy.ndarray) -> None:
     """The same arrays on every rank."""
     assert len(set(world.allgather(b"".join(array.tobytes() for array in arrays)))) == 1
+
+
+@lru_cache
+def pattern(length: int, rank: int) -> numpy.ndarray:
+    """Small integers that differ from rank to rank and place to place; their sums are exact in every dtype."""
+    # Sums of 7 ranks stay below 2^7: exact in bfloat16 (8 bits) and no overflow in int8.
+    return ((numpy.arange(length) * 7 + rank * 5) % 17).astype(numpy.int8)
+
+
+@lru_cache
+def expected_sum(length: int, size: int) -> numpy.ndarray:
+    """Computed without any of our code, in int64."""
+    return sum((pattern(length, rank) for rank in range(size)), numpy.zeros(length, numpy.int64))
 
 
 def unit_roundoff(dtype: numpy.dtype) -> float:

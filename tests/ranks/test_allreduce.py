@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from functools import lru_cache
 
 import numpy
 import pytest
@@ -14,7 +13,7 @@ from mpitrain.allreduce import ALGORITHMS, make_algorithm
 from mpitrain.allreduce.algorithm import DTYPES, FLOATS, INTEGERS, Algorithm
 from mpitrain.errors import ConfigError, MismatchError
 from mpitrain.world import part_of
-from tests.ranks.common import assert_same_bits, error_on_all, skip_alone
+from tests.ranks.common import assert_same_bits, error_on_all, expected_sum, pattern, skip_alone
 
 from .placements import PLACEMENTS, placed
 
@@ -25,19 +24,6 @@ LENGTHS = (0, 1, 2, 7, 1000, 100003, 1 << 20)
 @pytest.fixture(params=sorted(ALGORITHMS), scope="module")
 def algorithm(request: pytest.FixtureRequest, world: World) -> Iterator[Algorithm]:
     yield make_algorithm(world, request.param)
-
-
-@lru_cache
-def pattern(length: int, rank: int) -> numpy.ndarray:
-    """Small integers that differ from rank to rank and place to place; their sums are exact in every dtype."""
-    # Sums of 7 ranks stay below 2^7: exact in bfloat16 (8 bits) and no overflow in int8.
-    return ((numpy.arange(length) * 7 + rank * 5) % 17).astype(numpy.int8)
-
-
-@lru_cache
-def expected_sum(length: int, size: int) -> numpy.ndarray:
-    """Computed without any of our code, in int64."""
-    return sum((pattern(length, rank) for rank in range(size)), numpy.zeros(length, numpy.int64))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -96,6 +96,15 @@ def test_number_of_buckets(world: World) -> None:
         assert GradientReducer(world, PARAMETERS, bucket_bytes=bucket_bytes).num_buckets == number
 
 
+def test_a_thread_needs_an_mpi_for_threads(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mpi4py import MPI
+
+    monkeypatch.setattr(MPI, "Query_thread", lambda: MPI.THREAD_SERIALIZED)
+    parameters = [Parameter("a", (3,), numpy.dtype(numpy.float32))]
+    text = error_on_all(world, ConfigError, lambda: GradientReducer(world, parameters, threaded=True))
+    assert "needs MPI_THREAD_MULTIPLE" in text
+
+
 @pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
 @pytest.mark.parametrize("bucket_bytes", BUCKETS)
 def test_any_order_gives_the_weighted_mean(world: World, algorithm: str, bucket_bytes: int) -> None:

@@ -23,6 +23,7 @@ _NAMES = {
     101: "cudaErrorInvalidDevice: invalid device ordinal",
     201: "cudaErrorDeviceUninitialized: invalid device context",
     400: "cudaErrorInvalidResourceHandle: invalid resource handle",
+    700: "cudaErrorIllegalAddress: an illegal memory access was encountered",
 }
 
 
@@ -183,7 +184,12 @@ def eventSynchronize(event: int) -> None:
     _events[event].synchronize()
 
 
+broken = 0  # a test breaks this process's GPU with the status that every query gives from then on
+
+
 def eventQuery(event: int) -> int:
+    if broken:
+        return broken
     return 0 if _events[event].done else 600
 
 
