@@ -56,6 +56,8 @@ def main() -> int:
     arguments = parser.parse_args()
     # In the background of a shell script Ctrl-C is ignored, and would be in all tests.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # As by Ctrl-C: the part and all its jobs end too.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     total: Counter[str] = Counter()
     failed_parts = []
     shared = shared_memory()

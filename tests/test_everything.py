@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -62,3 +63,22 @@ def test_ctrl_c(tmp_path: Path) -> None:
         everything.run([sys.executable, "-c", PART, str(tmp_path)], is_pytest=False, deadline_seconds=60.0)
     thread.join()
     assert [is_alive(pid) for pid in pids(tmp_path)] == [False, False]
+
+
+def test_sigterm(tmp_path: Path) -> None:
+    """As a user or a CI runner ends it; Ctrl-C is ignored where a script has started it in the background."""
+    source = f"""
+import signal, sys
+sys.path.insert(0, {str(REPOSITORY / "tests")!r})
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+import everything
+everything.GRACE_SECONDS = 0.3
+everything.parts = lambda full: [("a part", [sys.executable, "-c", {PART!r}, {str(tmp_path)!r}], False, 60.0)]
+sys.argv = ["everything"]
+everything.main()
+"""
+    with subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.DEVNULL) as process:
+        found = pids(tmp_path)
+        process.terminate()
+        assert process.wait(timeout=30) == 128 + signal.SIGTERM
+    assert [is_alive(pid) for pid in found] == [False, False]
