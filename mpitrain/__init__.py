@@ -23,7 +23,11 @@ if TYPE_CHECKING:
     from mpitrain.strategies import Sync
     from mpitrain.training.data import ArrayData
     from mpitrain.training.flat_optimizer import clip_by_global_norm
-    from mpitrain.training.hooks import Checkpoint, Evaluate, Hook, Log, StopAtStep
+    from mpitrain.training.hooks.checkpoint import Checkpoint
+    from mpitrain.training.hooks.evaluate import Evaluate
+    from mpitrain.training.hooks.hook import Hook
+    from mpitrain.training.hooks.log import Log
+    from mpitrain.training.hooks.stop import StopAtStep
     from mpitrain.training.loss_scale import LossScale
     from mpitrain.training.metrics import evaluate
     from mpitrain.training.optimizers import Adam, AdamW, Sgd
@@ -42,18 +46,18 @@ _HOME = {
     "AdamW": "training.optimizers",
     "ArrayData": "training.data",
     "ArrayFunction": "adapters.array_function",
-    "Checkpoint": "training.hooks",
-    "Evaluate": "training.hooks",
+    "Checkpoint": "training.hooks.checkpoint",
+    "Evaluate": "training.hooks.evaluate",
     "GradientReducer": "exchange.reducer",
-    "Hook": "training.hooks",
-    "Log": "training.hooks",
+    "Hook": "training.hooks.hook",
+    "Log": "training.hooks.log",
     "LossScale": "training.loss_scale",
     "MpitrainError": "errors",
     "Parameter": "exchange.bucket",
     "Parts": "training.trainer",
     "Sgd": "training.optimizers",
     "Step": "training.trainer",
-    "StopAtStep": "training.hooks",
+    "StopAtStep": "training.hooks.stop",
     "Sync": "strategies",
     "Trainer": "training.trainer",
     "World": "world",

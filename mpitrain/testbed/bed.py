@@ -21,6 +21,9 @@ from mpitrain.testbed.uml import UserModeLinux
 MOST_DELAY_MICROSECONDS = 1_000_000
 _ENVIRONMENT = "/etc/environment"
 
+# arp(7): a neighbour is asked for every second; who got no answer to the last question is told "no route to host".
+_NEIGHBOUR_SECONDS = 1.5
+
 
 class Bed:
     """Several machines on this one. `up` makes one, `find` finds one; as a context manager it is taken down."""
@@ -187,6 +190,8 @@ class Bed:
         if "cut" in faults:
             self._forget(node, "cut")
             network.set_link(self.record, node, up="kill" not in faults)
+            # Who asked for its address while the cable was out has given up by then, and asks anew.
+            time.sleep(_NEIGHBOUR_SECONDS)
         if "kill" in faults:
             self.start(node)
         if "mtu" in faults:

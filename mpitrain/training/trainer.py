@@ -13,7 +13,7 @@ from mpitrain.errors import CheckpointError, ConfigError
 from mpitrain.exchange.overlap import Overlap
 from mpitrain.start import init
 from mpitrain.strategies import Strategy
-from mpitrain.training.hooks import Hook
+from mpitrain.training.hooks.hook import Hook
 from mpitrain.tree import Tree
 from mpitrain.world import World
 

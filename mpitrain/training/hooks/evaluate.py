@@ -1,0 +1,33 @@
+"""Metrics every so often."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from mpitrain.errors import ConfigError
+from mpitrain.training.hooks.hook import Hook
+
+if TYPE_CHECKING:
+    from mpitrain.training.trainer import Step, Trainer
+
+
+class Evaluate(Hook):
+    """Every `steps` steps and after the last one: compute metrics and print them on rank 0."""
+
+    def __init__(self, steps: int, metrics: Callable[[Trainer], Mapping[str, float]]) -> None:
+        """`metrics` is collective and gives the same on every rank; see metrics.evaluate."""
+        if steps < 1:
+            raise ConfigError(f"Evaluate every {steps} steps: it takes at least 1")
+        self._steps = steps
+        self._metrics = metrics
+        self.results: dict[int, dict[str, float]] = {}
+
+    def after_step(self, trainer: Trainer, step: Step) -> None:
+        """See Hook."""
+        if step.number % self._steps and step.number != trainer.last_step:
+            return
+        values = dict(self._metrics(trainer))
+        self.results[step.number] = values
+        text = ", ".join(f"{name} {value:.4f}" for name, value in values.items())
+        trainer.world.print(f"step {step.number}: {text}")
