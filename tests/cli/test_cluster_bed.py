@@ -288,6 +288,7 @@ def test_set_up_add_remove_and_teardown(operator: Operator) -> None:
     assert operator.names == ["node1"]
 
 
+@pytest.mark.slow
 def test_an_addition_that_changed_nothing_is_taken_back(operator: Operator) -> None:
     operator.init()
     operator.trust_all()

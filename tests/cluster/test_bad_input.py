@@ -236,6 +236,7 @@ def test_what_sshd_does_not_take_is_taken_away(bed: Bed, checkout: Path, tmp_pat
 CUTS = ("mpitrain_packages : Install by apt", "mpitrain_ssh : Reload sshd", "mpitrain_runtime : Install by pip")
 
 
+@pytest.mark.slow
 def test_a_run_that_was_cut_off_is_mended_by_the_next(bed: Bed, checkout: Path, tmp_path: Path) -> None:
     inventory = inventory_of(bed, tmp_path / "hosts", NODES)
     for task in CUTS:

@@ -282,6 +282,7 @@ def test_the_boot_of_a_client_does_not_wait_for_a_dead_server(cluster: Cluster) 
     assert read.stdout == "from node2\n", read.stderr
 
 
+@pytest.mark.slow
 def test_a_node_is_removed_and_added_again(cluster: Cluster) -> None:
     bed = cluster.bed
     everywhere = (
@@ -307,6 +308,7 @@ def test_a_node_is_removed_and_added_again(cluster: Cluster) -> None:
     assert shared_user(bed, "node4", "ssh node1 uname -n; cat ~/nfs/note").stdout == "node1\nfrom node2\n"
 
 
+@pytest.mark.slow
 def test_under_limit_the_files_still_name_all_nodes(cluster: Cluster) -> None:
     root(cluster.bed, "node2", "rm /etc/ssh/mpitrain/known_hosts; sed -i /node3/d /etc/hosts")
     run = cluster.setup("--limit", "node2")

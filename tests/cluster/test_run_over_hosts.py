@@ -100,6 +100,12 @@ def python(request: pytest.FixtureRequest, has_open_mpi: bool) -> str:
     return PYTHONS[request.param]
 
 
+# What goes through the launcher and the guards alone: with MPICH, and with Open MPI by `scripts/test --full`.
+MOSTLY_MPICH = pytest.mark.parametrize(
+    "python", ["mpich", pytest.param("openmpi", marks=pytest.mark.slow)], indirect=True
+)
+
+
 @pytest.fixture(autouse=True)
 def healed(bed: Bed) -> Iterator[None]:
     """Whatever a test broke is whole again after it, and nothing of its job is left."""
@@ -122,6 +128,7 @@ def test_on_all_nodes_by_default(bed: Bed, python: str) -> None:
     assert job.output.count("eth0 0.5 4") == 4, job.output
 
 
+@MOSTLY_MPICH
 def test_a_file_of_variables(bed: Bed, python: str) -> None:
     write(bed, "node1", f"{SHARE}/mpi.env", "UCX_NET_DEVICES=eth0\nLEARNING_RATE=0.7\n")
     job = run(bed, "--env-file mpi.env -n 4 hello.py", python=python)
@@ -145,6 +152,7 @@ def test_a_file_of_variables_that_does_not_fit_a_host(bed: Bed) -> None:
     assert "node2:" not in job.output
 
 
+@MOSTLY_MPICH
 def test_unequal_hosts_and_devices(bed: Bed, python: str) -> None:
     job = run(bed, "--hosts node3/cuda:0x2,node2/cpu hello.py", python=python)
     assert job.code == 0, job.output
@@ -153,6 +161,7 @@ def test_unequal_hosts_and_devices(bed: Bed, python: str) -> None:
     assert "on node2 cpu " in job.output
 
 
+@MOSTLY_MPICH
 def test_one_host_which_is_another_one(bed: Bed, python: str) -> None:
     job = run(bed, "-n 2 --hosts node3 hello.py", python=python)
     assert job.code == 0, job.output
@@ -181,6 +190,7 @@ def test_what_show_prints_can_be_run(bed: Bed, python: str) -> None:
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core cannot be shared unequally")
+@MOSTLY_MPICH
 def test_each_host_shares_its_own_cores(bed: Bed, python: str) -> None:
     limit = "for pid in $(pgrep -x sshd); do taskset --cpu-list --pid {} $pid; done"
     bed.node_run("node3", ["bash", "-c", limit.format(min(os.sched_getaffinity(0)))])
@@ -235,6 +245,7 @@ def test_interfaces_with_different_names(bed: Bed, python: str) -> None:
     assert "on node3  eth0 " in job.output
 
 
+@MOSTLY_MPICH
 def test_power_cut(bed: Bed, python: str) -> None:
     job = Job(bed, "-n 4 hello.py 600", python=python)
     job.wait_for("of 4 on", 4)
@@ -304,6 +315,7 @@ def test_a_rank_that_leaves_before_init(bed: Bed, python: str) -> None:
     assert end.seconds < 30
 
 
+@MOSTLY_MPICH
 def test_a_rank_that_is_late(bed: Bed, python: str) -> None:
     end = run(bed, "-n 4 --start-seconds 8 late.py", python=python)
     assert end.code == 1, end.output
@@ -311,6 +323,7 @@ def test_a_rank_that_is_late(bed: Bed, python: str) -> None:
     assert "node3: rank 2 runs, before init()" in end.output
 
 
+@MOSTLY_MPICH
 @pytest.mark.parametrize("script", ["hello.py", "plain.py"])
 def test_a_firewall_that_drops_what_mpi_sends(bed: Bed, python: str, script: str) -> None:
     bed.drop("node3", "1024-65535")
@@ -329,6 +342,7 @@ def test_what_a_rank_leaves_is_ended_and_named(bed: Bed) -> None:
     assert left(bed) == []
 
 
+@MOSTLY_MPICH
 def test_the_share_is_missing_on_one_node(bed: Bed, python: str) -> None:
     bed.node_run("node2", ["bash", "-c", f"systemctl stop '*nfs.automount'; umount -l {SHARE}; true"])
     try:

@@ -36,6 +36,7 @@ FAULTS: dict[str, Fault] = {
         {"NAM02": ("fail", "node3")},
         repair="hosts",
         shows=["its own name leads to 127.0.1.1"],
+        is_slow=True,
     ),
     "host name changed": Fault(
         "node2 renamed to localhost2",
@@ -84,6 +85,7 @@ FAULTS: dict[str, Fault] = {
         dict.fromkeys(("node2", "node4"), f"{_KEEP_ID}; echo 0123456789abcdef0123456789abcdef >/etc/machine-id"),
         dict.fromkeys(("node2", "node4"), _PUT_ID_BACK),
         {"NAM07": ("warn", "node[2,4]")},
+        is_slow=True,
     ),
     "same host key": Fault(
         "the same ecdsa host key on node1 and node2",
@@ -104,6 +106,7 @@ FAULTS: dict[str, Fault] = {
         {"node2": "usermod -s /bin/bash cluster"},
         {"USR02": ("fail", "node2")},
         shows=["/usr/sbin/nologin, refuses logins"],
+        is_slow=True,
     ),
     "home missing": Fault(
         "the home of the shared user of node4 is a folder that is not there",
@@ -134,6 +137,7 @@ FAULTS: dict[str, Fault] = {
         {"LIM01": ("fail", "node3")},
         repair="limits",
         shows=["a job may have 64 files open"],
+        is_slow=True,
     ),
     "small shared memory": Fault(
         "/dev/shm of 64 MiB on node2, as Docker gives it",
@@ -183,6 +187,7 @@ FAULTS: dict[str, Fault] = {
         {"node2": "taskset -p ffffffff $(systemctl show -P MainPID ssh)"},
         {"LIM04": ("fail", "node2")},
         shows=["what logs in may use 1 of"],
+        is_slow=True,
     ),
     "somebody computes": Fault(
         "two processes of somebody else compute on node4",

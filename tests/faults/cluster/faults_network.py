@@ -220,6 +220,7 @@ FAULTS: dict[str, Fault] = {
         {"SSH06": ("fail", "node3")},
         repair="ssh",
         shows=["MaxStartups 1"],
+        is_slow=True,
     ),
     "passwords on": Fault(
         "PasswordAuthentication yes in our file on node2",
@@ -238,6 +239,7 @@ FAULTS: dict[str, Fault] = {
         {"node2": f"rm /etc/ssh/sshd_config.d/05-site.conf && {_RELOAD}"},
         {"SSH07": ("warn", "node2")},
         shows=["by /etc/ssh/sshd_config.d/05-site.conf"],
+        is_slow=True,
     ),
     "key readable by all": Fault(
         "the shared user's key has mode 0644 on node2",
@@ -274,6 +276,7 @@ FAULTS: dict[str, Fault] = {
         dict.fromkeys(_EVERY, "ip link del docker0"),
         {"NET02": ("warn", "node[1-4]")},
         shows=["172.17.0.1", "--write-env"],
+        is_slow=True,
     ),
     "route by docker0": Fault(
         "node2's route to node3 leaves by docker0",
@@ -303,6 +306,7 @@ FAULTS: dict[str, Fault] = {
         {"NET08": ("fail", "node3")},
         shows=["python3", "50200"],
         env={"MPIEXEC_PORT_RANGE": "50200:50200"},
+        is_slow=True,
     ),
     "high ports dropped": Fault(
         "new connections to high ports of node3 dropped",
@@ -319,6 +323,7 @@ FAULTS: dict[str, Fault] = {
         {"NET04": ("fail", "every other -> node2")},
         level="full",
         shows=["REJECT"],
+        is_slow=True,
     ),
     "one way dropped": Fault(
         "new connections from node2 dropped on node3",

@@ -242,6 +242,7 @@ FAULTS: dict[str, Fault] = {
         {"ENV04": ("fail", "node2")},
         options=("--script", "/opt/train.py"),
         shows=("there is no /opt/train.py",),
+        is_slow=True,
     ),
     "proxy for the nodes": Fault(
         "a proxy set on one node, and the nodes not in no_proxy",
@@ -249,6 +250,7 @@ FAULTS: dict[str, Fault] = {
         {"node2": _UNDO_ENVIRONMENT},
         {"ENV05": ("warn", "node2")},
         shows=("no_proxy without the nodes",),
+        is_slow=True,
     ),
     "UCX_TLS on one node": Fault(
         "UCX_TLS set on one node",
@@ -256,6 +258,7 @@ FAULTS: dict[str, Fault] = {
         {"node4": _UNDO_ENVIRONMENT},
         {"ENV06": ("warn", "node4")},
         shows=("UCX_TLS=self,tcp",),
+        is_slow=True,
     ),
     "Open MPI's variable on one node": Fault(
         "OMPI_MCA_btl set by .bashrc on one node",
@@ -270,6 +273,7 @@ FAULTS: dict[str, Fault] = {
         dict.fromkeys(_ALL, _OWN_LAUNCHER),
         {"MPI01": ("fail", "node[1-4]")},
         shows=("is of Open MPI 4.1.4, mpi4py loads MPICH",),
+        is_slow=True,
     ),
     "a rank that does not start": Fault(
         "a shell that holds up mpiexec's helper on one node, and nothing else",
