@@ -3,9 +3,9 @@
     mpiexec -n 2 python benchmarks/gpu_allreduce.py
 
 Float32, in place, in memory that the transport allocates; transports in turn, the slowest rank's time until its GPU has
-the sum. `bound` is for ranks that share one GPU: the bytes that `peer` must read and write there, (3 p - 1) times the
-buffer for p ranks (each of p segments read p times and written once, then read and written p - 1 times), at the rate of
-the GPU's own copy, counted the same way and measured here while the other ranks are idle.
+the sum. `bound` is for ranks that share one GPU: the bytes that `peer` must read and write there, 2 p times the buffer
+for p ranks (each of p segments read p times and written p times), at the rate of the GPU's own copy, counted the same
+way and measured here while the other ranks are idle.
 """
 
 import argparse
@@ -80,7 +80,7 @@ def main() -> None:
                     raise SystemExit(f"{name}: the sum is wrong")
                 if number:  # the first round warms up
                     seconds[name].append(taken)
-        bound = (3 * world.size - 1) * 4 * count / rate
+        bound = 2 * world.size * 4 * count / rate
         for name, times in seconds.items():
             middle, low, high = spread(times)
             share = f"{bound / middle:.0%}" if alone else "-"

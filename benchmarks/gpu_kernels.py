@@ -34,6 +34,7 @@ def cases(cupy: Any, count: int) -> dict[str, tuple[float, Callable[[], object]]
         "add float32": (12, lambda: kernels.add(one, two)),
         "add bfloat16, cast to bfloat16": (12, lambda: kernels.add(one, short, copy=short)),
         "sum_of 4": (20, lambda: kernels.sum_of([one, two, three, four], one)),
+        "sum_of 2, written twice": (16, lambda: kernels.sum_of([one, two], one, copies=[two])),
         "pack 100 arrays": (8, lambda: kernels.pack(pieces, one[: len(pieces) * (count // 100)])),
         "all_finite": (4, lambda: kernels.all_finite(one, flag)),
         "squared_norm": (4, lambda: kernels.squared_norm(one, norm)),

@@ -1,6 +1,9 @@
 """What the examples' command lines share."""
 
 import argparse
+from pathlib import Path
+
+import mpitrain as mt
 
 
 def positive(text: str) -> int:
@@ -12,3 +15,19 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return value
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """Where a record of the run is kept."""
+    parser.add_argument("--run", type=Path, metavar="DIR", help="record the run here, for mpitrain plot DIR")
+    parser.add_argument("--tensorboard", action="store_true", help="and for TensorBoard (needs tensorboardX)")
+
+
+def recorded(arguments: argparse.Namespace, *, tokens_per_sample: int | None = None) -> list[mt.Hook]:
+    """The hooks that keep the record: behind Evaluate, before Checkpoint."""
+    if arguments.run is None:
+        return []
+    writers = [mt.JsonLines(arguments.run), mt.Csv(arguments.run)]
+    if arguments.tensorboard:
+        writers.append(mt.TensorBoard(arguments.run))
+    return [mt.Record(writers, tokens_per_sample=tokens_per_sample)]

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy
 
 import mpitrain as mt
-from arguments import positive
+from arguments import add_run, positive, recorded
 from datasets import load_images
 from models import cnn, mlp
 from mpitrain.cuda.device import array_module
@@ -58,6 +58,7 @@ def main() -> None:
         mt.Log(),
         mt.Evaluate(steps_per_epoch, test_metrics),
     ]
+    hooks += recorded(arguments)
     if arguments.checkpoints:
         hooks.append(mt.Checkpoint(arguments.checkpoints, steps=steps_per_epoch))
     world.print(f"ranks: {world.size}, nodes: {world.num_nodes}, {arguments.model} on {xp.__name__}, {arguments.data}")
@@ -85,6 +86,7 @@ def parse() -> argparse.Namespace:
         "--precision", choices=("float32", "bf16", "fp16"), default="float32", help="of the computation"
     )
     parser.add_argument("--checkpoints", type=Path, help="save here after every epoch, and resume from here")
+    add_run(parser)
     return parser.parse_args()
 
 

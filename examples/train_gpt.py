@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy
 
 import mpitrain as mt
-from arguments import positive
+from arguments import add_run, positive, recorded
 from datasets import load_text
 from models import gpt
 from mpitrain.cuda.device import array_module
@@ -56,6 +56,7 @@ def main() -> None:
 
     world.print(f"ranks: {world.size}, nodes: {world.num_nodes}, GPT on {xp.__name__}, {len(train):,} characters")
     hooks = [mt.StopAtStep(arguments.steps), mt.Log(), mt.Evaluate(arguments.evaluate_steps, validation_loss)]
+    hooks += recorded(arguments, tokens_per_sample=arguments.context)
     trainer = mt.Trainer(build, hooks)
     trainer.run()
     if world.is_root:
@@ -85,6 +86,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--precision", choices=("float32", "bf16", "fp16"), default="float32", help="of the computation"
     )
+    add_run(parser)
     return parser.parse_args()
 
 

@@ -24,9 +24,14 @@ class Config:
     profile: str = ""  # file on rank 0 that `mpitrain bench --save-profile` wrote on this cluster; "": none
     bucket_mib: float = 0.0  # gradients are exchanged in buckets of about this many MiB; 0: by the profile, else 4
     stall_seconds: float = 10.0  # a wait longer than this is reported on stderr
+    trace: str = ""  # directory on rank 0 for a trace of all ranks, written at the end; "": none
     expected_size: int = 0  # ranks that the launcher started; 0: unknown. Set by `mpitrain run`
     roll_call: str = ""  # file that every rank signs at its beginning and its end. Set by `mpitrain run`
     env_file: str = ""  # file of NAME=value lines that `mpitrain run` adds to the environment of the ranks; "": none
+    verify_record: str = (
+        ""  # folder on rank 0 for a record of what the script computes; "": none. Set by `mpitrain verify`
+    )
+    verify_steps: int = 5  # how many steps that is; then the script ends. Set by `mpitrain verify`
     devices: str = ""  # of the ranks in order, such as "cuda:0,cuda:1,cpu"; "": not said. Set by `mpitrain run`
 
     def __post_init__(self) -> None:
@@ -34,6 +39,7 @@ class Config:
             ("bucket_mib", "0 or more", self.bucket_mib >= 0),
             ("stall_seconds", "above 0", self.stall_seconds > 0),
             ("expected_size", "0 or more", self.expected_size >= 0),
+            ("verify_steps", "above 0", self.verify_steps > 0),
         ):
             value = getattr(self, name)
             if not is_allowed or value == float("inf"):

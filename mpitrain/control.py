@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy
 
 from mpitrain.errors import MismatchError, MpitrainError
+from mpitrain.spans import Spans
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -64,6 +65,7 @@ class Control:
         self._hosts = hosts
         self.open_tests: list[Callable[[], object]] = []  # move on what has begun and is not complete
         self.posted: BaseException | None = None  # an error of a thread, for the main one to raise
+        self.spans: Spans | None = None  # where a trace is kept
         self._wreck: BaseException | None = None
         self._broken_in = ""
         self._in_flight: list[tuple[MPI.Request, numpy.ndarray]] = []
@@ -118,11 +120,14 @@ class Control:
             MpitrainError: another rank failed and could not end this process.
         """
         self.check()
+        begun = time.perf_counter()
         try:
             self._wait(steps, doing, peer)
         except BaseException as error:
             self._leave(doing, error)
             raise
+        if self.spans:
+            self.spans.add("wait", str(doing), begun, time.perf_counter())
 
     def _wait(self, steps: Iterable[float | None], doing: object, peer: int | None) -> None:
         started = looked = reported = 0.0

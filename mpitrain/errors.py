@@ -10,7 +10,8 @@
     ├── TreeError              a tree holds something that is neither an array nor a number
     ├── GradientError          a gradient that cannot be used
     │   ├── MissingGradientError   the backward pass ended without it
-    │   └── NonFiniteError         it holds NaN or infinity
+    │   └── NonFiniteError         it, or the loss, holds NaN or infinity
+    ├── ReplicaError           the ranks' parameters are no longer equal
     ├── DataError              a data file or data set that cannot be used; a rank without samples
     └── CheckpointError        a checkpoint that cannot be written or read
 
@@ -66,7 +67,11 @@ class MissingGradientError(GradientError):
 
 
 class NonFiniteError(GradientError):
-    """A rank handed in a gradient with NaN or infinity."""
+    """A rank had a gradient or a loss with NaN or infinity."""
+
+
+class ReplicaError(MpitrainError, RuntimeError):
+    """The ranks' parameters are no longer the same bits; the text names ranks, parameters and values."""
 
 
 class DataError(MpitrainError, ValueError):

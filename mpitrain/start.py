@@ -25,6 +25,8 @@ from mpitrain.launch.libraries import launched_by
 from mpitrain.launch.roll_call import BEGUN, CALLED, DONE, ROLL_CALL, sign
 from mpitrain.launch.verify import check_size, check_vendor
 from mpitrain.profile import DEFAULT, Profile, fingerprint, from_json, library_name, measure_anew
+from mpitrain.trace import Trace
+from mpitrain.verify.record import RecordedTrees, Recorder
 from mpitrain.world import World
 
 if TYPE_CHECKING:
@@ -69,9 +71,15 @@ def init(**settings: Any) -> World:
     world.control.stall_seconds = world.config.stall_seconds
     world = replace(world, profile=_common_profile(world))
     _share_cores(world)
+    if world.config.trace:
+        # Called before the farewell, which `guard` has registered: the last one is called first.
+        atexit.register(Trace(world, Path(world.config.trace)).finish)
     if world.size > 1 and world.config.roll_call:
         sign(world.config.roll_call, BEGUN, world.rank)
         atexit.register(sign, world.config.roll_call, DONE, world.rank)
+    if world.config.verify_record:
+        recorder = Recorder(world)
+        world = replace(world, observer=recorder, make_arrays=lambda its: RecordedTrees(ArrayTrees(its), recorder))
     _world = world
     return _world
 

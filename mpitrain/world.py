@@ -36,6 +36,12 @@ class TreeExchange(Protocol):
     def mean(self, tree: Tree, weight: float) -> Tree: ...
 
 
+class Observer(Protocol):
+    """Who is told which samples this rank gets from `shard`; verify/record.py has it."""
+
+    def saw(self, batch: Tree) -> None: ...
+
+
 @dataclass(frozen=True, eq=False)
 class World:
     """The ranks of one job. It never changes: after a lost rank there is a new World of the next generation.
@@ -58,6 +64,7 @@ class World:
     control: Control
     make_arrays: Callable[[World], TreeExchange]
     profile: Profile = DEFAULT
+    observer: Observer | None = None  # with `mpitrain verify`
 
     @cached_property
     def rank(self) -> int:
@@ -196,7 +203,10 @@ class World:
                 continue
             mine = part_of(length, self.rank, self.size)
             values = (leaf[mine] for _, leaf in leaves(batch))
-            yield rebuild(batch, values.__next__)
+            part = rebuild(batch, values.__next__)
+            if self.observer:
+                self.observer.saw(part)
+            yield part
         if index < max(start - 1, 0):
             raise _everywhere(
                 DataError(f"{self.name()}: there are {index + 1} batches, and the shard starts at batch {start}")

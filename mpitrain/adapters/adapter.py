@@ -32,6 +32,11 @@ class Adapter(Protocol):
         """
         ...
 
+    @property
+    def precision(self) -> numpy.dtype:
+        """The narrowest dtype that losses and gradients are computed in."""
+        ...
+
     def parameters(self) -> dict[str, Array]:
         """The parameters by name: themselves, not copies."""
         ...
@@ -53,6 +58,14 @@ class Adapter(Protocol):
         The buffers, on the host or where the parameters are, may be overwritten. Returns the learning rate that was
         used.
         """
+        ...
+
+    def measure_gradient_norm(self) -> None:
+        """Let the next `apply_gradients` measure the norm of the mean gradient."""
+        ...
+
+    def gradient_norm(self) -> float | None:
+        """The 2-norm over all parameters of the last `apply_gradients`, before clipping; None: it was not measured."""
         ...
 
     def state(self) -> dict[str, Any]:

@@ -102,6 +102,12 @@ class ArrayFunction:
         """See Adapter."""
         return self._loss_scale
 
+    @property
+    def precision(self) -> numpy.dtype:
+        """See Adapter."""
+        seen: numpy.dtype = (self._flat if self._narrow is None else self._narrow).dtype
+        return seen
+
     def parameters(self) -> dict[str, Array]:
         """See Adapter. A new dict of the same views."""
         return dict(self._views)
@@ -145,6 +151,14 @@ class ArrayFunction:
         """See Adapter."""
         gradients = flats[self._flat.dtype]
         return self._optimizer.update(gradients if is_device_array(gradients) else like(gradients, self._flat))
+
+    def measure_gradient_norm(self) -> None:
+        """See Adapter."""
+        self._optimizer.measure_gradient_norm()
+
+    def gradient_norm(self) -> float | None:
+        """See Adapter."""
+        return self._optimizer.gradient_norm()
 
     def state(self) -> dict[str, Any]:
         """See Adapter: `parameters`, `optimizer` with its buffers by parameter name and its step, and `loss_scale`.

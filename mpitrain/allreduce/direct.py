@@ -37,13 +37,14 @@ in MPICH, Int. J. High Perform. Comput. Appl. 19 (2005) 49-66, with all exchange
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Protocol
 
 import numpy
 
 from mpitrain.allreduce.algorithm import DTYPES, Progress, Sequential, Steps
 from mpitrain.allreduce.group import Group, everyone
+from mpitrain.arrays import Array
 from mpitrain.pace import Pace
 from mpitrain.world import World, part_of
 
@@ -58,6 +59,22 @@ _LARGEST_PIECE, _SMALLEST_PIECE = 256 * 1024, 16 * 1024
 _TAG = 10  # and 2 WINDOW more
 
 
+class Exchange(Protocol):
+    """Both phases for one piece of every segment."""
+
+    def __call__(
+        self, slot: int, tag: int, flat: Array, parts: list[slice], residual: Array | None, /
+    ) -> Iterator[bool]:
+        """Yields whether anything has happened.
+
+        Args:
+            slot: below WINDOW; no two pieces that are on their way have the same one.
+            tag: of its messages; the next one is free too.
+            parts: the piece in `flat`, by the place in the group of the segment's owner.
+        """
+        ...
+
+
 def direct(world: World) -> Sequential:
     """Two-step exchange between all ranks. See Algorithm for the contract."""
     return Sequential(world, "direct", direct_steps(everyone(world)))
@@ -66,50 +83,16 @@ def direct(world: World) -> Sequential:
 def direct_steps(group: Group, codec: Codec | None = None) -> Steps:
     """The two phases over the group. With a codec: float32 only, rounded; see the module's docstring."""
     others = range(1, group.size)
-    piece_bytes = min(max(_FLIGHT_BYTES // WINDOW // max(group.size - 1, 1), _SMALLEST_PIECE), _LARGEST_PIECE)
-    piece_bytes -= piece_bytes % 1024  # whole blocks of a codec
-    wires = [_Wires(piece_bytes, group.size, codec) for _ in range(WINDOW if group.size > 1 else 0)]
-    pace = Pace()
+    wires = [_Wires(piece_bytes(group), group.size, codec) for _ in range(WINDOW if group.size > 1 else 0)]
 
-    def steps(flat: numpy.ndarray, residual: numpy.ndarray | None = None) -> Progress:
-        if group.size == 1:
-            return
-        largest = part_of(flat.size, 0, group.size)
-        num_pieces = -(-(largest.stop - largest.start) * flat.itemsize // piece_bytes)
-        started = 0
-        active: dict[int, Iterator[bool]] = {}  # by slot: piece n has slot n modulo WINDOW, and its tag, on every rank
-        share = flat.nbytes // group.size
-        wire, wire_piece = share, min(share, piece_bytes)
-        if codec is not None:
-            wire, wire_piece = (codec.wire_bytes(num_bytes // flat.itemsize) for num_bytes in (wire, wire_piece))
-        pace.begin(2 * (group.size - 1) * wire, wire_piece)
-        while True:
-            while started < num_pieces and (slot := started % WINDOW) not in active:
-                parts = [_piece(flat.size, owner, group.size, started, num_pieces) for owner in range(group.size)]
-                active[slot] = exchange(wires[slot], _TAG + 2 * slot, flat, parts, residual)
-                started += 1
-            if not active:
-                break
-            progress = False
-            for slot, piece in tuple(active.items()):
-                state = next(piece, None)
-                if state is None:
-                    del active[slot]
-                progress |= state is not False
-            if not progress:
-                yield pace.nap()
-        pace.end()
-
-    def plain(
-        wires: _Wires, tag: int, flat: numpy.ndarray, parts: list[slice], _: numpy.ndarray | None
-    ) -> Iterator[bool]:
-        """One piece of every segment, as it is. Yields whether anything has happened."""
+    def plain(slot: int, tag: int, flat: numpy.ndarray, parts: list[slice], _: numpy.ndarray | None) -> Iterator[bool]:
+        """One piece of every segment, as it is."""
         comm, rank, own = group.comm, group.rank, parts[group.index]
 
         def at(offset: int) -> numpy.ndarray:
             return flat[parts[(group.index + offset) % group.size]].view(numpy.uint8)
 
-        arrived = [wires.of(offset, flat.dtype)[: own.stop - own.start] for offset in others]
+        arrived = [wires[slot].of(offset, flat.dtype)[: own.stop - own.start] for offset in others]
         receives = [
             comm.Irecv(into.view(numpy.uint8), rank(-offset), tag) for offset, into in zip(others, arrived, strict=True)
         ]
@@ -127,11 +110,11 @@ def direct_steps(group: Group, codec: Codec | None = None) -> Steps:
             yield from _done(request)
 
     def coded(
-        wires: _Wires, tag: int, flat: numpy.ndarray, parts: list[slice], residual: numpy.ndarray | None
+        slot: int, tag: int, flat: numpy.ndarray, parts: list[slice], residual: numpy.ndarray | None
     ) -> Iterator[bool]:
         """The same in the codec's form, with error feedback where there is a residual."""
         assert codec is not None
-        comm, rank = group.comm, group.rank
+        comm, rank, received, sent = group.comm, group.rank, wires[slot].received, wires[slot].sent
         own = flat[parts[group.index]]
 
         def encode(offset: int, wire: numpy.ndarray) -> numpy.ndarray:
@@ -146,21 +129,19 @@ def direct_steps(group: Group, codec: Codec | None = None) -> Steps:
             return wire
 
         size = codec.wire_bytes(own.size)
-        arrived = [wires.received[offset][:size] for offset in others]
+        arrived = [received[offset][:size] for offset in others]
         receives = [comm.Irecv(into, rank(-offset), tag) for offset, into in zip(others, arrived, strict=True)]
-        sends = [comm.Isend(encode(offset, wires.sent[offset]), rank(offset), tag) for offset in others]
+        sends = [comm.Isend(encode(offset, sent[offset]), rank(offset), tag) for offset in others]
         for receive, wire in zip(receives, arrived, strict=True):
             yield from _done(receive)
             codec.add(wire, own)
-        total = encode(0, wires.sent[0])
+        total = encode(0, sent[0])
         for send in sends:
             yield from _done(send)
         sends = [comm.Isend(total, rank(offset), tag + 1) for offset in others]
         codec.decode(total, own)
         places = [flat[parts[(group.index - offset) % group.size]] for offset in others]
-        sums = [
-            wires.received[offset][: codec.wire_bytes(place.size)] for offset, place in zip(others, places, strict=True)
-        ]
+        sums = [received[offset][: codec.wire_bytes(place.size)] for offset, place in zip(others, places, strict=True)]
         receives = [comm.Irecv(into, rank(-offset), tag + 1) for offset, into in zip(others, sums, strict=True)]
         for receive, wire, place in zip(receives, sums, places, strict=True):
             yield from _done(receive)
@@ -168,7 +149,52 @@ def direct_steps(group: Group, codec: Codec | None = None) -> Steps:
         for send in sends:
             yield from _done(send)
 
-    exchange = plain if codec is None else coded
+    return in_pieces(group, plain) if codec is None else in_pieces(group, coded, codec.wire_bytes)
+
+
+def piece_bytes(group: Group) -> int:
+    """How long a piece of a segment is at most; whole blocks of a codec."""
+    fitting = min(max(_FLIGHT_BYTES // WINDOW // max(group.size - 1, 1), _SMALLEST_PIECE), _LARGEST_PIECE)
+    return fitting - fitting % 1024
+
+
+def in_pieces(group: Group, exchange: Exchange, wire_bytes: Callable[[int], int] | None = None) -> Steps:
+    """`exchange` on all pieces of a buffer; `wire_bytes` says how long so many values are in a codec's form.
+
+    Wherever `exchange` codes and adds, on the host or on a GPU, the pieces are the same, and so are the roundings.
+    """
+    longest = piece_bytes(group)
+    pace = Pace()
+
+    def steps(flat: Array, residual: Array | None = None) -> Progress:
+        if group.size == 1:
+            return
+        largest = part_of(flat.size, 0, group.size)
+        num_pieces = -(-(largest.stop - largest.start) * flat.itemsize // longest)
+        started = 0
+        active: dict[int, Iterator[bool]] = {}  # by slot: piece n has slot n modulo WINDOW, and its tag, on every rank
+        share = flat.nbytes // group.size
+        wire, wire_piece = share, min(share, longest)
+        if wire_bytes is not None:
+            wire, wire_piece = (wire_bytes(num_bytes // flat.itemsize) for num_bytes in (wire, wire_piece))
+        pace.begin(2 * (group.size - 1) * wire, wire_piece)
+        while True:
+            while started < num_pieces and (slot := started % WINDOW) not in active:
+                parts = [_piece(flat.size, owner, group.size, started, num_pieces) for owner in range(group.size)]
+                active[slot] = exchange(slot, _TAG + 2 * slot, flat, parts, residual)
+                started += 1
+            if not active:
+                break
+            progress = False
+            for slot, piece in tuple(active.items()):
+                state = next(piece, None)
+                if state is None:
+                    del active[slot]
+                progress |= state is not False
+            if not progress:
+                yield pace.nap()
+        pace.end()
+
     return steps
 
 

@@ -34,6 +34,9 @@ COMMANDS = {
     "cluster": "mpitrain.cli.cluster",
     "check-cluster": "mpitrain.cli.check_cluster",
     "bench": "mpitrain.cli.bench",
+    "verify": "mpitrain.cli.verify",
+    "checkpoint": "mpitrain.cli.checkpoint",
+    "plot": "mpitrain.cli.plot",
 }
 
 

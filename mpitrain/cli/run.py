@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from mpitrain.launch.hosts import Layout
     from mpitrain.launch.libraries import Library, Mpiexec
 
+TRACE = "MPITRAIN_TRACE"
+
 HELP = "start a script on several ranks, here or on several hosts"
 
 _EPILOG = """\
@@ -43,6 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.epilog = _EPILOG
     add_launch_arguments(parser)
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="DIR",
+        help="at the end write DIR/trace.json: what each rank computed and waited for (MPITRAIN_TRACE)",
+    )
     parser.add_argument("--show", action="store_true", help="print the mpiexec command, do not run it")
     parser.add_argument("script", help="Python script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's arguments")
@@ -82,6 +90,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Start the job; returns its exit code."""
     if not Path(arguments.script).is_file():
         raise ConfigError(f"there is no script {arguments.script!r} in {Path.cwd()}")
+    if arguments.trace:
+        os.environ[TRACE] = str(arguments.trace.absolute())
     words = [arguments.script, *arguments.arguments]
     return launch(arguments, words, file=arguments.script, typed=words, show=arguments.show)
 

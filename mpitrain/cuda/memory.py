@@ -7,14 +7,17 @@ that of the whole block around it (CuPy issue 9436).
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy
 
 from mpitrain.arrays import Array
-from mpitrain.cuda.device import Gpu, cupy_module
-from mpitrain.cuda.shortage import REMEDY
+from mpitrain.cuda.device import Gpu, cupy_module, raise_first
+from mpitrain.cuda.shortage import REMEDY, is_shortage
 from mpitrain.errors import DeviceError
+from mpitrain.world import World
 
 PAGE_BYTES = 4096
 
@@ -67,6 +70,26 @@ def raw(gpu: Gpu, num_bytes: int, purpose: str) -> Any:
             return cupy.cuda.Memory(max(num_bytes, 1))
         except cupy.cuda.runtime.CUDARuntimeError as error:
             raise out_of_memory(gpu, num_bytes, purpose, error) from None
+
+
+@contextmanager
+def allocating(world: World, gpu: Gpu, num_bytes: int, purpose: str) -> Iterator[None]:
+    """A block in which every rank allocates, `num_bytes` of its GPU, which is current. Collective, after the block.
+
+    Raises:
+        DeviceError: some rank has not the memory, on its GPU or page-locked. On every rank.
+    """
+    problem = ""
+    with gpu.current():
+        try:
+            yield
+        except DeviceError as error:
+            problem = str(error)
+        except (MemoryError, RuntimeError) as error:
+            if not is_shortage(error):
+                raise
+            problem = str(out_of_memory(gpu, num_bytes, purpose, error))
+    raise_first(world, world.allgather(problem))
 
 
 def out_of_memory(gpu: Gpu, num_bytes: int, purpose: str, error: Exception) -> DeviceError:

@@ -1,7 +1,7 @@
 """Streams of a rank: its thread's current one computes, another one carries sums, and events order the two.
 
-Nothing here makes the host wait. A stream's work begins when the events that it was told to wait for have happened;
-the host only looks (`happened`) where MPI must not touch memory before the device is done with it.
+Only `wait_for_work` makes the host wait. Else a stream's work begins when the events that it was told to wait for have
+happened; the host only looks (`happened`) where MPI must not touch memory before the device is done with it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from mpitrain.arrays import Array, is_device_array
 from mpitrain.cuda.device import Gpu, cupy_module
 from mpitrain.errors import DeviceError
 
@@ -70,3 +71,10 @@ def follow(gpu: Gpu, event: Any) -> None:
     """What this thread's current stream is given from now on begins after `event`."""
     with gpu.current():
         cupy_module().cuda.get_current_stream().wait_event(event)
+
+
+def wait_for_work(array: Array) -> None:
+    """Where the array is on a GPU, wait until all that this thread's current stream has by now is done."""
+    if is_device_array(array):
+        with array.device:
+            cupy_module().cuda.get_current_stream().synchronize()

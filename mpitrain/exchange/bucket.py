@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy
 
 from mpitrain.arrays import Array
+from mpitrain.errors import CheckpointError
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,31 @@ class Layout:
             flats[parameter.dtype][begin:end].reshape(parameter.shape)
             for parameter, (begin, end) in zip(self.parameters, self.places, strict=True)
         ]
+
+    def named(self, flats: dict[numpy.dtype, Array]) -> dict[str, Array]:
+        """The same by the parameters' names."""
+        return {parameter.name: view for parameter, view in zip(self.parameters, self.views(flats), strict=True)}
+
+    def flats_of(self, values: Mapping[str, numpy.ndarray]) -> dict[numpy.dtype, numpy.ndarray]:
+        """New flat buffers with these values, by the parameters' names; {} for none. The reverse of `named`.
+
+        Raises:
+            CheckpointError: they are of other parameters.
+        """
+        if not values:
+            return {}
+        expected = {parameter.name: parameter.shape for parameter in self.parameters}
+        found = {name: value.shape for name, value in values.items()}
+        for name in [*expected, *found]:
+            if found.get(name) != expected.get(name):
+                raise CheckpointError(
+                    f"what was left to send has shape {found.get(name)} for {name}, the model {expected.get(name)}; "
+                    "is it a checkpoint of this model?"
+                )
+        flats = {dtype: numpy.empty(count, dtype) for dtype, count in self.counts.items()}
+        for name, view in self.named(flats).items():
+            view[...] = values[name]
+        return flats
 
 
 def plan_layout(parameters: Sequence[Parameter]) -> Layout:

@@ -14,7 +14,7 @@ from mpitrain.exchange.bucket import Parameter
 from mpitrain.world import World
 
 # What a rank says of its gradients at the end of a step.
-GOOD, MISSING, NON_FINITE = 0, 1, 2
+GOOD, MISSING, NON_FINITE, NON_FINITE_LOSS = 0, 1, 2, 3
 
 
 def check_parameters(parameters: Sequence[Parameter]) -> None:
@@ -33,6 +33,16 @@ def check_parameters(parameters: Sequence[Parameter]) -> None:
         error = ConfigError(problem)
         error.known_everywhere = True
         raise error
+
+
+def check_gradient(who: str, parameter: Parameter, gradient: Array) -> None:
+    """Raise GradientError, on the rank `who` alone, unless it has its parameter's shape and dtype."""
+    shape, dtype = getattr(gradient, "shape", None), getattr(gradient, "dtype", None)
+    if shape != parameter.shape or dtype != parameter.dtype:
+        found = type(gradient).__name__ if shape is None or dtype is None else f"{dtype} {shape}"
+        raise GradientError(
+            f"{who}: the gradient of {parameter.name} is {found}; the parameter is {parameter.dtype} {parameter.shape}"
+        )
 
 
 def check_scales(world: World, scales: list[float]) -> None:
@@ -56,8 +66,9 @@ def problem(who: str, code: int, parameter: str) -> GradientError:
             "hand in zeros for a parameter that a batch does not use"
         )
     else:
+        what = "the loss is" if code == NON_FINITE_LOSS else f"the gradient of {parameter} holds"
         error = NonFiniteError(
-            f"{who}: the gradient of {parameter} holds NaN or infinity; nothing was changed by this step. "
+            f"{who}: {what} NaN or infinity; nothing was changed by this step. "
             "Try a smaller learning rate, gradient clipping, or look at that rank's data"
         )
     error.known_everywhere = True
@@ -82,15 +93,3 @@ def all_finite(flat: Array) -> bool:
             if numpy.isfinite(numpy.dot(flat, flat)):
                 return True
     return bool(namespace(flat).isfinite(flat).all())
-
-
-def first_non_finite(gradients: Sequence[Array], members: Sequence[int]) -> int:
-    """Which of a bucket's gradients on a GPU was not finite on some rank: by their means, the same on all ranks.
-
-    The GPU has looked at the bucket as a whole. Where two ranks are at fault in one bucket, it may be the other's.
-    """
-    for index in members:
-        gradient = gradients[index]
-        if not namespace(gradient).isfinite(gradient).all():
-            return index
-    return members[0]

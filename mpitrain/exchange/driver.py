@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 
 from mpitrain.control import Control
+from mpitrain.world import World
 
 # Long enough to leave the cores to the computation, short against the time that a piece takes on Ethernet.
 _NAP_SECONDS = 100e-6
@@ -57,3 +58,15 @@ class Driver:
         except BaseException as error:
             self._control.posted = error
             self._running.clear()
+
+
+def threads_by_default(world: World) -> bool:
+    """Whether an exchange is driven by a thread where nobody says: between nodes, if MPI lets it."""
+    return world.num_nodes > 1 and allows_threads()
+
+
+def allows_threads() -> bool:
+    """Whether MPI may be called from several threads at a time."""
+    from mpi4py import MPI
+
+    return bool(MPI.Query_thread() >= MPI.THREAD_MULTIPLE)

@@ -12,12 +12,14 @@ from mpitrain.allreduce.algorithm import Handle
 from mpitrain.allreduce.compressed import compressed
 from mpitrain.allreduce.costs import compression as compression_by
 from mpitrain.allreduce.device import make_transport
+from mpitrain.allreduce.device.coded import Coded, coded
 from mpitrain.allreduce.device.sequential import DeviceSequential
-from mpitrain.allreduce.device.staged import shortened
 from mpitrain.allreduce.group import num_lanes
-from mpitrain.arrays import Array, is_device_array
+from mpitrain.arrays import Array, is_device_array, namespace
 from mpitrain.compression import CASTS, CODECS
 from mpitrain.cuda import kernels
+from mpitrain.cuda.memory import allocating
+from mpitrain.cuda.streams import working_on
 from mpitrain.errors import ConfigError, DataError
 from mpitrain.world import World
 
@@ -46,11 +48,11 @@ class Exchange(Protocol):
         ...
 
     def state(self) -> dict[str, numpy.ndarray]:
-        """What it keeps from step to step on this rank, by name; copies."""
+        """What it keeps from step to step on this rank, by name; copies, on the host."""
         ...
 
-    def restore(self, state: dict[str, numpy.ndarray]) -> None:
-        """Go on from what `state` gave on this rank in an equal world."""
+    def restore(self, state: dict[str, Array]) -> None:
+        """Go on from what `state` gave on this rank in an equal world, on the host or on a GPU."""
         ...
 
 
@@ -92,7 +94,7 @@ class PlainExchange:
         """See Exchange. There is nothing."""
         return {}
 
-    def restore(self, state: dict[str, numpy.ndarray]) -> None:
+    def restore(self, state: dict[str, Array]) -> None:
         """See Exchange."""
 
 
@@ -103,7 +105,8 @@ class CompressedExchange:
     mpitrain/allreduce/direct.py. It is kept for arrays that `allocate` made, once a step for each of their elements. A
     step that ends with an error may lose it, which costs no more than that step's rounding.
 
-    Arrays on a GPU go through the host, which shortens them, and are copied there and back in full.
+    Arrays on a GPU are coded there, and what is left out stays there, wherever it can be: see
+    mpitrain/allreduce/device/coded.py.
     """
 
     def __init__(self, world: World, codec: str) -> None:
@@ -112,7 +115,7 @@ class CompressedExchange:
         self.may_overflow = codec in CASTS and world.num_nodes > 1
         self._world = world
         self._algorithm = compressed(world, codec)
-        self._kept: list[tuple[Array, numpy.ndarray]] = []  # what `allocate` made, and its residual
+        self._kept: list[tuple[Array, Array]] = []  # what `allocate` made, and its residual
         if world.num_nodes == 1:
             world.print(f"mpitrain: compression {codec}: all ranks are on one node, so nothing is sent and shortened")
 
@@ -120,9 +123,8 @@ class CompressedExchange:
         """See Exchange."""
         scale(flat, share)
         residual = self._residual_of(flat)
-        if is_device_array(flat):
-            return self._transport.start(flat, residual, agreed=True)
-        return self._algorithm.start(flat, residual, agreed=True)
+        algorithm = self._on_device.transport if is_device_array(flat) else self._algorithm
+        return algorithm.start(flat, residual, agreed=True)
 
     def allocate(self, count: int, dtype: numpy.dtype, *, on_device: bool = False) -> Array:
         """See Exchange.
@@ -138,34 +140,61 @@ class CompressedExchange:
             )
             error.known_everywhere = True
             raise error
-        flat = (self._transport if on_device else self._algorithm).allocate(count, dtype)
-        # Pages that are never touched, of what other ranks of the node take care of, take no memory.
-        self._kept.append((flat, numpy.zeros(count, numpy.float32)))
+        flat = (self._on_device.transport if on_device else self._algorithm).allocate(count, dtype)
+        if on_device and self._on_device.codes_on_device:
+            place = self._on_device.transport.place
+            with (
+                allocating(self._world, place.gpu, flat.nbytes, "what a codec leaves out"),
+                working_on(place.gpu, place.stream),
+            ):
+                residual = namespace(flat).zeros(count, numpy.float32)
+        else:
+            # Pages that are never touched, of what other ranks of the node take care of, take no memory.
+            residual = numpy.zeros(count, numpy.float32)
+        self._kept.append((flat, residual))
         return flat
 
     def state(self) -> dict[str, numpy.ndarray]:
         """See Exchange: the residuals, in the order in which their arrays were allocated."""
-        return {f"residual {number}": residual.copy() for number, (_, residual) in enumerate(self._kept)}
+        return {f"residual {number}": self._fetched(residual) for number, (_, residual) in enumerate(self._kept)}
 
-    def restore(self, state: dict[str, numpy.ndarray]) -> None:
+    def restore(self, state: dict[str, Array]) -> None:
         """See Exchange.
 
         Raises:
             DataError: the state is of other arrays.
         """
-        shapes = {name: residual.shape for name, residual in self.state().items()}
+        shapes = {f"residual {number}": residual.shape for number, (_, residual) in enumerate(self._kept)}
         found = {name: residual.shape for name, residual in state.items()}
         if found != shapes:
             raise DataError(f"the state of the exchange has {found}; this one needs {shapes}")
         for number, (_, residual) in enumerate(self._kept):
-            residual[:] = state[f"residual {number}"]
+            value = state[f"residual {number}"]
+            host = value.get() if is_device_array(value) else value
+            if is_device_array(residual):
+                place = self._on_device.transport.place
+                with place.gpu.current():
+                    residual.set(host, stream=place.stream)
+                    place.stream.synchronize()  # until then `host` must stay as it is
+            else:
+                residual[:] = host
 
     @cached_property
-    def _transport(self) -> DeviceSequential:
+    def _on_device(self) -> Coded:
         """Made when the first device array is allocated: that is collective, and needs a GPU."""
-        return shortened(self._world, self._codec, self._algorithm)
+        return coded(self._world, self._codec, self._algorithm)
 
-    def _residual_of(self, flat: Array) -> numpy.ndarray | None:
+    def _fetched(self, residual: Array) -> numpy.ndarray:
+        """A copy on the host, of what it is after all sums so far."""
+        if not is_device_array(residual):
+            copied: numpy.ndarray = residual.copy()
+            return copied
+        place = self._on_device.transport.place
+        with working_on(place.gpu, place.stream):
+            fetched: numpy.ndarray = residual.get()
+            return fetched
+
+    def _residual_of(self, flat: Array) -> Array | None:
         for whole, residual in self._kept:
             begin = (_address(flat) - _address(whole)) // flat.itemsize
             if 0 <= begin <= whole.size - flat.size:

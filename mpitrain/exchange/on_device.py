@@ -10,63 +10,93 @@ and read when it is there, while the sums go on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy
 
-from mpitrain.arrays import Array
+from mpitrain.arrays import Array, is_device_array
 from mpitrain.cuda import kernels
 from mpitrain.cuda.device import bind, cupy_module
-from mpitrain.cuda.memory import pinned
+from mpitrain.cuda.memory import allocating, pinned
 from mpitrain.cuda.streams import happened, make_event, make_stream, working_on
+from mpitrain.errors import GradientError
+from mpitrain.exchange.bucket import Bucket, Layout
+from mpitrain.exchange.checks import all_finite
 from mpitrain.world import World
 
 
 class DeviceBuckets:
-    """The GPU's side of a GradientReducer. One thread at a time calls it, whichever that is."""
+    """Where gradients come in, and whether they are finite. One thread at a time calls it, whichever that is.
 
-    def __init__(self, world: World, num_buckets: int) -> None:
-        """Collective. Raises DeviceError on every rank where one has no GPU."""
-        self.gpu = bind(world)
-        self._stream = make_stream(self.gpu)
-        self._complete = [make_event(self.gpu) for _ in range(num_buckets)]
-        self._checked: Any = make_event(self.gpu)
-        with working_on(self.gpu, self._stream):
-            self._flags: Array = cupy_module().zeros(num_buckets, numpy.int32)
-        self._host_flags = pinned(self._flags.nbytes).view(numpy.int32)
+    Attributes:
+        gradients: by parameter: views of the flat buffers.
+        flats: by bucket: its part of a flat buffer.
+    """
+
+    def __init__(
+        self, world: World, layout: Layout, buckets: Sequence[Bucket], flats: dict[numpy.dtype, Array]
+    ) -> None:
+        """Collective. Raises DeviceError on every rank where one has no GPU, or not the memory."""
+        self.gradients: list[Array] = layout.views(flats)
+        self.flats = [flats[bucket.dtype][bucket.begin : bucket.end] for bucket in buckets]
+        self._world = world
+        self._buckets = buckets
+        self._names = [parameter.name for parameter in layout.parameters]
+        self._gpu = bind(world)
+        with allocating(world, self._gpu, 4 * len(buckets), "the flags of a reducer's buckets"):
+            self._stream = make_stream(self._gpu)
+            self._complete = [make_event(self._gpu) for _ in buckets]
+            self._checked: Any = make_event(self._gpu)
+            with working_on(self._gpu, self._stream):
+                self._flags: Array = cupy_module().zeros(len(buckets), numpy.int32)
+            self._host_flags = pinned(self._flags.nbytes).view(numpy.int32)
 
     def begin(self) -> None:
-        """Begin a step."""
-        with working_on(self.gpu, self._stream):
+        """From now on nothing has been looked at."""
+        with working_on(self._gpu, self._stream):
             self._flags.fill(0)
+
+    def take_in(self, index: int, gradient: Array) -> None:
+        """Copy a gradient, of its parameter's shape and dtype, to its place, on the current stream.
+
+        Raises:
+            GradientError: it is not on this rank's GPU.
+        """
+        found = f"on GPU {gradient.device.id}" if is_device_array(gradient) else "on the host"
+        if found != f"on GPU {self._gpu.number}":
+            raise GradientError(
+                f"{self._world.name()}: the gradient of {self._names[index]} is {found}; "
+                f"the parameters are on {self._gpu}"
+            )
+        self.gradients[index][...] = gradient
 
     def complete(self, number: int) -> None:
         """The current stream has been given all that a bucket holds."""
-        with self.gpu.current():
+        with self._gpu.current():
             self._complete[number].record(cupy_module().cuda.get_current_stream())
 
     @contextmanager
     def after(self, number: int) -> Iterator[None]:
         """A block whose work begins on the GPU when a bucket is complete."""
-        with working_on(self.gpu, self._stream):
+        with working_on(self._gpu, self._stream):
             self._stream.wait_event(self._complete[number])
             yield
 
     @contextmanager
     def behind(self) -> Iterator[None]:
         """A block whose work is behind the buckets'."""
-        with working_on(self.gpu, self._stream):
+        with working_on(self._gpu, self._stream):
             yield
 
-    def check(self, number: int, flat: Array) -> None:
-        """Look for NaN and infinity in a bucket; within `after`."""
-        kernels.all_finite(flat, self._flags[number : number + 1])
+    def check(self, number: int) -> None:
+        """Look for NaN and infinity in a bucket; within `after` or `behind`."""
+        kernels.all_finite(self.flats[number], self._flags[number : number + 1])
 
     def fetch(self) -> None:
         """Begin to copy what was found to the host."""
-        with working_on(self.gpu, self._stream):
+        with working_on(self._gpu, self._stream):
             self._flags.get(out=self._host_flags, blocking=False)
             self._checked.record(self._stream)
 
@@ -75,7 +105,15 @@ class DeviceBuckets:
         """Whether that copy is there."""
         return happened(self._checked)
 
-    def first_flagged(self) -> int:
+    def found(self) -> int:
         """The first bucket that is not finite, or -1; once that copy is there."""
-        found = numpy.flatnonzero(self._host_flags)
-        return int(found[0]) if found.size else -1
+        flagged = numpy.flatnonzero(self._host_flags)
+        return int(flagged[0]) if flagged.size else -1
+
+    def parameter_of(self, found: int) -> int:
+        """Which of a bucket's gradients was not finite on some rank: by their means, the same on all ranks.
+
+        The GPU has looked at the bucket as a whole. Where two ranks are at fault in one bucket, it may be the other's.
+        """
+        members = self._buckets[found].members
+        return next((index for index in members if not all_finite(self.gradients[index])), members[0])

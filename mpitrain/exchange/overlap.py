@@ -60,6 +60,11 @@ class Stopwatch:
         """The backward pass has ended."""
         self._finishing = self._now()
 
+    @property
+    def computed(self) -> tuple[float, float]:
+        """Begin and end of the forward and the backward pass."""
+        return self._begun, self._finishing
+
     def end(self) -> Overlap:
         """Every bucket has arrived."""
         return Overlap(self._finishing - self._begun, self._now() - self._finishing, self._wire)

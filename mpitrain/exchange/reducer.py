@@ -11,35 +11,37 @@ inside `ready` and `finish`. docs/log.md has the numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy
 
 from mpitrain.agreement import Agreement, signature
 from mpitrain.allreduce import costs
-from mpitrain.allreduce.algorithm import Handle
-from mpitrain.arrays import Array, is_device_array
+from mpitrain.arrays import Array
 from mpitrain.control import until
-from mpitrain.cuda.staging import copy_to_host
 from mpitrain.errors import ConfigError, DataError, GradientError, MpitrainError
 from mpitrain.exchange.bucket import Parameter, plan_buckets, plan_layout
 from mpitrain.exchange.checks import (
     GOOD,
     MISSING,
     NON_FINITE,
-    all_finite,
+    NON_FINITE_LOSS,
     beyond_range,
+    check_gradient,
     check_parameters,
     check_scales,
-    first_non_finite,
     problem,
 )
-from mpitrain.exchange.driver import Driver
+from mpitrain.exchange.driver import Driver, allows_threads, threads_by_default
 from mpitrain.exchange.exchange import Exchange, make_exchange, share_of
 from mpitrain.exchange.on_device import DeviceBuckets
+from mpitrain.exchange.on_host import HostBuckets
 from mpitrain.exchange.overlap import Overlap, Stopwatch
+from mpitrain.exchange.sums import Sums
 from mpitrain.world import World
 
 
@@ -111,20 +113,23 @@ class GradientReducer:
         # When a bucket starts depends on the moment. On a communicator of its own it cannot meet what the ranks send
         # in the meantime: a mean() in the backward pass, or another reducer's buckets.
         self._exchange = exchange(world.apart())
-
-        self._device = DeviceBuckets(world, len(self._buckets)) if on_device else None
         self.flats = {
             dtype: self._exchange.allocate(count, dtype, on_device=on_device)
             for dtype, count in self.layout.counts.items()
         }
-        self.gradients: list[Array] = self.layout.views(self.flats)
+        self._place: DeviceBuckets | HostBuckets
+        if on_device:
+            self._place = DeviceBuckets(world, self.layout, self._buckets, self.flats)
+        else:
+            self._place = HostBuckets(self.layout, self._buckets, self.flats)
+        self.gradients = self._place.gradients
         self._bucket_of = {index: number for number, its in enumerate(self._buckets) for index in its.members}
-        self._flat_of = [self.flats[bucket.dtype][bucket.begin : bucket.end] for bucket in self._buckets]
         self._begun: Agreement | None = None
         self._stopwatch = Stopwatch()
+        self._sums = Sums(self._exchange, self._place, self._buckets, self._stopwatch, world.control)
         if threaded is None:
-            threaded = _threads_by_default(world)
-        elif threaded and not _allows_threads():
+            threaded = threads_by_default(world)
+        elif threaded and not allows_threads():
             error = ConfigError("threaded=True needs MPI_THREAD_MULTIPLE, and MPI was started without; leave it out")
             error.known_everywhere = True
             raise error
@@ -153,14 +158,10 @@ class GradientReducer:
         self._weight = weight
         self._loss_scale = loss_scale
         self._missing = set(self._bucket_of)
-        self._waiting = [len(bucket.members) for bucket in self._buckets]
-        self._non_finite = -1
         self._share: float | None = None
-        self._handles: list[Handle] = []
-        self._done = 0
         self._stopwatch.begin()
-        if self._device:
-            self._device.begin()
+        self._place.begin()
+        self._sums.begin()
         self._begun = self._world.begin_agreement(
             "step", self._lines, signed=self._signature, weight=weight, value=loss_scale
         )
@@ -182,25 +183,11 @@ class GradientReducer:
             self._world.control.raise_posted()
         if self._begun is None or index not in self._missing:
             raise GradientError(f"{self._world.name()}: {self._unexpected(index)}")
-        view = self.gradients[index]
-        if gradient is not view:
-            shape, dtype = getattr(gradient, "shape", None), getattr(gradient, "dtype", None)
-            if shape != view.shape or dtype != view.dtype:
-                found = type(gradient).__name__ if shape is None or dtype is None else f"{dtype} {shape}"
-                raise GradientError(
-                    f"{self._world.name()}: the gradient of {self.layout.parameters[index].name} is "
-                    f"{found}; the parameter is {view.dtype} {view.shape}"
-                )
-            if self._device is None:
-                copy_to_host(gradient, view)
-            else:
-                self._check_place(index, gradient)
-                view[...] = gradient
+        if gradient is not self.gradients[index]:
+            check_gradient(self._world.name(), self.layout.parameters[index], gradient)
+            self._place.take_in(index, gradient)
         self._missing.remove(index)
-        number = self._bucket_of[index]
-        if self._device and self._waiting[number] == 1:
-            self._device.complete(number)
-        self._waiting[number] -= 1  # last: at 0 the thread may take the bucket
+        self._sums.count(self._bucket_of[index])
         if not self._driver:
             self.progress()
 
@@ -222,17 +209,7 @@ class GradientReducer:
             except MpitrainError:
                 self._begun = None  # on every rank, and nothing has been started
                 raise
-        while len(self._handles) < len(self._buckets) and self._waiting[len(self._handles)] == 0:
-            number = len(self._handles)
-            self._stopwatch.busy()
-            self._start(number, self._share)
-        # On a GPU the computation need not wait for what has been summed; `finish` lets it.
-        with self._device.behind() if self._device else nullcontext():
-            while self._done < len(self._handles) and self._handles[self._done].test():
-                self._done += 1
-        if self._done == len(self._handles):
-            self._stopwatch.idle()
-        return self._done == len(self._buckets)
+        return self._sums.progress(self._share)
 
     def finish(self, loss: float = 0.0, *, may_skip: bool = False) -> Means:
         """Wait until every bucket has arrived; afterwards `gradients` and `flats` hold the means.
@@ -244,7 +221,8 @@ class GradientReducer:
 
         Raises:
             MissingGradientError: some rank did not hand in a gradient; names rank and parameter. On every rank.
-            NonFiniteError: some rank handed in NaN or infinity; names rank and parameter. On every rank.
+            NonFiniteError: some rank handed in NaN or infinity; names rank and parameter. Or its loss is that, and
+                the step may not be skipped. On every rank.
             MismatchError: the ranks differ in `loss_scale` or `may_skip`. On every rank.
         """
         self._stopwatch.finish()
@@ -253,19 +231,22 @@ class GradientReducer:
         if self._begun is None:
             raise GradientError(f"{self._world.name()}: finish() without begin()")
         control = self._world.control
+        if control.spans:
+            control.spans.add("compute", "forward and backward", *self._stopwatch.computed, step=self._sums.step)
         # Start all there is first: a bucket that waits for its turn is looked at before the vote on it.
-        control.wait(until(lambda: self.progress() or self._share is not None), "begin a step")
+        control.wait(until(lambda: self.progress() or self._share is not None), _Doing("begin a step", self))
         if self._share is None:
             weights = self._begun
             self._begun = None
             share_of(self._world, weights.records["weight"].tolist())
-        if self._device:
-            self._non_finite = self._look_at_device(self._device)
+        found = self._look()
         code, detail = GOOD, 0
         if self._missing:
             code, detail = MISSING, min(self._missing)
-        elif self._non_finite >= 0:
-            code, detail = NON_FINITE, self._non_finite
+        elif found >= 0:
+            code, detail = NON_FINITE, found
+        elif self._weight and not may_skip and not math.isfinite(loss):  # with a loss scale the gradients decide
+            code = NON_FINITE_LOSS
         value = self._weight * loss if self._weight else 0.0
         operation = "end of a step that may be skipped" if may_skip else "end of step"
         vote = self._world.begin_agreement(operation, value=value, code=code, detail=detail)
@@ -274,34 +255,77 @@ class GradientReducer:
             self.progress()
             return vote.test()
 
-        control.wait(until(voted, self._nap), "end a step")
+        control.wait(until(voted, self._sums.nap), _Doing("end a step", self))
         codes = vote.records["code"]
         # Where one is missing, ranks have started different numbers of buckets. All start all, so that nothing is on
         # its way any more, and the caller may begin another step.
-        while len(self._handles) < len(self._buckets):
-            if self._device:
-                self._device.complete(len(self._handles))
-            self._start(len(self._handles), 0.0)
-        control.wait(until(self.progress, self._nap), "exchange gradients")
-        if self._device:
-            for handle in self._handles:
-                handle.test()  # for the current stream of this thread, whichever saw the end before
-        self._begun = None
+        self._sums.start_all()
+        control.wait(until(self.progress, self._sums.nap), _Doing("exchange gradients", self))
+        self._sums.see()
         is_finite = NON_FINITE not in codes
-        if is_finite and self._exchange.may_overflow:
-            is_finite = self._look_at_means(may_skip)
+        try:
+            if is_finite and self._exchange.may_overflow:
+                is_finite = self._look_at_means(may_skip)
+        finally:
+            self._begun = None
         if codes.any() and not (may_skip and MISSING not in codes):
             rank = int(codes.nonzero()[0][0])
             detail = int(vote.records["detail"][rank])
-            if self._device and codes[rank] == NON_FINITE:
-                detail = first_non_finite(self.gradients, self._buckets[detail].members)
+            if codes[rank] == NON_FINITE:
+                detail = self._place.parameter_of(detail)
             raise problem(self._world.name(rank), int(codes[rank]), self.layout.parameters[detail].name)
+        if is_finite:
+            self._sums.carried = {}
         loss = sum(vote.records["value"].tolist()) / self._total
         return Means(loss, self._total, self._stopwatch.end(), is_finite)
 
-    def _nap(self) -> float:
-        """How long the bucket on its way allows to sleep."""
-        return self._handles[self._done].nap if self._done < len(self._handles) else 0.0
+    def state(self) -> dict[str, Any]:
+        """What this rank alone keeps from step to step, for a checkpoint; {} where its exchange keeps nothing.
+
+        Returns:
+            `residual`: what the codec has left out so far, float32 host arrays by parameter name. `carried`, where a
+            restored one has not been sent yet. `place`: equal where the ranks are placed alike and have equal buckets.
+        """
+        # On one node nothing is left out.
+        kept = self._exchange.state() if self._world.num_nodes > 1 else {}
+        if not kept:
+            return {}
+        flats = {dtype: kept[f"residual {number}"] for number, dtype in enumerate(self.flats)}
+        state = {"place": self._placement(), "residual": self.layout.named(flats)}
+        return {**state, "carried": self.layout.named(self._sums.carried)} if self._sums.carried else state
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`. Not collective, but what the ranks carry adds up.
+
+        Args:
+            state: of this rank in an equal place; or only `carried`, by parameter name: what is missing from the means
+                so far, as the sum over the ranks that get some. It is put into the next step's means.
+
+        Raises:
+            CheckpointError: it is of other parameters. Nothing has changed.
+        """
+        residual, carried = (self.layout.flats_of(state.get(key, {})) for key in ("residual", "carried"))
+        kept = self._exchange.state()
+        if kept:
+            for number, dtype in enumerate(self.flats):
+                kept[f"residual {number}"][:] = residual.get(dtype, 0)
+            self._exchange.restore(kept)
+        self._sums.carried = carried
+
+    def bucket_on_its_way(self) -> str:
+        """Such as `bucket 2 of 5, 'layer3.w' to 'layer2.b'`; "" while there is none."""
+        number = self._sums.on_its_way()
+        if number is None:
+            return ""
+        members = self._buckets[number].members
+        first, last = (self.layout.parameters[index].name for index in (members[0], members[-1]))
+        names = f"'{first}'" if first == last else f"'{first}' to '{last}'"
+        return f"bucket {number + 1} of {len(self._buckets)}, {names}"
+
+    def _placement(self) -> str:
+        """Equal where every rank leaves out the same elements: which those are follows from nodes and buckets."""
+        buckets = [(str(bucket.dtype), bucket.begin, bucket.end) for bucket in self._buckets]
+        return hashlib.sha256(repr((self._world.node_ranks, buckets)).encode()).hexdigest()
 
     def _unexpected(self, index: int) -> str:
         if self._begun is None:
@@ -310,65 +334,42 @@ class GradientReducer:
             return f"there is no parameter {index}; there are {len(self.gradients)}"
         return f"the gradient of {self.layout.parameters[index].name} came in twice in one step"
 
-    def _start(self, number: int, share: float) -> None:
-        """Start a bucket: look at it, and begin its exchange."""
-        flat = self._flat_of[number]
-        if self._device is None:
-            if share:
-                self._check_finite(number)
-            self._handles.append(self._exchange.mean(flat, share))
-            return
-        with self._device.after(number):
-            if share:
-                self._device.check(number, flat)
-            self._handles.append(self._exchange.mean(flat, share))
-
-    def _look_at_device(self, device: DeviceBuckets) -> int:
-        """The first bucket that was not finite, or -1. The exchange goes on while the GPU gets there."""
-        device.fetch()
+    def _look(self) -> int:
+        """What was found not to be finite, or -1. The exchange goes on while a GPU gets there."""
+        self._place.fetch()
 
         def fetched() -> bool:
             self.progress()
-            return device.is_fetched
+            return self._place.is_fetched
 
-        self._world.control.wait(until(fetched, self._nap), "compute gradients")
-        return device.first_flagged()
+        if not self._place.is_fetched:
+            self._world.control.wait(until(fetched, self._sums.nap), "compute gradients")
+        return self._place.found()
 
     def _look_at_means(self, may_skip: bool) -> bool:
         """Whether all are finite; they have the same bits on every rank, so no vote is needed."""
-        for bucket, flat in zip(self._buckets, self._flat_of, strict=True):
-            if not all_finite(flat):
-                # This step is not made: what its values have left out belongs to nothing any more.
-                kept = self._exchange.state()
-                self._exchange.restore({name: numpy.zeros_like(residual) for name, residual in kept.items()})
-                if may_skip:
-                    return False
-                raise beyond_range(self.layout.parameters[first_non_finite(self.gradients, bucket.members)].name)
-        return True
-
-    def _check_place(self, index: int, gradient: Array) -> None:
-        assert self._device is not None
-        gpu = self._device.gpu
-        found = f"on GPU {gradient.device.id}" if is_device_array(gradient) else "on the host"
-        if found != f"on GPU {gpu.number}":
-            raise GradientError(
-                f"{self._world.name()}: the gradient of {self.layout.parameters[index].name} is {found}; "
-                f"the parameters are on {gpu}"
-            )
-
-    def _check_finite(self, number: int) -> None:
-        if self._non_finite >= 0 or all_finite(self._flat_of[number]):
-            return
-        self._non_finite = next(
-            index for index in self._buckets[number].members if not numpy.isfinite(self.gradients[index]).all()
-        )
+        self._place.begin()
+        with self._place.behind():
+            for number in range(len(self._buckets)):
+                self._place.check(number)
+        found = self._look()
+        if found < 0:
+            return True
+        # This step is not made: what its values have left out belongs to nothing any more.
+        kept = self._exchange.state()
+        self._exchange.restore({name: numpy.zeros_like(residual) for name, residual in kept.items()})
+        if may_skip:
+            return False
+        raise beyond_range(self.layout.parameters[self._place.parameter_of(found)].name)
 
 
-def _threads_by_default(world: World) -> bool:
-    return world.num_nodes > 1 and _allows_threads()
+@dataclass(frozen=True)
+class _Doing:
+    """What a rank waits in, for reports."""
 
+    words: str
+    reducer: GradientReducer
 
-def _allows_threads() -> bool:
-    from mpi4py import MPI
-
-    return bool(MPI.Query_thread() >= MPI.THREAD_MULTIPLE)
+    def __str__(self) -> str:
+        bucket = self.reducer.bucket_on_its_way()
+        return f"{self.words} ({bucket})" if bucket else self.words

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy
@@ -11,6 +12,7 @@ from mpitrain.allreduce.algorithm import DTYPES, FLOATS
 from mpitrain.allreduce.device import make_transport
 from mpitrain.allreduce.device.sequential import DeviceSequential
 from mpitrain.arrays import Array, is_array, is_device_array, namespace
+from mpitrain.cuda import kernels
 from mpitrain.cuda.staging import copy_to_host, like
 from mpitrain.errors import TreeError
 from mpitrain.exchange.exchange import scale, share_of
@@ -29,7 +31,7 @@ class ArrayTrees:
     def sync(self, tree: Tree, root: int = 0) -> Tree:
         """See World.sync."""
         self._world.check_rank(root, "root")
-        packed = _Packed(tree)
+        packed = _Packed(tree, operation="sync")
         self._world.agree(f"sync from rank {root}", packed.lines)
         if self._world.size > 1:
             for flat in packed.flats.values():
@@ -38,16 +40,14 @@ class ArrayTrees:
 
     def sum(self, tree: Tree) -> Tree:
         """See World.sum."""
-        packed = _Packed(tree, on_device=True)
-        _check(packed, DTYPES, "sum")
+        packed = _Packed(tree, operation="sum", allowed=DTYPES)
         self._world.agree("sum", packed.lines)
         self._add(packed)
         return packed.unpack()
 
     def mean(self, tree: Tree, weight: float = 1.0) -> Tree:
         """See World.mean."""
-        packed = _Packed(tree, as_float=True, on_device=True)
-        _check(packed, FLOATS, "mean")
+        packed = _Packed(tree, operation="mean", allowed=FLOATS, as_float=True)
         records = self._world.agree("mean", packed.lines, weight=weight)
         share, _ = share_of(self._world, records["weight"].tolist())
         for flat in packed.flats.values():
@@ -74,12 +74,23 @@ class ArrayTrees:
 class _Packed:
     """The leaves of a tree in one flat buffer for each dtype and place."""
 
-    def __init__(self, tree: Tree, *, as_float: bool = False, on_device: bool = False) -> None:
+    def __init__(
+        self,
+        tree: Tree,
+        *,
+        operation: str,
+        allowed: Sequence[numpy.dtype] | None = None,
+        as_float: bool = False,
+    ) -> None:
         """
         Args:
             tree: as World's calls take it.
+            operation: what it is for, in errors.
+            allowed: dtypes of leaves; device arrays then stay where they are. None: any, and all buffers on the host.
             as_float: make Python's and NumPy's real numbers float64, as a mean needs them.
-            on_device: leave device arrays where they are; else all buffers are on the host.
+
+        Raises:
+            TreeError: a leaf has another dtype.
         """
         self._tree = tree
         self._leaves: list[Leaf] = []
@@ -93,7 +104,9 @@ class _Packed:
             self._leaves.append(leaf)
             self._kinds.append(value.dtype)
             values.append(value)
-        stay = [on_device and is_device_array(value) for value in values]
+        if allowed is not None:
+            self._check(operation, allowed)
+        stay = [allowed is not None and is_device_array(value) for value in values]
         self.lines = [
             f"{line} on a GPU" if its else line for line, its in zip(self.lines, stay or [False], strict=True)
         ]
@@ -104,21 +117,25 @@ class _Packed:
             its = [value for value, found in zip(values, groups, strict=True) if found == group]
             xp = namespace(its[0]) if group[1] else numpy
             self.flats[group] = xp.empty(sum(value.size for value in its), its[0].dtype)
+            if group[1]:
+                # Many of them in one launch.
+                kernels.pack([xp.ascontiguousarray(value) for value in its], self.flats[group])
         self._views: list[Array] = []
         ends = dict.fromkeys(self.flats, 0)
         for value, group in zip(values, groups, strict=True):
             begin, ends[group] = ends[group], ends[group] + value.size
             view = self.flats[group][begin : ends[group]].reshape(value.shape)
-            if group[1]:
-                view[...] = value
-            else:
+            if not group[1]:
                 copy_to_host(value, view)
             self._views.append(view)
 
-    @property
-    def named_kinds(self) -> list[tuple[str, numpy.dtype]]:
-        """Path and dtype of every leaf."""
-        return [(path, kind) for (path, _), kind in zip(leaves(self._tree), self._kinds, strict=True)]
+    def _check(self, operation: str, allowed: Sequence[numpy.dtype]) -> None:
+        for (path, _), kind in zip(leaves(self._tree), self._kinds, strict=True):
+            if kind not in allowed:
+                raise TreeError(
+                    f"{operation} of {path or 'the tree'}: its dtype is {kind}; "
+                    f"allowed are {', '.join(str(dtype) for dtype in allowed)}"
+                )
 
     def unpack(self) -> Tree:
         """A tree of the same form with the buffers' values: views of them, or copies of host buffers on a device."""
@@ -140,12 +157,3 @@ def _same_kind(view: Array, leaf: Leaf) -> Array | float:
     if is_array(leaf):
         return view if is_device_array(view) else like(view, leaf)
     return view[()] if isinstance(leaf, numpy.generic) else view.item()
-
-
-def _check(packed: _Packed, allowed: tuple[numpy.dtype, ...], operation: str) -> None:
-    for path, kind in packed.named_kinds:
-        if kind not in allowed:
-            raise TreeError(
-                f"{operation} of {path or 'the tree'}: its dtype is {kind}; "
-                f"allowed are {', '.join(str(dtype) for dtype in allowed)}"
-            )

@@ -35,9 +35,20 @@ class Strategy(Protocol):
         ...
 
     def state(self) -> dict[str, Any]:
-        """What belongs to a checkpoint."""
+        """What belongs to a checkpoint and is the same on every rank."""
         ...
 
     def restore(self, state: dict[str, Any]) -> None:
         """The reverse of `state`."""
+        ...
+
+    def own_state(self) -> dict[str, Any]:
+        """What this rank keeps for itself and a checkpoint keeps beside it; see GradientReducer.state.
+
+        {} on every rank where there is nothing. With an entry `place`: text that is equal where it fits bit for bit.
+        """
+        ...
+
+    def restore_own(self, state: dict[str, Any]) -> None:
+        """The reverse of `own_state`; see GradientReducer.restore."""
         ...

@@ -44,8 +44,16 @@ class Sync:
         return means, rate
 
     def state(self) -> dict[str, Any]:
-        """See Strategy. Nothing is kept: what a codec left out belongs to a rank, and is worth one step's rounding."""
+        """See Strategy. There is nothing."""
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:
         """See Strategy."""
+
+    def own_state(self) -> dict[str, Any]:
+        """See Strategy: what a codec left out."""
+        return self._reducer.state()
+
+    def restore_own(self, state: dict[str, Any]) -> None:
+        """See Strategy."""
+        self._reducer.restore(state)

@@ -51,6 +51,9 @@ class FlatOptimizer:
         self._clip_norm = clip_norm
         self._state_names = tuple(state_names)
         self._parameters: Array = None
+        self._measures_norm = False
+        self._last_norm: float | None = None
+        self._norm_is_on_device = False  # then its square is in self._squared
 
     def start(self, parameters: Array, decayed: Sequence[slice]) -> None:
         if str(parameters.dtype) not in _DTYPES:
@@ -65,7 +68,7 @@ class FlatOptimizer:
         decayed = _merged(decayed, parameters.size)
         if is_device_array(parameters):
             self._bounds = kernels.decay_bounds(decayed, parameters)
-            self._squared, self._factor = xp.empty(1, xp.float64), xp.empty(1, xp.float32)
+            self._squared, self._factor = xp.empty(1, xp.float64), xp.empty(1, xp.float64)
         else:
             count = min(_BLOCK_COUNT, parameters.size)
             self._scratch = xp.empty(count, parameters.dtype)
@@ -90,24 +93,32 @@ class FlatOptimizer:
             check(f"learning_rate at step {self._step}", rate, "a finite number >= 0", rate >= 0)
         rate = float(rate)  # a NumPy scalar would turn float32 arithmetic into float64
         self._step += 1
+        self._last_norm, self._norm_is_on_device = None, False
+        if self._measures_norm and self._clip_norm is None:
+            self._last_norm = _norm(gradients)
+        self._measures_norm = False
         if is_device_array(parameters):
             self._apply_on_device(parameters, gradients, list(self._buffers.values()), rate, self._fused(gradients))
             return rate
         if self._clip_norm is not None:
-            clip_by_global_norm(gradients, self._clip_norm)
+            self._last_norm = clip_by_global_norm(gradients, self._clip_norm)
         for part, decayed in self._blocks:
             scratch = self._scratch[: part.stop - part.start]
             buffers = [buffer[part] for buffer in self._buffers.values()]
             self._apply(Block(parameters[part], gradients[part], buffers, scratch, decayed), rate)
         return rate
 
+    def measure_gradient_norm(self) -> None:
+        self._measures_norm = True
+
+    def gradient_norm(self) -> float | None:
+        return math.sqrt(float(self._squared[0])) if self._norm_is_on_device else self._last_norm
+
     def _fused(self, gradients: Array) -> kernels.Fused:
         """What else the kernel does: weight decay in some ranges, and clipping by a factor that the host never sees."""
         if self._clip_norm is None:
             return kernels.Fused(decayed=self._bounds)
-        if gradients.dtype == "float64":  # the kernel's factor is float32
-            clip_by_global_norm(gradients, self._clip_norm)
-            return kernels.Fused(decayed=self._bounds)
+        self._norm_is_on_device = True
         kernels.squared_norm(gradients, self._squared)
         kernels.clip_factor(self._squared, self._clip_norm, self._factor)
         return kernels.Fused(decayed=self._bounds, factor=self._factor)

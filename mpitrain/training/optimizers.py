@@ -33,6 +33,12 @@ class Optimizer(Protocol):
         Raises ConfigError where the gradients do not fit or the schedule gives a rate that is not allowed.
         """
 
+    def measure_gradient_norm(self) -> None:
+        """Let the next `update` measure the norm of its gradients, where it does not do so anyway to clip them."""
+
+    def gradient_norm(self) -> float | None:
+        """The 2-norm of the gradients of the last `update`, before clipping; None where it was not measured."""
+
     def state(self) -> dict[str, Array | int]:
         """The flat buffers by name, themselves and not copies, and "step", the number of steps made."""
 

@@ -7,12 +7,10 @@ import gc
 import numpy
 import pytest
 
-from mpitrain import AdamW, GradientReducer, Parameter, World
-from mpitrain.compression import CODECS
-from mpitrain.errors import GradientError, MismatchError, MissingGradientError, NonFiniteError
-from mpitrain.exchange.exchange import CompressedExchange, PlainExchange
+from mpitrain import AdamW, GradientReducer, World
+from mpitrain.errors import DeviceError, GradientError, MismatchError, MissingGradientError, NonFiniteError
+from mpitrain.exchange.exchange import PlainExchange
 from tests.ranks.common import assert_same_bits, error_on_all, mean_bound, named_ranks, skip_alone
-from tests.ranks.placements import PLACEMENTS, placed
 from tests.ranks.test_reducer import BUCKETS, HUGE, PARAMETERS, SMALL, TINY, gradients_of
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
@@ -21,7 +19,7 @@ cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 @pytest.fixture(params=[False, True], ids=["called", "threaded"], autouse=True)
 def threaded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Every test both ways; the thread begins with CUDA's own device and stream."""
-    monkeypatch.setattr("mpitrain.exchange.reducer._threads_by_default", lambda world: request.param)
+    monkeypatch.setattr("mpitrain.exchange.reducer.threads_by_default", lambda world: request.param)
     return bool(request.param)
 
 
@@ -181,38 +179,34 @@ def test_one_rank_on_the_host(world: World) -> None:
         assert text.startswith(f"{named}: gradients on {first}; {root}: gradients on {second}")
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("codec", sorted(CODECS))
-def test_compressed_gradients(world: World, codec: str, placement: str) -> None:
-    """As from the host: what a codec leaves out comes later, and all ranks have the same bits."""
-    there = placed(world, placement)
-    count = 70_001  # two pieces, of which the second is not full
-    parameters = [Parameter("a", (count,), numpy.dtype(numpy.float32))]
-    exchange = CompressedExchange(there, codec)
-    reducer = GradientReducer(there, parameters, exchange=lambda own: exchange, on_device=True)
-    came_out, went_in = numpy.zeros(count), numpy.zeros(count)
-    for step in range(4):
-        parts = [numpy.random.default_rng((rank, step)).standard_normal(count) for rank in range(world.size)]
-        reducer.begin(1.0)
-        reducer.ready(0, cupy.asarray(parts[world.rank].astype(numpy.float32)))
-        reducer.finish()
-        mean = reducer.gradients[0].get()
-        assert_same_bits(world, mean)
-        came_out += mean
-        went_in += sum(part.astype(numpy.float32).astype(numpy.float64) for part in parts) / world.size
-    kept = world.sum(exchange.state()["residual 0"].astype(numpy.float64))
-    numpy.testing.assert_allclose(came_out + kept, went_in, rtol=0, atol=4 * 40 * world.size * 2.0**-22)
-    if len(set(there.node_ranks)) > 1:
-        assert kept.any()
+@pytest.mark.skipif("emulated" not in cupy.__version__, reason="a real GPU cannot be filled for a test")
+@pytest.mark.parametrize(("free", "text"), [(0, "a bucket"), (None, "the flags of a reducer's buckets")])
+def test_no_memory_for_its_own_buffers(
+    world: World, monkeypatch: pytest.MonkeyPatch, free: int | None, text: str
+) -> None:
+    """On one rank: all of them raise the same, and go on."""
+    gc.collect()
+    taken = sum(parameter.count * parameter.dtype.itemsize for parameter in PARAMETERS)
+    with monkeypatch.context() as patch:
+        if world.rank == world.size - 1:
+            used = cupy.cuda._used.get(cupy.cuda.Device().id, 0)
+            patch.setenv("EMULATED_GPU_BYTES", str(used + (taken if free is None else free)))
+        said = error_on_all(world, DeviceError, lambda: made(world))
+    assert said.startswith(f"{world.name(world.size - 1)}: GPU ")
+    assert f" bytes for {text}: " in said
+    assert "MPITRAIN_BUCKET_MIB" in said
+    reducer = made(world)
+    step_of(world, reducer, [1.0] * world.size)
+    check(world, reducer, [1.0] * world.size)
 
 
 @pytest.mark.skipif("emulated" not in cupy.__version__, reason="counts in the emulation")
 def test_a_step_never_waits_for_the_gpu(world: World, monkeypatch: pytest.MonkeyPatch, threaded: bool) -> None:
     """Nor does an optimizer with clipping. The host looks at events where MPI needs it, and for the vote."""
     reducer = made(world)
-    optimizer = AdamW(0.1, clip_norm=0.5)
-    dtype = numpy.dtype(numpy.float32)
-    optimizer.start(cupy.zeros(reducer.layout.counts[dtype], dtype), [slice(0, 100)])
+    optimizers = {numpy.dtype(name): AdamW(0.1, clip_norm=0.5) for name in ("float32", "float64")}
+    for dtype, optimizer in optimizers.items():
+        optimizer.start(cupy.zeros(reducer.layout.counts[dtype], dtype), [slice(0, 100)])
     gc.collect()  # what other tests have left waits for the GPU when it ends
     waits = []
     mine = [cupy.asarray(gradient) for gradient in gradients_of(world.rank)]
@@ -224,7 +218,8 @@ def test_a_step_never_waits_for_the_gpu(world: World, monkeypatch: pytest.Monkey
             for index, gradient in enumerate(mine):
                 reducer.ready(index, gradient)
             reducer.finish()
-            optimizer.update(reducer.flats[dtype])
+            for dtype, optimizer in optimizers.items():
+                optimizer.update(reducer.flats[dtype])
     assert waits == []
     reducer.begin(1.0)
     for index, gradient in enumerate(mine):

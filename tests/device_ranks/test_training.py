@@ -14,11 +14,14 @@ import pytest
 
 from models import mlp
 from mpitrain import (
+    Accumulate,
     Adam,
     AdamW,
     ArrayData,
     ArrayFunction,
+    Balance,
     Checkpoint,
+    JsonLines,
     LossScale,
     Parts,
     Sgd,
@@ -29,10 +32,14 @@ from mpitrain import (
     clip_by_global_norm,
     evaluate,
 )
+from mpitrain import Record as KeepRows
 from mpitrain.errors import MismatchError, NonFiniteError
 from mpitrain.exchange.exchange import Exchange, PlainExchange, make_exchange
 from mpitrain.training import checkpoint
+from mpitrain.training.checkpoint.names import split
+from mpitrain.training.writers.json_lines import read_rows
 from tests.ranks.common import assert_same_bits, error_on_all, skip_alone
+from tests.ranks.test_data import Pretend
 from tests.ranks.test_training import Record
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
@@ -78,7 +85,8 @@ def host(trainer: Trainer) -> dict[str, Any]:
     """Everything that a checkpoint keeps, on the host."""
     return {
         name: value.get() if isinstance(value, cupy.ndarray) else value
-        for name, value in checkpoint._flatten(trainer.state())
+        for part in split(trainer.state())
+        for name, value in part.items()
     }
 
 
@@ -107,6 +115,27 @@ def test_a_run_equals_the_one_on_numpy(world: World, name: str) -> None:
     assert losses[-1] < losses[0] / 1.5
     assert_close(trainer, expected, rtol=1e-9, atol=1e-12)
     assert_same_bits(world, *(value.get() for value in trainer.adapter.parameters().values()))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", ["sgd", "adamw, clipped"])
+def test_what_is_recorded(world: World, shared: Path, capfd: pytest.CaptureFixture[str], name: str, dtype: str) -> None:
+    """The norms are those on NumPy; the GPU's memory; its use, or why that is not there."""
+    rows = []
+    for xp in (numpy, cupy):
+        directory = shared / xp.__name__
+        trained(builder(xp, OPTIMIZERS[name], dtype=dtype), 3, KeepRows([JsonLines(directory)], steps=1))
+        rows.append(read_rows(directory / "metrics.jsonl") if world.is_root else [])
+    err = capfd.readouterr().err
+    if not world.is_root:
+        return
+    norms = [[row["gradient_norm"] for row in its] for its in rows]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4 if dtype == "float32" else 1e-10)
+    assert all("gpu_memory_bytes" not in row for row in rows[0])
+    assert all(0 < row["gpu_memory_bytes"] < 2**40 for row in rows[1])
+    used = [row["gpu_utilisation"] for row in rows[1] if "gpu_utilisation" in row]
+    assert all(0 <= share <= 1 for share in used)
+    assert bool(used) != ("mpitrain: GpuUtilisation is not recorded on " in err), err
 
 
 @pytest.mark.parametrize(("precision", "bound"), [("float32", 1e-5), ("bf16", 10 * 2.0**-9), ("fp16", 10 * 2.0**-12)])
@@ -172,6 +201,7 @@ def test_checkpoints_from_gpu_to_host_and_back(world: World, shared: Path, preci
 
     at_14 = Trainer(build(numpy))
     at_14.restore(checkpoint.load(shared / "gpu" / "step-00000014"))
+    world.barrier()
     if world.is_root:
         checkpoint.save(shared / "host", 14, at_14.state())
         shutil.rmtree(shared / "gpu")
@@ -272,3 +302,23 @@ def test_clipping(world: World, count: int, dtype: str) -> None:
         assert clip_by_global_norm(gradients, limit) == pytest.approx(norm, rel=1e-13)
         expected = values.astype("float64") * min(1, limit / norm)
         numpy.testing.assert_allclose(gradients.get(), expected, rtol=4 * numpy.finfo(dtype).eps)
+
+
+def test_gradients_in_pieces_and_unequal_parts(world: World) -> None:
+    """On the GPU as on the host: rank r is said to be r + 1 times as slow, and takes at most 7 - r samples at once."""
+
+    def on(xp: ModuleType) -> tuple[Trainer, list[float], list[int]]:
+        def build(world: World) -> Parts:
+            parts = builder(xp, dtype="float64")(world)
+            return replace(parts, adapter=Accumulate(parts.adapter, per_rank_batch=7 - world.rank))
+
+        hook = Pretend(Balance(2), 0.1 * (1 + world.rank))
+        trainer, losses = trained(build, 6, hook)
+        assert hook.shared_out_at == [2]
+        return trainer, losses, hook.parts
+
+    (trainer, losses, parts), (other, expected, expected_parts) = on(cupy), on(numpy)
+    assert parts == expected_parts
+    numpy.testing.assert_allclose(losses, expected, rtol=1e-12)
+    for name, value in other.adapter.parameters().items():
+        numpy.testing.assert_allclose(trainer.adapter.parameters()[name].get(), value, rtol=1e-11, atol=1e-13)

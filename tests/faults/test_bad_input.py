@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from pathlib import Path
 
-import numpy
 import pytest
 
 from faults.conftest import need
 from faults.outcome import failed, report_of, succeeded
 from jobs import VENVS, Job, mpiexec, run_command, run_job
-from mpitrain.training.checkpoint import load
 
 PYTHON = str(VENVS["mpich"] / "bin/python")
 
@@ -280,104 +276,3 @@ def test_what_mpitrain_run_prints_of_a_wrong_variable() -> None:
     failed(job, "there is no setting MPITRAIN_BUCKETS; did you mean MPITRAIN_BUCKET_MIB?")
     # (Without a rank in front it may come again, behind what mpiexec had to say.)
     assert job.stderr.count("] mpitrain.errors.ConfigError") == 1, job.output
-
-
-# -- checkpoints ---------------------------------------------------------------------------------------------------
-
-
-def test_checkpoints_go_on_where_they_were(tmp_path: Path) -> None:
-    # What the tests below rest on: 4 steps, stopped and resumed at other sizes, are 4 steps.
-    succeeded(train(1, "checkpoints = sys.argv[1]", str(tmp_path / "whole")))
-    succeeded(train(2, "checkpoints = sys.argv[1]\nsteps = 2", str(tmp_path / "parts")))
-    job = train(1, "checkpoints = sys.argv[1]", str(tmp_path / "parts"))
-    succeeded(job)
-    assert f"resumed from {tmp_path}/parts/step-00000002 at step 2" in job.stdout
-    expected = load(tmp_path / "whole/step-00000004")["adapter"]["parameters"]["w"]
-    found = load(tmp_path / "parts/step-00000004")["adapter"]["parameters"]["w"]
-    numpy.testing.assert_allclose(found, expected, rtol=1e-12)  # two ranks add in another order than one
-
-
-def test_a_checkpoint_directory_that_cannot_be_made(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    job = train(3, "checkpoints = sys.argv[1]", str(tmp_path / "file/checkpoints"))
-    report_of(job, "CheckpointError: ", "Not a directory", str(tmp_path / "file/checkpoints"))
-    assert "failed too" not in job.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-@pytest.mark.parametrize("damage", ["truncated", "a changed byte", "no state.json", "state.json is no JSON"])
-def test_a_damaged_checkpoint(damage: str, tmp_path: Path) -> None:
-    succeeded(train(1, "checkpoints = sys.argv[1]", str(tmp_path)))
-    newest = tmp_path / "step-00000004"
-    arrays = bytearray((newest / "arrays.npz").read_bytes())
-    if damage == "truncated":
-        (newest / "arrays.npz").write_bytes(arrays[: len(arrays) // 2])
-    elif damage == "a changed byte":
-        arrays[arrays.index(b"\x93NUMPY") + 130] ^= 1
-        (newest / "arrays.npz").write_bytes(arrays)
-    elif damage == "no state.json":
-        (newest / "state.json").unlink()
-    else:
-        (newest / "state.json").write_text("{")
-    job = train(3, "checkpoints = sys.argv[1]", str(tmp_path))
-    report_of(job, f"CheckpointError: cannot read the checkpoint {newest}: ")
-    assert "failed too" not in job.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000004"]
-
-
-def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
-    succeeded(train(1, "checkpoints = sys.argv[1]\nsteps = 2", str(tmp_path)))
-    job = train(3, "checkpoints = sys.argv[1]\nwidth = 6", str(tmp_path))
-    once(job, "the checkpoint has float64 (5,) for w, the model float64 (6,)")
-
-
-# The first checkpoint fits, the second one no more.
-LARGE = "width, checkpoints = 10_000, pathlib.Path(sys.argv[1])\n"
-
-
-def left_whole(folder: Path) -> None:
-    """The second checkpoint could not be written; nothing of it is left, and the first one is whole."""
-    assert [path.name for path in folder.iterdir()] == ["step-00000002"]
-    state = load(folder / "step-00000002")
-    assert state["step"] == 2
-    assert state["adapter"]["parameters"]["w"].shape == (10_000,)
-
-
-def test_a_file_that_grows_too_large(tmp_path: Path) -> None:
-    wrong = (
-        LARGE
-        + """
-first = function
-calls = 0
-def function(*arguments):
-    global calls
-    calls += 1
-    if calls == 3:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
-    return first(*arguments)
-"""
-    )
-    job = train(3, wrong, str(tmp_path))
-    once(job, f"cannot write the checkpoint {tmp_path}/step-00000004: ")
-    report_of(job, "CheckpointError: ", "File too large")
-    left_whole(tmp_path)
-
-
-def test_a_full_disk(tmp_path: Path) -> None:
-    # A disk of its own, in a mount namespace that ends with the job; copied out of it before it does.
-    small, copy, script = tmp_path / "small", tmp_path / "copy", tmp_path / "script.py"
-    small.mkdir()
-    mount = f"mount -t tmpfs -o size=240k none {small}"
-    if (
-        shutil.which("unshare") is None
-        or subprocess.run(["unshare", "-m", "sh", "-c", mount], check=False, capture_output=True).returncode
-    ):
-        pytest.skip("needs root, to mount a small disk in a mount namespace")
-    script.write_text(BEGIN + LARGE + TRAIN)
-    job_line = " ".join([*mpiexec(3), PYTHON, str(script), str(small)])
-    job = run_command(
-        ["unshare", "-m", "sh", "-c", f"{mount} && {{ {job_line}; code=$?; cp -a {small} {copy}; exit $code; }}"]
-    )
-    once(job, f"cannot write the checkpoint {small}/step-00000004: ")
-    report_of(job, "CheckpointError: ", "No space left on device")
-    left_whole(copy)

@@ -49,6 +49,25 @@ def test_a_gpt_in_bf16() -> None:
     assert losses(cuda) == pytest.approx(losses(host), abs=5e-3)
 
 
+def test_a_loop_of_ones_own() -> None:
+    """The same losses on 1 and 2 ranks; with a scale that is too large, every step is left out on all of them."""
+    options = ["--data", "digits", "--steps", "4"]
+    alone, two = (start(ranks, *options, script="gpu_loop.py") for ranks in (1, 2))
+    all_skipped = start(2, *options, "--loss-scale", "1e30", script="gpu_loop.py")
+    for job, skipped in ((alone, 0), (two, 0), (all_skipped, 4)):
+        succeeded(job)
+        assert f"skipped {skipped} of 4 steps" in job.stdout
+    one, other, same = (
+        [float(loss) for loss in re.findall(r"^step \d/4 \| loss ([\d.]+)$", job.stdout, re.M)]
+        for job in (alone, two, all_skipped)
+    )
+    assert len(one) == 4
+    assert one[-1] < one[0]
+    assert one == pytest.approx(other, abs=5e-3)
+    assert same[0] == pytest.approx(one[0], abs=5e-3)
+    assert same[-1] > one[-1]
+
+
 def test_no_gpu_to_be_had() -> None:
     job = start(2, "--data", "digits", "--device", "cuda", "--steps", "1", EMULATED_GPUS="0")
     failed(job, "rank 0 on ", "CUDA sees no GPU")

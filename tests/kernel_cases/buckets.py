@@ -58,6 +58,12 @@ def test_sum_of(cupy: Any, dtype: numpy.dtype, count: int) -> None:
             last = parts[min(count, 16) - 1]
             kernels.sum_of([part.array for part in parts], last.array)
             assert_same(last.get(), expected)
+            last.array.set(values[min(count, 16) - 1])
+            # Also into other parts, as into the buffers of other ranks, and into one that is aligned in another way.
+            others = [Lying(cupy, numpy.zeros(size, dtype), odd), *[part for part in parts[:14] if part is not last]]
+            kernels.sum_of([part.array for part in parts], last.array, copies=[other.array for other in others])
+            for other in (last, *others):
+                assert_same(other.get(), expected)
 
 
 def sizes_of_many(seed: int) -> list[int]:

@@ -37,6 +37,8 @@ def test_what_does_not_fit(cupy: Any) -> None:
         "copy is float32": lambda: kernels.add(flat, flat, copy=flat),
         "there are no parts": lambda: kernels.sum_of([], flat),
         "part 1 is float32": lambda: kernels.sum_of([flat, flat[1:]], flat),
+        "there are 16 copies; at most 15": lambda: kernels.sum_of([flat], flat, copies=[flat] * 16),
+        "copy 0 is float32": lambda: kernels.sum_of([flat], flat, copies=[flat[1:]]),
         "the arrays have 20 elements together; flat has 10": lambda: kernels.pack([flat, flat], flat),
         "array 0 is float32": lambda: kernels.pack([flat], cupy.zeros(10, numpy.float64)),
         "flag is float32": lambda: kernels.all_finite(flat, flat[:1]),

@@ -49,7 +49,7 @@ def test_squared_norm(cupy: Any, dtype: numpy.dtype, size: int) -> None:
     + [(math.inf, 1.0, 1.0), (math.nan, 1.0, 1.0)],
 )
 def test_clip_factor(cupy: Any, squared: float, unscale: float, max_norm: float) -> None:
-    factor = Lying(cupy, numpy.zeros(1, numpy.float32))
+    factor = Lying(cupy, numpy.zeros(1))
     kernels.clip_factor(cupy.asarray(numpy.array([squared])), max_norm, factor.array, unscale=unscale)
     norm = math.sqrt(squared) * unscale
-    assert factor.get()[0] == numpy.float32(max_norm / norm if max_norm < norm < math.inf else 1.0)
+    assert factor.get()[0] == (max_norm / norm if max_norm < norm < math.inf else 1.0)

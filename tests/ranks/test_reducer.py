@@ -12,7 +12,7 @@ import numpy
 import pytest
 from mpi4py import MPI
 
-import mpitrain.exchange.reducer
+import mpitrain.exchange.on_host
 from mpitrain import GradientReducer, Parameter, World
 from mpitrain.allreduce import ALGORITHMS
 from mpitrain.errors import (
@@ -51,7 +51,7 @@ BUCKETS = {TINY: 9, SMALL: 8, HUGE: 7}
 @pytest.fixture(params=["called", "threaded"], autouse=True)
 def driven(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test of this file both ways: with the rule for one node, and with the one for several."""
-    monkeypatch.setattr("mpitrain.exchange.reducer._threads_by_default", lambda _: request.param == "threaded")
+    monkeypatch.setattr("mpitrain.exchange.reducer.threads_by_default", lambda _: request.param == "threaded")
 
 
 def gradients_of(rank: int, step: int = 0, parameters: Sequence[Parameter] = PARAMETERS) -> list[numpy.ndarray]:
@@ -152,11 +152,11 @@ def test_overlap_tells_where_the_time_went(world: World) -> None:
         started = time.perf_counter()
         reducer.begin(1.0)
         hand_in(reducer, [numpy.ones(20_000, numpy.float32)] * len(PIECES), range(len(PIECES)))
-        called = time.perf_counter()
         overlap = reducer.finish().overlap
         ended = time.perf_counter()
-        assert 0 < overlap.compute_seconds <= called - started
-        assert 0 < overlap.exposed_seconds <= ended - called
+        assert overlap.compute_seconds > 0
+        assert overlap.exposed_seconds > 0
+        assert overlap.compute_seconds + overlap.exposed_seconds <= ended - started
         assert 0 < overlap.wire_seconds <= ended - started
         assert overlap.hidden == max(0.0, 1 - overlap.exposed_seconds / overlap.wire_seconds)
 
@@ -220,13 +220,13 @@ def test_gradients_computed_in_place_are_not_copied(
     world: World, reducer: GradientReducer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copied: list[str] = []
-    original = mpitrain.exchange.reducer.copy_to_host
+    original = mpitrain.exchange.on_host.copy_to_host
 
     def copy(source: numpy.ndarray, target: numpy.ndarray) -> None:
         copied.append("copy")
         original(source, target)
 
-    monkeypatch.setattr(mpitrain.exchange.reducer, "copy_to_host", copy)
+    monkeypatch.setattr(mpitrain.exchange.on_host, "copy_to_host", copy)
     for gradient, flat in ((gradient, reducer.flats[gradient.dtype]) for gradient in reducer.gradients):
         assert gradient.size == 0 or numpy.shares_memory(gradient, flat)
     reducer.begin(1.0)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
-import os
 import re
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +16,6 @@ import pytest
 import mpitrain
 from models import mlp
 from mpitrain import (
-    Adam,
     ArrayData,
     ArrayFunction,
     Checkpoint,
@@ -34,12 +30,10 @@ from mpitrain import (
     Trainer,
     World,
     evaluate,
-    warmup_cosine,
 )
 from mpitrain.compression import CODECS
 from mpitrain.config import read_config
 from mpitrain.errors import (
-    CheckpointError,
     ConfigError,
     DataError,
     GradientError,
@@ -48,7 +42,8 @@ from mpitrain.errors import (
     MpitrainError,
     NonFiniteError,
 )
-from mpitrain.training import checkpoint
+from mpitrain.training.checkpoint.names import split
+from mpitrain.training.data.order import permuted
 
 from .common import assert_same_bits, error_on_all, named_ranks, skip_alone
 from .placements import placed
@@ -99,7 +94,8 @@ def bits(trainer: Trainer) -> dict[str, bytes]:
     """Everything that a checkpoint keeps."""
     return {
         name: value.tobytes() if isinstance(value, numpy.ndarray) else repr(value).encode()
-        for name, value in checkpoint._flatten(trainer.state())
+        for part in split(trainer.state())
+        for name, value in part.items()
     }
 
 
@@ -111,7 +107,7 @@ def names_in(directory: Path) -> list[str]:
 
 
 def bare_numpy(count: int, global_batch: int, steps: int) -> tuple[dict[str, numpy.ndarray], list[float], list[int]]:
-    """The same training without mpitrain and without the model's code: one process, whole batches."""
+    """The same training without the model's code, and of mpitrain the order of samples alone: one process."""
     x, y = samples_of(count)
     w = {name: value.copy() for name, value in initial_parameters().items()}
     velocity = {name: numpy.zeros_like(value) for name, value in w.items()}
@@ -119,8 +115,7 @@ def bare_numpy(count: int, global_batch: int, steps: int) -> tuple[dict[str, num
     order, epoch = [], 0
     for _ in range(steps):
         if not len(order):
-            order = numpy.arange(count)
-            numpy.random.default_rng((3, epoch)).shuffle(order)
+            order = permuted(numpy.arange(count), count, (3, epoch))
             epoch += 1
         chosen, order = order[:global_batch], order[global_batch:]
         inputs, labels = x[chosen], y[chosen]
@@ -510,264 +505,6 @@ def test_models_that_differ_between_ranks(world: World) -> None:
         f"{world.name(world.size - 1)}: parameter dense1.weight float64 (6, 4); "
         f"{world.name(0)}: parameter dense1.weight float64 (6, 5); "
     )
-
-
-# -- checkpoints --------------------------------------------------------------------------------------------------
-
-OPTIMIZERS: dict[str, Callable[[], Any]] = {
-    "sgd": lambda: Sgd(RATE),
-    "momentum": lambda: Sgd(RATE, momentum=MOMENTUM, nesterov=True, weight_decay=DECAY),
-    "adam": lambda: Adam(warmup_cosine(0.01, warmup_steps=3, total_steps=12), clip_norm=0.5),
-}
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_resumed_run_ends_with_the_same_bits(world: World, shared: Path, optimizer: str) -> None:
-    """10 steps at once, or 5, a checkpoint in the middle of an epoch, a new Trainer and 5 more."""
-    build = builder(45, 14, optimizer=OPTIMIZERS[optimizer])
-    whole = Record()
-    uninterrupted = Trainer(build, [StopAtStep(10), whole])
-    uninterrupted.run()
-
-    Trainer(build, [StopAtStep(5), Checkpoint(shared / "new" / "folder", steps=2)]).run()
-    record = Record()
-    resumed = Trainer(build, [StopAtStep(10), Checkpoint(shared / "new" / "folder", steps=100), record])
-    resumed.run()
-    assert [step.number for step in record.steps] == [6, 7, 8, 9, 10]
-    assert [step.loss for step in record.steps] == [step.loss for step in whole.steps[5:]]
-    assert [step.learning_rate for step in record.steps] == [step.learning_rate for step in whole.steps[5:]]
-    assert bits(resumed) == bits(uninterrupted)
-    world.barrier()
-    saved = ["step-00000002", "step-00000004", "step-00000005", "step-00000010"]
-    assert names_in(shared / "new" / "folder") == saved
-
-
-def test_a_checkpoint_of_a_finished_run(world: World, shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    build = builder(20, 10)
-    first = Trainer(build, [StopAtStep(4), Checkpoint(shared, steps=4)])
-    first.run()
-    record = Record()
-    again = Trainer(build, [StopAtStep(4), Checkpoint(shared, steps=4), record])
-    again.run()
-    assert record.steps == []
-    assert bits(again) == bits(first)
-    text = f"resumed from {shared / 'step-00000004'} at step 4\n"
-    assert capsys.readouterr().out == (text if world.rank == 0 else "")
-
-
-def test_a_checkpoint_fits_any_number_of_ranks(world: World, shared: Path) -> None:
-    """Nothing in it comes from a rank: one process alone would have written the same names, cursor and step."""
-    trainer = Trainer(builder(45, 14), [StopAtStep(5), Checkpoint(shared, steps=5)])
-    trainer.run()
-    state = world.broadcast(checkpoint.load(shared / "step-00000005") if world.is_root else None)
-    assert state["step"] == 5
-    assert state["data"] == {"epoch": 1, "cursor": 14, "seed": 3, "shuffle": True, "num_samples": 45}
-    assert set(state["adapter"]["parameters"]) == set(initial_parameters())
-    assert state["adapter"]["optimizer"]["step"] == 5
-    for name, value in bare_numpy(45, 14, 5)[0].items():
-        numpy.testing.assert_allclose(state["adapter"]["parameters"][name], value, rtol=1e-12, atol=1e-14)
-
-
-def truncate(path: Path) -> None:
-    file = path / "arrays.npz"
-    os.truncate(file, file.stat().st_size // 2)
-
-
-def flip_a_bit(path: Path) -> None:
-    content = bytearray((path / "arrays.npz").read_bytes())
-    content[200] ^= 1  # inside the first array
-    (path / "arrays.npz").write_bytes(content)
-
-
-def change_json(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
-    def apply(path: Path) -> None:
-        numbers = json.loads((path / "state.json").read_text())
-        (path / "state.json").write_text(json.dumps(change(numbers)))
-
-    return apply
-
-
-def without(*names: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    return lambda numbers: {name: value for name, value in numbers.items() if not name.startswith(names)}
-
-
-DAMAGES: dict[str, tuple[Callable[[Path], None], dict[str, Any], str]] = {
-    "truncated arrays": (truncate, {}, "cannot read the checkpoint"),
-    "flipped bit": (flip_a_bit, {}, "cannot read the checkpoint"),
-    "no arrays": (lambda path: (path / "arrays.npz").unlink(), {}, "cannot read the checkpoint"),
-    "no json": (lambda path: (path / "state.json").unlink(), {}, "cannot read the checkpoint"),
-    "half a json": (lambda path: os.truncate(path / "state.json", 20), {}, "cannot read the checkpoint"),
-    "empty json": (lambda path: os.truncate(path / "state.json", 0), {}, "cannot read the checkpoint"),
-    "another json": (change_json(lambda _: [1, 2]), {}, "cannot read the checkpoint"),
-    "a number for a group": (change_json(lambda old: old | {"adapter": 1}), {}, "cannot read the checkpoint"),
-    "a file": (lambda path: (shutil.rmtree(path), path.write_text("")), {}, "cannot read the checkpoint"),
-    "no step": (change_json(without("step")), {}, "has no entry 'step'"),
-    "no data": (change_json(without("data")), {}, "has no entry 'data'"),
-    "no optimizer": (change_json(without("adapter")), {}, r"missing \['step'\]"),
-    "other model": (
-        lambda _: None,
-        {"hidden": 4},
-        r"has float64 \(6, 5\) for dense1.weight, the model float64 \(6, 4\)",
-    ),
-    "other optimizer": (lambda _: None, {"optimizer": OPTIMIZERS["adam"]}, r"state for Adam: missing \['first'"),
-    "other samples": (lambda _: None, {"count": 21}, "num_samples=20, this run's 21"),
-    "other seed": (lambda _: None, {"seed": 4}, "seed=3, this run's 4"),
-    "cursor behind the end": (change_json(lambda old: old | {"data/cursor": 21}), {}, "epoch=0 cursor=21; .* 0 to 20"),
-    "cursor below 0": (change_json(lambda old: old | {"data/cursor": -1}), {}, "epoch=0 cursor=-1; "),
-    "epoch below 0": (change_json(lambda old: old | {"data/epoch": -1}), {}, "epoch=-1 cursor=20; "),
-    "other order": (lambda _: None, {"shuffle": False}, "shuffle=True, this run's False"),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_checkpoint_that_cannot_be_used(world: World, shared: Path, damage: str) -> None:
-    apply, other, text = DAMAGES[damage]
-    Trainer(builder(20, 10), [StopAtStep(2), Checkpoint(shared, steps=1)]).run()
-    if world.is_root:
-        apply(shared / "step-00000002")
-    world.barrier()
-    build = builder(**({"count": 20, "global_batch": 10} | other))
-    trainer = Trainer(build, [StopAtStep(3), Checkpoint(shared, steps=1)])
-    before = {name: value.tobytes() for name, value in trainer.adapter.parameters().items()}
-    data_before = trainer.data.state()
-    with pytest.raises(CheckpointError, match=text) as caught:
-        trainer.run()
-    assert caught.value.known_everywhere
-    assert trainer.step_number == 0
-    assert {name: value.tobytes() for name, value in trainer.adapter.parameters().items()} == before
-    assert trainer.data.state() == data_before
-    world.barrier()
-    assert names_in(shared) == ["step-00000001", "step-00000002"]
-
-
-def test_a_directory_that_is_none(world: World, shared: Path) -> None:
-    """Found before the first step, not after many of them."""
-    if world.is_root:
-        (shared / "file").write_text("")
-    for path in (shared / "file", shared / "file" / "below"):
-        trainer = Trainer(builder(20, 10), [StopAtStep(2), Checkpoint(path, steps=1)])
-        with pytest.raises(CheckpointError, match=f"cannot look for checkpoints in {path}"):
-            trainer.run()
-        assert trainer.step_number == 0
-    world.barrier()
-    assert names_in(shared) == ["file"]
-
-
-@pytest.mark.parametrize("place", ["arrays", "json", "rename"])
-def test_a_full_disk_leaves_the_earlier_checkpoints(
-    world: World, shared: Path, monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
-    trainer = Trainer(builder(20, 10), [StopAtStep(4), Checkpoint(shared, steps=2)])
-
-    class FailFromNow(Hook):
-        def after_step(self, trainer: Trainer, step: Step) -> None:
-            if step.number == 3:
-                monkeypatch.setattr(*target, full)
-
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    target = {"arrays": (numpy, "savez"), "json": (json, "dump"), "rename": (Path, "rename")}[place]
-    trainer._hooks = (*trainer._hooks, FailFromNow())
-    with pytest.raises(
-        CheckpointError, match=r"cannot write the checkpoint .*step-00000004: .*No space left"
-    ) as caught:
-        trainer.run()
-    assert caught.value.known_everywhere
-    world.barrier()
-    assert names_in(shared) == ["step-00000002"]
-    monkeypatch.undo()
-    resumed = Trainer(builder(20, 10), [StopAtStep(4), Checkpoint(shared, steps=2)])
-    resumed.run()
-    assert bits(resumed) == bits(trainer)
-
-
-def test_a_checkpoint_is_replaced_and_remains_of_a_killed_process_do_no_harm(tmp_path: Path) -> None:
-    for name in (f".writing-00000007-{os.getpid()}", ".writing-00000007-1", ".replaced-00000007-1"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "arrays.npz").write_text("half")
-    for value in (1.0, 2.0):
-        path = checkpoint.save(tmp_path, 7, {"a": {"b": numpy.full(3, value)}, "n": 1})
-    assert checkpoint.load(path)["a"]["b"].tolist() == [2.0, 2.0, 2.0]
-    assert names_in(tmp_path) == ["step-00000007"]
-
-
-def saved_value(directory: Path) -> float:
-    assert names_in(directory) == ["step-00000007"]
-    return checkpoint.load(directory / "step-00000007")["n"]
-
-
-def fail_second_rename(monkeypatch: pytest.MonkeyPatch) -> None:
-    rename = Path.rename
-    calls: list[Path] = []
-
-    def failing(path: Path, target: Path) -> Path:
-        calls.append(path)
-        if len(calls) == 2:
-            raise OSError(errno.EIO, "Input/output error")
-        return rename(path, target)
-
-    monkeypatch.setattr(Path, "rename", failing)
-
-
-def test_a_failed_replacement_keeps_the_checkpoint_that_was_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checkpoint.save(tmp_path, 7, {"n": 1})
-    fail_second_rename(monkeypatch)  # the first moves the old one away
-    with pytest.raises(CheckpointError, match="Input/output error"):
-        checkpoint.save(tmp_path, 7, {"n": 2})
-    assert saved_value(tmp_path) == 1
-
-
-def test_a_run_killed_between_the_renames_loses_nothing_at_the_next_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checkpoint.save(tmp_path, 7, {"n": 1})
-    (tmp_path / "step-00000007").rename(tmp_path / ".replaced-00000007-1")
-    with pytest.raises(CheckpointError, match="set"):
-        checkpoint.save(tmp_path, 7, {"n": {1, 2}})
-    assert saved_value(tmp_path) == 1
-
-
-def test_directories_are_synced_before_what_depends_on_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    events: list[str] = []
-    sync, rename = checkpoint._sync_directory, Path.rename
-
-    def noted_sync(directory: Path) -> None:
-        events.append(f"sync {directory.name}")
-        sync(directory)
-
-    def noted_rename(path: Path, target: Path) -> Path:
-        events.append(f"rename {path.name}")
-        return rename(path, target)
-
-    monkeypatch.setattr(checkpoint, "_sync_directory", noted_sync)
-    monkeypatch.setattr(Path, "rename", noted_rename)
-    checkpoint.save(tmp_path / "new" / "folder", 7, {"n": 1})
-    temporary = f".writing-00000007-{os.getpid()}"
-    assert events == [f"sync {tmp_path.name}", "sync new", f"sync {temporary}", f"rename {temporary}", "sync folder"]
-
-
-@pytest.mark.parametrize("value", [numpy.float32(1), {1, 2}, b"bytes"], ids=repr)
-def test_a_state_that_cannot_be_written_leaves_nothing(tmp_path: Path, value: Any) -> None:
-    with pytest.raises(CheckpointError, match="cannot write the checkpoint"):
-        checkpoint.save(tmp_path, 7, {"n": value})
-    assert names_in(tmp_path) == []
-
-
-def test_names_that_cannot_be_kept(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="the name 'a/b' holds '/'"):
-        checkpoint.save(tmp_path, 7, {"a/b": 1})
-    assert names_in(tmp_path) == []
-
-
-def test_latest_is_by_number_and_ignores_other_names(tmp_path: Path) -> None:
-    assert checkpoint.latest(tmp_path / "not there") is None
-    assert checkpoint.latest(tmp_path) is None
-    for name in ("step-00000009", "step-00000100", "step-123456789", "step-x", ".writing-00000200-1", "step-7"):
-        (tmp_path / name).mkdir()
-    assert checkpoint.latest(tmp_path) == tmp_path / "step-123456789"
 
 
 def test_every_public_name_is_here(world: World) -> None:

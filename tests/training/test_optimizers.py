@@ -119,6 +119,26 @@ def test_adam_and_adamw(weight_decay, clip_norm, dtype):
     numpy.testing.assert_allclose(found, flat(expected, float), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_the_norm_is_measured_when_asked_or_clipped(dtype):
+    parameters, *gradients = draws(3)
+    norms = [math.sqrt(sum(float((value**2).sum()) for value in g.values())) for g in gradients]
+    for make in (Sgd, Adam, AdamW):
+        optimizer = make(0.1)
+        optimizer.start(flat(parameters, dtype), [])
+        assert optimizer.gradient_norm() is None
+        for number in range(4):
+            if number % 2:
+                optimizer.measure_gradient_norm()
+            optimizer.update(flat(gradients[number], dtype))
+            expected = pytest.approx(norms[number], rel=TOLERANCE[dtype]) if number % 2 else None
+            assert optimizer.gradient_norm() == expected
+        optimizer = make(0.1, clip_norm=0.01)  # measured anyway, before it is clipped
+        optimizer.start(flat(parameters, dtype), [])
+        optimizer.update(flat(gradients[0], dtype))
+        assert optimizer.gradient_norm() == pytest.approx(norms[0], rel=TOLERANCE[dtype])
+
+
 def test_decay_changes_the_decayed_ranges_only():
     parameters = {name: numpy.ones(shape) for name, shape in SHAPES.items()}
     zero = {name: numpy.zeros(shape) for name, shape in SHAPES.items()}

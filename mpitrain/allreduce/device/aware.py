@@ -35,9 +35,9 @@ from mpitrain.allreduce.ring import plan
 from mpitrain.arrays import Array
 from mpitrain.control import until
 from mpitrain.cuda.aware import why_not_aware
-from mpitrain.cuda.device import cupy_module, raise_first
+from mpitrain.cuda.device import cupy_module
 from mpitrain.cuda.kernels import add
-from mpitrain.cuda.memory import out_of_memory
+from mpitrain.cuda.memory import allocating
 from mpitrain.cuda.streams import happened, mark
 from mpitrain.world import World
 
@@ -132,12 +132,5 @@ def _bytes(array: Array) -> list[Any]:
 
 def _make_scratch(world: World, place: Place) -> list[Array]:
     """Where pieces arrive."""
-    gpu, cupy = place.gpu, cupy_module()
-    problem, scratch = "", []
-    with gpu.current():
-        try:
-            scratch = [cupy.empty(PIECE_BYTES, cupy.uint8) for _ in range(AHEAD)]
-        except cupy.cuda.memory.OutOfMemoryError as error:
-            problem = str(out_of_memory(gpu, AHEAD * PIECE_BYTES, "arriving pieces", error))
-    raise_first(world, world.allgather(problem))
-    return scratch
+    with allocating(world, place.gpu, AHEAD * PIECE_BYTES, "arriving pieces"):
+        return [cupy_module().empty(PIECE_BYTES, numpy.uint8) for _ in range(AHEAD)]

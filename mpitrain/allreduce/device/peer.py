@@ -2,7 +2,7 @@
 
 Buckets live in memory that the GPUs of the node see (cuda/peers.py): of one GPU that several ranks share, or of several
 GPUs with NVLink or PCIe between them. Each rank owns one segment. It reads that segment of everybody's buffer, adds as
-it reads, and copies the sum into everybody's buffer. Nobody else touches that segment of any buffer:
+it reads, and writes the sum into everybody's buffer, in one pass. Nobody else touches that segment of any buffer:
 
     rank 0's buffer   [ a0 b0 c0 ]      rank 0 reads a0 a1 a2, writes A three times      [ A B C ]
     rank 1's buffer   [ a1 b1 c1 ]      rank 1 reads b0 b1 b2, writes B three times      [ A B C ]
@@ -14,8 +14,8 @@ Worked, two ranks with 1 2 and 10 20: rank 0 reads 1 and 10 and writes 11 to bot
 Before and after it each GPU waits for the others by events that are shared between processes, and each host tells the
 others by a message that its event has been recorded: hosts wait for hosts, GPUs for GPUs.
 
-Cost: of N bytes and p ranks on one GPU, (3p - 1) N are read and written by all together; on GPUs of their own 2 (p-1)/p
-N go over each link, the least that any allreduce can. p - 1 short messages a rank, and log2(p) empty ones. Every sum is
+Cost: of N bytes and p ranks on one GPU, 2 p N are read and written by all together; on GPUs of their own 2 (p-1)/p N go
+over each link, the least that any allreduce can. p - 1 short messages a rank, and log2(p) empty ones. Every sum is
 made by one rank in rank order and copied from there: the same bits on every rank.
 
 Ranks on several nodes: each segment is summed within the node, then between the nodes by the staged transport in its
@@ -28,15 +28,15 @@ Source: the layout is that of shared_memory.py; the calls are in the CUDA Progra
 from __future__ import annotations
 
 import struct
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import TypeVar
 
 import numpy
 
-from mpitrain.allreduce.algorithm import Progress
+from mpitrain.allreduce.algorithm import Progress, Steps
 from mpitrain.allreduce.device.sequential import DeviceSequential, Place, refuse
 from mpitrain.allreduce.device.staged import staged_steps
-from mpitrain.allreduce.group import lane, num_lanes, of_this_node
+from mpitrain.allreduce.group import Group, lane, num_lanes, of_this_node
 from mpitrain.allreduce.hierarchical import by_size
 from mpitrain.allreduce.node_memory import meet
 from mpitrain.arrays import Array
@@ -62,12 +62,28 @@ def peer(world: World, place: Place | None = None) -> DeviceSequential:
             rank is alone on its node. On every rank.
     """
     place = place or Place(world)
+
+    def between_nodes(group: Group | None) -> Steps:
+        return staged_steps(world, place, no_sum if group is None else by_size(world)(group))
+
+    steps, allocate = peer_steps(world, place, between_nodes)
+    return DeviceSequential(world, place, "peer", steps, allocate)
+
+
+def peer_steps(
+    world: World, place: Place, make_between: Callable[[Group | None], Steps]
+) -> tuple[Steps, Callable[[int, numpy.dtype], Array]]:
+    """The work, and what allocates arrays for it. Collective.
+
+    `make_between` makes what runs between nodes, over a lane; collective, None where this rank is in none.
+
+    Raises as peer does.
+    """
     alone = world.size > 1 and world.num_nodes == world.size
     refuse(world, "peer", "no two ranks are on one node" if alone else "")
     group = of_this_node(world)
     mates = Mates(group.comm, group.members, group.index, _TAG)
     memory = PeerMemory(place.gpu, mates)
-    between_nodes = lane(world) if world.num_nodes > 1 else None
     lanes = num_lanes(world)
 
     slab, problem = _together(world, memory.allocate(SLAB_BYTES if world.size > 1 else 1))
@@ -77,11 +93,7 @@ def peer(world: World, place: Place | None = None) -> DeviceSequential:
     assert slab is not None
     assert made is not None
     filled, written = made
-    # Collective, and the same on all ranks: those without a lane make it and do not use it.
-    between = None
-    if world.num_nodes > 1:
-        host = by_size(world)(between_nodes) if between_nodes is not None else _no_sum
-        between = staged_steps(world, place, host)
+    between = make_between(lane(world)) if world.num_nodes > 1 else None
     everyone = Mates(world.comm, tuple(range(world.size)), world.rank, _PLACE_TAG)
     runtime = cupy_module().cuda.runtime
     # In the ranks' order, as on the host; but the kernel wants what it overwrites among the first.
@@ -95,7 +107,7 @@ def peer(world: World, place: Place | None = None) -> DeviceSequential:
                 target.data.ptr, source.data.ptr, target.nbytes, runtime.memcpyDefault, place.stream.ptr
             )
 
-    def add(arrays: list[Array]) -> Progress:
+    def add(arrays: list[Array], residual: Array | None) -> Progress:
         """`arrays` is one place in every mate's buffer; this rank's own holds the sum at the end."""
         own, stream = arrays[mates.index], place.stream
         filled.record(stream)
@@ -104,30 +116,33 @@ def peer(world: World, place: Place | None = None) -> DeviceSequential:
         if mates.index < lanes:
             part = part_of(own.size, mates.index, lanes)
             if part.stop > part.start:
-                if len(arrays) > 1:
-                    sum_of([arrays[index][part] for index in order], own[part])
+                parts = [arrays[index][part] for index in order]
+                others = [arrays[index][part] for index in order if index != mates.index]
+                # In one pass with the sum, where it is the final one and a launch takes so many.
+                written_at_once = others if between is None and len(parts) <= MOST_PARTS else []
+                if others:
+                    sum_of(parts, own[part], copies=written_at_once)
                 if between is not None:
-                    yield from between(own[part])
-            for index, other in enumerate(arrays):
-                if index != mates.index:
-                    copy(other[part], own[part])
+                    yield from between(own[part], None if residual is None else residual[part])
+                for other in others[len(written_at_once) :]:
+                    copy(other, own[part])
         written.record(stream)
         yield from meet(group, _MEET_TAG)
         written.hold(stream)
 
-    def steps(flat: Array, _residual: Array | None = None) -> Progress:
+    def steps(flat: Array, residual: Array | None = None) -> Progress:
         # Where it lies, all ranks must know: they go through the slab together or not at all.
         mine = struct.pack("qq", *memory.place_of(flat))
         places = yield from exchange(everyone, mine)
         if set(places) == {mine} and struct.unpack("qq", mine)[0] != _NOWHERE:
-            yield from add(memory.mates_arrays(flat))
+            yield from add(memory.mates_arrays(flat), residual)
             return
         count = SLAB_BYTES // flat.itemsize
         for begin in range(0, flat.size, count):
             part = flat[begin : begin + count]
             shared = slab[: part.nbytes].view(flat.dtype)
             copy(shared, part)
-            yield from add(memory.mates_arrays(shared))
+            yield from add(memory.mates_arrays(shared), None if residual is None else residual[begin : begin + count])
             copy(part, shared)
 
     def allocate(count: int, dtype: numpy.dtype) -> Array:
@@ -136,7 +151,7 @@ def peer(world: World, place: Place | None = None) -> DeviceSequential:
         assert array is not None
         return array.view(dtype)
 
-    return DeviceSequential(world, place, "peer", steps, allocate)
+    return steps, allocate
 
 
 def _together(world: World, work: Generator[float | None, None, T]) -> tuple[T | None, str]:
@@ -155,5 +170,6 @@ def _together(world: World, work: Generator[float | None, None, T]) -> tuple[T |
     return (result[0] if result else None), problem
 
 
-def _no_sum(_flat: numpy.ndarray, _residual: numpy.ndarray | None = None) -> Progress:
+def no_sum(_flat: Array, _residual: Array | None = None) -> Progress:
+    """Between nodes, for a rank that is in no lane."""
     raise AssertionError("this rank has no lane")

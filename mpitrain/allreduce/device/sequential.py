@@ -21,7 +21,7 @@ import numpy
 from mpitrain.allreduce.algorithm import DTYPES, Handle, Progress, Steps, compared
 from mpitrain.arrays import Array, is_device_array
 from mpitrain.cuda.device import Gpu, bind, cupy_module, raise_first
-from mpitrain.cuda.memory import out_of_memory
+from mpitrain.cuda.memory import allocating
 from mpitrain.cuda.streams import follow, happened, make_event, make_stream, mark, working_on
 from mpitrain.errors import DeviceError
 from mpitrain.world import World
@@ -92,9 +92,9 @@ class DeviceSequential:
         self.allocate_here = allocate or self._from_pool
         self._world = world
         self.name = name
-        # Buffers that the GPU may still be working on, with the event of its end. Were one given back to CuPy's pool
+        # Arrays that the GPU may still be working on, with the event of its end. Were one given back to CuPy's pool
         # before, the next array of another stream or thread could lie there.
-        self._in_flight: deque[tuple[Any, Array]] = deque()
+        self._in_flight: deque[tuple[Any, object]] = deque()
         weakref.finalize(self, _settle, self._in_flight).atexit = False
 
     def allocate(self, count: int, dtype: numpy.dtype) -> Array:
@@ -136,21 +136,14 @@ class DeviceSequential:
             yield nap  # type: ignore[misc]
         with gpu.current():
             end.record(stream)
-        self._in_flight.append((end, flat))
+        self._in_flight.append((end, (flat, residual)))
 
     def _from_pool(self, count: int, dtype: numpy.dtype) -> Array:
-        array, problem, gpu = None, "", self.place.gpu
-        cupy = cupy_module()
-        with gpu.current():
-            try:
-                array = cupy.empty(count, dtype)
-            except cupy.cuda.memory.OutOfMemoryError as error:
-                problem = str(out_of_memory(gpu, count * dtype.itemsize, "a bucket", error))
-        raise_first(self._world, self._world.allgather(problem))
-        return array
+        with allocating(self._world, self.place.gpu, count * dtype.itemsize, "a bucket"):
+            return cupy_module().empty(count, dtype)
 
 
-def _settle(in_flight: deque[tuple[Any, Array]]) -> None:
+def _settle(in_flight: deque[tuple[Any, object]]) -> None:
     """A transport ends: what its GPU work uses is not freed before that is over."""
     if in_flight:
         in_flight[-1][0].synchronize()

@@ -27,7 +27,7 @@ import sys
 import numpy
 
 from mpitrain.allreduce import ALGORITHMS
-from mpitrain.allreduce.algorithm import Algorithm, Progress, Sequential, Steps
+from mpitrain.allreduce.algorithm import Algorithm, Progress, Steps
 from mpitrain.allreduce.device.sequential import DeviceSequential, Place
 from mpitrain.arrays import Array
 from mpitrain.control import until
@@ -52,16 +52,6 @@ def staged(world: World, place: Place | None = None) -> DeviceSequential:
     place = place or Place(world)
     algorithm = ALGORITHMS[world.config.algorithm](world)
     return DeviceSequential(world, place, "staged", staged_steps(world, place, algorithm.steps, algorithm))
-
-
-def shortened(world: World, name: str, algorithm: Sequential) -> DeviceSequential:
-    """Through the host, for float32 alone, with the shortened sum `algorithm`; residuals are host arrays.
-
-    Raises as staged does.
-    """
-    place = Place(world)
-    steps = staged_steps(world, place, algorithm.steps, algorithm)
-    return DeviceSequential(world, place, name, steps, dtypes=[numpy.dtype(numpy.float32)])
 
 
 def staged_steps(world: World, place: Place, host_sum: Steps, memory: Algorithm | None = None) -> Steps:

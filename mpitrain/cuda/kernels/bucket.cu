@@ -38,14 +38,18 @@ template <class T, class C> __device__ void add_and_cast(float *total, const T *
 struct Parts {
     u64 at[16];
     i64 count;
+    u64 out[16];
+    i64 num_out;
 };
 
-// out = parts[0] + parts[1] + ... in that order, each sum rounded once. `out` may be one of the parts.
-template <class T, int WIDTH> __device__ void sum_of_parts(const Parts &parts, T *out, i64 count) {
-    i64 head = head_of<WIDTH>(out);
+// Every out = parts[0] + parts[1] + ... in that order, each sum rounded once. They may be among the parts.
+template <class T, int WIDTH> __device__ void sum_of_parts(const Parts &parts, i64 count) {
+    i64 head = head_of<WIDTH>(reinterpret_cast<const T *>(parts.out[0]));
     bool alike = head < count;
     for (int p = 0; p < parts.count; p++)
         alike = alike && is_aligned<WIDTH>(reinterpret_cast<const T *>(parts.at[p]) + head);
+    for (int p = 0; p < parts.num_out; p++)
+        alike = alike && is_aligned<WIDTH>(reinterpret_cast<const T *>(parts.out[p]) + head);
     auto many = [&](i64 i) {
         Vector<T, WIDTH> sum = load<WIDTH>(reinterpret_cast<const T *>(parts.at[0]) + i);
 #pragma unroll 4
@@ -54,20 +58,20 @@ template <class T, int WIDTH> __device__ void sum_of_parts(const Parts &parts, T
 #pragma unroll
             for (int k = 0; k < WIDTH; k++) sum.at[k] = add(sum.at[k], other.at[k]);
         }
-        store(out + i, sum);
+        for (int p = 0; p < parts.num_out; p++) store(reinterpret_cast<T *>(parts.out[p]) + i, sum);
     };
     auto one = [&](i64 i) {
         T sum = reinterpret_cast<const T *>(parts.at[0])[i];
         for (int p = 1; p < parts.count; p++) sum = add(sum, reinterpret_cast<const T *>(parts.at[p])[i]);
-        out[i] = sum;
+        for (int p = 0; p < parts.num_out; p++) reinterpret_cast<T *>(parts.out[p])[i] = sum;
     };
     for_each<WIDTH>(count, alike ? head : count, grid_thread(), grid_threads(), many, one);
 }
 
 #define SUMS(name, T, WIDTH)                                                                                           \
     KERNEL add_##name(T *total, const T *arrived, i64 count) { add_arrays<T, WIDTH>(total, arrived, count); }          \
-    KERNEL sum_of_##name(const __grid_constant__ Parts parts, T *out, i64 count) {                                     \
-        sum_of_parts<T, WIDTH>(parts, out, count);                                                                     \
+    KERNEL sum_of_##name(const __grid_constant__ Parts parts, i64 count) {                                             \
+        sum_of_parts<T, WIDTH>(parts, count);                                                                          \
     }
 SUMS(bf16, bf16, 8)
 SUMS(fp16, fp16, 8)

@@ -17,7 +17,7 @@ SHORT = {"bfloat16": "bf16", "float16": "fp16"}
 MOST_PARTS = 16  # in one launch of sum_of: bucket.cu's Parts
 MOST_ARRAYS = 224  # in one launch of pack and unpack: bucket.cu's Table
 
-_PARTS = numpy.dtype([("at", "u8", MOST_PARTS), ("count", "i8")])
+_PARTS = numpy.dtype([("at", "u8", MOST_PARTS), ("count", "i8"), ("out", "u8", MOST_PARTS), ("num_out", "i8")])
 _TABLE = numpy.dtype([("at", "u8", MOST_ARRAYS), ("start", "i8", MOST_ARRAYS + 1), ("count", "i8")])
 
 
@@ -49,13 +49,14 @@ def add(total: Array, arrived: Array, *, copy: Array | None = None, stream: Any 
         launch("bucket.cu", name, _blocks(total), [total, arrived, *copies, total.size], total, stream)
 
 
-def sum_of(parts: Sequence[Array], out: Array, *, stream: Any = None) -> None:
+def sum_of(parts: Sequence[Array], out: Array, *, copies: Sequence[Array] = (), stream: Any = None) -> None:
     """out = parts[0] + parts[1] + ... in that order, each sum rounded once, so that equal calls give equal bits.
 
     Args:
         parts: one or more flat device arrays, of one of DTYPES and all of the same dtype and size. They may be memory
             of other processes or devices that this one can read.
         out: as the parts, and overwritten. It may be one of them.
+        copies: up to 15 more arrays that get the sum in the same pass; as the parts, and any of them.
         stream: a CuPy stream in place of the current one.
 
     More than 16 parts take another launch for every 15 of them. Raises as add does.
@@ -65,6 +66,10 @@ def sum_of(parts: Sequence[Array], out: Array, *, stream: Any = None) -> None:
         raise ValueError("there are no parts; it must be one array at least")
     for number, part in enumerate(parts):
         _check_foreign(f"part {number}", part, out)
+    if len(copies) >= MOST_PARTS:
+        raise ValueError(f"there are {len(copies)} copies; at most {MOST_PARTS - 1} are written in one pass")
+    for number, copy in enumerate(copies):
+        _check_foreign(f"copy {number}", copy, out)
     if out.size == 0:
         return
     taken = list(parts[:MOST_PARTS])
@@ -75,7 +80,10 @@ def sum_of(parts: Sequence[Array], out: Array, *, stream: Any = None) -> None:
         table = numpy.zeros((), _PARTS)
         table["count"] = len(taken)
         table["at"][: len(taken)] = [part.data.ptr for part in taken]
-        launch("bucket.cu", f"sum_of_{SUMMABLE[dtype]}", _blocks(out), [table, out, out.size], out, stream)
+        outputs = [out] if rest else [out, *copies]
+        table["num_out"] = len(outputs)
+        table["out"][: len(outputs)] = [one.data.ptr for one in outputs]
+        launch("bucket.cu", f"sum_of_{SUMMABLE[dtype]}", _blocks(out), [table, out.size], out, stream)
         taken = [out, *rest[: MOST_PARTS - 1]] if rest else []
         rest = rest[MOST_PARTS - 1 :]
 

@@ -42,7 +42,7 @@ def clip_factor(squared: Array, max_norm: float, factor: Array, *, unscale: floa
     Args:
         squared: float64[1] on the device, from squared_norm.
         max_norm: the largest norm that is allowed.
-        factor: float32[1] on the device; overwritten. `Fused.factor` takes it.
+        factor: float64[1] on the device; overwritten. `Fused.factor` takes it.
         unscale: the norm is that of `unscale` times the values.
         stream: a CuPy stream in place of the current one.
 
@@ -50,6 +50,6 @@ def clip_factor(squared: Array, max_norm: float, factor: Array, *, unscale: floa
     networks (2013), algorithm 1.
     """
     check("squared", squared, ["float64"], 1)
-    check("factor", factor, ["float32"], 1)
+    check("factor", factor, ["float64"], 1)
     arguments = [squared, float(unscale), float(max_norm), factor]
     launch("norm.cu", "clip_factor", 1, arguments, squared, stream, threads=1)

@@ -11,7 +11,7 @@
 template <class T> struct Buffers {
     T *parameters;
     const T *gradients;
-    const float *factor;
+    const double *factor;
     const int *skip;
     int *found;
     u16 *copy;
@@ -22,9 +22,9 @@ template <class T> struct Buffers {
     int num_bounds;
 };
 
-template <class T> __device__ __forceinline__ T number(float x);
-template <> __device__ __forceinline__ float number<float>(float x) { return x; }
-template <> __device__ __forceinline__ double number<double>(float x) { return to_double(x); }
+template <class T> __device__ __forceinline__ T number(double x);
+template <> __device__ __forceinline__ float number<float>(double x) { return rounded(x); }
+template <> __device__ __forceinline__ double number<double>(double x) { return x; }
 
 // How many of the bounds are at i or before it: odd inside a range.
 __device__ __forceinline__ int bounds_up_to(const i64 *bounds, int count, i64 i) {

@@ -25,7 +25,7 @@ class Fused:
 
     Attributes:
         unscale: the gradients are multiplied with it first: 1 / loss scale.
-        factor: float32[1] on the device: with this too, next. From clip_factor.
+        factor: float64[1] on the device: with this too, next, rounded to the gradients' dtype. From clip_factor.
         skip: int32[1] on the device: where it is not 0, nothing at all is done. From all_finite, of all gradients.
         found: int32[1] on the device: set to 1 where a gradient is not finite after that; never cleared. Such a
             parameter and its state stay as they are, and all others are updated: to leave out a whole step, look
@@ -189,7 +189,7 @@ def _checked(parameters: Array, gradients: Array, fused: Fused) -> tuple[str, st
     dtype = check("parameters", parameters, list(_KINDS))
     check("gradients", gradients, [dtype], parameters.size)
     if fused.factor is not None:
-        check("factor", fused.factor, ["float32"], 1)
+        check("factor", fused.factor, ["float64"], 1)
     for what, flag in (("skip", fused.skip), ("found", fused.found)):
         if flag is not None:
             check(what, flag, ["int32"], 1)

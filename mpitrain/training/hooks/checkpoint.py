@@ -2,55 +2,195 @@
 
 from __future__ import annotations
 
+import uuid
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mpitrain.errors import ConfigError
-from mpitrain.training.checkpoint import latest, load, save
+from mpitrain.control import until
+from mpitrain.errors import CheckpointError, ConfigError
+from mpitrain.training.checkpoint.manifest import Manifest, information, now
+from mpitrain.training.checkpoint.names import split
+from mpitrain.training.checkpoint.parts import part_name, prune_parts
+from mpitrain.training.checkpoint.resume import check_writable, is_first_of_node, is_shared, newest, own_part, say
+from mpitrain.training.checkpoint.store import name_of, prune, write
+from mpitrain.training.checkpoint.writer import Buffers, Writer
 from mpitrain.training.hooks.hook import Hook
 
 if TYPE_CHECKING:
     from mpitrain.training.trainer import Step, Trainer
+    from mpitrain.world import World
+
+_NAP_SECONDS = 0.002
+# A write that is younger is waited for, so that small states that are saved often are all saved. A disk that hangs
+# holds a step up no more than once for so long.
+_PATIENCE_SECONDS = 1.0
 
 
 class Checkpoint(Hook):
-    """Save every `steps` steps and after the last one, and go on from the newest checkpoint there is.
+    """Save every `steps` steps and after the last one, and go on from the newest whole checkpoint there is.
 
-    Rank 0 writes and reads; the replicas are equal. The directory is one that rank 0 can write.
+    The step waits for a copy in memory, not for the disk. A save that fails is reported, and training goes on; the last
+    one must succeed, or the run ends with an error. See docs/checkpoints.md.
     """
 
-    def __init__(self, directory: Path | str, steps: int) -> None:
-        if steps < 1:
-            raise ConfigError(f"Checkpoint every {steps} steps: it takes at least 1")
+    writes_files = True
+    keeps_state = True
+
+    def __init__(
+        self,
+        directory: Path | str,
+        steps: int,
+        *,
+        keep: int | None = 3,
+        score: Callable[[], float] | None = None,
+        copies: int | None = None,
+    ) -> None:
+        """
+        Args:
+            directory: is made if need be. Where the nodes do not share it, each of them keeps a copy in its own.
+            steps: between two saves.
+            keep: of the newest checkpoints; None: all.
+            score: called on every rank at every save, with the same result; the checkpoint with the highest one is
+                kept too.
+            copies: so many nodes keep a copy where they do not share the directory; default: all.
+
+        Raises:
+            ConfigError: a number below 1.
+        """
+        for name, value in (("steps", steps), ("keep", keep), ("copies", copies)):
+            if value is not None and value < 1:
+                raise ConfigError(f"Checkpoint({name}={value}): it takes at least 1")
         self._directory = Path(directory)
         self._steps = steps
+        self._keep = keep
+        self._score = score
+        self._copies = copies
+        self._trusted: set[int] = set()  # steps whose checkpoints were written or read here
+        self._state, self._part = Buffers(), Buffers()
 
     def before_run(self, trainer: Trainer) -> None:
         """See Hook.
 
         Raises:
-            CheckpointError: the newest checkpoint is damaged or of another model. On every rank.
+            CheckpointError: the directory cannot be used, none of its checkpoints is whole, or the newest one is of
+                another model. On every rank.
         """
         world = trainer.world
-        state = None
-        with world.together("resume from a checkpoint"):
-            path = latest(self._directory) if world.is_root else None
-            state = load(path) if path else None
-        state = world.broadcast(state)
-        if state is None:
+        self._about = information(world)
+        self._is_ending = False
+
+        def report(text: str) -> None:
+            if not self._is_ending:  # then it is raised
+                say(world, f"{text}; training goes on, and the next save tries again. Earlier ones are whole")
+
+        self._writer = Writer(report)
+        shared = is_shared(world, self._directory)
+        copies = 1 if shared else min(self._copies or world.num_nodes, world.num_nodes)
+        self._writes = is_first_of_node(world) and world.node_rank < copies
+        with world.together("use the checkpoint directory"):
+            if self._writes and not world.is_root:
+                token = self._directory / f".seen-{uuid.uuid4().hex}"
+                check_writable(self._directory, token)
+                token.unlink(missing_ok=True)
+        if world.num_nodes > 1:
+            where = "all nodes see one directory" if shared else f"not shared: {copies} of {world.num_nodes} nodes"
+            world.print(f"checkpoints in {self._directory}: {where}{'' if shared else ' keep a copy'}")
+        reads = world.is_root if shared else is_first_of_node(world)
+        found = newest(world, self._directory, reads=reads)
+        if found is None:
+            self._run = world.broadcast(uuid.uuid4().hex)
             return
         with world.together("resume from a checkpoint"):
-            trainer.restore(state)
-        world.print(f"resumed from {path} at step {trainer.step_number}")
+            trainer.restore(found.state)
+        strategy = trainer.strategy
+        part = own_part(world, self._directory, found, strategy.own_state().get("place"), reads=reads)
+        with world.together("resume from a checkpoint"):
+            strategy.restore_own(part)
+        self._run = found.manifest.run or world.broadcast(uuid.uuid4().hex)
+        self._trusted.add(found.manifest.step)
+        path = self._directory / name_of(found.manifest.step)
+        there = "" if shared else f" of {world.name(found.rank)}"
+        world.print(f"resumed from {path}{there} at step {trainer.step_number}")
 
     def after_step(self, trainer: Trainer, step: Step) -> None:
         """See Hook.
 
         Raises:
+            CheckpointError: the state holds what no checkpoint can hold. On every rank.
+        """
+        is_last = step.number == trainer.last_step
+        if step.number % self._steps and not is_last:
+            return
+        world = trainer.world
+        score = None if self._score is None else float(self._score())
+        self._wait(world, float("inf") if is_last else _PATIENCE_SECONDS)
+        self._is_ending = is_last
+        with world.together("save a checkpoint"):
+            self._begin(trainer, step, score)
+
+    def after_run(self, trainer: Trainer) -> None:
+        """See Hook. Waits until the last checkpoint is on the disk.
+
+        Raises:
             CheckpointError: it could not be written. On every rank; earlier ones are untouched.
         """
-        if step.number % self._steps and step.number != trainer.last_step:
+        self._wait(trainer.world, float("inf"))
+        with trainer.world.together("save the last checkpoint"):
+            error = self._writer.failed
+            if error is not None:
+                raise error if isinstance(error, CheckpointError) else CheckpointError(str(error)) from error
+
+    def _begin(self, trainer: Trainer, step: Step, score: float | None) -> None:
+        """Copy the state, and let the thread write it."""
+        world, own = trainer.world, trainer.strategy.own_state()
+        if not self._writes and not own:
             return
-        with trainer.world.together("save a checkpoint"):
-            if trainer.world.is_root:
-                save(self._directory, step.number, trainer.state())
+        path = self._directory / name_of(step.number)
+        if self._writer.is_busy:
+            say(
+                world,
+                f"{path} is left out: {self._writer.doing} has been under way for {self._writer.seconds:.0f} s. "
+                "Save less often, or find out what is wrong with the disk",
+            )
+            return
+        about = {**self._about, "loss": step.loss, "learning_rate": step.learning_rate, "saved": now()}
+        work: list[Callable[[], object]] = []
+        if own:
+            tensors, values = split(own)
+            its = Manifest(step.number, self._run, values=values, information=about)
+            copies = self._part.copy(tensors)
+            work.append(partial(write, self._directory, part_name(step.number, world.rank, world.size), its, copies))
+        if self._writes:
+            tensors, values = split(trainer.state())
+            manifest = Manifest(
+                step.number, self._run, score, parts=world.size if own else 0, values=values, information=about
+            )
+            work.append(partial(write, self._directory, name_of(step.number), manifest, self._state.copy(tensors)))
+
+        def write_all() -> None:
+            for write_one in work:
+                write_one()
+            self._trusted.add(step.number)
+            try:
+                self._remove_old(step.number)
+            except OSError as error:
+                say(world, f"an old checkpoint cannot be removed: {error}")
+
+        self._writer.start(f"writing {path}", write_all)
+
+    def _remove_old(self, last: int) -> None:
+        if self._keep is None:
+            return
+        prune_parts(self._directory, self._keep, last)
+        if self._writes:
+            prune(self._directory, self._keep, self._trusted)
+
+    def _wait(self, world: World, patience_seconds: float) -> None:
+        """Until nothing is being written, or what is has taken so long; says so where that is long."""
+
+        def done() -> bool:
+            return not self._writer.is_busy or self._writer.seconds > patience_seconds
+
+        world.control.wait(until(done, lambda: _NAP_SECONDS), self._writer.doing)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Evaluate(Hook):
-    """Every `steps` steps and after the last one: compute metrics and print them on rank 0."""
+    """Every `steps` steps and after the last one: compute metrics, report them, and print them on rank 0."""
 
     def __init__(self, steps: int, metrics: Callable[[Trainer], Mapping[str, float]]) -> None:
         """`metrics` is collective and gives the same on every rank; see metrics.evaluate."""
@@ -29,5 +29,6 @@ class Evaluate(Hook):
             return
         values = dict(self._metrics(trainer))
         self.results[step.number] = values
+        trainer.report(values)
         text = ", ".join(f"{name} {value:.4f}" for name, value in values.items())
         trainer.world.print(f"step {step.number}: {text}")

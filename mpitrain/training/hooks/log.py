@@ -1,11 +1,11 @@
-"""A progress line."""
+"""The console: a progress bar on a terminal, a line every so often elsewhere."""
 
 from __future__ import annotations
 
 import sys
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mpitrain.exchange.overlap import hidden_share
 from mpitrain.training.hooks.hook import Hook
@@ -13,23 +13,31 @@ from mpitrain.training.hooks.hook import Hook
 if TYPE_CHECKING:
     from mpitrain.training.trainer import Step, Trainer
 
+# How often the bar on a terminal is drawn anew.
+_BAR_SECONDS = 0.2
+
 
 class Log(Hook):
-    """A progress line on rank 0: step, loss, learning rate, samples/s of all ranks, and the time left.
+    """Progress on rank 0: step, loss, learning rate, samples/s of all ranks, and the time left.
 
     With a loss scale also: what it is, and how many steps it cost since the start of training. Between nodes: how long
     gradients were under way in a step, and how much of that the step did not wait for.
-    On a terminal one line that is kept up to date; otherwise a line every `seconds`.
+    Where rank 0 writes to a terminal, that is a bar that is kept up to date, below what is printed; otherwise a line
+    every `seconds`. Ranks that mpiexec started write into pipes.
     """
 
     def __init__(self, seconds: float = 5.0) -> None:
         """`seconds` between lines where stdout is no terminal."""
         self._seconds = seconds
+        self._bar: _Bar | None = None
 
     def before_run(self, trainer: Trainer) -> None:
         """See Hook."""
-        self._terminal = sys.stdout.isatty()
-        self._interval = 0.2 if self._terminal else self._seconds
+        # Open MPI gives its ranks a terminal of their own, whatever reads what comes out of it.
+        is_terminal = trainer.world.size == 1 and sys.stdout.isatty()
+        if trainer.world.is_root and is_terminal:
+            self._bar = _Bar(trainer.step_number, trainer.last_step)
+        self._interval = _BAR_SECONDS if is_terminal else self._seconds
         self._last = time.perf_counter()
         self._first = True  # the first step is shown at once: training has begun
         self._steps = 0
@@ -45,22 +53,54 @@ class Log(Hook):
         self._wire += step.overlap.wire_seconds
         now = time.perf_counter()
         elapsed = now - self._last
-        last = trainer.last_step or step.number
+        last = trainer.last_step
         if elapsed < self._interval and step.number != last and not self._first:
             return
-        left = timedelta(seconds=round((last - step.number) * elapsed / self._steps))
-        line = (
-            f"epoch {trainer.data.epoch + 1} step {step.number}/{last} | loss {step.loss:.4f} | "
-            f"lr {step.learning_rate:.3g} | {self._samples / elapsed:,.0f} samples/s | {left} left"
-        )
+        facts = [
+            f"loss {step.loss:.4f}",
+            f"lr {step.learning_rate:.3g}",
+            f"{self._samples / elapsed:,.0f} samples/s",
+        ]
+        if last is not None:
+            facts.append(f"{timedelta(seconds=round((last - step.number) * elapsed / self._steps))} left")
         scale = trainer.adapter.loss_scale
         if scale:
-            line += f" | loss scale {scale.value:g}, {scale.skipped_steps} skipped"
+            facts.append(f"loss scale {scale.value:g}, {scale.skipped_steps} skipped")
         if trainer.world.num_nodes > 1:
             hidden = hidden_share(self._exposed, self._wire)
-            line += f" | wire {self._wire / self._steps * 1e3:.1f} ms, {hidden:.0%} hidden"
-        end = "\n" if not self._terminal or step.number == last else ""
-        sys.stdout.write(("\r\x1b[K" if self._terminal else "") + line + end)
-        sys.stdout.flush()
+            facts.append(f"wire {self._wire / self._steps * 1e3:.1f} ms, {hidden:.0%} hidden")
+        where = f"epoch {trainer.data.epoch + 1} step {step.number}" + (f"/{last}" if last is not None else "")
+        if self._bar:
+            self._bar.show(step.number, last, where, facts)
+        else:
+            print(" | ".join([where, *facts]), flush=True)
         self._last, self._first, self._steps = now, False, 0
         self._samples = self._exposed = self._wire = 0.0
+
+    def close(self) -> None:
+        """See Hook."""
+        if self._bar:
+            self._bar.stop()
+            self._bar = None
+
+
+class _Bar:
+    """Rich's progress bar; what is printed in the meantime stands above it."""
+
+    def __init__(self, first: int, last: int | None) -> None:
+        # Here, so that only a terminal takes the time to load it.
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        columns = [TextColumn("{task.fields[where]}"), BarColumn(bar_width=None), TextColumn("{task.fields[facts]}")]
+        # Drawn by `show`, so that no thread takes the processor away from a step.
+        self._progress: Any = Progress(*columns, console=Console(file=sys.stdout), auto_refresh=False, expand=True)
+        self._task = self._progress.add_task("", total=last, completed=first, where="", facts="")
+        self._progress.start()
+
+    def show(self, number: int, last: int | None, where: str, facts: list[str]) -> None:
+        self._progress.update(self._task, completed=number, total=last, where=where, facts=" | ".join(facts))
+        self._progress.refresh()
+
+    def stop(self) -> None:
+        self._progress.stop()

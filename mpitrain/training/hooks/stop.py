@@ -1,18 +1,26 @@
-"""Ends of a run."""
+"""Ends of a run: at a step, after a time, at a metric."""
 
 from __future__ import annotations
 
+import math
+import sys
+import time
 from typing import TYPE_CHECKING
 
 from mpitrain.errors import ConfigError
 from mpitrain.training.hooks.hook import Hook
 
 if TYPE_CHECKING:
-    from mpitrain.training.trainer import Trainer
+    from mpitrain.training.trainer import Step, Trainer
+
+# StopAfter looks at the clock at least so often, so that steps which become slower are noticed.
+_MOST_SECONDS_BETWEEN_LOOKS = 1.0
 
 
 class StopAtStep(Hook):
     """End the run after step `number`, counted from the start of training, also across a resume."""
+
+    ends_run = True
 
     def __init__(self, number: int) -> None:
         if number < 1:
@@ -22,3 +30,101 @@ class StopAtStep(Hook):
     def before_run(self, trainer: Trainer) -> None:
         """See Hook. Where several hooks stop, the earliest one does."""
         trainer.last_step = min(self._number, trainer.last_step or self._number)
+
+
+class StopAfter(Hook):
+    """End the run after the first step that ends `seconds` or more after its beginning; a resumed run counts anew.
+
+    Rank 0's clock decides. It is not asked after every step, which would cost each a message: rank 0 says how many
+    steps there are until half of the time that is left, and they are made without asking.
+    """
+
+    ends_run = True
+
+    def __init__(self, seconds: float) -> None:
+        if not 0 < seconds < math.inf:
+            raise ConfigError(f"StopAfter({seconds}): allowed is a finite number of seconds above 0")
+        self._seconds = seconds
+
+    def before_run(self, trainer: Trainer) -> None:
+        """See Hook."""
+        self._end = time.monotonic() + self._seconds
+        self._looked, self._looked_at = time.monotonic(), trainer.step_number
+        self._next = trainer.step_number + 1
+
+    def after_step(self, trainer: Trainer, step: Step) -> None:
+        """See Hook."""
+        if step.number < self._next:
+            return
+        steps = trainer.world.broadcast(self._steps_to_make(step.number) if trainer.world.is_root else None)
+        self._next = step.number + steps
+        if steps == 0:
+            stop(trainer, f"step {step.number}: stopped after {self._seconds:g} s")
+
+    def _steps_to_make(self, number: int) -> int:
+        """Before the clock is looked at again; 0 where the time is up."""
+        now = time.monotonic()
+        step_seconds = (now - self._looked) / (number - self._looked_at)
+        self._looked, self._looked_at = now, number
+        if now >= self._end:
+            return 0
+        return max(1, int(min((self._end - now) / 2, _MOST_SECONDS_BETWEEN_LOOKS) / step_seconds))
+
+
+class StopWhen(Hook):
+    """End the run when a metric that hooks before this one report is at least, or at most, a value.
+
+    Rank 0's value decides for all. Where no step has had the metric, stderr says so at the end.
+    """
+
+    ends_run = True
+
+    def __init__(self, metric: str, *, at_least: float | None = None, at_most: float | None = None) -> None:
+        if (at_least is None) == (at_most is None):
+            raise ConfigError(f"StopWhen({metric!r}, {at_least=}, {at_most=}): give at_least or at_most")
+        self._metric = metric
+        self._at_least = -math.inf if at_least is None else at_least
+        self._at_most = math.inf if at_most is None else at_most
+        self._seen: set[str] = set()
+
+    def after_step(self, trainer: Trainer, step: Step) -> None:
+        """See Hook."""
+        value = shared_metric(trainer, self._metric, self._seen)
+        if value is None:
+            return
+        if self._at_least <= value <= self._at_most:
+            stop(trainer, f"step {step.number}: stopped, {self._metric} is {value:.6g}")
+
+    def after_run(self, trainer: Trainer) -> None:
+        """See Hook."""
+        say_unseen(trainer, "StopWhen", self._metric, self._seen)
+
+
+def stop(trainer: Trainer, why: str) -> None:
+    """End the run after the step just made, unless it ends there anyway. On every rank."""
+    if trainer.last_step is None or trainer.last_step > trainer.step_number:
+        trainer.last_step = trainer.step_number
+        trainer.world.print(why)
+
+
+def shared_metric(trainer: Trainer, name: str, seen: set[str]) -> float | None:
+    """Rank 0's value of a metric of the step just made, on every rank; None where this step has none.
+
+    Raises:
+        MismatchError: some ranks have it and some do not. On every rank.
+    """
+    seen.update(trainer.metrics)
+    if name not in trainer.metrics:
+        return None
+    return float(trainer.world.broadcast(trainer.metrics[name]))
+
+
+def say_unseen(trainer: Trainer, hook: str, metric: str, seen: set[str]) -> None:
+    """Tell of a hook that has waited in vain for its metric; `seen` are the metrics that there were."""
+    if metric not in seen and trainer.world.is_root:
+        print(
+            f"mpitrain: {hook}: no step had the metric {metric!r}; those reported by hooks before it: "
+            f"{', '.join(sorted(seen)) or 'none'}",
+            file=sys.stderr,
+            flush=True,
+        )

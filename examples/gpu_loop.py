@@ -1,0 +1,78 @@
+"""A training loop of your own on GPUs, without the Trainer: its kernels and its sums, called by hand.
+
+    mpiexec -n 2 python examples/gpu_loop.py --data digits
+
+The model computes in fp16, and parameters are kept in float32. A step packs the gradients of all layers into one
+buffer, in one launch, sums it over the ranks, and updates in one pass: gradients divided by the loss scale, AdamW, and
+the fp16 copy for the next step. A sum that is not finite is so on every rank, so all of them leave out the same steps,
+and none asks its GPU. What the Trainer does besides: overlap, checks, checkpoints, a loss scale that adapts itself.
+"""
+
+import argparse
+from pathlib import Path
+
+import numpy
+
+import mpitrain as mt
+from arguments import positive
+from datasets import load_images
+from models import mlp
+from mpitrain.allreduce.device import make_transport
+from mpitrain.cuda import kernels
+from mpitrain.cuda.device import array_module
+from mpitrain.exchange.bucket import Parameter, plan_layout
+
+FLOAT32, FLOAT16 = numpy.dtype(numpy.float32), numpy.dtype(numpy.float16)
+
+
+def main() -> None:
+    arguments = parse()
+    world = mt.init()
+    cupy = array_module(world, "cuda")
+    with world.together("load the data"):
+        images, labels, *_ = load_images(arguments.data, arguments.data_directory)
+    initial = mlp.initial(numpy.random.default_rng(0), cupy, inputs=images.shape[1])
+    layout = plan_layout([Parameter(name, value.shape, FLOAT32) for name, value in initial.items()])
+    count = layout.counts[FLOAT32]
+
+    transport = make_transport(world)
+    gradients = transport.allocate(count, FLOAT32)
+    parameters, copy = cupy.empty(count, FLOAT32), cupy.empty(count, FLOAT16)
+    first, second = cupy.zeros(count, FLOAT32), cupy.zeros(count, FLOAT32)
+    not_finite, num_skipped = cupy.zeros(1, numpy.int32), cupy.zeros(1, numpy.int32)
+    kernels.pack(list(initial.values()), parameters)
+    copy[...] = parameters
+    seen = dict(zip(initial, layout.views({FLOAT32: copy}), strict=True))
+
+    size, order = arguments.global_batch, numpy.random.default_rng(0).permutation(len(images))
+    begins = [number * size % (len(images) - size) for number in range(arguments.steps)]
+    batches = ((images[chosen], labels[chosen]) for begin in begins for chosen in [order[begin : begin + size]])
+    for step, (x, y) in enumerate(world.shard(batches), start=1):
+        # A rank's part counts by its samples: with the share in the scale, the sum over ranks is the mean.
+        scale = arguments.loss_scale * len(x) / size
+        found: dict[str, object] = {}
+        batch = (cupy.asarray(x.astype(FLOAT16)), cupy.asarray(y))
+        loss = mlp.loss_and_gradients(seen, batch, found.__setitem__, loss_scale=scale)
+        kernels.pack([found[name] for name in initial], gradients)  # fp16 ones are widened
+        transport.start(gradients).wait()
+        not_finite.fill(0)
+        kernels.all_finite(gradients, not_finite)
+        fused = kernels.Fused(unscale=1 / arguments.loss_scale, skip=not_finite, copy=copy)
+        kernels.adamw(parameters, gradients, first, second, step=step, rate=1e-3, fused=fused)
+        kernels.add(num_skipped, not_finite)
+        world.print(f"step {step}/{arguments.steps} | loss {world.mean(loss, weight=len(x)):.4f}")
+    world.print(f"skipped {int(num_skipped[0])} of {arguments.steps} steps")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="A training loop of your own on GPUs.")
+    parser.add_argument("--data", choices=("fashion", "digits"), default="fashion")
+    parser.add_argument("--data-directory", type=Path, help="default: ~/.cache/mpitrain")
+    parser.add_argument("--steps", type=positive, default=100)
+    parser.add_argument("--global-batch", type=positive, default=128, help="samples of all ranks together in a step")
+    parser.add_argument("--loss-scale", type=float, default=1024.0)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

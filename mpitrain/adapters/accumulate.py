@@ -1,0 +1,109 @@
+"""Accumulate: gradients of a batch that is too large for the memory, piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy
+
+from mpitrain.adapters.adapter import Adapter, OnGradient
+from mpitrain.arrays import Array
+from mpitrain.errors import ConfigError, GradientError
+from mpitrain.exchange.bucket import Parameter
+from mpitrain.training.loss_scale import LossScale
+from mpitrain.tree import Tree, leaves, num_samples, rebuild
+from mpitrain.world import part_of
+
+
+class Accumulate:
+    """An Adapter that hands the model at most `per_rank_batch` samples at once, and adds up their gradients.
+
+    A step stays one step: the global batch, its mean, the schedule and the optimizer are those without pieces, and the
+    gradients are exchanged once, while the last piece is computed. Each piece counts by its samples. One more copy of
+    the gradients is held while a batch has several pieces.
+    """
+
+    def __init__(self, adapter: Adapter, *, per_rank_batch: int) -> None:
+        """Not collective: ranks may have different `per_rank_batch`, as large as each one's memory allows.
+
+        Args:
+            adapter: of the model; batches are trees of arrays with the samples along the first dimension.
+            per_rank_batch: the most samples that this rank's model gets at once.
+
+        Raises:
+            ConfigError: `per_rank_batch` is not at least 1.
+        """
+        if not isinstance(per_rank_batch, int | numpy.integer) or isinstance(per_rank_batch, bool):
+            raise ConfigError(f"Accumulate: per_rank_batch={per_rank_batch!r}; it must be an int")
+        if per_rank_batch < 1:
+            raise ConfigError(f"Accumulate: per_rank_batch={per_rank_batch}; it must be at least 1")
+        self._adapter = adapter
+        self._most = int(per_rank_batch)
+
+    @property
+    def layout(self) -> Sequence[Parameter]:
+        """See Adapter."""
+        return self._adapter.layout
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """See Adapter."""
+        return self._adapter.loss_scale
+
+    def parameters(self) -> dict[str, Array]:
+        """See Adapter."""
+        return self._adapter.parameters()
+
+    def load_parameters(self, values: Mapping[str, Array]) -> None:
+        """See Adapter."""
+        self._adapter.load_parameters(values)
+
+    def loss_and_gradients(self, batch: Tree, on_gradient: OnGradient) -> float:
+        """See Adapter."""
+        count = num_samples(batch)
+        num_pieces = -(-count // self._most)
+        if num_pieces < 2:
+            return self._adapter.loss_and_gradients(batch, on_gradient)
+        pieces = [part_of(count, number, num_pieces) for number in range(num_pieces)]
+        sums: dict[int, Array] = {}
+        counted = [0] * len(self.layout)  # pieces whose gradient of this parameter has come in
+        loss = 0.0
+        for part in pieces:
+            share = (part.stop - part.start) / count
+            here: set[int] = set()
+
+            def add(index: int, gradient: Array, share: float = share, here: set[int] = here) -> None:
+                parameter = self.layout[index]
+                found = getattr(gradient, "shape", None), getattr(gradient, "dtype", None)
+                if found != (parameter.shape, parameter.dtype):
+                    on_gradient(index, gradient)  # says what is wrong with it
+                    return
+                if index in here:
+                    raise GradientError(f"the gradient of {parameter.name} came in twice for the same samples")
+                here.add(index)
+                counted[index] += 1
+                weighted = gradient * parameter.dtype.type(share)
+                if index in sums:
+                    sums[index] += weighted
+                else:
+                    sums[index] = weighted
+                # One that did not come for every piece is not handed in: it is missing, as without pieces.
+                if counted[index] == num_pieces:
+                    on_gradient(index, sums.pop(index))
+
+            values = (leaf[part] for _, leaf in leaves(batch))
+            loss += share * self._adapter.loss_and_gradients(rebuild(batch, values.__next__), add)
+        return loss
+
+    def apply_gradients(self, flats: Mapping[numpy.dtype, Array]) -> float:
+        """See Adapter."""
+        return self._adapter.apply_gradients(flats)
+
+    def state(self) -> dict[str, Any]:
+        """See Adapter. The number of pieces is not in it."""
+        return self._adapter.state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """See Adapter."""
+        self._adapter.restore(state)

@@ -1,0 +1,195 @@
+"""`mpitrain checkpoint`: what checkpoints hold, whether they are whole, and the parameters in plain files."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpitrain.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    import numpy
+
+    from mpitrain.training.checkpoint.store import Entry
+
+HELP = "list, show, verify and export checkpoints"
+
+_EPILOG = """\
+PATH is one checkpoint, or a directory of them: then show and export take the newest
+whole one, and verify looks at all. The exit code is 1 if one of those looked at is
+damaged.
+
+  mpitrain checkpoint ls runs
+  mpitrain checkpoint verify runs
+  mpitrain checkpoint export runs model.safetensors
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.epilog = _EPILOG
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    for name, text in (
+        ("ls", "list the checkpoints of a directory, newest first; reads their manifests only"),
+        ("show", "say what a checkpoint holds, and of which job it is"),
+        ("verify", "compare every file with its checksum"),
+        ("export", "write the parameters alone, by name, as FILE.safetensors or FILE.npz"),
+    ):
+        action = actions.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False)
+        action.add_argument("path", metavar="PATH", type=Path)
+        if name == "export":
+            action.add_argument("file", metavar="FILE", type=Path)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do it; returns the exit code."""
+    if arguments.action == "export":
+        return _export(arguments.path, arguments.file)
+    return {"ls": _list, "show": _show, "verify": _verify}[arguments.action](arguments.path)
+
+
+def _list(path: Path) -> int:
+    found = _found(path)
+    rows = [("step", "saved (UTC)", "MB", "ranks", "loss", "score")]
+    for entry in found:
+        if entry.manifest:
+            about, score = entry.manifest.information, entry.manifest.score
+            rows.append(
+                (
+                    str(entry.step),
+                    str(about.get("saved", "")).rstrip("Z").replace("T", " "),
+                    f"{sum(file.bytes for file in entry.manifest.files.values()) / 1e6:.1f}",
+                    str(about.get("ranks", "")),
+                    f"{about['loss']:.6g}" if "loss" in about else "",
+                    "" if score is None else f"{score:.6g}",
+                )
+            )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+    for entry in found:
+        if entry.problem:
+            print(f"damaged: {entry.problem}")
+    return int(any(entry.problem for entry in found))
+
+
+def _show(path: Path) -> int:
+    from safetensors import safe_open
+
+    from mpitrain.training.checkpoint.store import TENSORS, verify
+
+    path = _newest(path)
+    manifest = verify(path)
+    print(path)
+    about = {"step": manifest.step, "training": manifest.run, "score": manifest.score, **manifest.information}
+    lines = [(name, _text(value)) for name, value in about.items() if value is not None]
+    with safe_open(path / TENSORS, framework="np") as file:
+        for name in sorted(file.keys()):
+            tensor = file.get_slice(name)
+            lines.append((name, f"{tensor.get_dtype()} {tuple(tensor.get_shape())}"))
+    lines += [(name, repr(value)) for name, value in manifest.values.items()]
+    width = max(len(name) for name, _ in lines)
+    for name, text in lines:
+        print(f"  {name:<{width}}  {text}")
+    return 0
+
+
+def _text(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name}={its}" for name, its in value.items())
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _verify(path: Path) -> int:
+    from mpitrain.training.checkpoint.parts import part_name
+    from mpitrain.training.checkpoint.store import verify
+
+    damaged = 0
+    for entry in _found(path):
+        size = entry.manifest.parts if entry.manifest else 0
+        for whole in [entry.path, *(entry.path.parent / part_name(entry.step, rank, size) for rank in range(size))]:
+            try:
+                verify(whole)
+                print(f"{whole}: whole")
+            except CheckpointError as error:
+                damaged += 1
+                print(f"damaged: {error}")
+    return int(damaged > 0)
+
+
+def _export(path: Path, file: Path) -> int:
+    from mpitrain.training.checkpoint.store import read
+
+    if file.suffix not in (".safetensors", ".npz"):
+        raise ConfigError(f"{file} ends in {file.suffix or 'nothing'}; it must be .safetensors or .npz")
+    path = _newest(path)
+    manifest, state = read(path)
+    parameters = state.get("adapter", {}).get("parameters")
+    if not parameters:
+        raise CheckpointError(f"{path} holds no parameters; was it written by a Trainer?")
+    _write(file, parameters)
+    count = sum(value.size for value in parameters.values())
+    print(f"{file}: {len(parameters)} parameters, {count:,} numbers, of step {manifest.step}")
+    return 0
+
+
+def _write(file: Path, parameters: Mapping[str, numpy.ndarray]) -> None:
+    """All of it, or nothing: a file that is there stays until the new one is whole."""
+    import numpy
+    from safetensors import SafetensorError
+    from safetensors.numpy import save_file
+
+    temporary = file.with_name(f".writing-{os.getpid()}-{file.name}")
+    try:
+        if file.suffix == ".npz":
+            odd = [name for name, value in parameters.items() if value.dtype.kind == "V"]
+            if odd:
+                raise ConfigError(
+                    f"{odd[0]} is {parameters[odd[0]].dtype}, which NumPy's files do not know; export to .safetensors"
+                )
+            with zipfile.ZipFile(temporary, "w") as archive:  # numpy.savez cannot hold a parameter called `file`
+                for name, value in parameters.items():
+                    with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                        numpy.lib.format.write_array(member, value, allow_pickle=False)
+        else:
+            save_file(dict(parameters), temporary, {"format": "np"})
+        temporary.replace(file)
+    except (OSError, SafetensorError) as error:  # the latter: the library's own for a full disk
+        raise CheckpointError(f"cannot write {file}: {error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _newest(path: Path) -> Path:
+    """The checkpoint itself, or the newest in a directory whose files are whole."""
+    from mpitrain.training.checkpoint.store import verify
+
+    problems = []
+    for entry in _found(path):
+        try:
+            verify(entry.path)
+            return entry.path
+        except CheckpointError as error:
+            problems.append(str(error))
+    raise CheckpointError("; ".join(problems))
+
+
+def _found(path: Path) -> list[Entry]:
+    from mpitrain.training.checkpoint.manifest import FILE
+    from mpitrain.training.checkpoint.store import entries
+
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not there, or is no directory")
+    if path.name.startswith("step-") or (path / FILE).exists():
+        # By its own name, however it was given.
+        its = [entry for entry in entries(path.resolve().parent) if entry.path.name == path.resolve().name]
+        if its:
+            return its
+    found = entries(path)
+    if not found:
+        raise CheckpointError(f"there are no checkpoints in {path}; their names are such as step-00000100")
+    return found

@@ -1,0 +1,45 @@
+"""`mpitrain plot`: the picture of a run that was recorded, or is being recorded."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from mpitrain.errors import ConfigError, DataError, MpitrainError
+
+HELP = "draw loss, throughput and communication share of a run"
+
+_EPILOG = """\
+Reads DIRECTORY/metrics.jsonl, which mpitrain.JsonLines(DIRECTORY) writes, and
+makes DIRECTORY/metrics.png. The run may still be going on.
+
+  mpitrain plot runs/first
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.epilog = _EPILOG
+    parser.add_argument("directory", type=Path, metavar="DIRECTORY", help="of the run, with metrics.jsonl")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Draw; returns the exit code."""
+    from mpitrain.training.plot import plot
+    from mpitrain.training.writers.json_lines import FILE, read_rows
+
+    path = arguments.directory / FILE
+    if not path.is_file():
+        raise ConfigError(
+            f"there is no {path}; name the directory that mpitrain.JsonLines was given (--run of the examples)"
+        )
+    rows = read_rows(path)
+    if not rows:
+        raise DataError(f"{path} has no row yet")
+    picture = path.with_suffix(".png")
+    try:
+        plot(picture, rows, str(arguments.directory))
+    except OSError as error:
+        raise MpitrainError(f"cannot write {picture}: {error}") from None
+    print(f"{picture}: {len(rows)} rows, steps {rows[0]['step']:.0f} to {rows[-1]['step']:.0f}")
+    return 0

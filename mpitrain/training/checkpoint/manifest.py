@@ -1,0 +1,118 @@
+"""The manifest of a checkpoint: a JSON file with every value that is no array, and a checksum of every other file.
+
+It is written last, and has a checksum of itself: where it is whole, and the files are what it says, the checkpoint is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import platform
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from mpitrain import __version__
+from mpitrain.errors import CheckpointError
+from mpitrain.world import World
+
+FILE = "manifest.json"
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class File:
+    """One file of a checkpoint. SHA-256, so that `sha256sum` can check it too."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What is in a checkpoint.
+
+    Attributes:
+        step: steps made when it was taken.
+        run: names the training, also across resumes; two trainings have different ones.
+        score: by which the best is kept; None where there is none.
+        parts: ranks that wrote a part of their own beside it; 0: none did.
+        values: what of the state is no array, by flat name.
+        files: by name.
+        information: for people: versions, ranks, hosts, settings, time. Nothing depends on it.
+    """
+
+    step: int
+    run: str = ""
+    score: float | None = None
+    parts: int = 0
+    values: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, File] = field(default_factory=dict)
+    information: dict[str, Any] = field(default_factory=dict)
+
+
+def to_text(manifest: Manifest) -> str:
+    """The content of the file."""
+    content = {"format": _FORMAT, **dataclasses.asdict(manifest)}
+    return json.dumps({"manifest": content, "sha256": _checksum(content)}, indent=1) + "\n"
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of the checkpoint `path`.
+
+    Raises:
+        CheckpointError: it is not there, cannot be read or is not what was written.
+    """
+    try:
+        content = json.loads((path / FILE).read_bytes())
+        if _checksum(content["manifest"]) != content["sha256"]:
+            raise CheckpointError(f"{path}: {FILE} is damaged: its content does not have the checksum that it names")
+        fields = dict(content["manifest"])
+        if (found := fields.pop("format")) != _FORMAT:
+            raise CheckpointError(f"{path} has format {found}; this version of mpitrain reads {_FORMAT}")
+        fields["files"] = {name: File(**its) for name, its in fields["files"].items()}
+        return Manifest(**fields)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} has no {FILE}; it was not written to its end, or is no checkpoint") from None
+    except OSError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{path}: {FILE} cannot be read: {error.strerror or error}") from None
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: {FILE} is damaged ({type(error).__name__}: {error})") from None
+
+
+def information(world: World) -> dict[str, Any]:
+    """What people may want to know of the job that saves; nothing depends on it."""
+    script = Path(sys.argv[0]) if sys.argv and sys.argv[0] else None
+    return {
+        "mpitrain": __version__,
+        "python": platform.python_version(),
+        "numpy": numpy.__version__,
+        "ranks": world.size,
+        "nodes": world.num_nodes,
+        "hosts": sorted(set(world.hosts)),
+        "settings": {name: value for name, value in vars(world.config).items() if value != ""},
+        "command": list(sys.argv),
+        "script_sha256": file_checksum(script) if script is not None and script.is_file() else None,
+    }
+
+
+def now() -> str:
+    """The time of this machine's clock, UTC."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+def file_checksum(path: Path) -> str:
+    """SHA-256 of a file's content. Other threads run on meanwhile."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _checksum(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,94 @@
+"""A nested state as flat names, `adapter/parameters/dense1.weight`, and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy
+
+from mpitrain.arrays import Array, is_array
+from mpitrain.errors import CheckpointError
+
+_SEPARATOR = "/"
+# Parameter names may hold dots and slashes.
+_ESCAPES = (("%", "%25"), (_SEPARATOR, "%2F"))
+# What safetensors has a name for.
+_DTYPES = [
+    numpy.dtype(kind)
+    for kind in ("?", "u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8", "c8", ml_dtypes.bfloat16)
+]
+
+
+def split(state: Mapping[str, Any]) -> tuple[dict[str, Array], dict[str, Any]]:
+    """The arrays of a nested state, themselves, and copies of its other values, each by flat name.
+
+    Args:
+        state: nested dicts with string keys around arrays (host or device), and what JSON can hold: numbers,
+            strings, None, lists of these.
+
+    Raises:
+        CheckpointError: something else; the text has its name.
+    """
+    tensors: dict[str, Array] = {}
+    values: dict[str, Any] = {}
+    for name, value in _flatten(state):
+        if not is_array(value):
+            try:
+                values[name] = json.loads(json.dumps(value))  # a copy, as it will come back
+            except (TypeError, ValueError) as error:
+                raise CheckpointError(
+                    f"{name} is a {type(value).__name__} ({error}); a checkpoint holds arrays, numbers, strings, None "
+                    "and lists of them, in dicts with string keys"
+                ) from None
+        elif value.dtype not in _DTYPES:
+            known = ", ".join(str(dtype) for dtype in _DTYPES)
+            raise CheckpointError(f"{name} is an array of {value.dtype}; a checkpoint holds arrays of {known}")
+        else:
+            tensors[name] = value
+    return tensors, values
+
+
+def join(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """The nested state of flat names; the reverse of `split`, but for empty dicts.
+
+    Raises:
+        CheckpointError: a name is that of a value and of a group.
+    """
+    state: dict[str, Any] = {}
+    for name, value in flat.items():
+        *parents, last = (_unescaped(part) for part in name.split(_SEPARATOR))
+        place = state
+        for parent in parents:
+            place = place.setdefault(parent, {})
+            if not isinstance(place, dict):
+                raise CheckpointError(f"{name} lies in {parent}, which is a value")
+        if last in place:
+            raise CheckpointError(f"{name} is there twice")
+        place[last] = value
+    return state
+
+
+def _flatten(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in state.items():
+        if not isinstance(key, str):
+            raise CheckpointError(f"{prefix} has the key {key!r}; the keys of a state are strings")
+        name = prefix + _escaped(key)
+        if isinstance(value, Mapping):
+            yield from _flatten(value, name + _SEPARATOR)
+        else:
+            yield name, value
+
+
+def _escaped(key: str) -> str:
+    for plain, escape in _ESCAPES:
+        key = key.replace(plain, escape)
+    return key
+
+
+def _unescaped(key: str) -> str:
+    for plain, escape in reversed(_ESCAPES):
+        key = key.replace(escape, plain)
+    return key

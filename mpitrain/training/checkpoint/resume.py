@@ -1,0 +1,194 @@
+"""Which checkpoint all ranks go on from: the newest whole one that any of the directories has.
+
+Where all nodes see one directory, rank 0 reads it. Where they do not, the first rank of every node looks into its own,
+and the lowest that has the newest whole checkpoint reads it. The state is sent to all ranks, so a node that has lost
+its disk, or was not there before, needs no copy of its own.
+"""
+
+from __future__ import annotations
+
+import sys
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mpitrain.errors import CheckpointError
+from mpitrain.training.checkpoint.manifest import Manifest
+from mpitrain.training.checkpoint.parts import add_up, read_part
+from mpitrain.training.checkpoint.store import entries, half_written, make_directory, name_of, read
+from mpitrain.world import World
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint to go on from; the same on every rank.
+
+    Attributes:
+        manifest, state: of it; the arrays are on the host.
+        rank: that has read it.
+    """
+
+    manifest: Manifest
+    state: dict[str, Any]
+    rank: int
+
+
+def is_first_of_node(world: World) -> bool:
+    """This rank is the lowest of its node: it looks after the node's copy."""
+    return world.node_ranks.index(world.node_rank) == world.rank
+
+
+def say(world: World, text: str) -> None:
+    """A line on stderr with this rank's name."""
+    print(f"mpitrain: {world.name()}: {text}", file=sys.stderr, flush=True)
+
+
+def is_shared(world: World, directory: Path) -> bool:
+    """Whether all nodes see rank 0's directory, which is made if need be. Collective.
+
+    Raises:
+        CheckpointError: rank 0 cannot write into it. On every rank.
+    """
+    token = directory / f".seen-{uuid.uuid4().hex}"  # a new name, which no cache of a network file system knows
+    with world.together("use the checkpoint directory"):
+        if world.is_root:
+            check_writable(directory, token)
+    name = world.broadcast(token.name)
+    sees = world.allgather(not is_first_of_node(world) or (directory / name).exists())
+    if world.is_root:
+        token.unlink(missing_ok=True)
+    return all(sees)
+
+
+def check_writable(directory: Path, token: Path) -> None:
+    """Make the directory and the empty file `token` in it, which needs no room on a full disk.
+
+    Raises:
+        CheckpointError: that failed.
+    """
+    try:
+        make_directory(directory)
+        for left in directory.glob(".seen-*"):  # by a job that was killed in its first moments
+            left.unlink(missing_ok=True)
+        token.touch()
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write into the checkpoint directory {directory}: {error.strerror or error}; "
+            "name one that this user can write to"
+        ) from error
+
+
+def newest(world: World, directory: Path, *, reads: bool) -> Found | None:
+    """The newest whole checkpoint, or None where there never was one. Collective.
+
+    Names on stderr what is damaged or half written, and passes it over.
+
+    Args:
+        reads: this rank looks into its directory; the same ranks' manifests are compared.
+
+    Raises:
+        CheckpointError: there are checkpoints, and none of them is whole; or those of different nodes are of
+            different trainings. On every rank.
+    """
+    claims: dict[int, Path] = {}
+    runs: set[str] = set()
+    problems: list[str] = []
+    with world.together("look for checkpoints"):
+        for entry in entries(directory) if reads else []:
+            if entry.manifest:
+                claims[entry.step] = entry.path
+                runs.add(entry.manifest.run)
+            else:
+                problems.append(entry.problem)
+        for path in half_written(directory) if reads else []:
+            say(world, f"{path} was not written to its end; it is passed over")
+    for problem in problems:
+        say(world, f"{problem}; it is passed over")
+    claimed = world.allgather((sorted(claims), sorted(runs)))
+    _check_one_training(world, [its for _, its in claimed])
+    for step in sorted({step for steps, _ in claimed for step in steps}, reverse=True):
+        for rank in [rank for rank, (steps, _) in enumerate(claimed) if step in steps]:
+            found: tuple[Manifest, dict[str, Any]] | None = None
+            if world.rank == rank:
+                try:
+                    found = read(claims[step])
+                except CheckpointError as error:
+                    problems.append(str(error))
+                    say(world, f"{error}; it is passed over")
+            found = world.broadcast(found, root=rank)
+            if found is not None:
+                manifest, state = found
+                return Found(manifest, state, rank)
+    everywhere = [problem for its in world.allgather(problems) for problem in its]
+    if everywhere:
+        nothing_whole = CheckpointError(
+            f"none of the checkpoints in {directory} is whole: {'; '.join(everywhere)}. "
+            "Put a whole one there, or remove them to begin anew"
+        )
+        nothing_whole.known_everywhere = True
+        raise nothing_whole
+    return None
+
+
+def own_part(world: World, directory: Path, found: Found, place: str | None, *, reads: bool) -> dict[str, Any]:
+    """What this rank goes on from, of what the ranks kept for themselves. Collective.
+
+    Args:
+        found: the checkpoint that is gone on from.
+        place: the entry of that name in this rank's own state now; None where it keeps none.
+        reads: as for `newest`.
+
+    Returns:
+        the part that this rank wrote, where all ranks are placed as then; else `{"carried": ...}` on some ranks, with
+        the sums that are to be put into the next step's mean; {} where there is nothing.
+    """
+    manifest = found.manifest
+    if manifest.parts == 0:
+        return {}
+    mine: dict[str, Any] | None = None
+    if world.size == manifest.parts and place is not None:
+        try:
+            mine = read_part(directory, manifest, world.rank)
+        except CheckpointError:
+            mine = None  # told below, by those who read
+    if all(world.allgather(mine is not None and mine.get("place") == place)):
+        assert mine is not None
+        return mine
+    readable: dict[int, dict[str, Any]] = {}
+    problems: dict[int, str] = {}
+    for rank in range(manifest.parts) if reads else []:
+        try:
+            readable[rank] = read_part(directory, manifest, rank)
+        except CheckpointError as error:
+            problems[rank] = str(error)
+    everyone = world.allgather((set(readable), problems))
+    total: dict[str, Any] = {}
+    for rank in range(manifest.parts):
+        readers = [reader for reader, (its, _) in enumerate(everyone) if rank in its]
+        if not readers:
+            reasons = dict.fromkeys(its[rank] for _, its in everyone if rank in its)
+            world.print(
+                f"mpitrain: {name_of(manifest.step)}: what rank {rank} had left to send is lost, which costs its "
+                f"rounding of one step: {'; '.join(reasons)}"
+            )
+        elif readers[0] == world.rank:
+            add_up(total, readable[rank])
+    return total
+
+
+def _check_one_training(world: World, runs: list[list[str]]) -> None:
+    """Raise CheckpointError, on every rank, unless all checkpoints are of one training."""
+    first: dict[str, int] = {}
+    for rank, its in enumerate(runs):
+        for run in its:
+            first.setdefault(run, rank)
+    if len(first) < 2:
+        return
+    names = ", ".join(f"{run or 'unnamed'} ({world.name(rank)})" for run, rank in first.items())
+    error = CheckpointError(
+        f"the checkpoints are of different trainings: {names}. Remove those that are not to be gone on from, or name "
+        "another directory"
+    )
+    error.known_everywhere = True
+    raise error

@@ -1,0 +1,260 @@
+"""A directory of checkpoints, each a directory `step-00000100` with `tensors.safetensors` and `manifest.json`.
+
+Each is written beside its final name, flushed to the disk and renamed, so a crash or a full disk leaves the earlier
+ones as they were. One job at a time uses a directory; in it, each name has one writer.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from mpitrain.arrays import is_device_array
+from mpitrain.errors import CheckpointError
+from mpitrain.training.checkpoint.manifest import FILE, File, Manifest, file_checksum, read_manifest, to_text
+from mpitrain.training.checkpoint.names import join, split
+
+TENSORS = "tensors.safetensors"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a directory has under a checkpoint's name: its manifest, or why it has none."""
+
+    path: Path
+    step: int
+    manifest: Manifest | None
+    problem: str = ""
+
+
+def name_of(step: int) -> str:
+    """What the checkpoint of a step is called."""
+    return f"step-{step:08d}"
+
+
+def save(directory: Path, step: int, state: Mapping[str, Any]) -> Path:
+    """Write `state` as the checkpoint of `step` and return its path; one rank calls it, and it waits for the disk.
+
+    Args:
+        state: nested dicts with string keys around arrays (host or device), numbers, strings, None and lists of them.
+
+    Raises:
+        CheckpointError: it could not be written; nothing of it is left.
+    """
+    tensors, values = split(state)
+    on_host = {name: value.get() if is_device_array(value) else value for name, value in tensors.items()}
+    return write(directory, name_of(step), Manifest(step, values=values), on_host)
+
+
+def load(path: Path) -> dict[str, Any]:
+    """The state of a checkpoint, with host arrays, after a comparison of all checksums.
+
+    Raises:
+        CheckpointError: it is not there, incomplete or damaged.
+    """
+    return read(path)[1]
+
+
+def latest(directory: Path) -> Path | None:
+    """The checkpoint of the highest step in `directory` that has a whole manifest, or None.
+
+    Raises:
+        CheckpointError: `directory` is there but cannot be read. To begin anew would hide that.
+    """
+    return next((entry.path for entry in entries(directory) if entry.manifest), None)
+
+
+def entries(directory: Path) -> list[Entry]:
+    """All checkpoints in `directory`, newest first. Reads manifests only; no directory is an empty one.
+
+    Raises:
+        CheckpointError: `directory` is there but cannot be read.
+    """
+    found = []
+    for name in _names(directory):
+        if not re.fullmatch(r"step-\d{8,}", name):
+            continue
+        path, step = directory / name, int(name.removeprefix("step-"))
+        try:
+            manifest = read_manifest(path)
+            if manifest.step != step:
+                raise CheckpointError(f"{path} holds step {manifest.step}; was it renamed?")
+            found.append(Entry(path, step, manifest))
+        except CheckpointError as error:
+            found.append(Entry(path, step, None, str(error)))
+    return sorted(found, key=lambda entry: -entry.step)
+
+
+def half_written(directory: Path) -> list[Path]:
+    """What writers that were killed have left; nobody reads it, and the next one of that name removes it."""
+    return [directory / name for name in sorted(_names(directory)) if name.startswith(".writing-")]
+
+
+def verify(path: Path) -> Manifest:
+    """Compare every file of a checkpoint with its manifest.
+
+    Raises:
+        CheckpointError: it is not there, incomplete or damaged.
+    """
+    manifest = read_manifest(path)
+    for name, expected in manifest.files.items():
+        file = path / name
+        try:
+            found = file.stat().st_size
+            if found != expected.bytes:
+                raise CheckpointError(f"{file} has {found} bytes, its manifest says {expected.bytes}")
+            if file_checksum(file) != expected.sha256:
+                raise CheckpointError(f"{file} is damaged: its content does not have the checksum of the manifest")
+        except FileNotFoundError:
+            raise CheckpointError(f"{path} has no {name}, which its manifest names") from None
+        except OSError as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from None
+    return manifest
+
+
+def read(path: Path) -> tuple[Manifest, dict[str, Any]]:
+    """A checkpoint's manifest and its state. Raises as `load`."""
+    manifest = verify(path)
+    try:
+        tensors = load_file(path / TENSORS)
+    except (SafetensorError, OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{path / TENSORS} cannot be read: {type(error).__name__}: {error}") from None
+    return manifest, join({**manifest.values, **tensors})
+
+
+def write(directory: Path, name: str, manifest: Manifest, tensors: Mapping[str, numpy.ndarray]) -> Path:
+    """Write `directory/name`, in place of one that may be there; `manifest` gets the files.
+
+    Raises:
+        CheckpointError: it could not be written; nothing of it is left, and what was there before is as it was.
+    """
+    final = directory / name
+    temporary = directory / f".writing-{name}-{os.getpid()}"
+    replaced = directory / f".replaced-{name}-{os.getpid()}"
+    # The front end of safetensors writes the memory of other arrays in the wrong order, and says nothing.
+    contiguous = {key: numpy.ascontiguousarray(value).reshape(value.shape) for key, value in tensors.items()}
+    try:
+        make_directory(directory)
+        _clear_remains(directory, name)
+        temporary.mkdir()
+        file = temporary / TENSORS
+        save_file(contiguous, file)
+        _sync(file)
+        files = {TENSORS: File(file.stat().st_size, file_checksum(file))}
+        (temporary / FILE).write_text(to_text(replace(manifest, files=files)))
+        shutil.copymode(temporary / FILE, file)  # the library makes it unreadable for others, whatever the umask
+        _sync(temporary / FILE)
+        _sync(temporary)
+        if final.exists():  # of an earlier run to this step; a directory can only be renamed to a free name
+            final.rename(replaced)
+        temporary.rename(final)
+        _remove_tree(replaced)
+        _sync(directory)
+    except BaseException as error:
+        if replaced.exists() and not final.exists():
+            with suppress(OSError):  # what went wrong first is what is raised
+                replaced.rename(final)
+        _remove_tree(temporary)
+        if isinstance(error, OSError | SafetensorError):  # the latter: the library's own for a full disk
+            raise CheckpointError(f"cannot write the checkpoint {final}: {error}") from error
+        raise
+    return final
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint: what is half removed is none any more.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
+    doomed = path.parent / f".removing-{path.name}-{os.getpid()}"
+    try:
+        path.rename(doomed)
+    except FileNotFoundError:
+        return  # another rank was faster
+    shutil.rmtree(doomed)
+
+
+def prune(directory: Path, keep: int, trusted: Collection[int]) -> None:
+    """Remove all but the `keep` newest checkpoints and the one of the highest score.
+
+    Args:
+        trusted: steps that this job has written or gone on from. They come before all others: one of a higher step
+            that could not be read must not push them out.
+
+    Raises:
+        OSError: one cannot be removed.
+    """
+    found = [entry for entry in entries(directory) if entry.manifest]
+    newest = sorted(found, key=lambda entry: (entry.step in trusted, entry.step), reverse=True)
+    kept = {entry.step for entry in newest[:keep]}
+    scores = {entry.step: entry.manifest.score for entry in newest if entry.manifest}
+    scored = [(score, step) for step, score in scores.items() if score is not None and score == score]
+    if scored:
+        kept.add(max(scored)[1])
+    for entry in found:
+        if entry.step not in kept:
+            remove(entry.path)
+
+
+def make_directory(directory: Path) -> None:
+    """Make it, and those above it that are missing, so that they survive a power cut."""
+    if directory.exists():  # where it is a file, what follows says so
+        return
+    if directory.parent != directory:
+        make_directory(directory.parent)
+    directory.mkdir(exist_ok=True)
+    _sync(directory.parent)
+
+
+def _names(directory: Path) -> list[str]:
+    try:
+        return [path.name for path in directory.iterdir()]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"cannot look for checkpoints in {directory}: {error.strerror or error}") from error
+
+
+def _clear_remains(directory: Path, name: str) -> None:
+    """Clear away what killed runs left: of a checkpoint of any step, or of a rank's part of any step."""
+    of_any_step = re.compile(re.sub(r"\\-\d+", r"\\-\\d+", re.escape(name), count=1))
+    for remains in _names(directory):
+        kind, _, rest = remains.removeprefix(".").partition("-")
+        its_name = rest.rpartition("-")[0]
+        if kind not in ("writing", "replaced", "removing") or not of_any_step.fullmatch(its_name):
+            continue
+        if kind == "replaced" and not (directory / its_name).exists():
+            (directory / remains).rename(directory / its_name)  # killed between the two renames: it is the only one
+        else:
+            _remove_tree(directory / remains)
+
+
+def _remove_tree(path: Path) -> None:
+    """As far as it goes: what is left is removed at the next save."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:  # somebody has put a file there
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    """Flush a file, or the names in a directory, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

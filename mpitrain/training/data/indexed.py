@@ -1,0 +1,111 @@
+"""Global batches of samples that have numbers, in an order drawn from (seed, epoch)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from mpitrain.errors import CheckpointError
+from mpitrain.training.data.checks import check_counts
+from mpitrain.training.data.order import Order
+from mpitrain.training.data.samples import Augment, Source, augmented
+from mpitrain.training.data.shares import Shares
+from mpitrain.tree import Tree, leaves, rebuild
+from mpitrain.world import World
+
+
+class IndexedData:
+    """What ArrayData and MapData share: cursor, order, this rank's part.
+
+    An epoch visits every sample exactly once, in an order drawn from (seed, epoch). Its last batch may be smaller;
+    ranks then have unequal parts, which the weighted mean makes exact.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        source: Source,
+        num_samples: int,
+        global_batch: int,
+        seed: int,
+        shuffle: bool,
+        augment: Augment | None,
+    ) -> None:
+        """No rank speaks to another here, but all come here: see `check_counts` for what is raised."""
+        check_counts(world, num_samples, global_batch, seed)
+        self.num_samples = num_samples
+        self.global_batch = min(int(global_batch), num_samples)
+        self.epoch = 0
+        self.cursor = 0  # samples of this epoch that all ranks together have used
+        self._shares = Shares(world)
+        self._source = source
+        self._seed = int(seed)
+        self._shuffle = bool(shuffle)
+        self._augment = augment
+        self._order = Order(num_samples, seed=self._seed, shuffle=self._shuffle)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """How many global batches an epoch has; the last one may be smaller."""
+        return -(-self.num_samples // self.global_batch)
+
+    def __iter__(self) -> Iterator[tuple[Tree, int]]:
+        return self
+
+    def __next__(self) -> tuple[Tree, int]:
+        """This rank's part of the next global batch, and its number of samples (0 where there are too few)."""
+        epoch, begin = (self.epoch, self.cursor) if self.cursor < self.num_samples else (self.epoch + 1, 0)
+        end = min(begin + self.global_batch, self.num_samples)
+        part = self._shares.part(end - begin)
+        count = part.stop - part.start
+        if count:
+            batch = self._read(epoch, begin + part.start, begin + part.stop)
+        else:  # a sample of another rank, for the form
+            batch = self._read(epoch, begin, begin + 1)
+            values = (leaf[:0] for _, leaf in leaves(batch))
+            batch = rebuild(batch, values.__next__)
+        self.epoch, self.cursor = epoch, end  # last: where reading fails, the data stands where it stood
+        return batch, count
+
+    def _read(self, epoch: int, begin: int, end: int) -> Tree:
+        numbers = self._order.samples(epoch, begin, end)
+        if self._augment is None:
+            return self._source.batch(numbers)
+        return augmented(self._augment, self._source.each(numbers), numbers.tolist(), self._seed, epoch)
+
+    def share_out(self, samples_per_second: float) -> None:
+        """Give each rank its part of a batch in proportion to its speed, from the next batch on. Collective.
+
+        The samples of each step stay the same, and so does their mean. It is in no checkpoint.
+
+        Raises:
+            ConfigError: a speed is not a finite number above 0. On every rank.
+        """
+        self._shares.measured(samples_per_second)
+
+    def state(self) -> dict[str, Any]:
+        """Where the data stands, the same on every rank and for any world size."""
+        return {
+            "epoch": self.epoch,
+            "cursor": self.cursor,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "num_samples": self.num_samples,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken.
+
+        Raises:
+            CheckpointError: it was taken with another data set or order of samples, or is out of range.
+        """
+        for key, mine in (("num_samples", self.num_samples), ("seed", self._seed), ("shuffle", self._shuffle)):
+            if state[key] != mine:
+                raise CheckpointError(f"the checkpoint's data has {key}={state[key]}, this run's {mine}")
+        epoch, cursor = int(state["epoch"]), int(state["cursor"])
+        if epoch < 0 or not 0 <= cursor <= self.num_samples:
+            raise CheckpointError(
+                f"the checkpoint's data stands at epoch={epoch} cursor={cursor}; "
+                f"epochs begin at 0, and the cursor is 0 to {self.num_samples}"
+            )
+        self.epoch, self.cursor = epoch, cursor

@@ -1,0 +1,170 @@
+"""Reads batches ahead in a thread, while the ranks compute."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+from mpitrain.errors import ConfigError
+from mpitrain.tree import Tree
+
+# A read that takes longer than this does not hold up the end of the program. The thread is a daemon.
+_PATIENCE_SECONDS = 5.0
+
+
+class DataSource(Protocol):
+    """A data source that can be read ahead, such as ArrayData."""
+
+    @property
+    def steps_per_epoch(self) -> int: ...
+
+    @property
+    def epoch(self) -> int: ...
+
+    def __next__(self) -> tuple[Tree, int]:
+        """Called in the thread: it must not be collective."""
+        ...
+
+    def share_out(self, samples_per_second: float) -> None: ...
+
+    def state(self) -> dict[str, Any]: ...
+
+    def restore(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A batch, and where the data stood when it had been read; or the error that came in its place."""
+
+    batch: Tree
+    weight: int
+    epoch: int
+    state: dict[str, Any]
+    error: BaseException | None = None
+
+
+class Prefetch:
+    """A data source whose batches are read in a thread, some ahead of their use; otherwise as the one it reads.
+
+    `epoch` and `state` are those of the batch that was handed out last, whatever has been read since. An error in the
+    thread is raised by the `next` that would have given the batch, and that batch is tried again by the one after. The
+    thread ends with `close`, with this object, or with the program; the next batch begins a new one.
+    """
+
+    def __init__(self, data: DataSource, *, batches: int = 2) -> None:
+        """Not collective.
+
+        Args:
+            data: read by this object alone from now on.
+            batches: how many are read ahead of their use, at most; each one takes its memory.
+
+        Raises:
+            ConfigError: `batches` is not at least 1.
+        """
+        if not isinstance(batches, int) or isinstance(batches, bool) or batches < 1:
+            raise ConfigError(f"Prefetch: batches={batches!r}; it must be an int of at least 1")
+        self._data = data
+        self._batches = batches
+        self._epoch = data.epoch
+        self._state = data.state()
+        self._reader: _Reader | None = None
+        self._interrupted = False  # what was read ahead does not follow on what was handed out
+        self._at_exit: weakref.finalize[..., Prefetch] | None = None
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """See ArrayData."""
+        return self._data.steps_per_epoch
+
+    @property
+    def epoch(self) -> int:
+        """Of the batch that was handed out last."""
+        return self._epoch
+
+    def __iter__(self) -> Iterator[tuple[Tree, int]]:
+        return self
+
+    def __next__(self) -> tuple[Tree, int]:
+        """The next batch and its number of samples; waits until it is there. Raises what went wrong in the thread."""
+        if self._interrupted:
+            self.close()
+        if self._reader is None:
+            self._reader = _Reader(self._data, self._batches)
+            # Also at the end of the program: a thread that then still runs Python may bring the process down.
+            self._at_exit = weakref.finalize(self, self._reader.end, _PATIENCE_SECONDS)
+        self._interrupted = True  # Ctrl-C may come when the batch is no longer there and not yet here
+        read = self._reader.next()
+        if read.error is not None:
+            self.close()
+            raise read.error
+        self._epoch, self._state, self._interrupted = read.epoch, read.state, False
+        return read.batch, read.weight
+
+    def close(self) -> None:
+        """End the thread, and forget what was read ahead; the next batch is the same as without this call."""
+        if self._reader is None:
+            return
+        self._interrupted = True
+        self._reader.end()
+        self._data.restore(self._state)
+        if self._at_exit is not None:
+            self._at_exit.detach()
+        self._reader, self._interrupted = None, False
+
+    def share_out(self, samples_per_second: float) -> None:
+        """See ArrayData. What was read ahead is read again, in other parts. Collective."""
+        self.close()
+        self._data.share_out(samples_per_second)
+
+    def state(self) -> dict[str, Any]:
+        """Where the data stood when the last batch that was handed out had been read."""
+        return self._state
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """See ArrayData."""
+        self.close()
+        self._data.restore(state)
+        self._epoch, self._state = self._data.epoch, self._data.state()
+
+
+class _Reader:
+    """The thread. It must not know the Prefetch, whose end is its own."""
+
+    def __init__(self, data: DataSource, batches: int) -> None:
+        self._data = data
+        self._free = threading.Semaphore(batches)
+        self._ready: SimpleQueue[_Read] = SimpleQueue()
+        self._ending = False
+        self._thread = threading.Thread(target=self._run, name="mpitrain prefetch", daemon=True)
+        self._thread.start()
+
+    def next(self) -> _Read:
+        """The next batch or error. After an error there is nothing more."""
+        read = self._ready.get()
+        self._free.release()
+        return read
+
+    def end(self, patience_seconds: float | None = None) -> None:
+        """Read nothing more. When this returns, nothing is being read, or the patience was at its end."""
+        self._ending = True
+        self._free.release()
+        if threading.current_thread() is not self._thread:  # it may be the one that collects the Prefetch
+            self._thread.join(patience_seconds)
+
+    def _run(self) -> None:
+        while True:
+            self._free.acquire()
+            if self._ending:
+                return
+            try:
+                batch, weight = next(self._data)
+                read = _Read(batch, weight, self._data.epoch, self._data.state())
+            except BaseException as error:  # also SystemExit: whoever waits for the batch must hear of it
+                self._ready.put(_Read(None, 0, 0, {}, error))
+                return
+            self._ready.put(read)
+            del batch, read  # or the thread would hold it while it waits

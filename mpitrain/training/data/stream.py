@@ -1,0 +1,157 @@
+"""Samples that come in a row, and can only be read from the beginning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+from mpitrain.errors import CheckpointError, DataError
+from mpitrain.training.data.checks import check_counts
+from mpitrain.training.data.samples import Augment, augmented, stack
+from mpitrain.training.data.shares import Shares
+from mpitrain.tree import Tree, leaves, rebuild
+from mpitrain.world import World
+
+
+class StreamData:
+    """Global batches of a stream of samples, and this rank's part of each, in the stream's own order.
+
+    Every rank reads the whole stream and keeps its part, so a sample should be cheap to read; what is dear, such as
+    decoding, belongs in `augment`, which is called for this rank's samples alone. A rank holds a global batch of
+    samples as the stream gives them.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        samples: Callable[[int], Iterable[Any]],
+        *,
+        global_batch: int,
+        seed: int = 0,
+        augment: Augment | None = None,
+        num_samples: int | None = None,
+    ) -> None:
+        """Every rank calls it. Collective: the ranks compare these options, but not what the streams give.
+
+        Args:
+            samples: from the number of an epoch, from 0, to its samples, the same ones in the same order on every rank
+                and at every call: trees of host arrays and numbers, all of the same shapes and dtypes. With `augment`
+                they may be anything that `augment` makes such a tree of.
+            global_batch: samples of all ranks together in one step.
+            seed: of `augment`; at least 0.
+            augment: as for ArrayData; it gets what the stream gave, and no copy.
+            num_samples: of an epoch. Where it is given, an epoch of another number is an error, such as that of a file
+                that is cut short on one machine.
+
+        Raises:
+            MismatchError: the options differ between ranks.
+            DataError: `num_samples` is 0 or fewer than ranks. On every rank.
+            ConfigError: as for ArrayData. On every rank.
+        """
+        world.agree("compare the data sets", [f"global_batch={global_batch} seed={seed} num_samples={num_samples}"])
+        with world.together("look at the data set"):
+            check_counts(world, num_samples, global_batch, seed)
+        self.global_batch = int(global_batch)
+        self.num_samples = None if num_samples is None else int(num_samples)
+        self.epoch = 0
+        self.cursor = 0  # samples of this epoch that all ranks together have used
+        self._name = world.name()
+        self._shares = Shares(world)
+        self._samples = samples
+        self._seed = int(seed)
+        self._augment = augment
+        self._open: Iterator[Any] | None = None  # at `cursor` of `epoch`
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """How many global batches an epoch has; the last one may be smaller.
+
+        Raises:
+            DataError: `num_samples` was not given.
+        """
+        if self.num_samples is None:
+            raise DataError(f"{self._name}: how many samples this stream has is not known; give it num_samples=")
+        return -(-self.num_samples // self.global_batch)
+
+    def __iter__(self) -> Iterator[tuple[Tree, int]]:
+        return self
+
+    def __next__(self) -> tuple[Tree, int]:
+        """This rank's part of the next global batch, and its number of samples (0 where there are too few).
+
+        Raises:
+            DataError: an epoch without samples, of another number than `num_samples`, or one that ends before the
+                cursor that was restored.
+        """
+        stream, self._open = self._open, None  # one that has failed is not read on: it would seem to have ended
+        epoch, cursor = self.epoch, self.cursor
+        if stream is None:
+            stream = self._skip_to(epoch, cursor)
+        found = list(islice(stream, self.global_batch))
+        if not found and cursor:
+            self._check_end(epoch, cursor)
+            epoch, cursor = epoch + 1, 0
+            stream = iter(self._samples(epoch))
+            found = list(islice(stream, self.global_batch))
+        if not found:
+            raise DataError(f"{self._name}: the stream of epoch {epoch} has no samples")
+        if len(found) < self.global_batch:
+            self._check_end(epoch, cursor + len(found))
+        part = self._shares.part(len(found))
+        count = part.stop - part.start
+        batch = self._batch(epoch, cursor, found, part if count else slice(0, 1))
+        if not count:
+            values = (leaf[:0] for _, leaf in leaves(batch))
+            batch = rebuild(batch, values.__next__)
+        self.epoch, self.cursor, self._open = epoch, cursor + len(found), stream
+        return batch, count
+
+    def _batch(self, epoch: int, cursor: int, found: list[Any], part: slice) -> Tree:
+        numbers = range(cursor + part.start, cursor + part.stop)
+        if self._augment is None:
+            return stack(found[part], numbers)
+        return augmented(self._augment, iter(found[part]), numbers, self._seed, epoch)
+
+    def _skip_to(self, epoch: int, cursor: int) -> Iterator[Any]:
+        stream = iter(self._samples(epoch))
+        skipped = sum(1 for _ in islice(stream, cursor))
+        if skipped < cursor:
+            raise DataError(
+                f"{self._name}: the stream of epoch {epoch} has {skipped} samples, and training stands behind {cursor} "
+                "of them; is it the stream that the training began with?"
+            )
+        return stream
+
+    def _check_end(self, epoch: int, count: int) -> None:
+        if self.num_samples not in (None, count):
+            raise DataError(
+                f"{self._name}: the stream of epoch {epoch} has {count} samples, and num_samples={self.num_samples}; "
+                "is a file cut short?"
+            )
+
+    def share_out(self, samples_per_second: float) -> None:
+        """Give each rank its part of a batch in proportion to its speed, from the next batch on. Collective.
+
+        Raises:
+            ConfigError: a speed is not a finite number above 0. On every rank.
+        """
+        self._shares.measured(samples_per_second)
+
+    def state(self) -> dict[str, Any]:
+        """Where the data stands, the same on every rank and for any world size."""
+        return {"epoch": self.epoch, "cursor": self.cursor, "seed": self._seed, "num_samples": self.num_samples}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken: the stream is opened again, and what was used is skipped.
+
+        Raises:
+            CheckpointError: it was taken with another stream or seed, or is out of range.
+        """
+        for key, mine in (("num_samples", self.num_samples), ("seed", self._seed)):
+            if state[key] != mine:
+                raise CheckpointError(f"the checkpoint's data has {key}={state[key]}, this run's {mine}")
+        epoch, cursor = int(state["epoch"]), int(state["cursor"])
+        if epoch < 0 or cursor < 0:
+            raise CheckpointError(f"the checkpoint's data stands at epoch={epoch} cursor={cursor}; both begin at 0")
+        self.epoch, self.cursor, self._open = epoch, cursor, None

@@ -1,0 +1,90 @@
+"""Unequal machines: batches in proportion to measured speeds."""
+
+from __future__ import annotations
+
+import statistics
+from typing import TYPE_CHECKING, Any
+
+from mpitrain.errors import ConfigError
+from mpitrain.training.hooks.hook import Hook
+
+if TYPE_CHECKING:
+    from mpitrain.training.trainer import Step, Trainer
+
+
+class Balance(Hook):
+    """Measure how many samples a second each rank does, and give each its part of a global batch in proportion.
+
+    The samples of a step stay the same, and so does their mean, to rounding: only who computes which of them changes.
+    A speed belongs to a machine and not to the training, so no checkpoint has it; each run measures anew. The ranks'
+    parts then depend on the clock: two runs are equal to rounding, and not bit by bit.
+    """
+
+    def __init__(self, steps: int = 20, *, every: int | None = None) -> None:
+        """
+        Args:
+            steps: of the warm-up, in which speeds are measured; a rank's speed is the median.
+            every: measure again so many steps after the parts were shared out. Default: only when `measure` is called.
+
+        Raises:
+            ConfigError: a value below 1.
+        """
+        if steps < 1:
+            raise ConfigError(f"Balance over {steps} steps: it takes at least 1")
+        if every is not None and every < 1:
+            raise ConfigError(f"Balance every {every} steps: it takes at least 1")
+        self._steps = steps
+        self._every = every
+        self._measured = 0  # steps of this measurement
+        self._speeds: list[float] = []
+        self._begin: int | None = 0  # the step after which to measure; None: not until `measure` is called
+        self.samples_per_second: list[float] = []  # of each rank, as they were shared out last
+
+    def measure(self) -> None:
+        """Measure anew, from the next step on. Every rank calls it, between the same steps."""
+        self._measured, self._speeds, self._begin = 0, [], 0
+
+    def before_run(self, trainer: Trainer) -> None:
+        """See Hook.
+
+        Raises:
+            ConfigError: the data cannot be shared out in unequal parts. On every rank.
+        """
+        if not hasattr(trainer.data, "share_out"):
+            error = ConfigError(
+                f"Balance: {type(trainer.data).__name__} has no method share_out(samples_per_second); "
+                "ArrayData, MapData, StreamData and Prefetch have it"
+            )
+            error.known_everywhere = True
+            raise error
+        self.measure()
+        trainer.times_own_work = True
+
+    def after_step(self, trainer: Trainer, step: Step) -> None:
+        """See Hook."""
+        if self._begin is None or step.number < self._begin:
+            return
+        if not trainer.times_own_work:  # it begins with the next step
+            trainer.times_own_work = True
+            return
+        if step.own_samples and step.own_seconds > 0:
+            self._speeds.append(step.own_samples / step.own_seconds)
+        self._measured += 1
+        if self._measured < self._steps:
+            return
+        speed = statistics.median(self._speeds) if self._speeds else 0.0
+        speeds = trainer.world.allgather(speed)
+        if 0.0 in speeds:  # a rank had no samples in any of these steps: measure one more
+            return
+        data: Any = trainer.data  # before_run has looked
+        data.share_out(speed)
+        self.samples_per_second = speeds
+        trainer.times_own_work = False
+        self._begin = None if self._every is None else step.number + self._every
+        self._measured, self._speeds = 0, []
+        shares = ", ".join(f"{value / sum(speeds):.0%}" for value in speeds)
+        trainer.world.print(f"step {step.number}: {sum(speeds):,.0f} samples/s, shared out by rank: {shares}")
+
+    def after_run(self, trainer: Trainer) -> None:
+        """See Hook."""
+        trainer.times_own_work = False

@@ -1,0 +1,84 @@
+"""The end of a run that no longer gets better."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from mpitrain.errors import CheckpointError, ConfigError
+from mpitrain.training.hooks.hook import Hook
+from mpitrain.training.hooks.stop import say_unseen, shared_metric, stop
+
+if TYPE_CHECKING:
+    from mpitrain.training.trainer import Step, Trainer
+
+
+class EarlyStopping(Hook):
+    """End the run when a metric has not got better `patience` times in a row. All ranks stop after the same step.
+
+    A hook before this one reports the metric, such as Evaluate; steps without it do not count. Rank 0's value decides
+    for all. NaN is never better. A checkpoint has the best value, its step and the count.
+
+    Attributes:
+        best: the best value so far; None before the first.
+        best_step: the step that had it.
+    """
+
+    ends_run = True
+
+    def __init__(self, metric: str, *, patience: int, goal: str = "min", margin: float = 0.0) -> None:
+        """
+        Args:
+            metric: its name.
+            patience: stop after so many values that are not better, 1 or more.
+            goal: "min", smaller is better; "max", larger is.
+            margin: a value is better only if it is so by more than this, 0 or more.
+
+        Raises:
+            ConfigError: a value that is not allowed.
+        """
+        if goal not in ("min", "max"):
+            raise ConfigError(f"EarlyStopping({metric!r}): goal={goal!r}; allowed are min and max")
+        if patience < 1 or not 0 <= margin < float("inf"):
+            raise ConfigError(
+                f"EarlyStopping({metric!r}): patience={patience}, margin={margin}; allowed: a patience of at least 1, "
+                "a finite margin of at least 0"
+            )
+        self._metric, self._patience, self._margin = metric, patience, margin
+        self._sign = 1.0 if goal == "max" else -1.0
+        self._seen: set[str] = set()
+        self.best: float | None = None
+        self.best_step = 0
+        self._num_worse = 0
+
+    def after_step(self, trainer: Trainer, step: Step) -> None:
+        """See Hook."""
+        value = shared_metric(trainer, self._metric, self._seen)
+        if value is None:
+            return
+        if value == value and (self.best is None or self._sign * (value - self.best) > self._margin):
+            self.best, self.best_step, self._num_worse = value, step.number, 0
+            return
+        self._num_worse += 1
+        if self._num_worse >= self._patience:
+            best = "was never a number" if self.best is None else f"was best at step {self.best_step} ({self.best:.6g})"
+            stop(trainer, f"step {step.number}: stopped early, {self._metric} {best}")
+
+    def after_run(self, trainer: Trainer) -> None:
+        """See Hook."""
+        say_unseen(trainer, "EarlyStopping", self._metric, self._seen)
+
+    def state(self) -> dict[str, Any]:
+        """See Hook."""
+        return {"best": self.best, "best_step": self.best_step, "num_worse": self._num_worse}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """See Hook."""
+        try:
+            best = None if state["best"] is None else float(state["best"])
+            best_step, num_worse = int(state["best_step"]), int(state["num_worse"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"the state of EarlyStopping is {dict(state)}; was it written by mpitrain?"
+            ) from error
+        self.best, self.best_step, self._num_worse = best, best_step, num_worse

@@ -1,0 +1,221 @@
+"""A record of the run: rows of numbers, made by meters and hooks, kept by writers."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from mpitrain.errors import CheckpointError, ConfigError
+from mpitrain.training.hooks.evaluate import Evaluate
+from mpitrain.training.hooks.hook import Hook
+from mpitrain.training.meters.communication import Communication
+from mpitrain.training.meters.gpu_utilisation import GpuUtilisation
+from mpitrain.training.meters.gradient_norm import GradientNorm
+from mpitrain.training.meters.learning_rate import LearningRate
+from mpitrain.training.meters.loss import Loss
+from mpitrain.training.meters.memory import Memory
+from mpitrain.training.meters.meter import Meter, combine
+from mpitrain.training.meters.place import gpu_of
+from mpitrain.training.meters.throughput import Throughput
+from mpitrain.training.writers.writer import Row, Writer
+
+if TYPE_CHECKING:
+    from mpitrain.training.trainer import Step, Trainer
+
+# What each row begins with.
+_FIRST = ("step", "epoch", "samples", "seconds")
+
+
+class Record(Hook):
+    """A row of numbers every `steps` steps, after the last one, and after each step that a hook before it reports of.
+
+    A row has the step, the epoch, the samples and seconds of training so far (also of the runs that this one goes on
+    from), what the meters have measured since the row before, over all ranks (one small message a row), and what the
+    step's hooks have reported. Rank 0 writes; the meters' numbers are reported too, for hooks behind this one.
+
+    A run that goes on at step k cuts away what an earlier one has written of later steps; so no step stands twice. A
+    run that begins anew cuts away everything. A writer that fails, such as on a full disk, does not end the training:
+    stderr says so, and with the next row it is tried again, with all rows that it lacks.
+    """
+
+    def __init__(
+        self,
+        writers: Sequence[Writer],
+        *,
+        steps: int = 10,
+        meters: Sequence[Meter] | None = None,
+        tokens_per_sample: int | None = None,
+    ) -> None:
+        """
+        Args:
+            writers: such as JsonLines, Csv, TensorBoard.
+            steps: from row to row.
+            meters: default: all in mpitrain.training.meters, GpuUtilisation where the model is on GPUs.
+            tokens_per_sample: the length of each sample, for tokens per second; for the default meters.
+
+        Raises:
+            ConfigError: `steps` is below 1.
+        """
+        if steps < 1:
+            raise ConfigError(f"Record every {steps} steps: it takes at least 1")
+        self._steps = steps
+        self._meters = list(meters) if meters is not None else None
+        self._throughput = Throughput(tokens_per_sample=tokens_per_sample)
+        self._outputs = [_Output(writer) for writer in writers]
+        self._is_open = False
+        self._num_measured = 0  # steps since the last row
+        self._samples = self._seconds = 0.0
+        self._restored: Mapping[str, Any] = {}
+
+    def before_run(self, trainer: Trainer) -> None:
+        """See Hook.
+
+        Raises:
+            ConfigError: an Evaluate stands behind this hook. On every rank.
+        """
+        if any(isinstance(hook, Evaluate) for hook in trainer.hooks[trainer.hooks.index(self) :]):
+            raise ConfigError(
+                "Record must stand behind Evaluate, whose results it writes; change their order"
+            )
+
+    def before_step(self, trainer: Trainer) -> None:
+        """See Hook.
+
+        Raises:
+            MpitrainError: a writer cannot begin: its files cannot be made or read. On every rank.
+        """
+        if not self._is_open:  # not before_run: a hook behind this one may resume, which says after which step
+            self._open(trainer)
+        if self._ends_row(trainer, trainer.step_number + 1):
+            for meter in self._measuring:
+                meter.before_row(trainer)
+
+    def _open(self, trainer: Trainer) -> None:
+        world = trainer.world
+        with world.together("open the record"):
+            if world.is_root:
+                for output in self._outputs:
+                    output.writer.open(trainer.step_number)
+        self._is_open = True
+        meters = self._meters
+        if meters is None:
+            meters = [Loss(), LearningRate(), GradientNorm(), self._throughput, Communication(), Memory()]
+            if any(world.allgather(gpu_of(trainer) is not None)):
+                meters.append(GpuUtilisation())
+        self._restore_meters(meters)
+        reasons = [meter.start(trainer) for meter in meters]
+        self._measuring = [meter for meter, reason in zip(meters, reasons, strict=True) if not reason]
+        for name, *of_ranks in zip([type(meter).__name__ for meter in meters], *world.allgather(reasons), strict=True):
+            without = [f"{world.name(rank)}: {reason}" for rank, reason in enumerate(of_ranks) if reason]
+            if without and world.is_root:
+                on = f"{len(without)} of {world.size} ranks" if world.size > 1 else "this rank"
+                print(f"mpitrain: {name} is not recorded on {on}. {without[0]}", file=sys.stderr, flush=True)
+        self._all_meters = meters
+        self._begun = time.monotonic()
+
+    def _ends_row(self, trainer: Trainer, number: int) -> bool:
+        return number % self._steps == 0 or number == trainer.last_step
+
+    def after_step(self, trainer: Trainer, step: Step) -> None:
+        """See Hook."""
+        for meter in self._measuring:
+            meter.after_step(trainer, step)
+        self._num_measured += 1
+        self._samples += step.samples
+        if self._ends_row(trainer, step.number) or trainer.metrics:
+            self._write_row(trainer)
+
+    def after_run(self, trainer: Trainer) -> None:
+        """See Hook: a run that a hook behind this one has ended has a last row too."""
+        if self._num_measured:
+            self._write_row(trainer)
+
+    def _write_row(self, trainer: Trainer) -> None:
+        self._num_measured = 0
+        readings = {name: its for meter in self._measuring for name, its in meter.read(trainer).items()}
+        reported = dict(trainer.metrics)
+        measured = combine(trainer.world.allgather(readings))
+        trainer.report(measured)
+        if taken := [name for name in trainer.metrics if name in _FIRST]:
+            error = ConfigError(
+                f"step {trainer.step_number}: the metric {taken[0]!r} was reported; each row begins with "
+                f"{', '.join(_FIRST)}. Give it another name"
+            )
+            error.known_everywhere = True
+            raise error
+        if not trainer.world.is_root:
+            return
+        seconds = self._seconds + time.monotonic() - self._begun
+        first = (trainer.step_number, trainer.data.epoch + 1, self._samples, seconds)
+        row: Row = {**dict(zip(_FIRST, first, strict=True)), **measured, **reported}
+        for output in self._outputs:
+            output.write(row, trainer.world.name())
+
+    def close(self) -> None:
+        """See Hook."""
+        for output in self._outputs:
+            output.close()
+        self._is_open = False
+
+    def state(self) -> dict[str, Any]:
+        """See Hook."""
+        since = time.monotonic() - self._begun if self._is_open else 0.0
+        meters = {}
+        if self._is_open:
+            meters = {type(its).__name__: state for its in self._all_meters if (state := its.state())}
+        return {
+            "samples": self._samples,
+            "seconds": self._seconds + since,
+            "num_measured": self._num_measured,
+            "meters": meters or dict(self._restored),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """See Hook. The meters follow when they are there."""
+        try:
+            samples, seconds = float(state["samples"]), float(state["seconds"])
+            num_measured, restored = int(state["num_measured"]), dict(state.get("meters", {}))
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"the state of Record is {dict(state)}; was it written by mpitrain?") from error
+        self._samples, self._seconds, self._num_measured, self._restored = samples, seconds, num_measured, restored
+
+    def _restore_meters(self, meters: Sequence[Meter]) -> None:
+        for meter in meters:
+            if type(meter).__name__ in self._restored:
+                meter.restore(self._restored[type(meter).__name__])
+
+
+class _Output:
+    """A writer on rank 0, and the rows that it lacks."""
+
+    def __init__(self, writer: Writer) -> None:
+        self.writer = writer
+        self._lacking: list[Row] = []
+
+    def write(self, row: Row, name: str) -> None:
+        self._lacking.append(row)
+        was_well = len(self._lacking) == 1
+        try:
+            while self._lacking:
+                self.writer.write(self._lacking[0])
+                del self._lacking[0]
+        except OSError as error:
+            if was_well:
+                print(
+                    f"mpitrain: {name}: {self.writer} cannot be written: {error}. Training goes on; it is tried again "
+                    "with the next row",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            return
+        if not was_well:
+            print(f"mpitrain: {name}: {self.writer} is written again, nothing is lost", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self._lacking:
+            print(f"mpitrain: {self.writer} lacks its last {len(self._lacking)} rows", file=sys.stderr, flush=True)
+        with suppress(OSError):  # of the rows that were just spoken of
+            self.writer.close()

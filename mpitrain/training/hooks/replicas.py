@@ -1,0 +1,132 @@
+"""Are the replicas still equal? A flipped bit, or a step that depends on the rank, goes on unseen otherwise."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy
+
+from mpitrain.arrays import Array, is_device_array
+from mpitrain.errors import ConfigError, ReplicaError
+from mpitrain.training.hooks.hook import Hook
+
+if TYPE_CHECKING:
+    from mpitrain.training.trainer import Step, Trainer
+    from mpitrain.world import World
+
+_REPAIRS = ("majority", "root")
+
+
+class CompareReplicas(Hook):
+    """Every `steps` steps and after the last one: compare a hash of all parameters over the ranks.
+
+    It takes one pass over the parameters (those on a GPU are copied to the host for it) and one agreement, 40 bytes a
+    rank. Every flipped bit is found. What the optimizer keeps is not looked at: an error there is one of the parameters
+    after the next step. The parameters of all ranks must be the same bits, as they are with the strategy Sync.
+    """
+
+    def __init__(self, steps: int = 100, *, repair: str | None = None) -> None:
+        """
+        Args:
+            steps: how often.
+            repair: None: a difference is an error. "majority": the ranks that differ get parameters and optimizer state
+                of those that most ranks have; of the root's, where two kinds are as frequent. "root": of the root's.
+                The same on all ranks.
+
+        Raises:
+            ConfigError: `steps` below 1, or another `repair`.
+        """
+        if steps < 1:
+            raise ConfigError(f"CompareReplicas every {steps} steps: it takes at least 1")
+        if repair is not None and repair not in _REPAIRS:
+            raise ConfigError(f"CompareReplicas: repair={repair!r}; allowed: None, {', '.join(map(repr, _REPAIRS))}")
+        self._steps = steps
+        self._repair = repair
+
+    def after_step(self, trainer: Trainer, step: Step) -> None:
+        """See Hook.
+
+        Raises:
+            ReplicaError: parameters differ and are not to be repaired. On every rank; it names the ranks that differ,
+                the first parameter in which each one does, and the values.
+        """
+        if step.number % self._steps and step.number != trainer.last_step:
+            return
+        world, parameters = trainer.world, trainer.adapter.parameters()
+        checksums = [checksum(value) for value in parameters.values()]
+        options = [f"every {self._steps} steps, repair {self._repair}"]
+        records = world.agree("compare the replicas", options, detail=_joined(checksums))
+        hashes = records["detail"].tolist()
+        if len(set(hashes)) == 1:
+            return
+        right = right_rank(hashes, by_majority=self._repair != "root")
+        found = _describe(world, parameters, checksums, right)
+        same = [rank for rank in range(world.size) if hashes[rank] == hashes[right]]
+        reference = f"rank{'s' * (len(same) > 1)} {', '.join(map(str, same))}"
+        if self._repair is None:
+            error = ReplicaError(
+                f"after step {step.number} the parameters are not those of {reference} on: {found}. Memory or "
+                "a GPU may be faulty there, or the training depends on the rank. Go on from a checkpoint of before, "
+                "or repair while training: CompareReplicas(repair='majority')"
+            )
+            error.known_everywhere = True
+            raise error
+        trainer.adapter.restore(world.sync(trainer.adapter.state(), root=right))
+        world.print(
+            f"mpitrain: after step {step.number} the parameters were not those of {reference} on: {found}. "
+            f"Repaired: all ranks have parameters and optimizer state of {world.name(right)}"
+        )
+
+
+def checksum(value: Array) -> int:
+    """Of the bytes of an array on the host or a device: 32 bits, which any one flipped bit changes."""
+    host = numpy.ascontiguousarray(value.get() if is_device_array(value) else value)
+    return zlib.crc32(host.reshape(-1).view(numpy.uint8).data)
+
+
+def right_rank(hashes: Sequence[int], *, by_majority: bool) -> int:
+    """The rank whose replica counts: the lowest one with the most frequent hash, the root where that is not one."""
+    if not by_majority:
+        return 0
+    (most, count), *others = Counter(hashes).most_common()
+    if others and others[0][1] == count:
+        return 0
+    return hashes.index(most)
+
+
+def _joined(checksums: Sequence[int]) -> int:
+    """One signed number of 8 bytes, as an agreement carries it."""
+    content = numpy.array(checksums, "<u4").tobytes()
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
+
+
+def _describe(world: World, parameters: Mapping[str, Array], checksums: Sequence[int], right: int) -> str:
+    """Each rank that differs, with the first parameter in which it does and its values there. Collective."""
+    of_all = world.allgather(list(checksums))
+    first = [_first_difference(its, of_all[right]) for its in of_all]
+    names = list(parameters)
+    texts: list[str] = []
+    for index in sorted({index for index in first if index is not None}):
+        value = parameters[names[index]]
+        expected = world.sync({names[index]: value}, root=right)[names[index]]
+        mine = _difference(value, expected) if first[world.rank] == index else ""
+        found = world.allgather(mine)
+        texts += [f"{world.name(rank)}: {names[index]} {found[rank]}" for rank in range(world.size) if found[rank]]
+    return "; ".join(texts)
+
+
+def _first_difference(mine: Sequence[int], expected: Sequence[int]) -> int | None:
+    return next((index for index, its in enumerate(zip(mine, expected, strict=True)) if its[0] != its[1]), None)
+
+
+def _difference(value: Array, expected: Array) -> str:
+    """How many elements are other bits, and the first one's place and values."""
+    mine, other = (array.get() if is_device_array(array) else array for array in (value, expected))
+    unequal = [numpy.ascontiguousarray(array).reshape(-1).view(f"V{array.itemsize}") for array in (mine, other)]
+    places = numpy.flatnonzero(unequal[0] != unequal[1])
+    place = [int(number) for number in numpy.unravel_index(int(places[0]), mine.shape)]
+    return f"in {len(places)} of {mine.size} elements, {place} is {mine[*place]} instead of {other[*place]}"

@@ -1,0 +1,59 @@
+"""How busy the GPU is. The only module that imports NVML's bindings."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from mpitrain.training.meters.meter import Meter, Reading
+from mpitrain.training.meters.place import gpu_of
+
+if TYPE_CHECKING:
+    from mpitrain.training.trainer import Step, Trainer
+
+# What NVML gives is over its last sampling period, which is 1/6 to 1 s by the GPU's model.
+_SECONDS = 0.2
+
+
+class GpuUtilisation(Meter):
+    """`gpu_utilisation`: the share of time, 0 to 1, in which a kernel ran on the GPU; mean over the row and the ranks.
+
+    As NVML (nvidia-ml-py) measures it: for the whole GPU, whatever process the kernel is of, and however few of its
+    units it uses. Ranks on the host have none; where all are, the meter says so at the beginning.
+    """
+
+    def __init__(self) -> None:
+        self._samples: list[float] = []
+        self._sampled = 0.0
+
+    def start(self, trainer: Trainer) -> str:
+        """See Meter."""
+        gpu = gpu_of(trainer)
+        if gpu is None:
+            return "it computes on the host"
+        try:
+            import pynvml
+        except ImportError as error:
+            return f"{error}; pip install nvidia-ml-py"
+        try:
+            pynvml.nvmlInit()
+            # By the address, for NVML counts all GPUs of the machine and CUDA those that it may see.
+            self._handle = pynvml.nvmlDeviceGetHandleByPciBusId(gpu.pci_bus_id.encode())
+            pynvml.nvmlDeviceGetUtilizationRates(self._handle)  # a slice of a GPU has none
+        except pynvml.NVMLError as error:
+            return f"NVML: {error}"
+        self._rates = pynvml.nvmlDeviceGetUtilizationRates
+        return ""
+
+    def after_step(self, trainer: Trainer, step: Step) -> None:
+        """See Meter."""
+        if time.monotonic() - self._sampled >= _SECONDS:
+            self._samples.append(self._rates(self._handle).gpu / 100)
+            self._sampled = time.monotonic()
+
+    def read(self, trainer: Trainer) -> dict[str, Reading]:
+        """See Meter. A row that is shorter than the time between samples may have none."""
+        if not self._samples:
+            return {}
+        samples, self._samples = self._samples, []
+        return {"gpu_utilisation": Reading(sum(samples) / len(samples))}

@@ -1,0 +1,31 @@
+"""The norm of the gradient."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mpitrain.training.meters.meter import Meter, Reading
+
+if TYPE_CHECKING:
+    from mpitrain.training.trainer import Step, Trainer
+
+
+class GradientNorm(Meter):
+    """`gradient_norm`: the 2-norm of the row's last mean gradient, over all parameters and before clipping.
+
+    The optimizer measures it: it has the mean gradient, and where it clips, the norm too. Otherwise it takes one pass
+    over the gradient, in the last step of a row only. A skipped step has none; nor has a last row that ends early.
+    """
+
+    def after_step(self, trainer: Trainer, step: Step) -> None:
+        """See Meter."""
+        self._skipped = step.skipped
+
+    def before_row(self, trainer: Trainer) -> None:
+        """See Meter."""
+        trainer.adapter.measure_gradient_norm()
+
+    def read(self, trainer: Trainer) -> dict[str, Reading]:
+        """See Meter. The mean gradient has the same bits on every rank."""
+        norm = None if self._skipped else trainer.adapter.gradient_norm()
+        return {} if norm is None else {"gradient_norm": Reading(norm, over_ranks="root")}

@@ -1,0 +1,27 @@
+"""The learning rate, and the loss scale."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mpitrain.training.meters.meter import Meter, Reading
+
+if TYPE_CHECKING:
+    from mpitrain.training.trainer import Step, Trainer
+
+
+class LearningRate(Meter):
+    """`learning_rate` of the row's last step (0 where that was skipped); with a loss scale also `loss_scale`, and
+    `skipped_steps` since the start of training.
+    """
+
+    def after_step(self, trainer: Trainer, step: Step) -> None:
+        """See Meter."""
+        self._rate = step.learning_rate
+
+    def read(self, trainer: Trainer) -> dict[str, Reading]:
+        """See Meter."""
+        found = {"learning_rate": self._rate}
+        if scale := trainer.adapter.loss_scale:
+            found |= {"loss_scale": scale.value, "skipped_steps": float(scale.skipped_steps)}
+        return {name: Reading(value, over_ranks="root") for name, value in found.items()}

@@ -1,0 +1,37 @@
+"""Memory of host and GPU."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpitrain.training.meters.meter import Meter, Reading
+from mpitrain.training.meters.place import gpu_of
+
+if TYPE_CHECKING:
+    from mpitrain.training.trainer import Trainer
+
+
+class Memory(Meter):
+    """`host_memory_peak_bytes`: the most that a rank has had in memory since it began, of the rank with most.
+
+    On GPUs also `gpu_memory_bytes`: what is in use on a GPU at the end of the row, of whatever process, of the fullest.
+    """
+
+    def read(self, trainer: Trainer) -> dict[str, Reading]:
+        """See Meter."""
+        found = {"host_memory_peak_bytes": Reading(peak_bytes(), over_ranks="max")}
+        gpu = gpu_of(trainer)
+        if gpu is not None:
+            free, total = gpu.mem_info
+            found["gpu_memory_bytes"] = Reading(float(total - free), over_ranks="max")
+        return found
+
+
+def peak_bytes() -> float:
+    """The peak of this process's resident memory."""
+    # Not getrusage: its ru_maxrss begins with that of the process which started this one (Linux keeps it over exec).
+    found = re.search(r"^VmHWM:\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.M)
+    assert found
+    return float(found[1]) * 1024

@@ -1,0 +1,45 @@
+"""How fast it goes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mpitrain.errors import ConfigError
+from mpitrain.training.meters.meter import Meter, Reading
+
+if TYPE_CHECKING:
+    from mpitrain.training.trainer import Step, Trainer
+
+
+class Throughput(Meter):
+    """`samples_per_second` of all ranks together and `step_seconds`, over the row's steps; also `tokens_per_second`.
+
+    The time is that of the steps, data included, without the hooks between them (evaluation, checkpoints).
+    """
+
+    def __init__(self, *, tokens_per_sample: int | None = None) -> None:
+        """`tokens_per_sample`, where it is given, is the length of each sample, and makes `tokens_per_second`."""
+        if tokens_per_sample is not None and tokens_per_sample < 1:
+            raise ConfigError(f"Throughput: tokens_per_sample={tokens_per_sample}; it must be at least 1")
+        self._tokens_per_sample = tokens_per_sample
+        self._clear()
+
+    def _clear(self) -> None:
+        self._steps, self._samples, self._seconds = 0, 0.0, 0.0
+
+    def after_step(self, trainer: Trainer, step: Step) -> None:
+        """See Meter."""
+        self._steps += 1
+        self._samples += step.samples
+        self._seconds += step.seconds
+
+    def read(self, trainer: Trainer) -> dict[str, Reading]:
+        """See Meter."""
+        if not self._steps:
+            return {}
+        rate = self._samples / self._seconds
+        found = {"samples_per_second": Reading(rate), "step_seconds": Reading(self._seconds / self._steps)}
+        if self._tokens_per_sample:
+            found["tokens_per_second"] = Reading(rate * self._tokens_per_sample)
+        self._clear()
+        return found

@@ -1,0 +1,68 @@
+"""Where NaN or infinity came from: looked for once a step has failed, so that good steps pay nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+from mpitrain.allreduce.algorithm import FLOATS
+from mpitrain.arrays import Array, is_array, namespace
+from mpitrain.errors import NonFiniteError, TreeError
+from mpitrain.tree import Tree, leaves
+from mpitrain.world import World
+
+
+def located(
+    world: World, error: NonFiniteError, *, step: int, batch: Tree, loss: float, parameters: Mapping[str, Array]
+) -> NonFiniteError:
+    """`error`, which all ranks have got, with the step and what else was not finite on which rank. Collective.
+
+    Args:
+        step: the number of the step that has failed, the same on all ranks.
+        batch: this rank's part, as it came from the data.
+        loss: this rank's; 0 where it had no samples.
+        parameters: this rank's by name.
+    """
+    found = world.allgather(", ".join([*_of_loss(loss), *_of_batch(batch), *_of_parameters(parameters)]))
+    if len(set(found)) == 1:
+        everyone = "on all ranks" if world.size > 1 else world.name()
+        besides = [f"{everyone}: {found[0]}"] if found[0] else []
+    else:
+        besides = [f"{world.name(rank)}: {text}" for rank, text in enumerate(found) if text]
+    text = "; ".join(besides) or "the losses, the batches and the parameters of all ranks are finite"
+    more = NonFiniteError(f"{error}. Step {step}; looked at besides: {text}")
+    more.known_everywhere = True
+    return more
+
+
+def _of_loss(loss: float) -> Iterator[str]:
+    if not math.isfinite(loss):
+        yield f"the loss is {loss}"
+
+
+def _of_batch(batch: Tree) -> Iterator[str]:
+    """The first place in each leaf; a sample's number counts from 0 in this rank's part."""
+    try:
+        for path, leaf in leaves(batch):
+            if is_array(leaf) and leaf.ndim and (place := _first(leaf)) is not None:
+                yield f"the batch holds {leaf[place]} in {path or 'its array'}, sample {place[0]} of {len(leaf)}"
+    except TreeError:
+        yield "the batch is no tree of arrays, and was not looked at"
+
+
+def _of_parameters(parameters: Mapping[str, Array]) -> Iterator[str]:
+    for name, value in parameters.items():
+        if (place := _first(value)) is not None:
+            yield f"the parameter {name} holds {value[place]}"
+            return
+
+
+def _first(array: Array) -> tuple[int, ...] | None:
+    """The first place that is not finite, in the array's order."""
+    if array.dtype.kind not in "fc" and array.dtype not in FLOATS:
+        return None
+    xp = namespace(array)
+    bad = ~xp.isfinite(array)
+    if not bad.any():
+        return None
+    return tuple(int(number) for number in xp.unravel_index(bad.argmax(), array.shape))

@@ -1,0 +1,1 @@
+"""Where the rows of a record go. One file, one writer; see writer.py."""

@@ -1,0 +1,68 @@
+"""Rows as comma-separated values."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+from mpitrain.errors import DataError
+from mpitrain.training.writers.writer import LineFile, Row
+
+FILE = "metrics.csv"
+
+
+class Csv:
+    """A Writer of `metrics.csv`: a line of names, then a line a row; empty where the row has no such number.
+
+    Where a row brings a new name (the first evaluation), the file is replaced by one that has its column.
+    """
+
+    def __init__(self, directory: Path | str) -> None:
+        """`directory` is made where it is missing."""
+        self._file = LineFile(Path(directory) / FILE)
+        self._names: list[str] = []
+        self._lines: list[bytes] = []  # without that of names; as long as the file, which is 200 bytes a row
+
+    def __str__(self) -> str:
+        return str(self._file.path)
+
+    def open(self, after_step: int) -> None:
+        """See Writer."""
+        header, *lines = self._file.open() or [b""]
+        self._names = _cells(header)
+        self._lines = []
+        for number, line in enumerate(lines, 2):
+            cells = _cells(line)
+            if self._names[:1] != ["step"] or len(cells) != len(self._names) or not cells[0].isdecimal():
+                raise DataError(f"{self}, line {number} is no row of a record; move the file away")
+            if int(cells[0]) <= after_step:
+                self._lines.append(line)
+        self._file.keep([header, *self._lines] if header else [])
+
+    def write(self, row: Row) -> None:
+        """See Writer."""
+        new = [name for name in row if name not in self._names]
+        if new:
+            names = [*self._names, *new]
+            lines = [line + b"," * len(new) for line in self._lines]
+            self._file.replace([_line(names), *lines])
+            self._names, self._lines = names, lines
+        line = _line([repr(row[name]) if name in row else "" for name in self._names])
+        self._file.add(line)
+        self._lines.append(line)
+
+    def close(self) -> None:
+        """See Writer."""
+        self._file.close()
+
+
+def _cells(line: bytes) -> list[str]:
+    return next(csv.reader([line.decode(errors="replace")]), [])
+
+
+def _line(cells: Sequence[str]) -> bytes:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="").writerow(cells)
+    return text.getvalue().encode()

@@ -1,0 +1,78 @@
+"""Rows as JSON, one a line."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from mpitrain.errors import DataError
+from mpitrain.training.writers.writer import LineFile, Row
+
+FILE = "metrics.jsonl"
+
+
+class JsonLines:
+    """A Writer of `metrics.jsonl`, which `mpitrain plot` reads: a JSON object a row, only with what the row has.
+
+    JSON has no NaN and no infinity: they are the strings "NaN", "Infinity" and "-Infinity", as in JSON of Protocol
+    Buffers, and float() takes them.
+    """
+
+    def __init__(self, directory: Path | str) -> None:
+        """`directory` is made where it is missing."""
+        self._file = LineFile(Path(directory) / FILE)
+
+    def __str__(self) -> str:
+        return str(self._file.path)
+
+    def open(self, after_step: int) -> None:
+        """See Writer."""
+        lines = self._file.open()
+        rows = parse(lines, self._file.path)
+        self._file.keep([line for line, row in zip(lines, rows, strict=True) if row["step"] <= after_step])
+
+    def write(self, row: Row) -> None:
+        """See Writer."""
+        self._file.add(json.dumps({name: _plain(value) for name, value in row.items()}).encode())
+
+    def close(self) -> None:
+        """See Writer."""
+        self._file.close()
+
+
+def read_rows(path: Path) -> list[dict[str, float]]:
+    """The rows of a `metrics.jsonl`, also of a run that is still writing it.
+
+    Raises:
+        DataError: it cannot be read, or has a line that is none of a row.
+    """
+    try:
+        *lines, _ = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error}") from None
+    return parse(lines, path)
+
+
+def parse(lines: Sequence[bytes], path: Path) -> list[dict[str, float]]:
+    """The rows that these lines of `path` are. Raises DataError for one that is none."""
+    rows: list[dict[str, float]] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = {name: float(value) for name, value in json.loads(line).items()}
+            if not row["step"] > (rows[-1]["step"] if rows else 0):
+                raise ValueError(f"step {row['step']:g} is not behind that of the line before")
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise DataError(
+                f"{path}, line {number} is no row of a record ({type(error).__name__}: {error}); move the file away, "
+                "or delete that line and what follows"
+            ) from None
+        rows.append(row)
+    return rows
+
+
+def _plain(value: float) -> float | str:
+    if math.isfinite(value):
+        return value if isinstance(value, int) else float(value)
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

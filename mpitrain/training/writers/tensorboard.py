@@ -1,0 +1,72 @@
+"""Rows for TensorBoard. The only module that imports tensorboardX."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from mpitrain.errors import ConfigError
+from mpitrain.training.writers.writer import Row
+
+
+class TensorBoard:
+    """A Writer of event files: a scalar a name and row, at its step.
+
+    A run that goes on begins a new file, with the mark that tells TensorBoard to leave out what older ones have of
+    later steps.
+    """
+
+    def __init__(self, directory: Path | str) -> None:
+        """`directory` is what `tensorboard --logdir` is given, or below; it is made where it is missing.
+
+        Raises:
+            ConfigError: tensorboardX is not installed.
+        """
+        try:
+            import tensorboardX.event_file_writer
+            import tensorboardX.proto.event_pb2
+            import tensorboardX.proto.summary_pb2
+        except ImportError as error:
+            raise ConfigError(f"TensorBoard needs tensorboardX ({error}); pip install tensorboardX") from None
+        # Not its SummaryWriter: that writes from a thread, which says nothing of a full disk, and starts a process.
+        self._make_file = tensorboardX.event_file_writer.EventsWriter
+        self._events, self._summaries = tensorboardX.proto.event_pb2, tensorboardX.proto.summary_pb2
+        self._directory = Path(directory)
+        self._file: Any = None
+        self._buffered = 0.0  # the step of the last row that was added
+
+    def __str__(self) -> str:
+        return str(self._directory)
+
+    def open(self, after_step: int) -> None:
+        """See Writer."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        # The name has the second. Runs may begin in the same one.
+        self._file = self._make_file(str(self._directory / "events"), f".{time.time_ns()}.{os.getpid()}")
+        start = self._events.SessionLog(status=self._events.SessionLog.START)
+        self._add(step=after_step + 1, session_log=start)
+        self._file.flush()
+
+    def write(self, row: Row) -> None:
+        """See Writer."""
+        if row["step"] != self._buffered:  # after a full disk the buffer still has what was not written
+            self._add_row(row)
+        self._file.flush()
+
+    def _add_row(self, row: Row) -> None:
+        self._buffered = row["step"]
+        values = [
+            self._summaries.Summary.Value(tag=name, simple_value=value) for name, value in row.items() if name != "step"
+        ]
+        self._add(step=int(row["step"]), summary=self._summaries.Summary(value=values))
+
+    def _add(self, **event: Any) -> None:
+        self._file.write_event(self._events.Event(wall_time=time.time(), **event))
+
+    def close(self) -> None:
+        """See Writer."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None

@@ -1,0 +1,82 @@
+"""What a writer is, and a file of lines that no crash leaves with a broken one."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol, TypeAlias
+
+# Numbers by name; "step" is one of them. Rows come in the order of their steps.
+Row: TypeAlias = Mapping[str, float]
+
+
+class Writer(Protocol):
+    """Keeps rows; only rank 0 calls it. Its str() is the file's name, for messages."""
+
+    def open(self, after_step: int) -> None:
+        """Begin, or go on: what was written of steps beyond `after_step` is cut away.
+
+        Raises OSError where the file cannot be made or read, DataError where it is none of this writer's.
+        """
+
+    def write(self, row: Row) -> None:
+        """Write a row and hand it to the operating system. After an OSError the same row may come again."""
+
+    def close(self) -> None:
+        """Let go of the file. Also where `open` was not called."""
+
+
+class LineFile:
+    """A file that lines are added to, each whole or not at all."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: io.FileIO | None = None
+        self._end = 0
+
+    def open(self) -> list[bytes]:
+        """Open or make the file; returns its lines. A last one without its end, as kill -9 leaves it, is cut away."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        # Not "a+": with O_APPEND a part of a line could not be written over.
+        self._file = io.FileIO(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+")
+        *lines, _ = self._file.readall().split(b"\n")
+        self._cut(sum(len(line) + 1 for line in lines))
+        return lines
+
+    def keep(self, lines: list[bytes]) -> None:
+        """Cut away all behind these, which are the file's first ones."""
+        self._cut(sum(len(line) + 1 for line in lines))
+
+    def _cut(self, end: int) -> None:
+        assert self._file is not None
+        self._end = end
+        self._file.truncate(end)
+
+    def add(self, line: bytes) -> None:
+        """Add a line. After an OSError, such as on a full disk, the next one takes its place."""
+        assert self._file is not None
+        rest = memoryview(line + b"\n")
+        self._file.seek(self._end)
+        while rest:  # a disk that becomes full takes a part
+            rest = rest[self._file.write(rest) :]
+        self._end += len(line) + 1
+        self._file.truncate(self._end)  # a longer line may have been begun here
+
+    def replace(self, lines: list[bytes]) -> None:
+        """Other lines instead of all there are: the file has the old ones or the new ones, whatever happens."""
+        temporary = self.path.with_name(f".{self.path.name}-{os.getpid()}")
+        try:
+            temporary.write_bytes(b"".join(line + b"\n" for line in lines))
+            temporary.replace(self.path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        self.close()
+        self.open()
+
+    def close(self) -> None:
+        """Let go of the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None

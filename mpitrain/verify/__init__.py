@@ -1,0 +1,1 @@
+"""What a script computes on one rank and on several: recorded in both runs, and compared."""

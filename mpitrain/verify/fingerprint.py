@@ -1,0 +1,74 @@
+"""Few numbers that stand for many: of samples, to know them again; of arrays, to tell how far apart two of them are."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import zlib
+from typing import TypedDict
+
+import numpy
+
+from mpitrain.arrays import Array, is_array, is_device_array
+from mpitrain.tree import Tree, leaves, num_samples
+
+NUM_PROJECTIONS = 8
+_BLOCK_COUNT = 2**16
+
+
+class Sketch(TypedDict):
+    """What is kept of an array.
+
+    `projections` are its inner products with random vectors of +1 and -1, the same ones for the same name and size. The
+    mean square of the differences of two arrays' projections is, on average, their squared distance; that it comes out
+    below a hundredth of it has a chance of one in ten million. (Johnson and Lindenstrauss; Achlioptas 2003.)
+    """
+
+    dtype: str
+    count: int
+    norm: float
+    projections: list[float]
+
+
+def sketch(name: str, array: Array) -> Sketch:
+    """Of a host or device array, or of a number; in float64, one pass."""
+    flat = numpy.ascontiguousarray(array.get() if is_device_array(array) else array).reshape(-1)
+    signs = numpy.random.Philox(key=zlib.crc32(name.encode()))
+    square, projections = 0.0, numpy.zeros(NUM_PROJECTIONS)
+    for begin in range(0, flat.size, _BLOCK_COUNT):
+        block = flat[begin : begin + _BLOCK_COUNT].astype(numpy.float64)
+        bits = numpy.unpackbits(signs.random_raw(-(-block.size // 8)).view(numpy.uint8)).reshape(-1, NUM_PROJECTIONS)
+        # 2 x bit - 1 is the sign.
+        projections += 2 * (block @ bits[: block.size].astype(numpy.float64)) - block.sum()
+        square += float(block @ block)
+    # Nobody knows what a Python number was computed from.
+    dtype = str(array.dtype) if hasattr(array, "dtype") else "float32"
+    return {
+        "dtype": dtype,
+        "count": flat.size,
+        "norm": math.sqrt(square),
+        "projections": projections.tolist(),
+    }
+
+
+def distance(one: Sketch, other: Sketch) -> float:
+    """About the 2-norm of the difference of two arrays of one size."""
+    pairs = zip(one["projections"], other["projections"], strict=True)
+    return math.sqrt(math.fsum((a - b) ** 2 for a, b in pairs) / NUM_PROJECTIONS)
+
+
+def sample_hashes(batch: Tree) -> list[str]:
+    """One a sample, of the bytes of all its arrays, in the batch's order.
+
+    Raises:
+        TreeError, DataError: the batch is no tree of arrays with the samples along their first dimension.
+    """
+    count = num_samples(batch)
+    arrays = [leaf.get() if is_device_array(leaf) else leaf for _, leaf in leaves(batch) if is_array(leaf)]
+    found = []
+    for number in range(count):
+        digest = hashlib.blake2b(digest_size=8)
+        for array in arrays:
+            digest.update(array[number].tobytes())
+        found.append(digest.hexdigest())
+    return found

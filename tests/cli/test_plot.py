@@ -1,0 +1,83 @@
+"""`mpitrain plot`: a picture of what was recorded."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpitrain.cli import main
+
+ROWS = [
+    {
+        "step": step,
+        "loss": 2.0 / step,
+        "samples_per_second": 1000.0 + step,
+        "communication_share": 0.25,
+        **({"validation loss": 2.5 / step, "accuracy": 0.5} if step % 40 == 0 else {}),
+    }
+    for step in range(10, 200, 10)
+]
+
+
+def record(directory: Path, rows: list[dict[str, Any]], end: str = "") -> Path:
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + end)
+    return directory
+
+
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The figures that will be saved."""
+    from matplotlib.figure import Figure
+
+    figures: list[Any] = []
+    save = Figure.savefig
+
+    def saved(figure: Any, *arguments: Any, **options: Any) -> None:
+        figures.append(figure)
+        save(figure, *arguments, **options)
+
+    monkeypatch.setattr(Figure, "savefig", saved)
+    return figures
+
+
+def test_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = drawn(monkeypatch)
+    assert main(["plot", str(record(tmp_path, ROWS, '{"step": 200, "lo'))]) == 0
+    picture = tmp_path / "metrics.png"
+    assert capsys.readouterr().out == f"{picture}: 19 rows, steps 10 to 190\n"
+    content = picture.read_bytes()
+    assert content[:8] == b"\x89PNG\r\n\x1a\n"
+    assert struct.unpack(">II", content[16:24]) == (990, 990)
+    losses, speeds, shares = figures[0].axes
+    lines = {line.get_label(): [list(its) for its in line.get_data()] for line in losses.lines}
+    steps = [row["step"] for row in ROWS]
+    assert lines["loss"] == [steps, [row["loss"] for row in ROWS]]
+    assert lines["validation loss"] == [[40, 80, 120, 160], [2.5 / step for step in (40, 80, 120, 160)]]
+    assert list(lines) == ["loss", "validation loss"]
+    assert list(speeds.lines[0].get_ydata()) == [1000.0 + step for step in steps]
+    assert (speeds.get_ylabel(), list(shares.lines[0].get_ydata())) == ("samples/s", [0.25] * 19)
+
+
+def test_other_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row; tokens; without the exchange; losses that are no numbers."""
+    figures = drawn(monkeypatch)
+    assert main(["plot", str(record(tmp_path, [{"step": 1, "loss": "NaN", "tokens_per_second": 5.0}]))]) == 0
+    losses, speeds, shares = figures[0].axes
+    assert (len(losses.lines), speeds.get_ylabel(), len(shares.lines)) == (1, "tokens/s", 0)
+    assert [text.get_text() for text in shares.texts] == ["not recorded"]
+
+
+def test_what_cannot_be_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plot", str(tmp_path)]) == 2
+    assert f"there is no {tmp_path / 'metrics.jsonl'}; name the directory" in capsys.readouterr().err
+    assert main(["plot", str(record(tmp_path, []))]) == 1
+    assert "has no row yet" in capsys.readouterr().err
+    assert main(["plot", str(record(tmp_path, [], "hello\n"))]) == 1
+    assert "line 1 is no row of a record" in capsys.readouterr().err
+    record(tmp_path, ROWS)
+    (tmp_path / "metrics.png").mkdir()
+    assert main(["plot", str(tmp_path)]) == 1
+    assert "cannot write" in capsys.readouterr().err

@@ -1,0 +1,247 @@
+"""`mpitrain verify` from outside: a right script, and the faults that it is there to find."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from jobs import Job, run_command
+from mpitrain.cli import main
+
+# A regression of 50 samples, 11 in a step. What a test wants to be wrong it sets in between.
+BEGIN = """
+import sys
+import numpy
+import mpitrain as mt
+
+world = mt.init()
+random = numpy.random.default_rng(0)
+x, y = random.standard_normal((50, 4)), random.standard_normal(50)
+
+def regression(parameters, batch, on_gradient):
+    x, y = batch
+    error = x @ parameters["w"] + parameters["b"] - y
+    on_gradient("b", 2 * error.sum(keepdims=True) / max(len(x), 1))
+    on_gradient("w", 2 * x.T @ error / max(len(x), 1))
+    return float((error**2).mean()) if len(x) else 0.0
+
+def make_data(world):
+    return mt.ArrayData(world, (x, y), global_batch=11)
+
+class Batches:
+    # Data of a user's own: `part` says which samples of a batch are this rank's, `weigh` what they weigh.
+    epoch, steps_per_epoch, cursor = 0, 5, 0
+
+    def __next__(self):
+        begin, self.cursor = self.cursor, self.cursor + 11
+        mine = part(begin)
+        return (x[mine], y[mine]), weigh(mine)
+
+    def state(self):
+        return {"cursor": self.cursor}
+
+    def restore(self, state):
+        self.cursor = state["cursor"]
+
+def part(begin):
+    return numpy.arange(begin, begin + 11)[world.rank :: world.size]
+
+def weigh(mine):
+    return len(mine)
+"""
+TRAIN = """
+def build(world):
+    adapter = mt.ArrayFunction(regression, {"w": numpy.zeros(4), "b": numpy.zeros(1)}, mt.Sgd(0.05, momentum=0.9))
+    return mt.Parts(adapter, mt.Sync(), make_data(world))
+
+def metrics(trainer):
+    parameters = trainer.adapter.parameters()
+    return mt.evaluate(world, lambda batch: {"error": regression(parameters, batch, lambda *_: None)}, (x, y))
+
+hooks = [mt.StopAtStep(1000), mt.Evaluate(2, metrics)]
+if sys.argv[1:]:
+    hooks.append(mt.Checkpoint(sys.argv[1], 1))
+mt.Trainer(build, hooks).run()
+raise AssertionError("verify must end the script before")
+"""
+LOOP = """
+w = world.sync(numpy.zeros(4))
+for epoch in range(100):
+    for part_x, part_y in world.shard([(x[begin : begin + 11], y[begin : begin + 11]) for begin in range(0, 50, 11)]):
+        error = part_x @ w - part_y
+        w = w - 0.05 * mean(2 * part_x.T @ error / max(len(part_x), 1), len(part_x))
+raise AssertionError("verify must end the script before")
+"""
+
+
+def verify(folder: Path, source: str, *arguments: str, ranks: int = 3, options: tuple[str, ...] = ()) -> Job:
+    script = folder / "script.py"
+    script.write_text(source)
+    command = [sys.executable, "-m", "mpitrain", "verify", "-n", str(ranks), "--hosts", "localhost", *options]
+    return run_command([*command, str(script), *arguments])
+
+
+def differs(job: Job, where: str, *parts: str) -> None:
+    """It says that they first differ there, with each of `parts`."""
+    assert job.code == 1, job.output
+    assert job.left == []
+    assert job.stderr == ""
+    (found,) = re.findall(r"^verify: first difference: (.*)$", job.stdout, re.M)
+    assert found.startswith(where), job.output
+    for part in parts:
+        assert part in found, found
+    assert job.stdout.endswith("script.py: not equal\n")
+
+
+def test_the_example_is_equal() -> None:
+    command = [sys.executable, "-m", "mpitrain", "verify", "-n", "3", "--hosts", "localhost", "--steps", "4"]
+    job = run_command([*command, "examples/train.py", "--data", "digits"])
+    assert job.code == 0, job.output
+    assert job.left == []
+    lines = [line.removeprefix("verify: ") for line in job.stdout.splitlines() if line.startswith("verify: ")]
+    assert lines[2] == "1 rank and 3, 4 steps; allowed relative difference 0.00024 (from float32)"
+    assert lines[3:5] == ["  samples        512 values, the same", "  weights        4 values, the same"]
+    assert lines[7] == "  learning rate  4 values, the same"
+    assert lines[8] == "  metrics        1 values, largest relative difference 0"
+    assert lines[9:] == ["examples/train.py: equal"]
+    found = [
+        re.fullmatch(r"  (\w+) +\d+ values, largest relative difference (\S+)(, in.*)?", line) for line in lines[5:7]
+    ]
+    assert [one[1] for one in found if one] == ["loss", "gradients"]
+    assert all(float(one[2].rstrip(",")) < 1e-5 for one in found if one)
+
+
+def test_a_right_script_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Not even its own checkpoints: the second run would go on from those of the first."""
+    checkpoints = tmp_path / "checkpoints"
+    job = verify(tmp_path, BEGIN + TRAIN, str(checkpoints), options=("--directory", str(tmp_path / "records")))
+    assert job.code == 0, job.output
+    assert "without the hook Checkpoint, which reads or writes files" in job.stdout
+    assert not checkpoints.exists()
+    assert "metrics        3 values" in job.stdout  # after steps 2, 4, and 5, which is the last one
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.jsonl")) == [
+        "records/one-rank/record.jsonl",
+        "records/several-ranks/record.jsonl",
+    ]
+
+
+@pytest.mark.slow
+def test_data_of_a_users_own_that_are_right(tmp_path: Path) -> None:
+    job = verify(tmp_path, BEGIN + "make_data = lambda world: Batches()" + TRAIN, options=("--steps", "4"))
+    assert job.code == 0, job.output
+
+
+def test_a_mean_by_ranks(tmp_path: Path) -> None:
+    wrong = "make_data = lambda world: Batches()\nweigh = lambda mine: 1\n"
+    differs(
+        verify(tmp_path, BEGIN + wrong + TRAIN, options=("--steps", "4")),
+        "step 1, weights: ",
+        "1 on 1 rank, 3 on 3 (1, 1, 1); every rank has weight 1, so this is a mean by ranks and not by samples",
+    )
+
+
+def test_samples_that_two_ranks_read(tmp_path: Path) -> None:
+    """Parts of equal length: in the first batch of 11 that 3 ranks share, each takes 4 from begin + 3 x rank on."""
+    wrong = """
+make_data = lambda world: Batches()
+def part(begin):
+    length = -(-11 // world.size)
+    start = begin + 11 // world.size * world.rank
+    return numpy.arange(start, start + length)
+"""
+    differs(
+        verify(tmp_path, BEGIN + wrong + TRAIN, options=("--steps", "2")),
+        "step 1, samples: ",
+        "11 samples on 1 rank, 12 on 3",
+        "2 samples read more often than on 1 rank, such as number 3 (from 0) of the batch there, by ranks 0, 1",
+        "1 of the batch on 1 rank read by no rank, such as number 10 (from 0)",
+    )
+
+
+def test_a_seed_with_the_rank_in_it(tmp_path: Path) -> None:
+    """Dropout inside the model: the samples are right, and the gradients are not (nor, once w is not 0, the loss)."""
+    wrong = """
+dropout = numpy.random.default_rng(world.rank)
+whole = regression
+def regression(parameters, batch, on_gradient):
+    x, y = batch
+    return whole(parameters, (x * (dropout.random(x.shape) < 0.5), y), on_gradient)
+"""
+    job = verify(tmp_path, BEGIN + wrong + TRAIN)
+    differs(job, "step 1, gradients: w: norm ", " on several, ", " apart: a relative difference of 0.")
+    assert "samples        50 values, the same" in job.stdout
+    assert "then: step 2, loss: loss is " in job.stdout
+
+
+@pytest.mark.slow
+def test_augmentation_with_the_rank_in_its_seed(tmp_path: Path) -> None:
+    wrong = """
+noise = numpy.random.default_rng(world.rank)
+make_data = lambda world: Batches()
+class Noisy(Batches):
+    def __next__(self):
+        (x, y), weight = super().__next__()
+        return (x + noise.standard_normal(x.shape), y), weight
+Batches = Noisy
+"""
+    differs(
+        verify(tmp_path, BEGIN + wrong + TRAIN, options=("--steps", "2")), "step 1, samples: ", "does not hold: another"
+    )
+
+
+@pytest.mark.slow
+def test_a_loop_without_a_trainer(tmp_path: Path) -> None:
+    right = "mean = lambda tree, weight: world.mean(tree, weight=weight)\n"
+    job = verify(tmp_path, BEGIN + right + LOOP, options=("--steps", "7"))
+    assert job.code == 0, job.output
+    assert "1 rank and 3, 7 calls of world.mean or world.sum; allowed relative difference 1.1e-08" in job.stdout
+    assert "  samples        72 values, the same" in job.stdout  # 4 x 11 + 6 + 2 x 11
+    assert "  results        7 values, " in job.stdout
+
+
+def test_a_loop_that_means_by_ranks(tmp_path: Path) -> None:
+    wrong = "mean = lambda tree, weight: world.mean(tree)\n"
+    job = verify(tmp_path, BEGIN + wrong + LOOP)
+    differs(job, "call 1, results: the result: norm ", "with weight=len(x) it is the mean over samples")
+
+
+def test_a_script_that_cannot_be_seen(tmp_path: Path) -> None:
+    job = verify(tmp_path, "import mpitrain as mt\nmt.init().barrier()")
+    assert job.code == 1, job.output
+    assert "it cannot see what " in job.stderr
+    assert "there was no step of Trainer.run, and no call of world.mean or world.sum" in job.stderr
+
+
+@pytest.mark.slow
+def test_a_script_that_fails_on_several_ranks(tmp_path: Path) -> None:
+    job = verify(tmp_path, BEGIN + "assert world.size == 1\n" + TRAIN)
+    assert job.code == 1, job.output
+    text = r"^mpitrain verify: the run on several ranks failed \(\d+\); there is nothing to compare$"
+    assert re.search(text, job.stderr, re.M)
+    assert "AssertionError" in job.stderr
+    assert job.left == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--steps", "0", __file__], "--steps 0: it takes at least 1"),
+        (["--tolerance", "-1", __file__], "--tolerance -1.0: a number of 0 or above"),
+        (["--tolerance", "nan", __file__], "--tolerance nan: a number of 0 or above"),
+        (["examples/trian.py"], "there is no script 'examples/trian.py' in "),
+    ],
+)
+def test_wrong_options(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "-n", "2", *options]) == 2
+    assert f"mpitrain verify: {message}" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_record_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    job = verify(tmp_path, BEGIN + TRAIN, options=("--directory", str(tmp_path / "file")))
+    assert job.code == 1, job.output
+    assert "begin the record for mpitrain verify: NotADirectoryError: " in job.stderr

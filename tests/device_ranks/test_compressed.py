@@ -1,0 +1,210 @@
+"""Gradients that are coded on a GPU: the bits of the host's exchange, in the means and in what is left out."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+
+import numpy
+import pytest
+
+from mpitrain import GradientReducer, Parameter, World
+from mpitrain.compression import CODECS
+from mpitrain.errors import DataError, DeviceError, NonFiniteError
+from mpitrain.exchange.exchange import CompressedExchange
+from tests.ranks.common import assert_same_bits, error_on_all, skip_alone
+from tests.ranks.placements import PLACEMENTS, placed
+from tests.ranks.test_compressed import inputs
+
+cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+FLOAT32 = numpy.dtype(numpy.float32)
+
+
+def with_transport(world: World, name: str) -> World:
+    return replace(world, config=replace(world.config, transport=name))
+
+
+def steps(there: World, exchange: CompressedExchange, flat: numpy.ndarray, numbers: range) -> bytes:
+    """In two parts, as buckets are, the last one first; weights that differ; one value that is none. The last mean."""
+    middle = flat.size // 3
+    for step in numbers:
+        values = inputs(there.rank, step, flat.size)
+        if step == 1 and there.rank == there.size - 1:
+            values[-1:] = numpy.nan
+        flat[...] = values if isinstance(flat, numpy.ndarray) else cupy.asarray(values)
+        share = (there.rank + 1) / (there.size * (there.size + 1) / 2)
+        for handle in [exchange.mean(flat[middle:], share), exchange.mean(flat[:middle], share)]:
+            handle.wait()
+    return (flat if isinstance(flat, numpy.ndarray) else flat.get()).tobytes()
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("codec", sorted(CODECS))
+@pytest.mark.parametrize("count", [0, 1, 2, 7, 1001, 150_001])
+def test_the_bits_of_the_host(world: World, codec: str, placement: str, count: int) -> None:
+    """The longest is several pieces, in which blocks do not end where pieces do."""
+    there = placed(world, placement)
+    on_host, on_device = CompressedExchange(there, codec), CompressedExchange(there, codec)
+    host = on_host.allocate(count, FLOAT32)
+    flat = on_device.allocate(count, FLOAT32, on_device=True)
+    assert steps(there, on_device, flat, range(3)) == steps(there, on_host, host, range(3))
+    assert_same_bits(there, flat.get())
+    here, expected = (its.state()["residual 0"] for its in (on_device, on_host))
+    assert isinstance(here, numpy.ndarray)
+    assert here.tobytes() == expected.tobytes()
+    if there.num_nodes > 1 and count > 1000:
+        assert isinstance(on_device._kept[0][1], cupy.ndarray)
+        assert sum(there.allgather(int(numpy.count_nonzero(here))))
+
+
+@pytest.mark.parametrize("codec", ["bf16", "int4"])
+def test_from_a_gpu_to_the_host_and_back(world: World, codec: str) -> None:
+    """What is kept goes along, as host or as device arrays: the run has the bits of one that stayed where it was."""
+    there = placed(world, "dealt out over 2 nodes")
+    whole = CompressedExchange(there, codec)
+    expected = steps(there, whole, whole.allocate(3001, FLOAT32), range(6))
+    state: dict = {}
+    for turn, on_device in enumerate((True, False, True)):
+        exchange = CompressedExchange(there, codec)
+        flat = exchange.allocate(3001, FLOAT32, on_device=on_device)
+        if turn:
+            exchange.restore(state)
+        with cupy.cuda.Stream(non_blocking=True):
+            found = steps(there, exchange, flat, range(2 * turn, 2 * turn + 2))
+        state = {name: value if turn else cupy.asarray(value) for name, value in exchange.state().items()}
+        with pytest.raises(DataError, match="residual 0"):
+            exchange.restore({"residual 0": numpy.zeros(2, numpy.float32)})
+    assert found == expected
+    assert state["residual 0"].tobytes() == whole.state()["residual 0"].tobytes()
+
+
+@pytest.mark.parametrize("threaded", [False, True], ids=["called", "threaded"])
+def test_a_reducers_gradients(world: World, threaded: bool) -> None:
+    """Over four steps nothing is lost: what came out and what is still kept add up to what went in."""
+    there, count = placed(world, "dealt out over 2 nodes"), 70_001
+    parameters = [Parameter(name, (count,), FLOAT32) for name in "ab"]
+    exchange = CompressedExchange(there, "int8")
+    reducer = GradientReducer(
+        there, parameters, exchange=lambda own: exchange, bucket_bytes=1000, threaded=threaded, on_device=True
+    )
+    came_out, went_in = numpy.zeros(2 * count), numpy.zeros(2 * count)
+    for step in range(4):
+        parts = [inputs(rank, step, 2 * count) for rank in range(world.size)]
+        reducer.begin(1.0)
+        for index in (1, 0):
+            reducer.ready(index, cupy.asarray(parts[world.rank][index * count : (index + 1) * count]))
+        reducer.finish()
+        mean = reducer.flats[FLOAT32].get()
+        assert_same_bits(world, mean)
+        came_out += mean
+        went_in += sum(part.astype(numpy.float64) for part in parts) / world.size
+    kept = world.sum(exchange.state()["residual 0"].astype(numpy.float64))
+    numpy.testing.assert_allclose(came_out + kept, went_in, rtol=0, atol=4 * 40 * world.size * 2.0**-22)
+
+
+@pytest.mark.skipif("emulated" not in cupy.__version__, reason="counts in the emulation")
+def test_a_step_never_waits_for_the_gpu(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host only looks at events: whether wires have come down, and for the vote."""
+    there = placed(world, "dealt out over 2 nodes")
+    parameters = [Parameter(name, (40_001,), FLOAT32) for name in "ab"]
+    reducer = GradientReducer(
+        there, parameters, exchange=lambda own: CompressedExchange(own, "int8"), bucket_bytes=1000, on_device=True
+    )
+    mine = [cupy.full(40_001, world.rank + 1, FLOAT32) for _ in parameters]
+    gc.collect()  # what other tests have left waits for the GPU when it ends
+    waits: list[str] = []
+    for _ in range(2):  # in the first one kernels are compiled
+        with monkeypatch.context() as patch:
+            for kind, name in ((cupy.cuda.Stream, "_drain"), (cupy.cuda.Event, "synchronize")):
+                patch.setattr(kind, name, lambda *_, name=name: waits.append(name))
+            reducer.begin(1.0)
+            for index, gradient in enumerate(mine):
+                reducer.ready(index, gradient)
+            reducer.finish()
+    assert waits == []
+    numpy.testing.assert_allclose(reducer.flats[FLOAT32].get(), (world.size + 1) / 2, rtol=1e-6)
+
+
+def test_a_mean_beyond_the_wire(world: World) -> None:
+    """Of finite gradients, on every rank; what is kept is cleared, and the reducer goes on."""
+    skip_alone(world)
+    there = placed(world, "alone on each node")
+    reducer = GradientReducer(
+        there,
+        [Parameter("a", (2,), FLOAT32)],
+        exchange=lambda own: CompressedExchange(own, "fp16"),
+        on_device=True,
+    )
+    for value in (1.0, 1e5, 1.0):
+        reducer.begin(1.0)
+        reducer.ready(0, cupy.full(2, value, numpy.float32))
+        if value == 1e5:
+            assert "the mean gradient of a is beyond" in error_on_all(world, NonFiniteError, reducer.finish)
+        else:
+            reducer.finish()
+            assert (reducer.gradients[0].get() == 1).all()
+
+
+# -- which transport carries it --------------------------------------------------------------------
+
+
+def test_through_the_host_where_it_is_asked_for(world: World) -> None:
+    """Ranks of a node that add up on the host code there; the result is as exact."""
+    there = with_transport(placed(world, "dealt out over 2 nodes"), "staged")
+    exchange = CompressedExchange(there, "int8")
+    flat = exchange.allocate(3000, FLOAT32, on_device=True)
+    value = 127.0 * (world.rank + 1)
+    flat.fill(value)
+    exchange.mean(flat, 1 / world.size).wait()
+    numpy.testing.assert_allclose(flat.get(), 127 * (world.size + 1) / 2, rtol=1e-6)
+    on_device = there.num_nodes == world.size > 1
+    assert isinstance(exchange._kept[0][1], cupy.ndarray) == on_device
+
+
+def test_a_transport_that_carries_no_codec(world: World) -> None:
+    skip_alone(world)
+    apart = placed(world, "alone on each node")
+    for name in ("aware", "nccl"):
+        exchange = CompressedExchange(with_transport(apart, name), "bf16")
+        text = error_on_all(world, DeviceError, lambda its=exchange: its.allocate(3, FLOAT32, on_device=True))
+        assert text.startswith(f"the transport {name} is not possible here")
+        assert "use auto, peer or staged with compression bf16" in text
+    exchange = CompressedExchange(with_transport(apart, "peer"), "bf16")
+    text = error_on_all(world, DeviceError, lambda: exchange.allocate(3, FLOAT32, on_device=True))
+    assert "no two ranks are on one node" in text
+
+
+def test_auto_says_that_the_host_codes(
+    world: World, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Where a GPU's memory cannot be opened by another rank."""
+    there = placed(world, "dealt out over 2 nodes")
+    if world.size < 3:
+        pytest.skip("needs two ranks on a node, and another node")
+
+    def refused(handle: bytes, flags: int = 0) -> int:
+        raise cupy.cuda.runtime.CUDARuntimeError(201)
+
+    monkeypatch.setattr(cupy.cuda.runtime, "ipcOpenMemHandle", refused)
+    exchange = CompressedExchange(there, "bf16")
+    flat = exchange.allocate(1000, FLOAT32, on_device=True)
+    said = capfd.readouterr().out
+    assert ("mpitrain: compression bf16 on the host, as sums in a node are: " in said) == world.is_root
+    flat.fill(1)
+    exchange.mean(flat, 1.0).wait()
+    assert (flat.get() == world.size).all()
+
+
+@pytest.mark.skipif("emulated" not in cupy.__version__, reason="a real GPU cannot be filled for a test")
+def test_no_memory_for_what_is_left_out(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one rank, after its bucket was made: all of them say so."""
+    skip_alone(world)
+    exchange = CompressedExchange(placed(world, "alone on each node"), "int8")
+    assert exchange._on_device.codes_on_device
+    if world.rank == world.size - 1:
+        gc.collect()
+        used = cupy.cuda._used[cupy.cuda.Device().id]
+        monkeypatch.setenv("EMULATED_GPU_BYTES", str(used + 6 * 2**20))
+    text = error_on_all(world, DeviceError, lambda: exchange.allocate(2**20, FLOAT32, on_device=True))
+    assert text.startswith(f"{world.name(world.size - 1)}: ")
+    assert "has no 4,194,304 bytes for what a codec leaves out" in text

@@ -1,0 +1,230 @@
+"""Checkpoints through whole jobs: other numbers of ranks, disks that fail, processes that are killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from faults.outcome import failed, report_of, succeeded
+from faults.test_bad_input import BEGIN, PYTHON, TRAIN, once, train
+from jobs import Job, mpiexec, run_command, run_job
+from mpitrain.training.checkpoint import load
+
+# -- other numbers of ranks -------------------------------------------------------------------------------------------
+
+# Each sample is known by its first column; each rank notes those that it gets.
+EPOCHS = """
+import json, sys
+import numpy
+import mpitrain as mt
+
+directory, steps = sys.argv[1], int(sys.argv[2])
+losses, seen = [], []
+
+def function(parameters, batch, on_gradient):
+    x, y = batch
+    seen.append(x[:, 0].astype(int).tolist())
+    error = x[:, 1:] @ parameters["w"] - y
+    on_gradient("w", 2 * x[:, 1:].T @ error / max(len(x), 1))
+    return float((error**2).mean()) if len(x) else 0.0
+
+def build(world):
+    random = numpy.random.default_rng(0)
+    x = numpy.column_stack([numpy.arange(53.0), random.standard_normal((53, 7))])
+    data = mt.ArrayData(world, (x, random.standard_normal(53)), global_batch=8)
+    return mt.Parts(mt.ArrayFunction(function, {"w": numpy.zeros(7)}, mt.Adam(0.05)), mt.Sync(), data)
+
+class Note(mt.Hook):
+    def after_step(self, trainer, step):
+        losses.append(step.loss)
+
+world = mt.init()
+trainer = mt.Trainer(build, [mt.StopAtStep(steps), mt.Checkpoint(directory, steps=100), Note()])
+trainer.run()
+everything = world.gather(seen)
+world.print(json.dumps({"losses": losses, "seen": everything}))
+"""
+
+
+def pieces(directory: Path, runs: Sequence[tuple[int, int]]) -> tuple[list[float], list[list[int]]]:
+    """Jobs of so many ranks up to such a step, one after the other: all losses, and the samples of all steps."""
+    losses: list[float] = []
+    samples: list[list[int]] = []
+    for ranks, steps in runs:
+        job = run_job(ranks, EPOCHS, str(directory), str(steps))
+        succeeded(job)
+        found = json.loads(job.stdout.splitlines()[-1])
+        losses += found["losses"]
+        samples += [[sample for part in parts for sample in part] for parts in zip(*found["seen"], strict=True)]
+    return losses, samples
+
+
+def test_4_3_1_and_4_ranks_are_one_run(tmp_path: Path) -> None:
+    """Two epochs of 53 samples in steps of 8: 14 steps, the last of each epoch with 5 samples."""
+    whole, samples = pieces(tmp_path / "whole", [(4, 14)])
+    losses, parts = pieces(tmp_path / "parts", [(4, 2), (3, 5), (1, 9), (4, 14)])
+    assert parts == samples
+    for epoch in (parts[:7], parts[7:]):
+        assert sorted(sample for step in epoch for sample in step) == list(range(53))
+    assert losses == pytest.approx(whole, rel=1e-12)
+
+
+# -- disks ------------------------------------------------------------------------------------------------------------
+
+# What is to happen on rank 0 before a step is set in between: before[3] = lambda: ...
+EVENTS = """
+before = {}
+first, calls = function, 0
+
+def function(*arguments):
+    global calls
+    calls += 1
+    if rank == 0 and calls in before:
+        before[calls]()
+    return first(*arguments)
+"""
+# 40 kB of parameters and as much of velocity in each checkpoint.
+LARGE = "width, checkpoints = 10_000, pathlib.Path(sys.argv[1])\ndtype = 'float32'\n" + EVENTS
+
+
+def in_a_small_disk(tmp_path: Path, wrong: str, ranks: int = 3) -> tuple[Job, Path]:
+    """The job with a disk of 480 kB, in a mount namespace that ends with it; and a copy of what was on it."""
+    small, copy, script = tmp_path / "small", tmp_path / "copy", tmp_path / "script.py"
+    small.mkdir()
+    mount = f"mount -t tmpfs -o size=480k none {small}"
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run(["unshare", "-m", "sh", "-c", mount], check=False, capture_output=True).returncode
+    ):
+        pytest.skip("needs root, to mount a small disk in a mount namespace")
+    script.write_text(BEGIN + LARGE + wrong + TRAIN)
+    line = " ".join([*mpiexec(ranks), PYTHON, str(script), str(small)])
+    job = run_command(
+        ["unshare", "-m", "sh", "-c", f"{mount} && {{ {line}; code=$?; cp -a {small} {copy}; exit $code; }}"]
+    )
+    return job, copy
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+FILL = "before[3] = lambda: (checkpoints / 'other').write_bytes(bytes(380_000))\n"
+GOES_ON = "training goes on, and the next save tries again. Earlier ones are whole"
+
+
+def test_a_full_disk_that_gets_room_again(tmp_path: Path) -> None:
+    job, copy = in_a_small_disk(tmp_path, FILL + "before[5] = lambda: (checkpoints / 'other').unlink()\nsteps = 6\n")
+    succeeded(job)
+    assert job.stdout == "trained 6 steps\n"
+    (line,) = job.stderr.splitlines()
+    assert "cannot write the checkpoint" in line
+    assert "/small/step-00000004: " in line
+    assert "No space left on device" in line
+    assert line.endswith(GOES_ON)
+    assert names_in(copy) == ["step-00000002", "step-00000006"]
+    assert [load(copy / name)["step"] for name in names_in(copy)] == [2, 6]
+
+
+def test_a_disk_that_is_full_at_the_end(tmp_path: Path) -> None:
+    job, copy = in_a_small_disk(tmp_path, FILL)
+    once(job, "/small/step-00000004: ")
+    report_of(job, "CheckpointError: cannot write the checkpoint ", "No space left on device")
+    assert names_in(copy) == ["other", "step-00000002"]
+    assert load(copy / "step-00000002")["adapter"]["parameters"]["w"].shape == (10_000,)
+
+
+def test_a_disk_that_becomes_read_only_for_a_while(tmp_path: Path) -> None:
+    mount = "os.system(f'mount -o remount,{} {{checkpoints}}')"
+    job, copy = in_a_small_disk(
+        tmp_path,
+        f"before[3] = lambda: {mount.format('ro')}\nbefore[5] = lambda: {mount.format('rw')}\nsteps = 6\n",
+        ranks=2,
+    )
+    succeeded(job)
+    (line,) = job.stderr.splitlines()
+    assert "/small/step-00000004: " in line
+    assert "Read-only file system" in line
+    assert line.endswith(GOES_ON)
+    assert names_in(copy) == ["step-00000002", "step-00000006"]
+
+
+def test_a_disk_that_goes_away(tmp_path: Path) -> None:
+    """What is left at its place is an empty directory, which takes the next ones."""
+    wrong = "before[3] = lambda: os.system(f'umount -l {checkpoints}')\nsteps = 5\n"
+    job, copy = in_a_small_disk(tmp_path, wrong, ranks=2)
+    succeeded(job)
+    assert names_in(copy) == ["step-00000004", "step-00000005"]
+
+
+def test_a_directory_that_vanishes(tmp_path: Path) -> None:
+    wrong = LARGE + "import shutil\nbefore[3] = lambda: shutil.rmtree(checkpoints)\nsteps = 5\n"
+    job = train(2, wrong, str(tmp_path / "a" / "b"))
+    succeeded(job)
+    assert names_in(tmp_path / "a" / "b") == ["step-00000004", "step-00000005"]
+
+
+def test_a_file_that_grows_too_large(tmp_path: Path) -> None:
+    wrong = LARGE + "before[3] = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))\n"
+    job = train(3, wrong, str(tmp_path))
+    once(job, f"cannot write the checkpoint {tmp_path}/step-00000004: ")
+    report_of(job, "CheckpointError: ", "File too large")
+    assert names_in(tmp_path) == ["step-00000002"]
+
+
+def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    job = train(3, "checkpoints = sys.argv[1]", str(tmp_path / "file/checkpoints"))
+    report_of(job, "CheckpointError: ", "Not a directory", str(tmp_path / "file/checkpoints"))
+    assert "failed too" not in job.stderr
+    assert names_in(tmp_path) == ["file"]
+
+
+def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
+    succeeded(train(1, "checkpoints = sys.argv[1]\nsteps = 2", str(tmp_path)))
+    job = train(3, "checkpoints = sys.argv[1]\nwidth = 6", str(tmp_path))
+    once(job, "the checkpoint has float64 (5,) for w, the model float64 (6,)")
+
+
+# -- kill -9 ----------------------------------------------------------------------------------------------------------
+
+
+def kill_in_the_write_of(step: int, folder: Path, pid: Path) -> Callable[[subprocess.Popen[str]], None]:
+    """Kill rank 0 as soon as that checkpoint is under way."""
+
+    def during(_: subprocess.Popen[str]) -> None:
+        deadline = time.monotonic() + 30
+        while not list(folder.glob(f".writing-step-{step:08d}-*")):
+            assert time.monotonic() < deadline
+            time.sleep(0.0005)
+        os.kill(int(pid.read_text()), signal.SIGKILL)
+
+    return during
+
+
+def test_kill_in_the_middle_of_a_write(tmp_path: Path) -> None:
+    folder, pid = tmp_path / "checkpoints", tmp_path / "pid"
+    source = (
+        BEGIN
+        + "width, samples, checkpoints = 1_000_000, 6, sys.argv[1]\nglobal_batch, steps = 6, 6\n"
+        + "dtype = 'float32'\nif rank == 0:\n    pathlib.Path(sys.argv[2]).write_text(str(os.getpid()))\n"
+        + TRAIN
+    )
+    job = run_job(2, source, str(folder), str(pid), during=kill_in_the_write_of(4, folder, pid))
+    failed(job)
+    assert [name for name in names_in(folder) if name.startswith("step")] == ["step-00000002"]
+    (remains,) = folder.glob(".writing-step-00000004-*")
+    job = run_job(3, source, str(folder), str(pid))
+    succeeded(job)
+    assert f"{remains} was not written to its end; it is passed over" in job.stderr
+    assert f"resumed from {folder}/step-00000002 at step 2" in job.stdout
+    assert names_in(folder) == ["step-00000002", "step-00000004", "step-00000006"]
+    assert load(folder / "step-00000006")["step"] == 6

@@ -1,0 +1,316 @@
+"""The record of a run: what a row says is what the steps did, over all ranks; written once, also across a resume."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+
+from mpitrain import (
+    Checkpoint,
+    Communication,
+    Csv,
+    Evaluate,
+    GpuUtilisation,
+    GradientNorm,
+    Hook,
+    JsonLines,
+    LearningRate,
+    Loss,
+    Memory,
+    Meter,
+    Reading,
+    Record,
+    Sgd,
+    Step,
+    StopAtStep,
+    StopWhen,
+    Throughput,
+    Trainer,
+    World,
+    warmup_cosine,
+)
+from mpitrain.errors import ConfigError, DataError, MpitrainError
+from mpitrain.training.meters.meter import combine
+
+from .common import error_on_all
+from .test_hooks import Tell, build
+
+
+class Keep(Hook):
+    """Keeps every step."""
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+
+    def after_step(self, trainer: Trainer, step: Step) -> None:
+        self.steps.append(step)
+
+
+class InMemory:
+    """A writer that only keeps the rows."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+
+    def open(self, after_step: int) -> None:
+        self.rows = [row for row in self.rows if row["step"] <= after_step]
+
+    def write(self, row: Any) -> None:
+        self.rows.append(dict(row))
+
+    def close(self) -> None: ...
+
+
+def test_rows_are_what_the_steps_did(world: World) -> None:
+    writer, keep = InMemory(), Keep()
+    evaluate = Evaluate(4, lambda trainer: {"half": 0.5})
+    hooks = [StopAtStep(8), keep, evaluate, Record([writer], steps=3, tokens_per_sample=7)]
+    Trainer(build, hooks).run()
+    if not world.is_root:
+        assert writer.rows == []
+    of_ranks = world.allgather(keep.steps)
+    rows = world.broadcast(writer.rows)
+    assert [row["step"] for row in rows] == [3, 4, 6, 8]
+    assert [row["epoch"] for row in rows] == [1, 2, 2, 3]
+    assert [row["samples"] for row in rows] == [13, 18, 26, 36]
+    assert [row.get("half") for row in rows] == [None, 0.5, None, 0.5]
+    seconds = [row["seconds"] for row in rows]
+    assert seconds == sorted(seconds) and seconds[0] > 0
+    for row, (begin, end) in zip(rows, [(0, 3), (3, 4), (4, 6), (6, 8)], strict=True):
+        mine = of_ranks[0][begin:end]
+        samples = sum(step.samples for step in mine)
+        assert row["loss"] == pytest.approx(math.fsum(step.loss * step.samples for step in mine) / samples, rel=1e-14)
+        assert row["learning_rate"] == 0.1
+        times = [math.fsum(step.seconds for step in its[begin:end]) for its in of_ranks]
+        exposed = [math.fsum(step.overlap.exposed_seconds for step in its[begin:end]) for its in of_ranks]
+        wire = [math.fsum(step.overlap.wire_seconds for step in its[begin:end]) for its in of_ranks]
+        count = end - begin
+        expected = {
+            "step_seconds": math.fsum(times) / world.size / count,
+            "samples_per_second": math.fsum(samples / time for time in times) / world.size,
+            "tokens_per_second": math.fsum(7 * samples / time for time in times) / world.size,
+            "communication_share": math.fsum(exposed) / math.fsum(times),
+            "wire_seconds": math.fsum(wire) / world.size / count,
+        }
+        assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-12)
+        assert 0 <= row["wire_hidden_share"] <= 1
+        assert 2**20 < row["host_memory_peak_bytes"] < 2**40
+        assert not {"gpu_memory_bytes", "gpu_utilisation", "loss_scale"} & row.keys()
+
+
+def test_the_gradient_norm_is_that_of_the_whole_batch(world: World) -> None:
+    """Beside plain NumPy in float64: the gradient of the mean over all samples, at the parameters before the step."""
+
+    class Before(Hook):
+        def __init__(self) -> None:
+            self.values: list[float] = []
+
+        def before_step(self, trainer: Trainer) -> None:
+            x = numpy.linspace(-1, 2, 13)
+            order = numpy.arange(13)
+            numpy.random.default_rng((0, trainer.step_number // 3)).shuffle(order)
+            x = x[order[5 * (trainer.step_number % 3) :][:5]]
+            w = trainer.adapter.parameters()["w"][0]
+            self.values.append(abs(float((2 * (w * x - x * x) * x).mean())))
+
+    before, writer = Before(), InMemory()
+    Trainer(build, [StopAtStep(7), before, Record([writer], steps=2, meters=[GradientNorm()])]).run()
+    if world.is_root:
+        assert [row["step"] for row in writer.rows] == [2, 4, 6, 7]
+        found = [row["gradient_norm"] for row in writer.rows]
+        assert found == pytest.approx([before.values[step - 1] for step in (2, 4, 6, 7)], rel=1e-12)
+
+
+def test_the_learning_rate_is_that_of_the_last_step(world: World) -> None:
+    def scheduled(world: World) -> Any:
+        parts = build(world)
+        parts.adapter._optimizer._learning_rate = schedule
+        return parts
+
+    schedule = warmup_cosine(0.1, warmup_steps=2, total_steps=6)
+    writer = InMemory()
+    Trainer(scheduled, [StopAtStep(6), Record([writer], steps=2, meters=[LearningRate()])]).run()
+    if world.is_root:
+        assert [row["learning_rate"] for row in writer.rows] == [schedule(step) for step in (1, 3, 5)]
+
+
+def test_means_over_ranks_are_weighted(world: World) -> None:
+    class Own(Meter):
+        def read(self, trainer: Trainer) -> dict[str, Reading]:
+            rank = trainer.world.rank
+            found = {
+                "mean": Reading(10.0 * rank, weight=rank + 1),
+                "one": Reading(math.nan if rank else 3.0, weight=0 if rank else 2),
+                "max": Reading(-float(rank), over_ranks="max"),
+                "root": Reading(float(rank), over_ranks="root"),
+                "none": Reading(1.0, weight=0),
+            }
+            return found | ({"last": Reading(4.0)} if rank == trainer.world.size - 1 else {})
+
+    class After(Hook):
+        def __init__(self) -> None:
+            self.metrics: dict[str, float] = {}
+
+        def after_step(self, trainer: Trainer, step: Step) -> None:
+            self.metrics = trainer.metrics
+
+    after = After()
+    Trainer(build, [StopAtStep(1), Record([], meters=[Own()]), after]).run()
+    weights = range(1, world.size + 1)
+    mean = sum(10.0 * (weight - 1) * weight for weight in weights) / sum(weights)
+    expected = {"mean": mean, "one": 3.0, "max": 0.0, "root": 0.0, "last": 4.0}
+    assert world.allgather(after.metrics) == [pytest.approx(expected, rel=1e-15)] * world.size
+
+
+def test_combine_does_not_depend_on_the_order_of_the_ranks() -> None:
+    values = [(1e16, 1.0), (1.0, 3.0), (-1e16, 1.0), (0.1, 2.0)]
+    forth = combine([{"a": Reading(*value)} for value in values])
+    back = combine([{"a": Reading(*value)} for value in reversed(values)])
+    assert forth == back == {"a": pytest.approx(3.2 / 7, rel=1e-15)}
+    infinite = combine([{"a": Reading(math.inf)}, {"a": Reading(-math.inf)}])
+    assert math.isnan(infinite["a"])
+    assert combine([{}, {}]) == {}
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# What does not depend on time.
+SAME = ("step", "epoch", "samples", "loss", "learning_rate", "gradient_norm", "m")
+
+
+def hooks_of(directory: Path, steps: int) -> list[Hook]:
+    record = Record([JsonLines(directory), Csv(directory)], steps=4)
+    return [StopAtStep(steps), Tell(float, every=5), record, Checkpoint(directory / "saved", 3)]
+
+
+def test_a_resumed_run_has_the_rows_of_the_uninterrupted_one(world: World, shared: Path) -> None:
+    """Cut off after step 11, it goes on from step 9, where the row of step 12 had begun; a torn line is cut away."""
+    whole, resumed = shared / "whole", shared / "resumed"
+    Trainer(build, hooks_of(whole, 15)).run()
+
+    class Fail(Hook):
+        def after_step(self, trainer: Trainer, step: Step) -> None:
+            if step.number == 11:
+                raise ConfigError("on purpose")
+
+    with pytest.raises(ConfigError, match="on purpose"):
+        Trainer(build, [*hooks_of(resumed, 15), Fail()]).run()
+    if world.is_root:
+        assert [row["step"] for row in rows_of(resumed / "metrics.jsonl")] == [4, 5, 8, 10]
+        for name in ("metrics.jsonl", "metrics.csv"):
+            with (resumed / name).open("a") as file:
+                file.write('{"step": 11, "ep')  # as a process leaves it that is killed in the middle of a line
+    world.barrier()
+    Trainer(build, hooks_of(resumed, 15)).run()
+    if world.is_root:
+        expected, found = rows_of(whole / "metrics.jsonl"), rows_of(resumed / "metrics.jsonl")
+        assert [row["step"] for row in found] == [4, 5, 8, 10, 12, 15]
+        select = [[{name: row.get(name) for name in SAME} for row in rows] for rows in (expected, found)]
+        assert select[0] == select[1]
+        assert [float(row["seconds"]) for row in found] == sorted(row["seconds"] for row in found)
+        for directory in (whole, resumed):
+            rows = [{k: v for k, v in row.items() if v != ""} for row in read_csv(directory / "metrics.csv")]
+            assert [{k: float(v) for k, v in row.items()} for row in rows] == rows_of(directory / "metrics.jsonl")
+
+
+def test_a_run_that_begins_anew_begins_its_record_anew(world: World, shared: Path) -> None:
+    for _ in range(2):
+        Trainer(build, [StopAtStep(4), Record([JsonLines(shared), Csv(shared)], steps=2)]).run()
+        if world.is_root:
+            assert [row["step"] for row in rows_of(shared / "metrics.jsonl")] == [2, 4]
+            assert [row["step"] for row in read_csv(shared / "metrics.csv")] == ["2", "4"]
+        world.barrier()
+
+
+def test_a_run_with_nothing_left_to_do_leaves_the_record_as_it_is(world: World, shared: Path) -> None:
+    Trainer(build, hooks_of(shared, 6)).run()
+    before = (shared / "metrics.jsonl").read_bytes() if world.is_root else b""
+    world.barrier()
+    Trainer(build, hooks_of(shared, 6)).run()
+    assert not world.is_root or (shared / "metrics.jsonl").read_bytes() == before
+
+
+def test_the_last_row_comes_whoever_ends_the_run(world: World) -> None:
+    writer = InMemory()
+    record = Record([writer], steps=3)
+    Trainer(build, [Tell(float, every=2), StopWhen("m", at_least=4), record]).run()
+    assert [row["step"] for row in writer.rows] == ([2, 3, 4] if world.is_root else [])
+    writer = InMemory()
+    meters = [Loss(), Throughput(), Communication(), Memory()]
+    Trainer(build, [Record([writer], steps=1, meters=meters), StopWhen("loss", at_most=1e9)]).run()
+    assert [row["step"] for row in writer.rows] == ([1] if world.is_root else [])
+
+
+def test_what_is_not_there_is_said(world: World, capfd: pytest.CaptureFixture[str]) -> None:
+    writer = InMemory()
+    Trainer(build, [StopAtStep(2), Record([writer], meters=[Loss(), GpuUtilisation()])]).run()
+    on = f"{world.size} of {world.size} ranks" if world.size > 1 else "this rank"
+    text = f"mpitrain: GpuUtilisation is not recorded on {on}. {world.name(0)}: it computes on the host\n"
+    assert capfd.readouterr().err == (text if world.is_root else "")
+    assert not world.is_root or writer.rows[0].keys() == {"step", "epoch", "samples", "seconds", "loss"}
+
+
+@pytest.mark.parametrize("name", ["step", "loss"])
+def test_names_that_a_row_has_already(world: World, name: str) -> None:
+    hooks = [StopAtStep(2), Tell(float, name=name), Record([], steps=1, meters=[Loss()])]
+    assert f"the metric '{name}' was reported" in error_on_all(world, ConfigError, lambda: Trainer(build, hooks).run())
+
+
+def test_the_order_of_the_hooks(world: World, shared: Path) -> None:
+    evaluate = Evaluate(1, lambda trainer: {})
+    wrong: list[Sequence[Hook]] = [[Record([]), evaluate]]
+    for hooks in wrong:
+        with pytest.raises(ConfigError, match="Record must stand behind Evaluate"):
+            Trainer(build, [StopAtStep(1), *hooks]).run()
+    with pytest.raises(ConfigError, match="at least 1"):
+        Record([], steps=0)
+    with pytest.raises(ConfigError, match="at least 1"):
+        Throughput(tokens_per_sample=0)
+
+
+def test_a_file_that_is_no_record(world: World, shared: Path) -> None:
+    if world.is_root:
+        (shared / "metrics.jsonl").write_text('{"step": 1}\nhello\n')
+    world.barrier()
+    hooks = [StopAtStep(2), Record([JsonLines(shared)])]
+    with pytest.raises(DataError, match=r"metrics.jsonl, line 2 is no row of a record .*; move the file away"):
+        Trainer(build, hooks).run()
+    assert not world.is_root or (shared / "metrics.jsonl").read_text() == '{"step": 1}\nhello\n'
+    file = shared / "file"
+    if world.is_root:
+        file.write_text("")
+    world.barrier()
+    hooks = [StopAtStep(2), Record([Csv(file)])]
+    assert "FileExistsError" in error_on_all(world, MpitrainError, lambda: Trainer(build, hooks).run())
+
+
+def test_clipping_and_the_norm(world: World) -> None:
+    """Where the optimizer clips, the norm is that before it."""
+
+    def clipped(world: World) -> Any:
+        parts = build(world)
+        parts.adapter._optimizer = Sgd(0.1, clip_norm=1e-3)
+        parts.adapter._optimizer.start(parts.adapter._flat, [])
+        return parts
+
+    norms = []
+    for make in (build, clipped):
+        writer = InMemory()
+        Trainer(make, [StopAtStep(1), Record([writer], meters=[GradientNorm()])]).run()
+        norms.append([row["gradient_norm"] for row in writer.rows])
+    assert norms[0] == norms[1]
+    assert not world.is_root or norms[0][0] > 0.1

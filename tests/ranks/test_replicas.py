@@ -1,0 +1,193 @@
+"""Replicas that are no longer equal: found, named, and repaired where that is asked for. The fault is a flipped bit."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+
+import numpy
+import pytest
+
+from mpitrain import (
+    Adam,
+    ArrayData,
+    ArrayFunction,
+    CompareReplicas,
+    Hook,
+    Parts,
+    Step,
+    StopAtStep,
+    Sync,
+    Trainer,
+    World,
+)
+from mpitrain.errors import ConfigError, MismatchError, ReplicaError
+from mpitrain.training.hooks.replicas import checksum, right_rank
+
+from .common import assert_same_bits, error_on_all, skip_alone
+
+
+def regression(parameters: dict, batch: tuple, on_gradient: Callable[[str, numpy.ndarray], None]) -> float:
+    x, y = batch
+    error = x @ parameters["w"] + parameters["b"] - y
+    on_gradient("b", 2 * error.sum(keepdims=True) / max(len(x), 1))
+    on_gradient("w", 2 * x.T @ error / max(len(x), 1))
+    return float((error**2).mean()) if len(x) else 0.0
+
+
+def build(world: World) -> Parts:
+    random = numpy.random.default_rng(0)
+    x, y = random.standard_normal((40, 6)), random.standard_normal(40)
+    adapter = ArrayFunction(regression, {"w": numpy.zeros(6), "b": numpy.zeros(1)}, Adam(0.01))
+    return Parts(adapter, Sync(), ArrayData(world, (x, y), global_batch=10))
+
+
+class Flip(Hook):
+    """Flips one bit of an array on some ranks after a step, as a fault of memory does."""
+
+    def __init__(self, step: int, ranks: list[int], *place: str, byte: int = 21, bit: int = 3) -> None:
+        self.step, self.ranks, self.place, self.byte, self.bit = step, ranks, place, byte, bit
+
+    def after_step(self, trainer: Trainer, step: Step) -> None:
+        if step.number == self.step and trainer.world.rank in self.ranks:
+            array = trainer.adapter.state()
+            for name in self.place:
+                array = array[name]
+            assert isinstance(array, numpy.ndarray)
+            array.view(numpy.uint8)[self.byte] ^= 1 << self.bit
+
+
+def trained(*hooks: Hook, steps: int = 8) -> Trainer:
+    trainer = Trainer(build, [StopAtStep(steps), *hooks])
+    trainer.run()
+    return trainer
+
+
+def parameters_of(trainer: Trainer) -> list[bytes]:
+    return [value.tobytes() for value in trainer.adapter.parameters().values()]
+
+
+def test_equal_replicas_train_on(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    assert parameters_of(trained(CompareReplicas(3))) == parameters_of(trained())
+    assert capsys.readouterr().out == ""
+
+
+def test_a_flipped_bit_is_named_on_all_ranks(world: World) -> None:
+    """Byte 21 of w is in its third element. In a world of two no one knows who is right: it is the root, then."""
+    skip_alone(world)
+    for odd in range(world.size):
+        flip = Flip(3, [odd], "parameters", "w")
+        text = error_on_all(world, ReplicaError, lambda flip=flip: trained(flip, CompareReplicas(3)))
+        named = 1 if world.size == 2 else odd
+        others = [str(rank) for rank in range(world.size) if rank != named]
+        assert (
+            f"after step 3 the parameters are not those of rank{'s' * (len(others) > 1)} {', '.join(others)} on: "
+            in text
+        )
+        assert f"on: {world.name(named)}: w in 1 of 6 elements, [2] is " in text
+
+
+def test_the_values_are_those_of_before_and_after(world: World) -> None:
+    skip_alone(world)
+    last = world.size - 1
+    expected = trained(steps=3).adapter.parameters()["b"]
+    flipped = expected.copy()
+    flipped.view(numpy.uint8)[7] ^= 0x80
+    hooks = [Flip(3, [last], "parameters", "b", byte=7, bit=7), CompareReplicas(1)]
+    text = error_on_all(world, ReplicaError, lambda: trained(*hooks))
+    assert f"on: {world.name(last)}: b in 1 of 1 elements, [0] is {flipped[0]} instead of {expected[0]}. " in text
+
+
+@pytest.mark.parametrize("place", [("parameters", "w"), ("parameters", "b"), ("optimizer", "first", "w")], ids="/".join)
+def test_repair_from_the_majority_goes_on_as_if_nothing_had_been(
+    world: World, place: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where the optimizer's memory has flipped: that shows after the next step, of before the compare."""
+    skip_alone(world)
+    if world.size == 2:
+        pytest.skip("two ranks have no majority")
+    expected = parameters_of(trained())
+    for odd in (0, world.size - 1):
+        capsys.readouterr()
+        trainer = trained(Flip(4, [odd], *place, byte=6), CompareReplicas(1, repair="majority"))
+        assert_same_bits(world, *trainer.adapter.parameters().values())
+        shown = capsys.readouterr().out
+        if world.is_root:
+            assert f"on: {world.name(odd)}: " in shown
+            assert "Repaired: all ranks have parameters and optimizer state of rank " in shown
+        if place[0] == "parameters":  # found before it has spoiled a mean
+            assert parameters_of(trainer) == expected
+
+
+def test_a_majority_of_more_than_one_kind(world: World) -> None:
+    """Rank 0 and one more are at fault, each in its own way: the rest, where it is two or more, is right."""
+    if world.size < 4:
+        pytest.skip("needs four ranks")
+    hooks = [Flip(2, [0], "parameters", "w"), Flip(2, [1], "parameters", "b", byte=2)]
+    trainer = trained(*hooks, CompareReplicas(1, repair="majority"))
+    assert parameters_of(trainer) == parameters_of(trained())
+    text = error_on_all(world, ReplicaError, lambda: trained(*hooks, CompareReplicas(1)))
+    assert f"{world.name(0)}: w in 1 of 6 elements, " in text
+    assert f"{world.name(1)}: b in 1 of 1 elements, " in text
+
+
+def test_repair_from_the_root_takes_its_values_right_or_wrong(world: World) -> None:
+    skip_alone(world)
+    for odd in (0, world.size - 1):
+        trainer = trained(Flip(8, [odd], "parameters", "w"), CompareReplicas(4, repair="root"))
+        assert_same_bits(world, *trainer.adapter.parameters().values())
+        assert (parameters_of(trainer) == parameters_of(trained())) == (odd != 0)
+
+
+def test_the_optimizer_is_repaired_too(world: World) -> None:
+    """Its moments differ as well, once a step was made with another one: equal ever after, or it would come again."""
+    skip_alone(world)
+    trainer = trained(Flip(2, [1], "optimizer", "first", "w", byte=6), CompareReplicas(3, repair="root"), steps=3)
+    optimizer = trainer.adapter.state()["optimizer"]
+    assert_same_bits(world, *optimizer["first"].values(), *optimizer["second"].values())
+
+
+def test_it_looks_after_the_last_step(world: World) -> None:
+    skip_alone(world)
+    with pytest.raises(ReplicaError, match=r"^after step 5 "):
+        trained(Flip(5, [1], "parameters", "w"), CompareReplicas(100), steps=5)
+
+
+def test_ranks_that_would_do_different_things(world: World) -> None:
+    skip_alone(world)
+    hook = CompareReplicas(4, repair="root" if world.rank == 1 else None)
+    text = error_on_all(world, MismatchError, lambda: trained(hook))
+    assert "every 4 steps, repair root" in text
+
+
+def test_wrong_options() -> None:
+    with pytest.raises(ConfigError, match="every 0 steps: it takes at least 1"):
+        CompareReplicas(0)
+    with pytest.raises(ConfigError, match="repair='mean'; allowed: None, 'majority', 'root'"):
+        CompareReplicas(1, repair="mean")
+
+
+@pytest.mark.parametrize(
+    ("hashes", "majority", "root"),
+    [([5, 5], 0, 0), ([5, 6], 0, 0), ([6, 5, 5], 1, 0), ([5, 6, 5], 0, 0), ([5, 6, 7], 0, 0), ([5, 6, 7, 7], 2, 0)]
+    + [([5, 6, 6, 7, 7], 0, 0), ([5, 5, 6, 6], 0, 0), ([5, 6, 6, 5], 0, 0), ([4, 6, 6, 5], 1, 0)],
+)
+def test_whose_replica_counts(hashes: list[int], majority: int, root: int) -> None:
+    assert right_rank(hashes, by_majority=True) == majority
+    assert right_rank(hashes, by_majority=False) == root
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("shape", [(0,), (), (1,), (7, 3)], ids=str)
+def test_checksum(dtype: str, shape: tuple[int, ...]) -> None:
+    import ml_dtypes
+
+    array = numpy.arange(numpy.prod(shape, dtype=int)).reshape(shape).astype(getattr(ml_dtypes, dtype, dtype))
+    assert checksum(array) == zlib.crc32(array.tobytes())
+    assert checksum(array.T) == zlib.crc32(array.T.tobytes())
+    content = bytearray(array.tobytes())
+    for place in range(len(content) * 8):
+        content[place // 8] ^= 1 << place % 8
+        flipped = numpy.frombuffer(bytes(content), array.dtype).reshape(shape)
+        assert checksum(flipped) != checksum(array)
+        content[place // 8] ^= 1 << place % 8

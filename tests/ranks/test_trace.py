@@ -1,0 +1,39 @@
+"""Clocks of ranks, and what a step leaves in a trace."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from mpitrain import StopAtStep, Trainer, World
+from mpitrain.spans import Spans
+from mpitrain.trace import compare_clocks
+
+from .test_hooks import build
+
+
+def test_clocks_of_one_machine_are_one_clock(world: World) -> None:
+    """All processes of a machine have the same perf_counter: the true offset is 0, and the error says no less."""
+    clock = compare_clocks(world)
+    assert abs(clock.offset) <= clock.error
+    assert (clock.error > 0) == (world.rank > 0)
+    assert clock.error < 1.0
+
+
+def test_the_spans_of_a_step(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(build, [StopAtStep(3)])
+    monkeypatch.setattr(world.control, "spans", Spans())
+    trainer.run()
+    kept = world.control.spans.kept
+    assert all(span.begin <= span.end for span in kept)
+    for step in (1, 2, 3):
+        compute = [span for span in kept if span.lane == "compute" and span.about["step"] == step]
+        assert [span.name for span in compute] == ["data", "forward and backward", "update"]
+        assert [span.end <= after.begin for span, after in pairwise(compute)] == [True, True]
+        (bucket,) = [span for span in kept if span.lane == "wire" and span.about["step"] == step]
+        assert bucket.about == {"step": step, "bucket": 0, "bytes": 8}
+        # On its way at the earliest when the gradient is there, and at the latest until the update.
+        assert compute[1].begin <= bucket.begin <= bucket.end <= compute[2].begin
+    waits = [span.name for span in kept if span.lane == "wait"]
+    assert waits == ["begin a step", "end a step", "exchange gradients"] * 3

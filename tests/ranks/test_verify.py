@@ -1,0 +1,165 @@
+"""What `mpitrain verify` records of a run, on any number of ranks: against the same computed by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+
+from mpitrain import (
+    ArrayData,
+    ArrayFunction,
+    Checkpoint,
+    Evaluate,
+    Hook,
+    Parts,
+    Sgd,
+    Step,
+    StopAtStep,
+    Sync,
+    Trainer,
+    World,
+    evaluate,
+)
+from mpitrain.errors import MpitrainError
+from mpitrain.exchange.trees import ArrayTrees
+from mpitrain.verify.fingerprint import distance, sample_hashes, sketch
+from mpitrain.verify.record import MEAN, STEP, SUM, Record, RecordedTrees, Recorder, read_record
+from mpitrain.world import part_of
+
+from .common import error_on_all
+
+X = numpy.random.default_rng(0).standard_normal((23, 4))
+Y = numpy.random.default_rng(1).standard_normal(23)
+BATCH, RATE = 9, 0.05
+
+
+def recording(world: World, folder: Path, steps: int) -> World:
+    """The world as `init` makes it with these settings."""
+    own = replace(world, config=replace(world.config, verify_record=str(folder), verify_steps=steps))
+    recorder = Recorder(own)
+    return replace(own, observer=recorder, make_arrays=lambda its: RecordedTrees(ArrayTrees(its), recorder))
+
+
+def record_of(world: World, folder: Path) -> Record:
+    world.barrier()
+    return read_record(folder)
+
+
+def regression(parameters: dict, batch: tuple, on_gradient: Callable[[str, numpy.ndarray], None]) -> float:
+    x, y = batch
+    error = x @ parameters["w"] - y
+    on_gradient("w", 2 * x.T @ error / max(len(x), 1))
+    return float((error**2).mean()) if len(x) else 0.0
+
+
+def build(world: World) -> Parts:
+    adapter = ArrayFunction(regression, {"w": numpy.zeros(4)}, Sgd(RATE))
+    return Parts(adapter, Sync(), ArrayData(world, (X, Y), global_batch=BATCH, shuffle=False))
+
+
+def by_hand(steps: int) -> list[tuple[slice, float, numpy.ndarray]]:
+    """Samples, loss and gradient of each step, of whole batches in one process."""
+    w, found = numpy.zeros(4), []
+    for number in range(steps):
+        begin = BATCH * (number % 3)
+        its = slice(begin, min(begin + BATCH, len(X)))
+        error = X[its] @ w - Y[its]
+        gradient = 2 * X[its].T @ error / len(error)
+        found.append((its, float((error**2).mean()), gradient))
+        w = w - RATE * gradient
+    return found
+
+
+def test_a_trainer_is_recorded(world: World, shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 steps, one of them with 5 samples; hooks that write are left out, and nothing after the run is done."""
+    own = recording(world, shared, 4)
+    monkeypatch.setattr("mpitrain.training.trainer.init", lambda: own)
+    calls: list[int] = []
+
+    class Note(Hook):
+        def after_step(self, trainer: Trainer, step: Step) -> None:
+            calls.append(step.number)
+
+    def metrics(trainer: Trainer) -> dict[str, float]:
+        return evaluate(world, lambda part: {"mean": float(part.mean())}, Y)
+
+    hooks = [StopAtStep(100), Note(), Evaluate(3, metrics), Checkpoint(shared / "checkpoints", 1)]
+    own.mean(numpy.ones(3))  # before the Trainer: of no interest
+    trainer = Trainer(build, hooks)
+    with pytest.raises(SystemExit) as caught:
+        trainer.run()
+    assert caught.value.code == 0
+    assert calls == [1, 2, 3, 4]
+    assert not (shared / "checkpoints").exists()
+    record = record_of(world, shared)
+    assert record.num_ranks == world.size
+    assert [(line.number, line.kind, line.precision) for line in record.lines] == [
+        (number, STEP, "float64") for number in (1, 2, 3, 4)
+    ]
+    for line, (its, loss, gradient) in zip(record.lines, by_hand(4), strict=True):
+        parts = [part_of(its.stop - its.start, rank, world.size) for rank in range(world.size)]
+        hashes = sample_hashes((X[its], Y[its]))
+        assert line.samples == [hashes[part] for part in parts]
+        assert line.weights == [part.stop - part.start for part in parts]
+        assert line.loss == pytest.approx(loss, rel=1e-12)
+        assert line.learning_rate == RATE
+        found, expected = line.tensors["w"], sketch("w", gradient)
+        assert distance(found, expected) <= 1e-12 * expected["norm"]
+        assert found["norm"] == pytest.approx(float(numpy.linalg.norm(gradient)), rel=1e-12)
+        assert found["dtype"] == "float64"
+    assert [sorted(line.metrics) for line in record.lines] == [[], [], ["mean"], ["mean"]]
+    assert record.lines[3].metrics["mean"] == pytest.approx(float(Y.mean()), rel=1e-12)
+
+
+def test_calls_are_recorded(world: World, shared: Path) -> None:
+    own = recording(world, shared, 3)
+    batches = [X[:9], X[9:18], X[18:]]
+    results: list[Any] = []
+    with pytest.raises(SystemExit):
+        for part in own.shard(batches):
+            if len(results) == 1:
+                results.append(own.sum({"n": len(part), "x": [part.sum(axis=0)]}))
+            else:
+                # One rank without samples must not spoil it.
+                mean = part.mean(axis=0) if len(part) else numpy.full(4, numpy.nan)
+                results.append(own.mean(mean, weight=len(part)))
+    assert len(results) == 2  # the third call has ended it
+    lines = record_of(world, shared).lines
+    assert [line.kind for line in lines] == [MEAN, SUM, MEAN]
+    for line, batch in zip(lines, batches, strict=True):
+        parts = [part_of(len(batch), rank, world.size) for rank in range(world.size)]
+        hashes = sample_hashes(batch)
+        assert line.samples == [hashes[part] for part in parts]
+        assert line.weights == ([] if line.kind == SUM else [part.stop - part.start for part in parts])
+    for number in (0, 2):
+        expected = batches[number].mean(axis=0)
+        found = lines[number].tensors
+        assert list(found) == ["the result"]
+        assert distance(found["the result"], sketch("the result", expected)) <= 1e-12
+    assert list(lines[1].tensors) == ["['n']", "['x'][0]"]
+    assert lines[1].tensors["['n']"]["norm"] == 9
+
+
+def test_samples_that_are_no_arrays_are_not_seen(world: World, shared: Path) -> None:
+    own = recording(world, shared, 2)
+    assert own.observer is not None
+    own.observer.saw("text" if world.rank == world.size - 1 else X)
+    own.mean(1.0)
+    own.observer.saw(X[:2])
+    with pytest.raises(SystemExit):
+        own.mean(1.0)
+    first, second = record_of(world, shared).lines
+    assert first.samples is None
+    assert second.samples == [sample_hashes(X[:2])] * world.size
+
+
+def test_a_record_that_cannot_be_written(world: World, shared: Path) -> None:
+    if world.is_root:
+        (shared / "file").touch()
+    text = error_on_all(world, MpitrainError, lambda: recording(world, shared / "file", 1))
+    assert text.startswith(f"{world.name(0)}, begin the record for mpitrain verify: FileExistsError: ")

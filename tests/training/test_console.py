@@ -1,0 +1,122 @@
+"""The console: a bar on a real terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+
+import pytest
+
+from jobs import clean_environment
+
+PROGRAM = """
+import sys, time
+import numpy
+import mpitrain as mt
+
+def build(world):
+    def function(parameters, batch, on_gradient):
+        on_gradient("w", parameters["w"] * 0)
+        return 0.5
+
+    data = mt.ArrayData(world, [numpy.arange(10.0)], global_batch=2)
+    return mt.Parts(mt.ArrayFunction(function, {"w": numpy.zeros(1)}, mt.Sgd(0.1)), mt.Sync(), data)
+
+class Slow(mt.Hook):
+    def after_step(self, trainer, step):
+        time.sleep(0.05)
+        if step.number == 9 and "fail" in sys.argv:
+            raise ValueError("on purpose")
+
+ends = [mt.StopAfter(0.7)] if "time" in sys.argv else [mt.StopAtStep(12)]
+evaluate = mt.Evaluate(6, lambda trainer: {"accuracy": 0.25})
+mt.Trainer(build, [*ends, mt.Log(), Slow(), evaluate]).run()
+print("after")
+"""
+
+
+def on_a_terminal(columns: int, *arguments: str) -> tuple[int, str]:
+    """Exit code and what came to a terminal of so many columns."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    environment = clean_environment() | {"TERM": "xterm-256color"}
+    for name in ("COLUMNS", "LINES", "NO_COLOR"):
+        environment.pop(name, None)
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, *arguments], stdin=theirs, stdout=theirs, stderr=theirs, env=environment
+    )
+    os.close(theirs)
+    output = b""
+    try:
+        while chunk := os.read(ours, 65536):
+            output += chunk
+    except OSError:  # the process has closed its side
+        pass
+    finally:
+        os.close(ours)
+    return process.wait(timeout=60), output.decode()
+
+
+def screen(output: str) -> list[str]:
+    """The lines that stand on the screen at the end: carriage returns, lines up, and lines that were cleared."""
+    lines, row = [""], 0
+    for part in re.findall(r"\x1b\[[?\d;]*[a-zA-Z]|\r|\n|[^\x1b\r\n]+", output):
+        if part == "\n":
+            row += 1
+            lines += [""] * (row + 1 - len(lines))
+        elif part.endswith("A") and part.startswith("\x1b"):
+            row -= int(part[2:-1] or 1)
+        elif part == "\x1b[2K":
+            lines[row] = ""
+        elif not part.startswith("\x1b") and part != "\r":
+            lines[row] += part
+    return [line.rstrip() for line in lines]
+
+
+@pytest.mark.parametrize("columns", [80, 150])
+def test_a_bar_on_a_terminal(columns: int) -> None:
+    code, output = on_a_terminal(columns)
+    assert code == 0, output
+    assert output.count("\x1b[2K") > 2  # drawn anew
+    lines = [line for line in screen(output) if line]
+    assert lines[:2] == ["step 6: accuracy 0.2500", "step 12: accuracy 0.2500"]
+    assert lines[-1] == "after"
+    bar = " ".join(lines[2:-1])
+    assert re.search(r"epoch 3 step\s+12/12 ━+ +loss 0.5000 \| lr 0.1 \| [\d,]+ samples/s\s+\| 0:00:00 left", bar), (
+        lines
+    )
+    assert output.rindex("\x1b[?25h") > output.rindex("\x1b[?25l")  # the cursor is back
+
+
+def test_a_bar_without_a_known_end() -> None:
+    code, output = on_a_terminal(120, "time")
+    assert code == 0, output
+    assert "epoch 1 step 1 " in output  # and no "of how many" before the end is known
+    assert re.search(r"epoch \d step (\d+)/\1 ━+ loss 0.5000", "\n".join(screen(output)))
+
+
+def test_an_error_leaves_the_terminal_as_it_was() -> None:
+    code, output = on_a_terminal(120, "fail")
+    assert code == 1
+    assert output.rindex("\x1b[?25h") > output.rindex("\x1b[?25l")
+    assert [line for line in screen(output) if line][-1] == "ValueError: on purpose"
+
+
+def test_plain_lines_in_a_pipe() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, "time"],
+        env=clean_environment(),
+        timeout=60,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert re.fullmatch(r"epoch 1 step 1 \| loss 0.5000 \| lr 0.1 \| [\d,]+ samples/s", done.stdout.splitlines()[0])
+    assert "\x1b" not in done.stdout and "\r" not in done.stdout
+    assert done.stderr == ""
