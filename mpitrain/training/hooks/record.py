@@ -77,9 +77,7 @@ class Record(Hook):
             ConfigError: an Evaluate stands behind this hook. On every rank.
         """
         if any(isinstance(hook, Evaluate) for hook in trainer.hooks[trainer.hooks.index(self) :]):
-            raise ConfigError(
-                "Record must stand behind Evaluate, whose results it writes; change their order"
-            )
+            raise ConfigError("Record must stand behind Evaluate, whose results it writes; change their order")
 
     def before_step(self, trainer: Trainer) -> None:
         """See Hook.
