@@ -23,7 +23,8 @@ class Config:
     compression: str = "none"  # of gradients between nodes: "none", "auto", or one of mpitrain.compression.CODECS
     profile: str = ""  # file on rank 0 that `mpitrain bench --save-profile` wrote on this cluster; "": none
     bucket_mib: float = 0.0  # gradients are exchanged in buckets of about this many MiB; 0: by the profile, else 4
-    stall_seconds: float = 10.0  # a wait longer than this is reported on stderr
+    stall_seconds: float = 10.0  # a wait in which nothing moves for so long is reported: who waits for whom
+    hang_seconds: float = 600.0  # a wait in which nothing moves for so long ends the job; 0: none does
     trace: str = ""  # directory on rank 0 for a trace of all ranks, written at the end; "": none
     expected_size: int = 0  # ranks that the launcher started; 0: unknown. Set by `mpitrain run`
     roll_call: str = ""  # file that every rank signs at its beginning and its end. Set by `mpitrain run`
@@ -38,6 +39,7 @@ class Config:
         for name, lowest, is_allowed in (
             ("bucket_mib", "0 or more", self.bucket_mib >= 0),
             ("stall_seconds", "above 0", self.stall_seconds > 0),
+            ("hang_seconds", "0 or more", self.hang_seconds >= 0),
             ("expected_size", "0 or more", self.expected_size >= 0),
             ("verify_steps", "above 0", self.verify_steps > 0),
         ):

@@ -7,7 +7,6 @@ So every wait in mpitrain goes through `Control.wait`, which now and then looks 
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -18,6 +17,8 @@ from typing import TYPE_CHECKING
 import numpy
 
 from mpitrain.errors import MismatchError, MpitrainError
+from mpitrain.launch.activity import BUSY, mine
+from mpitrain.long_wait import PUBLISH_SECONDS, LongWait
 from mpitrain.spans import Spans
 
 if TYPE_CHECKING:
@@ -53,13 +54,12 @@ class Note:
 class Control:
     """The notes of one world. `calls` counts what this rank has begun that all ranks begin: agreements, allreduces."""
 
-    def __init__(self, comm: MPI.Comm, disputes: MPI.Comm, hosts: tuple[str, ...], stall_seconds: float) -> None:
+    def __init__(self, comm: MPI.Comm, disputes: MPI.Comm, hosts: tuple[str, ...]) -> None:
         """`comm` carries the notes, `disputes` the explanations of ranks that disagree; both are for nothing else."""
         self.disputes = disputes
         self.calls = 0
         self._counting = threading.Lock()
         self.notes: dict[int, Note] = {}
-        self.stall_seconds = stall_seconds  # a wait longer than this is reported
         self.rank, self.size = int(comm.rank), int(comm.size)  # here also when MPI is gone
         self._comm = comm
         self._hosts = hosts
@@ -130,30 +130,46 @@ class Control:
             self.spans.add("wait", str(doing), begun, time.perf_counter())
 
     def _wait(self, steps: Iterable[float | None], doing: object, peer: int | None) -> None:
-        started = looked = reported = 0.0
-        for spins, nap in enumerate(steps, 1):
-            if nap:
-                time.sleep(nap)
-            else:
-                os.sched_yield()  # lets the other ranks run where there are more ranks than cores
-                if spins % _SPINS_BETWEEN_LOOKS:
+        started = looked = 0.0
+        long_wait: LongWait | None = None
+        try:
+            for spins, nap in enumerate(steps, 1):
+                if nap:
+                    time.sleep(nap)
+                else:
+                    os.sched_yield()  # lets the other ranks run where there are more ranks than cores
+                    if spins % _SPINS_BETWEEN_LOOKS:
+                        continue
+                now = time.monotonic()
+                if not started:
+                    started = looked = now
+                if now - looked < _SECONDS_BETWEEN_LOOKS:
                     continue
-            now = time.perf_counter()
-            if not started:
-                started = looked = reported = now
-            if now - looked < _SECONDS_BETWEEN_LOOKS:
-                continue
-            looked = now
-            self.look()
-            self._judge(doing, peer)
-            if not self._can_wait(self.posted):
-                self.raise_posted()
-            for test in tuple(self.open_tests):
-                test()
-            if now - reported > self.stall_seconds:
-                reported = now
-                mine = self.name()
-                print(f"mpitrain: {mine} has waited {now - started:.0f} s in {doing}", file=sys.stderr, flush=True)
+                looked = now
+                self.look()
+                self._judge(doing, peer)
+                if not self._can_wait(self.posted):
+                    self.raise_posted()
+                for test in tuple(self.open_tests):
+                    test()
+                if long_wait is not None:
+                    long_wait.look(now)
+                elif now - started > PUBLISH_SECONDS and (activity := mine()):
+                    long_wait = LongWait(activity, self.rank, doing, started)
+        finally:
+            if long_wait is not None:
+                long_wait.end()
+
+    @contextmanager
+    def busy(self, doing: str) -> Iterator[None]:
+        """A block that other ranks are to wait for, however long it takes: such a wait is reported, and ends no job."""
+        activity = mine()
+        entry = activity.begin(BUSY, doing, time.monotonic()) if activity else None
+        try:
+            yield
+        finally:
+            if activity and entry:
+                activity.end(entry)
 
     def _can_wait(self, error: BaseException | None) -> bool:
         """Whether the ranks still make the same calls: then the one that the error belongs to will raise it."""
@@ -188,6 +204,8 @@ class Control:
         """One more call that all ranks make."""
         with self._counting:  # threads make calls too
             self.calls += 1
+            if activity := mine():
+                activity.count_call(self.calls)
 
     @property
     def is_broken(self) -> bool:

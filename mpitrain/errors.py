@@ -35,7 +35,12 @@ class ConfigError(MpitrainError, ValueError):
 
 
 class LaunchError(MpitrainError, RuntimeError):
-    """The processes that were launched do not form one MPI job."""
+    """The processes that were launched do not form one MPI job.
+
+    `hosts` are those that cannot take part, where others might go on without them.
+    """
+
+    hosts: tuple[str, ...] = ()
 
 
 class ClusterError(MpitrainError, RuntimeError):

@@ -21,6 +21,8 @@ from typing import NoReturn
 from mpitrain.control import FAILED, FINISHED
 from mpitrain.early import abort
 from mpitrain.errors import MpitrainError
+from mpitrain.launch.activity import ENDED, mine
+from mpitrain.launch.shared_files import remove_mine
 from mpitrain.world import World
 
 # Ranks that fail for one reason fail at about the same time. The first one waits this long, so that it hears of the
@@ -86,6 +88,7 @@ def end_job(world: World, error: BaseException, trace: TracebackType | None) -> 
             time.sleep(_LAST_RESORT_SECONDS)
         time.sleep(_READING_SECONDS)
         if not finalized:
+            remove_mine()
             abort(world.comm, 130 if isinstance(error, KeyboardInterrupt) else 1)
     finally:  # MPI's launcher ends the others when it sees this code
         os._exit(1)
@@ -151,6 +154,8 @@ def farewell(world: World) -> None:
         for queue in (world.background, world.queue):
             queue.finish()
         control.tell_all(FINISHED)
+        if activity := mine():
+            activity.begin(ENDED, "", time.monotonic())
         request = control.begin_barrier()
         # All notes are read, or MPI_Finalize complains of messages that nobody has received.
         while not request.Test() or len(control.notes) < world.size - 1:

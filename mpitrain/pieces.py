@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy
 
+from mpitrain.launch.activity import count_moved
 from mpitrain.pace import Pace
 
 if TYPE_CHECKING:
@@ -80,7 +81,9 @@ class Mover:
                     add(to_receive[received][1], arrived)
                 received += 1
                 progress = True
-            if not progress:
+            if progress:
+                count_moved()
+            else:
                 yield self._pace.nap()
         self._pace.end()
 

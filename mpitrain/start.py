@@ -7,6 +7,8 @@ import contextlib
 import multiprocessing
 import os
 import socket
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,9 +23,11 @@ from mpitrain.errors import ConfigError, LaunchError, MpitrainError
 from mpitrain.exchange.exchange import check_compression
 from mpitrain.exchange.trees import ArrayTrees
 from mpitrain.failure import guard
+from mpitrain.launch.activity import WAITS, publish
 from mpitrain.launch.libraries import launched_by
 from mpitrain.launch.roll_call import BEGUN, CALLED, DONE, ROLL_CALL, sign
 from mpitrain.launch.verify import check_size, check_vendor
+from mpitrain.long_wait import Neighbours, watch_over
 from mpitrain.profile import DEFAULT, Profile, fingerprint, from_json, library_name, measure_anew
 from mpitrain.trace import Trace
 from mpitrain.verify.record import RecordedTrees, Recorder
@@ -59,7 +63,7 @@ def init(**settings: Any) -> World:
         if settings:
             raise ConfigError("init() has been called before; settings belong to its first call")
         return _world
-    _sign_called()
+    stop_waiting = _sign_called()
     _choose_gpu(settings)
     _start_mpi()
     from mpi4py import MPI
@@ -68,7 +72,9 @@ def init(**settings: Any) -> World:
     world = make_world(MPI.COMM_WORLD)
     guard(world)
     world = replace(world, config=_common_config(world, settings))
-    world.control.stall_seconds = world.config.stall_seconds
+    if world.size > 1:
+        _publish(world)
+    stop_waiting()
     world = replace(world, profile=_common_profile(world))
     _share_cores(world)
     if world.config.trace:
@@ -104,11 +110,26 @@ def _common_profile(world: World) -> Profile:
     return common
 
 
-def _sign_called() -> None:
-    """Tell `mpitrain run` that this rank is here: if another one does not come, the wait is in MPI_Init."""
+def _sign_called() -> Callable[[], None]:
+    """Publish that this rank is here: if another one does not come, the wait is in MPI_Init. To be called after it."""
     launched = launched_by(os.environ)
-    if launched is not None and launched.rank is not None and ROLL_CALL in os.environ:
-        sign(os.environ[ROLL_CALL], CALLED, launched.rank)
+    if launched is None or launched.rank is None or launched.size == 1:
+        return lambda: None
+    activity = publish(launched.rank)
+    entry = activity.begin(WAITS, "init()", time.monotonic())
+    if ROLL_CALL in os.environ:
+        sign(os.environ[ROLL_CALL], CALLED, launched.rank, f"{os.getpid()} {activity.descriptor}")
+    return lambda: activity.end(entry)
+
+
+def _publish(world: World) -> None:
+    """What this rank does is published from now on. Where no guard reads it, the ranks of a host read each other's."""
+    activity = publish(world.rank)
+    activity.set_limits(world.config.stall_seconds, world.config.hang_seconds)
+    if not world.config.roll_call:
+        everywhere = world.allgather((os.getpid(), activity.descriptor))
+        here = {rank: at for rank, at in enumerate(everywhere) if world.node_ranks[rank] == world.node_rank}
+        watch_over(Neighbours(here, world.hosts))
 
 
 def _choose_gpu(settings: dict[str, Any]) -> None:
@@ -131,7 +152,7 @@ def make_world(parent: MPI.Comm, config: Config | None = None, generation: int =
     comm = parent.Dup()
     everyone = comm.allgather((socket.gethostname(), node_rank))
     hosts = tuple(host for host, _ in everyone)
-    control = Control(parent.Dup(), parent.Dup(), hosts, config.stall_seconds)
+    control = Control(parent.Dup(), parent.Dup(), hosts)
     return World(
         comm=comm,
         objects=parent.Dup(),

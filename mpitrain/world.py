@@ -284,7 +284,8 @@ class World:
         """
         problem: BaseException | None = None
         try:
-            yield
+            with self.control.busy(doing):
+                yield
         except Exception as error:
             problem = error
         problems = self.allgather(None if problem is None else (type(problem).__name__, str(problem)))

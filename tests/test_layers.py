@@ -17,7 +17,7 @@ LAYERS: dict[str, list[str]] = {
     "values": ["arrays", "config", "profile", "tree"],
     "compression": ["compression.*"],
     "launch": ["launch.*"],
-    "waiting": ["background", "control", "messages", "pace", "pieces", "spans", "transfer"],
+    "waiting": ["background", "control", "long_wait", "messages", "pace", "pieces", "spans", "transfer"],
     "agreement": ["agreement"],
     "world": ["world", "cuda.*"],
     "allreduce": ["allreduce.*"],

@@ -45,6 +45,7 @@ import numpy
 from mpitrain.allreduce.algorithm import DTYPES, Progress, Sequential, Steps
 from mpitrain.allreduce.group import Group, everyone
 from mpitrain.arrays import Array
+from mpitrain.launch.activity import count_moved
 from mpitrain.pace import Pace
 from mpitrain.world import World, part_of
 
@@ -191,7 +192,9 @@ def in_pieces(group: Group, exchange: Exchange, wire_bytes: Callable[[int], int]
                 if state is None:
                     del active[slot]
                 progress |= state is not False
-            if not progress:
+            if progress:
+                count_moved()
+            else:
                 yield pace.nap()
         pace.end()
 

@@ -40,6 +40,7 @@ import numpy
 
 from mpitrain.allreduce.algorithm import DTYPES, Progress, Sequential, Steps
 from mpitrain.allreduce.group import Group, everyone
+from mpitrain.launch.activity import count_moved
 from mpitrain.pace import Pace
 from mpitrain.world import World, part_of
 
@@ -118,7 +119,9 @@ def ring_steps(group: Group) -> Steps:
                 sends.popleft()
                 sent += 1
                 progress = True
-            if not progress:
+            if progress:
+                count_moved()
+            else:
                 yield pace.nap()
         pace.end()
 

@@ -29,6 +29,8 @@ class Command(Protocol):
 
 COMMANDS = {
     "run": "mpitrain.cli.run",
+    "ps": "mpitrain.cli.ps",
+    "kill": "mpitrain.cli.kill",
     "doctor": "mpitrain.cli.doctor",
     "testbed": "mpitrain.cli.testbed",
     "cluster": "mpitrain.cli.cluster",

@@ -6,16 +6,20 @@ import argparse
 import os
 import shlex
 import signal
+import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpitrain.errors import ConfigError, LaunchError
 
 if TYPE_CHECKING:
-    from mpitrain.launch.dialects import Request
+    from mpitrain.launch.dialects import Command, Request
+    from mpitrain.launch.ending import Ended
     from mpitrain.launch.hosts import Layout
     from mpitrain.launch.libraries import Library, Mpiexec
+    from mpitrain.launch.supervisor import Limits
 
 TRACE = "MPITRAIN_TRACE"
 
@@ -31,6 +35,10 @@ On a node of a cluster the job runs on all its nodes; --hosts localhost keeps it
 here. Before it starts, code and packages of all hosts are compared. A host that
 vanishes, or a start that does not come to its end, ends the job on all hosts.
 
+With --restarts a job that fails in its training is started again, on the hosts
+that answer. The script goes on from its newest checkpoint if it has the hook
+mt.Checkpoint. A job that fails three times at the same step is not.
+
 The exit code is not 0 if any rank failed, and 128 + the signal when a signal
 ended the job.
 
@@ -38,6 +46,7 @@ ended the job.
   mpitrain run --hosts node1,node2 --ppn 2 train.py
   mpitrain run --hosts node1/cuda:0-3,node2/cuda:0-1x2 train.py
   mpitrain run -n 4 --show train.py --epochs 5
+  mpitrain run --ppn 2 --restarts 5 --min-nodes 3 train.py
 """
 
 
@@ -50,6 +59,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="DIR",
         help="at the end write DIR/trace.json: what each rank computed and waited for (MPITRAIN_TRACE)",
+    )
+    parser.add_argument(
+        "--restarts", type=_count, default=0, metavar="N", help="after a failure start again, so many times at most (0)"
+    )
+    parser.add_argument(
+        "--min-nodes", type=_positive, metavar="M", help="with --restarts: on how few hosts it may go on (1)"
     )
     parser.add_argument("--show", action="store_true", help="print the mpiexec command, do not run it")
     parser.add_argument("script", help="Python script")
@@ -92,8 +107,13 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"there is no script {arguments.script!r} in {Path.cwd()}")
     if arguments.trace:
         os.environ[TRACE] = str(arguments.trace.absolute())
+    from mpitrain.launch.supervisor import Limits
+
+    if arguments.min_nodes is not None and not arguments.restarts:
+        raise ConfigError("--min-nodes says on how few hosts a job goes on after a failure; it takes --restarts N too")
     words = [arguments.script, *arguments.arguments]
-    return launch(arguments, words, file=arguments.script, typed=words, show=arguments.show)
+    limits = Limits(arguments.restarts, arguments.min_nodes or 1)
+    return launch(arguments, words, file=arguments.script, typed=words, show=arguments.show, limits=limits)
 
 
 def launch(
@@ -104,6 +124,7 @@ def launch(
     typed: list[str],
     show: bool = False,
     shows_ranks: bool = True,
+    limits: Limits | None = None,
 ) -> int:
     """Start ranks as the options of `add_launch_arguments` say; returns the job's exit code.
 
@@ -114,18 +135,17 @@ def launch(
         typed: what the user typed after the options above, for a command that repairs.
         show: print the mpiexec command, do not run it.
         shows_ranks: print the ranks in front of what they print.
+        limits: how often it may be started again after a failure, and on how few hosts.
 
     Raises:
         ConfigError: options that contradict each other.
         LaunchError: the ranks cannot be started.
     """
-    from mpitrain.launch.dialects import Request, command_for
-    from mpitrain.launch.facts import devices
+    from mpitrain.launch.dialects import Request
     from mpitrain.launch.hosts import lay_out
-    from mpitrain.launch.job import run_job
     from mpitrain.launch.libraries import describe_mpiexec, find_library, find_mpiexec
+    from mpitrain.launch.supervisor import Limits, supervise
     from mpitrain.launch.tuning import glibc_version
-    from mpitrain.launch.variables import absent
 
     given = _set_variables(arguments.env_file)
     layout = lay_out(arguments.hosts, arguments.inventory, arguments.num_ranks, arguments.ppn)
@@ -144,15 +164,25 @@ def launch(
     )
     if layout.note:
         print(f"mpitrain: {layout.note}", file=sys.stderr)
-    if layout.addresses:
-        return _run_over_hosts(layout, request, file, None if show else arguments.start_seconds, given)
-    if missing := absent(given, devices()):
-        raise LaunchError(f"the file of variables does not fit this machine: {missing[0]}, which is not there")
-    command = command_for(request, os.environ)
-    if show:
-        print(command)
-        return 0
-    return run_job(command, num_ranks)
+    allowed = limits or Limits()
+    if allowed.min_nodes > len(layout.places):
+        raise ConfigError(f"--min-nodes is {allowed.min_nodes}, but the job runs on {len(layout.places)} hosts")
+
+    def start(where: Layout) -> Ended:
+        num_ranks = sum(place.num_ranks for place in where.places)
+        devices = [device for place in where.places for device in place.devices]
+        return _start(
+            where, replace(request, num_ranks=num_ranks, devices=devices), file, arguments.start_seconds, given
+        )
+
+    try:
+        if show:
+            _show(layout, request, file, given)
+            return 0
+        return supervise(start, layout, allowed, socket.gethostname())
+    except KeyboardInterrupt:  # between jobs, or while the hosts are asked; a job that runs sees to it by itself
+        print("mpitrain: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 def _set_variables(path: str | None) -> dict[str, str]:
@@ -166,20 +196,32 @@ def _set_variables(path: str | None) -> dict[str, str]:
     return given
 
 
-def _run_over_hosts(
-    layout: Layout, request: Request, file: str, start_seconds: float | None, given: dict[str, str]
-) -> int:
-    """Without `start_seconds` only show what would be run."""
+def _start(layout: Layout, request: Request, file: str, start_seconds: float, given: dict[str, str]) -> Ended:
+    from mpitrain.launch import over_hosts
+    from mpitrain.launch.job import run_job
+
+    if layout.addresses:
+        return over_hosts.run(layout, request, file, start_seconds, given)
+    return run_job(_command_here(request, given), request.num_ranks)
+
+
+def _show(layout: Layout, request: Request, file: str, given: dict[str, str]) -> None:
     from mpitrain.launch import over_hosts
 
-    try:
-        if start_seconds is None:
-            over_hosts.show(layout, request, file, given)
-            return 0
-        return over_hosts.run(layout, request, file, start_seconds, given)
-    except KeyboardInterrupt:  # while the hosts are asked; a job that runs sees to it by itself
-        print("mpitrain: interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
+    if layout.addresses:
+        over_hosts.show(layout, request, file, given)
+    else:
+        print(_command_here(request, given))
+
+
+def _command_here(request: Request, given: dict[str, str]) -> Command:
+    from mpitrain.launch.dialects import command_for
+    from mpitrain.launch.facts import devices
+    from mpitrain.launch.variables import absent
+
+    if missing := absent(given, devices()):
+        raise LaunchError(f"the file of variables does not fit this machine: {missing[0]}, which is not there")
+    return command_for(request, os.environ)
 
 
 def _refuse_wrong_mpiexec(mpiexec: Mpiexec, library: Library, num_ranks: int, typed: list[str]) -> None:
@@ -205,6 +247,12 @@ def _refuse_wrong_mpiexec(mpiexec: Mpiexec, library: Library, num_ranks: int, ty
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 0 or above")
     return int(text)
 
 

@@ -30,6 +30,11 @@ def differences(own: str, facts: Mapping[str, Facts]) -> list[str]:
     return lines
 
 
+def without_files(own: str, facts: Mapping[str, Facts]) -> tuple[str, ...]:
+    """The other hosts that have not the script, the folder or the Python, as where a share is not mounted."""
+    return tuple(host for host, found in facts.items() if host != own and _paths(host, found))
+
+
 def _paths(host: str, facts: Facts) -> list[str]:
     lines = []
     for path, (how, *what) in facts["paths"].items():

@@ -8,7 +8,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -23,6 +23,9 @@ _GUARD_OPTIONS = ("-T", "-x", "-a", "-o", "ControlPath=none", "-o", "ClearAllFor
 
 # Not of a virtual environment: the guard must work where the share with that is missing.
 _PYTHON = "/usr/bin/python3"
+
+# What the guard is made of, each after those that it imports.
+GUARD = ("activity", "shared_files", "deaths", "facts", "guard")
 
 # The first line has the modules and what to do. Read byte by byte, to leave the rest for the guard.
 _BOOT = """
@@ -117,8 +120,10 @@ class Connection:
         self.errors.close()
 
 
-def connect(host: str, is_this_machine: bool, wish: Mapping[str, Any], now: float) -> Connection:
-    """Start a guard on `host`. Returns at once; what the far side says comes later.
+def connect(
+    host: str, is_this_machine: bool, wish: Mapping[str, Any], now: float, modules: Sequence[str] = GUARD
+) -> Connection:
+    """Start a guard on `host`, or the main() of the last of `modules`. Returns at once; what it says comes later.
 
     Raises:
         LaunchError: there is no ssh on this machine.
@@ -149,8 +154,8 @@ def connect(host: str, is_this_machine: bool, wish: Mapping[str, Any], now: floa
     os.set_blocking(process.stdout.fileno(), False)
     connection = Connection(host, process, errors, now)
     folder = Path(__file__).parent
-    modules = [(f"mpitrain.launch.{name}", (folder / f"{name}.py").read_text()) for name in ("facts", "guard")]
-    connection.send({"modules": modules, "wish": wish, "probe": (folder / "probe.py").read_text()})
+    texts = [(f"mpitrain.launch.{name}", (folder / f"{name}.py").read_text()) for name in modules]
+    connection.send({"modules": texts, "wish": wish, "probe": (folder / "probe.py").read_text()})
     return connection
 
 

@@ -1,16 +1,22 @@
 """The guard of a job on one of its hosts: says what the host is like, then sees to it that nothing of the job is left.
 
-Sent as text over one ssh connection, which stays open as long as the job runs; it imports nothing of ours but facts.py,
-which comes with it, and does with an old Python. Both sides send a JSON object a line:
+Sent as text over one ssh connection, which stays open as long as the job runs; it imports nothing of ours but what
+comes with it, and does with an old Python. Both sides send a JSON object a line:
 
-    launcher: {"wish": ...}                       guard: {"facts": ...}
-    launcher: {"beat": 1}, every second           guard: {"beat": 1, "signed": [line...], "gone": [rank...]}
+    launcher: {"wish": ...}                       guard: {"facts": ...}, or {"error": ...}
+    launcher: {"beat": 1}, every second           guard: {"beat": 1, "signed": [line...], "gone": [rank...],
+                                                         "waits": [[rank, what, seconds, stall, hang]...],
+                                                         "steps": text, "time": now, by its own clock}
+                                                  guard: {"died": the first rank or null, "time": its end}
+    launcher: {"ranks": 1}                        guard: {"ranks": [row of activity.look_at...]}
     launcher: {"processes": 1}                    guard: {"processes": [[pid, state, command line]...],
                                                          "unreachable": [host...]}
-    launcher: {"end": linger_seconds}             guard: {"ended": [[pid, command line]...], "immortal": [...]}
+    launcher: {"end": linger_seconds}             guard: {"ended": [[pid, command line]...], "immortal": [...],
+                                                         "lost": whether somebody has removed the roll call}
 
 The job's processes are those with its mark in their environment, and what descends from them. The guard ends them when
-it is told to, when the connection is closed, and when the launcher has been silent for `silence_seconds`.
+it is told to, when the connection is closed, and when the launcher has been silent for `silence_seconds` (0: never).
+Then it removes the job's files in /dev/shm.
 """
 
 from __future__ import annotations
@@ -27,9 +33,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+from mpitrain.launch.activity import ENDED, WAITS, look_at, process_state, read_record
+from mpitrain.launch.deaths import Deaths
 from mpitrain.launch.facts import collect
+from mpitrain.launch.shared_files import SharedFiles
 
-MARK = "_MPITRAIN_JOB"  # a variable in the environment of every process of the job
+# Variables in the environment of every process of the job: its id, and who has launched it (roster.launcher_name).
+MARK, LAUNCHER = "_MPITRAIN_JOB", "_MPITRAIN_LAUNCHER"
+# Where mpiexec says which rank a process is.
+RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK")
 
 _BEAT_SECONDS = 1.0
 _KILL_SECONDS = 5.0
@@ -44,34 +56,54 @@ class Guard:
     def __init__(self, wish: dict[str, Any]) -> None:
         self._mark = ("{}={}".format(MARK, wish["token"])).encode()
         self._roll_call = wish["roll_call"]
+        self._steps = steps_path(wish["roll_call"])
         self._peers = wish["peers"]
         self._silence_seconds = wish["silence_seconds"]
         self._read_bytes = 0
         self._pids: dict[int, int] = {}  # of the ranks, until they are gone
         self._received = b""
+        self._deaths = Deaths()
+        self._first_dead: int | None = None
+        self._shared_files = SharedFiles()
+        self._where: dict[int, tuple[int, int]] = {}  # of the ranks that have called init(): process and descriptor
+        self._moved: dict[int, tuple[int, float, float]] = {}  # by rank: what has moved in which wait, and when last
 
     def run(self) -> None:
         """Until the job is over."""
         heard = looked = beaten = time.monotonic()
         while True:
-            ready, _, _ = select.select([0], [], [], _BEAT_SECONDS / 2)
+            ready, _, _ = select.select([0, self._deaths.fileno()], [], [], _BEAT_SECONDS / 2)
+            self._look_for_deaths()
             now = time.monotonic()
             if now - looked > _GAP_SECONDS:
                 heard = now
             looked = now
-            if ready:
+            if 0 in ready:
                 data = os.read(0, 1 << 16)
                 if not data:
                     break
                 heard = now
                 if self._obey(data):
                     return
-            if now - heard > self._silence_seconds:
+            if self._silence_seconds and now - heard > self._silence_seconds:
                 break
+            self._shared_files.look(self._find)
             if now - beaten >= _BEAT_SECONDS:
                 beaten = now
                 self._beat()
         self._end(0.0)
+
+    def _look_for_deaths(self) -> None:
+        for line in self._read_steps().splitlines():
+            rank, pid = map(int, line.split()[:2])
+            self._deaths.watch(rank, pid)
+        first = self._deaths.first()
+        if first != self._first_dead:
+            self._first_dead = first
+            send({"died": first, "time": time.monotonic()})
+
+    def _read_steps(self) -> str:
+        return read(self._steps).replace(b"\0", b"").decode()
 
     def _obey(self, data: bytes) -> bool:
         """Do what the launcher says; true when that was the end."""
@@ -82,9 +114,47 @@ class Guard:
                 self._end(message["end"])
                 return True
             if "processes" in message:
-                found = [[pid, state(pid), command_line(pid)] for pid in sorted(self._find())]
+                found = [[pid, process_state(pid), command_line(pid)] for pid in sorted(self._find())]
                 send({"processes": found, "unreachable": unreachable(self._peers)})
+            if "ranks" in message:
+                send({"ranks": self._look_at_ranks()})
         return False
+
+    def _look_at_ranks(self) -> list[list[Any]]:
+        where = dict(self._where)
+        for rank, pid in self._ranks_by_variable().items():
+            where.setdefault(rank, (pid, -1))
+        return look_at(where, {rank: seconds for rank, _, seconds, _, _ in self._waits()})
+
+    def _ranks_by_variable(self) -> dict[int, int]:
+        """The processes that the launcher started as ranks, also those that have not called init() yet."""
+        ranks: dict[int, int] = {}
+        for pid in sorted(self._find()):
+            for word in read(f"/proc/{pid}/environ").split(b"\0"):
+                name, _, value = word.decode(errors="replace").partition("=")
+                if name in RANK_VARIABLES:
+                    rank = int(value)
+                    # The children of a rank have it too; they are younger, and so mostly have higher numbers.
+                    ranks.setdefault(rank, pid)
+        return ranks
+
+    def _waits(self) -> list[list[Any]]:
+        """The ranks that wait for others: rank, what, for how long without that anything moved, and its limits."""
+        now = time.monotonic()
+        waits = []
+        for rank, at in self._where.items():
+            record = read_record(rank, *at)
+            if record is None or record["what"] not in (WAITS, ENDED):
+                self._moved.pop(rank, None)
+                continue
+            moved, since, at_seconds = self._moved.get(rank, (-1, 0.0, 0.0))
+            if (moved, since) != (record["moved"], record["since"]):
+                # A wait that is new to us began when it says; one in which something moved stands still from now on.
+                at_seconds = now if since == record["since"] else record["since"]
+                self._moved[rank] = (record["moved"], record["since"], at_seconds)
+            still = round(now - at_seconds, 3)
+            waits.append([rank, record["what"], still, record["stall_seconds"], record["hang_seconds"]])
+        return waits
 
     def _beat(self) -> None:
         signed = self._signed()
@@ -92,9 +162,12 @@ class Guard:
             word, number, *rest = line.split()
             if word == "started":
                 self._pids[int(number)] = int(rest[0])
+            elif word == "called" and len(rest) == 2:
+                self._where[int(number)] = (int(rest[0]), int(rest[1]))
         gone = [rank for rank, pid in self._pids.items() if not Path(f"/proc/{pid}").exists()]
         self._pids = {rank: pid for rank, pid in self._pids.items() if rank not in gone}
-        send({"beat": 1, "signed": signed, "gone": gone})
+        about_steps = {"steps": self._read_steps(), "time": time.monotonic()}
+        send({"beat": 1, "signed": signed, "gone": gone, "waits": self._waits(), **about_steps})
 
     def _signed(self) -> list[str]:
         """The whole lines that have come to the roll call."""
@@ -109,7 +182,8 @@ class Guard:
         return text.decode(errors="replace").splitlines()
 
     def _end(self, linger_seconds: float) -> None:
-        """Leave the job's processes so long to end by themselves, then kill the rest."""
+        """Leave the job's processes so long to end by themselves, then kill the rest, and remove its shared memory."""
+        self._shared_files.look(self._find)
         until = time.monotonic() + linger_seconds
         while (left := self._find()) and time.monotonic() < until:
             time.sleep(0.05)
@@ -122,9 +196,11 @@ class Guard:
             time.sleep(0.02)
             left = self._find()
         self._beat()
-        with contextlib.suppress(OSError):
-            Path(self._roll_call).unlink()
-        send({"ended": named, "immortal": [[pid, command_line(pid)] for pid in sorted(left)]})
+        self._shared_files.remove()
+        is_lost = not Path(self._roll_call).exists()
+        remove(self._roll_call, self._steps)
+        immortal = [[pid, command_line(pid)] for pid in sorted(left)]
+        send({"ended": named, "immortal": immortal, "lost": is_lost})
 
     def _find(self) -> set[int]:
         """The processes of the job, without those that have ended and wait for their parent to notice."""
@@ -171,12 +247,6 @@ def unreachable(peers: dict[str, str]) -> list[str]:
     return sorted(waiting.values())
 
 
-def state(pid: int) -> str:
-    """A process's state as ps names it: R runs, S sleeps, D waits for a disk or a network share, T is stopped."""
-    stat = read(f"/proc/{pid}/stat")
-    return stat.rpartition(b")")[2].split()[0].decode() if stat else "gone"
-
-
 def command_line(pid: int) -> str:
     """The command line of a process; empty when it is gone."""
     return read(f"/proc/{pid}/cmdline").replace(b"\0", b" ").decode(errors="replace").strip()
@@ -190,6 +260,18 @@ def read(path: str) -> bytes:
         return b""
 
 
+def steps_path(roll_call: str) -> str:
+    """Where the ranks say which step they are in; mpitrain.launch.steps has more."""
+    return f"{roll_call}.steps"
+
+
+def remove(*paths: str) -> None:
+    """Remove files, unless they are gone already."""
+    for path in paths:
+        with contextlib.suppress(OSError):
+            Path(path).unlink()
+
+
 def send(message: dict[str, Any]) -> None:
     """A line to the launcher, which may be gone."""
     data = (json.dumps(message) + "\n").encode()
@@ -201,11 +283,12 @@ def send(message: dict[str, Any]) -> None:
 
 
 def main(wish: dict[str, Any], probe: str) -> None:
-    """Run the guard; `probe` is the text of probe.py."""
+    """Run the guard; `probe` is the text of probe.py. A wish for no Python asks for no facts."""
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     os.set_blocking(1, True)
     try:
-        os.close(os.open(wish["roll_call"], os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        for path in (wish["roll_call"], steps_path(wish["roll_call"])):
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
     except FileExistsError:
         send({"error": "this is the same machine as another host of the job"})
         return
@@ -213,9 +296,8 @@ def main(wish: dict[str, Any], probe: str) -> None:
         send({"error": "cannot write {}: {}".format(wish["roll_call"], error.strerror)})
         return
     try:
-        send({"facts": collect(wish, probe)})
+        send({"facts": collect(wish, probe) if "python" in wish else {}})
         Guard(wish).run()
     finally:
-        with contextlib.suppress(OSError):
-            Path(wish["roll_call"]).unlink()
+        remove(wish["roll_call"], steps_path(wish["roll_call"]))
         sys.stdout.flush()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from dataclasses import dataclass
+from collections.abc import Set
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mpitrain.errors import ConfigError
@@ -81,6 +82,19 @@ def lay_out(hosts: str | None, inventory: Path | None, num_ranks: int | None, ra
     if addresses[own].startswith("127."):  # Debian's /etc/hosts gives a machine's own name such an address
         addresses[own] = _source_address(next(address for name, address in addresses.items() if name != own))
     return Layout(places, addresses, own)
+
+
+def without(layout: Layout, hosts: Set[str]) -> Layout:
+    """The layout without some hosts: the others keep their numbers of ranks, which are counted anew."""
+    places: list[Place] = []
+    for one in layout.places:
+        if one.host not in hosts:
+            places.append(replace(one, first_rank=sum(before.num_ranks for before in places)))
+    if [one.host for one in places] == [layout.own]:
+        return _alone(tuple(places))
+    # This machine starts the job, with or without ranks of its own.
+    addresses = {host: at for host, at in layout.addresses.items() if host not in hosts or host == layout.own}
+    return replace(layout, places=tuple(places), addresses=addresses)
 
 
 def _alone(places: tuple[Place, ...], note: str = "") -> Layout:

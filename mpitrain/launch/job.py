@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
@@ -16,9 +17,12 @@ from typing import Protocol
 from mpitrain.errors import LaunchError
 from mpitrain.launch import processes
 from mpitrain.launch.dialects import Command
+from mpitrain.launch.ending import Ended
 from mpitrain.launch.output import rank_ranges
 from mpitrain.launch.printer import Printer
-from mpitrain.launch.roll_call import ROLL_CALL, RollCall
+from mpitrain.launch.roll_call import ROLL_CALL
+from mpitrain.launch.steps import Report
+from mpitrain.launch.watched import watched_here
 
 # After a signal the ranks have this long to end by themselves (to close files, say) before they are killed.
 GRACE_SECONDS = 5.0
@@ -33,14 +37,20 @@ _READ_BYTES = 1 << 16
 _END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class Elsewhere(Protocol):
-    """The part of a job that runs on other hosts."""
+class Watched(Protocol):
+    """The job as its guards see it, on all its hosts."""
 
     path: Path  # of the roll call
-    is_gone: bool
+
+    @property
+    def is_gone(self) -> bool:
+        """Somebody has removed the roll call."""
 
     def begin(self) -> None:
         """mpiexec has been started."""
+
+    def news(self) -> list[str]:
+        """What to tell the user now, a line each."""
 
     def trouble(self) -> list[str]:
         """Why the job must be ended now, a line each."""
@@ -48,15 +58,24 @@ class Elsewhere(Protocol):
     def missing(self) -> list[int]:
         """The ranks that began and did not come to their end."""
 
+    def lost(self) -> list[str]:
+        """The hosts that vanished."""
+
+    def first_dead(self) -> list[int]:
+        """The rank that died first on each host where that is known; the first of all first."""
+
+    def steps(self) -> dict[int, Report]:
+        """What each rank has said of its steps."""
+
     def end(self, linger_seconds: float) -> tuple[list[str], list[str]]:
         """End what is left there: what that was, and what could not be ended, a line each."""
 
 
-def run_job(command: Command, num_ranks: int, elsewhere: Elsewhere | None = None) -> int:
-    """Run `command`, print its output, and return the exit code for this process.
+def run_job(command: Command, num_ranks: int, elsewhere: Watched | None = None) -> Ended:
+    """Run `command`, print its output, and say how it ended, with the exit code for this process.
 
-    It is 0 only if mpiexec says so, no rank reported a failure or vanished and no process was left over; 128 + the
-    signal when one ended the job, here or (where mpiexec tells) in a rank. SIGINT, SIGTERM and SIGHUP to this
+    The code is 0 only if mpiexec says so, no rank reported a failure or vanished and no process was left over; 128 +
+    the signal when one ended the job, here or (where mpiexec tells) in a rank. SIGINT, SIGTERM and SIGHUP to this
     process end the whole job: they are passed on first, and after `GRACE_SECONDS` or at a second signal all
     is killed. The ranks read nothing from stdin. For the main thread of a process that does little else: it
     becomes the parent of every orphan below it.
@@ -64,50 +83,47 @@ def run_job(command: Command, num_ranks: int, elsewhere: Elsewhere | None = None
     Args:
         command: what to run.
         num_ranks: how many ranks that starts.
-        elsewhere: what watches over the job's other hosts, if there are any.
+        elsewhere: the guards of the job's hosts, if there are others than this one.
 
     Raises:
         LaunchError: mpiexec cannot be started.
         BrokenPipeError: nobody reads the output; all has been killed.
     """
     if elsewhere is not None:
-        return _Job(command, num_ranks, elsewhere, elsewhere).run()
-    with RollCall() as roll_call:
-        return _Job(command, num_ranks, roll_call, None).run()
+        return _Job(command, num_ranks, elsewhere, is_elsewhere=True).run()
+    with watched_here(num_ranks) as (here, environment):
+        marked = replace(command, environment={**command.environment, **environment})
+        return _Job(marked, num_ranks, here, is_elsewhere=False).run()
 
 
 class _Job:
-    def __init__(
-        self, command: Command, num_ranks: int, roll_call: RollCall | Elsewhere, elsewhere: Elsewhere | None
-    ) -> None:
+    def __init__(self, command: Command, num_ranks: int, watched: Watched, *, is_elsewhere: bool) -> None:
         self._command = command
-        self._roll_call = roll_call
-        self._elsewhere = elsewhere
-        self._is_troubled = False
+        self._watched = watched
+        self._is_elsewhere = is_elsewhere  # not on this machine alone
+        self._trouble: list[str] = []  # why we have ended the job
         self._printer = Printer(command.tag, num_ranks, command.shows_ranks)
         self._signals: list[int] = []  # that came to this process
         self._kill_at = float("inf")
         self._not_ours: set[int] = set()
 
-    def run(self) -> int:
+    def run(self) -> Ended:
         processes.adopt_orphans()
         self._not_ours = processes.children()
-        with _handled(self._on_signal, self._elsewhere is not None), selectors.DefaultSelector() as pipes:
+        with _handled(self._on_signal, self._is_elsewhere), selectors.DefaultSelector() as pipes:
             mpiexec = self._start()
             try:
                 for stream, pipe in (("stdout", mpiexec.stdout), ("stderr", mpiexec.stderr)):
                     assert pipe is not None
                     os.set_blocking(pipe.fileno(), False)
                     pipes.register(pipe, selectors.EVENT_READ, stream)
-                if self._elsewhere:
-                    self._elsewhere.begin()
+                self._watched.begin()
                 self._watch(mpiexec, pipes)
                 left = self._end(mpiexec, pipes)
                 returncode = mpiexec.wait(_DEAD_SECONDS)
             except BaseException:  # such as BrokenPipeError: nobody reads our output any more (`| head`)
                 processes.kill_all(self._alive)
-                if self._elsewhere:
-                    self._elsewhere.end(0.0)
+                self._watched.end(0.0)
                 raise
             finally:
                 # Not Popen's own `with`, which waits for ever for a process that cannot be killed.
@@ -115,14 +131,14 @@ class _Job:
                     assert pipe is not None
                     pipe.close()
                 mpiexec.poll()
-            return self._exit_code(returncode, left)
+        return self._ended(self._exit_code(returncode, left))
 
     def _start(self) -> subprocess.Popen[bytes]:
         arguments = self._command.arguments
         try:
             return subprocess.Popen(
                 arguments,
-                env={**_own_environment(), **self._command.environment, ROLL_CALL: str(self._roll_call.path)},
+                env={**_own_environment(), **self._command.environment, ROLL_CALL: str(self._watched.path)},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -142,11 +158,13 @@ class _Job:
                 if not self._alive():
                     return
                 linger_until = min(linger_until, time.monotonic() + LINGER_SECONDS)
-            elif self._elsewhere and not self._signals and (lines := self._elsewhere.trouble()):
-                self._is_troubled = True
-                for line in lines:
+            elif not self._signals:
+                for line in self._watched.news():
                     self._printer.say(line)
-                return
+                self._trouble = self._watched.trouble()
+                if self._trouble:
+                    self._say_trouble()
+                    return
 
     def _read(self, pipes: selectors.BaseSelector, timeout_seconds: float) -> None:
         if not pipes.get_map():
@@ -182,9 +200,8 @@ class _Job:
             if time.monotonic() > deadline:
                 beyond.append("somebody else holds the job's output open; the last of it may be missing")
                 break
-        if self._elsewhere:
-            there, beyond_there = self._elsewhere.end(0.0 if self._is_forced else LINGER_SECONDS)
-            left, beyond = left + there, beyond + beyond_there
+        there, beyond_there = self._watched.end(0.0 if self._is_forced else LINGER_SECONDS)
+        left, beyond = left + there, beyond + beyond_there
         if left and not self._is_forced:
             self._printer.say(f"mpiexec has ended, but {len(left)} processes of the job had not, and were killed:")
             for line in left:
@@ -192,31 +209,50 @@ class _Job:
         for line in beyond:
             self._printer.say(line)
         self._printer.close()
-        missing = self._roll_call.missing()
-        if self._roll_call.is_gone:
-            self._printer.say(f"cannot check that all ranks came to their end: {self._roll_call.path} has gone")
+        missing = self._watched.missing()
+        if self._watched.is_gone:
+            self._printer.say(f"cannot check that all ranks came to their end: {self._watched.path} has gone")
         if missing and not self._is_forced and not self._printer.first_failure.was_seen:
             who = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {rank_ranges(missing)}"
             others = "" if len(missing) == 1 else "; where one leaves so, mpiexec ends the others"
             self._printer.say(f"{who} did not come to the end and did not say why (os._exit, or killed?){others}")
         return left
 
+    def _say_trouble(self) -> None:
+        for line in self._trouble:
+            self._printer.say(line)
+
     @property
     def _is_forced(self) -> bool:
         """True when we end the job, so that what is left of it is no surprise."""
-        return bool(self._signals or self._is_troubled)
+        return bool(self._signals or self._trouble)
+
+    def _ended(self, code: int) -> Ended:
+        first = self._printer.first_failure
+        return Ended(
+            code,
+            is_interrupted=bool(self._signals),
+            trouble=tuple(self._trouble),
+            lost=tuple(self._watched.lost()),
+            failed=first.rank,
+            report=first.report.decode(errors="replace"),
+            mpiexec_said=self._printer.mpiexec_said.decode(errors="replace"),
+            missing=tuple(self._watched.missing()),
+            first_dead=tuple(self._watched.first_dead()),
+            steps=self._watched.steps(),
+        )
 
     def _exit_code(self, returncode: int, left: list[str]) -> int:
         if self._signals:
             return 128 + self._signals[0]
-        if self._is_troubled:
+        if self._trouble:
             return 1
         if returncode < 0:
             return 128 - returncode
         # MPICH's mpiexec returns the bare number of the signal that ended a rank, and names it only in words.
         if returncode and b"(signal %d)" % returncode in self._printer.mpiexec_said:
             return 128 + returncode
-        return returncode or int(bool(left) or self._printer.first_failure.was_seen or bool(self._roll_call.missing()))
+        return returncode or int(bool(left) or self._printer.first_failure.was_seen or bool(self._watched.missing()))
 
     def _alive(self) -> set[int]:
         return processes.alive_below(self._not_ours)

@@ -8,11 +8,9 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
 import shlex
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,16 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.errors import LaunchError
-from mpitrain.launch.arrival import diagnosis, misplaced, problem
-from mpitrain.launch.compare import differences
+from mpitrain.launch.compare import differences, without_files
 from mpitrain.launch.dialects import Command, Request, command_for, ssh_agent
-from mpitrain.launch.guard import MARK
+from mpitrain.launch.ending import Ended
 from mpitrain.launch.hosts import Layout
 from mpitrain.launch.interfaces import Pinning, pin
 from mpitrain.launch.job import run_job
 from mpitrain.launch.roll_call import ROLL_CALL
 from mpitrain.launch.variables import absent
 from mpitrain.launch.watch import GUARD_SILENCE_SECONDS, Guards
+from mpitrain.launch.watched import WatchedJob, marks, new_token
 
 # Variables that say what this machine or this login is; Open MPI passes on those with its own prefixes by itself.
 _NOT_CARRIED = re.compile(
@@ -53,7 +51,7 @@ while :; do
     esac
 done
 host=$1; shift
-exec {ssh} $options "$host" "export {mark}; $*"
+exec {ssh} $options "$host" "export {marks}; $*"
 """
 
 
@@ -67,52 +65,7 @@ class Plan:
     cores: Mapping[str, int]  # of each host that has ranks
     has_rdma: bool  # any of them
     differences: list[str]
-
-
-class WatchedJob:
-    """What run_job needs to know of the other hosts."""
-
-    def __init__(self, plan: Plan, guards: Guards, path: Path, start_seconds: float) -> None:
-        self.path = path
-        self.is_gone = False
-        self._plan, self._guards, self._start_seconds = plan, guards, start_seconds
-        self._since = 0.0
-
-    def begin(self) -> None:
-        """mpiexec has been started."""
-        self._since = time.monotonic()
-        self._guards.start()
-
-    def trouble(self) -> list[str]:
-        """Why the job must be ended now, a line each; nothing while all is well."""
-        if self._guards.trouble:
-            return self._guards.trouble.splitlines()
-        layout = self._plan.layout
-        if stray := misplaced(layout.places, self._guards.reports):
-            return [stray]
-        when, gone = self._guards.seen()
-        now = time.monotonic()
-        found = problem(layout.places, when, gone, since=self._since, now=now, start_seconds=self._start_seconds)
-        if found is None:
-            return []
-        self._guards.look()
-        return [f"the job has not started: {found}", *diagnosis(layout.places, when, gone, self._guards.reports)]
-
-    def missing(self) -> list[int]:
-        """The ranks that began and did not come to their end."""
-        return self._guards.signatures.missing()
-
-    def end(self, linger_seconds: float) -> tuple[list[str], list[str]]:
-        """End what is left on all hosts: what that was, and what could not be ended or asked, a line each."""
-        self._guards.end(linger_seconds)
-        left: list[str] = []
-        beyond: list[str] = []
-        for host, report in self._guards.reports.items():
-            if report.left is None:
-                beyond.append(f"{host} has not said that nothing of the job is left there; `ssh {host} ps -fu $USER`")
-            left += [f"{host}: {pid} {line}" for pid, line in report.left or []]
-            beyond += [f"{host}: process {pid} could not be killed: {line}" for pid, line in report.immortal]
-        return left, beyond
+    without_files: tuple[str, ...]  # the hosts that have not the script, the folder or the Python
 
 
 @contextmanager
@@ -144,7 +97,8 @@ def planned(
         pinning = pin(facts, hosts, request.mpiexec.vendor, os.environ)
         cores = {host: int(facts[host]["cores"]) for host in hosts}
         has_rdma = any(facts[host]["rdma"] for host in hosts)
-        yield Plan(layout, request, pinning, cores, has_rdma, differences(layout.own, facts)), guards
+        different, bare = differences(layout.own, facts), without_files(layout.own, facts)
+        yield Plan(layout, request, pinning, cores, has_rdma, different, bare), guards
 
 
 def _refuse_absent(facts: Mapping[str, Mapping[str, Any]], given: Mapping[str, str]) -> None:
@@ -159,14 +113,14 @@ def _refuse_absent(facts: Mapping[str, Mapping[str, Any]], given: Mapping[str, s
 
 def show(layout: Layout, request: Request, script: str, given: Mapping[str, str]) -> None:
     """Print the line for mpiexec; what would keep the job from starting goes to stderr. For `given` see run."""
-    token = secrets.token_hex(8)
+    token = new_token()
     with planned(layout, request, script, _roll_call(token), token, given) as (plan, _):
         _say([*plan.differences, *([plan.pinning.note] if plan.pinning.note else [])])
         print(_command(plan, {}))
 
 
-def run(layout: Layout, request: Request, script: str, start_seconds: float, given: Mapping[str, str]) -> int:
-    """Start the job and see to its end; returns the exit code.
+def run(layout: Layout, request: Request, script: str, start_seconds: float, given: Mapping[str, str]) -> Ended:
+    """Start the job and see to its end.
 
     Args:
         layout: where the ranks go.
@@ -178,30 +132,34 @@ def run(layout: Layout, request: Request, script: str, start_seconds: float, giv
     Raises:
         LaunchError: hosts cannot be reached, or differ from this one.
     """
-    token = secrets.token_hex(8)
+    token = new_token()
     path = _roll_call(token)
     with (
         planned(layout, request, script, path, token, given) as (plan, guards),
         tempfile.TemporaryDirectory() as folder,
     ):
         if plan.differences:
-            raise LaunchError(
+            refusal = LaunchError(
                 f"the job was not started: what the hosts have must be as on {layout.own}, and is not:\n    "
                 + "\n    ".join(plan.differences)
                 + "\nOne share for code and Python keeps hosts equal: `ansible-playbook cluster/setup.yml --tags "
                 "nfs,runtime`; it may show the others a change some seconds late. `mpitrain run --show ...` prints the "
                 "line that starts the job unchecked."
             )
+            refusal.hosts = plan.without_files
+            raise refusal
         _say([plan.pinning.note] if plan.pinning.note else [])
         variable, ssh = ssh_agent(request.mpiexec, os.environ)
         environment = {
-            MARK: token,
+            **marks(token),
             ROLL_CALL: str(path),
-            variable: _marking_ssh(Path(folder), ssh, f"{MARK}={token}"),
+            variable: _marking_ssh(Path(folder), ssh, marks(token)),
             # The script above is on this machine alone, so that all connections must set out from here.
             **({"PRTE_MCA_plm_ssh_no_tree_spawn": "1"} if request.mpiexec.vendor == "openmpi" else {}),
         }
-        return run_job(_command(plan, environment), request.num_ranks, WatchedJob(plan, guards, path, start_seconds))
+        return run_job(
+            _command(plan, environment), request.num_ranks, WatchedJob(layout.places, guards, path, start_seconds)
+        )
 
 
 def _command(plan: Plan, guarded: Mapping[str, str]) -> Command:
@@ -245,9 +203,10 @@ def _carried(environ: Mapping[str, str]) -> Sequence[str]:
     return sorted(name for name in environ if name.isidentifier() and not _NOT_CARRIED.fullmatch(name))
 
 
-def _marking_ssh(folder: Path, ssh: Sequence[str], mark: str) -> str:
+def _marking_ssh(folder: Path, ssh: Sequence[str], marks: Mapping[str, str]) -> str:
     path = folder / "ssh"
-    path.write_text(_MARKING_SSH.format(ssh=shlex.join(ssh), mark=mark))
+    exports = " ".join(f"{name}='{value}'" for name, value in marks.items())
+    path.write_text(_MARKING_SSH.format(ssh=shlex.join(ssh), marks=exports))
     path.chmod(0o700)
     if not os.access(path, os.X_OK):
         raise LaunchError(f"no program in {folder} can be run: it is mounted noexec. Set TMPDIR to another folder")

@@ -19,22 +19,25 @@ class FirstFailure:
 
     It begins with `mpitrain: rank R on HOST failed:` and ends with `mpitrain: end of the failure of
     rank R ...`. mpiexec's own words about the end of the job come after it and would hide it.
+
+    Attributes:
+        rank: that failed first; None while none has said so.
     """
 
     def __init__(self) -> None:
-        self._rank: int | None = None
+        self.rank: int | None = None
         self._lines: list[bytes] = []
         self._is_complete = False
         self._is_last = False
 
     def see(self, ranks: tuple[int, ...], piece: Piece) -> None:
         """Look at what has just been printed."""
-        if self._rank is None:
+        if self.rank is None:
             begun = re.match(rb"mpitrain: rank (\d+) on .* failed:", piece.text)
             if begun and int(begun[1]) in ranks:
-                self._rank = int(begun[1])
+                self.rank = int(begun[1])
         self._is_last = False
-        if self._rank in ranks and not self._is_complete:
+        if self.rank in ranks and not self._is_complete:
             self._lines.append(piece.text + piece.end)
             self._is_complete = bool(re.match(rb"mpitrain: end of the failure of rank \d+", piece.text))
             self._is_last = self._is_complete
@@ -42,12 +45,17 @@ class FirstFailure:
     @property
     def was_seen(self) -> bool:
         """True when some rank has reported a failure."""
-        return self._rank is not None
+        return self.rank is not None
+
+    @property
+    def report(self) -> bytes:
+        """All of it, as far as it was seen."""
+        return b"".join(self._lines)
 
     @property
     def hidden_report(self) -> bytes:
         """The report if something was printed after it; empty otherwise."""
-        return b"" if self._is_last else b"".join(self._lines)
+        return b"" if self._is_last else self.report
 
 
 class Printer:

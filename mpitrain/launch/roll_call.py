@@ -1,16 +1,14 @@
 """How far each rank has come: mpiexec's exit code does not tell.
 
 MPICH's returns 0 where a rank leaves by os._exit(0), and ends the others, which wait for it, without a word. So
-`mpitrain run` gives the ranks a file, in which each signs when it calls init(), when init() returns and when its
-program is over. In a job over several hosts each host has a file of that name, and a rank signs also when it starts.
+`mpitrain run` gives the ranks of each host a file, in which each signs when it calls init(), when init() returns and
+when its program is over; in a job over several hosts also when it starts. The guard of the host reads it.
 """
 
 from __future__ import annotations
 
 import os
-import tempfile
 from contextlib import suppress
-from pathlib import Path
 
 ROLL_CALL = "MPITRAIN_ROLL_CALL"  # the file's path; set by `mpitrain run` for every rank it starts
 
@@ -53,32 +51,3 @@ class Signatures:
     def missing(self) -> list[int]:
         """The ranks that began and did not come to their end, in increasing order."""
         return sorted(self.when[BEGUN].keys() - self.when[DONE].keys())
-
-
-class RollCall:
-    """The launcher's side for a job on this machine: the file exists inside `with`.
-
-    Attributes:
-        is_gone: `missing` did not find the file: somebody else removed it.
-    """
-
-    is_gone = False
-
-    def __enter__(self) -> RollCall:
-        descriptor, path = tempfile.mkstemp(prefix="mpitrain-roll-call-")
-        os.close(descriptor)
-        self.path = Path(path)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.path.unlink(missing_ok=True)
-
-    def missing(self) -> list[int]:
-        """The ranks that began and did not come to their end, in increasing order; none where the file has gone."""
-        signatures = Signatures()
-        try:
-            for line in self.path.read_text().splitlines():
-                signatures.add(line, 0.0)
-        except FileNotFoundError:
-            self.is_gone = True
-        return signatures.missing()

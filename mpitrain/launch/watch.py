@@ -15,6 +15,7 @@ from typing import Any
 from mpitrain.errors import LaunchError
 from mpitrain.launch.connections import Connection, connect
 from mpitrain.launch.roll_call import STARTED, Signatures
+from mpitrain.launch.steps import Report, read_reports
 
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 15.0  # a host that has not been heard for so long is lost
@@ -22,6 +23,8 @@ GUARD_SILENCE_SECONDS = 30.0  # a guard that has not heard the launcher for so l
 FACTS_SECONDS = 45.0  # a host must have answered by then, slow disks and all
 END_SECONDS = 15.0
 _LOOK_SECONDS = 3.0
+# A host that has been silent for so long is not waited for when the others say what their ranks do.
+_SHORT_SILENCE_SECONDS = 3.0
 _CLOSE_SECONDS = 3.0
 
 
@@ -33,8 +36,13 @@ class HostReport:
     gone: dict[int, float] = field(default_factory=dict)  # ranks whose process has ended: since when
     processes: list[tuple[int, str, str]] | None = None  # id, state, command line
     unreachable: list[str] = field(default_factory=list)  # hosts to which it cannot connect on high ports
+    waits: list[list[Any]] = field(default_factory=list)  # the ranks that wait, as in the guard's beat
+    rows: list[list[Any]] | None = None  # what its ranks do, as activity.look_at has it; None: it has not said so
+    is_lost: bool = False  # somebody has removed the roll call there
     left: list[tuple[int, str]] | None = None  # that had to be ended; None: it has not said so
     immortal: list[tuple[int, str]] = field(default_factory=list)
+    steps: dict[int, Report] = field(default_factory=dict)  # of its ranks
+    has_vanished: bool = False  # it fell silent, or its guard ended
 
 
 class Guards:
@@ -51,6 +59,8 @@ class Guards:
         self.reports = {host: HostReport() for host in hosts}
         self.signatures = Signatures()
         self.trouble: str | None = None
+        self._died: dict[str, tuple[int, float]] = {}  # by host: the rank whose process ended first, and when
+        self._clocks: dict[str, float] = {}  # by host: what to add to its times
         self._beaten = 0.0
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -93,7 +103,9 @@ class Guards:
                 wrong[host] = f"{host}: {facts['error']}"
         if wrong:
             lines = [wrong[host] for host in self._connections if host in wrong]
-            raise LaunchError("these hosts cannot take part:\n    " + "\n    ".join(lines))
+            refusal = LaunchError("these hosts cannot take part:\n    " + "\n    ".join(lines))
+            refusal.hosts = tuple(wrong)
+            raise refusal
         return {host: self._facts[host] for host in self._connections}
 
     def start(self) -> None:
@@ -109,6 +121,12 @@ class Guards:
             when = {word: dict(ranks) for word, ranks in self.signatures.when.items()}
             return when, {rank: since for report in self.reports.values() for rank, since in report.gone.items()}
 
+    def first_dead(self) -> list[int]:
+        """The rank that died first on each host where that is known; the first of all first."""
+        with self._lock:
+            when = {rank: at + self._clocks.get(host, 0.0) for host, (rank, at) in self._died.items()}
+        return sorted(when, key=lambda rank: when[rank])
+
     def look(self) -> None:
         """Ask for the job's processes on every host, and whom it cannot reach; a report without them did not answer."""
         for report in self.reports.values():
@@ -117,6 +135,22 @@ class Guards:
         deadline = time.monotonic() + _LOOK_SECONDS
         while time.monotonic() < deadline and any(report.processes is None for report in self.reports.values()):
             time.sleep(0.05)
+
+    def look_at_ranks(self) -> dict[str, float]:
+        """Ask what every rank does; for how long the hosts that are silent have been so, in seconds."""
+        for report in self.reports.values():
+            report.rows = None
+        self._send_all({"ranks": 1})
+        deadline = time.monotonic() + _LOOK_SECONDS
+        while time.monotonic() < deadline and any(
+            self.reports[host].rows is None and self.silence(host) < _SHORT_SILENCE_SECONDS for host in self.reports
+        ):
+            time.sleep(0.02)
+        return {host: self.silence(host) for host, report in self.reports.items() if report.rows is None}
+
+    def silence(self, host: str) -> float:
+        """For how long nothing has come from there, in seconds."""
+        return time.monotonic() - self._connections[host].heard_seconds
 
     def end(self, linger_seconds: float) -> None:
         """End what is left of the job on every host that can be reached, and hear their last reports."""
@@ -164,9 +198,11 @@ class Guards:
     def _judge(self, now: float) -> str | None:
         for host, connection in self._connections.items():
             if connection.is_closed and self.reports[host].left is None:
+                self.reports[host].has_vanished = True
                 return f"the connection to {connection.why_closed()}\nThe job is ended on all hosts"
             silent_seconds = now - connection.heard_seconds
             if silent_seconds > SILENCE_SECONDS:
+                self.reports[host].has_vanished = True
                 since = time.strftime("%H:%M:%S", time.localtime(time.time() - silent_seconds))
                 return (
                     f"{host}: nothing has been heard from it since {since}, for {silent_seconds:.0f} s: its power, its "
@@ -209,9 +245,22 @@ class Guards:
                 report.started.add(rank)
         for rank in message.get("gone", []):
             report.gone[rank] = now
+        if "beat" in message:
+            # The beat that took the least time on its way tells best.
+            ahead = self._connections[host].heard_seconds - message["time"]
+            self._clocks[host] = min(self._clocks.get(host, float("inf")), ahead)
+        if "died" in message:
+            self._died.pop(host, None)
+            if message["died"] is not None:
+                self._died[host] = message["died"], message["time"]
+        if "steps" in message:
+            report.steps = read_reports(message["steps"])
         if "processes" in message:
             report.processes = [tuple(entry) for entry in message["processes"]]
             report.unreachable = message["unreachable"]
+        report.waits = message.get("waits", report.waits)
+        report.rows = message.get("ranks", report.rows)
         if "ended" in message:
+            report.is_lost = message["lost"]
             report.immortal = [tuple(entry) for entry in message["immortal"]]
             report.left = [tuple(entry) for entry in message["ended"]]

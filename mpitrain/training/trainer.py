@@ -12,6 +12,7 @@ from mpitrain.cuda.shortage import memory_explained
 from mpitrain.cuda.streams import wait_for_work
 from mpitrain.errors import CheckpointError, ConfigError, NonFiniteError
 from mpitrain.exchange.overlap import Overlap
+from mpitrain.launch.steps import reporter
 from mpitrain.start import init
 from mpitrain.strategies import Strategy
 from mpitrain.training.hooks.hook import Hook
@@ -107,6 +108,7 @@ class Trainer:
         self.last_step: int | None = None
         self.times_own_work = False
         self.metrics: dict[str, float] = {}
+        self._report_step = reporter(self.world.config.roll_call, self.world.rank)
         with memory_explained():
             self.strategy.begin(self.world, self.adapter)
 
@@ -166,6 +168,7 @@ class Trainer:
         """
         spans = self.world.control.spans
         started = time.perf_counter()
+        self._report_step(self.step_number + 1)
         scale = self.adapter.loss_scale.value if self.adapter.loss_scale else None
         batch, weight = next(self.data)
         if spans:

@@ -91,7 +91,7 @@ def left(bed: Bed, patience_seconds: float = _PATIENCE_SECONDS) -> list[str]:
     """What is left of jobs on all nodes: the user's processes but logins, and files; waits for them to go."""
     command = (
         "for p in $(pgrep -u cluster); do tr '\\0' ' ' < /proc/$p/cmdline; echo; done 2>/dev/null; "
-        "ls -d /tmp/mpitrain-* 2>/dev/null; true"
+        "ls -d /tmp/mpitrain-* /dev/shm/mpich_shm_* /dev/shm/sm_segment.* 2>/dev/null; true"
     )
     ours = ("systemd", "(sd-pam)", "sshd")
     deadline = time.monotonic() + patience_seconds

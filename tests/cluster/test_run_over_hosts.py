@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import time
 from collections.abc import Iterator
 
@@ -59,6 +60,25 @@ mt.init()
 import mpitrain as mt, os, socket
 mt.init()
 print(os.environ["OMP_NUM_THREADS"], "threads on", socket.gethostname())
+""",
+    "hangs.py": """
+import os, signal, socket, sys, time
+import mpitrain as mt
+world = mt.init()
+def load():
+    if sys.argv[1] == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    while sys.argv[1] == "loop":
+        pass
+    while sys.argv[1] == "sleep":
+        time.sleep(1)
+for number in range(10**9):
+    if number == 20:
+        print("stands still now")
+        if socket.gethostname() == "node3":
+            load()
+    world.barrier()
+    time.sleep(0.01)
 """,
     "leaves_a_process.py": """
 import socket, subprocess
@@ -271,6 +291,47 @@ def test_a_node_that_falls_silent(bed: Bed, fault: str) -> None:
     assert "node2: nothing has been heard from it since " in end.output
     if fault == "cut":  # the node ends its part by itself
         assert left(bed, GUARD_SECONDS) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("stop", r"is stopped \(SIGSTOP\?\): kill -CONT \d+"),
+        ("loop", r"runs? in hangs\.py:\d+ \(load\), after call \d+"),
+        ("sleep", r"sleeps? in hangs\.py:11 \(load\), after call \d+"),
+    ],
+)
+def test_a_rank_that_stands_still(bed: Bed, kind: str, expected: str) -> None:
+    job = run(bed, f"-n 8 hangs.py {kind}", setting="MPITRAIN_STALL_SECONDS=3 MPITRAIN_HANG_SECONDS=6")
+    waits = r"ranks 0-3,6,7 on node1,node2,node4 wait in barrier \(call \d+\)"
+    assert job.code == 1, job.output
+    for head in (r"no progress for [34](\.\d)? s", r"nothing has moved for 6 s \(hang_seconds\), and the job is ended"):
+        # Of two ranks on a host that stand in one place each has its line, or both have one.
+        assert re.search(rf"mpitrain: {head}: {waits}; ranks? 4(,5)? on node3 {expected}", job.output), job.output
+
+
+def test_a_cut_cable_is_named_before_the_host_is_given_up(bed: Bed) -> None:
+    job = Job(bed, "-n 4 hangs.py no", setting="MPITRAIN_STALL_SECONDS=8")
+    job.wait_for("stands still now")
+    bed.cut("node4")
+    done = job.end()
+    assert done.code == 1, done.output
+    expected = r"ranks 0-2 on node1,node2,node3 wait in barrier .*; rank 3 on node4: nothing has been heard from it"
+    assert re.search(expected, done.output), done.output
+
+
+def test_jobs_are_listed_and_ended_by_their_id(bed: Bed) -> None:
+    job = Job(bed, "-n 4 hello.py 1000")
+    job.wait_for("] rank ", 4)
+    ps = as_user(bed, "node2", f"{PYTHONS['mpich']} -m mpitrain ps")
+    assert ps.returncode == 0, ps.stderr
+    expected = r"JOB .*\n(\w{8})  \S+ \S+  runs   0 on node1, 1 on node2, 2 on node3, 3 on node4  hello\.py 1000\n"
+    found = re.fullmatch(expected, ps.stdout)
+    assert found, ps.stdout
+    killed = as_user(bed, "node2", f"{PYTHONS['mpich']} -m mpitrain kill {found[1]}")
+    assert killed.returncode == 0, killed.stderr
+    assert killed.stdout == f"job {found[1]} has ended on node1, node2, node3, node4\n"
+    assert job.end().code == 128 + signal.SIGTERM
 
 
 def test_a_killed_launcher_leaves_nothing(bed: Bed, python: str) -> None:

@@ -9,6 +9,7 @@ import pytest
 from mpitrain.errors import ConfigError
 from mpitrain.launch import hosts
 from mpitrain.launch.hosts import lay_out
+from mpitrain.launch.placement import Place
 
 OTHERS = "[workers]\nb ansible_host=198.51.100.2\nc ansible_host=198.51.100.3\n\n[cluster:children]\nhead\nworkers\n"
 
@@ -104,3 +105,15 @@ def test_what_is_refused(folder: Path) -> None:
         lay_out("a,127.0.0.2", None, 2, None)
     with pytest.raises(ConfigError, match="there is no such file"):
         lay_out(None, folder / "nowhere", 2, None)
+
+
+def test_without_some_hosts_the_others_keep_their_ranks() -> None:
+    places = (Place("a", 0, 2, ("cuda:0", "cuda:1")), Place("b", 2, 1, ("cpu",)), Place("c", 3, 2, ("cpu", "cpu")))
+    layout = hosts.Layout(places, {"a": "10.0.0.1", "b": "10.0.0.2", "c": "10.0.0.3"}, "a", "a note")
+    assert hosts.without(layout, set()) == layout
+    less = hosts.without(layout, {"a"})
+    assert less.places == (Place("b", 0, 1, ("cpu",)), Place("c", 1, 2, ("cpu", "cpu")))
+    assert less.addresses == layout.addresses  # this machine starts the job still
+    assert hosts.without(layout, {"b"}).addresses == {"a": "10.0.0.1", "c": "10.0.0.3"}
+    assert hosts.without(layout, {"b", "c"}) == hosts.Layout(places[:1], {}, "a")
+    assert hosts.without(layout, {"a", "b"}).addresses == {"a": "10.0.0.1", "c": "10.0.0.3"}

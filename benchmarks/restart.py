@@ -1,0 +1,116 @@
+"""How long a training stands still when a rank is killed: from kill -9 to the first step after the restart.
+
+    python benchmarks/restart.py BED [ROUNDS]
+
+BED is a test bed of several nodes that the playbooks have set up. One rank on each node; a rank of the last node is
+killed. Prints seconds (median, lowest, highest), in parts: until the job has ended everywhere, and until a new step has
+been made.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+from mpitrain.testbed import Bed, find
+
+SHARE = "/home/cluster/nfs"
+PYTHON = "venv/bin/python"
+STAMPS = "import sys, time; [print(time.time(), line, end=str()) for line in sys.stdin]"
+DEADLINE_SECONDS = 120.0
+# All nodes have one kernel here, in which UCX would take them for one machine with shared memory.
+ENVIRONMENT = ("PATH=/usr/local/lib/mpitrain/bin:/usr/bin:/bin", "HOME=/home/cluster", "UCX_TLS=tcp,self")
+
+# A step takes 50 ms, a checkpoint is written every 20.
+SCRIPT = """
+import os, pathlib, sys, time
+import numpy
+import mpitrain as mt
+
+world = mt.init()
+pathlib.Path("/tmp/rank").write_text(str(os.getpid()))
+
+class Show(mt.Hook):
+    def after_step(self, trainer, step):
+        time.sleep(0.05)
+        world.print("made step", step.number)
+
+def regression(parameters, batch, on_gradient):
+    x, y = batch
+    error = x @ parameters["w"] - y
+    on_gradient("w", 2 * x.T @ error / len(x))
+    return float((error**2).mean())
+
+def build(world):
+    random = numpy.random.default_rng(0)
+    data = mt.ArrayData(world, (random.standard_normal((60, 5)), random.standard_normal(60)), global_batch=12)
+    return mt.Parts(mt.ArrayFunction(regression, {"w": numpy.zeros(5)}, mt.Sgd(0.01)), mt.Sync(), data)
+
+mt.Trainer(build, [mt.StopAtStep(10**6), mt.Checkpoint("restart-checkpoints", steps=20), Show()]).run()
+"""
+
+
+def as_user(bed: Bed, line: str) -> subprocess.CompletedProcess[str]:
+    """Run a line of shell on node1 as the shared user, in the share."""
+    shell = ["env", "-i", "-C", "/", *ENVIRONMENT, "bash", "-c", f"cd {SHARE}; {line}"]
+    return bed.node_run("node1", ["runuser", "-u", "cluster", "--", *shell], timeout_seconds=DEADLINE_SECONDS)
+
+
+def output(bed: Bed) -> list[tuple[float, str]]:
+    """The lines that the job has printed, each with its time."""
+    lines = [line.partition(" ") for line in as_user(bed, "cat restart.output").stdout.splitlines()]
+    return [(float(at), text) for at, _, text in lines]
+
+
+def wait_for(bed: Bed, begin: str, after: float = 0.0) -> float:
+    """When the job printed the first line that begins so, later than `after`; waits for it."""
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while True:
+        lines = output(bed)
+        for at, text in lines:
+            if at > after and text.startswith(begin):
+                return at
+        if time.monotonic() > deadline:
+            raise SystemExit(
+                "\n".join([f"no {begin!r} within {DEADLINE_SECONDS:g} s", *(text for _, text in lines[-20:])])
+            )
+        time.sleep(0.5)
+
+
+def one_round(bed: Bed) -> tuple[float, float]:
+    """Seconds from the kill to the end of the job, and to the first step after that. (The nodes have one clock.)"""
+    as_user(bed, f"rm -rf restart-checkpoints restart.output; cat > restart_train.py <<'END'\n{SCRIPT}\nEND")
+    job = f"{PYTHON} -m mpitrain run -n {len(bed.names)} --restarts 1 restart_train.py"
+    run = f"echo $BASHPID > /tmp/restart.pid; exec {job}"
+    as_user(bed, f"( {{ {run}; }} 2>&1 | {PYTHON} -uc '{STAMPS}' > restart.output ) < /dev/null > /dev/null 2>&1 &")
+    try:
+        wait_for(bed, "[0] made step 50")
+        done = bed.node_run(bed.names[-1], ["bash", "-c", "date +%s.%N; kill -9 $(cat /tmp/rank)"])
+        killed = float(done.stdout)
+        ended = wait_for(bed, "mpitrain: try 1 of 2 failed", killed)
+        stepped = wait_for(bed, "[0] made step", ended)
+        return ended - killed, stepped - killed
+    finally:
+        as_user(bed, "pid=$(cat /tmp/restart.pid); kill -TERM $pid; timeout 30 tail --pid=$pid -f /dev/null")
+
+
+def show(name: str, seconds: Sequence[float]) -> None:
+    """A line of the result."""
+    print(f"{name:<36} {statistics.median(seconds):6.2f} s  [{min(seconds):.2f} to {max(seconds):.2f}]", flush=True)
+
+
+def main() -> None:
+    """Measure."""
+    bed = find(sys.argv[1])
+    rounds = int(sys.argv[2]) if len(sys.argv) > 2 else 5
+    print(f"{len(bed.names)} nodes, {rounds} rounds")
+    ends, steps = zip(*[one_round(bed) for _ in range(rounds)], strict=True)
+    show("until the job has ended everywhere", ends)
+    show("until a step has been made again", steps)
+
+
+if __name__ == "__main__":
+    main()

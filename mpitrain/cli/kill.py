@@ -1,0 +1,47 @@
+"""`mpitrain kill JOB`: end a job on all its hosts, by its id."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from mpitrain.cli.ps import add_host_arguments
+
+HELP = "end a running job, by the id that `mpitrain ps` shows"
+
+_EPILOG = """\
+The launcher of the job ends it, as at Ctrl-C: the ranks have 5 s to end by
+themselves. Where the launcher is gone, or does not do it within 12 s, the
+processes of the job are killed.
+
+  mpitrain kill 1a2b3c4d
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.epilog = _EPILOG
+    add_host_arguments(parser)
+    parser.add_argument("job", help="the id of the job")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """End it; returns 0 if nothing of it is left on any host."""
+    from mpitrain.launch.hosts import lay_out
+    from mpitrain.launch.jobs import end_job, find_jobs, hosts_of
+
+    layout = lay_out(arguments.hosts, arguments.inventory, None, 1)
+    jobs, wrong = find_jobs(layout)
+    job = next((job for job in jobs if job.token == arguments.job), None)
+    if job is not None:
+        left, wrong = end_job(layout, arguments.job)
+        lines = [f"{host}: process {line} could not be killed" for host, its in left.items() for line in its]
+        if not lines and not wrong:
+            print(f"job {job.token} has ended on {', '.join(job.num_processes)}")
+    else:
+        known = ", ".join(job.token for job in jobs) or "none"
+        where = ", ".join(hosts_of(layout))
+        lines = [f"there is no job {arguments.job} of yours on {where}; running: {known}. `mpitrain ps` lists them"]
+    for line in [*lines, *wrong.values()]:
+        print(f"mpitrain kill: {line}", file=sys.stderr)
+    return int(bool(lines or wrong))

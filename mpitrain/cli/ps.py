@@ -1,0 +1,59 @@
+"""`mpitrain ps`: the jobs of this user that `mpitrain run` has started and that are not over."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+HELP = "list the jobs that are running"
+
+_EPILOG = """\
+Looks on the hosts of the cluster that this machine is a node of, else on this
+machine. A job's id is for `mpitrain kill ID`.
+
+  mpitrain ps
+  mpitrain ps --hosts node1,node2
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.epilog = _EPILOG
+    add_host_arguments(parser)
+
+
+def add_host_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options that say where to look."""
+    parser.add_argument("--hosts", metavar="A,B", help="hosts to look on; localhost for this machine")
+    parser.add_argument(
+        "-i",
+        type=Path,
+        dest="inventory",
+        metavar="PATH",
+        help="the cluster's hosts (./cluster/hosts, /etc/mpitrain/hosts)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print a line a job; returns 1 where a host could not be asked."""
+    from mpitrain.launch.hosts import lay_out
+    from mpitrain.launch.jobs import find_jobs, hosts_of
+
+    layout = lay_out(arguments.hosts, arguments.inventory, None, 1)
+    jobs, wrong = find_jobs(layout)
+    hosts = hosts_of(layout)
+    rows = [("JOB", "SINCE", "STATE", "RANKS", "SCRIPT")]
+    for job in jobs:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(job.since))
+        rows.append((job.token, since, job.state(hosts), job.where(), job.script))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    if jobs:
+        for row in rows:
+            print("  ".join([*(text.ljust(width) for text, width in zip(row, widths, strict=False)), row[-1]]))
+    elif not wrong:
+        print(f"no job of yours is running on {', '.join(hosts)}")
+    for line in wrong.values():
+        print(f"mpitrain ps: {line}", file=sys.stderr)
+    return int(bool(wrong))

@@ -1,0 +1,142 @@
+"""Which jobs of this user have processes on this host, and the end of one of them by its id.
+
+Sent to a host as text, as the guard is; it imports nothing of ours but what comes with it, and does with an old Python.
+It looks at processes, not at files, so a job that has died is in no list. One message goes to it and one comes back:
+
+    {"jobs": [{"id", "ranks": [[rank, pid, state, what, seconds, words]...], "pids": [...], "since": seconds since the
+               epoch, "script": [word...], "launcher": "HOST PID START", "is_launched_here": bool}...]}
+    {"ended": [[pid, command line]...], "left": [[pid, command line]...]}, for a wish to `end` a job
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from mpitrain.launch.activity import ENDED, WAITS, process_state, read_record
+from mpitrain.launch.guard import LAUNCHER, MARK, RANK_VARIABLES, command_line, read, send
+
+# A launcher gives its ranks 5 s to end by themselves, and is given some more.
+_GRACE_SECONDS = 12.0
+_KILL_SECONDS = 5.0
+
+
+def main(wish: dict[str, Any], _probe: str) -> None:
+    """Do what is wished for, and say so."""
+    send(end(wish["end"]) if "end" in wish else {"jobs": jobs()})
+
+
+def jobs() -> list[dict[str, Any]]:
+    """The jobs here, each with the processes that carry its mark."""
+    found: dict[str, dict[str, Any]] = {}
+    for entry in os.listdir("/proc"):  # noqa: PTH208 (names are wanted, many)
+        if not entry.isdigit() or process_state(int(entry)) in ("Z", "X", "gone") or not _is_mine(entry):
+            continue
+        variables = _environment(int(entry))
+        token = variables.get(MARK)
+        if not token:
+            continue
+        launcher = variables.get(LAUNCHER, "")
+        job = found.setdefault(token, {"id": token, "pids": [], "ranks": [], "since": 0.0, "script": []})
+        job["launcher"], job["is_launched_here"] = launcher, launcher_pid(launcher) is not None
+        job["pids"].append(int(entry))
+        since = _started(int(entry))
+        job["since"] = min(job["since"] or since, since)
+        rank = next((variables[name] for name in RANK_VARIABLES if name in variables), None)
+        if rank is not None:
+            job["ranks"].append((int(rank), since, int(entry)))
+    for job in found.values():
+        ranks: dict[int, int] = {}
+        for rank, _, pid in sorted(job["ranks"]):  # a rank is older than its children
+            ranks.setdefault(rank, pid)
+        job["ranks"] = [_does(rank, pid) for rank, pid in sorted(ranks.items())]
+        if ranks:
+            job["script"] = _script(min(ranks.items())[1])
+    return sorted(found.values(), key=lambda job: float(job["since"]))
+
+
+def end(token: str) -> dict[str, Any]:
+    """End a job: its launcher, where that is here, is asked to, and what is left after that is killed."""
+    mine = [job for job in jobs() if job["id"] == token]
+    named = [[pid, command_line(pid)] for job in mine for pid in job["pids"]]
+    launchers = {pid for job in mine if (pid := launcher_pid(job["launcher"])) is not None}
+    for pid in launchers:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGTERM)
+    # Elsewhere than here the launcher may be alive as well, and its guard here ends all in order.
+    is_dead = any(job["launcher"].split()[:1] == [socket.gethostname()] for job in mine) and not launchers
+    deadline = time.monotonic() + (0.0 if is_dead else _GRACE_SECONDS)
+    while (left := _pids(token)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    deadline = time.monotonic() + _KILL_SECONDS
+    while left and time.monotonic() < deadline:
+        for pid in left:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+        left = _pids(token)
+    return {"ended": named, "left": [[pid, command_line(pid)] for pid in left]}
+
+
+def launcher_name(pid: int) -> str:
+    """What stands for a launcher: host, process, and when that began, so that no later one is taken for it."""
+    return f"{socket.gethostname()} {pid} {_ticks(pid)}"
+
+
+def launcher_pid(name: str) -> int | None:
+    """Its process, if it is one of this host and alive."""
+    host, _, rest = name.partition(" ")
+    pid, _, ticks = rest.partition(" ")
+    alive = pid.isdigit() and host == socket.gethostname() and _ticks(int(pid)) == ticks != ""
+    return int(pid) if alive and process_state(int(pid)) not in ("Z", "X") else None
+
+
+def _pids(token: str) -> list[int]:
+    return [pid for job in jobs() if job["id"] == token for pid in job["pids"]]
+
+
+def _is_mine(entry: str) -> bool:
+    try:
+        return Path("/proc", entry).stat().st_uid == os.geteuid()
+    except OSError:
+        return False
+
+
+def _does(rank: int, pid: int) -> list[Any]:
+    """A row: rank, pid, state, what, seconds, words."""
+    for entry in os.listdir(f"/proc/{pid}/fd") if Path(f"/proc/{pid}/fd").exists() else []:  # noqa: PTH208
+        record = read_record(rank, pid, int(entry))
+        if record is not None:
+            waits = record["what"] in (WAITS, ENDED)
+            seconds = round(time.monotonic() - record["since"], 1) if waits else 0.0
+            return [rank, pid, process_state(pid), record["what"], seconds, record["words"]]
+    return [rank, pid, process_state(pid), -1, 0.0, ""]
+
+
+def _script(pid: int) -> list[str]:
+    """The command line of a rank without its Python."""
+    words = read(f"/proc/{pid}/cmdline").decode(errors="replace").split("\0")[:-1]
+    return words[1:] if len(words) > 1 else words
+
+
+def _environment(pid: int) -> dict[str, str]:
+    pairs = (word.partition("=") for word in read(f"/proc/{pid}/environ").decode(errors="replace").split("\0"))
+    return {name: value for name, _, value in pairs}
+
+
+def _ticks(pid: int) -> str:
+    """When a process began, in ticks since the host did."""
+    stat = read(f"/proc/{pid}/stat")
+    return stat.rpartition(b")")[2].split()[19].decode() if stat else ""
+
+
+def _started(pid: int) -> float:
+    """When a process began, in seconds since the epoch."""
+    uptime = float(read("/proc/uptime").split()[0])
+    ticks = _ticks(pid)
+    return time.time() - uptime + int(ticks) / os.sysconf("SC_CLK_TCK") if ticks else time.time()

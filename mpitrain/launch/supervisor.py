@@ -1,0 +1,204 @@
+"""Starts a job again after a failure: on which hosts, and when it is of no use.
+
+    start ─> code 0: done
+      ^  └─> failure ─> judge ─┬─> hosts: start again there; the script goes on from its newest checkpoint by itself
+      └──────────────────────<─┘
+                               └─> none: say why, and end with the code of the last failure
+
+A host that fell silent or does not answer is set aside, for longer each time. One that answers stays, unless a rank of
+it was the first to fail twice in a row: then it is set aside too, as long as that leaves `min_nodes`.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from mpitrain.errors import LaunchError
+from mpitrain.launch.ending import Ended, is_kill, why
+from mpitrain.launch.hosts import Layout, without
+from mpitrain.launch.steps import last_step
+
+# A guard that was cut off ends the job's part on its host within 30 s; no host comes back before that.
+ASIDE_SECONDS = 60.0  # the first time; twice as long each time after that
+MOST_ASIDE_SECONDS = 3600.0
+# The third time in the same step it is no accident.
+_MOST_AT_A_STEP = 3
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How often a job may be started again, and on how few hosts."""
+
+    restarts: int = 0
+    min_nodes: int = 1
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A try that failed.
+
+    Attributes:
+        cause: in a line.
+        code: its exit code.
+        when: its end, in seconds, by any clock that does not go back.
+        first: the first step that it began; None: it began none.
+        step: in which it failed; None: before its first.
+        host: of the rank that failed first, where that is known.
+        lost: the hosts that fell silent.
+    """
+
+    cause: str
+    code: int
+    when: float
+    first: int | None = None
+    step: int | None = None
+    host: str | None = None
+    lost: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is done after a failure: start again on `hosts`, or, where there are none, end because of `reason`."""
+
+    hosts: tuple[str, ...] = ()
+    reason: str = ""
+
+
+def judge(
+    hosts: Sequence[str],
+    failures: Sequence[Failure],
+    absent: Sequence[tuple[float, str]],
+    limits: Limits,
+    now: float,
+) -> Verdict:
+    """Whether to start again, and where.
+
+    Args:
+        hosts: those that the user has named, in order.
+        failures: of all tries so far; at least one.
+        absent: when which host did not answer as a try was to start.
+        limits: what the user allows.
+        now: by the clock of the failures.
+    """
+    last = failures[-1]
+    if len(failures) == 1 and last.step is None and not last.lost:
+        return Verdict(reason="it failed before its first step, and would do so again")
+    same = [failure for failure in failures if failure.step == last.step]
+    if len(same) >= _MOST_AT_A_STEP:
+        return Verdict(reason=_diagnosis(same, len(hosts)))
+    if len(failures) > limits.restarts:
+        return Verdict(reason="no try is left")
+    bad = [(failure.when, host) for failure in failures for host in failure.lost] + list(absent)
+    gone = _set_aside(bad, now)
+    suspect = _set_aside([(b.when, b.host) for a, b in pairwise(failures) if b.host and a.host == b.host], now)
+    there = [host for host in hosts if host not in gone]
+    if len(there) < limits.min_nodes or not there:
+        which = f"of {', '.join(hosts)} only {', '.join(there)} can take part" if there else "no host can take part"
+        return Verdict(reason=f"{which}, and --min-nodes is {limits.min_nodes}")
+    best = [host for host in there if host not in suspect]
+    return Verdict(tuple(best if len(best) >= limits.min_nodes and best else there))
+
+
+def _set_aside(bad: Sequence[tuple[float, str]], now: float) -> set[str]:
+    """The hosts that are set aside now, of when which was found bad."""
+    found = set()
+    for host in {host for _, host in bad}:
+        times = [when for when, which in bad if which == host]
+        if now < max(times) + min(ASIDE_SECONDS * 2 ** (len(times) - 1), MOST_ASIDE_SECONDS):
+            found.add(host)
+    return found
+
+
+def _diagnosis(same: Sequence[Failure], num_hosts: int) -> str:
+    """What tries that failed at the same step have in common."""
+    step = same[-1].step
+    found = [f"{len(same)} tries failed {f'at step {step}' if step else 'before their first step'}"]
+    known = sorted({failure.host for failure in same if failure.host})
+    if len(known) > 1:
+        found.append(f"on {', '.join(known)}, so it is no single machine: look at the program and at this step's data")
+    elif known and num_hosts > 1 and all(failure.host for failure in same):
+        found.append(f"always on {known[0]}: try without it, or look at what its ranks do in this step")
+    else:
+        found.append("look at the program and at this step's data")
+    if all(is_kill(failure.cause) for failure in same):
+        found.append("a signal 9 that nobody sent is the kernel's, out of memory: `sudo dmesg | grep -i oom`")
+    if step and step > 1 and all(failure.first == 1 for failure in same):
+        found.append("every try began at step 1: no checkpoint was found; the hook mt.Checkpoint writes them")
+    return "; ".join(found)
+
+
+def supervise(start: Callable[[Layout], Ended], layout: Layout, limits: Limits, own_name: str) -> int:
+    """Start a job, and again after failures, as far as `limits` allow; returns the exit code.
+
+    It is 0 only if the last try did its work, else that of the last failure.
+
+    Args:
+        start: runs the job on a layout to its end, and leaves nothing behind.
+        layout: where it is to run first.
+        limits: what the user allows.
+        own_name: of this machine, for a job that runs here alone.
+
+    Raises:
+        LaunchError: a try could not be started, and not because of hosts that others can do without.
+    """
+    names = {place.host: place.host if layout.addresses else own_name for place in layout.places}
+    hosts = tuple(names)
+    failures: list[Failure] = []
+    absent: list[tuple[float, str]] = []
+    now_on = layout
+    while True:
+        try:
+            ended = start(now_on)
+        except LaunchError as error:
+            away = [host for host in error.hosts if host in hosts]
+            if not failures or not away:
+                raise
+            absent += [(time.monotonic(), host) for host in away]
+            account = str(error)
+        else:
+            if ended.is_interrupted or limits.restarts == 0:
+                return ended.code
+            number = f"try {len(failures) + 1} of {limits.restarts + 1}"
+            if ended.code == 0:
+                if failures:
+                    _say(f"{number} came to its end")
+                return 0
+            failures.append(_failure(ended, now_on, names))
+            account = f"{number}{_account(failures[-1])}"
+        verdict = judge(hosts, failures, absent, limits, time.monotonic())
+        if not verdict.hosts:
+            _say(f"{account}; not started again: {verdict.reason}")
+            return failures[-1].code
+        now_on = without(layout, set(hosts) - set(verdict.hosts))
+        _say(f"{account}; {_follows(now_on, names)}")
+
+
+def _failure(ended: Ended, layout: Layout, names: Mapping[str, str]) -> Failure:
+    places = {rank: place.host for place in layout.places for rank in place.ranks}
+    cause, rank = why(ended, lambda number: names[places[number]])
+    first = min((report.first for report in ended.steps.values()), default=None)
+    host = None if rank is None else places[rank]
+    return Failure(cause, ended.code, time.monotonic(), first, last_step(ended.steps, rank), host, ended.lost)
+
+
+def _account(failure: Failure) -> str:
+    """How a try went, behind its number."""
+    begun = f", from step {failure.first - 1}," if failure.first and failure.first > 1 else ""
+    at = f"at step {failure.step}" if failure.step else "before its first step"
+    return f"{begun} failed {at}: {failure.cause}"
+
+
+def _follows(layout: Layout, names: Mapping[str, str]) -> str:
+    there = [place.host for place in layout.places]
+    aside = [host for host in names if host not in there]
+    num_ranks = sum(place.num_ranks for place in layout.places)
+    less = f" with {num_ranks} ranks, without {', '.join(aside)}" if aside else ""
+    return f"starting again on {', '.join(names[host] for host in there)}{less}"
+
+
+def _say(text: str) -> None:
+    print(f"mpitrain: {text}", file=sys.stderr, flush=True)

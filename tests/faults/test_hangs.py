@@ -1,0 +1,164 @@
+"""Jobs that stand still: the rank that is to blame is named, the job is ended, and nothing of it is left."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from faults.outcome import failed, report_of, succeeded
+from jobs import Job, run_command, run_job
+
+HOST = re.escape(socket.gethostname())
+LIMITS = {"MPITRAIN_STALL_SECONDS": "1.5", "MPITRAIN_HANG_SECONDS": "4"}
+
+START = """
+import os, pathlib, signal, subprocess, sys, tempfile, time
+import mpitrain as mt
+world = mt.init()
+"""
+# Each rank but the first and the last stands still in another way.
+STAND = (
+    START
+    + """
+def load():
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    while world.rank == 2:
+        pass
+    if world.rank == 3:
+        time.sleep(1000)
+    if world.rank == 4:
+        # The child opens a pipe that nobody writes to, before it becomes a program; until then its parent waits in the
+        # kernel, as for a disk: state D.
+        os.mkfifo(sys.argv[1])
+        opens = [(os.POSIX_SPAWN_OPEN, 9, sys.argv[1], os.O_RDONLY, 0)]
+        os.posix_spawn("/bin/true", ["true"], os.environ, file_actions=opens)
+world.barrier()
+if 0 < world.rank < 5:
+    load()
+world.barrier()
+"""
+)
+
+
+def run(folder: Path, ranks: int, source: str, *arguments: str, **limits: str) -> Job:
+    script = folder / "script.py"
+    script.write_text(source)
+    command = [sys.executable, "-m", "mpitrain", "run", "--hosts", "localhost", "-n", str(ranks), str(script)]
+    return run_command([*command, *arguments], env=LIMITS | limits)
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))  # noqa: PTH208 (names are wanted)
+
+
+def test_every_rank_that_stands_still_is_named_and_the_job_is_ended(tmp_path: Path) -> None:
+    job = run(tmp_path, 6, STAND, str(tmp_path / "pipe"))
+    assert job.code == 1, job.output
+    assert job.left == []
+    stuck = "a disk or a network share that does not answer"
+    expected = "; ".join(
+        [
+            rf"ranks 0,5 on {HOST} wait in barrier \(call \d+\)",
+            rf"rank 1 on {HOST} is stopped \(SIGSTOP\?\): kill -CONT \d+",
+            rf"rank 2 on {HOST} runs in script\.py:\d+ \(load\), after call \d+",
+            rf"rank 3 on {HOST} sleeps in script\.py:12 \(load\), after call \d+",
+            rf"rank 4 on {HOST} is stuck in the kernel \(\w+\) in script\.py:18 \(load\): {stuck}\?\n",
+        ]
+    )
+    heads = [r"no progress for [12]\.\d s", r"nothing has moved for 4 s \(hang_seconds\), and the job is ended"]
+    found = [re.search(rf"^mpitrain: {head}: {expected}", job.stderr, re.M) for head in heads]
+    assert all(found), job.output
+    assert found[1] is not None
+    # The last words: after them come stacks alone.
+    after = job.stderr[found[1].end() :].splitlines()
+    assert all(line.startswith("mpitrain:     ") for line in after), job.output
+    assert f"mpitrain:     rank 2 on {socket.gethostname()}, most recent call first:" in after
+
+
+def test_under_a_bare_mpiexec_the_ranks_see_to_it() -> None:
+    source = START + "world.barrier()\nif world.rank == 1:\n    world.receive(source=2)\nworld.barrier()"
+    job = run_job(3, source, env=LIMITS)
+    waits = (
+        rf"ranks 0,2 on {HOST} wait in barrier \(call \d+\); rank 1 on {HOST} waits in receive from rank 2 on {HOST} "
+        r"\(call \d+\); they wait for each other: do all ranks make the same calls in the same order\?"
+    )
+    assert len(re.findall(rf"^mpitrain: no progress for 1\.\d s: {waits}$", job.stderr, re.M)) == 1, job.output
+    report = report_of(job, "MpitrainError: ")
+    assert re.search(rf"nothing has moved for 4 s \(hang_seconds\), and the job is ended: {waits}$", report.text, re.M)
+
+
+def test_what_the_others_are_to_wait_for_ends_no_job(tmp_path: Path) -> None:
+    source = START + "with world.together('save it'):\n    time.sleep(4 if world.is_root else 0)\nprint('saved')"
+    job = run(tmp_path, 2, source, MPITRAIN_STALL_SECONDS="1", MPITRAIN_HANG_SECONDS="1.5")
+    succeeded(job)
+    expected = rf"rank 0 on {HOST} is in save it, which the others are to wait for, now in script\.py:6 \(<module>\)"
+    assert re.search(expected, job.stderr), job.output
+
+
+def test_nothing_is_ended_while_messages_move(tmp_path: Path) -> None:
+    """One long exchange, which a slow rank makes longer than all limits."""
+    source = START + (
+        "import numpy\nfrom mpitrain.allreduce import make_algorithm\nalgorithm = make_algorithm(world, 'ring')\n"
+        "flat = algorithm.allocate(2**18 * 120, numpy.dtype(numpy.float32))\nflat[:] = 1\n"
+        "begun = time.monotonic()\nhandle = algorithm.start(flat)\n"
+        "while world.rank == 1 and not handle.test():\n    time.sleep(0.08)\nhandle.wait()\n"
+        "assert flat.min() == flat.max() == 2\nworld.print('took', time.monotonic() - begun)"
+    )
+    job = run(tmp_path, 2, source, MPITRAIN_STALL_SECONDS="0.5", MPITRAIN_HANG_SECONDS="1")
+    succeeded(job)
+    assert float(job.stdout.split()[-1]) > 1.5, job.output
+    assert "no progress" not in job.stderr, job.output
+
+
+def test_a_launcher_that_is_killed_leaves_no_stopped_rank_and_no_shared_memory(tmp_path: Path) -> None:
+    source = START + (
+        "pathlib.Path(sys.argv[1]).touch() if world.is_root else None\n"
+        "if world.rank == 1:\n    os.kill(os.getpid(), signal.SIGSTOP)\nworld.barrier()"
+    )
+    ready = tmp_path / "ready"
+    seen: set[str] = set()
+
+    def kill(launcher: subprocess.Popen[str]) -> None:
+        deadline = time.monotonic() + 30.0
+        while not ready.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        time.sleep(1.0)
+        seen.update(name for name in shared_memory() - before if _has_mapped(launcher.pid, name))
+        launcher.send_signal(signal.SIGKILL)
+
+    before = shared_memory()
+    script = tmp_path / "script.py"
+    script.write_text(source)
+    command = [sys.executable, "-m", "mpitrain", "run", "--hosts", "localhost", "-n", "2", str(script), str(ready)]
+    job = run_command(command, during=kill)
+    failed(job)
+    assert seen, "the ranks had no shared memory"
+    deadline = time.monotonic() + 10.0
+    while seen & shared_memory():
+        assert time.monotonic() < deadline, seen & shared_memory()
+        time.sleep(0.1)
+
+
+def _has_mapped(ancestor: int, name: str) -> bool:
+    """Whether a process below `ancestor` has mapped a file of /dev/shm."""
+    for folder in Path("/proc").iterdir():
+        pid = int(folder.name) if folder.name.isdigit() else 0
+        while pid and pid != ancestor:
+            try:
+                pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                pid = 0
+        try:
+            if pid and f"/dev/shm/{name}" in (folder / "maps").read_text():
+                return True
+        except OSError:
+            continue
+    return False

@@ -1,0 +1,81 @@
+"""Files in /dev/shm: the job's are removed when its processes are gone, others are not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mpitrain.launch.shared_files import FOLDER, SharedFiles
+
+MAPS = "import mmap, sys; f = open(sys.argv[1], 'r+b'); m = mmap.mmap(f.fileno(), 0); print(flush=True); input()"
+
+
+@pytest.fixture
+def path() -> Iterator[Path]:
+    """A name there that no MPI library would give."""
+    path = Path(FOLDER) / f"test-{uuid.uuid4().hex}"
+    yield path
+    path.unlink(missing_ok=True)
+
+
+def mapping(path: Path) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([sys.executable, "-c", MAPS, str(path)], stdin=pipe, stdout=pipe, text=True)
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.communicate()
+
+
+def test_what_a_process_of_the_job_has_mapped(path: Path) -> None:
+    shared = SharedFiles()
+    path.write_bytes(bytes(4096))
+    first, second = mapping(path), mapping(path)
+    shared.look(lambda: [first.pid])
+    end(first)
+    shared.remove()
+    assert path.exists()  # the second one has it still
+    end(second)
+    shared.remove()
+    assert not path.exists()
+
+
+def test_what_another_process_has_mapped(path: Path) -> None:
+    shared = SharedFiles()
+    path.write_bytes(bytes(4096))
+    other = mapping(path)
+    shared.look(list)
+    end(other)
+    shared.remove()
+    assert path.exists()
+
+
+def test_what_was_there_before(path: Path) -> None:
+    path.write_bytes(bytes(4096))
+    shared = SharedFiles()
+    other = mapping(path)
+    shared.look(lambda: [other.pid])
+    end(other)
+    shared.remove()
+    assert path.exists()
+
+
+def test_what_an_mpi_library_has_left_before_anybody_looked() -> None:
+    shared = SharedFiles()
+    path = Path(FOLDER) / f"mpich_shm_{uuid.uuid4().hex[:8]}_test"
+    path.write_bytes(bytes(4096))
+    process = mapping(path)
+    shared.remove()
+    assert path.exists()
+    end(process)
+    shared.remove()
+    assert not path.exists()

@@ -1,0 +1,181 @@
+"""After which failures a job is started again, and where: the decision alone, without any process."""
+
+from __future__ import annotations
+
+import pytest
+
+from mpitrain.errors import LaunchError
+from mpitrain.launch.ending import Ended
+from mpitrain.launch.hosts import Layout
+from mpitrain.launch.placement import Place
+from mpitrain.launch.steps import Report
+from mpitrain.launch.supervisor import Failure, Limits, Verdict, judge, supervise
+
+HOSTS = ("a", "b", "c", "d")
+FIVE = Limits(restarts=5)
+
+
+def failure(
+    step: int | None, host: str | None = None, *lost: str, when: float = 0.0, first: int | None = 1, cause: str = "x"
+) -> Failure:
+    return Failure(cause, 1, when, first, step, host, lost)
+
+
+def test_a_failure_in_training() -> None:
+    assert judge(HOSTS, [failure(7, "b")], [], FIVE, 1.0) == Verdict(HOSTS)
+
+
+def test_a_failure_before_the_first_step() -> None:
+    reason = "it failed before its first step, and would do so again"
+    assert judge(HOSTS, [failure(None, "b")], [], FIVE, 1.0) == Verdict(reason=reason)
+    # In a later try it may be chance, and a host that vanishes is no fault of the program.
+    assert judge(HOSTS, [failure(7), failure(None, "b")], [], FIVE, 1.0) == Verdict(HOSTS)
+    assert judge(HOSTS, [failure(None, None, "b")], [], FIVE, 1.0) == Verdict(("a", "c", "d"))
+
+
+@pytest.mark.parametrize("restarts", [0, 1, 2])
+def test_no_more_restarts_than_allowed(restarts: int) -> None:
+    failures = [failure(step) for step in range(1, 4)]
+    for tried in range(1, 4):
+        expected = Verdict(HOSTS) if tried <= restarts else Verdict(reason="no try is left")
+        assert judge(HOSTS, failures[:tried], [], Limits(restarts), 1.0) == expected
+
+
+@pytest.mark.parametrize("between", [[], [failure(8)]])
+def test_three_times_at_the_same_step(between: list[Failure]) -> None:
+    two = [failure(7, "a"), *between, failure(7, "b")]
+    assert judge(HOSTS, two, [], FIVE, 1.0).hosts
+    assert judge(HOSTS, [*two, failure(9)], [], FIVE, 1.0).hosts
+    verdict = judge(HOSTS, [*two, failure(7, "b")], [], FIVE, 1.0)
+    assert verdict == Verdict(
+        reason="3 tries failed at step 7; on a, b, so it is no single machine: look at the program and at this step's "
+        "data; every try began at step 1: no checkpoint was found; the hook mt.Checkpoint writes them"
+    )
+    # Also where no try would be left anyway.
+    assert judge(HOSTS, [*two, failure(7, "b")], [], Limits(1), 1.0) == verdict
+
+
+def test_three_times_on_one_machine_of_several() -> None:
+    failures = [failure(7, "b", first=5, cause="rank 1 on b was killed by signal 9")] * 3
+    assert judge(HOSTS, failures, [], Limits(5, min_nodes=4), 1.0).reason == (
+        "3 tries failed at step 7; always on b: try without it, or look at what its ranks do in this step; "
+        "a signal 9 that nobody sent is the kernel's, out of memory: `sudo dmesg | grep -i oom`"
+    )
+    assert judge(("localhost",), [failure(7, "localhost", first=5)] * 3, [], FIVE, 1.0).reason == (
+        "3 tries failed at step 7; look at the program and at this step's data"
+    )
+    assert judge(HOSTS, [failure(7), *[failure(None, first=None)] * 3], [], FIVE, 1.0).reason == (
+        "3 tries failed before their first step; look at the program and at this step's data"
+    )
+
+
+def test_a_host_that_fell_silent_comes_back_later_and_later() -> None:
+    failures = [failure(7, None, "b", when=100.0)]
+    assert judge(HOSTS, failures, [], FIVE, 159.0).hosts == ("a", "c", "d")
+    assert judge(HOSTS, failures, [], FIVE, 160.0).hosts == HOSTS
+    failures.append(failure(9, None, "b", when=200.0))
+    assert judge(HOSTS, failures, [], FIVE, 319.0).hosts == ("a", "c", "d")
+    assert judge(HOSTS, failures, [], FIVE, 320.0).hosts == HOSTS
+    absent = [(1000.0 * number, "b") for number in range(1, 9)]
+    assert judge(HOSTS, failures, absent, FIVE, 8000.0 + 3599.0).hosts == ("a", "c", "d")
+    assert judge(HOSTS, failures, absent, FIVE, 8000.0 + 3600.0).hosts == HOSTS
+
+
+def test_a_host_whose_ranks_fail_first_twice_in_a_row() -> None:
+    failures = [failure(7, "b"), failure(9, "c"), failure(11, "b")]
+    assert judge(HOSTS, failures, [], FIVE, 1.0).hosts == HOSTS
+    failures.append(failure(13, "b"))
+    assert judge(HOSTS, failures, [], FIVE, 1.0).hosts == ("a", "c", "d")
+    # It answers: better with it than not at all.
+    assert judge(HOSTS, failures, [], Limits(5, min_nodes=4), 1.0).hosts == HOSTS
+    assert judge(("b",), failures, [], FIVE, 1.0).hosts == ("b",)
+    assert judge(HOSTS, [failure(7), failure(9)], [], FIVE, 1.0).hosts == HOSTS
+
+
+def test_too_few_hosts() -> None:
+    failures, absent = [failure(7, None, "b")], [(0.0, "d")]
+    assert judge(HOSTS, failures, absent, Limits(5, min_nodes=2), 1.0).hosts == ("a", "c")
+    assert judge(HOSTS, failures, absent, Limits(5, min_nodes=3), 1.0) == Verdict(
+        reason="of a, b, c, d only a, c can take part, and --min-nodes is 3"
+    )
+    everyone = [(0.0, host) for host in HOSTS]
+    assert judge(HOSTS, failures, everyone, FIVE, 1.0).reason == "no host can take part, and --min-nodes is 1"
+
+
+# -- the loop, with tries that only say how they ended ---------------------------------------------------------
+
+LAYOUT = Layout(
+    (Place("a", 0, 2), Place("b", 2, 1), Place("c", 3, 2)), {"a": "10.0.0.1", "b": "10.0.0.2", "c": "10.0.0.3"}, "a"
+)
+
+
+def killed(rank: int, step: int, code: int = 137) -> Ended:
+    steps = {number: Report(1000 + number, 1, step + (number != rank)) for number in range(5)}
+    return Ended(code, mpiexec_said=f"process rank {rank} with PID 1 on node b exited on\nsignal 9 (K)", steps=steps)
+
+
+class Tries:
+    """Ends tries as told, and keeps where each ran."""
+
+    def __init__(self, *ends: Ended | LaunchError) -> None:
+        self.ends = list(ends)
+        self.ran: list[dict[str, int]] = []
+
+    def __call__(self, layout: Layout) -> Ended:
+        self.ran.append({place.host: place.num_ranks for place in layout.places})
+        end = self.ends.pop(0)
+        if isinstance(end, LaunchError):
+            raise end
+        return end
+
+
+def absent(*hosts: str) -> LaunchError:
+    error = LaunchError("no answer")
+    error.hosts = hosts
+    return error
+
+
+def test_again_after_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    tries = Tries(killed(2, 7), Ended(0))
+    assert supervise(tries, LAYOUT, FIVE, "here") == 0
+    assert tries.ran == [{"a": 2, "b": 1, "c": 2}] * 2
+    assert capsys.readouterr().err.splitlines() == [
+        "mpitrain: try 1 of 6 failed at step 7: rank 2 on b was killed by signal 9; starting again on a, b, c",
+        "mpitrain: try 2 of 6 came to its end",
+    ]
+
+
+def test_without_a_host_that_vanished_or_does_not_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    lost = Ended(1, lost=("b",), trouble=("b: nothing has been heard",), steps={0: Report(1, 5, 9)})
+    tries = Tries(lost, absent("c"), Ended(0))
+    assert supervise(tries, LAYOUT, FIVE, "here") == 0
+    assert tries.ran == [{"a": 2, "b": 1, "c": 2}, {"a": 2, "c": 2}, {"a": 2}]
+    less = "starting again on a, c with 4 ranks, without b"
+    assert capsys.readouterr().err.splitlines() == [
+        f"mpitrain: try 1 of 6, from step 4, failed at step 9: b fell silent; {less}",
+        "mpitrain: no answer; starting again on a with 2 ranks, without b, c",
+        "mpitrain: try 2 of 6 came to its end",
+    ]
+
+
+def test_the_code_is_that_of_the_last_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    tries = Tries(killed(2, 7, 137), killed(4, 8, 5))
+    assert supervise(tries, LAYOUT, Limits(1), "here") == 5
+    assert capsys.readouterr().err.endswith("signal 9; not started again: no try is left\n")
+    assert supervise(Tries(killed(2, 7), absent("b", "c")), LAYOUT, Limits(3, min_nodes=2), "here") == 137
+    assert capsys.readouterr().err.endswith(
+        "no answer; not started again: of a, b, c only a can take part, and --min-nodes is 2\n"
+    )
+
+
+def test_what_is_never_tried_again(capsys: pytest.CaptureFixture[str]) -> None:
+    for end, limits in ((Ended(130, is_interrupted=True), FIVE), (Ended(0), FIVE), (killed(2, 7), Limits())):
+        tries = Tries(end)
+        assert supervise(tries, LAYOUT, limits, "here") == end.code
+        assert len(tries.ran) == 1
+    assert capsys.readouterr().err == ""
+    for error in (absent("b"), LaunchError("no ssh")):  # of the first try
+        with pytest.raises(LaunchError):
+            supervise(Tries(error), LAYOUT, FIVE, "here")
+    with pytest.raises(LaunchError, match="the code differs"):
+        supervise(Tries(killed(2, 7), LaunchError("the code differs")), LAYOUT, FIVE, "here")
