@@ -3,7 +3,7 @@
     mpiexec -n 2 python examples/gpu_loop.py --data digits
 
 The model computes in fp16, and parameters are kept in float32. A step packs the gradients of all layers into one
-buffer, in one launch, sums it over the ranks, and updates in one pass: gradients divided by the loss scale, AdamW, and
+buffer, sums it over the ranks, and updates in one pass: gradients divided by the loss scale, AdamW, and
 the fp16 copy for the next step. A sum that is not finite is so on every rank, so all of them leave out the same steps,
 and none asks its GPU. What the Trainer does besides: overlap, checks, checkpoints, a loss scale that adapts itself.
 """
@@ -44,6 +44,8 @@ def main() -> None:
     copy[...] = parameters
     seen = dict(zip(initial, layout.views({FLOAT32: copy}), strict=True))
 
+    if arguments.global_batch >= len(images):
+        raise SystemExit(f"--global-batch {arguments.global_batch}: there are {len(images)} samples; take fewer")
     size, order = arguments.global_batch, numpy.random.default_rng(0).permutation(len(images))
     begins = [number * size % (len(images) - size) for number in range(arguments.steps)]
     batches = ((images[chosen], labels[chosen]) for begin in begins for chosen in [order[begin : begin + size]])

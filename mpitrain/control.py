@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy
 
 from mpitrain.errors import MismatchError, MpitrainError
-from mpitrain.launch.activity import BUSY, mine
+from mpitrain.launch.activity import BUSY, WAITS, mine
 from mpitrain.long_wait import PUBLISH_SECONDS, LongWait
 from mpitrain.spans import Spans
 
@@ -106,7 +106,7 @@ class Control:
         """A barrier of its own, beside the world's collectives, which other ranks may still be in."""
         return self._comm.Ibarrier()
 
-    def wait(self, steps: Iterable[float | None], doing: object, peer: int | None = None) -> None:
+    def wait(self, steps: Iterable[float | None], doing: object, peer: int | None = None, *, what: int = WAITS) -> None:
         """Drive `steps` to its end. The text of `doing` names what is waited for, in reports.
 
         Args:
@@ -114,6 +114,8 @@ class Control:
                 It yields the seconds that one may sleep before the next, or None.
             doing: its str() is only made when it is needed.
             peer: the one rank waited for in a send or receive; otherwise all ranks take part.
+            what: WAITS, for other ranks; BUSY, for this rank's own disk, which the others may have to wait for;
+                ENDED, for others that have not come to their end. Only WAITS can be reported as a hang.
 
         Raises:
             MismatchError: another rank has finished without making the call that this one waits in.
@@ -122,14 +124,14 @@ class Control:
         self.check()
         begun = time.perf_counter()
         try:
-            self._wait(steps, doing, peer)
+            self._wait(steps, doing, peer, what)
         except BaseException as error:
             self._leave(doing, error)
             raise
         if self.spans:
             self.spans.add("wait", str(doing), begun, time.perf_counter())
 
-    def _wait(self, steps: Iterable[float | None], doing: object, peer: int | None) -> None:
+    def _wait(self, steps: Iterable[float | None], doing: object, peer: int | None, what: int) -> None:
         started = looked = 0.0
         long_wait: LongWait | None = None
         try:
@@ -155,7 +157,7 @@ class Control:
                 if long_wait is not None:
                     long_wait.look(now)
                 elif now - started > PUBLISH_SECONDS and (activity := mine()):
-                    long_wait = LongWait(activity, self.rank, doing, started)
+                    long_wait = LongWait(activity, self.rank, doing, started, what)
         finally:
             if long_wait is not None:
                 long_wait.end()

@@ -58,12 +58,12 @@ def watch_over(neighbours: Neighbours) -> None:
 class LongWait:
     """A wait since `started`, by time.monotonic(). `look` now and then; `end` it in any case."""
 
-    def __init__(self, activity: Activity, rank: int, doing: object, started: float) -> None:
+    def __init__(self, activity: Activity, rank: int, doing: object, started: float, what: int = WAITS) -> None:
         self._activity, self._rank, self._doing = activity, rank, doing
-        self._words, self._moved = str(doing), activity.moved
+        self._words, self._moved, self._what = str(doing), activity.moved, what
         self._since = self._looked = started
         self._factor = 1.0  # of stall_seconds, for the next report
-        self._entry = activity.begin(WAITS, self._words, started)
+        self._entry = activity.begin(what, self._words, started)
 
     def look(self, now: float) -> None:
         """Report the wait if it is time.
@@ -77,7 +77,7 @@ class LongWait:
         words = str(self._doing)
         if words != self._words:  # a queue does one thing after the other
             self._activity.end(self._entry)
-            self._words, self._entry = words, self._activity.begin(WAITS, words, now)
+            self._words, self._entry = words, self._activity.begin(self._what, words, now)
             self._since = now
         if self._activity.moved != self._moved:
             self._moved, self._since = self._activity.moved, now

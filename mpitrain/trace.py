@@ -27,6 +27,7 @@ import numpy
 
 from mpitrain.control import until
 from mpitrain.failure import end_job
+from mpitrain.launch.activity import ENDED
 from mpitrain.spans import Span, Spans
 
 if TYPE_CHECKING:
@@ -115,6 +116,9 @@ class Trace:
         if spans is None or world.control.is_broken:
             return
         try:
+            # Ranks come here at their end, and one may work on alone for long, as before `farewell`.
+            others = world.begin_agreement("end the trace")
+            world.control.wait(until(others.test, lambda: 0.001), "the end of the others", what=ENDED)
             end = compare_clocks(world)
             kept = [moved(span, self._begin, end) for span in spans.kept]
             of_all = world.gather((kept, spans.num_left_out, max(self._begin.error, end.error)))

@@ -36,6 +36,12 @@ def run(arguments: argparse.Namespace) -> int:
     if job is not None:
         left, wrong = end_job(layout, arguments.job)
         lines = [f"{host}: process {line} could not be killed" for host, its in left.items() for line in its]
+        launcher = job.launcher.partition(" ")[0]
+        if launcher and not job.is_launched and launcher not in hosts_of(layout):
+            lines.append(
+                f"job {job.token}: its ranks have ended; `mpitrain run` itself is on {launcher}, which was not asked, "
+                "and with --restarts may start them again. Run `mpitrain kill` there too"
+            )
         if not lines and not wrong:
             print(f"job {job.token} has ended on {', '.join(job.num_processes)}")
     else:

@@ -20,7 +20,8 @@ def is_shortage(error: BaseException) -> bool:
     cupy = sys.modules.get("cupy")
     if cupy is None:
         return False
-    if isinstance(error, cupy.cuda.runtime.CUDARuntimeError):
+    # The driver's own, where a kernel is loaded onto a GPU that is full by its first launch.
+    if isinstance(error, cupy.cuda.runtime.CUDARuntimeError | cupy.cuda.driver.CUDADriverError):
         return bool(error.status == _OUT_OF_MEMORY)
     return isinstance(error, cupy.cuda.memory.OutOfMemoryError)
 

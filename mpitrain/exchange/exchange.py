@@ -29,9 +29,13 @@ class Exchange(Protocol):
 
     Attributes:
         may_overflow: finite gradients may have an infinite mean.
+        division: which ranks of a node leave out what, in a word; "": by whole buckets.
     """
 
     may_overflow: bool
+
+    @property
+    def division(self) -> str: ...
 
     def mean(self, flat: Array, share: float) -> Handle:
         """Begin to replace `flat` by the sum over ranks of share x flat; the same bits on every rank.
@@ -60,6 +64,7 @@ class PlainExchange:
     """Every element as it is, by an allreduce."""
 
     may_overflow = False
+    division = ""
 
     def __init__(self, world: World, algorithm: str | None = None, transport: str | None = None) -> None:
         """
@@ -178,6 +183,13 @@ class CompressedExchange:
                     place.stream.synchronize()  # until then `host` must stay as it is
             else:
                 residual[:] = host
+
+    @property
+    def division(self) -> str:
+        """See Exchange."""
+        # A GPU's array that is coded on the host goes there in pieces, and each piece is dealt out.
+        by_pieces = any(is_device_array(flat) and not is_device_array(residual) for flat, residual in self._kept)
+        return "pieces of staged" if by_pieces else ""
 
     @cached_property
     def _on_device(self) -> Coded:

@@ -20,7 +20,7 @@ from mpitrain.arrays import Array, is_device_array
 from mpitrain.cuda import kernels
 from mpitrain.cuda.device import bind, cupy_module
 from mpitrain.cuda.memory import allocating, pinned
-from mpitrain.cuda.streams import happened, make_event, make_stream, working_on
+from mpitrain.cuda.streams import happened, make_event, make_stream, mark, working_on
 from mpitrain.errors import GradientError
 from mpitrain.exchange.bucket import Bucket, Layout
 from mpitrain.exchange.checks import all_finite
@@ -52,6 +52,7 @@ class DeviceBuckets:
             with working_on(self._gpu, self._stream):
                 self._flags: Array = cupy_module().zeros(len(buckets), numpy.int32)
             self._host_flags = pinned(self._flags.nbytes).view(numpy.int32)
+        self._from: Any = None  # the stream that the gradient before came on
 
     def begin(self) -> None:
         """From now on nothing has been looked at."""
@@ -71,6 +72,14 @@ class DeviceBuckets:
                 f"the parameters are on {self._gpu}"
             )
         self.gradients[index][...] = gradient
+
+    def came(self) -> None:
+        """A gradient is in, on the current stream; where that is another than before, it goes on behind that one."""
+        with self._gpu.current():
+            stream = cupy_module().cuda.get_current_stream()
+            if self._from is not None and self._from.ptr != stream.ptr:
+                stream.wait_event(mark(self._gpu, self._from))
+            self._from = stream
 
     def complete(self, number: int) -> None:
         """The current stream has been given all that a bucket holds."""

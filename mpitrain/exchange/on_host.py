@@ -35,6 +35,9 @@ class HostBuckets:
         """Copy a gradient, of its parameter's shape and dtype and from anywhere, to its place."""
         copy_to_host(gradient, self.gradients[index])
 
+    def came(self) -> None:
+        """A gradient is in."""
+
     def complete(self, number: int) -> None:
         """All that a bucket holds has been taken in."""
 

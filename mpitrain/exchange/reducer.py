@@ -264,7 +264,9 @@ class GradientReducer:
         self._sums.see()
         is_finite = NON_FINITE not in codes
         try:
-            if is_finite and self._exchange.may_overflow:
+            if codes.any():
+                self._forget()
+            elif self._exchange.may_overflow:
                 is_finite = self._look_at_means(may_skip)
         finally:
             self._begun = None
@@ -325,7 +327,7 @@ class GradientReducer:
     def _placement(self) -> str:
         """Equal where every rank leaves out the same elements: which those are follows from nodes and buckets."""
         buckets = [(str(bucket.dtype), bucket.begin, bucket.end) for bucket in self._buckets]
-        return hashlib.sha256(repr((self._world.node_ranks, buckets)).encode()).hexdigest()
+        return hashlib.sha256(repr((self._world.node_ranks, buckets, self._exchange.division)).encode()).hexdigest()
 
     def _unexpected(self, index: int) -> str:
         if self._begun is None:
@@ -355,12 +357,15 @@ class GradientReducer:
         found = self._look()
         if found < 0:
             return True
-        # This step is not made: what its values have left out belongs to nothing any more.
-        kept = self._exchange.state()
-        self._exchange.restore({name: numpy.zeros_like(residual) for name, residual in kept.items()})
+        self._forget()
         if may_skip:
             return False
         raise beyond_range(self.layout.parameters[self._place.parameter_of(found)].name)
+
+    def _forget(self) -> None:
+        """This step is not made: what its values have left out belongs to nothing any more."""
+        kept = self._exchange.state()
+        self._exchange.restore({name: numpy.zeros_like(residual) for name, residual in kept.items()})
 
 
 @dataclass(frozen=True)

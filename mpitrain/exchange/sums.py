@@ -59,6 +59,7 @@ class Sums:
 
     def count(self, number: int) -> None:
         """One more of a bucket's gradients is in."""
+        self._place.came()
         if self._waiting[number] == 1:
             self._place.complete(number)
         self._waiting[number] -= 1  # last: at 0 the thread may take the bucket

@@ -13,7 +13,7 @@ from mpitrain.launch.connections import connect
 from mpitrain.launch.hosts import Layout
 from mpitrain.launch.output import rank_ranges
 
-_ROSTER = ("activity", "shared_files", "facts", "guard", "roster")
+_ROSTER = ("activity", "shared_files", "deaths", "facts", "guard", "roster")
 _ANSWER_SECONDS = 15.0
 _END_SECONDS = 40.0
 

@@ -109,7 +109,10 @@ def _is_mine(entry: str) -> bool:
 
 def _does(rank: int, pid: int) -> list[Any]:
     """A row: rank, pid, state, what, seconds, words."""
-    for entry in os.listdir(f"/proc/{pid}/fd") if Path(f"/proc/{pid}/fd").exists() else []:  # noqa: PTH208
+    descriptors: list[str] = []
+    with contextlib.suppress(OSError):  # it has just ended: gone, or a zombie, whose folder is root's
+        descriptors = os.listdir(f"/proc/{pid}/fd")  # noqa: PTH208
+    for entry in descriptors:
         record = read_record(rank, pid, int(entry))
         if record is not None:
             waits = record["what"] in (WAITS, ENDED)

@@ -20,6 +20,8 @@ from pathlib import Path
 FOLDER = "/dev/shm"
 # What MPI libraries call their files: MPICH, Open MPI 5 and 4, UCX, Intel MPI.
 OF_MPI = ("mpich_shm_", "sm_segment.", "vader_segment.", "ucx_shm_posix_", "Intel_MPI_")
+# What Python and PyTorch call what their processes share. Files of other names are the user's own, and stay.
+OF_PYTHON = ("psm_", "sem.mp-", "torch_")
 _OLD_SECONDS = 2.0
 
 
@@ -48,7 +50,8 @@ class SharedFiles:
         deadline = time.monotonic() + 2 * _OLD_SECONDS
         while True:
             there = {file: made for file, made in files().items() if file not in self._before}
-            left = {file for file in there if file in self._found or file[0].startswith(OF_MPI)}
+            left = {file for file in there if file[0].startswith(OF_MPI)}
+            left |= {file for file in there if file in self._found and file[0].startswith(OF_PYTHON)}
             for entry in os.listdir("/proc") if left else []:  # noqa: PTH208 (names are wanted)
                 if entry.isdigit():
                     left -= mapped(int(entry))

@@ -134,7 +134,7 @@ class Trainer:
                 step = self.step()
                 for hook in keeping_last:
                     hook.after_step(self, step)
-            for hook in keeping_last:
+            for hook in keeping_first:  # what has been saved is on the disk before another hook can fail
                 hook.after_run(self)
         finally:
             for hook in self.hooks:

@@ -80,8 +80,9 @@ class _Watch(Hook):
 
     def before_run(self, trainer: Trainer) -> None:
         """See Hook. What ends the run may be of before it."""
-        if trainer.last_step is not None:
-            trainer.last_step = min(trainer.last_step, trainer.step_number + self._recorder.steps_left)
+        last = trainer.step_number + self._recorder.steps_left
+        if trainer.last_step is not None or any(hook.ends_run for hook in trainer.hooks):
+            trainer.last_step = min(trainer.last_step or last, last)
 
     def after_step(self, trainer: Trainer, step: Step) -> None:
         """See Hook."""

@@ -63,7 +63,7 @@ def metrics(trainer):
 
 hooks = [mt.StopAtStep(1000), mt.Evaluate(2, metrics)]
 if sys.argv[1:]:
-    hooks.append(mt.Checkpoint(sys.argv[1], 1))
+    hooks += [mt.Record([mt.JsonLines(sys.argv[1])]), mt.Checkpoint(sys.argv[1], 1)]
 mt.Trainer(build, hooks).run()
 raise AssertionError("verify must end the script before")
 """
@@ -119,7 +119,8 @@ def test_a_right_script_leaves_nothing_behind(tmp_path: Path) -> None:
     checkpoints = tmp_path / "checkpoints"
     job = verify(tmp_path, BEGIN + TRAIN, str(checkpoints), options=("--directory", str(tmp_path / "records")))
     assert job.code == 0, job.output
-    assert "without the hook Checkpoint, which reads or writes files" in job.stdout
+    for name in ("Checkpoint", "Record"):
+        assert f"without the hook {name}, which reads or writes files" in job.stdout
     assert not checkpoints.exists()
     assert "metrics        3 values" in job.stdout  # after steps 2, 4, and 5, which is the last one
     assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.jsonl")) == [

@@ -10,7 +10,7 @@ PYTHON = str(VENVS["mpich"] / "bin/python")
 
 def test_ranks_that_run_different_tests() -> None:
     # Neither of the two tests has a collective call of its own.
-    one, two = ([PYTHON, "-m", "tests.ranks", "-k", name] for name in ("test_names_that_cannot", "test_latest_is_by"))
+    one, two = ([PYTHON, "-m", "tests.ranks", "-k", name] for name in ("test_wrong_options", "test_the_first_place"))
     job = run_command([*mpiexec(1), *one, ":", "-n", "1", *two])
     failed(job)
     assert "the ranks do not come to the end of the same test: " in job.stdout, job.output

@@ -136,7 +136,7 @@ def test_mpiexec_is_killed(tmp_path: Path, uninterrupted: bytes) -> None:
 def test_always_at_the_same_step(tmp_path: Path) -> None:
     job = train(tmp_path, "if rank == 0 and step == 10: kill() if once('killed') else os._exit(7)")
     failed(job)
-    assert job.code == 7, job.output
+    assert job.code in (7, 137), job.output  # MPICH may give that of a rank that it has killed itself
     found = tries(job)
     assert len(found) == 3, job.output
     assert all(", from step 8, failed at step 10: " in line for line in found[1:]), job.output

@@ -95,13 +95,14 @@ def parts(libraries: list[Mpi], quick: bool) -> list[Part]:
 
     kernels = [python, "-m", "pytest", "-q", *settings, *chosen, "tests/gpu/test_kernels.py"]
     found = [Part("kernels against NumPy", kernels, 120, first, needs_mpi=False)]
-    found += [suite(first, count) for count in ((2,) if quick else RANKS)]
+    found.append(suite(first, 2))
     speed = [python, "benchmarks/gpu_kernels.py", *small]
     found.append(Part("speed of kernels", speed, 60, first, needs_mpi=False))
     for count in (2,) if quick else (2, 4):
         command = [python, "benchmarks/gpu_allreduce.py", *small, *copies]
         found.append(Part(f"speed of allreduce, {count} ranks", command, 60, first, count))
     found.append(Part("a training step", [*step, *(["--rounds", "2"] if quick else [])], 60, first))
+    found += [suite(first, count) for count in RANKS if count != 2 and not quick]
     found.append(Part("doctor", [python, "-m", "mpitrain", "doctor"], 60, first))
     # What another library may have that the first has not: messages of GPU memory.
     found += [suite(mpi, 2, *([] if quick else ["-k", "aware"])) for mpi in libraries[1:]]

@@ -17,8 +17,8 @@ MAPS = "import mmap, sys; f = open(sys.argv[1], 'r+b'); m = mmap.mmap(f.fileno()
 
 @pytest.fixture
 def path() -> Iterator[Path]:
-    """A name there that no MPI library would give."""
-    path = Path(FOLDER) / f"test-{uuid.uuid4().hex}"
+    """A name as Python gives it to what processes share, and no MPI library."""
+    path = Path(FOLDER) / f"psm_{uuid.uuid4().hex}"
     yield path
     path.unlink(missing_ok=True)
 
@@ -47,6 +47,20 @@ def test_what_a_process_of_the_job_has_mapped(path: Path) -> None:
     end(second)
     shared.remove()
     assert not path.exists()
+
+
+def test_a_file_of_the_users_own_stays(path: Path) -> None:
+    own = path.with_name(f"data-{path.name}")
+    shared = SharedFiles()
+    own.write_bytes(bytes(4096))
+    try:
+        process = mapping(own)
+        shared.look(lambda: [process.pid])
+        end(process)
+        shared.remove()
+        assert own.exists()
+    finally:
+        own.unlink()
 
 
 def test_what_another_process_has_mapped(path: Path) -> None:

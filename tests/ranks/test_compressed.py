@@ -204,3 +204,27 @@ def test_a_mean_beyond_the_wire_is_an_error_on_every_rank(world: World, codec: s
         else:
             reducer.finish()
             assert (reducer.gradients[1] == 1).all()
+
+
+def test_a_step_that_is_left_out_leaves_nothing_behind(world: World, codec: str) -> None:
+    """What the codec left out of its gradients is not in the next step's means, which are those of a new reducer."""
+    there = placed(world, "alone on each node")
+    gradient = numpy.full(2048, 1e-3, numpy.float32)
+    wrong = gradient.copy()
+    if there.is_root:
+        wrong[1024:] = inputs(there.rank, 0, 1024)
+        wrong[0] = numpy.inf
+
+    def means(*gradients: numpy.ndarray) -> list[numpy.ndarray]:
+        reducer = GradientReducer(
+            there, [Parameter("w", (2048,), FLOAT32)], exchange=lambda own: CompressedExchange(own, codec)
+        )
+        found = []
+        for values in gradients:
+            reducer.begin(1.0, 1024.0)
+            reducer.ready(0, values * numpy.float32(1024))
+            reducer.finish(0.0, may_skip=True)
+            found.append(reducer.flats[FLOAT32].copy())
+        return found
+
+    assert means(wrong, gradient)[-1].tobytes() == means(gradient)[-1].tobytes()

@@ -167,6 +167,7 @@ def test_early_stopping_across_a_resume(world: World, shared: Path) -> None:
         again = hooks(7, str(cut))
         assert last_step(world, again) == 5
         assert (again[1].best, again[1].best_step) == (5.0, 2)
+        assert last_step(world, hooks(7, str(cut))) == 5  # and stays there
 
 
 def test_states_of_hooks_go_by_name(world: World) -> None:

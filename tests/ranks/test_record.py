@@ -37,6 +37,7 @@ from mpitrain import (
     warmup_cosine,
 )
 from mpitrain.errors import ConfigError, DataError, MpitrainError
+from mpitrain.training.data.order import permuted
 from mpitrain.training.meters.meter import combine
 
 from .common import error_on_all
@@ -114,8 +115,7 @@ def test_the_gradient_norm_is_that_of_the_whole_batch(world: World) -> None:
 
         def before_step(self, trainer: Trainer) -> None:
             x = numpy.linspace(-1, 2, 13)
-            order = numpy.arange(13)
-            numpy.random.default_rng((0, trainer.step_number // 3)).shuffle(order)
+            order = permuted(numpy.arange(13), 13, (0, trainer.step_number // 3))
             x = x[order[5 * (trainer.step_number % 3) :][:5]]
             w = trainer.adapter.parameters()["w"][0]
             self.values.append(abs(float((2 * (w * x - x * x) * x).mean())))
@@ -225,6 +225,16 @@ def test_a_resumed_run_has_the_rows_of_the_uninterrupted_one(world: World, share
         for directory in (whole, resumed):
             rows = [{k: v for k, v in row.items() if v != ""} for row in read_csv(directory / "metrics.csv")]
             assert [{k: float(v) for k, v in row.items()} for row in rows] == rows_of(directory / "metrics.jsonl")
+
+
+def test_a_resumed_run_with_nothing_left_to_do(world: World, shared: Path) -> None:
+    """Its last checkpoint is of step 9, where the row of step 12 had begun."""
+    Trainer(build, [*hooks_of(shared, 9)]).run()
+    before = (shared / "metrics.jsonl").read_text() if world.is_root else ""
+    again = Trainer(build, hooks_of(shared, 9))
+    again.run()
+    assert again.step_number == 9
+    assert not world.is_root or (shared / "metrics.jsonl").read_text() == before
 
 
 def test_a_run_that_begins_anew_begins_its_record_anew(world: World, shared: Path) -> None:

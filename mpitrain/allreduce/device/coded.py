@@ -77,15 +77,16 @@ def coded(world: World, codec: str, host: Sequential) -> Coded:
         why = f"it sends no shortened gradients; use auto, peer or staged with compression {codec}, or no compression"
         refuse(world, asked, why)
 
-    def between_nodes(group: Group | None) -> Steps:
-        return coded_steps(world, place, group, codec)
+    def between_nodes() -> Steps:
+        return coded_steps(world, place, lane(world), codec)
 
     alone = world.num_nodes == world.size
     if alone and asked != "peer":
-        return Coded(DeviceSequential(world, place, codec, between_nodes(lane(world)), dtypes=_FLOAT32), True)
+        return Coded(DeviceSequential(world, place, codec, between_nodes(), dtypes=_FLOAT32), True)
     if asked != "staged":
+        between = between_nodes()  # no memory for it is an error, not a reason for another way
         try:
-            steps, allocate = peer_steps(world, place, between_nodes)
+            steps, allocate = peer_steps(world, place, lambda _: between)
             return Coded(DeviceSequential(world, place, codec, steps, allocate, _FLOAT32), True)
         except DeviceError as error:
             if asked == "peer" or not error.known_everywhere:

@@ -112,7 +112,8 @@ def newest(world: World, directory: Path, *, reads: bool) -> Found | None:
             found: tuple[Manifest, dict[str, Any]] | None = None
             if world.rank == rank:
                 try:
-                    found = read(claims[step])
+                    with world.control.busy(f"read {claims[step]}"):
+                        found = read(claims[step])
                 except CheckpointError as error:
                     problems.append(str(error))
                     say(world, f"{error}; it is passed over")

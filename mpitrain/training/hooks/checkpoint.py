@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from mpitrain.control import until
 from mpitrain.errors import CheckpointError, ConfigError
+from mpitrain.launch.activity import BUSY
 from mpitrain.training.checkpoint.manifest import Manifest, information, now
 from mpitrain.training.checkpoint.names import split
 from mpitrain.training.checkpoint.parts import part_name, prune_parts
@@ -193,4 +194,4 @@ class Checkpoint(Hook):
         def done() -> bool:
             return not self._writer.is_busy or self._writer.seconds > patience_seconds
 
-        world.control.wait(until(done, lambda: _NAP_SECONDS), self._writer.doing)
+        world.control.wait(until(done, lambda: _NAP_SECONDS), self._writer.doing, what=BUSY)

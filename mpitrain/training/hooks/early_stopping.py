@@ -51,6 +51,12 @@ class EarlyStopping(Hook):
         self.best_step = 0
         self._num_worse = 0
 
+    def before_run(self, trainer: Trainer) -> None:
+        """See Hook: a run that had ended here does not go on when it is started again."""
+        if self._num_worse >= self._patience:
+            self._seen.add(self._metric)
+            stop(trainer, f"step {trainer.step_number}: had stopped early")
+
     def after_step(self, trainer: Trainer, step: Step) -> None:
         """See Hook."""
         value = shared_metric(trainer, self._metric, self._seen)

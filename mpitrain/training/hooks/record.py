@@ -41,6 +41,8 @@ class Record(Hook):
     stderr says so, and with the next row it is tried again, with all rows that it lacks.
     """
 
+    writes_files = True
+
     def __init__(
         self,
         writers: Sequence[Writer],
@@ -128,7 +130,7 @@ class Record(Hook):
 
     def after_run(self, trainer: Trainer) -> None:
         """See Hook: a run that a hook behind this one has ended has a last row too."""
-        if self._num_measured:
+        if self._is_open and self._num_measured:  # not where the run had ended before its first step
             self._write_row(trainer)
 
     def _write_row(self, trainer: Trainer) -> None:

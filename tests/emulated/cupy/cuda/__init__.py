@@ -474,6 +474,7 @@ class RawModule:
 
 
 from . import compiler as compiler
+from . import driver as driver
 from . import memory as memory
 from . import nccl as nccl
 from . import runtime as runtime
