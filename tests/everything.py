@@ -25,7 +25,8 @@ SIZES = {"mpich": (1, 2, 3, 4, 5, 7), "openmpi": (2, 3)}
 MANY_RANKS = 7
 BY_SIZE = "test_allreduce or test_collectives or test_compressed or test_reducer or test_transfer or test_world"
 # World sizes for tests with arrays on GPUs, which are emulated here; scripts/gpu-check runs them on real ones.
-EMULATED_GPUS = {1: 1, 2: 2, 3: 1, 4: 2}  # by number of ranks
+EMULATED_GPUS = {1: 1, 2: 2, 4: 2}  # by number of ranks
+EMULATED_GPUS_TOO = {3: 1}  # with --full
 # The tests that need a bed of nodes (mpitrain/testbed).
 ON_NODES = ["tests/testbed", "tests/cluster", "tests/cli/test_cluster_bed.py", "tests/faults/cluster"]
 # Far above what a part takes; a part that reaches it hangs.
@@ -49,7 +50,7 @@ def parts(full: bool) -> Iterator[tuple[str, list[str], bool, float]]:
             chosen = ["-k", BY_SIZE] if size == MANY_RANKS and not full else []
             command = [*mpiexec(size, vendor), str(python), "-m", "tests.ranks", *slow, *chosen]
             yield f"{size} ranks, {vendor}", command, True, DEADLINE_SECONDS
-    for size, gpus in EMULATED_GPUS.items():
+    for size, gpus in (EMULATED_GPUS | (EMULATED_GPUS_TOO if full else {})).items():
         command = [*mpiexec(size), sys.executable, "-m", "tests.device_ranks", f"--emulated={gpus}", *slow]
         yield f"{size} ranks, emulated GPU", command, True, DEADLINE_SECONDS
 

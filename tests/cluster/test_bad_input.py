@@ -185,6 +185,7 @@ def test_no_inventory_at_all(bed: Bed, checkout: Path, tmp_path: Path) -> None:
     assert "Copy cluster/hosts.example to cluster/hosts" in run.text
 
 
+@pytest.mark.slow
 def test_too_little_room_on_the_share(bed: Bed, checkout: Path, tmp_path: Path) -> None:
     inventory = inventory_of(bed, tmp_path / "hosts", NODES)
     root(bed, "node1", f"mkdir -p {SHARE} && mount -t tmpfs -o size=64m,uid=1900,gid=1900 small {SHARE}")
@@ -261,7 +262,7 @@ def test_a_run_that_was_cut_off_is_mended_by_the_next(bed: Bed, checkout: Path, 
 WAIT_FOR_LISTENER = "for i in {1..50}; do (exec 3<>/dev/tcp/127.0.0.1/5555) && exit 0; sleep 0.1; done; exit 1"
 
 
-@pytest.mark.parametrize("firewall", ["ufw", "firewalld"])
+@pytest.mark.parametrize("firewall", ["ufw", pytest.param("firewalld", marks=pytest.mark.slow)])
 def test_an_active_firewall_lets_the_nodes_in_and_nobody_else(
     bed: Bed, checkout: Path, tmp_path: Path, firewall: str
 ) -> None:

@@ -385,7 +385,7 @@ def test_a_rank_that_is_late(bed: Bed, python: str) -> None:
 
 
 @MOSTLY_MPICH
-@pytest.mark.parametrize("script", ["hello.py", "plain.py"])
+@pytest.mark.parametrize("script", [pytest.param("hello.py", marks=pytest.mark.slow), "plain.py"])
 def test_a_firewall_that_drops_what_mpi_sends(bed: Bed, python: str, script: str) -> None:
     bed.drop("node3", "1024-65535")
     end = run(bed, f"-n 4 --start-seconds 10 {script}", python=python)

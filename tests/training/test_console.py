@@ -118,5 +118,7 @@ def test_plain_lines_in_a_pipe() -> None:
         text=True,
     )
     assert re.fullmatch(r"epoch 1 step 1 \| loss 0.5000 \| lr 0.1 \| [\d,]+ samples/s", done.stdout.splitlines()[0])
+    (end,) = re.findall(r"step (\d+): stopped after 0.7 s", done.stdout)
+    assert int(end) <= 60  # steps of 0.05 s, with time to spare
     assert "\x1b" not in done.stdout and "\r" not in done.stdout
     assert done.stderr == ""

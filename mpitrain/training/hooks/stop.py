@@ -36,7 +36,8 @@ class StopAfter(Hook):
     """End the run after the first step that ends `seconds` or more after its beginning; a resumed run counts anew.
 
     Rank 0's clock decides. It is not asked after every step, which would cost each a message: rank 0 says how many
-    steps there are until half of the time that is left, and they are made without asking.
+    steps there are until half of the time that is left (and no more than have been made), and they are made without
+    asking.
     """
 
     ends_run = True
@@ -50,6 +51,7 @@ class StopAfter(Hook):
         """See Hook."""
         self._end = time.monotonic() + self._seconds
         self._looked, self._looked_at = time.monotonic(), trainer.step_number
+        self._begun_at = trainer.step_number
         self._next = trainer.step_number + 1
 
     def after_step(self, trainer: Trainer, step: Step) -> None:
@@ -68,7 +70,9 @@ class StopAfter(Hook):
         self._looked, self._looked_at = now, number
         if now >= self._end:
             return 0
-        return max(1, int(min((self._end - now) / 2, _MOST_SECONDS_BETWEEN_LOOKS) / step_seconds))
+        steps = int(min((self._end - now) / 2, _MOST_SECONDS_BETWEEN_LOOKS) / step_seconds)
+        # The first step says little: of the hooks behind this one it has seen nothing.
+        return max(1, min(steps, number - self._begun_at))
 
 
 class StopWhen(Hook):
