@@ -122,7 +122,9 @@ GOES_ON = "training goes on, and the next save tries again. Earlier ones are who
 
 
 def test_a_full_disk_that_gets_room_again(tmp_path: Path) -> None:
-    job, copy = in_a_small_disk(tmp_path, FILL + "before[5] = lambda: (checkpoints / 'other').unlink()\nsteps = 6\n")
+    # By then the thread that writes has found the disk full.
+    room = "import time\nbefore[5] = lambda: (time.sleep(1), (checkpoints / 'other').unlink())\nsteps = 6\n"
+    job, copy = in_a_small_disk(tmp_path, FILL + room)
     succeeded(job)
     assert job.stdout == "trained 6 steps\n"
     (line,) = job.stderr.splitlines()
