@@ -95,7 +95,9 @@ class Agent:
             self._channel = transport.open_session(timeout=LOGIN_SECONDS)
             program = shlex.join([_PYTHON, "-I", "-u", "-c", _in_a_word(_BOOT)])
             self._channel.exec_command(f"exec timeout -k 2 {_LIFE_SECONDS} {program}")
-            self._channel.sendall(json.dumps(_bundle()).encode() + b"\n")
+            # A far side that ended already does not take it all; what it printed is read below and says why.
+            with suppress(OSError):
+                self._channel.sendall(json.dumps(_bundle()).encode() + b"\n")
             self._lines = self._channel.makefile("rb")
             self.noise, self.hello = self._wait_for_hello()
             watchdog.cancel()
