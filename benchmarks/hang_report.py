@@ -107,13 +107,13 @@ def on_this_machine(kind: str, ranks: int) -> float | None:
             text=True,
             bufsize=1,
         )
-        alarm = threading.Timer(GIVE_UP_SECONDS, process.send_signal, [signal.SIGINT])
+        alarm = threading.Timer(GIVE_UP_SECONDS, process.send_signal, [signal.SIGTERM])
         alarm.start()
         try:
             return watch(process, rf"rank {guilty} on \S+ {SAYS[kind]}")
         finally:
             alarm.cancel()
-            process.send_signal(signal.SIGINT)
+            process.send_signal(signal.SIGTERM)
             process.communicate()
 
 

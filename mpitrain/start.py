@@ -118,7 +118,8 @@ def _sign_called() -> Callable[[], None]:
     activity = publish(launched.rank)
     entry = activity.begin(WAITS, "init()", time.monotonic())
     if ROLL_CALL in os.environ:
-        sign(os.environ[ROLL_CALL], CALLED, launched.rank, f"{os.getpid()} {activity.descriptor}")
+        about = f"{os.getpid()} {activity.descriptor} {os.getppid()}"
+        sign(os.environ[ROLL_CALL], CALLED, launched.rank, about)
     return lambda: activity.end(entry)
 
 

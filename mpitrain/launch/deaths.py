@@ -1,6 +1,6 @@
-"""Which of some processes of this machine ended first, to the microsecond, whoever is their parent.
+"""Which of some processes of this machine ended first, to the microsecond, whoever is their parent; and whose parent has.
 
-That one is the culprit: mpiexec ends the others within a millisecond, and may then name any of them (MPICH's does so
+The first is the culprit: mpiexec ends the others within a millisecond, and may then name any of them (MPICH's does so
 now and then). A pidfd becomes readable when its process ends, and epoll gives what is ready in the order in which it
 became so (Linux, epoll(7), pidfd_open(2)).
 
@@ -9,8 +9,34 @@ Sent to the guards as text, so it imports nothing of ours and does with an old P
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
+from pathlib import Path
+
+
+class Orphans:
+    """Ranks whose parent has ended. Where the daemon of mpiexec is killed they live on, and mpiexec waits for them."""
+
+    def __init__(self) -> None:
+        self._watched: dict[int, tuple[int, int]] = {}  # process and parent, by rank
+        self._before: set[int] = set()
+
+    def watch(self, rank: int, pid: int, parent: int) -> None:
+        """From now on look at this rank, which `parent` has started."""
+        self._watched[rank] = pid, parent
+
+    def look(self) -> list[int]:
+        """Those that were orphans at the look before too: at a job's end all are, for a moment."""
+        now = set()
+        for rank, (pid, parent) in self._watched.items():
+            with contextlib.suppress(OSError, ValueError):
+                # "pid (name) state parent ...", where the name may hold spaces and brackets.
+                state, its_parent = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[:2]
+                if int(its_parent) != parent and state not in (b"Z", b"X"):
+                    now.add(rank)
+        found, self._before = sorted(now & self._before), now
+        return found
 
 
 class Deaths:

@@ -6,7 +6,8 @@ comes with it, and does with an old Python. Both sides send a JSON object a line
     launcher: {"wish": ...}                       guard: {"facts": ...}, or {"error": ...}
     launcher: {"beat": 1}, every second           guard: {"beat": 1, "signed": [line...], "gone": [rank...],
                                                          "waits": [[rank, what, seconds, stall, hang]...],
-                                                         "steps": text, "time": now, by its own clock}
+                                                         "orphans": [rank...], "steps": text,
+                                                         "time": now, by its own clock}
                                                   guard: {"died": the first rank or null, "time": its end}
     launcher: {"ranks": 1}                        guard: {"ranks": [row of activity.look_at...]}
     launcher: {"processes": 1}                    guard: {"processes": [[pid, state, command line]...],
@@ -34,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.launch.activity import ENDED, WAITS, look_at, process_state, read_record
-from mpitrain.launch.deaths import Deaths
+from mpitrain.launch.deaths import Deaths, Orphans
 from mpitrain.launch.facts import collect
 from mpitrain.launch.shared_files import SharedFiles
 
@@ -63,6 +64,7 @@ class Guard:
         self._pids: dict[int, int] = {}  # of the ranks, until they are gone
         self._received = b""
         self._deaths = Deaths()
+        self._orphans = Orphans()
         self._first_dead: int | None = None
         self._shared_files = SharedFiles()
         self._where: dict[int, tuple[int, int]] = {}  # of the ranks that have called init(): process and descriptor
@@ -162,12 +164,14 @@ class Guard:
             word, number, *rest = line.split()
             if word == "started":
                 self._pids[int(number)] = int(rest[0])
-            elif word == "called" and len(rest) == 2:
-                self._where[int(number)] = (int(rest[0]), int(rest[1]))
+            elif word == "called" and len(rest) == 3:
+                pid, descriptor, parent = map(int, rest)
+                self._where[int(number)] = (pid, descriptor)
+                self._orphans.watch(int(number), pid, parent)
         gone = [rank for rank, pid in self._pids.items() if not Path(f"/proc/{pid}").exists()]
         self._pids = {rank: pid for rank, pid in self._pids.items() if rank not in gone}
-        about_steps = {"steps": self._read_steps(), "time": time.monotonic()}
-        send({"beat": 1, "signed": signed, "gone": gone, "waits": self._waits(), **about_steps})
+        about = {"orphans": self._orphans.look(), "steps": self._read_steps(), "time": time.monotonic()}
+        send({"beat": 1, "signed": signed, "gone": gone, "waits": self._waits(), **about})
 
     def _signed(self) -> list[str]:
         """The whole lines that have come to the roll call."""

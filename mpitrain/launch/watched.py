@@ -13,6 +13,7 @@ from pathlib import Path
 
 from mpitrain.launch.arrival import diagnosis, misplaced, problem
 from mpitrain.launch.guard import LAUNCHER, MARK
+from mpitrain.launch.output import rank_ranges
 from mpitrain.launch.placement import Place
 from mpitrain.launch.roster import launcher_name
 from mpitrain.launch.stalls import Stalls
@@ -45,6 +46,12 @@ class WatchedJob:
             return self._guards.trouble.splitlines()
         if stray := misplaced(self._places, self._guards.reports):
             return [stray]
+        for host, report in self._guards.reports.items():
+            if report.orphans:
+                return [
+                    f"the process of mpiexec that started the ranks of {host} has gone, killed by somebody or for want of "
+                    f"memory (`sudo dmesg | grep -i oom` there); rank {rank_ranges(report.orphans)} cannot go on without it"
+                ]
         when, gone = self._guards.seen()
         now = time.monotonic()
         found = problem(self._places, when, gone, since=self._since, now=now, start_seconds=self._start_seconds)

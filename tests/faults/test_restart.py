@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy
@@ -55,6 +57,7 @@ def build(world):
     data = mt.ArrayData(world, (random.standard_normal((60, 5)), random.standard_normal(60)), global_batch=12)
     return mt.Parts(mt.ArrayFunction(regression, {"w": numpy.zeros(5)}, mt.Sgd(0.01, momentum=0.9)), mt.Sync(), data)
 
+BEFORE
 trainer = mt.Trainer(build, [mt.StopAtStep(20), mt.Checkpoint(folder / "checkpoints", steps=4)])
 trainer.run()
 if world.is_root:
@@ -66,13 +69,14 @@ def train(
     folder: Path,
     wrong: str,
     *options: str,
+    before: str = "",
     vendor: str = "mpich",
     env: Mapping[str, str] | None = None,
     during: Callable[[subprocess.Popen[str]], None] | None = None,
 ) -> Job:
-    """Run the training with what goes wrong in it, three times at most."""
+    """Run the training with what goes wrong in it, three times at most; `before` runs before it."""
     folder.mkdir(exist_ok=True)
-    (folder / "train.py").write_text(SCRIPT.replace("WRONG", wrong))
+    (folder / "train.py").write_text(SCRIPT.replace("BEFORE", before).replace("WRONG", wrong))
     command = [str(VENVS[vendor] / "bin/python"), "-m", "mpitrain", "run", "-n", "3", "--restarts", "2", *options]
     return run_command([*command, str(folder / "train.py"), str(folder)], cwd=folder, env=env, during=during)
 
@@ -121,15 +125,148 @@ def test_an_exception_on_a_rank(tmp_path: Path, uninterrupted: bytes) -> None:
     assert parameters(tmp_path) == uninterrupted
 
 
-def test_mpiexec_is_killed(tmp_path: Path, uninterrupted: bytes) -> None:
-    # The third parent up: of a rank that is Hydra's proxy, then mpiexec.
-    wrong = """if rank == 0 and step == 10 and once("killed"):
-        proxy = os.getppid()
-        os.kill(int(pathlib.Path(f"/proc/{proxy}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)
-        time.sleep(100)"""
-    job = train(tmp_path, wrong)
+# Rank 1 dies once in each phase of a step; rank 0, which writes, in the write of a checkpoint.
+PHASES = """
+import threading
+from mpitrain.training.checkpoint import store
+
+def dies(phase):
+    at = {"data": 3, "forward": 6, "backward": 9, "exchange": 11, "update": 14}
+    return rank == 1 and at[phase] == trainer.step_number + 1 and once(phase)
+
+def around(owner, name, before=lambda *_: None, after=lambda *_: None):
+    original = getattr(owner, name)
+    def wrapped(*arguments):
+        before(*arguments)
+        result = original(*arguments)
+        after(*arguments)
+        return result
+    setattr(owner, name, wrapped)
+
+def wait_for_rank_1(*_):
+    if rank == 0 and trainer.step_number + 1 == 11:
+        time.sleep(3)
+    if dies("exchange"):
+        threading.Timer(0.5, kill).start()
+
+def write(path):
+    if path.name.startswith(".writing-step-00000016") and once("write"):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+around(mt.ArrayData, "__next__", lambda *_: dies("data") and kill())
+around(mt.Sync, "on_gradient", after=lambda *_: dies("backward") and kill())
+around(mt.Sync, "finish_step", wait_for_rank_1)
+around(mt.ArrayFunction, "apply_gradients", lambda *_: dies("update") and kill())
+around(store, "_sync", write)
+"""
+
+
+def test_a_rank_is_killed_in_each_phase(tmp_path: Path, uninterrupted: bytes) -> None:
+    job = train(tmp_path, "if dies('forward'): kill()", "--restarts", "6", before=PHASES)
     succeeded(job)
-    assert len(tries(job)) == 2, job.output
+    found = tries(job)
+    assert [int(step) for line in found for step in re.findall(r"failed at step (\d+): rank 1 ", line)] == [3, 6, 9, 11, 14]
+    assert re.search(r"failed at step (17|18|19|20): rank 0 ", found[5]), job.output
+    assert found[6:] == ["try 7 of 7 came to its end"]
+    assert [int(step) for step in re.findall(r"resumed from .* at step (\d+)", job.stdout)] == [4, 8, 8, 12, 12]
+    assert "was not written to its end; it is passed over" in job.stderr
+    assert parameters(tmp_path) == uninterrupted
+
+
+@pytest.mark.parametrize(
+    ("vendor", "parent"), [("mpich", "daemon"), ("mpich", "mpiexec"), ("openmpi", "mpiexec")]
+)
+def test_what_started_the_ranks_is_killed(tmp_path: Path, vendor: str, parent: str, uninterrupted: bytes) -> None:
+    # The parent of a rank is MPICH's daemon, Hydra's proxy, whose parent is mpiexec; or else mpiexec itself.
+    above = parent == "mpiexec" and vendor == "mpich"
+    wrong = f"""if rank == 0 and step == 10 and once("killed"):
+        pid = os.getppid()
+        if {above}:
+            pid = int(pathlib.Path(f"/proc/{{pid}}/stat").read_text().rpartition(")")[2].split()[1])
+        os.kill(pid, signal.SIGKILL)
+        time.sleep(100)"""
+    job = train(tmp_path, wrong, vendor=vendor)
+    succeeded(job)
+    found = tries(job)
+    assert len(found) == 2, job.output
+    assert re.match(rf"try 1 of 3 failed at step 10: .*; starting again on {HERE}$", found[0]), job.output
+    assert parameters(tmp_path) == uninterrupted
+
+
+def test_two_jobs_at_once(tmp_path: Path, uninterrupted: bytes) -> None:
+    folders = tmp_path / "whole", tmp_path / "killed"
+    meet = f"""if step == 5:
+        once("there")
+        while not all(pathlib.Path(folder, "there").exists() for folder in {[str(path) for path in folders]}):
+            time.sleep(0.05)"""
+    kill = "\n    if rank == 1 and step == 7 and once('killed'): kill()"
+    # The one that is not killed is still at its work when the other one has been cleared away and has begun again.
+    stay = f"""\n    while step == 6 and not pathlib.Path({str(folders[1])!r}, "w.npy").exists(): time.sleep(0.05)"""
+    with ThreadPoolExecutor() as pool:
+        whole = pool.submit(train, folders[0], meet + stay)
+        killed = train(folders[1], meet + kill)
+        succeeded(killed)
+        succeeded(whole.result())
+    assert len(tries(killed)) == 2, killed.output
+    assert tries(whole.result()) == [], whole.result().output
+    assert [parameters(folder) for folder in folders] == [uninterrupted] * 2
+
+
+JUMPING_CLOCK = r"""
+#define _GNU_SOURCE
+#include <fcntl.h>
+#include <stdlib.h>
+#include <sys/syscall.h>
+#include <sys/time.h>
+#include <time.h>
+#include <unistd.h>
+
+static long jump(void) {
+    char text[32] = "";
+    int file = open(getenv("CLOCK_JUMP"), O_RDONLY);
+    if (file >= 0 && read(file, text, 31) < 0) text[0] = 0;
+    if (file >= 0) close(file);
+    return atol(text);
+}
+int clock_gettime(clockid_t clock, struct timespec *now) {
+    int bad = syscall(SYS_clock_gettime, clock, now);
+    if (!bad && (clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE)) now->tv_sec += jump();
+    return bad;
+}
+int gettimeofday(struct timeval *restrict now, void *restrict zone) {
+    struct timespec value;
+    clock_gettime(CLOCK_REALTIME, &value);
+    now->tv_sec = value.tv_sec;
+    now->tv_usec = value.tv_nsec / 1000;
+    return 0;
+}
+time_t time(time_t *result) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    if (result) *result = now.tv_sec;
+    return now.tv_sec;
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler for the library that moves the clock")
+def test_a_clock_that_jumps(tmp_path: Path, vendor: str, uninterrupted: bytes) -> None:
+    # All that the job starts sees it; the clock of the machine itself stays.
+    library, jump = tmp_path / "jump.so", tmp_path / "jump"
+    (tmp_path / "jump.c").write_text(JUMPING_CLOCK)
+    subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", library, tmp_path / "jump.c"], check=True, timeout=60)
+    wrong = f"""if rank == 0 and step in (5, 9) and once(f"jump-{{step}}"):
+        before = time.time()
+        pathlib.Path({str(jump)!r}).write_text("7200" if step == 5 else "-86400")
+        assert abs(time.time() - before) > 7000
+    if rank == 1 and step == 11 and once("killed"): kill()"""
+    job = train(tmp_path, wrong, vendor=vendor, env={"LD_PRELOAD": str(library), "CLOCK_JUMP": str(jump)})
+    succeeded(job)
+    found = tries(job)
+    assert len(found) == 2, job.output
+    assert "failed at step 11: rank 1 " in found[0], job.output
+    assert "no progress" not in job.output
+    assert job.stdout.count("resumed from ") == 1
     assert parameters(tmp_path) == uninterrupted
 
 
