@@ -71,6 +71,11 @@ class Job:
             assert self._thread.is_alive(), self.output()
             time.sleep(0.1)
 
+    @property
+    def is_running(self) -> bool:
+        """It has not come to its end."""
+        return self._thread.is_alive()
+
     def signal(self, name: str) -> None:
         """Send a signal to the launcher alone."""
         self._bed.node_run("node1", ["bash", "-c", f"kill -{name} $(cat {self._files}.pid)"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import signal
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -43,6 +45,14 @@ mt.Trainer(build, [mt.StopAtStep(int(sys.argv[1])), mt.Checkpoint("checkpoints",
 world.print("done")
 """
 
+STAYS = """
+import time
+import mpitrain as mt
+mt.init()
+print("stays")
+time.sleep(600)
+"""
+
 
 @pytest.fixture(scope="module")
 def bed(request: pytest.FixtureRequest) -> Iterator[Bed]:
@@ -51,6 +61,7 @@ def bed(request: pytest.FixtureRequest) -> Iterator[Bed]:
     bed = find(given) if given else up(snapshot=request.getfixturevalue("provisioned"))
     try:
         write(bed, "node1", f"{SHARE}/train.py", SCRIPT)
+        write(bed, "node1", f"{SHARE}/stays.py", STAYS)
         yield bed
     finally:
         if not given:
@@ -97,6 +108,34 @@ def test_a_rank_is_killed(bed: Bed, python: str) -> None:
     assert found[3] == "starting again on node1, node2, node3, node4"
     assert re.search(r"resumed from .* at step (40|60|80)\n", end.output), end.output
     assert "mpitrain: try 2 of 3 came to its end\n" in end.output
+    assert end.output.count("made step 100 on 4 ranks") == 1
+
+
+def test_a_daemon_is_killed_beside_another_job(bed: Bed, python: str) -> None:
+    other = Job(bed, "-n 4 stays.py", python=python)
+    other.wait_for("stays", 4)
+    job = Job(bed, "-n 4 --restarts 1 train.py 100", python=python)
+    job.wait_for("made step 50 ")
+    bed.node_run("node3", ["bash", "-c", "kill -9 $(ps -o ppid= -p $(cat /tmp/rank))"])
+    end = job.end()
+    assert end.code == 0, end.output
+    assert re.search(r"mpitrain: try 1 of 2 failed at step \d+: .*; starting again on node1, node2, node3, node4\n", end.output)
+    assert re.search(r"resumed from .* at step (40|60|80)\n", end.output), end.output
+    assert "mpitrain: try 2 of 2 came to its end\n" in end.output
+    assert other.is_running, other.output()
+    other.signal("TERM")
+    assert other.end().code == 128 + signal.SIGTERM
+
+
+def test_a_cable_is_plugged_in_again(bed: Bed, python: str) -> None:
+    job = Job(bed, "-n 4 --restarts 1 train.py 100", python=python)
+    job.wait_for("made step 50 ")
+    bed.cut("node3")
+    time.sleep(5)
+    bed.heal("node3")
+    end = job.end()
+    assert end.code == 0, end.output
+    assert "mpitrain: try" not in end.output
     assert end.output.count("made step 100 on 4 ranks") == 1
 
 
