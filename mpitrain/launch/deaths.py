@@ -1,4 +1,4 @@
-"""Which of some processes of this machine ended first, to the microsecond, whoever is their parent; and whose parent has.
+"""Which of some processes of this machine ended first, to the microsecond, and which have lost their parent.
 
 The first is the culprit: mpiexec ends the others within a millisecond, and may then name any of them (MPICH's does so
 now and then). A pidfd becomes readable when its process ends, and epoll gives what is ready in the order in which it

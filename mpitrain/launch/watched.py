@@ -48,10 +48,9 @@ class WatchedJob:
             return [stray]
         for host, report in self._guards.reports.items():
             if report.orphans:
-                return [
-                    f"the process of mpiexec that started the ranks of {host} has gone, killed by somebody or for want of "
-                    f"memory (`sudo dmesg | grep -i oom` there); rank {rank_ranges(report.orphans)} cannot go on without it"
-                ]
+                orphans = rank_ranges(report.orphans)
+                why = "killed by somebody, or for want of memory (`sudo dmesg | grep -i oom` there)"
+                return [f"the process of mpiexec on {host} that started rank {orphans} has gone: {why}"]
         when, gone = self._guards.seen()
         now = time.monotonic()
         found = problem(self._places, when, gone, since=self._since, now=now, start_seconds=self._start_seconds)

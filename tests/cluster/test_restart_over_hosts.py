@@ -125,7 +125,9 @@ def test_a_daemon_is_killed_beside_another_job(bed: Bed, python: str) -> None:
     bed.node_run("node3", ["bash", "-c", "kill -9 $(ps -o ppid= -p $(cat /tmp/rank))"])
     end = job.end()
     assert end.code == 0, end.output
-    assert re.search(r"mpitrain: try 1 of 2 failed at step \d+: .*; starting again on node1, node2, node3, node4\n", end.output)
+    assert re.search(
+        r"mpitrain: try 1 of 2 failed at step \d+: .*; starting again on node1, node2, node3, node4\n", end.output
+    )
     assert re.search(r"resumed from .* at step (40|60|80)\n", end.output), end.output
     assert "mpitrain: try 2 of 2 came to its end\n" in end.output
     assert other.is_running, other.output()

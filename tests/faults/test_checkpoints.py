@@ -79,8 +79,10 @@ def test_4_3_1_and_4_ranks_are_one_run(tmp_path: Path) -> None:
 
 # -- disks ------------------------------------------------------------------------------------------------------------
 
-# What is to happen on rank 0 before a step is set in between: before[3] = lambda: ...
+# What is to happen on rank 0 before a step is set in between: before[3] = lambda: ... By then what the steps before it
+# have begun to write has been written, or has failed.
 EVENTS = """
+import threading
 before = {}
 first, calls = function, 0
 
@@ -88,6 +90,9 @@ def function(*arguments):
     global calls
     calls += 1
     if rank == 0 and calls in before:
+        for thread in threading.enumerate():
+            if thread.name == "mpitrain checkpoint":
+                thread.join()
         before[calls]()
     return first(*arguments)
 """
@@ -122,8 +127,7 @@ GOES_ON = "training goes on, and the next save tries again. Earlier ones are who
 
 
 def test_a_full_disk_that_gets_room_again(tmp_path: Path) -> None:
-    # By then the thread that writes has found the disk full.
-    room = "import time\nbefore[5] = lambda: (time.sleep(1), (checkpoints / 'other').unlink())\nsteps = 6\n"
+    room = "before[5] = lambda: (checkpoints / 'other').unlink()\nsteps = 6\n"
     job, copy = in_a_small_disk(tmp_path, FILL + room)
     succeeded(job)
     assert job.stdout == "trained 6 steps\n"

@@ -165,7 +165,13 @@ def test_a_rank_is_killed_in_each_phase(tmp_path: Path, uninterrupted: bytes) ->
     job = train(tmp_path, "if dies('forward'): kill()", "--restarts", "6", before=PHASES)
     succeeded(job)
     found = tries(job)
-    assert [int(step) for line in found for step in re.findall(r"failed at step (\d+): rank 1 ", line)] == [3, 6, 9, 11, 14]
+    assert [int(step) for line in found for step in re.findall(r"failed at step (\d+): rank 1 ", line)] == [
+        3,
+        6,
+        9,
+        11,
+        14,
+    ]
     assert re.search(r"failed at step (17|18|19|20): rank 0 ", found[5]), job.output
     assert found[6:] == ["try 7 of 7 came to its end"]
     assert [int(step) for step in re.findall(r"resumed from .* at step (\d+)", job.stdout)] == [4, 8, 8, 12, 12]
@@ -173,9 +179,7 @@ def test_a_rank_is_killed_in_each_phase(tmp_path: Path, uninterrupted: bytes) ->
     assert parameters(tmp_path) == uninterrupted
 
 
-@pytest.mark.parametrize(
-    ("vendor", "parent"), [("mpich", "daemon"), ("mpich", "mpiexec"), ("openmpi", "mpiexec")]
-)
+@pytest.mark.parametrize(("vendor", "parent"), [("mpich", "daemon"), ("mpich", "mpiexec"), ("openmpi", "mpiexec")])
 def test_what_started_the_ranks_is_killed(tmp_path: Path, vendor: str, parent: str, uninterrupted: bytes) -> None:
     # The parent of a rank is MPICH's daemon, Hydra's proxy, whose parent is mpiexec; or else mpiexec itself.
     above = parent == "mpiexec" and vendor == "mpich"

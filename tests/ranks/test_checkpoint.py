@@ -380,6 +380,29 @@ def test_one_copy_is_asked_for(world: World, shared: Path, monkeypatch: pytest.M
     assert names_in(shared) == ["node0"]
 
 
+@pytest.mark.parametrize("copies", [None, 1, 2])
+def test_some_nodes_see_the_directory_of_others(
+    world: World, shared: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], copies: int | None
+) -> None:
+    """Nodes 0 and 2, 1 and 3, ...: one rank writes into each directory."""
+    skip_alone(world)
+    own = shared / f"of-{world.rank % 2}"
+    hooks: list[Hook] = [StopAtStep(4), Checkpoint(own, steps=1, keep=None, copies=copies)]
+    trainer_there(world, monkeypatch, "alone on each node", hooks).run()
+    world.barrier()
+    names = [f"step-0000000{step}" for step in (1, 2, 3, 4)]
+    count = copies or 2
+    assert {path.name: names_in(path) for path in shared.iterdir()} == {f"of-{n}": names for n in range(count)}
+    output = capfd.readouterr()
+    assert "cannot write" not in output.err
+    if world.is_root:
+        assert f"checkpoints in {own}: not shared: {count} of {world.size} nodes keep a copy\n" in output.out
+    resumed = trainer_there(world, monkeypatch, "alone on each node", [StopAtStep(5), Checkpoint(own, steps=1)])
+    resumed.run()
+    if world.is_root:
+        assert f"resumed from {own}/step-00000004 of {world.name()} at step 4" in capfd.readouterr().out
+
+
 def test_nodes_that_see_one_directory_write_one_copy(
     world: World, shared: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

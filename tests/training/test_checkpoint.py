@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import threading
@@ -15,10 +16,11 @@ import numpy
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import load_file
 
 from mpitrain.errors import CheckpointError
-from mpitrain.training.checkpoint import latest, load, save, store
-from mpitrain.training.checkpoint.manifest import Manifest, read_manifest
+from mpitrain.training.checkpoint import latest, load, save, tensors
+from mpitrain.training.checkpoint.manifest import File, Manifest, read_manifest
 from mpitrain.training.checkpoint.names import join, split
 from mpitrain.training.checkpoint.store import TENSORS, entries, half_written, prune, verify, write
 from mpitrain.training.checkpoint.writer import Buffers, Writer
@@ -129,19 +131,45 @@ def test_a_run_killed_between_the_renames_loses_nothing_at_the_next_save(tmp_pat
     assert [load(tmp_path / name) for name in names_in(tmp_path)] == [{"n": 1}, {"n": 2}]
 
 
+@pytest.mark.parametrize("piece_bytes", [16, 100, 4096, tensors._PIECE_BYTES])
+def test_arrays_are_written_as_the_library_reads_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int
+) -> None:
+    monkeypatch.setattr(tensors, "_PIECE_BYTES", piece_bytes)
+    random = numpy.random.default_rng(0)
+    arrays = {
+        f"{dtype} {shape}": random.integers(0, 2, shape).astype(dtype)
+        for dtype in tensors.NAMES
+        for shape in ((), (0,), (3, 0), (1,), (15,), (16,), (17, 3), (5, 20))
+    }
+    arrays |= {"Fortran": numpy.asfortranarray(random.random((7, 5))), "strided": random.random((9, 8))[::2, 1::3]}
+    arrays |= {'Umlaut ä " \\': numpy.arange(3)}
+    file = tmp_path / "file"
+    about = tensors.write_tensors(file, arrays)
+    assert about == File(len(file.read_bytes()), hashlib.sha256(file.read_bytes()).hexdigest())
+    found = load_file(file)
+    assert found.keys() == arrays.keys()
+    for name, array in arrays.items():
+        assert found[name].dtype == array.dtype
+        assert found[name].shape == array.shape
+        assert found[name].tobytes() == array.tobytes()
+    header = json.loads(file.read_bytes()[8 : 8 + int.from_bytes(file.read_bytes()[:8], "little")])
+    assert all(header[name]["data_offsets"][0] % array.itemsize == 0 for name, array in arrays.items())
+
+
 def test_directories_are_synced_before_what_depends_on_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
-    sync, rename = store._sync, Path.rename
+    sync, rename = os.fsync, Path.rename
 
-    def noted_sync(path: Path) -> None:
-        events.append(f"sync {path.name}")
-        sync(path)
+    def noted_sync(descriptor: int) -> None:
+        events.append(f"sync {Path(f'/proc/self/fd/{descriptor}').readlink().name}")
+        sync(descriptor)
 
     def noted_rename(path: Path, target: Path) -> Path:
         events.append(f"rename {path.name}")
         return rename(path, target)
 
-    monkeypatch.setattr(store, "_sync", noted_sync)
+    monkeypatch.setattr(os, "fsync", noted_sync)
     monkeypatch.setattr(Path, "rename", noted_rename)
     save(tmp_path / "new" / "folder", 7, {"n": 1})
     temporary = f".writing-step-00000007-{os.getpid()}"

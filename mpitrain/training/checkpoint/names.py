@@ -6,20 +6,13 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import ml_dtypes
-import numpy
-
 from mpitrain.arrays import Array, is_array
 from mpitrain.errors import CheckpointError
+from mpitrain.training.checkpoint.tensors import NAMES
 
 _SEPARATOR = "/"
 # Parameter names may hold dots and slashes.
 _ESCAPES = (("%", "%25"), (_SEPARATOR, "%2F"))
-# What safetensors has a name for.
-_DTYPES = [
-    numpy.dtype(kind)
-    for kind in ("?", "u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8", "c8", ml_dtypes.bfloat16)
-]
 
 
 def split(state: Mapping[str, Any]) -> tuple[dict[str, Array], dict[str, Any]]:
@@ -43,8 +36,8 @@ def split(state: Mapping[str, Any]) -> tuple[dict[str, Array], dict[str, Any]]:
                     f"{name} is a {type(value).__name__} ({error}); a checkpoint holds arrays, numbers, strings, None "
                     "and lists of them, in dicts with string keys"
                 ) from None
-        elif value.dtype not in _DTYPES:
-            known = ", ".join(str(dtype) for dtype in _DTYPES)
+        elif value.dtype not in NAMES:
+            known = ", ".join(str(dtype) for dtype in NAMES)
             raise CheckpointError(f"{name} is an array of {value.dtype}; a checkpoint holds arrays of {known}")
         else:
             tensors[name] = value

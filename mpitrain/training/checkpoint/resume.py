@@ -1,8 +1,8 @@
 """Which checkpoint all ranks go on from: the newest whole one that any of the directories has.
 
-Where all nodes see one directory, rank 0 reads it. Where they do not, the first rank of every node looks into its own,
-and the lowest that has the newest whole checkpoint reads it. The state is sent to all ranks, so a node that has lost
-its disk, or was not there before, needs no copy of its own.
+Where all nodes see one directory, rank 0 reads it. Where they do not, one rank looks into each of those there are, and
+the lowest of them that has the newest whole checkpoint reads it. The state is sent to all ranks, so a node that has
+lost its disk, or was not there before, needs no copy of its own.
 """
 
 from __future__ import annotations
@@ -44,24 +44,35 @@ def say(world: World, text: str) -> None:
     print(f"mpitrain: {world.name()}: {text}", file=sys.stderr, flush=True)
 
 
-def is_shared(world: World, directory: Path) -> bool:
-    """Whether all nodes see rank 0's directory, which is made if need be. Collective.
+def keepers(world: World, directory: Path, copies: int | None) -> dict[int, int]:
+    """By node the one whose first rank looks after the directory that it sees: itself, or one before it. Collective.
+
+    Directories are made if need be.
+
+    Args:
+        copies: nodes that see none of so many directories are left out; None: there are none such.
 
     Raises:
-        CheckpointError: rank 0 cannot write into it. On every rank.
+        CheckpointError: one of those ranks cannot write there. On every rank.
     """
-    token = directory / f".seen-{uuid.uuid4().hex}"  # a new name, which no cache of a network file system knows
-    with world.together("use the checkpoint directory"):
-        if world.is_root:
-            check_writable(directory, token)
-    name = world.broadcast(token.name)
-    sees = world.allgather(not is_first_of_node(world) or (directory / name).exists())
-    if world.is_root:
-        token.unlink(missing_ok=True)
-    return all(sees)
+    found: dict[int, int] = {}
+    while len(found) < world.num_nodes and (copies is None or len(set(found.values())) < copies):
+        keeper = min(set(world.node_ranks) - found.keys())
+        root = world.node_ranks.index(keeper)
+        token = directory / f".seen-{uuid.uuid4().hex}"  # a new name, which no cache of a network file system knows
+        with world.together("use the checkpoint directory"):
+            if world.rank == root:
+                _check_writable(directory, token)
+        name = world.broadcast(token.name, root=root)
+        asks = is_first_of_node(world) and world.node_rank not in found
+        sees = world.allgather(asks and (directory / name).exists())
+        if world.rank == root:
+            token.unlink(missing_ok=True)
+        found |= {world.node_ranks[rank]: keeper for rank, saw in enumerate(sees) if saw} | {keeper: keeper}
+    return found
 
 
-def check_writable(directory: Path, token: Path) -> None:
+def _check_writable(directory: Path, token: Path) -> None:
     """Make the directory and the empty file `token` in it, which needs no room on a full disk.
 
     Raises:

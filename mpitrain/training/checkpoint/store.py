@@ -17,12 +17,13 @@ from typing import Any
 
 import numpy
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from mpitrain.arrays import is_device_array
 from mpitrain.errors import CheckpointError
-from mpitrain.training.checkpoint.manifest import FILE, File, Manifest, file_checksum, read_manifest, to_text
+from mpitrain.training.checkpoint.manifest import FILE, Manifest, file_checksum, read_manifest, to_text
 from mpitrain.training.checkpoint.names import join, split
+from mpitrain.training.checkpoint.tensors import write_tensors
 
 TENSORS = "tensors.safetensors"
 
@@ -143,18 +144,12 @@ def write(directory: Path, name: str, manifest: Manifest, tensors: Mapping[str, 
     final = directory / name
     temporary = directory / f".writing-{name}-{os.getpid()}"
     replaced = directory / f".replaced-{name}-{os.getpid()}"
-    # The front end of safetensors writes the memory of other arrays in the wrong order, and says nothing.
-    contiguous = {key: numpy.ascontiguousarray(value).reshape(value.shape) for key, value in tensors.items()}
     try:
         make_directory(directory)
         _clear_remains(directory, name)
         temporary.mkdir()
-        file = temporary / TENSORS
-        save_file(contiguous, file)
-        _sync(file)
-        files = {TENSORS: File(file.stat().st_size, file_checksum(file))}
+        files = {TENSORS: write_tensors(temporary / TENSORS, tensors)}
         (temporary / FILE).write_text(to_text(replace(manifest, files=files)))
-        shutil.copymode(temporary / FILE, file)  # the library makes it unreadable for others, whatever the umask
         _sync(temporary / FILE)
         _sync(temporary)
         if final.exists():  # of an earlier run to this step; a directory can only be renamed to a free name
@@ -167,7 +162,7 @@ def write(directory: Path, name: str, manifest: Manifest, tensors: Mapping[str, 
             with suppress(OSError):  # what went wrong first is what is raised
                 replaced.rename(final)
         _remove_tree(temporary)
-        if isinstance(error, OSError | SafetensorError):  # the latter: the library's own for a full disk
+        if isinstance(error, OSError):
             raise CheckpointError(f"cannot write the checkpoint {final}: {error}") from error
         raise
     return final

@@ -14,7 +14,7 @@ from mpitrain.launch.activity import BUSY
 from mpitrain.training.checkpoint.manifest import Manifest, information, now
 from mpitrain.training.checkpoint.names import split
 from mpitrain.training.checkpoint.parts import part_name, prune_parts
-from mpitrain.training.checkpoint.resume import check_writable, is_first_of_node, is_shared, newest, own_part, say
+from mpitrain.training.checkpoint.resume import is_first_of_node, keepers, newest, own_part, say
 from mpitrain.training.checkpoint.store import name_of, prune, write
 from mpitrain.training.checkpoint.writer import Buffers, Writer
 from mpitrain.training.hooks.hook import Hook
@@ -87,18 +87,15 @@ class Checkpoint(Hook):
                 say(world, f"{text}; training goes on, and the next save tries again. Earlier ones are whole")
 
         self._writer = Writer(report)
-        shared = is_shared(world, self._directory)
-        copies = 1 if shared else min(self._copies or world.num_nodes, world.num_nodes)
-        self._writes = is_first_of_node(world) and world.node_rank < copies
-        with world.together("use the checkpoint directory"):
-            if self._writes and not world.is_root:
-                token = self._directory / f".seen-{uuid.uuid4().hex}"
-                check_writable(self._directory, token)
-                token.unlink(missing_ok=True)
+        keeper = keepers(world, self._directory, self._copies)
+        shared = len(keeper) == world.num_nodes and set(keeper.values()) == {0}
+        is_first, node = is_first_of_node(world), world.node_rank
+        self._writes = is_first and keeper.get(node) == node
         if world.num_nodes > 1:
-            where = "all nodes see one directory" if shared else f"not shared: {copies} of {world.num_nodes} nodes"
-            world.print(f"checkpoints in {self._directory}: {where}{'' if shared else ' keep a copy'}")
-        reads = world.is_root if shared else is_first_of_node(world)
+            kept = f"not shared: {len(set(keeper.values()))} of {world.num_nodes} nodes keep a copy"
+            world.print(f"checkpoints in {self._directory}: {'all nodes see one directory' if shared else kept}")
+        # A node that keeps none may have one of an earlier run.
+        reads = is_first and keeper.get(node, node) == node
         found = newest(world, self._directory, reads=reads)
         if found is None:
             self._run = world.broadcast(uuid.uuid4().hex)

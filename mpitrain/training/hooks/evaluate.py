@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Evaluate(Hook):
-    """Every `steps` steps, and after one that a hook before this has called the last: compute, report and print metrics."""
+    """Every `steps` steps, and after one that a hook before this called the last: compute, report, print metrics."""
 
     def __init__(self, steps: int, metrics: Callable[[Trainer], Mapping[str, float]]) -> None:
         """`metrics` is collective and gives the same on every rank; see metrics.evaluate."""

@@ -22,7 +22,7 @@ _REPAIRS = ("majority", "root")
 
 
 class CompareReplicas(Hook):
-    """Compare a hash of all parameters over the ranks, every `steps` steps and after the last one (see docs/metrics.md).
+    """Compare a hash of all parameters over the ranks, every `steps` steps and after the last (see docs/metrics.md).
 
     It takes one pass over the parameters (those on a GPU are copied to the host for it) and one agreement, 40 bytes a
     rank. Every flipped bit is found. What the optimizer keeps is not looked at: an error there is one of the parameters
