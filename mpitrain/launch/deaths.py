@@ -59,6 +59,10 @@ class Deaths:
         except (OSError, AttributeError):  # it has ended already, perhaps before the others; or this is Python 3.8
             self._is_sure = False
             return
+        if select.select([descriptor], [], [], 0)[0]:  # so has this one, and its parent has not noticed yet
+            self._is_sure = False
+            os.close(descriptor)
+            return
         self._names[descriptor] = name
         self._ready.register(descriptor, select.EPOLLIN)
 

@@ -168,6 +168,7 @@ class Guard:
                 pid, descriptor, parent = map(int, rest)
                 self._where[int(number)] = (pid, descriptor)
                 self._orphans.watch(int(number), pid, parent)
+                self._deaths.watch(int(number), pid)
         gone = [rank for rank, pid in self._pids.items() if not Path(f"/proc/{pid}").exists()]
         self._pids = {rank: pid for rank, pid in self._pids.items() if rank not in gone}
         about = {"orphans": self._orphans.look(), "steps": self._read_steps(), "time": time.monotonic()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from pathlib import Path
 
 from mpitrain.launch.deaths import Deaths
@@ -33,6 +34,25 @@ def test_without_a_launcher_nothing_is_written(tmp_path: Path) -> None:
     reporter("", 0)(1)
     reporter(str(tmp_path / "nowhere"), 0)(1)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_who_had_ended_before_anybody_looked_is_not_known() -> None:
+    processes = [subprocess.Popen(["sleep", "100"]) for _ in range(2)]
+    deaths = Deaths()
+    try:
+        deaths.watch(0, processes[0].pid)
+        processes[1].kill()
+        while "State:\tZ" not in Path(f"/proc/{processes[1].pid}/status").read_text():  # its parent, we, have not looked
+            time.sleep(0.01)
+        processes[0].kill()
+        processes[0].wait()
+        deaths.watch(1, processes[1].pid)
+        assert deaths.first() is None
+    finally:
+        deaths.close()
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def test_who_ended_first() -> None:
