@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -253,6 +254,25 @@ def test_a_disk_that_hangs(world: World, shared: Path, monkeypatch: pytest.Monke
         assert said == []
     world.barrier()
     assert {"step-00000002", "step-00000007"} <= set(names_in(shared))
+
+
+def test_a_disk_that_hangs_at_the_end(
+    world: World, shared: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The wait is said, after stall_seconds, twice as long, and so on; here for 1 s."""
+
+    def hanging(directory: Path, name: str, *rest: Any) -> Path:
+        time.sleep(1)
+        return write(directory, name, *rest)
+
+    monkeypatch.setattr("mpitrain.training.hooks.checkpoint.write", hanging)
+    own = replace(world, config=read_config({"MPITRAIN_STALL_SECONDS": "0.3"}, {}))
+    monkeypatch.setattr("mpitrain.training.trainer.init", lambda: own)
+    Trainer(builder(20, 10), [StopAtStep(1), Checkpoint(shared, steps=2)]).run()
+    said = [line for line in capfd.readouterr().err.splitlines() if "is the disk there?" in line]
+    begin = f"mpitrain: {world.name()}: writing {shared}/step-00000001 has been under way for "
+    assert all(line.startswith(begin) for line in said)
+    assert len(said) in ((2, 3) if world.is_root else (0,))  # 3 where writing itself took its time
 
 
 OTHERS: dict[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {

@@ -188,7 +188,14 @@ class Checkpoint(Hook):
     def _wait(self, world: World, patience_seconds: float) -> None:
         """Until nothing is being written, or what is has taken so long; says so where that is long."""
 
+        say_at = world.config.stall_seconds
+
         def done() -> bool:
+            nonlocal say_at
+            # Said here, for where all ranks wait for disks nobody waits for another rank, and no guard reports that.
+            if self._writer.is_busy and self._writer.seconds > say_at:
+                say(world, f"{self._writer.doing} has been under way for {self._writer.seconds:.0f} s; is the disk there?")
+                say_at *= 2
             return not self._writer.is_busy or self._writer.seconds > patience_seconds
 
         world.control.wait(until(done, lambda: _NAP_SECONDS), self._writer.doing, what=BUSY)
