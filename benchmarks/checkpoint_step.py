@@ -2,11 +2,11 @@
 
     mpiexec -n 2 python benchmarks/checkpoint_step.py DIRECTORY
 
-The state has --mb megabytes (parameters and momentum); a step computes so much that it takes --step-ms where
-nothing else runs. Blocks of --steps steps take
-turns: one with a save in its first step, whose writing goes on in those that follow, and one without. The cost is the
-time of a block over that of the one before, the slowest rank's. Medians over --blocks of each, with quartiles. The
-first two do not count: they make the buffers. It matters whether the ranks leave a core to the thread that writes.
+The state has --mb megabytes (parameters and momentum); a step computes as much as all ranks at once can in
+--step-ms. Blocks of --steps steps take turns: one with a save in its first step, whose writing goes on in those that
+follow, and one without. The cost is the time of a block over that of the one before, the slowest rank's. Medians over
+--blocks of each, with quartiles. The first two do not count: they make the buffers. It matters whether the ranks leave
+a core to the thread that writes.
 """
 
 import argparse

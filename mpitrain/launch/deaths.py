@@ -9,7 +9,6 @@ Sent to the guards as text, so it imports nothing of ours and does with an old P
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 from pathlib import Path
@@ -29,12 +28,16 @@ class Orphans:
     def look(self) -> list[int]:
         """Those that were orphans at the look before too: at a job's end all are, for a moment."""
         now = set()
-        for rank, (pid, parent) in self._watched.items():
-            with contextlib.suppress(OSError, ValueError):
+        for rank, (pid, parent) in tuple(self._watched.items()):
+            try:
                 # "pid (name) state parent ...", where the name may hold spaces and brackets.
                 state, its_parent = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[:2]
-                if int(its_parent) != parent and state not in (b"Z", b"X"):
-                    now.add(rank)
+            except OSError:
+                state = b"X"
+            if state in (b"Z", b"X"):  # it has ended, and its number may come to be another's
+                del self._watched[rank]
+            elif int(its_parent) != parent:
+                now.add(rank)
         found, self._before = sorted(now & self._before), now
         return found
 

@@ -48,9 +48,9 @@ class WatchedJob:
             return [stray]
         for host, report in self._guards.reports.items():
             if report.orphans:
-                orphans = rank_ranges(report.orphans)
+                orphans = f"rank{'s' * (len(report.orphans) > 1)} {rank_ranges(report.orphans)}"
                 why = "killed by somebody, or for want of memory (`sudo dmesg | grep -i oom` there)"
-                return [f"the process of mpiexec on {host} that started rank {orphans} has gone: {why}"]
+                return [f"the process of mpiexec on {host} that started {orphans} has gone: {why}"]
         when, gone = self._guards.seen()
         now = time.monotonic()
         found = problem(self._places, when, gone, since=self._since, now=now, start_seconds=self._start_seconds)

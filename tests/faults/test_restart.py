@@ -151,7 +151,7 @@ def wait_for_rank_1(*_):
 
 def write(path):
     if path.name.startswith(".writing-step-00000016") and once("write"):
-        os.kill(os.getpid(), signal.SIGKILL)
+        kill()
 
 around(mt.ArrayData, "__next__", lambda *_: dies("data") and kill())
 around(mt.Sync, "on_gradient", after=lambda *_: dies("backward") and kill())
@@ -172,7 +172,7 @@ def test_a_rank_is_killed_in_each_phase(tmp_path: Path, uninterrupted: bytes) ->
         11,
         14,
     ]
-    assert re.search(r"failed at step (17|18|19|20): rank 0 ", found[5]), job.output
+    assert re.search(r"failed at step (19|20): rank 0 ", found[5]), job.output
     assert found[6:] == ["try 7 of 7 came to its end"]
     assert [int(step) for step in re.findall(r"resumed from .* at step (\d+)", job.stdout)] == [4, 8, 8, 12, 12]
     assert "was not written to its end; it is passed over" in job.stderr

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
-from mpitrain.launch.deaths import Deaths
+from mpitrain.launch.deaths import Deaths, Orphans
 from mpitrain.launch.guard import steps_path
 from mpitrain.launch.steps import Report, last_step, read_reports, reporter
 
@@ -36,13 +38,44 @@ def test_without_a_launcher_nothing_is_written(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_rank_that_has_lost_its_parent() -> None:
+    """Found at the second look; one that has ended is not looked at any more."""
+    starts = "import subprocess; print(subprocess.Popen(['sleep', '100']).pid, flush=True); input()"
+    parents = [
+        subprocess.Popen([sys.executable, "-c", starts], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    pids = [int(parent.stdout.readline()) for parent in parents if parent.stdout]
+    orphans = Orphans()
+    try:
+        for rank, (pid, parent) in enumerate(zip(pids, parents, strict=True)):
+            orphans.watch(rank, pid, parent.pid)
+        assert orphans.look() == []
+        for parent in parents[1:]:
+            parent.kill()
+            parent.wait()
+        os.kill(pids[2], signal.SIGKILL)
+        while Path(f"/proc/{pids[2]}").exists() and "State:\tZ" not in Path(f"/proc/{pids[2]}/status").read_text():
+            time.sleep(0.01)
+        assert orphans.look() == []
+        assert orphans.look() == [1]
+        assert orphans.look() == [1]
+    finally:
+        for pid in pids[:2]:
+            os.kill(pid, signal.SIGKILL)
+        for parent in parents:
+            parent.communicate()
+
+
 def test_who_had_ended_before_anybody_looked_is_not_known() -> None:
     processes = [subprocess.Popen(["sleep", "100"]) for _ in range(2)]
     deaths = Deaths()
     try:
         deaths.watch(0, processes[0].pid)
         processes[1].kill()
-        while "State:\tZ" not in Path(f"/proc/{processes[1].pid}/status").read_text():  # its parent, we, have not looked
+        while (
+            "State:\tZ" not in Path(f"/proc/{processes[1].pid}/status").read_text()
+        ):  # its parent, we, have not looked
             time.sleep(0.01)
         processes[0].kill()
         processes[0].wait()

@@ -272,7 +272,7 @@ def test_a_disk_that_hangs_at_the_end(
     said = [line for line in capfd.readouterr().err.splitlines() if "is the disk there?" in line]
     begin = f"mpitrain: {world.name()}: writing {shared}/step-00000001 has been under way for "
     assert all(line.startswith(begin) for line in said)
-    assert len(said) in ((2, 3) if world.is_root else (0,))  # 3 where writing itself took its time
+    assert len(said) >= 2 if world.is_root else not said
 
 
 OTHERS: dict[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {

@@ -7,8 +7,10 @@ lost its disk, or was not there before, needs no copy of its own.
 
 from __future__ import annotations
 
+import os
 import sys
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,11 +66,15 @@ def keepers(world: World, directory: Path, copies: int | None) -> dict[int, int]
             if world.rank == root:
                 _check_writable(directory, token)
         name = world.broadcast(token.name, root=root)
-        asks = is_first_of_node(world) and world.node_rank not in found
-        sees = world.allgather(asks and (directory / name).exists())
+        # os.path, because Path.exists() raises for a directory that this user may not enter.
+        sees = world.allgather(is_first_of_node(world) and os.path.exists(directory / name))  # noqa: PTH110
         if world.rank == root:
-            token.unlink(missing_ok=True)
-        found |= {world.node_ranks[rank]: keeper for rank, saw in enumerate(sees) if saw} | {keeper: keeper}
+            with suppress(OSError):
+                token.unlink()
+        seeing = {world.node_ranks[rank] for rank, saw in enumerate(sees) if saw} | {keeper}
+        # An earlier one sees it where this one did not see the earlier one's: a cache had no such directory yet.
+        first = min((found[node] for node in seeing if node in found), default=keeper)
+        found |= dict.fromkeys(seeing - found.keys(), first)
     return found
 
 

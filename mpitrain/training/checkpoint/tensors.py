@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import ml_dtypes
@@ -46,7 +47,7 @@ def write_tensors(path: Path, tensors: Mapping[str, numpy.ndarray]) -> File:
     """Write host arrays of dtypes in NAMES to a new file, and flush it to the disk; its size and checksum.
 
     Raises:
-        OSError: it could not be written; what there is of it stays.
+        OSError, UnicodeEncodeError: it could not be written; what there is of it stays.
     """
     # Large items first: so each array begins at a multiple of its items' size.
     order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
@@ -55,7 +56,7 @@ def write_tensors(path: Path, tensors: Mapping[str, numpy.ndarray]) -> File:
         begin, end = end, end + tensors[name].nbytes
         dtype = NAMES[tensors[name].dtype]
         header[name] = {"dtype": dtype, "shape": list(tensors[name].shape), "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     hashed, num_bytes = hashlib.sha256(), 0
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -66,8 +67,8 @@ def write_tensors(path: Path, tensors: Mapping[str, numpy.ndarray]) -> File:
             while written < len(piece):
                 written += os.write(descriptor, piece[written:])
             os.fdatasync(descriptor)
-            # A hint, by which the kernel may use the pages again at once.
-            os.posix_fadvise(descriptor, num_bytes, len(piece), os.POSIX_FADV_DONTNEED)
+            with suppress(OSError):  # a hint, by which the kernel may use the pages again at once
+                os.posix_fadvise(descriptor, num_bytes, len(piece), os.POSIX_FADV_DONTNEED)
             num_bytes += len(piece)
         os.fsync(descriptor)
     finally:

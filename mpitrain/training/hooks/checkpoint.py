@@ -50,12 +50,12 @@ class Checkpoint(Hook):
     ) -> None:
         """
         Args:
-            directory: is made if need be. Where the nodes do not share it, each of them keeps a copy in its own.
+            directory: is made if need be. Where the nodes do not share it, there is a copy in each of those they see.
             steps: between two saves.
             keep: of the newest checkpoints; None: all.
             score: called on every rank at every save, with the same result; the checkpoint with the highest one is
                 kept too.
-            copies: so many nodes keep a copy where they do not share the directory; default: all.
+            copies: in so many of these directories, those of the first nodes; default: in all.
 
         Raises:
             ConfigError: a number below 1.
@@ -192,10 +192,14 @@ class Checkpoint(Hook):
 
         def done() -> bool:
             nonlocal say_at
+            seconds = self._writer.seconds
+            if not self._writer.is_busy or seconds > patience_seconds:
+                return True
             # Said here, for where all ranks wait for disks nobody waits for another rank, and no guard reports that.
-            if self._writer.is_busy and self._writer.seconds > say_at:
-                say(world, f"{self._writer.doing} has been under way for {self._writer.seconds:.0f} s; is the disk there?")
-                say_at *= 2
-            return not self._writer.is_busy or self._writer.seconds > patience_seconds
+            if seconds > say_at:
+                say(world, f"{self._writer.doing} has been under way for {seconds:.0f} s; is the disk there?")
+                while say_at <= seconds:
+                    say_at *= 2
+            return False
 
         world.control.wait(until(done, lambda: _NAP_SECONDS), self._writer.doing, what=BUSY)

@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
 
 class Evaluate(Hook):
-    """Every `steps` steps, and after one that a hook before this called the last: compute, report, print metrics."""
+    """Metrics every `steps` steps, and after the last one if the hook that ends the run stands before this one.
+
+    They are computed, reported for the hooks behind, and printed by rank 0.
+    """
 
     def __init__(self, steps: int, metrics: Callable[[Trainer], Mapping[str, float]]) -> None:
         """`metrics` is collective and gives the same on every rank; see metrics.evaluate."""
