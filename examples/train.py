@@ -3,12 +3,15 @@
     python examples/train.py                                    # this process alone
     mpiexec -n 2 python examples/train.py                       # two ranks, the same result to rounding
     mpiexec -n 4 -ppn 1 -hosts a,b python examples/train.py --model cnn
+    mpiexec -n 2 python examples/train.py --framework torch     # the same model in PyTorch, the same result to rounding
 
 The data is Fashion-MNIST (get it with scripts/get-data fashion), or with --data digits the 1,797 small images that
 scikit-learn brings.
 """
 
 import argparse
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy
@@ -16,31 +19,30 @@ import numpy
 import mpitrain as mt
 from arguments import add_run, positive, recorded
 from datasets import load_images
-from models import cnn, mlp
 from mpitrain.cuda.device import array_module
 
-MODELS = {"mlp": mlp, "cnn": cnn}
+# The files in models/, by framework and model.
+MODELS = {"numpy": {"mlp": "mlp", "cnn": "cnn"}, "torch": {"mlp": "torch_mlp", "cnn": "torch_cnn"}}
 
 
 def main() -> None:
     arguments = parse()
+    model = import_module(f"models.{MODELS[arguments.framework][arguments.model]}")
     world = mt.init()
     xp = array_module(world, arguments.device)
     with world.together("load the data"):
         train_x, train_y, test_x, test_y = load_images(arguments.data, arguments.data_directory)
         train_x, test_x = standardised(train_x, test_x)
-    model = MODELS[arguments.model]
     steps_per_epoch = -(-len(train_x) // arguments.global_batch)
     total_steps = arguments.epochs * steps_per_epoch
 
     def build(world: mt.World) -> mt.Parts:
         data = mt.ArrayData(world, (train_x, train_y), global_batch=arguments.global_batch, seed=arguments.seed)
-        parameters = model.initial(numpy.random.default_rng(arguments.seed), xp, inputs=train_x.shape[1])
         schedule = mt.warmup_cosine(
             arguments.learning_rate, warmup_steps=min(200, total_steps // 10), total_steps=total_steps
         )
-        optimizer = mt.Sgd(schedule, momentum=0.9, nesterov=True, weight_decay=5e-4)
-        adapter = mt.ArrayFunction(model.loss_and_gradients, parameters, optimizer, precision=arguments.precision)
+        rng = numpy.random.default_rng(arguments.seed)
+        adapter = model.adapter(rng, xp, inputs=train_x.shape[1], schedule=schedule, precision=arguments.precision)
         return mt.Parts(adapter, mt.Sync(), data)
 
     def test_metrics(trainer: mt.Trainer) -> dict[str, float]:
@@ -61,7 +63,8 @@ def main() -> None:
     hooks += recorded(arguments)
     if arguments.checkpoints:
         hooks.append(mt.Checkpoint(arguments.checkpoints, steps=steps_per_epoch))
-    world.print(f"ranks: {world.size}, nodes: {world.num_nodes}, {arguments.model} on {xp.__name__}, {arguments.data}")
+    place = "torch" if arguments.framework == "torch" else xp.__name__
+    world.print(f"ranks: {world.size}, nodes: {world.num_nodes}, {arguments.model} on {place}, {arguments.data}")
     mt.Trainer(build, hooks).run()
 
 
@@ -73,7 +76,8 @@ def standardised(train: numpy.ndarray, test: numpy.ndarray) -> tuple[numpy.ndarr
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train an image classifier on one or many ranks.")
-    parser.add_argument("--model", choices=MODELS, default="mlp")
+    parser.add_argument("--framework", choices=MODELS, default="numpy")
+    parser.add_argument("--model", choices=MODELS["numpy"], default="mlp")
     parser.add_argument("--data", choices=("fashion", "digits"), default="fashion")
     parser.add_argument("--data-directory", type=Path, help="default: ~/.cache/mpitrain")
     parser.add_argument("--epochs", type=positive, default=5)
@@ -87,7 +91,14 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--checkpoints", type=Path, help="save here after every epoch, and resume from here")
     add_run(parser)
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.framework == "torch":
+        if find_spec("torch") is None:
+            parser.error("--framework torch needs PyTorch: pip install 'mpitrain[torch]'")
+        if arguments.device == "cuda":
+            parser.error("--framework torch computes on the host here: --device host")
+        arguments.device = "host"
+    return arguments
 
 
 if __name__ == "__main__":

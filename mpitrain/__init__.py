@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from mpitrain import collectives as collectives
     from mpitrain.adapters.accumulate import Accumulate
     from mpitrain.adapters.array_function import ArrayFunction
+    from mpitrain.adapters.torch_module import TorchModule as TorchModule
     from mpitrain.errors import MpitrainError
     from mpitrain.exchange.bucket import Parameter
     from mpitrain.exchange.reducer import GradientReducer
@@ -108,6 +109,8 @@ _HOME = {
     "init": "start",
     "warmup_cosine": "training.schedules",
 }
+# As these, but not in __all__: `from mpitrain import *` would load a framework, which need not even be installed.
+_OF_FRAMEWORKS = {"TorchModule": "adapters.torch_module"}
 
 __all__ = [
     "Accumulate",
@@ -162,12 +165,13 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name == "collectives":  # a module, loaded when first used as well
         return import_module("mpitrain.collectives")
-    if name not in _HOME:
+    home = _HOME.get(name) or _OF_FRAMEWORKS.get(name)
+    if home is None:
         raise AttributeError(f"module 'mpitrain' has no attribute {name!r}")
-    value = getattr(import_module(f"mpitrain.{_HOME[name]}"), name)
+    value = getattr(import_module(f"mpitrain.{home}"), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "collectives"})
+    return sorted({*globals(), *__all__, *_OF_FRAMEWORKS, "collectives"})

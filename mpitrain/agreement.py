@@ -54,6 +54,7 @@ class Agreement:
     ) -> None:
         """`lines` describe the data, one item a line; `signed` is their signature, where the caller keeps it."""
         control.check()
+        control.settle()
         control.count_call()
         self.operation = operation
         self._problem: MismatchError | None = None

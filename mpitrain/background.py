@@ -32,6 +32,7 @@ class Queue:
         self.failed: list[Begun[Any]] = []  # with errors that nobody has been told of
         self._waiting: deque[tuple[Iterator[float | None], object]] = deque()
         self._at_work = threading.Lock()
+        self._changing = threading.Lock()
 
     def __str__(self) -> str:
         """What is being done, for messages."""
@@ -39,9 +40,10 @@ class Queue:
 
     def begin(self, steps: Iterator[float | None], doing: object) -> None:
         """Queue work, which yields while it has to wait. Does nothing of it yet; str(doing) names it."""
-        if not self._waiting:
-            self.control.open_tests.append(self.look)
-        self._waiting.append((steps, doing))
+        with self._changing:  # a thread may just have come to the end of what there was
+            if not self._waiting:
+                self.control.open_tests.append(self.look)
+            self._waiting.append((steps, doing))
 
     def look(self) -> float | None:
         """Do what can be done without waiting; what the work that is left has yielded."""
@@ -52,9 +54,10 @@ class Queue:
             while self._waiting:
                 for nap in self._waiting[0][0]:
                     return nap
-                self._waiting.popleft()
-                if not self._waiting:
-                    self.control.open_tests.remove(self.look)
+                with self._changing:
+                    self._waiting.popleft()
+                    if not self._waiting:
+                        self.control.open_tests.remove(self.look)
             return None
         finally:
             self._at_work.release()

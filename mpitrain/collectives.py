@@ -16,7 +16,7 @@ What holds for all:
   handle is dropped still takes part, and ends at the latest when the program does.
 
 p is the number of ranks, N the bytes of the largest array. Pieces of at most 256 KiB, four at a time in each direction
-(pieces.py); rank r exchanges with r+1 and r-1 first, then r+2 and r-2, and so on, so no rank is everybody's target:
+(pieces.py), in the order that moves.py has:
 
     call              how                                                           bytes sent by a rank
     reduce_scatter    each part directly to its owner, who adds                     (p-1)/p N
@@ -36,16 +36,15 @@ from collections.abc import Callable, Generator, Sequence
 import numpy
 
 from mpitrain.agreement import Agreement
-from mpitrain.allreduce.algorithm import DTYPES, Progress
+from mpitrain.allreduce.algorithm import DTYPES
 from mpitrain.allreduce.recursive_doubling import recursive_doubling_steps
 from mpitrain.arrays import Array, is_array, is_device_array
 from mpitrain.background import Begun, Result
 from mpitrain.control import until
 from mpitrain.cuda.staging import like
 from mpitrain.errors import TreeError
+from mpitrain.exchange import moves
 from mpitrain.world import World, part_of
-
-SHORT_BYTES = 2**16  # up to here few messages count for more than few bytes; chosen, not measured
 
 # The call itself, from all ranks' records on: yields while it has to wait, and returns its result.
 Work = Callable[[numpy.ndarray], Generator[float | None, None, Result]]
@@ -94,7 +93,7 @@ def reduce_scatter(world: World, array: Array) -> Handle[Array]:
     def work(_: numpy.ndarray) -> Generator[float | None, None, Array]:
         parts = [part_of(len(mine), rank, world.size) for rank in range(world.size)]
         result = mine[parts[world.rank]].copy()
-        yield from _reduce_scatter(world, [mine[part].reshape(-1) for part in parts], result.reshape(-1))
+        yield from moves.reduce_scatter(world, [mine[part].reshape(-1) for part in parts], result.reshape(-1))
         return like(result, array)
 
     return Handle(world, "collectives.reduce_scatter", f"{mine.dtype} {mine.shape}", work)
@@ -118,7 +117,7 @@ def allgather(world: World, array: Array) -> Handle[Array]:
         result = numpy.empty((ends[-1], *mine.shape[1:]), mine.dtype)
         parts = numpy.split(result, ends[:-1])
         parts[world.rank][...] = mine
-        yield from _allgather(world, [part.reshape(-1) for part in parts])
+        yield from moves.allgather(world, [part.reshape(-1) for part in parts])
         return like(result, array)
 
     return Handle(world, "collectives.allgather", _any_length(mine), work, first_dimension=len(mine))
@@ -152,10 +151,7 @@ def alltoall(world: World, arrays: Sequence[Array]) -> Handle[list[Array]]:
         yield from until(request.Test)
         results = [numpy.empty((length, *mine[0].shape[1:]), mine[0].dtype) for length in lengths.tolist()]
         results[world.rank][...] = mine[world.rank]
-        yield from world.background.mover.move(
-            [(rank, mine[rank].reshape(-1)) for rank in _after(world)],
-            [(rank, results[rank].reshape(-1)) for rank in _before(world)],
-        )
+        yield from moves.alltoall(world, [one.reshape(-1) for one in mine], [result.reshape(-1) for result in results])
         return [like(result, arrays[0]) for result in results]
 
     return Handle(world, "collectives.alltoall", _any_length(mine[0]), work)
@@ -178,7 +174,7 @@ def broadcast(world: World, array: Array, root: int = 0) -> Handle[Array]:
 
     def work(_: numpy.ndarray) -> Generator[float | None, None, Array]:
         result = mine.copy() if world.rank == root else numpy.empty_like(mine)
-        yield from _broadcast(world, result.reshape(-1), root)
+        yield from moves.broadcast(world, result.reshape(-1), root)
         return like(result, array)
 
     return Handle(world, f"collectives.broadcast from rank {root}", f"{mine.dtype} {mine.shape}", work)
@@ -199,51 +195,15 @@ def allreduce(world: World, array: Array) -> Handle[Array]:
     def work(_: numpy.ndarray) -> Generator[float | None, None, Array]:
         result = mine.copy()
         flat = result.reshape(-1)
-        if flat.nbytes <= SHORT_BYTES:
+        if flat.nbytes <= moves.SHORT_BYTES:
             yield from recursive_doubling_steps(world.background.comm)(flat, None)
         else:
             parts = [flat[part_of(flat.size, rank, world.size)] for rank in range(world.size)]
-            yield from _reduce_scatter(world, parts, parts[world.rank])
-            yield from _allgather(world, parts)
+            yield from moves.reduce_scatter(world, parts, parts[world.rank])
+            yield from moves.allgather(world, parts)
         return like(result, array)
 
     return Handle(world, "collectives.allreduce", f"{mine.dtype} {mine.shape}", work)
-
-
-def _reduce_scatter(world: World, parts: Sequence[numpy.ndarray], mine: numpy.ndarray) -> Progress:
-    """Add to `mine`, which holds this rank's values, what the others have for it; `parts` are sent, flat."""
-    sends = [(rank, parts[rank]) for rank in _after(world)]
-    return world.background.mover.move(sends, [(rank, mine) for rank in _before(world)], add=_add)
-
-
-def _allgather(world: World, parts: Sequence[numpy.ndarray]) -> Progress:
-    """Overwrite all flat parts but this rank's own by their owners'."""
-    sends = [(rank, parts[world.rank]) for rank in _after(world)]
-    return world.background.mover.move(sends, [(rank, parts[rank]) for rank in _before(world)])
-
-
-def _broadcast(world: World, flat: numpy.ndarray, root: int) -> Progress:
-    if flat.nbytes <= SHORT_BYTES:
-        return until(world.background.comm.Ibcast(flat.view(numpy.uint8), root).Test)
-    left, right = (world.rank - 1) % world.size, (world.rank + 1) % world.size
-    is_root = world.rank == root
-    sends = [] if right == root else [(right, flat)]
-    return world.background.mover.move(sends, [] if is_root else [(left, flat)], forward=not is_root)
-
-
-def _after(world: World) -> list[int]:
-    """All other ranks, the next one first."""
-    return [(world.rank + distance) % world.size for distance in range(1, world.size)]
-
-
-def _before(world: World) -> list[int]:
-    return [(world.rank - distance) % world.size for distance in range(1, world.size)]
-
-
-def _add(total: numpy.ndarray, arrived: numpy.ndarray) -> None:
-    # Infinity is a value like any other here; whoever must not have it looks at the sum.
-    with numpy.errstate(all="ignore"):
-        numpy.add(total, arrived, out=total)
 
 
 def _host(array: Array, operation: str, *, sums: bool = False, dimensions: int = 0) -> numpy.ndarray:

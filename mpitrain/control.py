@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ from mpitrain.spans import Spans
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-FAILED, FINISHED = 1, 2
+FAILED, FINISHED, GROUP_CALLS = 1, 2, 3
 
 # How often a wait looks at the clock, and for notes. A look costs some microseconds.
 _SPINS_BETWEEN_LOOKS = 64
@@ -54,16 +54,25 @@ class Note:
 class Control:
     """The notes of one world. `calls` counts what this rank has begun that all ranks begin: agreements, allreduces."""
 
-    def __init__(self, comm: MPI.Comm, disputes: MPI.Comm, hosts: tuple[str, ...]) -> None:
-        """`comm` carries the notes, `disputes` the explanations of ranks that disagree; both are for nothing else."""
+    def __init__(
+        self, comm: MPI.Comm, disputes: MPI.Comm, hosts: tuple[str, ...], numbers: Sequence[int] | None = None
+    ) -> None:
+        """`comm` carries the notes, `disputes` the explanations of ranks that disagree; both are for nothing else.
+
+        `numbers`: what the ranks are called in messages, where they are a part of a larger world; default: 0, 1, 2 ...
+        """
         self.disputes = disputes
         self.calls = 0
         self._counting = threading.Lock()
         self.notes: dict[int, Note] = {}
+        # Of ranks that are about to finish: how many calls they made in a group, by rank and the group's number.
+        self.group_calls: dict[tuple[int, int], int] = {}
         self.rank, self.size = int(comm.rank), int(comm.size)  # here also when MPI is gone
         self._comm = comm
         self._hosts = hosts
+        self._numbers = range(len(hosts)) if numbers is None else numbers
         self.open_tests: list[Callable[[], object]] = []  # move on what has begun and is not complete
+        self.elsewhere: list[Callable[[], object]] = []  # each waits for the calls that a library makes in its threads
         self.posted: BaseException | None = None  # an error of a thread, for the main one to raise
         self.spans: Spans | None = None  # where a trace is kept
         self._wreck: BaseException | None = None
@@ -73,7 +82,7 @@ class Control:
     def name(self, rank: int | None = None) -> str:
         """`rank 3 on node7`; default: this rank."""
         rank = self.rank if rank is None else rank
-        return f"rank {rank} on {self._hosts[rank]}"
+        return f"rank {self._numbers[rank]} on {self._hosts[rank]}"
 
     def tell_all(self, kind: int, cause: int = 0, *, last: bool = False) -> Note:
         """Send a note to every other rank. Does not wait: 32 bytes leave at once, whatever the receiver does.
@@ -82,11 +91,21 @@ class Control:
         """
         sent_seconds = float("inf") if last else time.time()
         note = Note(kind, self.rank, self.calls, sent_seconds, cause, time.perf_counter())
-        message = numpy.array([kind, note.calls, note.sent_seconds, cause], numpy.float64)
+        self._send(kind, note.calls, note.sent_seconds, cause)
+        return note
+
+    def tell_group_calls(self, group: int, calls: int) -> None:
+        """Send the number of calls that this rank has made in a group, before the note that it has finished.
+
+        `group` is a number that all ranks know it by, 0 to 2^52.
+        """
+        self._send(GROUP_CALLS, calls, time.time(), group)
+
+    def _send(self, *numbers: float) -> None:
+        message = numpy.array(numbers, numpy.float64)
         for rank in range(self.size):
             if rank != self.rank:
                 self._in_flight.append((self._comm.Isend(message, rank, tag=0), message))
-        return note
 
     def look(self) -> None:
         """Read the notes that have come in."""
@@ -97,6 +116,9 @@ class Control:
             message = numpy.empty(4, numpy.float64)
             found.Recv(message)
             kind, calls, seconds, cause = message
+            if kind == GROUP_CALLS:
+                self.group_calls[status.source, int(cause)] = int(calls)
+                continue
             # A failure after a farewell replaces it; the reverse cannot happen.
             self.notes[status.source] = Note(
                 int(kind), status.source, int(calls), float(seconds), int(cause), time.perf_counter()
@@ -196,11 +218,21 @@ class Control:
             self._broken_in = str(doing)
             self._wreck = error  # its traceback keeps the buffers that MPI still writes into
 
+    def settle(self) -> None:
+        """Wait until the calls that the program has left to other libraries' threads are made: they come before."""
+        for wait in self.elsewhere:
+            wait()
+
     def raise_posted(self) -> None:
         """Raise what a thread has posted, once."""
         error, self.posted = self.posted, None
         if error is not None:
             raise error
+
+    def free(self) -> None:
+        """Give the communicators back to MPI."""
+        self._comm.Free()
+        self.disputes.Free()
 
     def count_call(self) -> None:
         """One more call that all ranks make."""

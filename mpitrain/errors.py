@@ -6,6 +6,7 @@
     ├── ClusterError           a machine could not be reached, trusted, set up or taken out of the cluster
     ├── KernelError            CUDA kernels do not compile; the text has the compiler's log
     ├── MismatchError          ranks disagree: operation, tree, shape, dtype, bucket layout, number of calls
+    ├── ProcessGroupError      a torch process group cannot go on: a timeout, a rank that has left, use after destroy
     ├── DeviceError            a GPU that cannot be used, has not the memory, or cannot do what was asked for
     ├── TreeError              a tree holds something that is neither an array nor a number
     ├── GradientError          a gradient that cannot be used
@@ -53,6 +54,10 @@ class KernelError(MpitrainError, RuntimeError):
 
 class MismatchError(MpitrainError, ValueError):
     """Ranks disagree about what they do next; the text names the first difference."""
+
+
+class ProcessGroupError(MpitrainError, RuntimeError):
+    """A process group of torch.distributed cannot make a call, or one that it has begun has not ended in time."""
 
 
 class DeviceError(MpitrainError, RuntimeError):

@@ -151,6 +151,7 @@ def farewell(world: World) -> None:
         return
     control = world.control
     try:
+        control.settle()
         for queue in (world.background, world.queue):
             queue.finish()
         control.tell_all(FINISHED)

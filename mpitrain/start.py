@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -141,8 +141,13 @@ def _choose_gpu(settings: dict[str, Any]) -> None:
         choose_early(read_config(os.environ, settings), rank, os.environ)
 
 
-def make_world(parent: MPI.Comm, config: Config | None = None, generation: int = 0) -> World:
-    """A World over the ranks of `parent`, which stays the caller's own. Collective over `parent`."""
+def make_world(
+    parent: MPI.Comm, config: Config | None = None, generation: int = 0, numbers: Sequence[int] | None = None
+) -> World:
+    """A World over the ranks of `parent`, which stays the caller's own. Collective over `parent`.
+
+    `numbers`: what its ranks are called in messages; see Control.
+    """
     from mpi4py import MPI
 
     config = config or Config()
@@ -153,7 +158,7 @@ def make_world(parent: MPI.Comm, config: Config | None = None, generation: int =
     comm = parent.Dup()
     everyone = comm.allgather((socket.gethostname(), node_rank))
     hosts = tuple(host for host, _ in everyone)
-    control = Control(parent.Dup(), parent.Dup(), hosts)
+    control = Control(parent.Dup(), parent.Dup(), hosts, numbers)
     return World(
         comm=comm,
         objects=parent.Dup(),
@@ -236,8 +241,12 @@ def _share_cores(world: World) -> None:
     # count those of all ranks of the machine.
     of_all = world.allgather((world.node_rank, os.sched_getaffinity(0)))
     cores: set[int] = set().union(*(its for node_rank, its in of_all if node_rank == world.node_rank))
-    if world.local_size == 1 or any(variable in os.environ for variable in _THREAD_VARIABLES):
+    if world.local_size == 1:
+        return
+    share = max(1, len(cores) // world.local_size)
+    os.environ.setdefault("PJRT_NPROC", str(share))  # XLA's, of JAX, which looks here alone, at its first array
+    if any(variable in os.environ for variable in _THREAD_VARIABLES):
         return
     from threadpoolctl import threadpool_limits
 
-    threadpool_limits(max(1, len(cores) // world.local_size))
+    threadpool_limits(share)

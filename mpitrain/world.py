@@ -316,6 +316,13 @@ class World:
             ) from None
         return replace(self, comm=comm, queue=Queue(self.control))
 
+    def free(self) -> None:
+        """Give the communicators back to MPI: the end of this world. Every rank calls it, with nothing in flight."""
+        for comm in (self.comm, self.objects, self.background.comm, self.node, self.leaders):
+            if comm is not None:
+                comm.Free()
+        self.control.free()
+
     def check_rank(self, rank: int, argument: str) -> None:
         """Raise ValueError unless `rank`, given as `argument`, is one of this world."""
         if not 0 <= rank < self.size:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import os
 import signal
 import subprocess
@@ -19,7 +20,9 @@ from xml.etree import ElementTree
 from jobs import REPOSITORY, RUN_TOKEN, VENVS, clean_environment, kill_all, mpiexec, processes_of
 from mpitrain.diagnostics.limits import SHM_PATTERNS
 
-# World sizes for the tests that run on all ranks: powers of two and not, more ranks than cores.
+# The tests that run on all ranks of a job at once.
+ON_RANKS = ["tests/ranks", "tests/device_ranks", "tests/torch_ranks", "tests/jax_ranks"]
+# World sizes for those of tests/ranks: powers of two and not, more ranks than cores.
 SIZES = {"mpich": (1, 2, 3, 4, 5, 7), "openmpi": (2, 3)}
 # With so many ranks on few cores, the tests whose arithmetic or order of messages depends on how many there are.
 MANY_RANKS = 7
@@ -27,6 +30,13 @@ BY_SIZE = "test_allreduce or test_collectives or test_compressed or test_reducer
 # World sizes for tests with arrays on GPUs, which are emulated here; scripts/gpu-check runs them on real ones.
 EMULATED_GPUS = {1: 1, 2: 2, 4: 2}  # by number of ranks
 EMULATED_GPUS_TOO = {3: 1}  # with --full
+# World sizes for the tests of mpitrain.torch and mpitrain.jax, which are skipped where there is no PyTorch, or no JAX.
+FRAMEWORKS = {"torch": (1, 2, 3, 4, 5), "jax": (1, 2, 3, 4, 5)}
+# With these many ranks, the tests of mpitrain.torch whose messages or arithmetic depend on how many there are.
+MANY_FOR_TORCH = (4, 5)
+TORCH_BY_SIZE = (
+    "(test_collectives or test_groups or test_point_to_point or test_sharded or test_prepare.py) and not compression"
+)
 # The tests that need a bed of nodes (mpitrain/testbed).
 ON_NODES = ["tests/testbed", "tests/cluster", "tests/cli/test_cluster_bed.py", "tests/faults/cluster"]
 # Far above what a part takes; a part that reaches it hangs.
@@ -41,7 +51,7 @@ def parts(full: bool) -> Iterator[tuple[str, list[str], bool, float]]:
     yield "lint and types", ["scripts/check"], False, DEADLINE_SECONDS
     slow = [] if full else ["-m", "not slow"]
     pytest = [sys.executable, "-m", "pytest", "-q", *slow]
-    elsewhere = [f"--ignore={path}" for path in ["tests/ranks", "tests/device_ranks", *ON_NODES]]
+    elsewhere = [f"--ignore={path}" for path in [*ON_RANKS, *ON_NODES]]
     yield "one process", [*pytest, *elsewhere], True, DEADLINE_SECONDS
     yield "nodes", [*pytest, "--durations=15", *ON_NODES], True, ON_NODES_SECONDS
     for vendor, sizes in SIZES.items():
@@ -50,6 +60,15 @@ def parts(full: bool) -> Iterator[tuple[str, list[str], bool, float]]:
             chosen = ["-k", BY_SIZE] if size == MANY_RANKS and not full else []
             command = [*mpiexec(size, vendor), str(python), "-m", "tests.ranks", *slow, *chosen]
             yield f"{size} ranks, {vendor}", command, True, DEADLINE_SECONDS
+    for framework, sizes in FRAMEWORKS.items():
+        if importlib.util.find_spec(framework) is None:
+            print(f"\n=== tests.{framework}_ranks: skipped, {sys.prefix} has no {framework}", flush=True)
+            continue
+        for size in sizes:
+            few = framework == "torch" and size in MANY_FOR_TORCH and not full
+            chosen = ["-k", TORCH_BY_SIZE] if few else []
+            command = [*mpiexec(size), sys.executable, "-m", f"tests.{framework}_ranks", *slow, *chosen]
+            yield f"{size} ranks, {framework}", command, True, DEADLINE_SECONDS
     for size, gpus in (EMULATED_GPUS | (EMULATED_GPUS_TOO if full else {})).items():
         command = [*mpiexec(size), sys.executable, "-m", "tests.device_ranks", f"--emulated={gpus}", *slow]
         yield f"{size} ranks, emulated GPU", command, True, DEADLINE_SECONDS

@@ -152,7 +152,7 @@ def test_what_is_shown_is_compared() -> None:
 @pytest.mark.parametrize("block", [block for block in ALL_BLOCKS if block.language == "python"], ids=str)
 def test_python_blocks_compile_and_use_public_names(block: Block) -> None:
     compile(block.text, str(block), "exec")
-    assert set(re.findall(r"\bmt\.(\w+)", block.text)) <= {*mpitrain.__all__, "collectives"}
+    assert set(re.findall(r"\bmt\.(\w+)", block.text)) <= {*mpitrain.__all__, *mpitrain._OF_FRAMEWORKS, "collectives"}
 
 
 @pytest.mark.parametrize("document", TEXTS)

@@ -26,6 +26,16 @@ run_command(["sh", "-c", 'echo $$ > "$0/job.new" && mv "$0/job.new" "$0/job" && 
 """
 
 
+def test_every_folder_of_tests_is_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that run on all ranks of a job are modules to run, one for each world size; no other part collects them."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    modules = {f"tests.{path.parent.name}" for path in (REPOSITORY / "tests").glob("*/__main__.py")}
+    commands = {name: command for name, command, _, _ in everything.parts(full=False)}
+    assert {command[command.index("-m") + 1] for name, command in commands.items() if " ranks, " in name} == modules
+    assert {f"--ignore={module.replace('.', '/')}" for module in modules} <= set(commands["one process"])
+    assert "3 ranks, torch" in commands
+
+
 def pids(folder: Path) -> list[int]:
     deadline = time.monotonic() + 30
     while not (folder / "job").exists():

@@ -33,7 +33,8 @@ def test_the_three_lists_of_names_agree() -> None:
     assert len(set(mpitrain.__all__)) == len(mpitrain.__all__)
     assert sorted(mpitrain._HOME) == sorted(mpitrain.__all__)
     modules = {"collectives": "mpitrain"}
-    assert typed_names() == {name: f"mpitrain.{home}" for name, home in mpitrain._HOME.items()} | modules
+    homes = mpitrain._HOME | mpitrain._OF_FRAMEWORKS
+    assert typed_names() == {name: f"mpitrain.{home}" for name, home in homes.items()} | modules
 
 
 def test_a_module_that_is_loaded_when_used() -> None:
@@ -47,6 +48,23 @@ def test_every_name_is_what_its_module_has(name: str) -> None:
     assert value is getattr(import_module(f"mpitrain.{mpitrain._HOME[name]}"), name)
     assert value.__doc__
     assert name in dir(mpitrain)
+
+
+def test_a_name_that_needs_a_framework() -> None:
+    pytest.importorskip("torch")
+    assert mpitrain.TorchModule is import_module("mpitrain.adapters.torch_module").TorchModule
+    assert "TorchModule" in dir(mpitrain)
+    assert "TorchModule" not in mpitrain.__all__
+
+
+def test_a_framework_that_is_not_there() -> None:
+    code = "import sys; sys.modules['torch'] = None; import mpitrain; mpitrain.TorchModule"
+    environment = os.environ | {"PYTHONPATH": str(INIT.parents[1])}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("mpitrain.errors.ConfigError: mpitrain.TorchModule needs PyTorch (")
+    assert last.endswith("); pip install 'mpitrain[torch]'")
 
 
 def test_a_name_that_is_not_there() -> None:

@@ -11,4 +11,11 @@ Each module has the same three functions:
 `on_gradient(name, array)` is called once per parameter, as soon as its gradient is final: last layer first.
 The array is never written again, so that its exchange with other ranks can start at once. An empty batch has
 loss 0 and zero gradients, so that a rank that ran out of samples still takes part.
+
+`torch_mlp` and `torch_cnn` are the same two in PyTorch, with gradients by autograd. What examples/train.py needs of a
+model is the same in all four:
+
+    adapter(rng, xp, inputs=..., schedule=..., precision=...)
+                                                          the model with its optimizer: ArrayFunction or TorchModule
+    scores(parameters, x)                                 the logits, of what the adapter's parameters() gives
 """

@@ -10,6 +10,7 @@ from types import ModuleType
 import numpy
 from numpy.typing import DTypeLike
 
+import mpitrain as mt
 from mpitrain.arrays import Array
 
 from .layers import (
@@ -54,6 +55,19 @@ def initial(
         "dense.weight": normal(rng, xp, (flat, classes), math.sqrt(2 / flat), dtype),
         "dense.bias": xp.zeros(classes, dtype),
     }
+
+
+def adapter(
+    rng: numpy.random.Generator,
+    xp: ModuleType,
+    *,
+    inputs: int,
+    schedule: Callable[[int], float],
+    precision: str = "float32",
+) -> mt.ArrayFunction:
+    """The model with its optimizer, for the Trainer. See `models`."""
+    optimizer = mt.Sgd(schedule, momentum=0.9, nesterov=True, weight_decay=5e-4)
+    return mt.ArrayFunction(loss_and_gradients, initial(rng, xp, inputs=inputs), optimizer, precision=precision)
 
 
 def scores(parameters: dict[str, Array], x: Array) -> Array:

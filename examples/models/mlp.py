@@ -8,6 +8,7 @@ from types import ModuleType
 import numpy
 from numpy.typing import DTypeLike
 
+import mpitrain as mt
 from mpitrain.arrays import Array
 
 from .layers import dense, dense_backward, normal, product, relu, relu_backward, softmax_cross_entropy, wide
@@ -28,6 +29,19 @@ def initial(
         parameters[f"dense{layer}.weight"] = normal(rng, xp, (rows, columns), math.sqrt(2 / rows), dtype)
         parameters[f"dense{layer}.bias"] = xp.zeros(columns, dtype)
     return parameters
+
+
+def adapter(
+    rng: numpy.random.Generator,
+    xp: ModuleType,
+    *,
+    inputs: int,
+    schedule: Callable[[int], float],
+    precision: str = "float32",
+) -> mt.ArrayFunction:
+    """The model with its optimizer, for the Trainer. See `models`."""
+    optimizer = mt.Sgd(schedule, momentum=0.9, nesterov=True, weight_decay=5e-4)
+    return mt.ArrayFunction(loss_and_gradients, initial(rng, xp, inputs=inputs), optimizer, precision=precision)
 
 
 def scores(parameters: dict[str, Array], x: Array) -> Array:

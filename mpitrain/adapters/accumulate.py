@@ -51,6 +51,11 @@ class Accumulate:
         """See Adapter."""
         return self._adapter.loss_scale
 
+    @property
+    def precision(self) -> numpy.dtype:
+        """See Adapter."""
+        return self._adapter.precision
+
     def parameters(self) -> dict[str, Array]:
         """See Adapter."""
         return self._adapter.parameters()
@@ -99,6 +104,14 @@ class Accumulate:
     def apply_gradients(self, flats: Mapping[numpy.dtype, Array]) -> float:
         """See Adapter."""
         return self._adapter.apply_gradients(flats)
+
+    def measure_gradient_norm(self) -> None:
+        """See Adapter."""
+        self._adapter.measure_gradient_norm()
+
+    def gradient_norm(self) -> float | None:
+        """See Adapter."""
+        return self._adapter.gradient_norm()
 
     def state(self) -> dict[str, Any]:
         """See Adapter. The number of pieces is not in it."""

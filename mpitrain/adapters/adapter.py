@@ -21,7 +21,10 @@ class Adapter(Protocol):
 
     @property
     def layout(self) -> Sequence[Parameter]:
-        """Name, shape and dtype of every parameter; a parameter's index is its place here."""
+        """Name, shape and dtype of every parameter; a parameter's index is its place here.
+
+        Of what is trained, or changes otherwise by a mean over the samples, such as running means.
+        """
         ...
 
     @property
@@ -38,7 +41,7 @@ class Adapter(Protocol):
         ...
 
     def parameters(self) -> dict[str, Array]:
-        """The parameters by name: themselves, not copies."""
+        """The parameters by name, and what else must be equal on all ranks: themselves, not copies."""
         ...
 
     def load_parameters(self, values: Mapping[str, Array]) -> None:

@@ -9,9 +9,10 @@ import ml_dtypes
 import numpy
 
 from mpitrain.adapters.adapter import OnGradient
+from mpitrain.adapters.fits import check_fits
 from mpitrain.arrays import Array, is_array, is_device_array, namespace
 from mpitrain.cuda.staging import like
-from mpitrain.errors import CheckpointError, ConfigError, GradientError
+from mpitrain.errors import ConfigError, GradientError
 from mpitrain.exchange.bucket import Parameter, plan_layout
 from mpitrain.training.loss_scale import LossScale
 from mpitrain.training.optimizers import Optimizer
@@ -176,7 +177,7 @@ class ArrayFunction:
 
         The state may be one of another precision: one without a loss scale leaves it as it is.
         """
-        self._check(state["parameters"], "parameters")
+        check_fits("parameters", state["parameters"], self._views)
         scale = state.get("loss_scale") if self._loss_scale else None
         if self._loss_scale and scale is not None:
             self._loss_scale.check(scale)
@@ -185,7 +186,7 @@ class ArrayFunction:
             if isinstance(value, int):
                 optimizer[key] = value
                 continue
-            self._check(value, key)
+            check_fits(key, value, self._views)
             optimizer[key] = namespace(self._flat).concatenate(
                 [like(value[name], self._flat).ravel() for name in self._views]
             )
@@ -200,17 +201,6 @@ class ArrayFunction:
             for name, place in zip(self._views, self._places, strict=True)
         }
 
-    def _check(self, values: Mapping[str, Array], what: str) -> None:
-        """Raise CheckpointError unless `values` has this model's names, shapes and dtypes."""
-        found = {name: (value.shape, value.dtype) for name, value in values.items()}
-        expected = {name: (view.shape, view.dtype) for name, view in self._views.items()}
-        for name in [*expected, *found]:
-            if found.get(name) != expected.get(name):
-                raise CheckpointError(
-                    f"{what}: the checkpoint has {_text(found.get(name))} for {name}, the model "
-                    f"{_text(expected.get(name))}; is it a checkpoint of this model?"
-                )
-
 
 def _narrow_dtype(precision: str | None, parameters: Mapping[str, Array]) -> numpy.dtype | None:
     """The 16-bit dtype that the function computes in, if any."""
@@ -222,7 +212,3 @@ def _narrow_dtype(precision: str | None, parameters: Mapping[str, Array]) -> num
         if value.dtype != numpy.float32:
             raise ConfigError(f"precision={precision}: {name} is {value.dtype}; parameters are kept in float32")
     return PRECISIONS[precision]
-
-
-def _text(kind: tuple[tuple[int, ...], numpy.dtype] | None) -> str:
-    return "nothing" if kind is None else f"{kind[1]} {kind[0]}"

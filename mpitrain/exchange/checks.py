@@ -57,6 +57,18 @@ def check_scales(world: World, scales: list[float]) -> None:
             raise error
 
 
+def check_turns(world: World, turns: list[int]) -> None:
+    """Raise MismatchError unless all ranks are at the same batch, here by rank."""
+    for rank, turn in enumerate(turns):
+        if turn != turns[0]:
+            error = MismatchError(
+                f"{world.name(rank)} exchanges the gradients of batch {turn}; {world.name(0)}: those of batch "
+                f"{turns[0]}; did a rank leave out a backward pass? Every rank needs one for every batch"
+            )
+            error.known_everywhere = True
+            raise error
+
+
 def problem(who: str, code: int, parameter: str) -> GradientError:
     """What every rank raises about the rank `who`."""
     error: GradientError

@@ -23,7 +23,7 @@ from mpitrain.agreement import Agreement, signature
 from mpitrain.allreduce import costs
 from mpitrain.arrays import Array
 from mpitrain.control import until
-from mpitrain.errors import ConfigError, DataError, GradientError, MpitrainError
+from mpitrain.errors import ConfigError, DataError, GradientError, MpitrainError, NonFiniteError
 from mpitrain.exchange.bucket import Parameter, plan_buckets, plan_layout
 from mpitrain.exchange.checks import (
     GOOD,
@@ -34,6 +34,7 @@ from mpitrain.exchange.checks import (
     check_gradient,
     check_parameters,
     check_scales,
+    check_turns,
     problem,
 )
 from mpitrain.exchange.driver import Driver, allows_threads, threads_by_default
@@ -53,13 +54,21 @@ class Means:
         loss: the weighted mean of what the ranks gave to `finish`.
         weight: the sum of the ranks' weights: the global batch, in samples.
         overlap: this rank's times.
-        is_finite: false where some rank's gradients held NaN or infinity, and so do the means.
+        cause: of a step that may be skipped: where some rank's gradients held NaN or infinity, what `finish` would
+            have raised. The means then are no means.
+        marks: what the ranks gave to `finish`, by rank; 0 for one that had a problem.
     """
 
     loss: float
     weight: float
     overlap: Overlap
-    is_finite: bool = True
+    cause: NonFiniteError | None = None
+    marks: tuple[int, ...] = ()
+
+    @property
+    def is_finite(self) -> bool:
+        """False where some rank's gradients held NaN or infinity, and so do the means."""
+        return self.cause is None
 
 
 class GradientReducer:
@@ -140,7 +149,7 @@ class GradientReducer:
         """How many buckets a step exchanges."""
         return len(self._buckets)
 
-    def begin(self, weight: float, loss_scale: float = 1.0) -> None:
+    def begin(self, weight: float, loss_scale: float = 1.0, *, turn: int = 0) -> None:
         """Begin a step in which this rank's gradients count `weight` samples. Does not wait.
 
         With weight 0 the gradients must be handed in too, but their values do not count.
@@ -149,6 +158,8 @@ class GradientReducer:
             weight: of this rank, in samples.
             loss_scale: what all ranks' gradients are multiplied by; the means are divided by it. A power of two, so
                 that this is exact.
+            turn: number of the batch, or another one that must be equal on all ranks. Where it is not, `ready` or
+                `finish` raises a MismatchError on every rank.
 
         Raises:
             GradientError: the step before has not been finished.
@@ -163,7 +174,7 @@ class GradientReducer:
         self._place.begin()
         self._sums.begin()
         self._begun = self._world.begin_agreement(
-            "step", self._lines, signed=self._signature, weight=weight, value=loss_scale
+            "step", self._lines, signed=self._signature, weight=weight, value=loss_scale, detail=turn
         )
         if self._driver:
             self._driver.start()
@@ -201,6 +212,7 @@ class GradientReducer:
             try:
                 if not self._begun.test():
                     return False
+                check_turns(self._world, self._begun.records["detail"].tolist())
                 check_scales(self._world, self._begun.records["value"].tolist())
                 share, self._total = share_of(self._world, self._begun.records["weight"].tolist())
                 self._share = share / self._loss_scale
@@ -211,13 +223,14 @@ class GradientReducer:
                 raise
         return self._sums.progress(self._share)
 
-    def finish(self, loss: float = 0.0, *, may_skip: bool = False) -> Means:
+    def finish(self, loss: float = 0.0, *, may_skip: bool = False, mark: int = 0) -> Means:
         """Wait until every bucket has arrived; afterwards `gradients` and `flats` hold the means.
 
         Args:
             loss: this rank's mean loss over its samples.
             may_skip: the caller can do without this step, so NaN or infinity is no error; see `Means.is_finite`.
                 The same on all ranks.
+            mark: a number for all ranks to know; see `Means.marks`.
 
         Raises:
             MissingGradientError: some rank did not hand in a gradient; names rank and parameter. On every rank.
@@ -240,7 +253,7 @@ class GradientReducer:
             self._begun = None
             share_of(self._world, weights.records["weight"].tolist())
         found = self._look()
-        code, detail = GOOD, 0
+        code, detail = GOOD, mark
         if self._missing:
             code, detail = MISSING, min(self._missing)
         elif found >= 0:
@@ -262,24 +275,23 @@ class GradientReducer:
         self._sums.start_all()
         control.wait(until(self.progress, self._sums.nap), _Doing("exchange gradients", self))
         self._sums.see()
-        is_finite = NON_FINITE not in codes
+        found_by_all: GradientError | None = None
         try:
             if codes.any():
                 self._forget()
+                found_by_all = self._problem(vote)
             elif self._exchange.may_overflow:
-                is_finite = self._look_at_means(may_skip)
+                found_by_all = self._look_at_means()
         finally:
             self._begun = None
-        if codes.any() and not (may_skip and MISSING not in codes):
-            rank = int(codes.nonzero()[0][0])
-            detail = int(vote.records["detail"][rank])
-            if codes[rank] == NON_FINITE:
-                detail = self._place.parameter_of(detail)
-            raise problem(self._world.name(rank), int(codes[rank]), self.layout.parameters[detail].name)
-        if is_finite:
+        cause = found_by_all if isinstance(found_by_all, NonFiniteError) else None
+        if found_by_all and not (may_skip and cause and MISSING not in codes):
+            raise found_by_all
+        if not cause:
             self._sums.carried = {}
         loss = sum(vote.records["value"].tolist()) / self._total
-        return Means(loss, self._total, self._stopwatch.end(), is_finite)
+        marks = tuple(numpy.where(codes == GOOD, vote.records["detail"], 0).tolist())
+        return Means(loss, self._total, self._stopwatch.end(), cause, marks)
 
     def state(self) -> dict[str, Any]:
         """What this rank alone keeps from step to step, for a checkpoint; {} where its exchange keeps nothing.
@@ -348,19 +360,28 @@ class GradientReducer:
             self._world.control.wait(until(fetched, self._sums.nap), "compute gradients")
         return self._place.found()
 
-    def _look_at_means(self, may_skip: bool) -> bool:
-        """Whether all are finite; they have the same bits on every rank, so no vote is needed."""
+    def _problem(self, vote: Agreement) -> GradientError:
+        """What the first rank that has one has said, as every rank raises it."""
+        codes = vote.records["code"]
+        rank = int(codes.nonzero()[0][0])
+        detail = int(vote.records["detail"][rank])
+        if codes[rank] == NON_FINITE:
+            detail = self._place.parameter_of(detail)
+        # The loss is of no parameter, and its rank's detail is a mark.
+        name = "" if codes[rank] == NON_FINITE_LOSS else self.layout.parameters[detail].name
+        return problem(self._world.name(rank), int(codes[rank]), name)
+
+    def _look_at_means(self) -> NonFiniteError | None:
+        """What is wrong unless all are finite; they have the same bits on every rank, so no vote is needed."""
         self._place.begin()
         with self._place.behind():
             for number in range(len(self._buckets)):
                 self._place.check(number)
         found = self._look()
         if found < 0:
-            return True
+            return None
         self._forget()
-        if may_skip:
-            return False
-        raise beyond_range(self.layout.parameters[self._place.parameter_of(found)].name)
+        return beyond_range(self.layout.parameters[self._place.parameter_of(found)].name)
 
     def _forget(self) -> None:
         """This step is not made: what its values have left out belongs to nothing any more."""

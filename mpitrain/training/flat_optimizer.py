@@ -95,7 +95,7 @@ class FlatOptimizer:
         self._step += 1
         self._last_norm, self._norm_is_on_device = None, False
         if self._measures_norm and self._clip_norm is None:
-            self._last_norm = _norm(gradients)
+            self._last_norm = global_norm(gradients)
         self._measures_norm = False
         if is_device_array(parameters):
             self._apply_on_device(parameters, gradients, list(self._buffers.values()), rate, self._fused(gradients))
@@ -176,13 +176,13 @@ def clip_by_global_norm(gradients: Array, max_norm: float) -> float:
     algorithm 1.
     """
     check("max_norm", max_norm, "a finite number > 0", max_norm > 0)
-    norm = _norm(gradients)
+    norm = global_norm(gradients)
     if max_norm < norm < math.inf:
         namespace(gradients).multiply(gradients, max_norm / norm, out=gradients)
     return norm
 
 
-def _norm(flat: Array) -> float:
+def global_norm(flat: Array) -> float:
     """The 2-norm, added up in float64 and without overflow."""
     xp = namespace(flat)
     if is_device_array(flat):

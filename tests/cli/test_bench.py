@@ -73,10 +73,17 @@ def test_how_mpi_is_tuned_is_recorded(tmp_path: Path) -> None:
         assert f"# tuning: {' '.join(f'{name}={tuned[name]}' for name in sorted(tuned))}" in job.stdout.splitlines()
 
 
-def test_a_profile(tmp_path: Path) -> None:
-    job = bench("-n", "2", "--save-profile", "cluster.json", cwd=tmp_path)
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A profile that was measured on two ranks."""
+    folder = tmp_path_factory.mktemp("profile")
+    job = bench("-n", "2", "--save-profile", "cluster.json", cwd=folder)
     assert job.code == 0, job.output
-    read = json.loads((tmp_path / "cluster.json").read_text())
+    return folder / "cluster.json"
+
+
+def test_a_profile(profile: Path) -> None:
+    read = json.loads(profile.read_text())
     assert read["fingerprint"]["ranks_per_node"] == [2]
     assert read["measured"]["native_below_bytes"] >= 0
 
@@ -104,11 +111,10 @@ def test_what_settings_force_is_shown(tmp_path: Path) -> None:
     ]
 
 
-def test_what_is_chosen_by_a_profile(tmp_path: Path) -> None:
-    assert bench("-n", "2", "--save-profile", "cluster.json", cwd=tmp_path).code == 0
+def test_what_is_chosen_by_a_profile(profile: Path) -> None:
     env = {"MPITRAIN_PROFILE": "cluster.json", "MPITRAIN_BUCKET_MIB": "0.5"}
     command = [PYTHON, "-m", "mpitrain", "bench", "-n", "2", "--show"]
-    job = run_command(command, timeout=DEADLINE_SECONDS, cwd=tmp_path, env=env)
+    job = run_command(command, timeout=DEADLINE_SECONDS, cwd=profile.parent, env=env)
     assert job.code == 0, job.output
     lines = job.stdout.splitlines()
     assert lines[0].startswith("profile: cluster.json; ")

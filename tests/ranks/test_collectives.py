@@ -13,6 +13,7 @@ import pytest
 from mpitrain import GradientReducer, Parameter, World, collectives, pieces
 from mpitrain.allreduce.algorithm import DTYPES
 from mpitrain.errors import MismatchError, TreeError
+from mpitrain.exchange import moves
 from mpitrain.world import part_of
 from tests.ranks.common import assert_same_bits, error_on_all, named_ranks, skip_alone
 
@@ -27,10 +28,10 @@ def piece_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     return int(request.param)
 
 
-@pytest.fixture(params=[collectives.SHORT_BYTES, 0], ids=["", "none short"])
+@pytest.fixture(params=[moves.SHORT_BYTES, 0], ids=["", "none short"])
 def short_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Below which some calls go another way."""
-    monkeypatch.setattr(collectives, "SHORT_BYTES", request.param)
+    monkeypatch.setattr(moves, "SHORT_BYTES", request.param)
     return int(request.param)
 
 

@@ -514,3 +514,22 @@ def test_ranks_in_different_steps_hear_of_it_in_another_call(world: World) -> No
         else:
             mine.ready(0, numpy.ones(3, numpy.float32))
             mine.finish()
+
+
+def test_marks_and_turns(world: World) -> None:
+    """What each rank has to say comes with the vote; ranks at different batches do not add up their gradients."""
+    reducer = GradientReducer(world, PARAMETERS)
+    reducer.begin(1, turn=7)
+    hand_in(reducer, gradients_of(world.rank), range(len(PARAMETERS)))
+    assert reducer.finish(mark=2**62 + world.rank).marks == tuple(2**62 + rank for rank in range(world.size))
+    if world.size > 1:
+        odd = world.size - 1
+
+        def step() -> None:
+            reducer.begin(1, turn=8 + (world.rank == odd))
+            hand_in(reducer, gradients_of(world.rank), range(len(PARAMETERS)))
+            reducer.finish()
+
+        text = error_on_all(world, MismatchError, step)
+        assert f"{world.name(odd)} exchanges the gradients of batch 9; {world.name(0)}: those of batch 8" in text
+    one_step(world, reducer)

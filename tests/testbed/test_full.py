@@ -14,7 +14,7 @@ from mpitrain.testbed import Bed, up
 
 from .beds import new_name, traces
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

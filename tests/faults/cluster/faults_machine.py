@@ -121,6 +121,7 @@ FAULTS: dict[str, Fault] = {
         {"node3": "chage -E -1 cluster"},
         {"USR02": ("fail", "node3")},
         shows=["has expired"],
+        is_slow=True,
     ),
     "clock ahead": Fault(
         "the clock of node2 is 5 minutes ahead",

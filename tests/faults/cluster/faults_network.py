@@ -131,6 +131,7 @@ FAULTS: dict[str, Fault] = {
         lambda bed: bed.kill("node4"),
         lambda bed: bed.start("node4"),
         {"SSH01": ("fail", "node4")},
+        is_slow=True,
     ),
     "host key changed": Fault(
         "node3 has made a new host key",
@@ -148,6 +149,7 @@ FAULTS: dict[str, Fault] = {
         _swap_addresses,
         {"SSH03": ("fail", "node2; node3")},
         shows=["that is the key of node2", "that is the key of node3"],
+        is_slow=True,
     ),
     "login key refused": Fault(
         "admin's authorized_keys emptied on node3",
@@ -182,6 +184,7 @@ FAULTS: dict[str, Fault] = {
         {"node2": _PYTHON_BACK},
         {"PRB01": ("fail", "node2")},
         shows=["version 3.6.8"],
+        is_slow=True,
     ),
     "python garbage": Fault(
         "/usr/bin/python3 of node2 prints something else",
@@ -189,6 +192,7 @@ FAULTS: dict[str, Fault] = {
         {"node2": _PYTHON_BACK},
         {"PRB01": ("fail", "node2")},
         shows=["garbage"],
+        is_slow=True,
     ),
     "echo in .bashrc": Fault(
         "an echo at the top of admin's .bashrc on node2",
@@ -203,6 +207,7 @@ FAULTS: dict[str, Fault] = {
         {"node4": "sed -i 1d /home/cluster/.bashrc"},
         {"SSH05": ("fail", "node4")},
         shows=["a login of cluster that runs one command prints 'Welcome'"],
+        is_slow=True,
     ),
     "a node's own key gone": Fault(
         "node4's own key taken out of its own authorized_keys",
@@ -259,6 +264,7 @@ FAULTS: dict[str, Fault] = {
         level="full",
         repair="ssh",
         shows=["Permission denied"],
+        is_slow=True,
     ),
     "host key unknown to one node": Fault(
         "node4 taken out of known_hosts on node2",

@@ -78,6 +78,7 @@ FAULTS: dict[str, Fault] = {
         {"node3": f"rmdir {_SHARE}/results; systemctl start {_UNIT}.automount"},
         {"NFS01": ("fail", "node3")},
         shows=("is a local folder",),
+        is_slow=True,
     ),
     "export removed": Fault(
         "the head does not export the share any more",
@@ -189,6 +190,7 @@ FAULTS: dict[str, Fault] = {
         },
         {"NFS01": ("fail", "node4")},
         shows=(f"/srv{_SHARE}",),
+        is_slow=True,
     ),
     "other packages on one node": Fault(
         "another environment mounted over the shared one on one node, with another mpi4py",

@@ -1,0 +1,105 @@
+"""Train a small GPT in PyTorch on Jane Austen's novels, character by character, with DDP over MPI.
+
+    mpiexec -n 2 python examples/torch_gpt.py
+    python examples/torch_gpt.py                # this process alone, the same result to rounding
+
+Get the text with scripts/get-data austen. The same model in NumPy is in examples/train_gpt.py; losses are in nats per
+character. The loop is the one for torchrun and gloo.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.nn.parallel import DistributedDataParallel
+
+import mpitrain.torch  # noqa: F401 - makes the backend known
+from datasets import load_text
+
+CONTEXT, WIDTH, HEADS, LAYERS = 64, 96, 4, 2
+
+
+class Block(torch.nn.Module):
+    """Causal attention and an MLP, each behind a norm and beside the stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = torch.nn.LayerNorm(WIDTH), torch.nn.LayerNorm(WIDTH)
+        self.qkv, self.out = torch.nn.Linear(WIDTH, 3 * WIDTH), torch.nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = torch.nn.Linear(WIDTH, 4 * WIDTH), torch.nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, length, width = x.shape
+        qkv = self.qkv(self.norm1(x)).view(rows, length, 3, HEADS, width // HEADS).permute(2, 0, 3, 1, 4)
+        attended = scaled_dot_product_attention(*qkv, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(rows, length, width))
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm2(x))))
+
+
+class Gpt(torch.nn.Module):
+    """Tokens to scores of the next one; the output is tied to the embedding."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.token, self.place = torch.nn.Embedding(vocabulary, WIDTH), torch.nn.Embedding(CONTEXT, WIDTH)
+        self.blocks = torch.nn.Sequential(*(Block() for _ in range(LAYERS)))
+        self.norm = torch.nn.LayerNorm(WIDTH)
+        for embedding in (self.token, self.place):
+            torch.nn.init.normal_(embedding.weight, std=0.02)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.token(tokens) + self.place(torch.arange(tokens.shape[1], device=tokens.device))
+        return self.norm(self.blocks(x)) @ self.token.weight.T
+
+
+def main() -> None:
+    arguments = parse()
+    dist.init_process_group("mpitrain")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    train, validation, vocabulary = load_text("austen", arguments.data_directory)
+    train, validation = torch.from_numpy(train), torch.from_numpy(validation)
+    torch.manual_seed(0)
+    net = Gpt(len(vocabulary))
+    model = DistributedDataParallel(net)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.99), weight_decay=0.1)
+
+    places = torch.Generator().manual_seed(1)  # the same on every rank, which takes its part of each batch
+    for step in range(1, arguments.steps + 1):
+        starts = torch.randint(len(train) - CONTEXT, (arguments.global_batch,), generator=places)
+        x, y = windows(train, starts.tensor_split(size)[rank])
+        loss = cross_entropy(model(x).flatten(0, 1), y.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if step % 50 == 0 and rank == 0:
+            print(f"step {step}: loss {loss.item():.4f} on the first rank's part")
+    with torch.no_grad():
+        x, y = windows(validation, torch.arange(0, 64 * CONTEXT, CONTEXT))
+        loss = cross_entropy(net(x).flatten(0, 1), y.flatten())
+    if rank == 0:
+        print(f"ranks: {size}, step {step}: validation loss {loss.item():.6f}")
+        if arguments.save:
+            torch.save(net.state_dict(), arguments.save)
+    dist.destroy_process_group()
+
+
+def windows(tokens: torch.Tensor, starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pieces of the text from these places on, and the same one character later: two tensors (n, CONTEXT)."""
+    places = starts[:, None] + torch.arange(CONTEXT)
+    return tokens[places], tokens[places + 1]
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Train a small GPT in PyTorch on Jane Austen's novels.")
+    parser.add_argument("--data-directory", type=Path, help="default: ~/.cache/mpitrain")
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--global-batch", type=int, default=32, help="of all ranks; a multiple of them")
+    parser.add_argument("--save", metavar="FILE", help="the parameters, at the end")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

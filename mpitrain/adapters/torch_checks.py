@@ -1,0 +1,90 @@
+"""What TorchModule refuses before the first step, and what it asks of a loss."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import numpy
+import torch
+
+from mpitrain.adapters.array_function import PRECISIONS
+from mpitrain.adapters.torch_state import Scheduler
+from mpitrain.errors import ConfigError, DeviceError, GradientError
+from mpitrain.training.schedules import Schedule
+
+
+def check_places(module: torch.nn.Module) -> None:
+    for name, its in [*module.named_parameters(), *module.named_buffers()]:
+        if torch.nn.parameter.is_lazy(its):
+            raise ConfigError(f"{name} has no shape yet; run a batch through the module first")
+        if its.device.type != "cpu":
+            raise DeviceError(
+                f"{name} is on {its.device}; TorchModule trains on the CPU. On GPUs use the module with PyTorch's own "
+                "loop and mpitrain.torch, or ArrayFunction with CuPy"
+            )
+
+
+def check_optimizer(
+    optimizer: torch.optim.Optimizer, named: Mapping[str, torch.Tensor], trained: Mapping[str, torch.Tensor]
+) -> None:
+    kind = type(optimizer).__name__
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(
+            f"{kind} computes the loss again within a step (a closure); here a step has one backward pass, whose "
+            "gradients are exchanged. Use another optimizer, such as torch.optim.AdamW"
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise ConfigError("SparseAdam takes sparse gradients, and dense ones are exchanged; use torch.optim.Adam")
+    if not trained:
+        raise ConfigError("the module has no parameters to train; is requires_grad False for all?")
+    known, given = set(named.values()), [its for group in optimizer.param_groups for its in group["params"]]
+    for its in given:
+        if its not in known:
+            raise ConfigError(
+                f"the optimizer has a parameter of shape {tuple(its.shape)} that the module has not; "
+                "make it one of the module's, or its values would differ over the ranks"
+            )
+    for name, its in trained.items():
+        if all(its is not other for other in given):
+            raise ConfigError(
+                f"{name} is trained (requires_grad) and not in the optimizer; give it to {kind}, or freeze it with "
+                "requires_grad_(False)"
+            )
+
+
+def check_schedule(schedule: Schedule | Scheduler | None, optimizer: torch.optim.Optimizer) -> None:
+    if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise ConfigError("ReduceLROnPlateau waits for a metric, which a step has not; call it in a hook of your own")
+    if isinstance(schedule, Scheduler):
+        if schedule.optimizer is not optimizer:
+            raise ConfigError("the schedule is one of another optimizer")
+    elif schedule is not None:
+        rates = {float(group["lr"]) for group in optimizer.param_groups}
+        if not callable(schedule) or len(rates) > 1:
+            raise ConfigError(
+                f"schedule is {schedule!r}, for groups with the rates {', '.join(map(str, sorted(rates)))}; a function "
+                "of the step sets one rate for all groups, a scheduler of torch.optim.lr_scheduler one for each"
+            )
+
+
+def narrow_dtype(precision: str | None, trained: Mapping[str, torch.Tensor]) -> numpy.dtype | None:
+    if precision is None:
+        return None
+    if precision not in PRECISIONS:
+        raise ConfigError(f"there is no precision {precision!r}; known: {', '.join(PRECISIONS)}")
+    for name, its in trained.items():
+        if its.dtype != torch.float32:
+            raise ConfigError(f"precision={precision}: {name} is {its.dtype}; parameters are kept in float32")
+    return PRECISIONS[precision]
+
+
+def checked_loss(loss: Any) -> Any:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+        found = f"{loss.dtype} {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise GradientError(f"the loss is {found}; it must be a tensor of one number: the mean over the samples")
+    if not loss.requires_grad:
+        raise GradientError("the loss depends on no parameter; was it computed under torch.no_grad, or detached?")
+    return loss if loss.dtype == torch.float64 else loss.float()  # a scaled loss may be too large for 16 bits

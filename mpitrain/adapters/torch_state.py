@@ -1,0 +1,140 @@
+"""An optimizer's state by parameter name, in nested dicts of arrays and numbers, and back.
+
+PyTorch's own `state_dict` numbers the parameters, in the order in which the script has given them. As there, the
+options of a group (its rate, momentum, decay) belong to the state: schedulers and some optimizers keep what they have
+learned in them.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import numpy
+import torch
+
+from mpitrain.adapters.torch_arrays import array_of, tensor_of
+from mpitrain.arrays import is_array
+from mpitrain.errors import CheckpointError
+
+Scheduler: TypeAlias = torch.optim.lr_scheduler.LRScheduler
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, named: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """`groups` with the options by number of the group, `state` by parameter name; arrays over the tensors' memory.
+
+    Raises:
+        CheckpointError: it keeps something that belongs to none of the parameters `named`.
+    """
+    names = {parameter: name for name, parameter in named.items()}
+    unknown = [key for key in optimizer.state if key not in names]
+    if unknown:
+        raise CheckpointError(
+            f"{type(optimizer).__name__} keeps a state under {str(unknown[0])[:60]!r}, which is no parameter of the "
+            "module; a checkpoint holds state by parameter"
+        )
+    return {
+        "groups": {str(number): _options(group) for number, group in enumerate(optimizer.param_groups)},
+        "state": {
+            names[parameter]: {key: _plain(value) for key, value in its.items()}
+            for parameter, its in optimizer.state.items()
+        },
+    }
+
+
+def check_optimizer_state(
+    optimizer: torch.optim.Optimizer, named: Mapping[str, torch.Tensor], state: Mapping[str, Any]
+) -> None:
+    """Raise CheckpointError unless `state` is one of such an optimizer for these parameters."""
+    kind = type(optimizer).__name__
+    groups = state["groups"]
+    if groups.keys() != {str(number) for number in range(len(optimizer.param_groups))}:
+        raise CheckpointError(
+            f"the checkpoint has {len(groups)} groups of parameters, this {kind} {len(optimizer.param_groups)}; "
+            "is it a checkpoint of this training?"
+        )
+    for number, group in enumerate(optimizer.param_groups):
+        for option in groups[str(number)]:
+            if option not in group:
+                raise CheckpointError(
+                    f"the checkpoint's optimizer has an option {option}, this {kind} has none; "
+                    "is it the same optimizer, and with the same kind of schedule?"
+                )
+    for name, its in state.get("state", {}).items():
+        if name not in named:
+            raise CheckpointError(f"the checkpoint has optimizer state for {name}; the module has no such parameter")
+        mine = {key: _plain(value) for key, value in optimizer.state.get(named[name], {}).items()}
+        if mine and {key: numpy.shape(value) for key, value in mine.items()} != {
+            key: numpy.shape(value) for key, value in its.items()
+        }:
+            raise CheckpointError(
+                f"the checkpoint's optimizer state for {name} is {', '.join(its)}, that of this {kind} "
+                f"{', '.join(mine)}, or of another shape; is it the same optimizer?"
+            )
+
+
+def restore_optimizer_state(
+    optimizer: torch.optim.Optimizer, named: Mapping[str, torch.Tensor], state: Mapping[str, Any]
+) -> None:
+    """The reverse of `optimizer_state`; what it is given is copied. To be checked before."""
+    for number, group in enumerate(optimizer.param_groups):
+        for option, value in state["groups"][str(number)].items():
+            if isinstance(group[option], torch.Tensor):
+                group[option].fill_(value)
+            else:
+                group[option] = tuple(value) if isinstance(group[option], tuple) else value
+    kept = state.get("state", {})
+    for name, parameter in named.items():
+        optimizer.state.pop(parameter, None)
+        if name in kept:
+            optimizer.state[parameter] = {
+                key: tensor_of(numpy.array(value)) if is_array(value) else value for key, value in kept[name].items()
+            }
+
+
+def scheduler_state(scheduler: Scheduler) -> numpy.ndarray:
+    """All that a scheduler of PyTorch keeps, as the bytes that `torch.save` makes of it."""
+    file = io.BytesIO()
+    torch.save(scheduler.state_dict(), file)
+    return numpy.frombuffer(file.getvalue(), numpy.uint8)
+
+
+def read_scheduler_state(scheduler: Scheduler, state: Any) -> dict[str, Any]:
+    """What `scheduler.load_state_dict` takes.
+
+    Raises:
+        CheckpointError: it is not that of such a scheduler.
+    """
+    kind = type(scheduler).__name__
+    try:
+        read = torch.load(io.BytesIO(numpy.asarray(state, numpy.uint8).tobytes()), weights_only=True)
+        found = set(read)
+    except Exception as error:  # whatever unpickling raises
+        raise CheckpointError(f"the checkpoint's schedule cannot be read for {kind}: {error}") from None
+    if found != scheduler.state_dict().keys():
+        raise CheckpointError(f"the checkpoint's schedule holds {', '.join(sorted(found))}; is it a {kind}?")
+    assert isinstance(read, dict)
+    return read
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers among a group's options; what else there is cannot change."""
+    values = {name: _plain(value) for name, value in group.items() if name != "params"}
+    return {
+        name: value.item() if is_array(value) else list(value) if isinstance(value, tuple) else value
+        for name, value in values.items()
+        if (is_array(value) and value.size == 1) or _is_number(value) or _are_numbers(value)
+    }
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float)
+
+
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(_is_number(its) for its in value)
+
+
+def _plain(value: Any) -> Any:
+    return array_of(value) if isinstance(value, torch.Tensor) else value

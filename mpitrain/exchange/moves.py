@@ -1,0 +1,83 @@
+"""Arrays between all ranks, as steps over flat host arrays: what calls that do not wait are made of.
+
+They use the communicator of the world's background, so they are work in its queue. Rank r exchanges with r+1 and r-1
+first, then r+2 and r-2, and so on, so no rank is everybody's target; how many bytes that is, collectives.py says.
+Parts may be of any number of bytes, 0 included, but what one rank sends must be as long as what the other expects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import numpy
+
+from mpitrain.allreduce.algorithm import Progress
+from mpitrain.control import until
+from mpitrain.world import World
+
+SHORT_BYTES = 2**16  # up to here few messages count for more than few bytes; chosen, not measured
+
+# Puts the result of two arrays in the first one.
+Combine: TypeAlias = Callable[[numpy.ndarray, numpy.ndarray], None]
+
+
+def add(total: numpy.ndarray, arrived: numpy.ndarray) -> None:
+    """`total` becomes the sum."""
+    # Infinity is a value like any other here; whoever must not have it looks at the sum.
+    with numpy.errstate(all="ignore"):
+        numpy.add(total, arrived, out=total)
+
+
+def reduce_scatter(
+    world: World, parts: Sequence[numpy.ndarray], mine: numpy.ndarray, combine: Combine = add
+) -> Progress:
+    """Add to `mine`, which holds this rank's values, what the others have for it; `parts` are sent."""
+    sends = [(rank, parts[rank]) for rank in _after(world)]
+    return world.background.mover.move(sends, [(rank, mine) for rank in _before(world)], add=combine)
+
+
+def allgather(world: World, parts: Sequence[numpy.ndarray]) -> Progress:
+    """Overwrite all parts but this rank's own by their owners'."""
+    sends = [(rank, parts[world.rank]) for rank in _after(world)]
+    return world.background.mover.move(sends, [(rank, parts[rank]) for rank in _before(world)])
+
+
+def alltoall(world: World, sends: Sequence[numpy.ndarray], receives: Sequence[numpy.ndarray]) -> Progress:
+    """From every rank the array that it has for this one. This rank's own is not copied."""
+    return world.background.mover.move(
+        [(rank, sends[rank]) for rank in _after(world)], [(rank, receives[rank]) for rank in _before(world)]
+    )
+
+
+def broadcast(world: World, flat: numpy.ndarray, root: int) -> Progress:
+    """Overwrite `flat` by `root`'s; along a chain where it is long."""
+    if flat.nbytes <= SHORT_BYTES:
+        return until(world.background.comm.Ibcast(flat.view(numpy.uint8), root).Test)
+    left, right = (world.rank - 1) % world.size, (world.rank + 1) % world.size
+    is_root = world.rank == root
+    sends = [] if right == root else [(right, flat)]
+    return world.background.mover.move(sends, [] if is_root else [(left, flat)], forward=not is_root)
+
+
+def gather(world: World, mine: numpy.ndarray, parts: Sequence[numpy.ndarray], root: int) -> Progress:
+    """Overwrite `root`'s `parts`, all but its own, by the ranks' arrays. `parts` count there only."""
+    if world.rank != root:
+        return world.background.mover.move([(root, mine)], [])
+    return world.background.mover.move([], [(rank, parts[rank]) for rank in _before(world)])
+
+
+def scatter(world: World, mine: numpy.ndarray, parts: Sequence[numpy.ndarray], root: int) -> Progress:
+    """Overwrite the arrays of all ranks but `root` by `root`'s part for each. `parts` count there only."""
+    if world.rank != root:
+        return world.background.mover.move([], [(root, mine)])
+    return world.background.mover.move([(rank, parts[rank]) for rank in _after(world)], [])
+
+
+def _after(world: World) -> list[int]:
+    """All other ranks, the next one first."""
+    return [(world.rank + distance) % world.size for distance in range(1, world.size)]
+
+
+def _before(world: World) -> list[int]:
+    return [(world.rank - distance) % world.size for distance in range(1, world.size)]

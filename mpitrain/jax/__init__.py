@@ -1,0 +1,17 @@
+"""JAX over MPI: `import mpitrain.jax`.
+
+    params = mpitrain.jax.sync(params)
+    step = mpitrain.jax.mean(jax.value_and_grad(loss), weight=lambda params, x, y: len(x))
+
+docs/jax.md has the rest: from one process or another library to this one, derivatives, limits.
+"""
+
+try:
+    import jax as _jax  # noqa: F401
+except ImportError as error:
+    raise ImportError(f"mpitrain.jax needs JAX ({error}); install it: pip install 'mpitrain[jax]'") from error
+
+from mpitrain.jax.distributed import initialize
+from mpitrain.jax.exchange import mean, shard, sum, sync, weighted_mean
+
+__all__ = ["initialize", "mean", "shard", "sum", "sync", "weighted_mean"]

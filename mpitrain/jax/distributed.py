@@ -1,0 +1,150 @@
+"""The ranks as the processes of JAX's own distributed runtime, for its own collectives between GPUs."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import jax
+
+from mpitrain.errors import DeviceError, LaunchError
+from mpitrain.start import init
+from mpitrain.world import World, part_of
+
+_CONNECT_SECONDS = 3.0
+
+
+def initialize() -> None:
+    """jax.distributed.initialize with everything it asks for taken from MPI. All ranks call it, before JAX computes.
+
+    From then on jax.devices() are those of all ranks, JAX's own collectives (jit over a Mesh, shard_map) run between
+    them, by NCCL on GPUs and Gloo on CPUs, and rank r is JAX's process r. The GPUs of a machine are divided among its
+    ranks, unless each has its own already by CUDA_VISIBLE_DEVICES or `mpitrain run --hosts`.
+
+    Raises:
+        DeviceError: a machine has fewer GPUs than ranks. On every rank.
+        LaunchError: no address of rank 0's machine can be reached from all others. On every rank.
+        RuntimeError: by JAX, where it has computed something already.
+    """
+    world = init()
+    mine = _gpus(world)
+    address = _meeting_point(world)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        coordinator_address=address,
+        num_processes=world.size,
+        process_id=world.rank,
+        local_device_ids=mine,
+        coordinator_bind_address=f"0.0.0.0:{address.rpartition(':')[2]}",
+    )
+
+
+def _meeting_point(world: World) -> str:
+    """HOST:PORT on rank 0's machine that every rank can connect to, on a port that was free just now. Collective."""
+    with socket.socket() as listener:
+        found: tuple[list[str], int] = ([], 0)
+        if world.is_root:
+            # Connections are made by the kernel, up to that many without being accepted.
+            listener.bind(("0.0.0.0", 0))
+            listener.listen(len(world.hosts) * 8)
+            found = _own_addresses(world.hosts) if world.num_nodes > 1 else ["127.0.0.1"], listener.getsockname()[1]
+        addresses, port = world.broadcast(found)
+        reached = world.allgather([address for address in addresses if world.is_root or _answers(address, port)])
+    common = [address for address in addresses if all(address in its for its in reached)]
+    if not common:
+        lost = next(rank for rank, its in enumerate(reached) if not its or its != addresses)
+        error = LaunchError(
+            f"{world.name(lost)} cannot connect to {world.name(0)}, port {port}, at any address that all can use; "
+            f"tried: {', '.join(addresses) or 'none, it has none'}. Let TCP through between the machines (mpitrain "
+            "check-cluster), and let their names lead to addresses that the others can reach"
+        )
+        error.known_everywhere = True
+        raise error
+    return f"{common[0]}:{port}"
+
+
+def _own_addresses(hosts: Sequence[str]) -> list[str]:
+    """This machine's IPv4 addresses, those that it uses towards the other hosts first; no loopback."""
+    found: dict[str, None] = {}
+    for host in dict.fromkeys(hosts):
+        # Connecting a datagram socket sends nothing, and says which of our addresses would be used.
+        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as towards:
+            towards.connect((host, 9))
+            found[towards.getsockname()[0]] = None
+    with suppress(OSError):
+        found |= dict.fromkeys(socket.gethostbyname_ex(socket.gethostname())[2])
+    return [address for address in found if not address.startswith("127.")]
+
+
+def _answers(address: str, port: int) -> bool:
+    with suppress(OSError), socket.create_connection((address, port), timeout=_CONNECT_SECONDS):
+        return True
+    return False
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What GPUs a rank may use.
+
+    Attributes:
+        node_rank: its machine.
+        visible: CUDA_VISIBLE_DEVICES, None where it is not set.
+        count: how many CUDA sees.
+        given: by `mpitrain run --hosts`, such as "cuda:1".
+    """
+
+    node_rank: int
+    visible: str | None
+    count: int
+    given: str
+
+
+def _gpus(world: World) -> list[int] | None:
+    """The GPUs of this rank, for JAX; None: all that it sees. Collective."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    # JAX cannot be asked before it is initialised, which is too early, and without its plugin it sees none.
+    if not any("cuda" in entry.name for entry in entry_points(group="jax_plugins")):
+        count = 0
+    elif visible is not None:
+        count = len([name for name in visible.split(",") if name not in ("", "-1")])
+    else:
+        count = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    sights = world.allgather(Sight(world.node_rank, visible, count, world.config.device(world.rank)))
+    for rank in range(world.size):
+        try:
+            share_of_gpus(sights, rank)
+        except DeviceError as problem:
+            error = DeviceError(f"{world.name(rank)}: {problem}")
+            error.known_everywhere = True
+            raise error from None
+    return share_of_gpus(sights, world.rank)
+
+
+def share_of_gpus(sights: Sequence[Sight], rank: int) -> list[int] | None:
+    """The GPUs of one rank, by their numbers among those that it sees; None: all of them, or there are none.
+
+    Args:
+        sights: what every rank sees.
+        rank: which of them.
+
+    Raises:
+        DeviceError: its machine has fewer GPUs than ranks, which must not share one.
+    """
+    mine = sights[rank]
+    if mine.given.startswith("cuda:"):
+        return [int(mine.given.removeprefix("cuda:"))]
+    here = [other for other, sight in enumerate(sights) if sight.node_rank == mine.node_rank]
+    has_its_own = len({sights[other].visible for other in here}) > 1
+    if mine.count == 0 or len(here) == 1 or has_its_own:
+        return None
+    if mine.count < len(here):
+        raise DeviceError(
+            f"{len(here)} ranks on a machine with {mine.count} GPU(s), which JAX's processes cannot share; start at "
+            f"most {mine.count} rank(s) there, or hide the GPUs: CUDA_VISIBLE_DEVICES="
+        )
+    return list(range(mine.count))[part_of(mine.count, here.index(rank), len(here))]

@@ -1,0 +1,71 @@
+"""The leaves of a pytree: their names, as NumPy arrays, and back to where they were."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from mpitrain.errors import TreeError
+
+PyTree = Any
+Leaf = Any
+
+
+def named_leaves(tree: PyTree) -> tuple[tuple[str, ...], list[Leaf], Any]:
+    """The leaves' names, such as `dense/weight`, no two alike; the leaves; and the form, for jax.tree.unflatten."""
+    found, form = jax.tree_util.tree_flatten_with_path(tree)
+    names = ["/".join(map(_step, path)) or "value" for path, _ in found]
+    if len(set(names)) < len(names):  # {"a/b": x, "a": {"b": y}}
+        names = [f"{number} {name}" for number, name in enumerate(names)]
+    return tuple(names), [leaf for _, leaf in found], form
+
+
+def _step(entry: Any) -> str:
+    """One step of a path: a key of a dict, a place in a list, or the name of an attribute."""
+    return next((str(getattr(entry, kind)) for kind in ("key", "idx", "name") if hasattr(entry, kind)), str(entry))
+
+
+def on_host(names: Sequence[str], leaves: Sequence[Leaf]) -> list[Leaf]:
+    """JAX's arrays as NumPy's: on a CPU over the same memory, read-only; others are copied here. The rest as it is.
+
+    Raises:
+        TreeError: an array of PRNG keys, or one that is spread over several processes.
+    """
+    for name, leaf in zip(names, leaves, strict=True):
+        check(name, leaf)
+    fetched = iter(jax.device_get([leaf for leaf in leaves if isinstance(leaf, jax.Array)]))
+    return [next(fetched) if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
+
+
+def check(name: str, leaf: Leaf) -> None:
+    """Raise TreeError if `leaf` is a JAX array that has no values here."""
+    if not isinstance(leaf, jax.Array):
+        return
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
+        raise TreeError(f"{name} has PRNG keys, {leaf.dtype}; exchange jax.random.key_data(keys) instead")
+    if not isinstance(leaf, jax.core.Tracer) and not leaf.is_fully_addressable:
+        raise TreeError(
+            f"{name} is spread over the devices of several processes ({leaf.sharding}); after initialize() use JAX's "
+            "own collectives for it"
+        )
+
+
+def back(values: Sequence[Leaf], models: Sequence[Leaf]) -> list[Leaf]:
+    """Each value where its model is: on the same devices if that is a JAX array, else as it is.
+
+    On a CPU the result uses the value's memory if it begins at a multiple of 64 bytes; so that must never be written
+    again.
+    """
+    # Arrays that nobody has put on a device may be used together with those on any; they must stay so.
+    free = [place for place, model in enumerate(models) if isinstance(model, jax.Array) and not model.committed]
+    bound = [place for place, model in enumerate(models) if isinstance(model, jax.Array) and model.committed]
+    results = list(values)
+    for place, array in zip(free, jax.device_put([values[place] for place in free]), strict=True):
+        results[place] = array
+    if bound:
+        arrays = jax.device_put([values[place] for place in bound], [models[place].sharding for place in bound])
+        for place, array in zip(bound, arrays, strict=True):
+            results[place] = array
+    return results

@@ -1,0 +1,116 @@
+"""Exchanges inside jit: one ordered callback for all leaves of a pytree.
+
+XLA calls it when the computation comes to it, from one of its threads, in the order in which the program was traced.
+What the program calls directly waits until all callbacks before it are done (Control.settle), so that ranks that
+compute at different speeds still make their calls in the same order.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Sequence
+from functools import cache, partial
+from types import TracebackType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy
+from jax.experimental import io_callback
+
+from mpitrain.allreduce.algorithm import DTYPES, FLOATS
+from mpitrain.errors import ConfigError, TreeError
+from mpitrain.exchange.driver import allows_threads
+from mpitrain.jax.leaves import Leaf, check
+from mpitrain.start import init
+from mpitrain.world import World
+
+_here = threading.local()  # `inside`: this thread is in a callback
+_failed: list[BaseException] = []  # what the last callback that failed has raised
+
+
+_anything = jax.jit(lambda: jnp.zeros((), bool))
+
+
+def is_traced(values: Sequence[Leaf]) -> bool:
+    """Whether JAX is recording what is computed now, so that nothing can be exchanged yet.
+
+    It may be so where none of the values is traced: of a constant, too, every run of the program needs the exchange.
+    """
+    return any(isinstance(value, jax.core.Tracer) for value in values) or isinstance(_anything(), jax.core.Tracer)
+
+
+def exchange(operation: str, names: Sequence[str], values: Sequence[Leaf], weight: Any) -> list[Leaf]:
+    """World.sum or World.mean, as `operation` says, of NumPy arrays and numbers with names."""
+    world, tree = init(), dict(zip(names, values, strict=True))
+    results = world.sum(tree) if operation == "sum" else world.mean(tree, float(weight))
+    return [results[name] for name in names]
+
+
+def in_callback(operation: str, names: Sequence[str], arrays: list[jax.Array], weight: Any) -> list[jax.Array]:
+    """The same as a part of the computation that is being traced.
+
+    Raises:
+        TreeError: a leaf has a dtype that is not allowed.
+        ConfigError: MPI may not be called from XLA's threads.
+    """
+    world, is_mean = init(), operation == "mean"
+    for name, array in zip(names, arrays, strict=True):
+        check(name, array)
+        if array.dtype not in (FLOATS if is_mean else DTYPES):
+            allowed = ", ".join(str(dtype) for dtype in (FLOATS if is_mean else DTYPES))
+            raise TreeError(f"{operation} of {name}: its dtype is {array.dtype}; allowed are {allowed}")
+    is_known = not isinstance(weight, jax.Array)
+    if world.size == 1 and is_known:
+        exchange("mean", [], [], weight)  # the weight may be wrong
+        return arrays
+    _prepare(world)
+    callback = partial(_callback, operation, tuple(names), weight if is_known else None)
+    shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
+    found: list[jax.Array] = io_callback(callback, shapes, arrays, [] if is_known else [weight], ordered=True)
+    return found
+
+
+def _callback(
+    operation: str, names: Sequence[str], weight: Any, arrays: Sequence[Leaf], weights: Sequence[Leaf]
+) -> list[Leaf]:
+    _here.inside = True
+    try:
+        return exchange(operation, names, [numpy.asarray(one) for one in arrays], weights[0] if weights else weight)
+    except BaseException as error:
+        _failed[:] = [error]
+        raise
+    finally:
+        _here.inside = False
+
+
+@cache
+def _prepare(world: World) -> None:
+    """Once, before the first callback."""
+    if world.size > 1 and not allows_threads():
+        raise ConfigError(
+            f"{world.name()}: inside jit MPI is called from XLA's threads, and MPI was initialised without "
+            "MPI_THREAD_MULTIPLE; let mpitrain.init() initialise it, or exchange outside jit"
+        )
+    world.control.elsewhere.append(_settle)
+    sys.excepthook = partial(_uncaught, sys.excepthook)
+    # JAX logs each exception of a callback, on every rank; it raises it as well.
+    logging.getLogger("jax._src.callback").addFilter(_is_news)
+
+
+def _settle() -> None:
+    if not getattr(_here, "inside", False):
+        jax.effects_barrier()
+
+
+def _uncaught(previous: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """JAX raises another error in place of the callback's, with its text. The one to tell is the callback's."""
+    if _failed and isinstance(error, jax.errors.JaxRuntimeError) and str(_failed[0]) in str(error):
+        kind, error = type(_failed[0]), _failed[0].with_traceback(trace)
+    previous(kind, error, trace)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and record.exc_info[1] in _failed)

@@ -1,0 +1,318 @@
+"""The process group of torch.distributed: torch's calls, checked and handed to the channel."""
+
+# torch declares each call twice, for lists of tensors and for one; what it calls is the first.
+# mypy: disable-error-code="override"
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+
+from mpitrain.allreduce.algorithm import Progress
+from mpitrain.control import until
+from mpitrain.exchange import moves
+from mpitrain.torch import checks, reductions
+from mpitrain.torch.bare_group import BareGroup, Tensors
+from mpitrain.torch.tensors import raw, values
+from mpitrain.torch.versions import with_old_names
+from mpitrain.torch.work import Call
+
+
+@with_old_names
+class Group(BareGroup):
+    """What `init_process_group("mpitrain")` and `new_group` make. Its methods are called by torch."""
+
+    def broadcast(self, tensors: Tensors, opts: Any = None) -> Call:
+        """See torch."""
+        tensor = self._one("broadcast", tensors)
+        root = int(opts.rootRank)
+        self._check_rank("broadcast", root)
+        call = self._call("broadcast", [tensor], opts)
+        flat = raw(call.buffers.write(tensor, filled=self.rank() == root))
+
+        def work() -> Progress:
+            return moves.broadcast(self._world, flat, root) if self._moves(flat) else iter(())
+
+        return self._begin(call, work, lambda: [checks.count(tensor)], opts, root)
+
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> Call:
+        """See torch."""
+        return self._allreduce("all_reduce", [self._one("all_reduce", tensors)], opts or dist.AllreduceOptions())
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Call:
+        """See torch."""
+        self._check("all_reduce_coalesced", tensors)
+        return self._allreduce("all_reduce_coalesced", tensors, opts or dist.AllreduceCoalescedOptions())
+
+    def _allreduce(self, name: str, tensors: Tensors, opts: Any) -> Call:
+        how = self._reduction(name, opts, tensors[0])
+        call = self._call(name, tensors, opts)
+        flats = [values(call.buffers.write(tensor, filled=True)) for tensor in tensors]
+        world, sums = self._world, self._channel.sums
+
+        def work() -> Progress:
+            for flat in flats:
+                yield from reductions.allreduce(world, sums, flat, how)
+
+        return self._begin(call, work, lambda: [how.name, *map(checks.count, tensors)], opts)
+
+    def reduce(self, tensors: Tensors, opts: Any) -> Call:
+        """See torch."""
+        tensor = self._one("reduce", tensors)
+        root = int(opts.rootRank)
+        self._check_rank("reduce", root)
+        how = self._reduction("reduce", opts, tensor)
+        call = self._call("reduce", [tensor], opts)
+        is_root = self.rank() == root
+        flat = values(call.buffers.write(tensor, filled=True) if is_root else call.buffers.read(tensor))
+
+        def work() -> Progress:
+            return reductions.reduce(self._world, flat, root, how)
+
+        return self._begin(call, work, lambda: [how.name, checks.count(tensor)], opts, root)
+
+    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Call:
+        """See torch. Tensors of the ranks may differ in size."""
+        tensor = self._one("all_gather", inputs)
+        parts = self._list_of("all_gather", outputs, self.size())
+        self._check("all_gather", [*parts, tensor])
+        self._check_fits("all_gather", tensor, parts[self.rank()], "its place in the list of outputs")
+        return self._allgather("all_gather", [parts], [tensor], opts)
+
+    def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Call:
+        """See torch."""
+        name = "all_gather_coalesced"
+        # One list a tensor; an old form has one a rank.
+        if len(outputs) != len(inputs):
+            self._refuse(name, ValueError(f"{len(outputs)} lists of outputs for {len(inputs)} inputs"))
+        for parts, tensor in zip(outputs, inputs, strict=True):
+            self._list_of(name, [parts], self.size())
+            self._check(name, [*parts, tensor])
+            self._check_fits(name, tensor, parts[self.rank()], "its place in the list of outputs")
+        return self._allgather(name, outputs, inputs, opts)
+
+    def _allgather(self, name: str, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> Call:
+        call = self._call(name, [part for parts in outputs for part in parts], opts)
+        flats = [[raw(call.buffers.write(part)) for part in parts] for parts in outputs]
+        mine = [raw(call.buffers.read(tensor)) for tensor in inputs]
+
+        def work() -> Progress:
+            for parts, own in zip(flats, mine, strict=True):
+                parts[self.rank()][:] = own
+                yield from moves.allgather(self._world, parts)
+
+        return self._begin(call, work, lambda: [checks.count(part) for parts in outputs for part in parts], opts)
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Call:
+        """See torch."""
+        return self._all_gather_single("all_gather_into_tensor", [output], [input], opts)
+
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Call:
+        """See torch."""
+        return self._all_gather_single("all_gather_into_tensor_coalesced", outputs, inputs, opts)
+
+    def _all_gather_single(self, name: str, outputs: Tensors, inputs: Tensors, opts: Any) -> Call:
+        self._check(name, [*outputs, *inputs], dtypes=len(outputs) == 1)
+        self._check_lengths(name, outputs, inputs)
+        for output, tensor in zip(outputs, inputs, strict=True):
+            self._check_parts(name, output, tensor, "the output", "the input")
+        call = self._call(name, outputs, opts)
+        wholes = [raw(call.buffers.write(output)) for output in outputs]
+        mine = [raw(call.buffers.read(tensor)) for tensor in inputs]
+
+        def work() -> Progress:
+            for whole, own in zip(wholes, mine, strict=True):
+                parts = numpy.split(whole, self.size())
+                parts[self.rank()][:] = own
+                yield from moves.allgather(self._world, parts)
+
+        return self._begin(call, work, lambda: [checks.count(tensor) for tensor in inputs], opts)
+
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> Call:
+        """See torch."""
+        tensor, root = self._one("gather", inputs), int(opts.rootRank)
+        self._check_rank("gather", root)
+        is_root = self.rank() == root
+        parts = self._list_of("gather", outputs, self.size()) if is_root else []
+        self._check("gather", [*parts, tensor])
+        for part in parts:
+            self._check_fits("gather", tensor, part, "each output")
+        call = self._call("gather", parts, opts)
+        flats = [raw(call.buffers.write(part)) for part in parts]
+        mine = raw(call.buffers.read(tensor))
+
+        def work() -> Progress:
+            if is_root:
+                flats[root][:] = mine
+            return moves.gather(self._world, mine, flats, root)
+
+        return self._begin(call, work, lambda: [checks.count(tensor)], opts, root)
+
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> Call:
+        """See torch."""
+        tensor, root = self._one("scatter", outputs), int(opts.rootRank)
+        self._check_rank("scatter", root)
+        is_root = self.rank() == root
+        parts = self._list_of("scatter", inputs, self.size()) if is_root else []
+        self._check("scatter", [tensor, *parts])
+        for part in parts:
+            self._check_fits("scatter", tensor, part, "each input")
+        call = self._call("scatter", [tensor], opts)
+        mine = raw(call.buffers.write(tensor))
+        flats = [raw(call.buffers.read(part)) for part in parts]
+
+        def work() -> Progress:
+            if is_root:
+                mine[:] = flats[root]
+            return moves.scatter(self._world, mine, flats, root)
+
+        return self._begin(call, work, lambda: [checks.count(tensor)], opts, root)
+
+    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> Call:
+        """See torch. Tensors for the ranks may differ in size."""
+        name = "reduce_scatter"
+        tensor = self._one(name, outputs)
+        parts = self._list_of(name, inputs, self.size())
+        self._check(name, [tensor, *parts])
+        self._check_fits(name, tensor, parts[self.rank()], "its place in the list of inputs")
+        how = self._reduction(name, opts, tensor)
+        call = self._call(name, [tensor], opts)
+        mine = values(call.buffers.write(tensor))
+        flats = [values(call.buffers.read(part)) for part in parts]
+
+        def work() -> Progress:
+            return reductions.reduce_scatter(self._world, flats, mine, how)
+
+        return self._begin(call, work, lambda: [how.name, *map(checks.count, parts)], opts)
+
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Call:
+        """See torch."""
+        return self._reduce_scatter_single("reduce_scatter_tensor", [output], [input], opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Call:
+        """See torch."""
+        return self._reduce_scatter_single("reduce_scatter_tensor_coalesced", outputs, inputs, opts)
+
+    def _reduce_scatter_single(self, name: str, outputs: Tensors, inputs: Tensors, opts: Any) -> Call:
+        opts = opts or dist.ReduceScatterOptions()
+        self._check(name, [*outputs, *inputs], dtypes=len(outputs) == 1)
+        self._check_lengths(name, outputs, inputs)
+        for output, tensor in zip(outputs, inputs, strict=True):
+            self._check_parts(name, tensor, output, "the input", "the output")
+        hows = [self._reduction(name, opts, output) for output in outputs]
+        call = self._call(name, outputs, opts)
+        mine = [values(call.buffers.write(output)) for output in outputs]
+        wholes = [values(call.buffers.read(tensor)) for tensor in inputs]
+
+        def work() -> Progress:
+            for whole, own, how in zip(wholes, mine, hows, strict=True):
+                yield from reductions.reduce_scatter(self._world, numpy.split(whole, self.size()), own, how)
+
+        return self._begin(call, work, lambda: [hows[0].name, *map(checks.count, outputs)], opts)
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Call:
+        """See torch. Tensors may differ in size."""
+        name = "all_to_all"
+        for tensors, what in ((outputs, "outputs"), (inputs, "inputs")):
+            self._list_of(name, [tensors], self.size(), what)
+        self._check(name, [*outputs, *inputs])
+        call = self._call(name, outputs, opts)
+        receives = [raw(call.buffers.write(tensor)) for tensor in outputs]
+        sends = [raw(call.buffers.read(tensor)) for tensor in inputs]
+        return self._alltoall(call, sends, receives, inputs[0], opts)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Sequence[int],
+        input_split_sizes: Sequence[int],
+        opts: Any = None,
+    ) -> Call:
+        """See torch."""
+        name = "all_to_all_single"
+        self._check(name, [output, input])
+        ends = []
+        for tensor, sizes, what in ((output, output_split_sizes, "output"), (input, input_split_sizes, "input")):
+            try:
+                ends.append(checks.splits(tensor, sizes, self.size(), what))
+            except ValueError as error:
+                self._refuse(name, error)
+        call = self._call(name, [output], opts)
+        into, own = raw(call.buffers.write(output)), raw(call.buffers.read(input))
+        if numpy.may_share_memory(into, own):
+            own = own.copy()  # what is still to be sent must not be overwritten
+        receives, sends = numpy.split(into, ends[0]), numpy.split(own, ends[1])
+        return self._alltoall(call, sends, receives, input, opts)
+
+    def _alltoall(
+        self, call: Call, sends: list[numpy.ndarray], receives: list[numpy.ndarray], like: torch.Tensor, opts: Any
+    ) -> Call:
+        # Sizes are the business of two ranks each, and equal on none: what is compared is made of all of them.
+        sizes = checks.Sizes(self._world, call, sends, receives) if self._channel.compares else None
+
+        def work() -> Progress:
+            if sizes is not None:
+                yield from sizes.compare()
+            receives[self.rank()][:] = sends[self.rank()]
+            yield from moves.alltoall(self._world, sends, receives)
+
+        return self._begin(call, work, lambda: [checks.kind(like)], opts)
+
+    def barrier(self, opts: Any = None) -> Call:
+        """See torch."""
+        call = self._call("barrier", [], opts)
+
+        def work() -> Progress:
+            yield from until(self._world.background.comm.Ibarrier().Test)
+
+        return self._begin(call, work, list, opts)
+
+    def call_of_ours(self, name: str, tensor: torch.Tensor, work: Callable[[numpy.ndarray], Progress]) -> Call:
+        """A call that torch does not know: `work` replaces the tensor's values, flat and on the host."""
+        call = self._call(name, [tensor], None)
+        flat = values(call.buffers.write(tensor, filled=True))
+        return self._begin(call, lambda: work(flat), lambda: [checks.count(tensor)], None)
+
+    def start_coalescing(self, device: Any) -> None:
+        """What is begun from now on ends together."""
+        self._together = []
+
+    def end_coalescing(self, device: Any) -> Call:
+        """One work for all that has been begun since."""
+        calls, self._together = self._together or [], None
+        call = self._call("coalesced calls", [result for its in calls for result in its.results], None)
+
+        def work() -> Progress:
+            yield from until(lambda: all(its.is_done for its in calls))
+            for its in calls:
+                if its.error is not None:
+                    raise its.error
+
+        return self._channel.begin(call, work, None, is_awaited=False)
+
+    _start_coalescing, _end_coalescing = start_coalescing, end_coalescing
+
+    # -- calls of two ranks ----------------------------------------------------------------------------------------
+
+    def send(self, tensors: Tensors, to: int, tag: int = 0) -> Call:
+        """See torch."""
+        tensor = self._peer("send", tensors, to, tag)
+        call = self._call(f"send to {self._world.name(to)}", [tensor], None)
+        return self._noted(self._channel.send(call, raw(call.buffers.read(tensor)), to, tag))
+
+    def recv(self, tensors: Tensors, source: int, tag: int = 0) -> Call:
+        """See torch."""
+        tensor = self._peer("recv", tensors, source, tag)
+        call = self._call(f"recv from {self._world.name(source)}", [tensor], None)
+        return self._noted(self._channel.receive(call, raw(call.buffers.write(tensor)), source, tag))
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Call:
+        """See torch."""
+        tensor = self._peer("recv", tensors, 0, tag)
+        call = self._call("recv from any rank", [tensor], None)
+        return self._noted(self._channel.receive(call, raw(call.buffers.write(tensor)), None, tag))

@@ -1,0 +1,280 @@
+"""What goes on in one process group: its world, the calls in flight, and how they end."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Generator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy
+
+from mpitrain.agreement import Agreement
+from mpitrain.allreduce import ALGORITHMS
+from mpitrain.allreduce.algorithm import Progress
+from mpitrain.control import FAILED, until
+from mpitrain.errors import MismatchError, MpitrainError, ProcessGroupError
+from mpitrain.torch.peers import Peers
+from mpitrain.torch.work import Call
+
+if TYPE_CHECKING:
+    from mpitrain.torch.engine import Engine
+    from mpitrain.world import World
+
+# So many calls of each group begin with a comparison of what the ranks are about to do.
+COMPARED_CALLS = 100
+# How long what a rank sent before it came to its end may still be on its way, and how long its failure may need to end
+# this process.
+_GRACE_SECONDS, _FAILURE_GRACE_SECONDS = 1.0, 10.0
+
+
+class Channel:
+    """One group's. Calls of all ranks run one after the other, in the order begun; sends and receives beside them."""
+
+    def __init__(self, engine: Engine, world: World, name: str, members: Sequence[int], timeout_seconds: float) -> None:
+        """`members` are the global ranks of the group's. Collective over them."""
+        self.engine = engine
+        self.world = world
+        self.name = name
+        self.members = tuple(members)
+        self.timeout_seconds = timeout_seconds
+        self.sums = ALGORITHMS[world.config.algorithm](world)
+        self.calls: dict[Call, None] = {}  # in flight, in the order begun
+        self.num_monitored = 0  # monitored barriers so far
+        self._peers = Peers(world)
+        self._queue = world.background
+        self._process = os.getpid()
+        self._left_to_compare = COMPARED_CALLS
+        self._compares_all = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"
+        self._is_closed = False
+        digest = hashlib.blake2b(f"{name} {self.members}".encode(), digest_size=6).digest()
+        self._number = int.from_bytes(digest, "little")  # by which all its ranks know it
+        engine.begun[self._number] = 0
+
+    def __str__(self) -> str:
+        return f"process group {self.name}"
+
+    def check(self, call: str) -> None:
+        """Raise ProcessGroupError where no call can be made."""
+        if os.getpid() != self._process:
+            raise ProcessGroupError(
+                f"{self.world.name()}: {call} in process {os.getpid()}, which was forked from the rank's own "
+                f"({self._process}); MPI works in the process that called init_process_group only. Start such "
+                'processes by "spawn" or "forkserver", and leave communication to the rank'
+            )
+        if self._is_closed:
+            raise ProcessGroupError(
+                f"{self.world.name()}: {call} in {self}, which has been destroyed; call it before "
+                "destroy_process_group, or make a new group"
+            )
+        if self.world.control.is_broken:
+            self.world.control.check()
+
+    def begin(
+        self,
+        call: Call,
+        work: Callable[[], Progress],
+        lines: Callable[[], list[str]] | None,
+        *,
+        is_awaited: bool,
+        root: int | None = None,
+    ) -> Call:
+        """Begin a call of all ranks.
+
+        Args:
+            call: which one.
+            work: makes its steps.
+            lines: describe what must be equal on all ranks; None: it is not compared.
+            is_awaited: the caller will wait for it at once.
+        """
+        name = call.name if root is None else f"{call.name} with root {root}"
+        agreement = None if lines is None else self._agreement(name, lines)
+        self._enqueue(call, self._run(call, agreement, work))
+        if not is_awaited:
+            self.engine.wake()
+        return call
+
+    def refuse(self, call: str, error: Exception) -> None:
+        """This rank cannot make a call. Tell the others, while calls are compared; then raise `error`."""
+        agreement = self._agreement(call, lambda: [f"refused: {error}"])
+        if agreement is not None:
+            told = Call(self, call, (), self.timeout_seconds)
+            self._enqueue(told, self._run(told, agreement, lambda: iter(())))
+            self.engine.wake()
+        raise error
+
+    def send(self, call: Call, data: numpy.ndarray, to: int, tag: int) -> Call:
+        """Begin to send to one rank."""
+        self._add(call)
+        self._peers.send(call, data, to, tag)
+        return self._begun(call)
+
+    def receive(self, call: Call, data: numpy.ndarray, source: int | None, tag: int) -> Call:
+        """Begin to receive from one rank, or from any."""
+        self._add(call)
+        self._peers.receive(call, data, source, tag)
+        return self._begun(call)
+
+    def _begun(self, call: Call) -> Call:
+        self.look()  # a short one is over at once
+        if not call.is_done:
+            self.engine.wake()
+        return call
+
+    @property
+    def largest_tag(self) -> int:
+        """Of sends and receives."""
+        return self._peers.largest_tag
+
+    @property
+    def compares(self) -> bool:
+        """Whether the next call begins with a comparison."""
+        return self.world.size > 1 and (self._left_to_compare > 0 or self._compares_all)
+
+    def look(self) -> float | None:
+        """Do what can be done without waiting; the seconds that one may sleep before the next look."""
+        nap = self._queue.look()
+        if self._peers.is_busy:
+            try:
+                ended = self._peers.look()
+            except Exception as error:
+                self.break_off("a send or receive", error)
+                return nap
+            for call, problem in ended:
+                self._end(call, problem)
+        return nap
+
+    def judge(self, now: float) -> None:
+        """End what cannot end any more: calls whose time is over, and all where a member has left. Now and then."""
+        for call in tuple(self.calls):
+            if call.deadline > now or call.is_done:
+                continue
+            error = ProcessGroupError(
+                f"{self.world.name()}: {call} has not ended after {call.seconds:g} s (timeout); do all its ranks make "
+                f"this call? {self.engine.who_waits()}. A longer time is set by the timeout of init_process_group or "
+                "new_group"
+            )
+            if self._peers.give_up(call):
+                self._end(call, error)
+            else:
+                self.break_off(str(call), error)
+                return
+        for note in tuple(self.engine.world.control.notes.values()):
+            has_failed = note.kind == FAILED
+            age = time.perf_counter() - note.seen_seconds
+            if note.rank not in self.members or age < (_FAILURE_GRACE_SECONDS if has_failed else _GRACE_SECONDS):
+                continue
+            made = 0 if has_failed else self.engine.world.control.group_calls.get((note.rank, self._number), 0)
+            needs = next((its for its in tuple(self.calls) if self._needs(its, note.rank, made)), None)
+            if needs is None:
+                continue
+            name = self.engine.world.name(note.rank)
+            text = f"{name} failed" if has_failed else f"{name} has come to its end and makes this call no more"
+            self.break_off(str(needs), MismatchError(f"{self.world.name()}: waits in {needs}, but {text}"))
+            return
+
+    def _needs(self, call: Call, rank: int, made: int) -> bool:
+        """Whether it cannot end without this rank of the job, a member, which has made the first `made` calls of all.
+
+        It may have done its part of such a call, and left, while others are still on their way to it.
+        """
+        others = self._peers.others(call)
+        return call.number > made if others is None else self.members.index(rank) in others
+
+    def break_off(self, doing: str, error: BaseException) -> None:
+        """Messages are half way: nothing more can go through this group, and all that is in flight ends with `error`.
+
+        The queue is left as it is, since MPI may still write into the memory of what is in it.
+        """
+        self.engine.wrecks.add(self)
+        control = self.world.control
+        if not control.is_broken:
+            try:
+                with control.unbroken(doing):
+                    raise error
+            except type(error):
+                pass
+        for call in tuple(self.calls):
+            self._end(call, error)
+
+    def is_for_all(self, call: Call) -> bool:
+        """Whether it is one of all ranks: it ends as soon as they have come. A receive may be begun for later."""
+        return self._peers.others(call) is None
+
+    def abort(self) -> None:
+        """End what is in flight with an error."""
+        text = f"{self.world.name()}: {self} was aborted"
+        self.break_off("a call", ProcessGroupError(text))
+        self._is_closed = True
+
+    def finish(self) -> None:
+        """Wait until what is in flight has ended. Receives that nothing came for end without.
+
+        Raises:
+            MpitrainError: some of it has failed.
+        """
+        for call in tuple(self.calls):
+            if self._peers.give_up(call):
+                text = f"{self.world.name()}: {call} was given up: the process group has come to its end"
+                self._end(call, ProcessGroupError(text))
+            elif not self.world.control.is_broken:
+                self.engine.wait(call)
+                if call.error is not None:  # and nobody has been told
+                    raise call.error
+
+    def close(self) -> None:
+        """End as `finish` does, and free the communicators."""
+        if self._is_closed or os.getpid() != self._process:
+            return
+        try:
+            self.finish()
+        finally:
+            self._is_closed = True
+        del self.sums  # and the memory that it shares with others
+        if not self.world.control.is_broken:  # or MPI still uses them
+            self.world.free()
+
+    def _agreement(self, call: str, lines: Callable[[], list[str]]) -> Agreement | None:
+        if not self.compares:
+            return None
+        self._left_to_compare = max(0, self._left_to_compare - 1)
+        return self.world.begin_agreement(f"{call} in {self}", lines())
+
+    def _enqueue(self, call: Call, steps: Generator[float | None]) -> None:
+        call.number = self.engine.begun[self._number] = self.engine.begun[self._number] + 1
+        self._add(call)
+        self._queue.begin(steps, call)
+
+    def _add(self, call: Call) -> None:
+        self.calls[call] = None
+        self.engine.add(self)
+
+    def _run(self, call: Call, agreement: Agreement | None, work: Callable[[], Progress]) -> Generator[float | None]:
+        try:
+            if agreement is not None and not call.is_done:
+                yield from until(agreement.test)
+            if not call.is_done:  # by another one's failure
+                yield from work()
+        except MpitrainError as error:
+            if error.known_everywhere:
+                self._end(call, error)
+            else:
+                self.break_off(str(call), error)
+        except Exception as error:
+            self.break_off(str(call), error)
+        else:
+            self._end(call, None)
+
+    def _end(self, call: Call, error: BaseException | None) -> None:
+        if self.calls.pop(call, call) is call:  # it has ended already
+            return
+        if error is None:
+            try:
+                call.buffers.finish()
+            except Exception as problem:  # such as a GPU's
+                error = problem
+        future = call.end(error)
+        if future is not None:
+            self.engine.ended.append(future)
+            self.engine.wake()

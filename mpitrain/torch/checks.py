@@ -1,0 +1,115 @@
+"""What can be seen of a call's tensors before anything is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy
+import torch
+
+from mpitrain.allreduce.algorithm import Progress
+from mpitrain.control import until
+from mpitrain.errors import MismatchError
+
+if TYPE_CHECKING:
+    from mpitrain.torch.work import Call
+    from mpitrain.world import World
+
+
+def kind(tensor: torch.Tensor) -> str:
+    """Its dtype and place, in words."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} on {tensor.device.type}"
+
+
+def count(tensor: torch.Tensor) -> str:
+    """Its dtype, place and number of elements, in words. Shapes may differ between ranks."""
+    return f"{tensor.numel()} {kind(tensor)}"
+
+
+def tensors(its: Sequence[torch.Tensor], *, dtypes: bool = True) -> None:
+    """All are such as can be sent, on one device, and with `dtypes` of one dtype.
+
+    Raises:
+        TypeError: they are not.
+        ValueError: there is none.
+    """
+    if not its:
+        raise ValueError("no tensor; give at least one")
+    for tensor in its:
+        if tensor.layout != torch.strided:
+            raise TypeError(f"a tensor of layout {tensor.layout}; use tensor.to_dense() first")
+        if tensor.device.type not in ("cpu", "cuda"):
+            raise TypeError(f"a tensor on {tensor.device}; it can be on cpu or cuda: use tensor.cpu()")
+        if tensor.is_quantized:
+            raise TypeError("a quantized tensor; use tensor.dequantize() or tensor.int_repr() first")
+        if tensor.device != its[0].device:
+            raise TypeError(f"tensors on {its[0].device} and on {tensor.device}; all must be on one device")
+        if dtypes and tensor.dtype != its[0].dtype:
+            raise TypeError(f"tensors of {its[0].dtype} and of {tensor.dtype}; all must be of one dtype")
+
+
+def peer(its: Sequence[torch.Tensor], rank: int, size: int, tag: int, largest_tag: int, where: str) -> torch.Tensor:
+    """The one tensor of a send or recv.
+
+    Raises:
+        TypeError, ValueError: it, the rank or the tag is none.
+    """
+    if len(its) != 1:
+        raise ValueError(f"{where}: {len(its)} tensors; it takes one")
+    try:
+        tensors(its)
+    except TypeError as error:
+        raise TypeError(f"{where}: {error}") from None
+    if not 0 <= rank < size:
+        raise ValueError(f"{where}: rank {rank}; ranks of the group are 0 to {size - 1}")
+    if not 0 <= tag <= largest_tag:
+        raise ValueError(f"{where}: tag {tag}; tags are 0 to {largest_tag}")
+    return its[0]
+
+
+def splits(tensor: torch.Tensor, sizes: Sequence[int], size: int, what: str) -> list[int]:
+    """Where the parts of the ranks end, but the last, in bytes; `sizes` along the first dimension, or none: equal.
+
+    Raises:
+        ValueError: the sizes are not those of the tensor.
+    """
+    length = tensor.shape[0] if tensor.dim() else 0
+    if not sizes:
+        if length % size:
+            raise ValueError(f"the {what} has {length} rows, which {size} ranks cannot share equally; give split sizes")
+        sizes = [length // size] * size
+    if len(sizes) != size or min(sizes) < 0 or sum(sizes) != length:
+        raise ValueError(
+            f"split sizes {list(sizes)} for the {what} of {length} rows and {size} ranks; give one for each rank, "
+            f"together {length}"
+        )
+    row = tensor.numel() * tensor.element_size() // max(length, 1)
+    ends: list[int] = (numpy.cumsum(sizes)[:-1] * row).tolist()
+    return ends
+
+
+class Sizes:
+    """What the ranks send each other and what they expect, compared by all."""
+
+    def __init__(
+        self, world: World, call: Call, sends: Sequence[numpy.ndarray], receives: Sequence[numpy.ndarray]
+    ) -> None:
+        self._world, self._call = world, call
+        self._mine = numpy.array([[its.nbytes for its in sends], [its.nbytes for its in receives]], numpy.int64)
+
+    def compare(self) -> Progress:
+        """Raises MismatchError on every rank where a size is not what its receiver expects."""
+        world = self._world
+        everything = numpy.empty((world.size, *self._mine.shape), numpy.int64)
+        yield from until(world.background.comm.Iallgather(self._mine, everything).Test)
+        sent, expected = everything[:, 0], everything[:, 1].T
+        wrong = numpy.argwhere(sent != expected)
+        if len(wrong):
+            source, target = wrong[0].tolist()
+            error = MismatchError(
+                f"{self._call}: {world.name(source)} sends {sent[source, target]} bytes to {world.name(target)}, which "
+                f"expects {expected[source, target]}; the split sizes of both must be equal"
+            )
+            error.known_everywhere = True
+            raise error

@@ -1,0 +1,207 @@
+"""The one thread that moves on what all process groups of this process have in flight, and whoever waits instead.
+
+A caller that waits drives everything itself, which is quickest. While nobody does, such as in a backward pass, the
+thread does it, with naps in between: in one node every core that it takes is one that computes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import TYPE_CHECKING
+
+from mpitrain.errors import MpitrainError
+from mpitrain.failure import end_job
+from mpitrain.launch.activity import mine
+from mpitrain.long_wait import PUBLISH_SECONDS, LongWait, Neighbours
+
+if TYPE_CHECKING:
+    from mpitrain.torch.channel import Channel
+    from mpitrain.torch.work import Call, CallFuture
+    from mpitrain.world import World
+
+_NAP_SECONDS = 50e-6  # Linux adds as much again
+_SECONDS_BETWEEN_JUDGEMENTS = 0.01
+
+
+class Engine:
+    """What is in flight in this process.
+
+    Attributes:
+        world: of the whole job.
+        ended: futures of calls that have ended, to be completed when no lock is held.
+        wrecks: groups that were broken off. MPI may still write into the memory of what was in flight there, so they
+            are kept, also when the program has no use for them.
+        begun: how many calls of all its ranks this one has begun in each group, by the group's number.
+    """
+
+    def __init__(self, world: World) -> None:
+        """Collective: every rank makes one."""
+        self.world = world
+        self.ended: deque[CallFuture] = deque()
+        self.wrecks: set[Channel] = set()
+        self.begun: dict[int, int] = {}
+        self._busy: dict[Channel, None] = {}  # those with calls in flight
+        self._wake = threading.Condition()
+        self._driving = threading.Lock()  # held by the thread that looks
+        self._waiters = 0
+        self._judged = 0.0
+        self._waited: Call | None = None
+        self._since = 0.0
+        self._long_wait: LongWait | None = None
+        self._is_ending = False
+        self._neighbours = _neighbours(world)
+        self._process = os.getpid()
+        atexit.register(self._finish)  # before the rank says that it has finished: the last one is called first
+        self._thread = threading.Thread(target=self._run, name="mpitrain torch", daemon=True)
+        self._thread.start()
+
+    def add(self, channel: Channel) -> None:
+        """The channel has a call in flight."""
+        with self._wake:
+            self._busy[channel] = None
+
+    def wake(self) -> None:
+        """There is something that the caller does not wait for."""
+        with self._wake:
+            self._wake.notify()
+
+    def wait(self, call: Call, seconds: float | None = None) -> None:
+        """Drive until the call has ended, or for so many seconds."""
+        with self._wake:
+            self._waiters += 1
+        deadline = None if seconds is None else time.monotonic() + seconds
+        try:
+            while not (call.is_done or (deadline is not None and time.monotonic() > deadline)):
+                try:
+                    call.channel.world.control.wait(self._until(call, deadline), call)
+                except MpitrainError as error:
+                    # One that all ranks know is another call's, and raised there; this one goes on.
+                    if not error.known_everywhere:
+                        raise
+        except BaseException as error:
+            call.channel.break_off(str(call), error)
+            raise
+        finally:
+            with self._wake:
+                self._waiters -= 1
+                if self._busy and not self._waiters:
+                    self._wake.notify()
+
+    def look(self) -> float:
+        """Do what can be done without waiting, unless another thread does; seconds that one may sleep afterwards."""
+        nap = 0.0
+        if self._driving.acquire(blocking=False):
+            try:
+                nap = self._drive()
+            finally:
+                self._driving.release()
+        self._complete()
+        return nap
+
+    def who_waits(self) -> str:
+        """What the ranks of this host do, in words."""
+        return "; ".join(line.strip() for line in self._neighbours.look()[1] if line[:1] != " ")
+
+    def _until(self, call: Call, deadline: float | None) -> Iterator[float | None]:
+        while not call.is_done:
+            nap = 0.0
+            # The lock gives way to a thread that is still at it, or waits for the same.
+            if self._driving.acquire(timeout=1e-3):
+                try:
+                    nap = self._drive()
+                finally:
+                    self._driving.release()
+            if self.ended:
+                self._complete()
+            if call.is_done or (deadline is not None and time.monotonic() > deadline):
+                return
+            yield nap
+
+    def _drive(self) -> float:
+        nap = 0.0
+        for channel in tuple(self._busy):
+            nap = max(nap, channel.look() or 0.0)
+            if not channel.calls:
+                with self._wake:
+                    if not channel.calls:
+                        self._busy.pop(channel, None)
+        now = time.monotonic()
+        if now - self._judged > _SECONDS_BETWEEN_JUDGEMENTS:
+            self._judged = now
+            self.world.control.look()
+            for channel in tuple(self._busy):
+                channel.judge(now)
+        return nap
+
+    def _complete(self) -> None:
+        while self.ended:
+            try:
+                future = self.ended.popleft()
+            except IndexError:  # another thread was first
+                return
+            future.complete()
+
+    def _run(self) -> None:
+        while not self._is_ending:
+            with self._wake:
+                while not (self._is_ending or self.ended or (self._busy and not self._waiters)):
+                    self._publish(None)
+                    self._wake.wait()
+            nap = self.look()
+            self._publish(next((call for channel in tuple(self._busy) for call in tuple(channel.calls)), None))
+            time.sleep(max(nap, _NAP_SECONDS))
+
+    def _publish(self, call: Call | None) -> None:
+        """What the thread waits for is a wait of this rank's too, when it has lasted: others read of it."""
+        if self._long_wait is not None and (call is None or call is not self._waited):
+            self._long_wait.end()
+            self._long_wait = None
+        if call is None or not call.channel.is_for_all(call):
+            self._waited = None
+            return
+        now = time.monotonic()
+        if call is not self._waited:
+            self._waited, self._since = call, now
+        elif self._long_wait is not None:
+            try:
+                self._long_wait.look(now)
+            except MpitrainError as error:
+                call.channel.break_off(str(call), error)
+        elif now - self._since > PUBLISH_SECONDS and (activity := mine()):
+            self._long_wait = LongWait(activity, self.world.rank, call, self._since)
+
+    def _finish(self) -> None:
+        """The program ends: what it has begun ends first, and receives that nothing came for are forgotten."""
+        from mpi4py import MPI
+
+        if os.getpid() != self._process or MPI.Is_finalized():
+            return
+        try:
+            for channel in tuple(self._busy):
+                channel.finish()
+            for group, calls in self.begun.items():
+                self.world.control.tell_group_calls(group, calls)
+        except (KeyboardInterrupt, Exception) as error:
+            end_job(self.world, error, error.__traceback__)
+        self._is_ending = True
+        self.wake()
+        self._thread.join()
+
+
+@cache
+def engine_of(world: World) -> Engine:
+    """The engine of this process; one a World. Collective at its first call."""
+    return Engine(world)
+
+
+def _neighbours(world: World) -> Neighbours:
+    activity = mine()
+    everywhere: Sequence[tuple[int, int]] = world.allgather((os.getpid(), activity.descriptor if activity else -1))
+    here = {rank: at for rank, at in enumerate(everywhere) if world.node_ranks[rank] == world.node_rank and at[1] >= 0}
+    return Neighbours(here, world.hosts)

@@ -1,0 +1,234 @@
+"""The gradients of a model that `prepare` has seen: exchanged while the backward pass runs, equal when it returns.
+
+    backward()   a gradient is there -> its place in a bucket -> the bucket is full -> on its way to the other ranks
+                 the last one is there -> wait for the buckets -> p.grad holds the mean over all samples of the batch
+
+p.grad is a view of its bucket from then on. The end of the backward pass is the end of the exchange, so what comes
+between it and optimizer.step() sees the means: clipping, GradScaler.unscale_, a look at p.grad.
+
+Every exchange is linear in what p.grad held before, so gradients may be added up over several backward passes as in
+one process. `accumulating` leaves the exchange out. Then gradients of batches of different sizes meet in one buffer,
+each multiplied, as it comes in, by this rank's share of its batch times the number of ranks; their exchange is the
+plain mean over ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from weakref import WeakMethod
+
+import numpy
+import torch
+
+from mpitrain.adapters.torch_arrays import array_of, tensor_of
+from mpitrain.agreement import signature
+from mpitrain.errors import GradientError, NonFiniteError
+from mpitrain.exchange.bucket import Parameter
+from mpitrain.exchange.exchange import Exchange
+from mpitrain.exchange.reducer import GradientReducer
+from mpitrain.torch.buffers import Buffers
+from mpitrain.torch.sharded import ShardedData, Share
+from mpitrain.world import World
+
+
+class Gradients:
+    """Of one model, on one rank. All ranks make the same backward passes."""
+
+    def __init__(
+        self,
+        world: World,
+        model: torch.nn.Module,
+        data: ShardedData,
+        *,
+        exchange: Callable[[World], Exchange],
+        bucket_bytes: int | None,
+        threaded: bool | None,
+    ) -> None:
+        """Collective: the ranks compare the parameters that have gradients. Raises as GradientReducer does."""
+        self._world = world
+        self._data = data
+        named = dict(model.named_parameters())
+        self._frozen = {name: parameter for name, parameter in named.items() if not parameter.requires_grad}
+        self._names = [name for name in named if name not in self._frozen]
+        self._known = set(named.values())
+        self._parameters: list[Any] = [named[name] for name in self._names]
+        self._reducer = GradientReducer(
+            world,
+            [
+                Parameter(name, tuple(parameter.shape), array_of(parameter).dtype)
+                for name, parameter in zip(self._names, self._parameters, strict=True)
+            ],
+            exchange=exchange,
+            bucket_bytes=bucket_bytes,
+            threaded=threaded,
+        )
+        self._views = [tensor_of(gradient) for gradient in self._reducer.gradients]
+        self._buffers = Buffers(world, model)
+        self._share = Share(1, 1)
+        self._missing: set[int] | None = None  # not come in yet; None between backward passes
+        self._accumulating = False
+        self._holds_own = False  # p.grad may hold what has been accumulated on this rank alone
+        self._cause: NonFiniteError | None = None
+        self._said: set[str] = set()
+        for index, parameter in enumerate(self._parameters):
+            parameter.register_post_accumulate_grad_hook(partial(_call, WeakMethod(self._came), index))
+            # Now, for one that is frozen later takes none.
+            parameter.register_hook(partial(_call, WeakMethod(self._scaled)))
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Backward passes in this block add to p.grad on this rank alone; the first one behind it exchanges the sum."""
+        before, self._accumulating = self._accumulating, True
+        self._holds_own = True
+        try:
+            yield
+        finally:
+            self._accumulating = before
+
+    def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """What the optimizer is about to use are means, and finite. Its pre-hook."""
+        if self._holds_own:
+            raise GradientError(
+                f"{self._world.name()}: optimizer.step() came while gradients are accumulated on this rank alone; the "
+                "last backward() before a step belongs outside of `with accumulate(model)`"
+            )
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter not in self._known:
+                    raise GradientError(
+                        f"{self._world.name()}: the optimizer has a parameter of shape {tuple(parameter.shape)} that "
+                        "the model did not have at prepare(), whose gradient would differ from rank to rank. Call "
+                        "prepare() when the model has all its parameters"
+                    )
+        # One that a GradScaler has handed its flag to looks for itself.
+        if self._cause is not None and getattr(optimizer, "found_inf", None) is None:
+            raise self._cause
+
+    def _came(self, index: int, parameter: torch.Tensor) -> None:
+        """A gradient is final for this backward pass. Its hook."""
+        view = self._views[index]
+        gradient = parameter.grad
+        assert gradient is not None
+        if self._missing is None and not self._accumulating:
+            self._begin()
+        if gradient is not view:
+            self._check(index, gradient)
+            view.copy_(gradient.detach())  # with create_graph=True the memory would keep every graph there was
+            parameter.grad = view
+        if self._missing is not None:
+            self._reducer.ready(index, self._reducer.gradients[index])
+            self._missing.discard(index)
+
+    def _begin(self) -> None:
+        """The first gradient of a backward pass: begin an exchange, and wait for it at the end of the pass."""
+        self._share = self._share_now()
+        # What is accumulated has been multiplied by the shares.
+        weight = 1 if self._holds_own else self._share.count
+        self._reducer.begin(weight, turn=self._data.turn)
+        self._missing = set(range(len(self._parameters)))
+        self._buffers.begin(self._share)
+        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+
+    def _finish(self) -> None:
+        """The end of a backward pass: afterwards all of p.grad, and the buffers, are the same on all ranks."""
+        assert self._missing is not None
+        unused = {index for index in self._missing if self._parameters[index].grad is None}
+        for index in self._missing:
+            view, parameter = self._views[index], self._parameters[index]
+            if parameter.grad is None:
+                view.zero_()
+            elif parameter.grad is not view:
+                self._check(index, parameter.grad)
+                view.copy_(parameter.grad.detach())
+            parameter.grad = view
+            self._reducer.ready(index, self._reducer.gradients[index])
+        self._missing = None
+        facts = [self._names[index] for index in sorted(unused)], self._buffers.found(), self._unfrozen()
+        # A number of 63 bits, equal on two ranks where the facts are; 0 for none.
+        mark = signature("facts", [str(its) for its in facts]) >> 1 if any(facts) else 0
+        means = self._reducer.finish(may_skip=True, mark=mark)
+        self._buffers.end()
+        self._holds_own = False
+        self._cause = means.cause
+        if self._cause is not None:
+            self._spoil()
+        elif any(means.marks):
+            alike = all(other == mark for other in means.marks)
+            self._heed([facts] if alike else self._world.allgather(facts))
+
+    def _heed(self, facts: list[tuple[list[str], list[str], list[str]]]) -> None:
+        """What some rank has noticed in this backward pass; all ranks have the same list."""
+        unfrozen = sorted({name for _, _, its in facts for name in its})
+        if unfrozen:
+            error = GradientError(
+                f"{', '.join(unfrozen)} had requires_grad=False at prepare() and has a gradient now, which would "
+                "differ from rank to rank. Call prepare() with requires_grad=True, and freeze it afterwards"
+            )
+            error.known_everywhere = True
+            raise error
+        nowhere = set(facts[0][0]).intersection(*(its for its, _, _ in facts))
+        for index, name in enumerate(self._names):
+            if name in nowhere:  # as in one process: the optimizer leaves it alone
+                self._parameters[index].grad = None
+        new = {name for its, _, _ in facts for name in its} - self._said
+        self._said |= new
+        for names, text in (
+            (new & nowhere, "no rank's loss has used; as in one process the optimizer leaves them alone"),
+            (new - nowhere, "the loss of some rank has not used; there their gradients count as zero"),
+        ):
+            if names:
+                self._world.print(f"mpitrain: parameters that {text}: {', '.join(sorted(names))}")
+        self._buffers.add([name for _, its, _ in facts for name in its], self._share)
+
+    def _scaled(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        """A gradient on its way into p.grad, where that adds up those of several batches. Its hook."""
+        if not (self._accumulating or self._holds_own):
+            return None
+        share = self._share_now()
+        if share.count == 0:
+            return torch.zeros_like(gradient)
+        return None if share.count * self._world.size == share.total else gradient * self._factor(share)
+
+    def _factor(self, share: Share) -> float:
+        return share.count * self._world.size / share.total
+
+    def _share_now(self) -> Share:
+        if self._data.share is None:
+            raise GradientError(
+                f"{self._world.name()}: backward() came while no batch of the prepared data is in use, so how much "
+                "this rank's gradients count is not known; loop over the data that prepare() returned"
+            )
+        return self._data.share
+
+    def _check(self, index: int, gradient: torch.Tensor) -> None:
+        view = self._views[index]
+        if (gradient.layout, gradient.dtype, gradient.device) != (view.layout, view.dtype, view.device):
+            raise GradientError(
+                f"{self._world.name()}: the gradient of {self._names[index]} is {gradient.layout} {gradient.dtype} on "
+                f"{gradient.device}; at prepare() it was {view.layout} {view.dtype} on {view.device}. Use "
+                "sparse=False, and call prepare() when the model has its dtype and device"
+            )
+
+    def _unfrozen(self) -> list[str]:
+        return [name for name, parameter in self._frozen.items() if parameter.requires_grad]
+
+    def _spoil(self) -> None:
+        """A codec need not pass NaN on. A GradScaler finds it on every rank or on none."""
+        for view in self._views:
+            if view.numel():
+                view.view(-1)[0] = numpy.nan
+                return
+
+
+def _call(method: WeakMethod[Callable[..., Any]], *arguments: Any) -> Any:
+    """A hook that does not keep what it belongs to: Python cannot see that PyTorch's hooks end with their parameter."""
+    found = method()
+    if found is None:
+        raise GradientError(
+            "the model and the optimizer that prepare() was given are gone, and this is a backward pass through "
+            "parameters of theirs, whose gradients nobody exchanges any more; keep the model"
+        )
+    return found(*arguments)

@@ -1,0 +1,93 @@
+"""From torch's wish for a process group to one: its ranks, its World."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+import mpitrain
+from mpitrain.allreduce.algorithm import Progress
+from mpitrain.allreduce.group import Group as Ranks
+from mpitrain.allreduce.node_memory import meet
+from mpitrain.errors import MpitrainError, ProcessGroupError
+from mpitrain.exchange.driver import allows_threads
+from mpitrain.start import make_world
+from mpitrain.torch.backend import Group
+from mpitrain.torch.channel import Channel
+from mpitrain.torch.engine import engine_of
+from mpitrain.torch.rendezvous import check_place
+
+_MEET_TAG = 900
+_TAGS = 2**15  # that MPI promises
+
+
+def register() -> None:
+    """Make the backend known to torch.distributed."""
+    if "MPITRAIN" not in dist.Backend._plugins:
+        dist.Backend.register_backend("mpitrain", _create, extended_api=True, devices=["cpu", "cuda"])
+
+
+def _create(options: Any, _: Any) -> Group:
+    """What torch calls for init_process_group and new_group, on the ranks of the group."""
+    world = mpitrain.init()
+    rank, size = options.group_rank, options.group_size
+    members = list(options.global_ranks_in_group)
+    if not members:
+        check_place(world, rank, size, "init_process_group")
+        members = list(range(size))
+    return _make(members, str(options.group_id), options.timeout, options.store)
+
+
+def _make(members: Sequence[int], name: str, timeout: timedelta, store: Any) -> Group:
+    """A group of these global ranks, which all call it."""
+    from mpi4py import MPI
+
+    world = mpitrain.init()
+    if not allows_threads():  # each rank finds the same
+        raise MpitrainError(
+            f"{world.name()}: this MPI cannot be called from several threads, which the backend mpitrain needs. "
+            "Where the program starts MPI itself, leave it MPI_THREAD_MULTIPLE, mpi4py's default; else use an MPI "
+            "that has it"
+        )
+    engine = engine_of(world)
+    seconds = timeout.total_seconds()
+    doing = f"process group {name} of ranks {', '.join(map(str, members))} begins"
+    # In MPI's own call a rank could wait for others in silence.
+    ranks = Ranks(world.comm, tuple(members), list(members).index(world.rank))
+    world.control.wait(_meet(ranks, doing, seconds), doing)
+    assert isinstance(world.comm, MPI.Intracomm)
+    try:
+        comm = world.comm.Create_group(world.comm.group.Incl(members), tag=hash_of(name) % _TAGS)
+        its = make_world(comm, world.config, world.generation, members)
+        comm.Free()
+    except MPI.Exception as error:
+        raise MpitrainError(
+            f"{world.name()}: MPI has no further communicator ({error}); destroy_process_group gives those of a group "
+            "back: destroy groups that are used no more"
+        ) from None
+    channel = Channel(engine, replace(its, profile=world.profile), name, members, seconds)
+
+    def split(parent: Group, chosen: Sequence[int], timeout: timedelta | None, name: str | None) -> Group:
+        inside = [members[rank] for rank in chosen]
+        duration = timedelta(seconds=channel.timeout_seconds) if timeout is None else timeout
+        return _make(inside, name or f"{parent.group_name}:split:{chosen}", duration, store)
+
+    return Group(channel, list(members).index(world.rank), len(members), store, split)
+
+
+def hash_of(name: str) -> int:
+    """A number for a name, the same on every rank."""
+    return int.from_bytes(name.encode()[-8:], "little")
+
+
+def _meet(ranks: Ranks, doing: str, seconds: float) -> Progress:
+    deadline = time.monotonic() + seconds
+    for step in meet(ranks, _MEET_TAG):
+        if time.monotonic() > deadline:
+            raise ProcessGroupError(f"{doing}: not all of them have come within {seconds:g} s (timeout)")
+        yield step

@@ -1,0 +1,143 @@
+"""Tensors from one rank to one other: send and recv with tags, and recv from any rank.
+
+A receive is matched when a message is there (MPI_Improbe), so that its size can be compared, and one that nothing has
+come for can be given up. The order is MPI's: of two receives that a message fits, the one that was begun first has it.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy
+
+from mpitrain import transfer
+from mpitrain.errors import MismatchError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from mpitrain.torch.work import Call
+    from mpitrain.world import World
+
+_PROMISED_TAG = 32767  # by MPI (MPI-4.1, section 9.1.2)
+FIRST_TAG = 1000  # those below belong to the algorithms, which share the communicator
+
+
+@dataclass(eq=False)
+class _Transfer:
+    call: Call
+    left: list[numpy.ndarray]  # pieces that have not been begun, last one first
+    requests: list[MPI.Request] = field(default_factory=list)
+    source: int = -1  # or target
+    tag: int = 0
+    problem: MismatchError | None = None
+
+
+class Peers:
+    """The sends and receives of one group."""
+
+    def __init__(self, world: World) -> None:
+        from mpi4py import MPI
+
+        self._world = world
+        self._comm = world.comm
+        self._sends: list[_Transfer] = []
+        self._receives: list[_Transfer] = []  # in the order begun
+        self._changing = threading.Lock()
+        self._any = MPI.ANY_SOURCE
+        self.largest_tag = int(self._comm.Get_attr(MPI.TAG_UB) or _PROMISED_TAG) - FIRST_TAG
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is under way."""
+        return bool(self._sends or self._receives)
+
+    def others(self, call: Call) -> tuple[int, ...] | None:
+        """Whom a send or receive is for: one rank, or none where any rank will do; None for another call."""
+        for its in (*self._sends, *self._receives):
+            if its.call is call:
+                return () if its.source == self._any else (its.source,)
+        return None
+
+    def send(self, call: Call, data: numpy.ndarray, to: int, tag: int) -> None:
+        """Begin to send bytes."""
+        with self._changing:
+            pieces = _pieces(data)
+            requests = [self._comm.Isend(piece, to, FIRST_TAG + tag) for piece in reversed(pieces)]
+            self._sends.append(_Transfer(call, [], requests, source=to))
+
+    def receive(self, call: Call, data: numpy.ndarray, source: int | None, tag: int) -> None:
+        """Begin to receive bytes, from any rank where `source` is None."""
+        with self._changing:
+            source = self._any if source is None else source
+            self._receives.append(_Transfer(call, _pieces(data), source=source, tag=tag))
+
+    def look(self) -> list[tuple[Call, MismatchError | None]]:
+        """Do what can be done without waiting; the calls that have ended, and how."""
+        ended: list[tuple[Call, MismatchError | None]] = []
+        if not self._changing.acquire(blocking=False):
+            return ended
+        try:
+            for its in tuple(self._sends):
+                if all(request.Test() for request in its.requests):
+                    self._sends.remove(its)
+                    ended.append((its.call, None))
+            taken: set[tuple[int, int]] = set()  # source and tag of receives that come first
+            for its in tuple(self._receives):
+                if its.left and not self._match(its, taken):
+                    taken.add((its.source, its.tag))
+                elif all(request.Test() for request in its.requests):
+                    self._receives.remove(its)
+                    ended.append((its.call, its.problem))
+        finally:
+            self._changing.release()
+        return ended
+
+    def give_up(self, call: Call) -> bool:
+        """Forget a receive for which nothing has come; whether it was one."""
+        with self._changing:
+            for its in self._receives:
+                if its.call is call and not its.requests:
+                    self._receives.remove(its)
+                    return True
+        return False
+
+    def _match(self, its: _Transfer, taken: set[tuple[int, int]]) -> bool:
+        """Begin to receive what has come for it; whether that is all of it."""
+        from mpi4py import MPI
+
+        while its.left:
+            if (self._any, its.tag) in taken or (its.source, its.tag) in taken:
+                return False
+            status = MPI.Status()
+            source = its.source
+            if source == self._any:
+                if not self._comm.Iprobe(self._any, FIRST_TAG + its.tag, status):
+                    return False
+                source = status.source
+                if (source, its.tag) in taken:  # of an earlier receive from this very rank
+                    return False
+            message = self._comm.Improbe(source, FIRST_TAG + its.tag, status)
+            if message is None:
+                return False
+            its.source = its.call.source = source
+            piece = its.left.pop()
+            found = status.Get_count(MPI.BYTE)
+            if found != piece.nbytes:
+                world = self._world
+                its.problem = MismatchError(
+                    f"{world.name()}: {its.call} of {piece.nbytes} bytes, but {world.name(source)} has sent {found} "
+                    "bytes; both must have as many elements of the same dtype"
+                )
+                piece = numpy.empty(found, numpy.uint8)
+                its.left.clear()
+            its.requests.append(message.Irecv(piece))
+        return True
+
+
+def _pieces(data: numpy.ndarray) -> list[numpy.ndarray]:
+    """At least one, the last one first."""
+    begins = range(0, max(data.size, 1), transfer.AT_ONCE)
+    return [data[begin : begin + transfer.AT_ONCE] for begin in reversed(begins)]

@@ -1,0 +1,138 @@
+"""torch's reduce operations on host arrays, with the same bits on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy
+import torch
+
+from mpitrain.allreduce.algorithm import DTYPES, Progress, Sequential
+from mpitrain.control import until
+from mpitrain.errors import ProcessGroupError
+from mpitrain.exchange import moves
+from mpitrain.world import World, part_of
+
+# By the name of torch's operation.
+_UFUNCS = {
+    "SUM": numpy.add,
+    "AVG": numpy.add,
+    "PRODUCT": numpy.multiply,
+    "MIN": numpy.minimum,
+    "MAX": numpy.maximum,
+    "BAND": numpy.bitwise_and,
+    "BOR": numpy.bitwise_or,
+    "BXOR": numpy.bitwise_xor,
+}
+_BITWISE = ("BAND", "BOR", "BXOR")
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """One operation.
+
+    Attributes:
+        name: torch's, such as SUM.
+        ufunc: of two arrays.
+        averages: what comes out of all ranks is divided by their number.
+    """
+
+    name: str
+    ufunc: numpy.ufunc
+    averages: bool
+
+    def combine(self, total: numpy.ndarray, other: numpy.ndarray) -> None:
+        """`total` becomes the result of both."""
+        with numpy.errstate(all="ignore"):
+            self.ufunc(total, other, out=total)
+
+    def end(self, flat: numpy.ndarray, size: int) -> None:
+        """`flat` holds the result of all ranks; what is still to be done with it."""
+        if self.averages:
+            numpy.divide(flat, size, out=flat)
+
+
+@cache
+def reduction(kind: Any, dtype: torch.dtype) -> Reduction:
+    """What to do for torch's `kind`, opts.reduceOp.op.
+
+    Raises:
+        ProcessGroupError: it cannot be done, or not with this dtype.
+    """
+    name = kind.name
+    ufunc = _UFUNCS.get(name)
+    if ufunc is None:
+        raise ProcessGroupError(
+            f"ReduceOp.{name} is not there in the backend mpitrain; known are "
+            f"{', '.join(_UFUNCS)}. Multiply before the call instead"
+        )
+    whole = not (dtype.is_floating_point or dtype.is_complex)
+    if name in _BITWISE and not whole:
+        raise ProcessGroupError(f"ReduceOp.{name} of {dtype}: it is for integers and bool")
+    if name == "AVG" and whole:
+        raise ProcessGroupError(f"ReduceOp.AVG of {dtype}: a mean is no integer; use SUM, or convert to a float")
+    if name in ("MIN", "MAX") and dtype.is_complex:
+        raise ProcessGroupError(f"ReduceOp.{name} of {dtype}: complex numbers have no order")
+    if dtype.itemsize == 1 and dtype.is_floating_point:
+        raise ProcessGroupError(f"{dtype} cannot be reduced; convert to bfloat16 or a wider one")
+    return Reduction(name, ufunc, name == "AVG")
+
+
+def allreduce(world: World, sums: Sequential, flat: numpy.ndarray, how: Reduction) -> Progress:
+    """Replace `flat` by the result over all ranks. `sums` adds up what it can."""
+    if world.size > 1 and flat.size:
+        if how.ufunc is numpy.add and flat.dtype in DTYPES:
+            yield from sums.steps(flat, None)
+        elif flat.nbytes * world.size <= moves.SHORT_BYTES:
+            everything = numpy.empty((world.size, flat.size), flat.dtype)
+            yield from until(
+                world.background.comm.Iallgather(flat.view(numpy.uint8), everything.view(numpy.uint8)).Test
+            )
+            fold(everything, flat, how)
+        else:
+            parts = [flat[part_of(flat.size, rank, world.size)] for rank in range(world.size)]
+            yield from moves.reduce_scatter(world, parts, parts[world.rank], how.combine)
+            yield from moves.allgather(world, parts)
+    how.end(flat, world.size)
+
+
+def reduce(world: World, flat: numpy.ndarray, root: int, how: Reduction) -> Progress:
+    """Replace `root`'s `flat` by the result over all ranks; the others' stays as it is."""
+    if world.size > 1 and flat.size:
+        if flat.nbytes * world.size <= moves.SHORT_BYTES:
+            everything = numpy.empty((world.size if world.rank == root else 0, flat.size), flat.dtype)
+            yield from moves.gather(world, flat, list(everything), root)
+            if world.rank == root:
+                everything[root] = flat
+                fold(everything, flat, how)
+        else:
+            slices = [part_of(flat.size, rank, world.size) for rank in range(world.size)]
+            parts = [flat[part] for part in slices]
+            mine = parts[world.rank].copy()
+            yield from moves.reduce_scatter(world, parts, mine, how.combine)
+            yield from moves.gather(world, mine, parts, root)
+            if world.rank == root:
+                parts[root][:] = mine
+    if world.rank == root:
+        how.end(flat, world.size)
+
+
+def reduce_scatter(world: World, parts: list[numpy.ndarray], mine: numpy.ndarray, how: Reduction) -> Progress:
+    """`mine` becomes the result of what all ranks have for this one. It may lie in the parts."""
+    total = mine
+    if any(numpy.may_share_memory(mine, part) for part in parts):
+        total = numpy.empty_like(mine)  # what is still to be sent must not be overwritten
+    total[:] = parts[world.rank]
+    yield from moves.reduce_scatter(world, parts, total, how.combine)
+    how.end(total, world.size)
+    if total is not mine:
+        mine[:] = total
+
+
+def fold(everything: numpy.ndarray, flat: numpy.ndarray, how: Reduction) -> None:
+    """The result of the rows, in rank order, in `flat`."""
+    flat[:] = everything[0]
+    for row in everything[1:]:
+        how.combine(flat, row)

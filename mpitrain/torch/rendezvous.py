@@ -1,0 +1,229 @@
+"""What `init_process_group("mpitrain")` starts from: rank, world size and a store, all of them from MPI.
+
+`import mpitrain.torch` sets RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE where they are missing, as torchrun does,
+from the marks of the launcher: scripts read them before anything else, and MPI need not have started.
+`init_process_group` without an init_method asks the handler of `env://`. In a job of MPI that is ours: it calls
+`mpitrain.init()`, and refuses a RANK or WORLD_SIZE, from the environment or as an argument, that is not MPI's. Where no
+MPI launcher has started the process and torchrun's variables are there, it hands on to PyTorch's own handler.
+
+The store is a TCPStore on rank 0, to which a rank connects when something asks it. mpitrain itself never does, nor do
+`new_group`, DDP, FSDP2, DeviceMesh and torch.distributed.checkpoint over it: so no job fails for want of a port that a
+firewall closes or of a host name that leads nowhere. Other backends beside it do ask (`new_group(backend="gloo")`), and
+so does TORCH_DIST_INIT_BARRIER=1. The operating system chooses the port, unless MASTER_PORT is set; rank 0's addresses
+come over MPI, and those that another host has too (127.0.0.1, docker0) are left out there. MASTER_ADDR, where it is
+set, is tried first; where not, both are set for scripts that read them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+from urllib.parse import parse_qsl, urlparse
+
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.rendezvous import _rendezvous_handlers as handlers
+
+from mpitrain.errors import LaunchError, MpitrainError
+from mpitrain.launch.libraries import launched_by
+from mpitrain.start import init
+from mpitrain.torch.engine import engine_of
+from mpitrain.world import World
+
+_SIOCGIFADDR = 0x8915
+_CONNECT_SECONDS = 5.0
+# What mpiexec of MPICH and Intel MPI, of Open MPI, and srun tell of the place on this machine.
+_LOCAL = {
+    "LOCAL_RANK": ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID"),
+    "LOCAL_WORLD_SIZE": ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+}
+_FOUR = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+_env_handler = handlers["env"]
+_set_here: dict[str, str] = {}  # what we have added to the environment
+_store: LateStore | None = None  # one for the process: a second init_process_group finds the same server
+_num_groups = 0  # how often it was handed out
+
+
+def offer() -> None:
+    """Be what `env://` means from now on, and set the variables that the launcher's marks tell. No MPI yet."""
+    handlers["env"] = _from_mpi
+    launched = launched_by(os.environ)
+    if launched is None or launched.rank is None:
+        return
+    _add("RANK", launched.rank)
+    _add("WORLD_SIZE", launched.size)
+    for name, marks in _LOCAL.items():
+        found = next((os.environ[mark] for mark in marks if mark in os.environ), None)
+        if found is not None:
+            _add(name, found)
+
+
+def check_place(world: World, rank: int, size: int, origin: str) -> None:
+    """Raise LaunchError unless `rank` and `size`, from `origin`, are MPI's.
+
+    Not collective, but where it raises on one rank alone, the job ends: see mpitrain.init.
+    """
+    if (rank, size) != (world.rank, world.size):
+        raise LaunchError(
+            f"{world.name()}: {origin} says rank {rank} of {size}, MPI says rank {world.rank} of {world.size}. The "
+            "backend mpitrain runs one process for each rank of MPI: start the job by mpiexec or `mpitrain run`, not "
+            "by torchrun, and leave out rank= and world_size=, RANK and WORLD_SIZE"
+        )
+
+
+def _from_mpi(url: str, timeout: timedelta = default_pg_timeout, **rest: Any) -> Iterator[Any]:
+    """The handler of `env://`: yields store, rank and world size. Collective."""
+    global _num_groups  # noqa: PLW0603 - as the store
+    named = [os.environ.get(name) not in (None, _set_here.get(name)) for name in _FOUR]
+    if launched_by(os.environ) is None and all(named):
+        yield from _env_handler(url, timeout=timeout, **rest)
+        return
+    world = init()
+    given = dict(parse_qsl(urlparse(url).query))
+    with world.together("init_process_group"):
+        for origin, names in (
+            ("the environment", ("RANK", "WORLD_SIZE")),
+            ("init_process_group", ("rank", "world_size")),
+        ):
+            source = os.environ if names[0].isupper() else given
+            rank, size = (source.get(name) for name in names)
+            check_place(world, _number(rank, world.rank), _number(size, world.size), origin)
+    for name, value in {
+        "RANK": world.rank,
+        "WORLD_SIZE": world.size,
+        "LOCAL_RANK": world.local_rank,
+        "LOCAL_WORLD_SIZE": world.local_size,
+    }.items():
+        _add(name, value)
+    store = _shared_store(world, timeout)
+    engine_of(world)  # here all ranks come; the first group of ours may be one of a few
+    _num_groups += 1
+    # As torchrun does for its attempts: nothing of an earlier group is found by this one.
+    yield PrefixStore(f"mpitrain {_num_groups}", store), world.rank, world.size
+    raise RuntimeError("a rank of MPI cannot leave its job and come back")
+
+
+class LateStore(Store):
+    """A store on rank 0, connected to when it is first asked.
+
+    The names of the methods are those by which PyTorch's own stores call a store that is written in Python.
+    """
+
+    def __init__(
+        self, world: World, server: Store | None, port: int, addresses: Sequence[str], timeout: timedelta
+    ) -> None:
+        """`server`: on rank 0, else None. `addresses`: where to look for it, in this order."""
+        super().__init__()
+        self._timeout = timeout
+        self._world = world
+        self._found = server
+        self._port = port
+        self._addresses = addresses
+
+    def set(self, key: str, value: Any) -> None:
+        self._server.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        return bytes(self._server.get(key))
+
+    def add(self, key: str, value: int) -> int:
+        return int(self._server.add(key, value))
+
+    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+        return bytes(self._server.compare_set(key, expected, desired))
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._server.check(keys))
+
+    def wait(self, keys: list[str], *timeout: timedelta) -> None:
+        self._server.wait(keys, *timeout)
+
+    def deleteKey(self, key: str) -> bool:  # noqa: N802
+        return bool(self._server.delete_key(key))
+
+    def getNumKeys(self) -> int:  # noqa: N802
+        return int(self._server.num_keys())
+
+    def clone(self) -> LateStore:
+        return self
+
+    @property
+    def _server(self) -> Store:
+        if self._found is None:
+            self._found = self._connect()
+        return self._found
+
+    def _connect(self) -> Store:
+        tried = []
+        for address in self._addresses:
+            try:
+                # By ourselves first: a TCPStore tries for long, and writes warnings.
+                socket.create_connection((address, self._port), _CONNECT_SECONDS).close()
+                return TCPStore(address, self._port, timeout=self._timeout, wait_for_workers=False)
+            except (OSError, RuntimeError) as error:
+                tried.append(f"{address}: {error}")
+        raise MpitrainError(
+            f"{self._world.name()}: cannot reach the store on {self._world.name(0)}, port {self._port}, which "
+            f"something beside the backend mpitrain asks for ({'; '.join(tried)}). Open a port between the hosts and "
+            "set MASTER_PORT to it, and MASTER_ADDR to an address of that host; or use the backend mpitrain alone"
+        )
+
+
+def _shared_store(world: World, timeout: timedelta) -> Store:
+    """The store of this job. Collective."""
+    global _store  # noqa: PLW0603 - one server a process
+    if _store is not None:
+        return _store
+    server: TCPStore | None = None
+    with world.together("start a store"):
+        if world.is_root:
+            port = _number(os.environ.get("MASTER_PORT"), 0)
+            server = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, multi_tenant=True)
+    by_rank = world.allgather((server.port if server else 0, addresses()))
+    port, of_root = by_rank[0]
+    elsewhere = {
+        address
+        for rank, (_, those) in enumerate(by_rank)
+        if world.node_ranks[rank] != world.node_ranks[0]
+        for address in those
+    }
+    reached = [address for address in of_root if address not in elsewhere] + [world.hosts[0]]
+    named = [os.environ["MASTER_ADDR"]] if "MASTER_ADDR" in os.environ else []
+    is_near = world.node_rank == world.node_ranks[0]
+    _add("MASTER_ADDR", "127.0.0.1" if world.num_nodes == 1 else reached[0])
+    _add("MASTER_PORT", port)
+    _store = LateStore(world, server, port, ["127.0.0.1"] if is_near else named + reached, timeout)
+    return _store
+
+
+def addresses() -> list[str]:
+    """The IPv4 addresses of this machine's interfaces."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+            except OSError:
+                continue  # it has none
+            found.append(socket.inet_ntoa(answer[20:24]))
+    return found
+
+
+def _add(name: str, value: object) -> None:
+    """Set an environment variable that is missing."""
+    if name not in os.environ:
+        os.environ[name] = _set_here[name] = str(value)
+
+
+def _number(text: str | None, default: int) -> int:
+    if text is None:
+        return default
+    if not text.isdecimal():
+        raise LaunchError(f"on {socket.gethostname()}: RANK, WORLD_SIZE and MASTER_PORT are numbers, not {text!r}")
+    return int(text)

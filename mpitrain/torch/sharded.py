@@ -1,0 +1,251 @@
+"""Batches of all ranks together in, this rank's part of each out: what a loop runs over after `prepare`."""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from mpitrain.adapters.torch_arrays import array_of
+from mpitrain.errors import ConfigError, DataError
+from mpitrain.world import World, part_of
+
+# Rank 0 draws so many samples at a time, and tells the others which: one message an epoch for most data sets.
+_DRAWN_AT_ONCE = 2**16
+
+
+@dataclass(frozen=True)
+class Share:
+    """What this rank has of a batch: `count` of `total` samples. With 0 it computes with one that does not count."""
+
+    count: int
+    total: int
+
+
+class ShardedData:
+    """This rank's part of every batch; the parts are disjoint and together the whole batch, as `World.shard` has it.
+
+    Where a batch has fewer samples than there are ranks, the last ranks get its first sample, which then counts for
+    nothing there: a loop need not know of it. What else is asked for (`dataset`, `batch_size`) is that of the data
+    that was given.
+
+    Attributes:
+        share: of the batch that this rank has now; None before the first one and behind the last.
+        turn: how many batches have been handed out.
+    """
+
+    def __init__(self, world: World, data: Iterable[Any]) -> None:
+        """Collective; see `prepare` for the data.
+
+        Raises:
+            ConfigError: it deals samples out to ranks already. On every rank.
+            MismatchError: the ranks have data of different kinds or lengths.
+        """
+        self.share: Share | None = None
+        self.turn = 0
+        self._world = world
+        self._given = data
+        self._source = data
+        self._parts: _Parts | None = None
+        kind = type(data).__name__
+        if isinstance(data, DataLoader):
+            kind += f" of {type(data.dataset).__name__}, batches of {data.batch_size} samples"
+            _refuse_distributed(data)
+            if not isinstance(data.dataset, IterableDataset) and data.batch_sampler is not None:
+                self._parts = _Parts(world, data.batch_sampler)
+                loader = copy.copy(data)  # all as it is, workers and pinned memory too, but for the batches
+                vars(loader).update(batch_sampler=self._parts, in_order=True, _iterator=None)
+                self._source = loader
+        length = len(data) if _has_length(data) else "an unknown number of"  # type: ignore[arg-type]
+        world.agree("compare the data", [f"{kind}, {length} batches"])
+
+    def __len__(self) -> int:
+        """How many batches: as many as all ranks together have."""
+        return len(self._given)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        """Collective, and so is each step: the ranks take the same batches at the same time.
+
+        Raises:
+            DataError: the first batch has fewer samples than there are ranks, or a batch holds what cannot be divided.
+            MismatchError: a source that every rank reads itself gives the ranks different batches.
+        """
+        found = self._drawn(self._parts) if self._parts else self._read()
+        for number, (batch, share) in enumerate(found):
+            if number == 0 and share.total < self._world.size:
+                raise _everywhere(
+                    DataError(
+                        f"{self._world.name()}: the first batch has {share.total} samples for {self._world.size} "
+                        "ranks; a batch is that of all ranks together: use fewer ranks or larger batches"
+                    )
+                )
+            self.share = share
+            self.turn += 1
+            yield batch
+        self.share = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # such as those that copy and pickle look for before there is a __dict__
+            raise AttributeError(name)
+        return getattr(self._given, name)
+
+    def _drawn(self, parts: _Parts) -> Iterator[tuple[Any, Share]]:
+        """From a data set with numbered samples this rank reads only its own."""
+        batches = iter(self._source)
+        shares = parts.shares  # made by this iteration; another one makes others
+        for batch in batches:
+            yield batch, shares.popleft()
+
+    def _read(self) -> Iterator[tuple[Any, Share]]:
+        """What can only be read from its beginning every rank reads, and keeps its part of each batch."""
+        world = self._world
+        for number, batch in enumerate(self._source):
+            try:
+                total, text = described(batch)
+            except DataError as error:
+                raise DataError(f"{world.name()}: batch {number}: {error}") from None
+            world.agree("take the next batch", [f"batch {number}: {text}"])
+            mine = part_of(total, world.rank, world.size)
+            count = mine.stop - mine.start
+            yield divided(batch, mine if count else slice(0, 1), total), Share(count, total)
+        world.agree("take the next batch", ["no more batches"])
+
+
+class _Parts:
+    """A batch sampler: of each batch of sample numbers that rank 0's draws, this rank's part."""
+
+    def __init__(self, world: World, batches: Any) -> None:
+        self._world = world
+        self._batches = batches
+        self.shares: deque[Share] = deque()
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        shares = self.shares = deque()
+        return self._draw(shares)
+
+    def _draw(self, shares: deque[Share]) -> Iterator[list[Any]]:
+        world = self._world
+        drawing = iter(self._batches) if world.is_root else None
+        while True:
+            # Only rank 0 draws: random numbers, and so the order of an epoch, are those of one process.
+            with world.together("draw the samples of the next batches"):
+                drawn = [] if drawing is None else _some(drawing)
+            drawn = world.broadcast(drawn)
+            if not drawn:
+                return
+            for batch in drawn:
+                mine = part_of(len(batch), world.rank, world.size)
+                count = mine.stop - mine.start
+                shares.append(Share(count, len(batch)))
+                yield batch[mine if count else slice(0, 1)]
+
+
+def _some(drawing: Iterator[Any]) -> list[list[Any]]:
+    drawn: list[list[Any]] = []
+    room = _DRAWN_AT_ONCE
+    while room > 0 and (batch := next(drawing, None)) is not None:
+        drawn.append(list(batch))
+        room -= max(len(drawn[-1]), 1)
+    return drawn
+
+
+def described(batch: Any) -> tuple[int, str]:
+    """How many samples a batch has, and that as text with a checksum of the first and the last one.
+
+    Raises:
+        DataError: it has no tensor or array with samples along the first dimension, or of unequal numbers.
+    """
+    found = [leaf for leaf in _leaves(batch) if _has_samples(leaf)]
+    lengths = sorted({len(leaf) for leaf in found})
+    if len(lengths) != 1:
+        raise DataError(
+            "tensors and arrays of a batch must have the same number of samples along their first dimension; found "
+            + (", ".join(str(length) for length in lengths) if found else f"none in a {type(batch).__name__}")
+        )
+    checksum = 0
+    for leaf in found[:1] if lengths[0] else []:
+        for sample in (leaf[0], leaf[-1]):
+            value = array_of(sample.cpu()) if isinstance(sample, torch.Tensor) else numpy.asarray(sample)
+            checksum = zlib.crc32(numpy.ascontiguousarray(value).tobytes(), checksum)
+    return lengths[0], f"{lengths[0]} samples, checksum {checksum:08x}"
+
+
+def divided(batch: Any, part: slice, total: int) -> Any:
+    """These samples of a batch of `total`: of each tensor, array and list of texts or numbers of that length.
+
+    Raises:
+        DataError: it holds something else.
+    """
+
+    def one(leaf: Any) -> Any:
+        if _has_samples(leaf):
+            return leaf[part]
+        if isinstance(leaf, list | tuple) and len(leaf) == total:
+            return leaf[part]
+        if leaf is None or isinstance(leaf, str | bytes | bool | int | float | list | tuple | torch.Tensor):
+            return leaf
+        raise DataError(
+            f"a batch holds a {type(leaf).__name__}, which cannot be divided among ranks; allowed are tensors, arrays "
+            "and lists in dicts, lists and tuples"
+        )
+
+    return _mapped(batch, one)
+
+
+def _mapped(batch: Any, function: Callable[[Any], Any]) -> Any:
+    if isinstance(batch, dict):
+        return {key: _mapped(value, function) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(_mapped(value, function) for value in batch))
+    if isinstance(batch, list | tuple) and not _is_column(batch):
+        return type(batch)(_mapped(value, function) for value in batch)
+    return function(batch)
+
+
+def _leaves(batch: Any) -> list[Any]:
+    found: list[Any] = []
+    _mapped(batch, found.append)
+    return found
+
+
+def _is_column(batch: list[Any] | tuple[Any, ...]) -> bool:
+    """One text or number a sample, as the default of a DataLoader leaves texts."""
+    return bool(batch) and all(isinstance(value, str | bytes | bool | int | float) for value in batch)
+
+
+def _has_samples(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor | numpy.ndarray) and leaf.ndim > 0
+
+
+def _has_length(data: Any) -> bool:
+    try:
+        len(data)
+    except TypeError:  # what has none, and a DataLoader of a stream
+        return False
+    return True
+
+
+def _refuse_distributed(loader: DataLoader[Any]) -> None:
+    samplers = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
+    if any(isinstance(sampler, DistributedSampler) for sampler in samplers):
+        raise _everywhere(
+            ConfigError(
+                "the DataLoader has a DistributedSampler, which deals samples out to ranks; prepare() does that. "
+                "Leave it out: shuffle=True, and batch_size of all ranks together"
+            )
+        )
+
+
+def _everywhere(error: Any) -> Any:
+    error.known_everywhere = True
+    return error

@@ -1,0 +1,112 @@
+"""JAX programs as a user runs them: the example, JAX's own collectives, errors that end a job."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+
+from faults.outcome import report_of, succeeded
+from jobs import REPOSITORY, VENVS, mpiexec, run_command, run_job
+
+pytest.importorskip("jax", reason="JAX is not installed")
+
+from mpitrain.errors import DeviceError
+from mpitrain.jax.distributed import Sight, share_of_gpus
+
+
+@pytest.mark.timeout(240)
+def test_the_example_on_one_and_two_ranks() -> None:
+    """127 samples a step: the ranks' parts differ."""
+    command = [str(VENVS["mpich"] / "bin/python"), "examples/jax_mlp.py", "--data", "digits", "--steps", "8"]
+    jobs = [run_command([*mpiexec(ranks), *command], timeout=100) for ranks in (1, 2)]
+    losses = []
+    for ranks, job in enumerate(jobs, start=1):
+        succeeded(job)
+        assert f"{ranks} rank(s): test accuracy " in job.stdout
+        losses.append([float(text) for text in re.findall(r"^step \d+: loss ([\d.]+)$", job.stdout, re.M)])
+    # The same samples in the same steps: equal but for float32's rounding over 8 steps.
+    alone, both = losses
+    assert len(alone) == 2
+    assert both == pytest.approx(alone, rel=2e-5)
+    assert 0 < alone[1] < alone[0]
+
+
+UNEQUAL = """
+import jax, jax.numpy as jnp
+import mpitrain as mt, mpitrain.jax
+
+world = mt.init()
+
+@jax.jit
+def step(x):
+    return mpitrain.jax.sum({"w": x})
+
+step(jnp.ones(3))
+step(jnp.ones(2 + world.rank))
+"""
+
+
+def test_an_error_inside_jit_ends_the_job_as_itself() -> None:
+    report = report_of(run_job(2, UNEQUAL), "step(jnp.ones(2 + world.rank))")
+    last = report.text.strip().splitlines()[-1]
+    assert re.fullmatch(
+        r"mpitrain\.errors\.MismatchError: rank 1 on \S+: \['w'\] float32 \(3,\); rank 0 on \S+: \['w'\] "
+        r"float32 \(2,\); they must be equal in: sum",
+        last,
+    )
+
+
+OWN_COLLECTIVES = """
+import os
+import mpitrain as mt, mpitrain.jax
+
+world = mt.init()
+mpitrain.jax.initialize()
+
+import jax, jax.numpy as jnp, numpy
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+mesh = Mesh(jax.devices(), ("rank",))
+mine = numpy.full((1, 3), 10.0**world.rank, numpy.float32)
+x = jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec("rank")), mine)
+total = jax.jit(lambda x: x.sum(axis=0), out_shardings=NamedSharding(mesh, PartitionSpec()))(x)
+try:
+    mpitrain.jax.sum(x)
+except mt.MpitrainError as error:
+    refused = "spread over the devices of several processes" in str(error)
+ours = mpitrain.jax.sum(jnp.ones(2))
+found = jax.process_count(), jax.process_index(), numpy.asarray(total).tolist(), refused, ours.tolist()
+world.print(world.allgather((found, os.environ["PJRT_NPROC"])))
+"""
+
+
+def test_jax_gets_the_ranks_as_its_processes() -> None:
+    job = run_job(2, OWN_COLLECTIVES, timeout=100, env={"PJRT_NPROC": "1"})
+    succeeded(job)
+    expected = [((2, rank, [11.0] * 3, True, [2.0, 2.0]), "1") for rank in range(2)]
+    assert str(expected) in job.stdout.splitlines()
+
+
+def test_without_jax() -> None:
+    source = "import sys; sys.modules['jax'] = None; import mpitrain.jax"
+    job = run_command([sys.executable, "-c", source], cwd=REPOSITORY)
+    assert job.code == 1
+    assert job.stderr.strip().endswith("install it: pip install 'mpitrain[jax]'")
+
+
+def sights(*counts: int, visible: tuple[str | None, ...] = (None, None), given: str = "") -> list[Sight]:
+    """Two ranks on each machine, which has so many GPUs."""
+    return [Sight(node, its, count, given) for node, count in enumerate(counts) for its in visible]
+
+
+def test_gpus_are_divided_among_the_ranks_of_a_machine() -> None:
+    assert [share_of_gpus(sights(4, 2), rank) for rank in range(4)] == [[0, 1], [2, 3], [0], [1]]
+    assert [share_of_gpus(sights(3), rank) for rank in range(2)] == [[0, 1], [2]]
+    assert share_of_gpus(sights(0), 1) is None
+    assert share_of_gpus(sights(1, visible=("0", "1")), 1) is None  # the launcher has divided them
+    assert share_of_gpus(sights(4, given="cuda:3"), 0) == [3]
+    assert share_of_gpus([Sight(0, None, 2, ""), Sight(1, None, 2, "")], 1) is None  # alone on its machine
+    with pytest.raises(DeviceError, match=r"2 ranks on a machine with 1 GPU\(s\).*start at most 1 rank\(s\) there"):
+        share_of_gpus(sights(1), 0)

@@ -1,0 +1,149 @@
+"""Jobs of torch.distributed over MPI that go wrong, or begin in unusual ways: they end soon, and say why."""
+
+from __future__ import annotations
+
+import pytest
+
+from faults.outcome import failed, report_of, succeeded
+from jobs import run_job
+
+pytest.importorskip("torch", reason="PyTorch is not installed")
+
+# Importing PyTorch takes seconds where others compute too.
+TIMEOUT = 100.0
+
+START = """
+import os, sys, time
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+import mpitrain.torch
+
+assert "mpi4py.MPI" not in sys.modules  # a process that loads data may import it too
+dist.init_process_group("mpitrain", timeout=timedelta(seconds=SECONDS))
+rank, size = dist.get_rank(), dist.get_world_size()
+""".replace("SECONDS", "int(os.environ.get('GROUP_SECONDS', 60))")
+
+
+def test_a_rank_that_dies_in_an_allreduce() -> None:
+    source = """
+value = torch.ones(1_000_000)
+for step in range(10**6):
+    dist.all_reduce(value)
+    value.fill_(1)
+    if rank == 1 and step == 5:
+        os.kill(os.getpid(), 9)
+"""
+    failed(run_job(3, START + source, timeout=TIMEOUT))
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails() -> None:
+    """The report is that of the rank that failed, once; PyTorch's own hook for what is not caught does not hide it."""
+    source = """
+for step in range(10):
+    if rank == 2 and step == 3:
+        raise KeyError("no such batch")
+    dist.all_reduce(torch.ones(1000))
+"""
+    job = run_job(3, START + source, timeout=TIMEOUT)
+    assert report_of(job, "KeyError: 'no such batch'").rank == 2
+
+
+@pytest.mark.slow
+def test_models_that_differ() -> None:
+    """DDP on rank 1 sees it and raises, while rank 0 goes on and waits for rank 1."""
+    source = """
+torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3 + rank, 2))
+"""
+    job = run_job(2, START + source, timeout=TIMEOUT)
+    assert report_of(job, "appears not to match").rank == 1
+
+
+def test_a_rank_that_makes_no_further_call() -> None:
+    """It has come to its end: the others need not wait for their timeout."""
+    source = """
+dist.all_reduce(torch.ones(3))
+if rank:
+    dist.all_reduce(torch.ones(3))
+"""
+    job = run_job(3, START + source, timeout=TIMEOUT)
+    failed(job, "MismatchError: rank ", "rank 0 on ", "all_reduce of 3 float32")
+
+
+def test_a_rank_that_leaves_after_its_part() -> None:
+    """Rank 2 has sent, and has come to its end, long before rank 1 comes; calls are no longer compared by then."""
+    source = """
+for _ in range(110):
+    dist.barrier()
+if rank == 1:
+    time.sleep(2.5)
+parts = [torch.empty(3) for _ in range(size)] if rank == 0 else None
+dist.gather(torch.full((3,), float(rank)), parts, 0)
+assert rank or [part[0].item() for part in parts] == [0.0, 1.0, 2.0]
+"""
+    succeeded(run_job(3, START + source, timeout=TIMEOUT))
+
+
+def test_a_timeout_names_who_is_missing() -> None:
+    source = """
+if rank == 1:
+    time.sleep(60)  # in a computation that takes too long
+dist.all_reduce(torch.ones(3))
+"""
+    job = run_job(3, START + source, timeout=TIMEOUT, env={"GROUP_SECONDS": "2"})
+    failed(job, "all_reduce of 3 float32", "2 s", "rank 1 ")
+
+
+ALONE = """
+value = torch.full((3,), 2.0)
+dist.all_reduce(value)
+assert (rank, size, value.tolist()) == (0, 1, [2.0] * 3)
+assert [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")] == list("0101")
+assert os.environ["MASTER_ADDR"] and os.environ["MASTER_PORT"]
+dist.destroy_process_group()
+dist.init_process_group("mpitrain")
+"""
+
+
+def test_alone_without_mpiexec() -> None:
+    succeeded(run_job(None, START + ALONE, timeout=TIMEOUT))
+
+
+@pytest.mark.slow
+def test_variables_of_a_launcher_are_accepted() -> None:
+    """Scripts that set what torchrun sets go on to work, also where they name an address that leads nowhere."""
+    source = """
+assert os.environ["MASTER_ADDR"] == "no.such.host.invalid"
+value = torch.ones(3)
+dist.all_reduce(value)
+assert (value == size).all()
+dist.new_group(backend="gloo")  # asks the store, which knows better
+"""
+    variables = {"MASTER_ADDR": "no.such.host.invalid", "MASTER_PORT": "0", "WORLD_SIZE": "2"}
+    succeeded(run_job(2, START + source, timeout=TIMEOUT, env=variables))
+
+
+def test_a_first_group_of_some_ranks() -> None:
+    """Beside another backend's: rank 1 makes none."""
+    source = """
+some = dist.new_group([0], backend="mpitrain")
+if rank == 0:
+    dist.all_reduce(torch.ones(1), group=some)
+dist.barrier()
+"""
+    succeeded(run_job(2, START.replace('"mpitrain"', '"gloo"') + source, timeout=TIMEOUT))
+
+
+def test_variables_that_contradict_mpi() -> None:
+    """RANK is that of one rank: the other one is told, and so all are."""
+    job = run_job(2, START, timeout=TIMEOUT, env={"RANK": "0"})
+    report_of(job, "LaunchError: rank 1 on ", "the environment says rank 0 of 2, MPI says rank 1 of 2", "torchrun")
+
+
+def test_processes_that_mpi_has_not_started() -> None:
+    """As torchrun would start two: each is alone in MPI."""
+    ranks = "store=dist.HashStore(), rank=1, world_size=2, backend="
+    source = START.replace("dist.init_process_group(", f"dist.init_process_group({ranks}")
+    job = run_job(None, source, timeout=TIMEOUT)
+    failed(job, "LaunchError", "rank 1 of 2", "rank 0 of 1", "torchrun")

@@ -1,0 +1,323 @@
+"""mpitrain.jax on every rank, inside jit and outside. Expected values are computed by NumPy alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy
+import pytest
+
+import mpitrain.jax
+from mpitrain import World
+from mpitrain.allreduce.algorithm import DTYPES, FLOATS
+from mpitrain.errors import DataError, MismatchError, TreeError
+from mpitrain.exchange.trees import aligned
+from mpitrain.jax.leaves import back, named_leaves, on_host
+from tests.ranks.common import assert_same_bits, error_on_all, expected_sum, pattern, skip_alone
+
+LENGTHS = (0, 1, 1000)
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class Pair:
+    first: Any
+    second: Any
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    """The same bits, dtypes and form."""
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        mine, theirs = numpy.asarray(one), numpy.asarray(other)
+        assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape)
+        assert mine.tobytes() == theirs.tobytes()
+
+
+# -- sync ------------------------------------------------------------------------------------------------------------
+
+
+def test_sync(world: World) -> None:
+    second = jax.devices()[1]
+    mesh = jax.sharding.Mesh(jax.devices(), ("both",))
+    both = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("both"))
+
+    def values(rank: int) -> Pair:
+        of_each = {name: jnp.asarray(pattern(5, rank), name) for name in ("float32", "bfloat16", "float16", "int8")}
+        moved = [
+            jax.device_put(jnp.arange(3) + rank, second),
+            jax.device_put(jnp.arange(8.0).reshape(4, 2) * rank, both),
+        ]
+        return Pair(
+            of_each | {"bool": jnp.asarray([rank % 2 == 0])}, [*moved, jnp.ones((0, 4)), numpy.float32(rank), rank]
+        )
+
+    mine = values(world.rank)
+    for root in {0, world.size - 1}:
+        found = mpitrain.jax.sync(mine, root)
+        assert_equal(found, values(root))
+        for one, model in zip(jax.tree.leaves(found), jax.tree.leaves(mine), strict=True):
+            assert type(one) is type(model)
+            if isinstance(one, jax.Array):
+                assert (one.sharding, one.committed) == (model.sharding, model.committed)
+    assert_equal(mine, values(world.rank))
+
+
+def test_sync_of_unequal_trees(world: World) -> None:
+    skip_alone(world)
+    odd = world.size - 1
+    text = error_on_all(
+        world, MismatchError, lambda: mpitrain.jax.sync({"dense": Pair(jnp.ones(2 + (world.rank == odd)), jnp.ones(1))})
+    )
+    assert f"{world.name(odd)}: ['dense/first'] float64 (3,); {world.name(0)}: ['dense/first'] float64 (2,)" in text
+
+
+def test_what_sync_does_not_take() -> None:
+    with pytest.raises(TreeError, match=r"^step/0 has PRNG keys, key<fry>; exchange jax\.random\.key_data"):
+        mpitrain.jax.sync({"step": [jax.random.key(0)]})
+    with pytest.raises(TreeError, match="sync inside jit: call it outside"):
+        jax.jit(mpitrain.jax.sync)(jnp.ones(2))
+
+
+# -- mean and sum ----------------------------------------------------------------------------------------------------
+
+
+def loss(parameters: dict[str, Any], x: Any, y: Any) -> Any:
+    return jnp.mean((x @ parameters["w"] + parameters["b"][0] - y) ** 2)
+
+
+def test_the_gradient_of_uneven_batches_is_that_of_the_whole(world: World) -> None:
+    """Some ranks have no sample at all; the mean over none is NaN, and counts for nothing."""
+    rng = numpy.random.default_rng(3)
+    counts = [(3 * rank + 2) % 5 for rank in range(world.size)]  # 2, 0, 3, 1, 4
+    x, y = rng.normal(size=(sum(counts), 3)), rng.normal(size=(sum(counts),))
+    ends = numpy.cumsum(counts)
+    mine = slice(ends[world.rank] - counts[world.rank], ends[world.rank])
+    parameters = mpitrain.jax.sync({"w": jnp.arange(3.0), "b": (jnp.asarray(0.5),), "unused": jnp.ones((0, 2))})
+    step = mpitrain.jax.mean(jax.value_and_grad(loss), weight=lambda _, x, y: len(x))
+    off = x @ numpy.arange(3.0) + 0.5 - y
+    expected = ((off**2).mean(), 2 * x.T @ off / len(x), 2 * off.mean())
+    found = step(parameters, x[mine], y[mine])
+    value, gradients = found
+    for one, other in zip((value, gradients["w"], gradients["b"][0]), expected, strict=True):
+        numpy.testing.assert_allclose(one, other, rtol=1e-13, atol=1e-14)
+    assert gradients["unused"].shape == (0, 2)
+    assert_equal(jax.jit(step)(parameters, jnp.asarray(x[mine]), jnp.asarray(y[mine])), found)
+    assert_same_bits(world, *(numpy.asarray(leaf) for leaf in jax.tree.leaves(found)))
+
+
+def test_every_dtype_and_length(world: World) -> None:
+    def tree(dtypes: Any) -> Any:
+        return {str(dtype): Pair([pattern(n, world.rank).astype(dtype) for n in LENGTHS], ()) for dtype in dtypes}
+
+    numbers = tree(DTYPES)
+    expected = jax.tree.map(lambda one: expected_sum(one.size, world.size).astype(one.dtype), numbers)
+    arrays = jax.tree.map(jnp.asarray, numbers)
+    for found in (mpitrain.jax.sum(arrays), mpitrain.jax.sum(numbers), jax.jit(mpitrain.jax.sum)(arrays)):
+        assert_equal(found, expected)
+    # The weighted mean has the bits of World.mean: one path for all.
+    numbers, weight = tree(FLOATS), world.rank + 0.5
+    names, leaves, form = named_leaves(numbers)
+    plain = world.mean(dict(zip(names, leaves, strict=True)), weight)
+    expected = jax.tree.unflatten(form, [plain[name] for name in names])
+    arrays = jax.tree.map(jnp.asarray, numbers)
+    known = jax.jit(lambda tree: mpitrain.jax.weighted_mean(tree, weight))
+    traced = jax.jit(mpitrain.jax.weighted_mean)
+    for found in (mpitrain.jax.weighted_mean(arrays, jnp.asarray(weight)), known(arrays), traced(arrays, weight)):
+        assert_equal(found, expected)
+
+
+def test_numbers(world: World) -> None:
+    total = world.size * (world.size + 1) // 2
+    assert mpitrain.jax.sum({"a": world.rank + 1, "a/b": 1.0, "a ": (None,)}) == {
+        "a": total,
+        "a/b": world.size,
+        "a ": (None,),
+    }
+    assert mpitrain.jax.sum({}) == {}
+    # Two names that look alike.
+    assert mpitrain.jax.sum({"a/b": 1, "a": {"b": 2}}) == {"a/b": world.size, "a": {"b": 2 * world.size}}
+    found = jax.jit(lambda: mpitrain.jax.weighted_mean({"loss": world.rank + 1, "rate": 0.5}))()
+    assert found == {"loss": total / world.size, "rate": 0.5}
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_wrong_leaves(inside: bool) -> None:
+    place = jax.jit if inside else (lambda call: call)
+    with pytest.raises(TreeError, match=r"mean of .*0.*: its dtype is int32; allowed are float16, .*"):
+        place(mpitrain.jax.weighted_mean)([jnp.ones(2, "int32")])
+    with pytest.raises(TreeError, match=r"sum of .*x.*: its dtype is bool; allowed are"):
+        place(mpitrain.jax.sum)({"x": jnp.ones(2, bool)})
+    with pytest.raises(TypeError, match="mean takes a function, not dict; of a pytree: weighted_mean"):
+        mpitrain.jax.mean({})  # type: ignore[arg-type]
+
+
+def test_wrong_weights(world: World) -> None:
+    text = error_on_all(world, DataError, lambda: mpitrain.jax.weighted_mean(jnp.ones(2), 0))
+    assert inside_jit(world, lambda x: mpitrain.jax.weighted_mean(x, 0)).endswith(text)
+    assert inside_jit(world, lambda x: mpitrain.jax.weighted_mean(x, x[0] * 0)).endswith(text)
+    if world.size > 1:
+        only = 1.0 * (world.rank == 1)
+        found = jax.jit(mpitrain.jax.weighted_mean)(jnp.asarray(1.0 if only else numpy.nan), only)
+        assert found == 1.0
+
+
+def inside_jit(world: World, call: Any) -> str:
+    """The text of the error that every rank gets from a call inside jit; its last line is the same on all."""
+    with pytest.raises((jax.errors.JaxRuntimeError, DataError)) as caught:
+        jax.block_until_ready(jax.jit(call)(jnp.ones(2)))
+    text = str(caught.value).strip()
+    assert len(set(world.allgather(text.splitlines()[-1]))) == 1
+    return text
+
+
+def test_ranks_that_disagree_inside_jit(world: World) -> None:
+    skip_alone(world)
+    odd = world.size - 1
+    is_odd = world.rank == odd
+    text = inside_jit(world, lambda x: mpitrain.jax.sum({"w": jnp.ones(2 + is_odd), "x": x}))
+    expected = f"MismatchError: {world.name(odd)}: ['w'] float64 (3,); {world.name(0)}: ['w'] float64 (2,); they must"
+    assert expected in text
+    text = inside_jit(world, mpitrain.jax.weighted_mean if is_odd else mpitrain.jax.sum)
+    assert f"MismatchError: {world.name(odd)}: mean; {world.name(0)}: sum; do all ranks make the same calls" in text
+    assert mpitrain.jax.sum(1) == jax.jit(mpitrain.jax.sum)(1) == world.size  # nothing is left over
+
+
+# -- order -----------------------------------------------------------------------------------------------------------
+
+
+def test_calls_are_made_in_the_order_of_the_program(world: World) -> None:
+    """None of them needs the result of another, and all look alike: only their order tells them apart."""
+
+    @jax.jit
+    def three(x: Any) -> Any:
+        heavy = jnp.sin(x @ x) if world.rank % 2 else x  # ranks that come at different times
+        first = mpitrain.jax.sum(heavy * 0 + 1)
+        second = mpitrain.jax.sum(x * 0 + 10)
+        return first, second, mpitrain.jax.sum(x * 0 + 100)
+
+    x = jnp.ones((50, 50))
+    for step in range(3):
+        found = three(x)
+        direct = world.sum(numpy.full((50, 50), 1000.0 + step))
+        for one, expected in zip((*found, direct), (1, 10, 100, 1000 + step), strict=True):
+            assert (numpy.asarray(one) == expected * world.size).all()
+
+    def body(carried: Any, number: Any) -> Any:
+        total = mpitrain.jax.sum(carried + number)
+        return total / world.size, total
+
+    _, totals = jax.jit(lambda: jax.lax.scan(body, 1.0 * world.rank, jnp.arange(3.0)))()
+    middle = (world.size - 1) / 2
+    numpy.testing.assert_allclose(totals, [world.size * (middle + n) for n in (0, 1, 3)], rtol=1e-14)
+
+
+def test_what_is_constant_is_exchanged_in_every_run(world: World) -> None:
+    """Were it exchanged once, while the program is traced, a rank that traces again would do it alone."""
+    run = jax.jit(lambda x: x + mpitrain.jax.sum(world.rank) + mpitrain.jax.sum(numpy.ones(2)))
+    expected = world.size * (world.size - 1) / 2 + world.size
+    for length in (2, 1 if world.rank == 0 else 2):  # rank 0 traces again
+        assert (run(jnp.zeros(length)) == expected).all()
+
+
+def test_calls_wait_for_what_jax_still_has_to_do(world: World) -> None:
+    waited: list[int] = []
+    world.control.elsewhere.append(lambda: waited.append(world.control.calls))
+    try:
+        before = world.control.calls
+        world.barrier()
+    finally:
+        world.control.elsewhere.pop()
+    assert waited == [before]
+
+
+# -- derivatives -----------------------------------------------------------------------------------------------------
+
+
+def test_the_derivative_of_a_sum_is_that_of_all_ranks_losses(world: World) -> None:
+    """Against the same function of all ranks' x on one process: by hand, and by central differences."""
+    rng = numpy.random.default_rng(5)
+    everyone, factors = rng.normal(size=(world.size, 4)), rng.normal(size=world.size)
+
+    def losses(xs: numpy.ndarray) -> numpy.ndarray:
+        """Every rank's, in NumPy."""
+        total = (xs**3).sum(axis=0)
+        return factors * (numpy.sin(total).sum() + (xs * total).sum(axis=1))
+
+    def mine(x: Any) -> Any:
+        found = mpitrain.jax.sum({"total": x**3, "ranks": 1, "count": jnp.ones((), "int32")})
+        total = found["total"] * found["count"] / world.size  # an integer, which has no gradient, may be used
+        return factors[world.rank] * (jnp.sin(total).sum() + (x * total).sum())
+
+    total = (everyone**3).sum(axis=0)
+    by_hand = (factors[:, None] * (numpy.cos(total) + everyone)).sum(axis=0) * 3 * everyone**2
+    by_hand += factors[:, None] * total
+    width = 1e-6
+    for place in range(4):
+        direction = numpy.zeros_like(everyone)
+        direction[world.rank, place] = width
+        slope = (losses(everyone + direction).sum() - losses(everyone - direction).sum()) / (2 * width)
+        assert by_hand[world.rank, place] == pytest.approx(slope, rel=1e-6, abs=1e-6)
+    x = jnp.asarray(everyone[world.rank])
+    for gradient in (jax.grad(mine), jax.jit(jax.grad(mine))):
+        numpy.testing.assert_allclose(gradient(x), by_hand[world.rank], rtol=1e-12, atol=1e-12)
+
+
+def test_what_is_refused(world: World) -> None:
+    x = jnp.ones(4)
+    for place in (jax.grad, lambda call: jax.jit(jax.grad(call))):
+        with pytest.raises(TypeError, match=r"put mean\(\) around jax.value_and_grad\(loss\), or build the loss"):
+            place(lambda x: mpitrain.jax.weighted_mean(x).sum())(x)
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(mpitrain.jax.sum, (x,), (x,))
+    if world.size > 1:
+        with pytest.raises(ValueError, match="vmap"):
+            jax.vmap(mpitrain.jax.sum)(x)
+        mesh = jax.sharding.Mesh(jax.devices(), ("both",))
+        spread = jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("both")))
+        assert (mpitrain.jax.sum(spread) == world.size).all()  # arrays on several devices: outside jit
+
+
+# -- memory and batches ----------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_copied_that_need_not_be() -> None:
+    x = jnp.arange(1000.0)
+    (seen,) = on_host(["x"], [x])
+    assert seen.ctypes.data == x.unsafe_buffer_pointer()
+    assert not seen.flags.writeable
+    for dtype in ("float64", "int8", jnp.bfloat16):
+        _, parts = aligned([3, 0, 1000, 1], numpy.dtype(dtype))
+        for part in parts:
+            part[...] = 1
+        arrays = back(parts, [x] * 4)
+        assert [array.unsafe_buffer_pointer() for array in arrays if array.size] == [
+            part.ctypes.data for part in parts if part.size
+        ]
+        assert [array.dtype for array in arrays] == [part.dtype for part in parts]
+
+
+def test_results_keep_their_values(world: World) -> None:
+    """Their memory is nobody else's."""
+    results = [mpitrain.jax.sum({"a": jnp.full(5000, number), "b": jnp.full(3, number)}) for number in range(5)]
+    for number, found in enumerate(results):
+        assert (found["a"] == number * world.size).all()
+        assert (found["b"] == number * world.size).all()
+    donating = jax.jit(lambda x: x + 1, donate_argnums=0)
+    assert (donating(results[1]["a"]) == world.size + 1).all()
+    assert (results[1]["b"] == world.size).all()
+
+
+def test_shard(world: World) -> None:
+    sizes = (world.size, 2 * world.size + 1, 1)
+    batches = [Pair(jnp.arange(size * 2).reshape(size, 2), [jnp.arange(size)]) for size in sizes]
+    for start in (0, 2):
+        parts = list(mpitrain.jax.shard(batches, start))
+        assert all(isinstance(part, Pair) and len(part.second) == 1 for part in parts)
+        everyone = world.allgather([(part.first, part.second[0]) for part in parts])
+        for number, batch in enumerate(batches[start:]):
+            together = [numpy.concatenate(found) for found in zip(*(its[number] for its in everyone), strict=True)]
+            assert_equal(together, [batch.first, batch.second[0]])

@@ -1,0 +1,58 @@
+"""What the tests of torch.distributed share. Expected values come from NumPy and Python alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp
+
+INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+# Newer versions of PyTorch have renamed these two, and warn of the old names.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def pattern(count: int, rank: int, salt: int = 0) -> numpy.ndarray:
+    """Small integers that differ from rank to rank, place to place and call to call; exact in every dtype."""
+    return (numpy.arange(count) * 7 + rank * 5 + salt * 3) % 17
+
+
+def tensor(count: int, dtype: torch.dtype, rank: int, salt: int = 0) -> torch.Tensor:
+    """`pattern` as a tensor."""
+    return torch.from_numpy(pattern(count, rank, salt)).to(dtype)
+
+
+REDUCTIONS: dict[str, tuple[Any, Callable[[numpy.ndarray, numpy.ndarray], numpy.ndarray]]] = {
+    "sum": (ReduceOp.SUM, numpy.add),
+    "product": (ReduceOp.PRODUCT, numpy.multiply),
+    "min": (ReduceOp.MIN, numpy.minimum),
+    "max": (ReduceOp.MAX, numpy.maximum),
+}
+BITWISE: dict[str, tuple[Any, Callable[[numpy.ndarray, numpy.ndarray], numpy.ndarray]]] = {
+    "band": (ReduceOp.BAND, numpy.bitwise_and),
+    "bor": (ReduceOp.BOR, numpy.bitwise_or),
+    "bxor": (ReduceOp.BXOR, numpy.bitwise_xor),
+}
+
+
+def factors(count: int, rank: int) -> numpy.ndarray:
+    """1 and 2: the products of up to 5 of them are exact in every dtype."""
+    return 1 + (numpy.arange(count) + rank) % 2
+
+
+def expected(arrays: Sequence[numpy.ndarray], operation: Callable[..., numpy.ndarray]) -> torch.Tensor:
+    """The ranks' arrays reduced one after the other, in int64."""
+    return torch.from_numpy(reduce(operation, arrays))
+
+
+def assert_equal(found: torch.Tensor, wanted: torch.Tensor, about: object = "") -> None:
+    """The same shape and values; `wanted` may be of a wider dtype."""
+    assert found.shape == wanted.shape, about
+    assert torch.equal(found, wanted.to(found.dtype)), (about, found, wanted)

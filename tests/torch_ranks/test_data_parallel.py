@@ -1,0 +1,302 @@
+"""DistributedDataParallel and what goes with it, against one process that has the whole batch, in float64."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from mpitrain import World
+from mpitrain.errors import ConfigError
+from mpitrain.torch import compress
+from tests.ranks.common import assert_same_bits, skip_alone
+from tests.ranks.placements import placed
+
+pytestmark = pytest.mark.usefixtures("group")
+
+EACH = 3  # samples of each rank
+# In float64 both add the same numbers in different orders; this is far above the rounding and far below any error.
+CLOSE = {"rtol": 1e-12, "atol": 1e-14}
+
+
+class Model(nn.Module):
+    """Two layers, one of which `forward` may leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.first = nn.Linear(6, 40, dtype=torch.float64)
+        self.sometimes = nn.Linear(40, 40, dtype=torch.float64)
+        self.never = nn.Linear(2, 2, dtype=torch.float64)
+        self.last = nn.Linear(40, 3, dtype=torch.float64)
+        self.never.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, whole: bool = True) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        return self.last(self.sometimes(x) if whole else x)
+
+
+def samples(world: World, step: int, each: int = EACH) -> tuple[torch.Tensor, torch.Tensor]:
+    """The whole batch of a step; rank r has the samples from r * each on."""
+    made = torch.Generator().manual_seed(step)
+    count = each * world.size
+    return (
+        torch.randn(count, 6, dtype=torch.float64, generator=made),
+        torch.randn(count, 3, dtype=torch.float64, generator=made),
+    )
+
+
+def part(world: World, batch: torch.Tensor) -> torch.Tensor:
+    each = len(batch) // world.size
+    return batch[world.rank * each : (world.rank + 1) * each]
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+
+
+def steps_of_one_process(world: World, steps: int, start: nn.Module | None = None) -> nn.Module:
+    """The model after so many steps on whole batches, without any communication."""
+    model = start or Model()
+    optimizer = optimizer_of(model)
+    for step in range(steps):
+        x, y = samples(world, step)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    return model
+
+
+def assert_same_parameters(found: nn.Module, wanted: nn.Module, **close: float) -> None:
+    for (name, one), other in zip(found.named_parameters(), wanted.parameters(), strict=True):
+        torch.testing.assert_close(one, other, **(close or CLOSE), msg=lambda text, name=name: f"{name}: {text}")
+
+
+def train(world: World, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for step in range(steps):
+        x, y = samples(world, step)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(part(world, x)), part(world, y)).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 0.004, "gradient_as_bucket_view": True}], ids=str)
+def test_as_one_process(world: World, options: dict[str, Any]) -> None:
+    inner = Model()
+    with torch.no_grad():
+        for parameter in inner.parameters():
+            parameter.add_(world.rank)  # DDP begins with rank 0's
+    model = DistributedDataParallel(inner, **options)
+    train(world, model, optimizer_of(inner), 3)
+    assert_same_parameters(inner, steps_of_one_process(world, 3))
+
+
+def test_accumulation_without_exchange(world: World) -> None:
+    inner = Model()
+    model = DistributedDataParallel(inner)
+    for step in range(3):
+        x, y = samples(world, step)
+        with model.no_sync() if step < 2 else nullcontext():
+            nn.functional.mse_loss(model(part(world, x)), part(world, y)).backward()
+    alone = Model()
+    for step in range(3):
+        x, y = samples(world, step)
+        nn.functional.mse_loss(alone(x), y).backward()
+    torch.testing.assert_close(inner.first.weight.grad, alone.first.weight.grad, **CLOSE)
+
+
+def test_unused_parameters(world: World) -> None:
+    """A layer that only rank 0 uses: the others count as zeros. In the second step nobody uses it."""
+    inner = Model()
+    model = DistributedDataParallel(inner, find_unused_parameters=True)
+    x, y = samples(world, 0)
+    nn.functional.mse_loss(model(part(world, x), whole=world.rank == 0), part(world, y)).backward()
+    alone = Model()
+    for rank in range(world.size):
+        rows = slice(rank * EACH, (rank + 1) * EACH)
+        (nn.functional.mse_loss(alone(x[rows], whole=rank == 0), y[rows]) / world.size).backward()
+    for name in ("first", "sometimes", "last"):
+        torch.testing.assert_close(getattr(inner, name).weight.grad, getattr(alone, name).weight.grad, **CLOSE)
+    model.zero_grad()
+    nn.functional.mse_loss(model(part(world, x), whole=False), part(world, y)).backward()
+    assert inner.sometimes.weight.grad is None
+
+
+def test_join_with_uneven_inputs(world: World) -> None:
+    """Rank r has r + 1 batches. DDP divides by the world's size, so a rank that has ended adds zeros."""
+    inner = Model()
+    model = DistributedDataParallel(inner)
+    optimizer = optimizer_of(inner)
+    with model.join():
+        for step in range(world.rank + 1):
+            x, y = samples(world, step)
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(part(world, x)), part(world, y)).backward()
+            optimizer.step()
+    alone = Model()
+    optimizer = optimizer_of(alone)
+    for step in range(world.size):
+        x, y = samples(world, step)
+        optimizer.zero_grad()
+        for rank in range(step, world.size):
+            rows = slice(rank * EACH, (rank + 1) * EACH)
+            (nn.functional.mse_loss(alone(x[rows]), y[rows]) / world.size).backward()
+        optimizer.step()
+    assert_same_parameters(inner, alone)  # of the last rank, and of the others, who got them at the end
+    dist.barrier()
+
+
+def ours_as_a_hook(state, bucket):  # type: ignore[no-untyped-def] - DDP takes no annotations that are strings
+    """Twice the mean."""
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda done: done.value()[0] * (2 / state))
+
+
+HOOKS: list[tuple[Callable[..., Any], float, float]] = [
+    (default_hooks.allreduce_hook, 1.0, 1e-12),
+    (default_hooks.fp16_compress_hook, 1.0, 2e-3),
+    (ours_as_a_hook, 2.0, 1e-12),
+]
+
+
+@pytest.mark.parametrize("number", range(len(HOOKS)))
+def test_communication_hooks(world: World, number: int) -> None:
+    hook, factor, close = HOOKS[number]
+    inner = Model()
+    model = DistributedDataParallel(inner, bucket_cap_mb=0.004)
+    model.register_comm_hook(world.size if hook is ours_as_a_hook else None, hook)
+    x, y = samples(world, 0)
+    nn.functional.mse_loss(model(part(world, x)), part(world, y)).backward()
+    alone = Model()
+    nn.functional.mse_loss(alone(x), y).backward()
+    for (name, one), other in zip(inner.named_parameters(), alone.parameters(), strict=True):
+        if other.grad is not None:
+            error = (one.grad - factor * other.grad).abs().max()
+            assert error <= close * other.grad.abs().max(), name
+
+
+def test_buffers_are_those_of_rank_0(world: World) -> None:
+    inner = nn.Sequential(nn.Linear(6, 4, dtype=torch.float64), nn.BatchNorm1d(4, dtype=torch.float64))
+    model = DistributedDataParallel(inner)
+    x, _ = samples(world, world.rank)
+    for _ in range(2):
+        model(x).sum().backward()  # brings rank 0's buffers, and changes each rank's own after it
+    means = world.allgather(inner[1].running_mean.tolist())
+    again = copy.deepcopy(inner)
+    model(x).sum().backward()
+    assert world.size == 1 or means[0] != means[1]
+    wanted = 0.9 * torch.tensor(means[0], dtype=torch.float64) + 0.1 * again[0](x).mean(0)
+    torch.testing.assert_close(inner[1].running_mean, wanted, **CLOSE)
+
+
+def test_sync_batch_norm_is_for_gpus(world: World) -> None:
+    """PyTorch itself refuses it on the CPU, with every backend: DDP does, and so does the layer alone."""
+    layer = nn.SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(6))
+    with pytest.raises(ValueError, match="only work with GPU"):
+        DistributedDataParallel(layer)
+    with pytest.raises(ValueError, match="expected input tensor to be on"):
+        layer(torch.ones(4, 6))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_zero_redundancy_optimizer(world: World, overlap: bool) -> None:
+    inner = Model()
+    model = DistributedDataParallel(inner, gradient_as_bucket_view=overlap)
+    parameters = [p for p in inner.parameters() if p.requires_grad]
+    optimizer = ZeroRedundancyOptimizer(
+        parameters, torch.optim.Adam, parameters_as_bucket_view=overlap, lr=0.01, betas=(0.8, 0.9)
+    )
+    train(world, model, optimizer, 3)
+    alone = Model()
+    plain = torch.optim.Adam([p for p in alone.parameters() if p.requires_grad], lr=0.01, betas=(0.8, 0.9))
+    for step in range(3):
+        x, y = samples(world, step)
+        plain.zero_grad()
+        nn.functional.mse_loss(alone(x), y).backward()
+        plain.step()
+    # Adam divides by roots of small numbers, which makes roundings larger.
+    assert_same_parameters(inner, alone, rtol=1e-9, atol=1e-11)
+    optimizer.consolidate_state_dict(to=world.size - 1)
+    if world.rank == world.size - 1:
+        found = optimizer.state_dict()["state"]
+        for number, state in plain.state_dict()["state"].items():
+            torch.testing.assert_close(found[number]["exp_avg"], state["exp_avg"], rtol=1e-9, atol=1e-11)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("codec", ["bf16", "int8"])
+def test_short_forms_on_the_wire(world: World, ours: None, monkeypatch: pytest.MonkeyPatch, codec: str) -> None:
+    """As if each rank were on a node of its own: close in one step, and error feedback makes up for it over many."""
+    skip_alone(world)
+    if codec == "int8" and world.size != 2:
+        pytest.skip("compiling a second codec takes long; two ranks show it")
+    channel = dist.group.WORLD._channel
+    monkeypatch.setattr(channel, "world", placed(channel.world, "alone on each node"))
+    inner = Model().float()
+    model = DistributedDataParallel(inner)
+    model.register_comm_hook(None, compress(codec))
+    x, y = (whole.float() for whole in samples(world, 0))
+    alone = Model().float()
+    nn.functional.mse_loss(alone(x), y).backward()
+    total = torch.zeros_like(alone.first.weight)
+    for step in range(1, 12):
+        model.zero_grad()
+        nn.functional.mse_loss(model(part(world, x)), part(world, y)).backward()
+        if step > 1:  # then DDP makes new buckets
+            total += inner.first.weight.grad
+    wanted = alone.first.weight.grad
+    largest = wanted.abs().max()
+    # bf16 has 8 bits, int8 127 steps up to the largest value of a block; each value is coded twice.
+    rounding = {"bf16": 2**-8, "int8": 1 / 60}[codec]
+    assert (inner.first.weight.grad - wanted).abs().max() <= 4 * rounding * largest
+    assert (total / 10 - wanted).abs().max() <= 0.4 * rounding * largest
+    assert_same_bits(world, inner.first.weight.grad.numpy())
+
+
+def test_what_a_codec_does_not_take(world: World, ours: None) -> None:
+    with pytest.raises(ConfigError, match="known: bf16, fp16, int4, int8"):
+        compress("int3")
+    model = DistributedDataParallel(Model())
+    model.register_comm_hook(None, compress("bf16"))
+    with pytest.raises(ConfigError, match=r"rank \d on .* shortens float32 gradients, not torch.float64"):
+        model(samples(world, 0)[0]).sum().backward()
+
+
+def test_in_a_group_of_some_ranks(world: World) -> None:
+    ranks = list(range(0, world.size, 2))
+    some = dist.new_group(ranks)
+    if world.rank in ranks:
+        inner = Model()
+        model = DistributedDataParallel(inner, process_group=some)
+        x, y = samples(world, 0)
+        nn.functional.mse_loss(model(part(world, x)), part(world, y)).backward()
+        alone = Model()
+        for rank in ranks:
+            rows = slice(rank * EACH, (rank + 1) * EACH)
+            (nn.functional.mse_loss(alone(x[rows]), y[rows]) / len(ranks)).backward()
+        torch.testing.assert_close(inner.first.weight.grad, alone.first.weight.grad, **CLOSE)
+        del model
+        dist.destroy_process_group(some)
+    dist.barrier()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional:FutureWarning")
+def test_functional_collectives_and_autograd(world: World) -> None:
+    """torch.distributed.nn: collectives with derivatives."""
+    import torch.distributed.nn.functional as functional
+
+    x = torch.full((2,), float(world.rank + 1), dtype=torch.float64, requires_grad=True)
+    total = functional.all_reduce(x)
+    ((world.rank + 1) * total).sum().backward()
+    everybody = sum(range(1, world.size + 1))
+    assert total.tolist() == [everybody] * 2
+    assert x.grad.tolist() == [everybody] * 2

@@ -1,0 +1,131 @@
+"""What is particular to the backend: one thread for all groups, comparison of calls, and how things end badly."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+import weakref
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mpitrain import World
+from mpitrain.errors import ProcessGroupError
+from tests.ranks.common import skip_alone
+
+pytestmark = pytest.mark.usefixtures("group", "ours")
+
+
+@pytest.fixture
+def some(group: None) -> Iterator[Any]:
+    """A group of all ranks that a test may break."""
+    made = dist.new_group(timeout=timedelta(seconds=60))
+    yield made
+    dist.destroy_process_group(made)
+
+
+def everyone(world: World, value: float) -> float:
+    return sum(value + rank for rank in range(world.size))
+
+
+def test_groups_meet_in_any_order(world: World, some: Any) -> None:
+    """Each rank begins its calls on two groups in its own order, and waits in another one."""
+    other = dist.new_group()
+    tensors = [torch.full((50_000,), float(world.rank + turn)) for turn in range(4)]
+    groups = [some, other, some, other]
+    order = [0, 2, 1, 3] if world.rank % 2 else [1, 3, 0, 2]
+    works = {turn: dist.all_reduce(tensors[turn], group=groups[turn], async_op=True) for turn in order}
+    for turn in reversed(order):
+        assert works[turn].wait()
+        assert works[turn].is_success()
+        assert torch.equal(tensors[turn], torch.full((50_000,), everyone(world, turn)))
+    dist.destroy_process_group(other)
+
+
+def test_nobody_has_to_wait(world: World, some: Any) -> None:
+    """The thread moves on what is in flight: futures and callbacks complete, one of them with a further call."""
+    tensor, second = torch.tensor([float(world.rank)]), torch.tensor([2.0])
+    seen: list[float] = []
+
+    def further(future: Any) -> float:
+        dist.all_reduce(second, group=some, async_op=True).get_future().then(lambda f: f.value()).wait()
+        seen.append(future.value()[0].item())
+        return float(second.item())
+
+    future = dist.all_reduce(tensor, group=some, async_op=True).get_future().then(further)
+    deadline = time.monotonic() + 60
+    while not future.done() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert future.value() == 2.0 * world.size
+    assert seen == [everyone(world, 0)]
+
+
+def test_closing_ends_what_was_dropped(world: World) -> None:
+    made = dist.new_group()
+    tensor = torch.full((70_000,), float(world.rank))
+    dist.all_reduce(tensor, group=made, async_op=True)
+    never = dist.irecv(torch.empty(1), (world.rank + 1) % world.size, group=made)
+    dist.destroy_process_group(made)
+    assert torch.equal(tensor, torch.full((70_000,), everyone(world, 0)))
+    assert isinstance(never.exception(), ProcessGroupError)
+    with pytest.raises(ProcessGroupError, match="destroyed"):
+        made.allreduce([tensor], dist.AllreduceOptions())
+
+
+def test_timeouts(world: World) -> None:
+    """One rank makes the call; it names the call, the group and the time. A wait of the user's own breaks nothing."""
+    skip_alone(world)
+    made = dist.new_group(timeout=timedelta(seconds=1))
+    late = torch.ones(1)
+    if world.rank == 0:
+        with pytest.raises(ProcessGroupError, match=r"recv from any rank.* 1 s"):
+            dist.recv(torch.empty(1), group=made)
+        work = dist.all_reduce(late, async_op=True)
+        with pytest.raises(ProcessGroupError, match=r"0\.05 s of wait"):
+            work.wait(timedelta(seconds=0.05))
+        world.barrier()
+        work.wait()
+        with pytest.raises(ProcessGroupError, match=r"all_reduce of 1 float32 in process group .* after 1 s"):
+            dist.all_reduce(torch.ones(1), group=made)
+        with pytest.raises(Exception, match="cannot communicate any more"):
+            dist.all_reduce(torch.ones(1), group=made)
+    else:
+        world.barrier()
+        dist.all_reduce(late)
+    assert late.item() == world.size
+    dist.barrier()
+    dist.destroy_process_group(made)
+    channel = weakref.ref(made._channel)
+    del made
+    gc.collect()
+    # What was broken off is kept: MPI may still write there.
+    assert (channel() is not None) == (world.rank == 0)
+
+
+def test_a_forked_process(world: World) -> None:
+    child = os.fork()
+    if child == 0:
+        try:
+            dist.all_reduce(torch.ones(1))
+        except ProcessGroupError as error:
+            os._exit(0 if "forked" in str(error) else 1)
+        os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    dist.barrier()
+
+
+def test_calls_that_end_together(world: World) -> None:
+    """As newer versions of PyTorch begin them, from C++ too."""
+    group: Any = dist.group.WORLD
+    first, second = torch.ones(3), torch.full((2,), float(world.rank))
+    group._start_coalescing(torch.device("cpu"))
+    dist.all_reduce(first, async_op=True)
+    dist.broadcast(second, world.size - 1, async_op=True)
+    group._end_coalescing(torch.device("cpu")).wait()
+    assert first.tolist() == [world.size] * 3
+    assert second.tolist() == [world.size - 1] * 2

@@ -1,0 +1,159 @@
+"""Some of the ranks: groups, in any order, made and destroyed."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mpitrain import MpitrainError, World
+from mpitrain.torch.rendezvous import LateStore
+from tests.ranks.common import skip_alone
+from tests.torch_ranks.common import assert_equal, tensor
+
+pytestmark = pytest.mark.usefixtures("group")
+
+
+def total_of(ranks: list[int], count: int = 10, salt: int = 0) -> torch.Tensor:
+    return sum((tensor(count, torch.float32, rank, salt) for rank in ranks), torch.zeros(count))
+
+
+def test_who_we_are(world: World, backend: str) -> None:
+    assert dist.get_rank() == world.rank
+    assert dist.get_world_size() == world.size
+    assert dist.get_backend() == backend
+    assert os.environ["RANK"] == str(world.rank)
+    assert os.environ["WORLD_SIZE"] == str(world.size)
+    assert os.environ["LOCAL_RANK"] == str(world.local_rank)
+    assert os.environ["LOCAL_WORLD_SIZE"] == str(world.local_size)
+
+
+def test_groups_used_in_different_orders(world: World) -> None:
+    """Even ranks, odd ranks, all but the last, all again: each rank calls its own ones in its own order."""
+    members = [
+        list(range(0, world.size, 2)),
+        list(range(1, world.size, 2)) or [0],
+        list(range(max(world.size - 1, 1))),
+        list(range(world.size)),
+    ]
+    groups = [dist.new_group(ranks) for ranks in members]
+    mine = [number for number, ranks in enumerate(members) if world.rank in ranks]
+    sums = {number: tensor(10, torch.float32, world.rank, salt=number) for number in mine}
+    order = mine if world.rank % 2 else mine[::-1]
+    works = {number: dist.all_reduce(sums[number], group=groups[number], async_op=True) for number in order}
+    for number in mine:
+        works[number].wait()
+        assert_equal(sums[number], total_of(members[number], salt=number), number)
+        assert dist.get_rank(groups[number]) == members[number].index(world.rank)
+        assert dist.get_world_size(groups[number]) == len(members[number])
+    for number in mine:
+        last = members[number][-1]
+        value = tensor(3, torch.float32, world.rank)
+        dist.broadcast(value, last, group=groups[number])
+        assert_equal(value, tensor(3, torch.float32, last))
+        parts = [torch.empty(2) for _ in members[number]]
+        dist.all_gather(parts, tensor(2, torch.float32, world.rank), group=groups[number])
+        for rank, part in zip(members[number], parts, strict=True):
+            assert_equal(part, tensor(2, torch.float32, rank))
+    for number in mine:
+        dist.destroy_process_group(groups[number])
+    dist.barrier()
+
+
+def test_a_group_that_only_its_members_make(world: World) -> None:
+    ranks = list(range(world.size))[-2:]
+    if world.rank in ranks:
+        ours = dist.new_group(ranks, use_local_synchronization=True)
+        value = tensor(10, torch.float32, world.rank)
+        dist.all_reduce(value, group=ours)
+        assert_equal(value, total_of(ranks))
+        dist.destroy_process_group(ours)
+    dist.barrier()
+
+
+def test_subgroups(world: World) -> None:
+    skip_alone(world)
+    if world.size % 2:
+        pytest.skip("torch wants groups of equal size")
+    mine, groups = dist.new_subgroups(2)
+    value = tensor(10, torch.float32, world.rank)
+    dist.all_reduce(value, group=mine)
+    first = world.rank // 2 * 2
+    assert_equal(value, total_of([first, first + 1]))
+    assert len(groups) == world.size // 2
+    dist.destroy_process_group(mine)
+    dist.barrier()
+
+
+def test_many_groups_one_after_the_other(world: World) -> None:
+    for turn in range(20):
+        ours = dist.new_group()
+        value = torch.tensor([float(turn)])
+        dist.all_reduce(value, group=ours)
+        assert value.item() == turn * world.size
+        dist.destroy_process_group(ours)
+
+
+def test_destroy_and_again(world: World, backend: str) -> None:
+    for _ in range(2):
+        dist.destroy_process_group()
+        assert not dist.is_initialized()
+        with pytest.raises(ValueError, match="has not been initialized"):
+            dist.all_reduce(torch.ones(1))
+        dist.init_process_group(backend)
+        value = torch.ones(3)
+        dist.all_reduce(value)
+        assert (value == world.size).all()
+
+
+def test_split(world: World, ours: None) -> None:
+    skip_alone(world)
+    halves = [list(range(world.size // 2)), list(range(world.size // 2, world.size))]
+    ranks = halves[world.rank >= world.size // 2]
+    # dist.split_group itself wants a GPU.
+    mine = dist.group.WORLD.split_group(ranks)
+    value = tensor(10, torch.float32, world.rank)
+    mine.allreduce([value]).wait()
+    assert_equal(value, total_of(ranks))
+    assert (mine.rank(), mine.size()) == (ranks.index(world.rank), len(ranks))
+    mine.shutdown()
+    dist.barrier()
+
+
+def test_the_store(world: World) -> None:
+    """Nothing of ours asks it; what other backends do with it works."""
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"of {world.rank}", str(world.rank * 10))
+    for rank in range(world.size):
+        assert store.get(f"of {rank}") == str(rank * 10).encode()
+    assert store.add("count", world.rank) >= world.rank
+    dist.barrier()
+    assert store.add("count", 0) == sum(range(world.size))
+    assert store.check(["count"])
+    assert not store.check(["another"])
+    assert store.compare_set("of 0", "0", "0") == b"0"
+    dist.barrier()
+
+
+def test_the_way_to_the_store(world: World, ours: None) -> None:
+    """As on another host: one address after the other; and what to do where none leads there."""
+    soon = timedelta(seconds=5)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    server.set("here", "yes")
+    far = LateStore(world, None, server.port, ["not an address", "127.0.0.1"], soon)
+    assert dist.PrefixStore("h", far).check(["ere"]) is False
+    assert far.get("here") == b"yes"
+    closed = LateStore(world, None, 1, ["127.0.0.1"], soon)
+    with pytest.raises(MpitrainError, match=r"127\.0\.0\.1: .*refused.* Open a port between the hosts"):
+        closed.get("here")
+
+
+def test_another_backend_beside_it(world: World) -> None:
+    gloo = dist.new_group(backend="gloo")
+    value = tensor(10, torch.float32, world.rank)
+    dist.all_reduce(value, group=gloo)
+    assert_equal(value, total_of(list(range(world.size))))
+    dist.destroy_process_group(gloo)

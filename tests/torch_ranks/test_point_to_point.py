@@ -1,0 +1,135 @@
+"""Messages between two ranks of torch.distributed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mpitrain import World
+from tests.ranks.common import skip_alone
+from tests.torch_ranks.common import FLOATS, INTEGERS, assert_equal, tensor
+
+pytestmark = pytest.mark.usefixtures("group")
+
+
+def neighbours(world: World) -> tuple[int, int]:
+    """Left and right in the ring."""
+    return (world.rank - 1) % world.size, (world.rank + 1) % world.size
+
+
+def test_send_and_receive(world: World) -> None:
+    skip_alone(world)
+    left, right = neighbours(world)
+    for dtype in [*INTEGERS, *FLOATS, torch.bool, torch.complex64]:
+        for count in (0, 1, 10):
+            received = torch.empty(count, dtype=dtype)
+            if world.rank == 0:
+                dist.send(tensor(count, dtype, 0), right)
+                assert dist.recv(received, left) == left
+            else:
+                assert dist.recv(received, left) == left
+                dist.send(tensor(count, dtype, world.rank), right)
+            assert_equal(received, tensor(count, dtype, left), (dtype, count))
+
+
+def test_a_ring_of_long_messages(world: World) -> None:
+    skip_alone(world)
+    left, right = neighbours(world)
+    count = 300_001
+    received = torch.empty(count)
+    works = [dist.isend(tensor(count, torch.float32, world.rank), right), dist.irecv(received, left)]
+    for work in works:
+        work.wait()
+        assert work.is_completed()
+    assert_equal(received, tensor(count, torch.float32, left))
+
+
+def test_tags_out_of_order(world: World) -> None:
+    skip_alone(world)
+    left, right = neighbours(world)
+    works = [dist.isend(tensor(4, torch.float32, world.rank, salt=tag), right, tag=tag) for tag in (3, 1, 2)]
+    for tag in (1, 2, 3):
+        received = torch.empty(4)
+        dist.recv(received, left, tag=tag)
+        assert_equal(received, tensor(4, torch.float32, left, salt=tag))
+    for work in works:
+        work.wait()
+
+
+def test_messages_of_one_tag_keep_their_order(world: World) -> None:
+    skip_alone(world)
+    left, right = neighbours(world)
+    sent = [tensor(4, torch.float32, world.rank, salt=number) for number in range(5)]
+    received = [torch.empty(4) for _ in range(5)]
+    works = [dist.irecv(one, left) for one in received] + [dist.isend(one, right) for one in sent]
+    for work in reversed(works):
+        work.wait()
+    for number, one in enumerate(received):
+        assert_equal(one, tensor(4, torch.float32, left, salt=number))
+
+
+def test_from_any_source(world: World) -> None:
+    skip_alone(world)
+    if world.rank:
+        dist.send(tensor(3, torch.int64, world.rank), 0, tag=5)
+        dist.send(tensor(3, torch.int64, world.rank, salt=1), 0, tag=6)
+        return
+    for tag, salt in ((5, 0), (6, 1)):
+        sources = []
+        for _ in range(world.size - 1):
+            received = torch.empty(3, dtype=torch.int64)
+            source = dist.recv(received, tag=tag)
+            assert_equal(received, tensor(3, torch.int64, source, salt))
+            sources.append(source)
+        assert sorted(sources) == list(range(1, world.size))
+
+
+def test_between_collectives(world: World) -> None:
+    """A message that is on its way meets no collective, whatever order ranks wait in."""
+    skip_alone(world)
+    left, right = neighbours(world)
+    received = torch.empty(10)
+    receive = dist.irecv(received, left) if world.rank % 2 else None
+    send = dist.isend(tensor(10, torch.float32, world.rank), right)
+    total = torch.ones(5)
+    dist.all_reduce(total)
+    receive = receive or dist.irecv(received, left)
+    receive.wait()
+    send.wait()
+    assert_equal(received, tensor(10, torch.float32, left))
+    assert (total == world.size).all()
+
+
+def test_batches(world: World) -> None:
+    skip_alone(world)
+    left, right = neighbours(world)
+    received = [torch.empty(6), torch.empty(7, dtype=torch.int32)]
+    operations = [
+        dist.P2POp(dist.irecv, received[0], left),
+        dist.P2POp(dist.isend, tensor(6, torch.float32, world.rank), right),
+        dist.P2POp(dist.isend, tensor(7, torch.int32, world.rank), left, tag=1),
+        dist.P2POp(dist.irecv, received[1], right, tag=1),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    assert_equal(received[0], tensor(6, torch.float32, left))
+    assert_equal(received[1], tensor(7, torch.int32, right))
+
+
+def test_within_a_smaller_group(world: World) -> None:
+    """Ranks are those of the job, unless given as those of the group."""
+    skip_alone(world)
+    last = dist.new_group([world.size - 1, 0])
+    received = torch.empty(2)
+    if world.rank == world.size - 1:
+        dist.send(torch.tensor([1.0, 2.0]), 0, group=last)
+        assert dist.recv(received, group=last, group_src=0) == 0
+        assert received.tolist() == [3.0, 4.0]
+    elif world.rank == 0:
+        assert dist.recv(received, world.size - 1, group=last) == world.size - 1
+        assert received.tolist() == [1.0, 2.0]
+        dist.send(torch.tensor([3.0, 4.0]), group=last, group_dst=1)
+    dist.barrier()
+    if world.rank in (0, world.size - 1):
+        dist.destroy_process_group(last)

@@ -1,0 +1,157 @@
+"""What prepare() and a loop after it refuse: an error that says what to do, and never a wait."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mpitrain import World
+from mpitrain.errors import ConfigError, GradientError, MismatchError, NonFiniteError
+from tests.ranks.common import error_on_all, skip_alone
+
+from .prepared import assert_equal_everywhere, batches, loop, mlp, sgd, torch
+
+import mpitrain.torch  # isort: skip (the line above skips this file where there is no PyTorch)
+
+
+def prepared(model: Any = None) -> tuple[Any, Any, Any]:
+    model = mlp() if model is None else model
+    return mpitrain.torch.prepare(model, sgd(model.parameters()), batches())
+
+
+def loss_of(model: Any, batch: Any) -> Any:
+    x, y = batch
+    return torch.nn.functional.cross_entropy(model(x), y)
+
+
+def test_models_and_optimizers_that_cannot_work(world: World) -> None:
+    model = mlp()
+    sparse = torch.nn.Sequential(torch.nn.Embedding(3, 2, sparse=True))
+    for its, optimizer, text in (
+        (model, torch.optim.LBFGS(model.parameters()), "LBFGS"),
+        (model, torch.optim.SparseAdam(model.parameters()), "SparseAdam"),
+        (model, sgd(mlp().parameters()), "4 parameters that are not the model's"),
+        (sparse, sgd(sparse.parameters()), "0 gives sparse gradients; make it with sparse=False"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            mpitrain.torch.prepare(its, optimizer, batches())
+    with pytest.raises(ConfigError, match="not given to prepare"):
+        mpitrain.torch.accumulate(model)
+    with pytest.raises(ConfigError, match="there is no compression 'zip'"):
+        mpitrain.torch.prepare(model, sgd(model.parameters()), batches(), compression="zip")
+    prepared(model)
+    with pytest.raises(ConfigError, match="has had this model before"):
+        prepared(model)
+    frozen = mlp().requires_grad_(False)
+    assert "no parameters" in error_on_all(world, ConfigError, lambda: prepared(frozen))
+
+
+def test_models_that_differ(world: World) -> None:
+    skip_alone(world)
+    odd = world.rank == world.size - 1
+    wide = torch.nn.Linear(5, 4 if odd else 3)
+    assert "['bias'] float32 (4,)" in error_on_all(world, MismatchError, lambda: prepared(wide))
+    half_frozen = torch.nn.Linear(5, 3)
+    half_frozen.bias.requires_grad_(not odd)
+    assert "bias float32 (3,)" in error_on_all(world, MismatchError, lambda: prepared(half_frozen))
+
+
+def test_a_rank_that_leaves_out_a_backward_pass(world: World) -> None:
+    skip_alone(world)
+    model, optimizer, data = prepared()
+
+    def run() -> None:
+        for number, batch in enumerate(data):
+            loss = loss_of(model, batch)
+            if number == 1 and world.rank == world.size - 1:
+                continue
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    # The others wait in the second batch's step; that rank comes to the next batch.
+    text = error_on_all(world, MismatchError, run)
+    assert f"{world.name(world.size - 1)}: take the next batch; {world.name(0)}: step; do all ranks make" in text
+
+
+def test_a_rank_that_leaves_out_a_backward_pass_of_drawn_batches(world: World) -> None:
+    """There nothing is said before a batch is taken: it is seen in the next backward pass."""
+    skip_alone(world)
+    from .prepared import loader
+
+    model = mlp()
+    model, _, data = mpitrain.torch.prepare(model, sgd(model.parameters()), loader())
+
+    def run() -> None:
+        for number, batch in enumerate(data):
+            if number != 1 or world.rank != world.size - 1:
+                loss_of(model, batch).backward()
+
+    text = error_on_all(world, MismatchError, run)
+    assert "exchanges the gradients of batch 3; " in text
+    assert "those of batch 2; did a rank leave out a backward pass?" in text
+
+
+def test_nan_without_a_scaler(world: World) -> None:
+    """Nothing is changed, and all ranks name the rank that had it."""
+    model, optimizer, data = prepared()
+
+    def run() -> None:
+        for number, batch in enumerate(data):
+            before.append(model[0].weight.detach().clone())
+            optimizer.zero_grad()
+            loss = loss_of(model, batch)
+            (loss * float("nan") if number == 1 and world.rank == world.size - 1 else loss).backward()
+            optimizer.step()
+
+    before: list[Any] = []
+    text = error_on_all(world, NonFiniteError, run)
+    assert f"{world.name(world.size - 1)}: the gradient of " in text
+    assert torch.equal(before[-1], model[0].weight)
+    assert len(before) == 2
+    loop(model, optimizer, data)  # and all may go on
+    assert_equal_everywhere(world, model)
+
+
+def test_passes_that_cannot_count(world: World) -> None:
+    model, optimizer, data = prepared()
+    with pytest.raises(GradientError, match="no batch of the prepared data is in use"):
+        loss_of(model, batches()[0]).backward()
+    for batch in data:
+        with mpitrain.torch.accumulate(model):
+            loss_of(model, batch).backward()
+        with pytest.raises(GradientError, match="last backward\\(\\) before a step belongs outside"):
+            optimizer.step()
+    model = mlp()
+    model[0].requires_grad_(False)
+    model, optimizer, data = prepared(model)
+    model[0].requires_grad_(True)
+    text = error_on_all(world, GradientError, lambda: loop(model, optimizer, data))
+    assert "0.bias, 0.weight had requires_grad=False at prepare()" in text
+    model, optimizer, data = prepared()
+    model.to(torch.float32)
+    with pytest.raises(GradientError, match=r"2.bias is torch.strided torch.float32 on cpu; at prepare\(\)"):
+        next(loss_of(model, (x.float(), y)).backward() for x, y in data)
+    model, optimizer, data = prepared()
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(4, 2))]})
+    with pytest.raises(GradientError, match=r"a parameter of shape \(4, 2\) that the model did not have at prepare"):
+        loop(model, optimizer, data)
+
+
+def test_an_error_in_a_backward_pass(world: World) -> None:
+    """Where all ranks catch it, the step that was begun is said to be open."""
+    model, _, data = prepared()
+
+    def fail(gradient: Any) -> None:
+        if failing:
+            raise ZeroDivisionError("in a hook")
+
+    failing = True
+    model[0].weight.register_hook(fail)
+    batch = next(iter(data))
+    with pytest.raises(ZeroDivisionError, match="in a hook"):
+        loss_of(model, batch).backward()
+    failing = False
+    with pytest.raises(GradientError, match="came in twice in one step"):
+        loss_of(model, batch).backward()
