@@ -6,7 +6,8 @@ comes with it, and does with an old Python. Both sides send a JSON object a line
     launcher: {"wish": ...}                       guard: {"facts": ...}, or {"error": ...}
     launcher: {"beat": 1}, every second           guard: {"beat": 1, "signed": [line...], "gone": [rank...],
                                                          "waits": [[rank, what, seconds, stall, hang]...],
-                                                         "orphans": [rank...], "steps": text,
+                                                         "orphans": [rank...], "vanished": [rank...],
+                                                         "steps": text,
                                                          "time": now, by its own clock}
                                                   guard: {"died": the first rank or null, "time": its end}
     launcher: {"ranks": 1}                        guard: {"ranks": [row of activity.look_at...]}
@@ -47,6 +48,8 @@ RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK")
 _BEAT_SECONDS = 1.0
 _KILL_SECONDS = 5.0
 _REACH_SECONDS = 1.5
+# mpiexec ends a job within milliseconds when a rank's process has; now and then MPICH's does not, and waits for ever.
+_VANISHED_SECONDS = 5.0
 # After such a gap this host, not the launcher, was silent: it was suspended or frozen.
 _GAP_SECONDS = 5.0
 
@@ -65,9 +68,11 @@ class Guard:
         self._received = b""
         self._deaths = Deaths()
         self._orphans = Orphans()
+        self._vanished: dict[int, float] = {}  # ranks that have ended without a word: since when
         self._first_dead: int | None = None
         self._shared_files = SharedFiles()
         self._where: dict[int, tuple[int, int]] = {}  # of the ranks that have called init(): process and descriptor
+        self._over: set[int] = set()  # ranks whose program has come to its end
         self._moved: dict[int, tuple[int, float, float]] = {}  # by rank: what has moved in which wait, and when last
 
     def run(self) -> None:
@@ -169,10 +174,24 @@ class Guard:
                 self._where[int(number)] = (pid, descriptor)
                 self._orphans.watch(int(number), pid, parent)
                 self._deaths.watch(int(number), pid)
+            elif word == "done":
+                self._over.add(int(number))
         gone = [rank for rank, pid in self._pids.items() if not Path(f"/proc/{pid}").exists()]
         self._pids = {rank: pid for rank, pid in self._pids.items() if rank not in gone}
-        about = {"orphans": self._orphans.look(), "steps": self._read_steps(), "time": time.monotonic()}
-        send({"beat": 1, "signed": signed, "gone": gone, "waits": self._waits(), **about})
+        lost = {"orphans": self._orphans.look(), "vanished": self._find_vanished()}
+        about = {"steps": self._read_steps(), "time": time.monotonic()}
+        send({"beat": 1, "signed": signed, "gone": gone, "waits": self._waits(), **lost, **about})
+
+    def _find_vanished(self) -> list[int]:
+        now = time.monotonic()
+        for rank, (pid, _) in self._where.items():
+            if rank not in self._over and process_state(pid) in ("gone", "Z", "X"):
+                self._vanished.setdefault(rank, now)
+        return sorted(
+            rank
+            for rank, since in self._vanished.items()
+            if rank not in self._over and now - since > _VANISHED_SECONDS
+        )
 
     def _signed(self) -> list[str]:
         """The whole lines that have come to the roll call."""

@@ -35,6 +35,7 @@ class HostReport:
     started: set[int] = field(default_factory=set)  # ranks that have signed there that they have
     gone: dict[int, float] = field(default_factory=dict)  # ranks whose process has ended: since when
     orphans: list[int] = field(default_factory=list)  # ranks that have lost the daemon of mpiexec
+    vanished: list[int] = field(default_factory=list)  # ranks that ended without a word, which mpiexec has not seen
     processes: list[tuple[int, str, str]] | None = None  # id, state, command line
     unreachable: list[str] = field(default_factory=list)  # hosts to which it cannot connect on high ports
     waits: list[list[Any]] = field(default_factory=list)  # the ranks that wait, as in the guard's beat
@@ -260,6 +261,7 @@ class Guards:
             report.processes = [tuple(entry) for entry in message["processes"]]
             report.unreachable = message["unreachable"]
         report.orphans = message.get("orphans", report.orphans)
+        report.vanished = message.get("vanished", report.vanished)
         report.waits = message.get("waits", report.waits)
         report.rows = message.get("ranks", report.rows)
         if "ended" in message:
