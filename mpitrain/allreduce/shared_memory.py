@@ -15,8 +15,13 @@ It goes in blocks that stay in a core's cache, so memory is read once and writte
 Four ranks with 1 2 3 4, 10 20 30 40, 100 200 300 400, 1000 2000 3000 4000: rank 0 adds up 1 + 10 + 100 + 1000, rank 1
 adds up 2 + 20 + 200 + 2000, and so on; all have 1111 2222 3333 4444.
 
-Cost a rank: N bytes read, N written, 2 log2(p) empty messages. A buffer that lives elsewhere is copied in and out, a
-slab at a time. Every sum is made by one rank in rank order and copied from there: the same bits on every rank.
+Cost a rank: N bytes read, N written, 2 log2(p) empty messages. Every sum is made by one rank in rank order and copied
+from there: the same bits on every rank.
+
+A buffer that lives elsewhere goes through a slab that is shared, piece by piece: each rank copies in what the others
+own, adds what it owns to its own buffer, copies that sum in, and copies out the others' sums. That is 2 (p-1)/p N bytes
+of copies more, and N/p. Pieces take turns in the two halves of the slab, so that nobody writes what another one still
+copies out: whoever has met the others twice since knows that they have come past it.
 
 Source: the layout is the shared-memory reduction of Jain, Kaleem, Balmana, Langer, Durnov, Sannikov and Garzaran,
 Framework for scalable intra-node collective operations using shared memory, SC 2018, with the buckets themselves as the
@@ -25,7 +30,7 @@ shared buffers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 
 import numpy
 
@@ -56,10 +61,10 @@ def shared_memory(world: World) -> Sequential:
 
 
 def shared_memory_steps(memory: NodeArrays) -> Steps:
-    """The algorithm for arrays in `memory`, and slab by slab for others."""
+    """The algorithm for arrays in `memory`, and piece by piece for others."""
     mates = memory.mates
 
-    def add(arrays: list[numpy.ndarray], _: numpy.ndarray | None) -> Progress:
+    def add(arrays: list[numpy.ndarray]) -> Progress:
         yield from meet(mates)
         own = part_of(len(arrays[0]), mates.index, mates.size)
         for block in blocks(own, arrays[0].itemsize):
@@ -68,7 +73,32 @@ def shared_memory_steps(memory: NodeArrays) -> Steps:
                 other[block] = arrays[0][block]
         yield from meet(mates)
 
-    return memory.steps(add)
+    def add_elsewhere(part: numpy.ndarray, slabs: list[numpy.ndarray]) -> Progress:
+        segments = [part_of(part.size, index, mates.size) for index in range(mates.size)]
+        others = [index for index in range(mates.size) if index != mates.index]
+        for index in others:
+            slabs[mates.index][segments[index]] = part[segments[index]]
+        yield from meet(mates)
+        arrays = list(slabs)
+        arrays[mates.index] = part
+        for block in blocks(segments[mates.index], part.itemsize):
+            add_block(arrays, block, part)
+            slabs[mates.index][block] = part[block]
+        yield from meet(mates)
+        for index in others:
+            part[segments[index]] = slabs[index][segments[index]]
+
+    def steps(flat: numpy.ndarray, _: numpy.ndarray | None = None) -> Progress:
+        arrays = memory.everyones(flat)
+        if arrays is not None:
+            yield from add(arrays)
+            return
+        count = _SLAB_BYTES // 2 // flat.itemsize
+        for begin in range(0, flat.size, count):
+            part = flat[begin : begin + count]
+            yield from add_elsewhere(part, (yield from memory.half_slabs(part)))
+
+    return steps
 
 
 class NodeArrays:
@@ -81,6 +111,7 @@ class NodeArrays:
         # Alike on all nodes, so that all take the same pieces of a buffer through the slab.
         self._is_shared = len(set(world.node_ranks)) < world.size
         self._slab: numpy.ndarray | None = None  # made when a buffer comes that is not shared
+        self._turn = 0  # of its halves
 
     def allocate(self, count: int, dtype: numpy.dtype) -> Array:
         """See Algorithm."""
@@ -98,27 +129,45 @@ class NodeArrays:
         """Whether the ranks of this node share it."""
         return self._is_shared and self._memory.find(flat) is not None
 
+    def everyones(self, flat: numpy.ndarray) -> list[numpy.ndarray] | None:
+        """The same place in the memory of every rank of the node; None where they do not share it."""
+        return self._memory.find(flat) if self._is_shared else [flat]
+
+    def half_slabs(self, part: numpy.ndarray) -> Generator[float | None, None, list[numpy.ndarray]]:
+        """Work that ends with every rank's half of the slab, the other half each time, as long as `part`."""
+        slab = yield from self._get_slab()
+        self._turn ^= 1
+        half = slab[self._turn * _SLAB_BYTES // 2 :][: part.nbytes].view(part.dtype)
+        return self._find_all(half)
+
     def steps(self, work: Callable[[list[numpy.ndarray], numpy.ndarray | None], Progress]) -> Steps:
         """`work` on one place of all ranks' arrays, made into steps on any array: others go through a slab."""
 
         def steps(flat: numpy.ndarray, residual: numpy.ndarray | None = None) -> Progress:
-            arrays = self._memory.find(flat) if self._is_shared else [flat]
+            arrays = self.everyones(flat)
             if arrays is not None:
                 yield from work(arrays, residual)
                 return
-            if self._slab is None:
-                self._slab = yield from self._memory.allocate(_SLAB_BYTES)
+            whole = yield from self._get_slab()
             count = _SLAB_BYTES // flat.itemsize
             for begin in range(0, flat.size, count):
                 part = flat[begin : begin + count]
-                slab = self._slab.view(flat.dtype)[: part.size]
+                slab = whole.view(flat.dtype)[: part.size]
                 slab[:] = part
-                shared = self._memory.find(slab)
-                assert shared is not None
-                yield from work(shared, None if residual is None else residual[begin : begin + count])
+                yield from work(self._find_all(slab), None if residual is None else residual[begin : begin + count])
                 part[:] = slab
 
         return steps
+
+    def _get_slab(self) -> Generator[float | None, None, numpy.ndarray]:
+        if self._slab is None:
+            self._slab = yield from self._memory.allocate(_SLAB_BYTES)
+        return self._slab
+
+    def _find_all(self, slab: numpy.ndarray) -> list[numpy.ndarray]:
+        shared = self._memory.find(slab)
+        assert shared is not None
+        return shared
 
 
 def blocks(part: slice, itemsize: int) -> list[slice]:

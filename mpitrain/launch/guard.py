@@ -188,9 +188,7 @@ class Guard:
             if rank not in self._over and process_state(pid) in ("gone", "Z", "X"):
                 self._vanished.setdefault(rank, now)
         return sorted(
-            rank
-            for rank, since in self._vanished.items()
-            if rank not in self._over and now - since > _VANISHED_SECONDS
+            rank for rank, since in self._vanished.items() if rank not in self._over and now - since > _VANISHED_SECONDS
         )
 
     def _signed(self) -> list[str]:

@@ -53,8 +53,8 @@ class WatchedJob:
                 return [f"the process of mpiexec on {host} that started {orphans} has gone: {why}"]
             if report.vanished:
                 vanished = f"rank{'s' * (len(report.vanished) > 1)} {rank_ranges(report.vanished)} on {host}"
-                return [f"{vanished} did not come to the end and did not say why (os._exit, or killed?), and mpiexec "
-                        "goes on: the job is ended"]
+                how = "did not come to the end and did not say why (os._exit, or killed?)"
+                return [f"{vanished} {how}, and mpiexec goes on: the job is ended"]
         when, gone = self._guards.seen()
         now = time.monotonic()
         found = problem(self._places, when, gone, since=self._since, now=now, start_seconds=self._start_seconds)

@@ -144,9 +144,12 @@ class CallFuture(torch.futures.Future):  # type: ignore[type-arg]
             self._is_complete = True
         if self._has_callbacks:
             # A callback may make further calls and wait for them, which the thread that drives them must not.
-            threading.Thread(target=self._set, name="mpitrain callback", daemon=True).start()
-        else:
-            self._set()
+            try:
+                threading.Thread(target=self._set, name="mpitrain callback", daemon=True).start()
+                return
+            except RuntimeError:  # the interpreter ends, and starts no threads any more
+                pass
+        self._set()
 
     def _set(self) -> None:
         error = self._call.error
