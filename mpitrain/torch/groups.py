@@ -21,6 +21,7 @@ from mpitrain.torch.backend import Group
 from mpitrain.torch.channel import Channel
 from mpitrain.torch.engine import engine_of
 from mpitrain.torch.rendezvous import check_place
+from mpitrain.torch.versions import record_nothing
 
 _MEET_TAG = 900
 _TAGS = 2**15  # that MPI promises
@@ -30,6 +31,7 @@ def register() -> None:
     """Make the backend known to torch.distributed."""
     if "MPITRAIN" not in dist.Backend._plugins:
         dist.Backend.register_backend("mpitrain", _create, extended_api=True, devices=["cpu", "cuda"])
+        record_nothing("mpitrain")
 
 
 def _create(options: Any, _: Any) -> Group:

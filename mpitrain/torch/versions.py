@@ -1,8 +1,10 @@
-"""What differs between versions of PyTorch, 2.11 to 2.15: the names of calls."""
+"""What differs between versions of PyTorch, 2.11 to 2.15: the names of calls, and who records them."""
 
 from __future__ import annotations
 
 from typing import Any
+
+from torch.distributed import distributed_c10d
 
 # What old versions call, and since 2.13 new ones.
 ALIASES = {
@@ -19,6 +21,12 @@ def with_old_names(kind: Any) -> Any:
     for old, new in ALIASES.items():
         setattr(kind, old, getattr(kind, new))
     return kind
+
+
+def record_nothing(backend: str) -> None:
+    """Since 2.15 torch records the calls of a group (flight recorder), and fails with one that is no C++ object."""
+    recorders: set[str] = getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+    recorders.add(backend)
 
 
 def is_awaited(options: Any) -> bool:

@@ -269,7 +269,8 @@ def test_a_clock_that_jumps(tmp_path: Path, vendor: str, uninterrupted: bytes) -
     succeeded(job)
     found = tries(job)
     assert len(found) == 2, job.output
-    assert "failed at step 11: rank 1 " in found[0], job.output
+    # (Which rank is the guards' business; mpiexec may be so quick that another one has ended before.)
+    assert "failed at step 11: rank " in found[0], job.output
     assert "no progress" not in job.output
     assert job.stdout.count("resumed from ") == 1
     assert parameters(tmp_path) == uninterrupted
