@@ -289,6 +289,11 @@ def test_alltoall(world: World, backend: str) -> None:
         assert_equal(part, tensor(2 * lengths[other], torch.float32, other, salt=rank).view(-1, 2))
     if backend == "gloo":
         return
+    # In place: what is still to be sent must not be overwritten.
+    mine = torch.cat([tensor(LONG, torch.float32, rank, salt=other) for other in range(size)])
+    dist.all_to_all_single(mine, mine)
+    for other, part in enumerate(mine.split(LONG)):
+        assert_equal(part, tensor(LONG, torch.float32, other, salt=rank))
     # A list of tensors of different shapes.
     outgoing = [tensor(rank + 2 * other, torch.float32, rank, salt=other) for other in range(size)]
     incoming = [torch.empty(other + 2 * rank) for other in range(size)]
