@@ -28,8 +28,14 @@ def watch() -> None:
     """End the job at an uncaught exception of this process, if a launcher has started it."""
     if "PMI_RANK" not in os.environ and "PMIX_RANK" not in os.environ:
         return
-    if os.environ.setdefault(_RANK_PID, str(os.getpid())) == str(os.getpid()):
+    os.environ.setdefault(_RANK_PID, str(os.getpid()))
+    if not is_helper():
         sys.excepthook = _uncaught
+
+
+def is_helper() -> bool:
+    """Whether a rank has started this process, or has forked it."""
+    return os.environ.get(_RANK_PID, str(os.getpid())) != str(os.getpid())
 
 
 def abort(comm: MPI.Comm, code: int) -> None:

@@ -19,11 +19,12 @@ from mpitrain.background import Background, Queue
 from mpitrain.config import Config, read_config
 from mpitrain.control import Control
 from mpitrain.cuda.device import choose_early
+from mpitrain.early import is_helper
 from mpitrain.errors import ConfigError, LaunchError, MpitrainError
 from mpitrain.exchange.exchange import check_compression
 from mpitrain.exchange.trees import ArrayTrees
 from mpitrain.failure import guard
-from mpitrain.launch.activity import WAITS, publish
+from mpitrain.launch.activity import WAITS, process_numbering, publish
 from mpitrain.launch.libraries import launched_by
 from mpitrain.launch.roll_call import BEGUN, CALLED, DONE, ROLL_CALL, sign
 from mpitrain.launch.verify import check_size, check_vendor
@@ -113,12 +114,13 @@ def _common_profile(world: World) -> Profile:
 def _sign_called() -> Callable[[], None]:
     """Publish that this rank is here: if another one does not come, the wait is in MPI_Init. To be called after it."""
     launched = launched_by(os.environ)
-    if launched is None or launched.rank is None or launched.size == 1:
+    # A helper signs nothing: its end would be taken for that of its rank.
+    if launched is None or launched.rank is None or launched.size == 1 or is_helper():
         return lambda: None
     activity = publish(launched.rank)
     entry = activity.begin(WAITS, "init()", time.monotonic())
     if ROLL_CALL in os.environ:
-        about = f"{os.getpid()} {activity.descriptor} {os.getppid()}"
+        about = f"{os.getpid()} {activity.descriptor} {os.getppid()} {process_numbering()}"
         sign(os.environ[ROLL_CALL], CALLED, launched.rank, about)
     return lambda: activity.end(entry)
 

@@ -35,7 +35,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mpitrain.launch.activity import ENDED, WAITS, look_at, process_state, read_record
+from mpitrain.launch.activity import ENDED, WAITS, look_at, process_numbering, process_state, read_record
 from mpitrain.launch.deaths import Deaths, Orphans
 from mpitrain.launch.facts import collect
 from mpitrain.launch.shared_files import SharedFiles
@@ -169,8 +169,11 @@ class Guard:
             word, number, *rest = line.split()
             if word == "started":
                 self._pids[int(number)] = int(rest[0])
-            elif word == "called" and len(rest) == 3:
-                pid, descriptor, parent = map(int, rest)
+            elif word == "called" and len(rest) == 4:
+                pid, descriptor, parent, numbering = map(int, rest)
+                if numbering != process_numbering():  # in a container: here that is another process, or none
+                    continue
+                self._vanished.pop(int(number), None)
                 self._where[int(number)] = (pid, descriptor)
                 self._orphans.watch(int(number), pid, parent)
                 self._deaths.watch(int(number), pid)

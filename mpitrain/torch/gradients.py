@@ -90,6 +90,11 @@ class Gradients:
 
     def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """What the optimizer is about to use are means, and finite. Its pre-hook."""
+        if self._missing is not None:
+            raise GradientError(
+                f"{self._world.name()}: optimizer.step() came after a backward() that an error ended in the middle of "
+                "its exchange, so gradients differ from rank to rank; start again from a checkpoint"
+            )
         if self._holds_own:
             raise GradientError(
                 f"{self._world.name()}: optimizer.step() came while gradients are accumulated on this rank alone; the "

@@ -450,6 +450,14 @@ def test_a_rank_that_vanishes_and_mpiexec_goes_on(run: Run) -> None:
     assert job.left == []
 
 
+def test_a_helper_that_calls_init_and_ends_is_no_vanished_rank(run: Run) -> None:
+    helper = "import mpitrain as mt, multiprocessing.process as its; its._parent_process = its; mt.init()"
+    source = START + f"import subprocess\nif rank == 1: subprocess.run([sys.executable, '-c', {helper!r}], check=False)"
+    job = run(source + "\ntime.sleep(8)\nworld.barrier()")
+    succeeded(job)
+    assert "was called in a process that multiprocessing started" in job.stderr, job.output
+
+
 def test_a_job_that_did_its_work(run: Run) -> None:
     job = run(START + "world.barrier()")
     succeeded(job)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from mpitrain.launch.activity import process_numbering
 from mpitrain.launch.connections import Connection, connect, explain
 from mpitrain.launch.guard import MARK
 from mpitrain.launch.roll_call import CALLED, STARTED, sign
@@ -146,6 +147,22 @@ def test_it_sees_who_signs_and_who_is_gone(wish: dict[str, Any], connections: li
         signed = wait_for(connection, "signed", bool)["signed"]
         assert signed == [f"started 3 {rank.pid}", "called 3"]
     assert wait_for(connection, "gone", bool)["gone"] == [3]
+
+
+def test_it_sees_who_vanishes(wish: dict[str, Any], connections: list[Connection]) -> None:
+    connection = begin(wish, connections)
+    with subprocess.Popen(["true"]) as dead, subprocess.Popen(["sleep", "60"]) as live:
+        dead.wait()
+        about = f"-1 {os.getpid()}"
+        sign(wish["roll_call"], CALLED, 1, f"{dead.pid} {about} {process_numbering()}")
+        sign(wish["roll_call"], CALLED, 2, f"{live.pid} {about} {process_numbering()}")
+        # In a container, by its own numbers.
+        sign(wish["roll_call"], CALLED, 3, f"{dead.pid} {about} 1")
+        assert wait_for(connection, "vanished", bool)["vanished"] == [1]
+        # Another process has become the rank.
+        sign(wish["roll_call"], CALLED, 1, f"{live.pid} {about} {process_numbering()}")
+        assert wait_for(connection, "vanished", lambda ranks: not ranks)["orphans"] == []
+        live.kill()
 
 
 def test_told_to_end_it_names_and_kills_what_is_left(

@@ -141,7 +141,7 @@ def test_passes_that_cannot_count(world: World) -> None:
 
 def test_an_error_in_a_backward_pass(world: World) -> None:
     """Where all ranks catch it, the step that was begun is said to be open."""
-    model, _, data = prepared()
+    model, optimizer, data = prepared()
 
     def fail(gradient: Any) -> None:
         if failing:
@@ -155,3 +155,7 @@ def test_an_error_in_a_backward_pass(world: World) -> None:
     failing = False
     with pytest.raises(GradientError, match="came in twice in one step"):
         loss_of(model, batch).backward()
+    # Nor is this one exchanged: none of its gradients has come in before.
+    model[0](batch[0]).sum().backward(inputs=[model[0].weight])
+    with pytest.raises(GradientError, match="a backward\\(\\) that an error ended in the middle of its exchange"):
+        optimizer.step()
