@@ -49,7 +49,7 @@ _BEAT_SECONDS = 1.0
 _KILL_SECONDS = 5.0
 _REACH_SECONDS = 1.5
 # mpiexec ends a job within milliseconds when a rank's process has; now and then MPICH's does not, and waits for ever.
-_VANISHED_SECONDS = 5.0
+_VANISHED_SECONDS = 10.0
 # After such a gap this host, not the launcher, was silent: it was suspended or frozen.
 _GAP_SECONDS = 5.0
 
