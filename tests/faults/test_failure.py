@@ -442,6 +442,7 @@ def test_a_rank_that_vanishes_when_the_others_are_done(run: Run) -> None:
     assert re.search(rf"mpitrain: rank 1( on \S+)?{re.escape(SILENT)}(\n|{GOES_ON})", job.stderr), job.output
 
 
+@pytest.mark.parametrize("vendor", ["mpich", pytest.param("openmpi", marks=pytest.mark.slow)], indirect=True)
 def test_a_rank_that_vanishes_and_mpiexec_goes_on(run: Run) -> None:
     # Its child holds its connection to mpiexec open. (Open MPI's kills the others, and waits for that child.)
     job = run(others_and(1, "os.fork() and os._exit(0); time.sleep(1000)", "barrier"))
@@ -450,10 +451,11 @@ def test_a_rank_that_vanishes_and_mpiexec_goes_on(run: Run) -> None:
     assert job.left == []
 
 
+@pytest.mark.parametrize("vendor", ["mpich", pytest.param("openmpi", marks=pytest.mark.slow)], indirect=True)
 def test_a_helper_that_calls_init_and_ends_is_no_vanished_rank(run: Run) -> None:
     helper = "import mpitrain as mt, multiprocessing.process as its; its._parent_process = its; mt.init()"
     source = START + f"import subprocess\nif rank == 1: subprocess.run([sys.executable, '-c', {helper!r}], check=False)"
-    job = run(source + "\ntime.sleep(8)\nworld.barrier()")
+    job = run(source + "\ntime.sleep(13)\nworld.barrier()")
     succeeded(job)
     assert "was called in a process that multiprocessing started" in job.stderr, job.output
 
