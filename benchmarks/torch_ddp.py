@@ -12,6 +12,7 @@ counts.
     ddp bf16        with mpitrain.torch.compress("bf16")
     ddp gloo fp16   with torch's fp16_compress_hook (torch's own for bfloat16 refuses gloo)
     prepare         mpitrain.torch.prepare in place of DDP; it also compares the ranks' batches, and takes their parts
+    ddp alone       DDP with a hook that exchanges nothing: what DDP's own work leaves to be gained
     alone           no exchange: what the computation takes while all ranks compute
 
 First the time of a blocking all_reduce of 4 KiB.
@@ -81,12 +82,22 @@ def replica(width: int, layers: int) -> torch.nn.Module:
     return torch.nn.Sequential(*parts)
 
 
+def _nothing(_: object, bucket: distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
 def steps(world: mt.World, groups: dict[str, object], width: int, arguments: argparse.Namespace) -> None:
     base = replica(width, arguments.layers)
     gradient_bytes = sum(parameter.nbytes for parameter in base.parameters())
     batch = torch.randn(world.size * arguments.batch, width, generator=torch.Generator().manual_seed(0))
     mine = batch[world.rank * arguments.batch :][: arguments.batch]
-    hooks = {"ddp gloo fp16": default_hooks.fp16_compress_hook, "ddp bf16": mpitrain.torch.compress("bf16")}
+    hooks = {
+        "ddp alone": _nothing,
+        "ddp gloo fp16": default_hooks.fp16_compress_hook,
+        "ddp bf16": mpitrain.torch.compress("bf16"),
+    }
 
     def make(name: str) -> Callable[[], object]:
         model = copy.deepcopy(base)
@@ -108,7 +119,7 @@ def steps(world: mt.World, groups: dict[str, object], width: int, arguments: arg
 
         return run
 
-    names = ["alone", "ddp gloo", "ddp mpitrain", "prepare", "ddp gloo fp16", "ddp bf16"]
+    names = ["alone", "ddp alone", "ddp gloo", "ddp mpitrain", "prepare", "ddp gloo fp16", "ddp bf16"]
     names = [name for name in names if not arguments.variants or name in arguments.variants]
     variants = {name: Variant(make(name), calls=arguments.steps) for name in names}
     measure(world, variants, 2)

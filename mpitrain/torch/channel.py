@@ -6,6 +6,7 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 # So many calls of each group begin with a comparison of what the ranks are about to do.
 COMPARED_CALLS = 100
+# How long a call is driven where its future is asked for. With 0.02, four ranks on two cores took a fifth longer.
+_HERE_SECONDS = 0.3
 # How long what a rank sent before it came to its end may still be on its way, and how long its failure may need to end
 # this process.
 _GRACE_SECONDS, _FAILURE_GRACE_SECONDS = 1.0, 10.0
@@ -197,6 +200,16 @@ class Channel:
                 pass
         for call in tuple(self.calls):
             self._end(call, error)
+
+    def drive_here(self, call: Call) -> None:
+        """Drive the call from this thread for a while, where ranks share the cores that they compute with.
+
+        Whoever asks for the future (DistributedDataParallel, in the backward pass) waits for it where nobody can drive;
+        the engine's thread takes more from the computation, for it works and naps beside it (measured).
+        """
+        if self.world.num_nodes == 1 and self.is_for_all(call) and not call.is_done:
+            with suppress(MpitrainError):  # the call ends with it
+                self.engine.wait(call, _HERE_SECONDS)
 
     def is_for_all(self, call: Call) -> bool:
         """Whether it is one of all ranks: it ends as soon as they have come. A receive may be begun for later."""

@@ -115,6 +115,7 @@ class Call(dist.Work):
 
     def get_future(self) -> CallFuture:
         """A future whose value is the list of the tensors that hold the result."""
+        self.channel.drive_here(self)
         with _futures:
             if self._future is not None:
                 return self._future
