@@ -349,5 +349,9 @@ def test_teardown_leaves_etc_as_it_was_and_keeps_the_data(cluster: Cluster) -> N
         assert root(cluster.bed, node, "ls -d /usr/local/lib/mpitrain").returncode != 0
         assert OWN_LINE in root(cluster.bed, node, "cat /etc/hosts").stdout
     assert root(cluster.bed, "node1", f"cat {SHARE}/precious /home/{USER}/mine").stdout == "precious\nmine\n"
+
+
+@pytest.mark.slow
+def test_a_second_teardown_finds_nothing_to_do(cluster: Cluster) -> None:
     again = cluster.play(TEARDOWN, "-e", "confirm=yes")
     assert again.code == 0, again.output

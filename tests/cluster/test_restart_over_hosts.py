@@ -101,6 +101,7 @@ def healed(bed: Bed) -> Iterator[None]:
     assert left(bed, GUARD_SECONDS) == []
 
 
+@MOSTLY_MPICH
 def test_a_rank_is_killed(bed: Bed, python: str) -> None:
     job = Job(bed, "-n 4 --restarts 2 train.py 100", python=python)
     job.wait_for("made step 50 ")
@@ -116,7 +117,7 @@ def test_a_rank_is_killed(bed: Bed, python: str) -> None:
     assert end.output.count("made step 100 on 4 ranks") == 1
 
 
-@MOSTLY_MPICH
+@pytest.mark.slow
 def test_a_daemon_is_killed_beside_another_job(bed: Bed, python: str) -> None:
     other = Job(bed, "-n 4 stays.py", python=python)
     other.wait_for("stays", 4)
