@@ -52,7 +52,7 @@ def parts(full: bool) -> Iterator[tuple[str, list[str], bool, float]]:
     slow = [] if full else ["-m", "not slow"]
     pytest = [sys.executable, "-m", "pytest", "-q", *slow]
     elsewhere = [f"--ignore={path}" for path in [*ON_RANKS, *ON_NODES]]
-    yield "one process", [*pytest, *elsewhere], True, DEADLINE_SECONDS
+    yield "one process", [*pytest, "--durations=25", *elsewhere], True, DEADLINE_SECONDS
     yield "nodes", [*pytest, "--durations=15", *ON_NODES], True, ON_NODES_SECONDS
     for vendor, sizes in SIZES.items():
         for size in sizes:
