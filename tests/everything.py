@@ -25,7 +25,7 @@ ON_RANKS = ["tests/ranks", "tests/device_ranks", "tests/torch_ranks", "tests/jax
 # World sizes for those of tests/ranks: powers of two and not, more ranks than cores.
 SIZES = {"mpich": (1, 2, 3, 4, 5, 7), "openmpi": (2, 3)}
 # With so many ranks on few cores, the tests whose arithmetic or order of messages depends on how many there are.
-MANY_RANKS = 7
+MANY_RANKS = (5, 7)
 BY_SIZE = "test_allreduce or test_collectives or test_compressed or test_reducer or test_transfer or test_world"
 # World sizes for tests with arrays on GPUs, which are emulated here; scripts/gpu-check runs them on real ones.
 EMULATED_GPUS = {1: 1, 2: 2, 4: 2}  # by number of ranks
@@ -57,7 +57,7 @@ def parts(full: bool) -> Iterator[tuple[str, list[str], bool, float]]:
     for vendor, sizes in SIZES.items():
         for size in sizes:
             python = VENVS[vendor] / "bin/python"
-            chosen = ["-k", BY_SIZE] if size == MANY_RANKS and not full else []
+            chosen = ["-k", BY_SIZE] if size in MANY_RANKS and not full else []
             command = [*mpiexec(size, vendor), str(python), "-m", "tests.ranks", *slow, *chosen]
             yield f"{size} ranks, {vendor}", command, True, DEADLINE_SECONDS
     for framework, sizes in FRAMEWORKS.items():

@@ -136,7 +136,7 @@ def test_a_daemon_is_killed_beside_another_job(bed: Bed, python: str) -> None:
     assert other.end().code == 128 + signal.SIGTERM
 
 
-@MOSTLY_MPICH
+@pytest.mark.slow
 def test_a_cable_is_plugged_in_again(bed: Bed, python: str) -> None:
     job = Job(bed, "-n 4 --restarts 1 train.py 100", python=python)
     job.wait_for("made step 50 ")
