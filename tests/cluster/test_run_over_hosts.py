@@ -282,7 +282,8 @@ def test_power_cut(bed: Bed, python: str) -> None:
     assert left(bed) == []
 
 
-@pytest.mark.parametrize("fault", [pytest.param("freeze", marks=pytest.mark.slow), "cut"])
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["freeze", "cut"])
 def test_a_node_that_falls_silent(bed: Bed, fault: str) -> None:
     job = Job(bed, "-n 4 hello.py 600")
     job.wait_for("of 4 on", 4)
@@ -299,7 +300,7 @@ def test_a_node_that_falls_silent(bed: Bed, fault: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
-        ("stop", r"is stopped \(SIGSTOP\?\): kill -CONT \d+"),
+        pytest.param("stop", r"is stopped \(SIGSTOP\?\): kill -CONT \d+", marks=pytest.mark.slow),
         ("loop", r"runs? in hangs\.py:\d+ \(load\), after call \d+"),
         pytest.param("sleep", r"sleeps? in hangs\.py:11 \(load\), after call \d+", marks=pytest.mark.slow),
     ],

@@ -321,6 +321,7 @@ FAULTS: dict[str, Fault] = {
         {"NET04": ("fail", "every other -> node3")},
         level="full",
         shows=["DROP"],
+        is_slow=True,
     ),
     "high ports rejected": Fault(
         "new connections to high ports of node2 rejected",
