@@ -83,17 +83,17 @@ class Channel:
         is_awaited: bool,
         root: int | None = None,
     ) -> Call:
-        """Begin a call of all ranks.
+        """Begin a call of all ranks, or of this one alone, behind all before it.
 
         Args:
             call: which one.
             work: makes its steps.
-            lines: describe what must be equal on all ranks; None: it is not compared.
+            lines: describe what must be equal on all ranks; None: it is this rank's alone.
             is_awaited: the caller will wait for it at once.
         """
         name = call.name if root is None else f"{call.name} with root {root}"
         agreement = None if lines is None else self._agreement(name, lines)
-        self._enqueue(call, self._run(call, agreement, work))
+        self._enqueue(call, self._run(call, agreement, work), is_for_all=lines is not None)
         if not is_awaited:
             self.engine.wake()
         return call
@@ -254,8 +254,8 @@ class Channel:
         self._left_to_compare = max(0, self._left_to_compare - 1)
         return self.world.begin_agreement(f"{call} in {self}", lines())
 
-    def _enqueue(self, call: Call, steps: Generator[float | None]) -> None:
-        call.number = self.engine.begun[self._number] = self.engine.begun[self._number] + 1
+    def _enqueue(self, call: Call, steps: Generator[float | None], *, is_for_all: bool = True) -> None:
+        call.number = self.engine.begun[self._number] = self.engine.begun[self._number] + is_for_all
         self._add(call)
         self._queue.begin(steps, call)
 
