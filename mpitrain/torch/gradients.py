@@ -127,8 +127,8 @@ class Gradients:
             if index not in self._missing:
                 raise GradientError(
                     f"{self._world.name()}: the gradient of {self._names[index]} came in twice in one step. If an "
-                    "error has ended a backward() before, gradients differ from rank to rank: start again from a checkpoint. "
-                    "With torch.utils.checkpoint, use_reentrant=False"
+                    "error has ended a backward() before, gradients differ from rank to rank: start again from a "
+                    "checkpoint. With torch.utils.checkpoint, use_reentrant=False"
                 )
             self._reducer.ready(index, self._reducer.gradients[index])
             self._missing.discard(index)
