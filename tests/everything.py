@@ -30,6 +30,7 @@ BY_SIZE = "test_allreduce or test_collectives or test_compressed or test_reducer
 # World sizes for tests with arrays on GPUs, which are emulated here; scripts/gpu-check runs them on real ones.
 EMULATED_GPUS = {1: 1, 2: 2, 4: 2}  # by number of ranks
 EMULATED_GPUS_TOO = {3: 1}  # with --full
+MANY_FOR_GPUS, DEVICES_BY_SIZE = 4, "test_transports or test_compressed or test_reducer"
 # World sizes for the tests of mpitrain.torch and mpitrain.jax, which are skipped where there is no PyTorch, or no JAX.
 FRAMEWORKS = {"torch": (1, 2, 3, 4, 5), "jax": (1, 2, 3, 4, 5)}
 # With these many ranks, the tests of mpitrain.torch whose messages or arithmetic depend on how many there are.
@@ -70,7 +71,8 @@ def parts(full: bool) -> Iterator[tuple[str, list[str], bool, float]]:
             command = [*mpiexec(size), sys.executable, "-m", f"tests.{framework}_ranks", *slow, *chosen]
             yield f"{size} ranks, {framework}", command, True, DEADLINE_SECONDS
     for size, gpus in (EMULATED_GPUS | (EMULATED_GPUS_TOO if full else {})).items():
-        command = [*mpiexec(size), sys.executable, "-m", "tests.device_ranks", f"--emulated={gpus}", *slow]
+        chosen = ["-k", DEVICES_BY_SIZE] if size == MANY_FOR_GPUS and not full else []
+        command = [*mpiexec(size), sys.executable, "-m", "tests.device_ranks", f"--emulated={gpus}", *slow, *chosen]
         yield f"{size} ranks, emulated GPU", command, True, DEADLINE_SECONDS
 
 
