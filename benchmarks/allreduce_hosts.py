@@ -12,6 +12,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy
@@ -19,7 +20,8 @@ from mpi4py import MPI
 
 import mpitrain as mt
 from mpitrain.bench.rounds import ratio, versions_line
-from mpitrain.exchange.exchange import make_exchange
+from mpitrain.compression import CODECS
+from mpitrain.exchange.exchange import Exchange, make_exchange
 
 
 def gloo(world: mt.World) -> Callable[[numpy.ndarray], None] | None:
@@ -51,7 +53,7 @@ def main() -> None:
     world = mt.init()
     world.print(f"{world.size} ranks on {world.num_nodes} hosts, {arguments.gbit:g} Gbit/s, {versions_line()}")
     calls: dict[str, Callable[[numpy.ndarray], object]] = {}
-    allocators: dict[str, Callable[[int, numpy.dtype], numpy.ndarray]] = {}
+    exchanges: dict[str, Exchange] = {}
     for name in arguments.variants:
         if name == "mpi":
             calls[name] = lambda flat: world.comm.Allreduce(MPI.IN_PLACE, flat)
@@ -59,43 +61,45 @@ def main() -> None:
             if call := gloo(world):
                 calls[name] = call
         else:
-            codec = name if name in ("bf16", "fp16", "int8") else None
-            exchange = make_exchange(world, None if codec else name, codec)
-            allocators[name] = exchange.allocate  # as a reducer's buckets are made
-            calls[name] = lambda flat, exchange=exchange: exchange.mean(flat, 1.0).wait()
+            codec = name if name in CODECS else None
+            exchanges[name] = make_exchange(world, None if codec else name, codec)
     hosts = world.num_nodes
     world.print("| MiB | variant | median | spread | bound x | mpi x | gloo x | cores | wire |\n" + "| --- " * 9 + "|")
     for mib in arguments.mib:
         count, dtype = int(mib * 2**18), numpy.dtype(numpy.float32)
-        flats = {name: allocators.get(name, numpy.empty)(count, dtype) for name in calls}
-        for flat in flats.values():
-            flat[:] = 0
+        sums: dict[str, Callable[[], object]] = {}
+        for name, call in calls.items():
+            sums[name] = partial(call, numpy.zeros(count, dtype))
+        for name, exchange in exchanges.items():  # as a reducer's buckets are made
+            slot = exchange.allocate(count, dtype)
+            slot.flat[:] = 0
+            sums[name] = lambda slot=slot, exchange=exchange: exchange.mean(slot, slice(None), 1.0).wait()
         least = 2 * (hosts - 1) / hosts * 4 * count
-        seconds: dict[str, list[float]] = {name: [] for name in calls}
-        cores: dict[str, list[float]] = {name: [] for name in calls}
-        wire: dict[str, list[float]] = {name: [] for name in calls}
+        seconds: dict[str, list[float]] = {name: [] for name in sums}
+        cores: dict[str, list[float]] = {name: [] for name in sums}
+        wire: dict[str, list[float]] = {name: [] for name in sums}
         rounds = 1
         number = 0
         while number < rounds + 1:
-            for name in sorted(calls, reverse=bool(number % 2)):
+            for name in sorted(sums, reverse=bool(number % 2)):
                 world.comm.Barrier()
                 used, sent, started = time.process_time(), sent_bytes(), time.perf_counter()
-                calls[name](flats[name])
-                mine = time.perf_counter() - started
-                cores[name].append((time.process_time() - used) / mine)
-                seconds[name].append(world.comm.allreduce(mine, MPI.MAX))
+                sums[name]()
+                own_seconds = time.perf_counter() - started
+                cores[name].append((time.process_time() - used) / own_seconds)
+                seconds[name].append(world.comm.allreduce(own_seconds, MPI.MAX))
                 wire[name].append(world.comm.allreduce(sent_bytes() - sent, MPI.MAX) / max(least, 1))
             if number == 0:
                 slowest = max(times[0] for times in seconds.values())
                 rounds = world.broadcast(max(3, min(100, int(arguments.seconds / slowest))))
             number += 1
-        for name in calls:
+        for name in sums:
             times = seconds[name][1:]
             tenths = statistics.quantiles(times, n=10)
             median = statistics.median(times)
             bound = least * 8 / arguments.gbit / 1e9
             others = [
-                f"{ratio({k: v[1:] for k, v in seconds.items()}, name, base)[0]:.3f}" if base in calls else "-"
+                f"{ratio({k: v[1:] for k, v in seconds.items()}, name, base)[0]:.3f}" if base in sums else "-"
                 for base in ("mpi", "gloo")
             ]
             spread = f"{tenths[0] / median:.2f}-{tenths[-1] / median:.2f}"

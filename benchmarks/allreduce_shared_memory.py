@@ -29,7 +29,7 @@ def main() -> None:
         "| MiB | mpi median | mpi busbw | " + " | ".join(f"{name} / mpi" for name in arguments.algorithms) + " |"
     )
     world.print("| --- | --- | --- | " + " | ".join("---" for _ in arguments.algorithms) + " |")
-    algorithms = {name: ALGORITHMS[name](world) for name in arguments.algorithms}
+    algorithms = {name: ALGORITHMS[name].make(world) for name in arguments.algorithms}
     for mib in arguments.mib:
         # Zeros stay zeros: no growth towards infinity, whose additions may take another time.
         flat = numpy.zeros(int(mib * 2**18), numpy.float32)

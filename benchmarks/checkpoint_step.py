@@ -84,7 +84,8 @@ def main() -> None:
     trainer.last_step = last
     trainer.run()
     slowest = {
-        kind: [max(its) for its in zip(*world.allgather(its), strict=True)] for kind, its in blocks.seconds.items()
+        kind: [max(of_ranks) for of_ranks in zip(*world.allgather(own), strict=True)]
+        for kind, own in blocks.seconds.items()
     }
     world.print(versions_line())
     world.print(f"{world.size} ranks, state of {arguments.mb:.0f} MB, one save every {arguments.steps} steps")

@@ -38,16 +38,16 @@ def main() -> None:
 
         trainer = mt.Trainer(build)
         step = mt.Step(1, 0.0, 1.0, 0.0, 0.0, overlap=None)  # type: ignore[arg-type]
-        found = measure(
+        measured = measure(
             world,
             {"compare": Variant(look(mt.CompareReplicas(1), trainer, step)), "sum": Variant(total(trainer))},
             arguments.rounds,
         )
         texts = []
-        for name, its in found.items():
-            ordered = sorted(second * 1e3 for second in its.seconds)
+        for name, variant in measured.items():
+            ordered = sorted(second * 1e3 for second in variant.seconds)
             texts.append(f"{name} {statistics.median(ordered):.2f} ms [{ordered[0]:.2f}-{ordered[-1]:.2f}]")
-        share = statistics.median(found["compare"].seconds) / (EVERY * STEP_SECONDS)
+        share = statistics.median(measured["compare"].seconds) / (EVERY * STEP_SECONDS)
         world.print(f"{megabytes} MB: {', '.join(texts)}; every {EVERY} steps of 50 ms: {share:.2%}")
 
 

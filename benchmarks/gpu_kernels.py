@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy
 
 from mpitrain.bench.rounds import ratio, spread
+from mpitrain.compression import CODECS
 from mpitrain.cuda import kernels
 
 BFLOAT16 = numpy.dtype(ml_dtypes.bfloat16)
@@ -28,9 +29,10 @@ def cases(cupy: Any, count: int) -> dict[str, tuple[float, Callable[[], object]]
     one, two, three, four = (floats() for _ in range(4))
     short = cupy.zeros(count, BFLOAT16)
     flag, norm = cupy.zeros(1, numpy.int32), cupy.zeros(1, numpy.float64)
-    wires = {codec: cupy.zeros(kernels.wire_bytes(codec, count), numpy.uint8) for codec in ("bf16", "int8", "int4")}
+    codecs = [name for name, make in CODECS.items() if make(False).device_code]
+    wires = {codec: cupy.zeros(kernels.wire_bytes(codec, count), numpy.uint8) for codec in codecs}
     pieces = [two[begin : begin + count // 100] for begin in range(0, count // 100 * 100, count // 100)]
-    found: dict[str, tuple[float, Callable[[], object]]] = {
+    result: dict[str, tuple[float, Callable[[], object]]] = {
         "add float32": (12, lambda: kernels.add(one, two)),
         "add bfloat16, cast to bfloat16": (12, lambda: kernels.add(one, short, copy=short)),
         "sum_of 4": (20, lambda: kernels.sum_of([one, two, three, four], one)),
@@ -43,15 +45,15 @@ def cases(cupy: Any, count: int) -> dict[str, tuple[float, Callable[[], object]]
     }
     for codec, wire in wires.items():
         each = wire.nbytes / count
-        found[f"encode {codec}, error"] = (
+        result[f"encode {codec}, error"] = (
             8 + each,
             lambda codec=codec, wire=wire: kernels.encode(codec, two, wire, three),
         )
-        found[f"add_decoded {codec}"] = (
+        result[f"add_decoded {codec}"] = (
             8 + each,
             lambda codec=codec, wire=wire: kernels.add_decoded(codec, wire, four),
         )
-    return found
+    return result
 
 
 def main() -> None:
@@ -80,9 +82,9 @@ def main() -> None:
     for kernel, (num_bytes, call) in cases(cupy, count).items():
         times: dict[str, list[float]] = {"copy": [], "kernel": []}
         for number in range(arguments.rounds + 1):
-            mine, copied = seconds(call), seconds(lambda: cupy.copyto(target, source))
+            taken, copied = seconds(call), seconds(lambda: cupy.copyto(target, source))
             if number:  # the first round compiles
-                times["kernel"].append(mine / num_bytes)
+                times["kernel"].append(taken / num_bytes)
                 times["copy"].append(copied / 8)
         rate = count / spread(times["kernel"])[0] / 1e9
         middle, low, high = ratio(times, "copy", "kernel")

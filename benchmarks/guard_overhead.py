@@ -28,13 +28,14 @@ SCRIPT = """
 import json, statistics, sys, time
 import numpy
 import mpitrain as mt
-from mpitrain.launch import activity
+from mpitrain.watching import activity
+from mpitrain.watching.rank_record import WAITS
 world = mt.init()
 steps, block, seconds = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
-mine = activity.mine()
+own = activity.own_activity()
 counts = {"begin": 0, "count_call": 0, "count_moved": 0}
 def counted(name):
-    plain = getattr(mine, name)
+    plain = getattr(own, name)
     def call(*arguments):
         counts[name] += 1
         return plain(*arguments)
@@ -55,27 +56,27 @@ def step():
 for _ in range(10):
     step()
 for name in counts:
-    setattr(mine, name, counted(name))
+    setattr(own, name, counted(name))
 for _ in range(block):
     step()
 for name in counts:
-    delattr(mine, name)
+    delattr(own, name)
 cost = {}
-for name, arguments in (("begin", (activity.WAITS, "mean", 0.0)), ("count_call", (1,)), ("count_moved", ())):
+for name, arguments in (("begin", (WAITS, "mean", 0.0)), ("count_call", (1,)), ("count_moved", ())):
     begun = time.perf_counter()
     for _ in range(2000):
-        result = getattr(mine, name)(*arguments)
+        result = getattr(own, name)(*arguments)
         if name == "begin":
-            mine.end(result)
+            own.end(result)
     cost[name] = (time.perf_counter() - begun) / 2000
 world.barrier()
 print("MEASURE", flush=True)
 times = {True: [], False: []}
 for number in range(steps // block):
     is_on = number % 2 == 0
-    activity._mine = mine if is_on else None
+    activity._activity = own if is_on else None
     times[is_on] += [step() for _ in range(block)]
-activity._mine = mine
+activity._activity = own
 if world.is_root:
     per_step = sum(counts[name] / block * cost[name] for name in counts)
     print("RESULT", json.dumps({

@@ -81,16 +81,16 @@ def main() -> None:
     print("| kind | named in time | median | largest |\n| --- | --- | --- | --- |")
     for kind in kinds:
         if arguments.bed:
-            found = [on_bed(arguments.bed, kind) for _ in range(arguments.repeat)]
+            reported = [on_bed(arguments.bed, kind) for _ in range(arguments.repeat)]
         else:
             with ThreadPoolExecutor(arguments.at_once) as pool:
-                found = list(
+                reported = list(
                     pool.map(lambda _, kind=kind: on_this_machine(kind, arguments.ranks), range(arguments.repeat))
                 )
-        right = [seconds for seconds in found if seconds is not None]
+        right = [seconds for seconds in reported if seconds is not None]
         in_time = sum(seconds <= GOAL_SECONDS for seconds in right)
         shown = f"{statistics.median(right):.1f} | {max(right):.1f}" if right else "- | -"
-        print(f"| {kind} | {in_time} of {len(found)} | {shown} |", flush=True)
+        print(f"| {kind} | {in_time} of {len(reported)} | {shown} |", flush=True)
 
 
 def on_this_machine(kind: str, ranks: int) -> float | None:
@@ -121,8 +121,8 @@ def watch(process: subprocess.Popen[str], expected: str, begun: float | None = N
     """Read what a job prints until its first report; seconds from its hang, or from `begun` (time.time())."""
     assert process.stdout is not None
     for line in process.stdout:
-        if found := re.search(r"HANGS ([0-9.]+)", line):
-            begun = float(found[1])
+        if match := re.search(r"HANGS ([0-9.]+)", line):
+            begun = float(match[1])
         if "no progress for" in line:
             return time.time() - begun if begun and re.search(expected, line) else None
     return None

@@ -36,14 +36,14 @@ def measured(world: mt.World, mib: float, leaves: int, rounds: int) -> None:
     shape = (int(mib * 2**18 / leaves),)
     rng = numpy.random.default_rng(world.rank)
     arrays = {f"layer{i}": rng.standard_normal(shape, numpy.float32) for i in range(leaves)}
-    mine = jax.tree.map(jnp.asarray, arrays)
+    on_jax = jax.tree.map(jnp.asarray, arrays)
     inside = jax.jit(lambda tree: mpitrain.jax.weighted_mean(tree, 2.0))
     seconds = alternate(
         world,
         {
             "numpy": lambda: world.mean(arrays, 2.0),
-            "jax": lambda: jax.block_until_ready(mpitrain.jax.weighted_mean(mine, 2.0)),
-            "jit": lambda: jax.block_until_ready(inside(mine)),
+            "jax": lambda: jax.block_until_ready(mpitrain.jax.weighted_mean(on_jax, 2.0)),
+            "jit": lambda: jax.block_until_ready(inside(on_jax)),
         },
         rounds,
     )

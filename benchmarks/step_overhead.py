@@ -41,7 +41,7 @@ def main() -> None:
     print(versions_line(), "" if xp is numpy else f"CuPy {xp.__version__}")
     x, y, _, _ = load_images(arguments.data)
     for model, steps in ((mlp, 50), (cnn, 4)):
-        sides = {"bare": bare(model, x, y, xp), "mpitrain": ours(model, x, y, xp)}
+        sides = {"bare": bare(model, x, y, xp), "mpitrain": with_mpitrain(model, x, y, xp)}
         seconds: dict[str, list[float]] = {name: [] for name in sides}
         for number in range(arguments.rounds + 1):
             for name in sorted(sides, reverse=bool(number % 2)):
@@ -93,7 +93,7 @@ def bare(model: ModuleType, x: numpy.ndarray, y: numpy.ndarray, xp: ModuleType) 
     return step
 
 
-def ours(model: ModuleType, x: numpy.ndarray, y: numpy.ndarray, xp: ModuleType) -> Callable[[], mt.Step]:
+def with_mpitrain(model: ModuleType, x: numpy.ndarray, y: numpy.ndarray, xp: ModuleType) -> Callable[[], mt.Step]:
     """The same by a Trainer."""
 
     def build(world: mt.World) -> mt.Parts:

@@ -70,9 +70,9 @@ def latency(world: mt.World, groups: dict[str, object], rounds: int) -> None:
 
     variants = {name: Variant(lambda group=group: calls(group), calls=LATENCY_CALLS) for name, group in groups.items()}
     measure(world, variants, 2)
-    found = measure(world, variants, rounds)
-    for name, its in found.items():
-        median, low, high = spread(its.seconds)
+    measured = measure(world, variants, rounds)
+    for name, variant in measured.items():
+        median, low, high = spread(variant.seconds)
         world.print(f"4 KiB {name:10} {median * 1e6:7.1f} us [{low * 1e6:.1f} to {high * 1e6:.1f}]")
 
 
@@ -92,7 +92,7 @@ def steps(world: mt.World, groups: dict[str, object], width: int, arguments: arg
     base = replica(width, arguments.layers)
     gradient_bytes = sum(parameter.nbytes for parameter in base.parameters())
     batch = torch.randn(world.size * arguments.batch, width, generator=torch.Generator().manual_seed(0))
-    mine = batch[world.rank * arguments.batch :][: arguments.batch]
+    own = batch[world.rank * arguments.batch :][: arguments.batch]
     hooks = {
         "ddp alone": _nothing,
         "ddp gloo fp16": default_hooks.fp16_compress_hook,
@@ -102,7 +102,7 @@ def steps(world: mt.World, groups: dict[str, object], width: int, arguments: arg
     def make(name: str) -> Callable[[], object]:
         model = copy.deepcopy(base)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
-        data: Iterable[torch.Tensor] = [mine] * arguments.steps
+        data: Iterable[torch.Tensor] = [own] * arguments.steps
         if name.startswith("ddp"):
             group = groups["gloo" if "gloo" in name else "mpitrain"]
             model = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
@@ -123,8 +123,8 @@ def steps(world: mt.World, groups: dict[str, object], width: int, arguments: arg
     names = [name for name in names if not arguments.variants or name in arguments.variants]
     variants = {name: Variant(make(name), calls=arguments.steps) for name in names}
     measure(world, variants, 2)
-    found = measure(world, variants, arguments.rounds)
-    seconds = {name: its.seconds for name, its in found.items()}
+    measured = measure(world, variants, arguments.rounds)
+    seconds = {name: variant.seconds for name, variant in measured.items()}
     world.print(f"\n{gradient_bytes / 2**20:.1f} MiB of gradients; load {os.getloadavg()[0]:.1f}")
     world.print("| | step, ms | spread | gloo's step / this | cores |")
     world.print("| --- | --- | --- | --- | --- |")
@@ -132,7 +132,8 @@ def steps(world: mt.World, groups: dict[str, object], width: int, arguments: arg
         median, low, high = spread(seconds[name])
         faster = "{:.2f} [{:.2f}-{:.2f}]".format(*ratio(seconds, "ddp gloo", name)) if "ddp gloo" in names else "-"
         world.print(
-            f"| {name} | {median * 1e3:.1f} | {low * 1e3:.1f}-{high * 1e3:.1f} | {faster} | {found[name].cores:.2f} |"
+            f"| {name} | {median * 1e3:.1f} | {low * 1e3:.1f}-{high * 1e3:.1f} | {faster} | "
+            f"{measured[name].cores:.2f} |"
         )
 
 

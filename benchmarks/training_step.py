@@ -34,18 +34,23 @@ import numpy
 
 import mpitrain as mt
 from mpitrain.bench.rounds import Variant, measure, ratio, spread, versions_line
+from mpitrain.compression import CODECS
 from mpitrain.exchange.exchange import make_exchange
 from mpitrain.exchange.overlap import Overlap
 
 FORWARD = 1 / 3  # of the computation
 TCP = 1.045  # of the bound is what TCP's headers allow
-BYTES_A_VALUE = {"none": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 1 + 4 / 256}
 # A step, given what computes the forward and the backward pass of one layer.
 Compute = tuple[Callable[[], object], Callable[[], object]]
 Step = Callable[[Compute], None]
 
 
-def ours(world: mt.World, codec: str, layers: int, width: int, reports: list[Overlap]) -> tuple[Step, int]:
+def wire_bytes(codec: str, count: int) -> int:
+    """Of `count` values in float32, or as the codec has them."""
+    return 4 * count if codec == "none" else CODECS[codec](False).wire_bytes(count)
+
+
+def with_mpitrain(world: mt.World, codec: str, layers: int, width: int, reports: list[Overlap]) -> tuple[Step, int]:
     """The step, and its number of buckets."""
     parameters = [
         mt.Parameter(f"layer{i}.{name}", shape, numpy.dtype("float32"))
@@ -115,8 +120,8 @@ def ddp(world: mt.World, hook: str, layers: int, width: int) -> Step:
         passes[:] = compute
         model.zero_grad()
         model(x).sum().backward()
-        found = float(model.module.layers[0].grad[0, 0])
-        assert abs(found - (world.size + 1) / 2) < 0.02 * world.size, found
+        mean = float(model.module.layers[0].grad[0, 0])
+        assert abs(mean - (world.size + 1) / 2) < 0.02 * world.size, mean
 
     return step
 
@@ -168,7 +173,7 @@ def main() -> None:
             steps[name] = ddp(world, name[4:], layers, width)
         else:
             reports[name] = []
-            steps[name], buckets = ours(world, name, layers, width, reports[name])
+            steps[name], buckets = with_mpitrain(world, name, layers, width, reports[name])
     count = layers * (width * width + width)
     world.print(f"{world.size} ranks on {world.num_nodes} hosts, {count:,} parameters in {layers} layers")
     world.print(versions_line(*(["torch"] if "ddp" in steps else [])))
@@ -177,8 +182,8 @@ def main() -> None:
     for step in steps.values():
         step(ends)  # connections, compilers and DDP's own order of buckets
         step(ends)
-    for name, measured in measure(world, {n: Variant(lambda s=s: s(ends)) for n, s in steps.items()}, 5).items():
-        alone[name] = statistics.median(measured.seconds)
+    for name, variant in measure(world, {n: Variant(lambda s=s: s(ends)) for n, s in steps.items()}, 5).items():
+        alone[name] = statistics.median(variant.seconds)
     for compute in arguments.compute:
         work = multiplying(world, compute, layers) if arguments.multiply else sleeping(compute, layers)
 
@@ -192,8 +197,8 @@ def main() -> None:
         for report in reports.values():
             report.clear()
         load = os.getloadavg()[0]
-        found = measure(world, variants, arguments.rounds)
-        seconds = {name: its.seconds for name, its in found.items()}
+        measured = measure(world, variants, arguments.rounds)
+        seconds = {name: variant.seconds for name, variant in measured.items()}
         base = statistics.median(seconds["compute"])
         world.print(f"\ncompute {base * 1e3:.0f} ms; load {load:.1f} to {os.getloadavg()[0]:.1f}")
         world.print("| exchange | alone | step | spread | exposed | wire | hidden | report | x ddp | cores |")
@@ -204,7 +209,7 @@ def main() -> None:
             # DDP's buckets are of other sizes than ours: no claim is made of how much it could hide.
             hidden, said, wire = "-", "-", "-"
             if name in reports:
-                bound = 2 * (world.size - 1) / world.size * count * BYTES_A_VALUE[name] * 8 / arguments.gbit / 1e9
+                bound = 2 * (world.size - 1) / world.size * wire_bytes(name, count) * 8 / arguments.gbit / 1e9
                 best = TCP * bound
                 least = least_wait(best, base * (1 - FORWARD), buckets)
                 hidden = f"{(best - exposed) / (best - least):.0%}"
@@ -215,7 +220,7 @@ def main() -> None:
             world.print(
                 f"| {name} | {alone[name] * 1e3:.0f} ms | {median * 1e3:.0f} ms | "
                 f"{low / median:.2f}-{high / median:.2f} | {exposed * 1e3:.0f} ms | {wire} | {hidden} | {said} | "
-                f"{against} | {found[name].cores:.2f} |"
+                f"{against} | {measured[name].cores:.2f} |"
             )
 
 

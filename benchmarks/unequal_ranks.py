@@ -46,16 +46,16 @@ def main() -> None:
     equal = mt.Trainer(build)
     measured = mt.Trainer(build, [mt.Balance(WARM_UP), mt.StopAtStep(WARM_UP)])
     measured.run()
-    found: dict[str, list[float]] = {"equal parts": [], "measured parts": []}
+    rates: dict[str, list[float]] = {"equal parts": [], "measured parts": []}
     alone: list[float] = []
     for number in range(arguments.rounds):
         sides = [("equal parts", equal), ("measured parts", measured)]
         for name, trainer in reversed(sides) if number % 2 else sides:
-            found[name].append(samples_per_second(world, trainer, arguments.steps))
+            rates[name].append(samples_per_second(world, trainer, arguments.steps))
         alone.append(sum(world.allgather(own_samples_per_second(equal, arguments.steps))))
     bound = statistics.median(alone)
     world.print(f"sum of speeds   {bound:8.1f} samples/s")
-    for name, values in found.items():
+    for name, values in rates.items():
         middle, low, high = spread(values)
         world.print(f"{name:15} {middle:8.1f} samples/s [{low:.1f} to {high:.1f}], {middle / bound:.1%} of the sum")
 

@@ -88,9 +88,9 @@ def _read(name: str, directory: Path | None, file: str, sha256: str) -> bytes:
         content = path.read_bytes()
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}), expected SHA-256 {sha256}; {remedy}") from None
-    found = hashlib.sha256(content).hexdigest()
-    if found != sha256:
-        raise DataError(f"{path} is damaged: {len(content)} bytes with SHA-256 {found}, expected {sha256}; {remedy}")
+    digest = hashlib.sha256(content).hexdigest()
+    if digest != sha256:
+        raise DataError(f"{path} is damaged: {len(content)} bytes with SHA-256 {digest}, expected {sha256}; {remedy}")
     return content
 
 

@@ -52,10 +52,10 @@ def main() -> None:
     for step, (x, y) in enumerate(world.shard(batches), start=1):
         # A rank's part counts by its samples: with the share in the scale, the sum over ranks is the mean.
         scale = arguments.loss_scale * len(x) / size
-        found: dict[str, object] = {}
+        computed: dict[str, object] = {}
         batch = (cupy.asarray(x.astype(FLOAT16)), cupy.asarray(y))
-        loss = mlp.loss_and_gradients(seen, batch, found.__setitem__, loss_scale=scale)
-        kernels.pack([found[name] for name in initial], gradients)  # fp16 ones are widened
+        loss = mlp.loss_and_gradients(seen, batch, computed.__setitem__, loss_scale=scale)
+        kernels.pack([computed[name] for name in initial], gradients)  # fp16 ones are widened
         transport.start(gradients).wait()
         not_finite.fill(0)
         kernels.all_finite(gradients, not_finite)

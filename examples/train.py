@@ -20,6 +20,7 @@ import mpitrain as mt
 from arguments import add_run, positive, recorded
 from datasets import load_images
 from mpitrain.cuda.device import array_module
+from mpitrain.strategies import STRATEGIES
 
 # The files in models/, by framework and model.
 MODELS = {"numpy": {"mlp": "mlp", "cnn": "cnn"}, "torch": {"mlp": "torch_mlp", "cnn": "torch_cnn"}}
@@ -43,7 +44,7 @@ def main() -> None:
         )
         rng = numpy.random.default_rng(arguments.seed)
         adapter = model.adapter(rng, xp, inputs=train_x.shape[1], schedule=schedule, precision=arguments.precision)
-        return mt.Parts(adapter, mt.Sync(), data)
+        return mt.Parts(adapter, mt.make_strategy(arguments.strategy), data)
 
     def test_metrics(trainer: mt.Trainer) -> dict[str, float]:
         parameters = trainer.adapter.parameters()
@@ -80,6 +81,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", choices=MODELS["numpy"], default="mlp")
     parser.add_argument("--data", choices=("fashion", "digits"), default="fashion")
     parser.add_argument("--data-directory", type=Path, help="default: ~/.cache/mpitrain")
+    parser.add_argument("--strategy", choices=STRATEGIES, default="sync", help="what is exchanged, and when")
     parser.add_argument("--epochs", type=positive, default=5)
     parser.add_argument("--steps", type=positive, help="stop after so many steps, whatever the epochs")
     parser.add_argument("--global-batch", type=positive, default=128, help="samples of all ranks together in a step")

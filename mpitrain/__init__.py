@@ -11,56 +11,65 @@ for x, y in world.shard(batches):
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mpitrain.early import watch
+from mpitrain.job.early import watch
 
 if TYPE_CHECKING:
     from mpitrain import collectives as collectives
-    from mpitrain.adapters.accumulate import Accumulate
-    from mpitrain.adapters.array_function import ArrayFunction
+    from mpitrain.adapters.accumulate import Accumulate as Accumulate
+    from mpitrain.adapters.array_function import ArrayFunction as ArrayFunction
     from mpitrain.adapters.torch_module import TorchModule as TorchModule
-    from mpitrain.errors import MpitrainError
-    from mpitrain.exchange.bucket import Parameter
-    from mpitrain.exchange.reducer import GradientReducer
-    from mpitrain.start import init
-    from mpitrain.strategies import Sync
-    from mpitrain.training.data.arrays import ArrayData
-    from mpitrain.training.data.map import MapData
-    from mpitrain.training.data.prefetch import Prefetch
-    from mpitrain.training.data.stream import StreamData
-    from mpitrain.training.flat_optimizer import clip_by_global_norm
-    from mpitrain.training.hooks.balance import Balance
-    from mpitrain.training.hooks.checkpoint import Checkpoint
-    from mpitrain.training.hooks.early_stopping import EarlyStopping
-    from mpitrain.training.hooks.evaluate import Evaluate
-    from mpitrain.training.hooks.hook import Hook
-    from mpitrain.training.hooks.log import Log
-    from mpitrain.training.hooks.record import Record
-    from mpitrain.training.hooks.replicas import CompareReplicas
-    from mpitrain.training.hooks.stop import StopAfter, StopAtStep, StopWhen
-    from mpitrain.training.loss_scale import LossScale
-    from mpitrain.training.meters.communication import Communication
-    from mpitrain.training.meters.gpu_utilisation import GpuUtilisation
-    from mpitrain.training.meters.gradient_norm import GradientNorm
-    from mpitrain.training.meters.learning_rate import LearningRate
-    from mpitrain.training.meters.loss import Loss
-    from mpitrain.training.meters.memory import Memory
-    from mpitrain.training.meters.meter import Meter, Reading
-    from mpitrain.training.meters.throughput import Throughput
-    from mpitrain.training.metrics import evaluate
-    from mpitrain.training.optimizers import Adam, AdamW, Sgd
-    from mpitrain.training.schedules import constant, warmup_cosine
-    from mpitrain.training.trainer import Parts, Step, Trainer
-    from mpitrain.training.writers.csv_table import Csv
-    from mpitrain.training.writers.json_lines import JsonLines
-    from mpitrain.training.writers.tensorboard import TensorBoard
-    from mpitrain.world import World
+    from mpitrain.errors import MpitrainError as MpitrainError
+    from mpitrain.exchange.bucket import Parameter as Parameter
+    from mpitrain.exchange.reducer import GradientReducer as GradientReducer
+    from mpitrain.job.start import init as init
+    from mpitrain.strategies import Sync as Sync
+    from mpitrain.strategies import make_strategy as make_strategy
+    from mpitrain.training.data.arrays import ArrayData as ArrayData
+    from mpitrain.training.data.map import MapData as MapData
+    from mpitrain.training.data.prefetch import Prefetch as Prefetch
+    from mpitrain.training.data.stream import StreamData as StreamData
+    from mpitrain.training.flat_optimizer import clip_by_global_norm as clip_by_global_norm
+    from mpitrain.training.hooks.balance import Balance as Balance
+    from mpitrain.training.hooks.checkpoint import Checkpoint as Checkpoint
+    from mpitrain.training.hooks.early_stopping import EarlyStopping as EarlyStopping
+    from mpitrain.training.hooks.evaluate import Evaluate as Evaluate
+    from mpitrain.training.hooks.hook import Hook as Hook
+    from mpitrain.training.hooks.log import Log as Log
+    from mpitrain.training.hooks.record import Record as Record
+    from mpitrain.training.hooks.replicas import CompareReplicas as CompareReplicas
+    from mpitrain.training.hooks.stop import StopAfter as StopAfter
+    from mpitrain.training.hooks.stop import StopAtStep as StopAtStep
+    from mpitrain.training.hooks.stop import StopWhen as StopWhen
+    from mpitrain.training.loss_scale import LossScale as LossScale
+    from mpitrain.training.meters.communication import Communication as Communication
+    from mpitrain.training.meters.gpu_utilisation import GpuUtilisation as GpuUtilisation
+    from mpitrain.training.meters.gradient_norm import GradientNorm as GradientNorm
+    from mpitrain.training.meters.learning_rate import LearningRate as LearningRate
+    from mpitrain.training.meters.loss import Loss as Loss
+    from mpitrain.training.meters.memory import Memory as Memory
+    from mpitrain.training.meters.meter import Meter as Meter
+    from mpitrain.training.meters.meter import Reading as Reading
+    from mpitrain.training.meters.throughput import Throughput as Throughput
+    from mpitrain.training.metrics import evaluate as evaluate
+    from mpitrain.training.optimizers import Adam as Adam
+    from mpitrain.training.optimizers import AdamW as AdamW
+    from mpitrain.training.optimizers import Sgd as Sgd
+    from mpitrain.training.parts import Parts as Parts
+    from mpitrain.training.schedules import constant as constant
+    from mpitrain.training.schedules import warmup_cosine as warmup_cosine
+    from mpitrain.training.step import Step as Step
+    from mpitrain.training.trainer import Trainer as Trainer
+    from mpitrain.training.writers.csv_table import Csv as Csv
+    from mpitrain.training.writers.json_lines import JsonLines as JsonLines
+    from mpitrain.training.writers.tensorboard import TensorBoard as TensorBoard
+    from mpitrain.world import World as World
 
 __version__ = "0.1.0"
 
 watch()
 
-# Loaded when first used (PEP 562), so that the command line starts at once and `mpitrain doctor` can tell what is
-# wrong on a machine where NumPy or MPI is missing.
+# The public names, each with its module. Loaded when first used (PEP 562), so that the command line starts at once and
+# `mpitrain doctor` can tell what is wrong on a machine where NumPy or MPI is missing.
 _HOME = {
     "Accumulate": "adapters.accumulate",
     "Adam": "training.optimizers",
@@ -88,12 +97,12 @@ _HOME = {
     "Meter": "training.meters.meter",
     "MpitrainError": "errors",
     "Parameter": "exchange.bucket",
-    "Parts": "training.trainer",
+    "Parts": "training.parts",
     "Prefetch": "training.data.prefetch",
     "Reading": "training.meters.meter",
     "Record": "training.hooks.record",
     "Sgd": "training.optimizers",
-    "Step": "training.trainer",
+    "Step": "training.step",
     "StopAfter": "training.hooks.stop",
     "StopAtStep": "training.hooks.stop",
     "StopWhen": "training.hooks.stop",
@@ -106,60 +115,15 @@ _HOME = {
     "clip_by_global_norm": "training.flat_optimizer",
     "constant": "training.schedules",
     "evaluate": "training.metrics",
-    "init": "start",
+    "init": "job.start",
+    "make_strategy": "strategies",
     "warmup_cosine": "training.schedules",
 }
 # As these, but not in __all__: `from mpitrain import *` would load a framework, which need not even be installed.
 _OF_FRAMEWORKS = {"TorchModule": "adapters.torch_module"}
 
-__all__ = [
-    "Accumulate",
-    "Adam",
-    "AdamW",
-    "ArrayData",
-    "ArrayFunction",
-    "Balance",
-    "Checkpoint",
-    "Communication",
-    "CompareReplicas",
-    "Csv",
-    "EarlyStopping",
-    "Evaluate",
-    "GpuUtilisation",
-    "GradientNorm",
-    "GradientReducer",
-    "Hook",
-    "JsonLines",
-    "LearningRate",
-    "Log",
-    "Loss",
-    "LossScale",
-    "MapData",
-    "Memory",
-    "Meter",
-    "MpitrainError",
-    "Parameter",
-    "Parts",
-    "Prefetch",
-    "Reading",
-    "Record",
-    "Sgd",
-    "Step",
-    "StopAfter",
-    "StopAtStep",
-    "StopWhen",
-    "StreamData",
-    "Sync",
-    "TensorBoard",
-    "Throughput",
-    "Trainer",
-    "World",
-    "clip_by_global_norm",
-    "constant",
-    "evaluate",
-    "init",
-    "warmup_cosine",
-]
+if not TYPE_CHECKING:  # type checkers take the names imported above
+    __all__ = list(_HOME)
 
 
 def __getattr__(name: str) -> Any:
@@ -174,4 +138,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_OF_FRAMEWORKS, "collectives"})
+    return sorted({*globals(), *_HOME, *_OF_FRAMEWORKS, "collectives"})

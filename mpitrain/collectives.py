@@ -8,22 +8,22 @@ What holds for all:
 
 - Ranks that disagree (another call, dtype, shape, root) all get a MismatchError from `test` or `wait`.
 - Arrays are NumPy's or CuPy's, of any dtype but Python objects; those that are summed, of one of DTYPES. They are not
-  changed, and must not be until the handle is done: what is contiguous on the host is sent from where it is, all else
-  is copied first. Results are new arrays, on the device that is current for CuPy arrays.
+  changed, and must not be until the handle is done. What is summed is copied first, and so is what is not contiguous on
+  the host; all else is sent from where it is. Results are new arrays, on the device that is current for CuPy arrays.
 - Calls run one after the other in the order begun, on a communicator of their own. They may overlap with all else:
   other calls of the world, a step of a GradientReducer. Handles may be waited for in any order.
 - A call moves on in `test` and `wait` of any handle, and (more slowly) in every other wait of the world. One whose
   handle is dropped still takes part, and ends at the latest when the program does.
 
-p is the number of ranks, N the bytes of the largest array. Pieces of at most 256 KiB, four at a time in each direction
-(pieces.py), in the order that moves.py has:
+p is the number of ranks, N the bytes of the largest array. All go over the ranks in their order, in pieces of at most
+256 KiB, four at a time:
 
-    call              how                                                           bytes sent by a rank
-    reduce_scatter    each part directly to its owner, who adds                     (p-1)/p N
-    allgather         each part directly to all others                              p-1 times its own
-    alltoall          directly                                                      what it was given
+    call              how (mpitrain/allreduce, mpitrain/exchange/moves.py)          bytes sent by a rank
+    reduce_scatter    that of the algorithm direct                                  (p-1)/p N
+    allgather         that of the algorithm direct                                  p-1 times its own
+    allreduce         direct; to 64 KiB recursive_doubling                          2(p-1)/p N; log2 p N
+    alltoall          directly, the nearest ranks first                             what it was given
     broadcast         along a chain; to 64 KiB MPI's own                            N
-    allreduce         reduce-scatter, allgather; to 64 KiB recursive doubling       2(p-1)/p N; log2 p N
 
 Source: Thakur, Rabenseifner and Gropp, Optimization of collective communication operations in MPICH, Int. J. High
 Perform. Comput. Appl. 19 (2005) 49-66 (pairwise exchange).
@@ -31,23 +31,34 @@ Perform. Comput. Appl. 19 (2005) 49-66 (pairwise exchange).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Sequence
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy
 
-from mpitrain.agreement import Agreement
+from mpitrain.allreduce import ALGORITHMS
 from mpitrain.allreduce.algorithm import DTYPES
-from mpitrain.allreduce.recursive_doubling import recursive_doubling_steps
+from mpitrain.allreduce.group import Group
 from mpitrain.arrays import Array, is_array, is_device_array
-from mpitrain.background import Begun, Result
-from mpitrain.control import until
 from mpitrain.cuda.staging import like
 from mpitrain.errors import TreeError
 from mpitrain.exchange import moves
-from mpitrain.world import World, part_of
+from mpitrain.shard import part_of
+from mpitrain.waiting.agreement import Agreement
+from mpitrain.waiting.background import Background, Begun, Result
+from mpitrain.waiting.control import until
+from mpitrain.world import World
 
 # The call itself, from all ranks' records on: yields while it has to wait, and returns its result.
 Work = Callable[[numpy.ndarray], Generator[float | None, None, Result]]
+
+
+T = TypeVar("T")
+
+# By what the calls of a world share, and by what made them.
+_made: WeakKeyDictionary[Background, dict[Callable[[Group], Any], Any]] = WeakKeyDictionary()
 
 
 class Handle(Begun[Result]):
@@ -76,7 +87,7 @@ def _agreed(agreement: Agreement, work: Work[Result]) -> Generator[float | None,
 
 
 def reduce_scatter(world: World, array: Array) -> Handle[Array]:
-    """This rank's part of the sum over ranks: that of `mpitrain.world.part_of` along the first dimension.
+    """This rank's part of the sum over ranks: that of `mpitrain.shard.part_of` along the first dimension.
 
     Args:
         world: every rank calls this.
@@ -88,15 +99,20 @@ def reduce_scatter(world: World, array: Array) -> Handle[Array]:
     Raises:
         TreeError: `array` is not such an array.
     """
-    mine = _host(array, "reduce_scatter", sums=True, dimensions=1)
+    host_array = _host(array, "reduce_scatter", sums=True, dimensions=1)
 
     def work(_: numpy.ndarray) -> Generator[float | None, None, Array]:
-        parts = [part_of(len(mine), rank, world.size) for rank in range(world.size)]
-        result = mine[parts[world.rank]].copy()
-        yield from moves.reduce_scatter(world, [mine[part].reshape(-1) for part in parts], result.reshape(-1))
+        flat = host_array.reshape(-1).copy()
+        rows = [part_of(len(host_array), rank, world.size) for rank in range(world.size)]
+        row = flat.size // len(host_array) if len(host_array) else 0
+        yield from _made_once(world, ALGORITHMS["direct"].reduce_scatter)(
+            flat, [(part.stop - part.start) * row for part in rows]
+        )
+        own = rows[world.rank]
+        result = flat[own.start * row : own.stop * row].reshape(own.stop - own.start, *host_array.shape[1:]).copy()
         return like(result, array)
 
-    return Handle(world, "collectives.reduce_scatter", f"{mine.dtype} {mine.shape}", work)
+    return Handle(world, "collectives.reduce_scatter", f"{host_array.dtype} {host_array.shape}", work)
 
 
 def allgather(world: World, array: Array) -> Handle[Array]:
@@ -110,17 +126,19 @@ def allgather(world: World, array: Array) -> Handle[Array]:
     Raises:
         TreeError: `array` is not such an array.
     """
-    mine = _host(array, "allgather", dimensions=1)
+    host_array = _host(array, "allgather", dimensions=1)
 
     def work(records: numpy.ndarray) -> Generator[float | None, None, Array]:
         ends = numpy.cumsum(records["detail"]).tolist()
-        result = numpy.empty((ends[-1], *mine.shape[1:]), mine.dtype)
-        parts = numpy.split(result, ends[:-1])
-        parts[world.rank][...] = mine
-        yield from moves.allgather(world, [part.reshape(-1) for part in parts])
+        result = numpy.empty((ends[-1], *host_array.shape[1:]), host_array.dtype)
+        result[ends[world.rank] - len(host_array) : ends[world.rank]] = host_array
+        row = host_array.dtype.itemsize * math.prod(host_array.shape[1:])
+        yield from _made_once(world, ALGORITHMS["direct"].allgather)(
+            result.reshape(-1).view(numpy.uint8), [length * row for length in records["detail"].tolist()]
+        )
         return like(result, array)
 
-    return Handle(world, "collectives.allgather", _any_length(mine), work, first_dimension=len(mine))
+    return Handle(world, "collectives.allgather", _any_length(host_array), work, first_dimension=len(host_array))
 
 
 def alltoall(world: World, arrays: Sequence[Array]) -> Handle[list[Array]]:
@@ -137,24 +155,28 @@ def alltoall(world: World, arrays: Sequence[Array]) -> Handle[list[Array]]:
     """
     if len(arrays) != world.size:
         raise ValueError(f"{world.name()}: alltoall of {len(arrays)} arrays; give one for each of {world.size} ranks")
-    mine = [_host(array, "alltoall", dimensions=1) for array in arrays]
-    for rank, one in enumerate(mine):
-        if _any_length(one) != _any_length(mine[0]):
+    host_arrays = [_host(array, "alltoall", dimensions=1) for array in arrays]
+    for rank, one in enumerate(host_arrays):
+        if _any_length(one) != _any_length(host_arrays[0]):
             raise TreeError(
                 f"{world.name()}: alltoall: the array for rank {rank} is {_any_length(one)}, that for rank 0 "
-                f"{_any_length(mine[0])}; they may differ in the first dimension only"
+                f"{_any_length(host_arrays[0])}; they may differ in the first dimension only"
             )
 
     def work(_: numpy.ndarray) -> Generator[float | None, None, list[Array]]:
         lengths = numpy.empty(world.size, numpy.int64)
-        request = world.background.comm.Ialltoall(numpy.array([len(one) for one in mine], numpy.int64), lengths)
+        request = world.background.comm.Ialltoall(numpy.array([len(one) for one in host_arrays], numpy.int64), lengths)
         yield from until(request.Test)
-        results = [numpy.empty((length, *mine[0].shape[1:]), mine[0].dtype) for length in lengths.tolist()]
-        results[world.rank][...] = mine[world.rank]
-        yield from moves.alltoall(world, [one.reshape(-1) for one in mine], [result.reshape(-1) for result in results])
+        results = [
+            numpy.empty((length, *host_arrays[0].shape[1:]), host_arrays[0].dtype) for length in lengths.tolist()
+        ]
+        results[world.rank][...] = host_arrays[world.rank]
+        yield from moves.alltoall(
+            world, [one.reshape(-1) for one in host_arrays], [result.reshape(-1) for result in results]
+        )
         return [like(result, arrays[0]) for result in results]
 
-    return Handle(world, "collectives.alltoall", _any_length(mine[0]), work)
+    return Handle(world, "collectives.alltoall", _any_length(host_arrays[0]), work)
 
 
 def broadcast(world: World, array: Array, root: int = 0) -> Handle[Array]:
@@ -170,14 +192,14 @@ def broadcast(world: World, array: Array, root: int = 0) -> Handle[Array]:
         ValueError: there is no rank `root`.
     """
     world.check_rank(root, "root")
-    mine = _host(array, "broadcast")
+    host_array = _host(array, "broadcast")
 
     def work(_: numpy.ndarray) -> Generator[float | None, None, Array]:
-        result = mine.copy() if world.rank == root else numpy.empty_like(mine)
+        result = host_array.copy() if world.rank == root else numpy.empty_like(host_array)
         yield from moves.broadcast(world, result.reshape(-1), root)
         return like(result, array)
 
-    return Handle(world, f"collectives.broadcast from rank {root}", f"{mine.dtype} {mine.shape}", work)
+    return Handle(world, f"collectives.broadcast from rank {root}", f"{host_array.dtype} {host_array.shape}", work)
 
 
 def allreduce(world: World, array: Array) -> Handle[Array]:
@@ -190,20 +212,25 @@ def allreduce(world: World, array: Array) -> Handle[Array]:
     Raises:
         TreeError: `array` is not such an array.
     """
-    mine = _host(array, "allreduce", sums=True)
+    host_array = _host(array, "allreduce", sums=True)
 
     def work(_: numpy.ndarray) -> Generator[float | None, None, Array]:
-        result = mine.copy()
-        flat = result.reshape(-1)
-        if flat.nbytes <= moves.SHORT_BYTES:
-            yield from recursive_doubling_steps(world.background.comm)(flat, None)
-        else:
-            parts = [flat[part_of(flat.size, rank, world.size)] for rank in range(world.size)]
-            yield from moves.reduce_scatter(world, parts, parts[world.rank])
-            yield from moves.allgather(world, parts)
+        result = host_array.copy()
+        name = "recursive_doubling" if result.nbytes <= moves.SHORT_BYTES else "direct"
+        yield from _made_once(world, ALGORITHMS[name].over)(result.reshape(-1))
         return like(result, array)
 
-    return Handle(world, "collectives.allreduce", f"{mine.dtype} {mine.shape}", work)
+    return Handle(world, "collectives.allreduce", f"{host_array.dtype} {host_array.shape}", work)
+
+
+def _made_once(world: World, make: Callable[[Group], T] | None) -> T:
+    """An algorithm, or a half of one, over the communicator that these calls have, with scratch memory of its own."""
+    made = _made.setdefault(world.background, {})
+    if make not in made:
+        assert make is not None
+        made[make] = make(Group(world.background.comm, tuple(range(world.size)), world.rank))
+    result: T = made[make]
+    return result
 
 
 def _host(array: Array, operation: str, *, sums: bool = False, dimensions: int = 0) -> numpy.ndarray:

@@ -17,11 +17,16 @@
     └── CheckpointError        a checkpoint that cannot be written or read
 
 A message says which rank and host, what was found, what is allowed and what to do. `known_everywhere` is
-true where every rank raises the same error at the same point, so that it is printed once, not once a rank.
+true where every rank raises the same error at the same point, so that it is printed once, not once a rank, and breaks
+no World. `everywhere` alone sets it.
 `is_repeated` is true where it came up on another rank, whose traceback is the one to print.
 """
 
 from __future__ import annotations
+
+from typing import TypeVar
+
+AnError = TypeVar("AnError", bound="MpitrainError")
 
 
 class MpitrainError(Exception):
@@ -29,6 +34,16 @@ class MpitrainError(Exception):
 
     known_everywhere = False
     is_repeated = False
+
+
+def everywhere(error: AnError, is_known_everywhere: bool = True) -> AnError:
+    """`error`, as one that every rank raises at this point; where not `is_known_everywhere`, as one of this rank alone.
+
+    Where ranks have seen the same agreement, vote or gathered values, raise what they show as everywhere(...): an
+    error of one rank alone breaks the World, since the others may go on to another call.
+    """
+    error.known_everywhere = is_known_everywhere
+    return error
 
 
 class ConfigError(MpitrainError, ValueError):

@@ -95,16 +95,18 @@ def from_json(text: str, path: str, here: dict[str, Any]) -> Profile:
     advice = measure_anew(path, here)
     try:
         content = json.loads(text)
-        schema, found, measured = content["schema"], content["fingerprint"], content["measured"]
+        schema, measured_on, measured = content["schema"], content["fingerprint"], content["measured"]
         nodes = tuple(str(name) for name in content["nodes"])
-        found = {name: found.get(name) for name in here}
+        measured_on = {name: measured_on.get(name) for name in here}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"the profile {path} is damaged ({error!r}). {advice}") from None
     if schema != SCHEMA:
         raise ConfigError(f"the profile {path} has format {schema}; this version reads {SCHEMA}. {advice}")
     for name, value in here.items():
-        if found[name] != value:
-            raise ConfigError(f"the profile {path} is of another cluster: {name} {found[name]}, here {value}. {advice}")
+        if measured_on[name] != value:
+            raise ConfigError(
+                f"the profile {path} is of another cluster: {name} {measured_on[name]}, here {value}. {advice}"
+            )
     try:
         here_too: dict[str, Any] = {  # also on one node
             "codecs": tuple((str(name), _slowest(rates)) for name, rates in measured["codecs"].items()),

@@ -65,10 +65,13 @@ def num_samples(tree: Tree) -> int:
     Raises:
         DataError: there is no array, one has no dimension, or they are of unequal lengths.
     """
-    found = [(path or "the array", len(leaf) if numpy.ndim(leaf) else None) for path, leaf in leaves(tree)]
-    lengths = {length for _, length in found if length is not None}
-    if len(lengths) != 1 or None in dict(found).values():
-        text = ", ".join(f"{path} {'a number' if length is None else length}" for path, length in found) or "no arrays"
+    lengths_of_leaves = [(path or "the array", len(leaf) if numpy.ndim(leaf) else None) for path, leaf in leaves(tree)]
+    lengths = {length for _, length in lengths_of_leaves if length is not None}
+    if len(lengths) != 1 or None in dict(lengths_of_leaves).values():
+        text = (
+            ", ".join(f"{path} {'a number' if length is None else length}" for path, length in lengths_of_leaves)
+            or "no arrays"
+        )
         raise DataError(f"arrays must have the same number of samples along their first dimension; found {text}")
     return lengths.pop()
 

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import pickle
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mpitrain import errors
-from mpitrain.agreement import Agreement
-from mpitrain.background import Background, Queue
+from mpitrain.arrays import Array
 from mpitrain.config import Config
-from mpitrain.control import Control
-from mpitrain.errors import DataError, MpitrainError
-from mpitrain.messages import Messages
+from mpitrain.errors import MpitrainError, everywhere
+from mpitrain.job.context import JobContext
 from mpitrain.profile import DEFAULT, Profile
-from mpitrain.transfer import broadcast_bytes, gather_bytes
-from mpitrain.tree import Tree, leaves, num_samples, rebuild
+from mpitrain.shard import shards
+from mpitrain.tree import Tree
+from mpitrain.waiting.agreement import Agreement
+from mpitrain.waiting.background import Background, Queue
+from mpitrain.waiting.control import Control
+from mpitrain.waiting.messages import Messages
+from mpitrain.waiting.transfer import broadcast_bytes, gather_bytes
 
 if TYPE_CHECKING:
     import numpy
@@ -37,14 +40,16 @@ class TreeExchange(Protocol):
 
 
 class Observer(Protocol):
-    """Who is told which samples this rank gets from `shard`; verify/record.py has it."""
+    """Who is told which samples this rank gets, and the mean gradients by parameter; verify/run_record.py has it."""
 
     def saw(self, batch: Tree) -> None: ...
+
+    def saw_means(self, means: Mapping[str, Array]) -> None: ...
 
 
 @dataclass(frozen=True, eq=False)
 class World:
-    """The ranks of one job. It never changes: after a lost rank there is a new World of the next generation.
+    """The ranks of one job, or some of them. It never changes: after a lost rank there is one of the next generation.
 
     All methods but `print`, `send`, `receive` and `shard` are collective: every rank calls them, in the same
     order. Where ranks do not, every rank gets a MismatchError that names the first difference. In a world of one
@@ -55,15 +60,16 @@ class World:
     queue: Queue  # what has been started on it
     objects: MPI.Comm  # a private duplicate, for agreements and Python objects
     background: Background  # the calls of mpitrain.collectives, on a private duplicate
-    node: MPI.Comm  # the ranks that share this machine's memory, in rank order
-    leaders: MPI.Comm | None  # local rank 0 of every node; None on the other ranks
     hosts: tuple[str, ...]  # host name of every rank
-    node_ranks: tuple[int, ...]  # node rank of every rank
+    node_ranks: tuple[int, ...]  # node rank of every rank: equal for those that share a machine's memory
     generation: int
     config: Config
+    context: JobContext  # what the launcher told this rank
     control: Control
     make_arrays: Callable[[World], TreeExchange]
+    owned: list[Callable[[], None]]  # what gives back to MPI, and to others, what was made for this world
     profile: Profile = DEFAULT
+    parent: World | None = None  # that this one's ranks are a part of; None for the first of a job
     observer: Observer | None = None  # with `mpitrain verify`
 
     @cached_property
@@ -79,12 +85,12 @@ class World:
     @property
     def local_rank(self) -> int:
         """This process among those on this machine."""
-        return int(self.node.rank)
+        return self.node_ranks[: self.rank].count(self.node_rank)
 
     @property
     def local_size(self) -> int:
         """How many ranks are on this machine."""
-        return int(self.node.size)
+        return self.node_ranks.count(self.node_rank)
 
     @property
     def node_rank(self) -> int:
@@ -181,36 +187,7 @@ class World:
                 are ranks.
             ValueError: `start` is negative.
         """
-        if start < 0:
-            raise ValueError(f"{self.name()}: start={start}; it is a number of batches to leave out, 0 or more")
-        index = -1
-        for index, batch in enumerate(batches):
-            if 0 < index < start:
-                continue
-            try:
-                length = num_samples(batch)
-            except DataError as error:
-                raise DataError(f"{self.name()}: batch {index}: {error}") from None
-            # Only the first batch is held to this: the last one may be smaller, and a resumed run may begin with it.
-            if index == 0 and length < self.size:
-                raise _everywhere(
-                    DataError(
-                        f"{self.name()}: batch 0 has {length} samples for {self.size} ranks; "
-                        "use fewer ranks or larger batches"
-                    )
-                )
-            if index < start:
-                continue
-            mine = part_of(length, self.rank, self.size)
-            values = (leaf[mine] for _, leaf in leaves(batch))
-            part = rebuild(batch, values.__next__)
-            if self.observer:
-                self.observer.saw(part)
-            yield part
-        if index < max(start - 1, 0):
-            raise _everywhere(
-                DataError(f"{self.name()}: there are {index + 1} batches, and the shard starts at batch {start}")
-            )
+        return shards(self, batches, start)
 
     # -- Python objects ---------------------------------------------------------------------------------------
 
@@ -289,18 +266,18 @@ class World:
         except Exception as error:
             problem = error
         problems = self.allgather(None if problem is None else (type(problem).__name__, str(problem)))
-        failed = [rank for rank, found in enumerate(problems) if found is not None]
+        failed = [rank for rank, failure in enumerate(problems) if failure is not None]
         if not failed:
             return
         if isinstance(problem, MpitrainError) and self.rank == failed[0]:
-            raise _everywhere(problem)
+            raise everywhere(problem)
         kind, text = problems[failed[0]]
-        common = _everywhere(_named(kind, f"{self.name(failed[0])}, {doing}", text))
+        common = everywhere(_named(kind, f"{self.name(failed[0])}, {doing}", text))
         common.is_repeated = self.rank != failed[0]
         raise common from problem
 
     def apart(self) -> World:
-        """The same ranks on a communicator of their own, whose messages meet no others. Collective.
+        """The same ranks on a communicator of their own, whose messages meet no others. Collective, as is its `free`.
 
         Raises:
             MpitrainError: MPI has no more of them.
@@ -312,16 +289,23 @@ class World:
         except MPI.Exception as error:
             raise MpitrainError(
                 f"{self.name()}: MPI has no further communicator ({error}); each GradientReducer and Trainer keeps one "
-                "until the job ends: make them once, not in a loop"
+                "until its close(): close those that are used no more, or make them once, not in a loop"
             ) from None
-        return replace(self, comm=comm, queue=Queue(self.control))
+
+        apart = replace(self, comm=comm, queue=Queue(self.control), owned=[comm.Free])
+        self.owned.append(apart.free)
+        apart.owned.append(partial(_discard, self.owned, apart.free))
+        return apart
 
     def free(self) -> None:
-        """Give the communicators back to MPI: the end of this world. Every rank calls it, with nothing in flight."""
-        for comm in (self.comm, self.objects, self.background.comm, self.node, self.leaders):
-            if comm is not None:
-                comm.Free()
-        self.control.free()
+        """Give back what this world owns, the last first. Collective, with nothing in flight; then it is of no use.
+
+        What was made `apart` from it and not freed goes too. In a broken world MPI may still use all of it, and it
+        stays.
+        """
+        if not self.control.is_broken:
+            while self.owned:
+                self.owned.pop()()
 
     def check_rank(self, rank: int, argument: str) -> None:
         """Raise ValueError unless `rank`, given as `argument`, is one of this world."""
@@ -329,21 +313,14 @@ class World:
             raise ValueError(f"{self.name()}: {argument}={rank}; ranks are 0 to {self.size - 1}")
 
 
-def part_of(length: int, rank: int, size: int) -> slice:
-    """The part of `length` things that belongs to `rank`: contiguous, sizes differ by at most one, larger first."""
-    share, rest = divmod(length, size)
-    begin = rank * share + min(rank, rest)
-    return slice(begin, begin + share + (rank < rest))
-
-
-def _everywhere(error: MpitrainError) -> MpitrainError:
-    error.known_everywhere = True
-    return error
+def _discard(owned: list[Callable[[], None]], closer: Callable[[], None]) -> None:
+    with suppress(ValueError):  # this world is being freed, and has taken it out
+        owned.remove(closer)
 
 
 def _named(kind: str, where: str, text: str) -> MpitrainError:
     """An error of our class of that name; a MpitrainError with the name in its text for one that is not ours."""
-    found = getattr(errors, kind, None)
-    if isinstance(found, type) and issubclass(found, MpitrainError):
-        return found(f"{where}: {text}")
+    error_class = getattr(errors, kind, None)
+    if isinstance(error_class, type) and issubclass(error_class, MpitrainError):
+        return error_class(f"{where}: {text}")
     return MpitrainError(f"{where}: {kind}: {text}")

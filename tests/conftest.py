@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from jobs import REPOSITORY
+from mpitrain.errors import LaunchError
 from mpitrain.testbed import STATE, forget_snapshot, up
+from mpitrain.testbed.host import require_inotify
+
+# The fixtures that bring a bed up, and how many nodes the tests may have at once in all.
+BEDS = {"bed", "bare", "image", "provisioned"}
+MOST_NODES = 9
+ENOUGH_INOTIFY = 1024
+
+# On a machine that does other work too an example may take any time: time is not what is tested.
+settings.register_profile("any load", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any load")
 
 
 def pytest_configure() -> None:
@@ -21,6 +35,27 @@ def pytest_configure() -> None:
 
 def _leave(number: int, frame: FrameType | None) -> None:
     pytest.exit("SIGTERM", returncode=128 + number)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let this machine hold the beds, also beside others; where that may not be, say so once for each test."""
+    on_bed = [item for item in items if BEDS & set(getattr(item, "fixturenames", ()))]
+    if on_bed and os.geteuid() == 0 and (reason := too_few_inotify()):
+        for item in on_bed:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def too_few_inotify() -> str:
+    """Raise Debian's limit of inotify instances, for good: another run may rely on it. Why not, where that fails."""
+    with contextlib.suppress(OSError):  # a container's own view of it may be read-only
+        limit = Path("/proc/sys/fs/inotify/max_user_instances")
+        if int(limit.read_text()) < ENOUGH_INOTIFY:
+            limit.write_text(str(ENOUGH_INOTIFY))
+    try:
+        require_inotify(MOST_NODES)
+    except LaunchError as error:
+        return str(error)
+    return ""
 
 
 @pytest.fixture(scope="session")

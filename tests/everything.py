@@ -1,4 +1,4 @@
-"""Run every check and test, one after the other, and end with one line: `N passed, N failed`."""
+"""Run every check and test, as many side by side as there are cores, and end with one line: `N passed, N failed`."""
 
 from __future__ import annotations
 
@@ -7,143 +7,142 @@ import contextlib
 import importlib.util
 import os
 import signal
-import subprocess
 import sys
 import tempfile
-import time
-import uuid
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from xml.etree import ElementTree
 
-from jobs import REPOSITORY, RUN_TOKEN, VENVS, clean_environment, kill_all, mpiexec, processes_of
-from mpitrain.diagnostics.limits import SHM_PATTERNS
+from jobs import REPOSITORY, VENVS, mpiexec
+from mpitrain.diagnostics.checks.leftovers import SHM_PATTERNS
+from side_by_side import Part, run
 
 # The tests that run on all ranks of a job at once.
 ON_RANKS = ["tests/ranks", "tests/device_ranks", "tests/torch_ranks", "tests/jax_ranks"]
-# World sizes for those of tests/ranks: powers of two and not, more ranks than cores.
-SIZES = {"mpich": (1, 2, 3, 4, 5, 7), "openmpi": (2, 3)}
-# With so many ranks on few cores, the tests whose arithmetic or order of messages depends on how many there are.
-MANY_RANKS = (5, 7)
+# What is chosen of tests/ranks, by MPI library and world size ("": all of them). One rank is alone; of two, the one
+# before is also the one after; of three, it is not. With four come what needs a fourth rank, and nodes of different
+# size. With more, the tests whose arithmetic or order of messages depends on the number of ranks. Open MPI differs in
+# how it starts and sends, which three ranks show.
 BY_SIZE = "test_allreduce or test_collectives or test_compressed or test_reducer or test_transfer or test_world"
-# World sizes for tests with arrays on GPUs, which are emulated here; scripts/gpu-check runs them on real ones.
-EMULATED_GPUS = {1: 1, 2: 2, 4: 2}  # by number of ranks
-EMULATED_GPUS_TOO = {3: 1}  # with --full
-MANY_FOR_GPUS, DEVICES_BY_SIZE = 4, "test_transports or test_compressed or test_reducer"
-# World sizes for the tests of mpitrain.torch and mpitrain.jax, which are skipped where there is no PyTorch, or no JAX.
-FRAMEWORKS = {"torch": (1, 2, 3, 4, 5), "jax": (1, 2, 3, 4, 5)}
-# With these many ranks, the tests of mpitrain.torch whose messages or arithmetic depend on how many there are.
-MANY_FOR_TORCH = (4, 5)
+OF_FOUR = f"{BY_SIZE} or test_checkpoint or test_data or test_replicas or test_ring_order or test_training"
+SIZES = {
+    "mpich": {1: "", 2: "", 3: "", 4: OF_FOUR, 5: BY_SIZE, 7: BY_SIZE},
+    "openmpi": {2: BY_SIZE, 3: ""},
+}
+# The same for mpitrain.torch and mpitrain.jax, which are skipped where there is no PyTorch, or no JAX. Its groups and
+# meshes take 4 ranks. JAX hands its arrays to the collectives that tests/ranks tries.
 TORCH_BY_SIZE = (
     "(test_collectives or test_groups or test_point_to_point or test_sharded or test_prepare.py) and not compression"
 )
-# The tests that need a bed of nodes (mpitrain/testbed).
-ON_NODES = ["tests/testbed", "tests/cluster", "tests/cli/test_cluster_bed.py", "tests/faults/cluster"]
-# Far above what a part takes; a part that reaches it hangs.
-DEADLINE_SECONDS = 1800.0
-ON_NODES_SECONDS = 3600.0
-# After SIGTERM, before SIGKILL.
-GRACE_SECONDS = 10.0
+FRAMEWORKS = {"torch": {1: "", 2: "", 3: "", 4: TORCH_BY_SIZE}, "jax": {1: "", 2: "", 3: "", 5: ""}}
+FRAMEWORKS_TOO = {"torch": {5: ""}, "jax": {4: ""}}  # with --full
+# The same with arrays on GPUs, which are emulated here; scripts/gpu-check runs them on real ones.
+EMULATED = {1: "", 2: "", 4: "test_transports or test_compressed or test_reducer"}
+EMULATED_TOO = {3: ""}  # with --full
+EMULATED_GPUS = {1: 1, 2: 2, 3: 1, 4: 2}  # by number of ranks
+# The tests that need a bed of nodes (mpitrain/testbed), in two parts of about the same length; the second one has those
+# that share a cluster that is set up. They wait most of the time, so they run beside all others.
+ON_NODES = {
+    "bare nodes": ["tests/testbed", "tests/cli/test_cluster_bed.py", "tests/cluster/test_cycle.py"],
+    "nodes": ["tests/cluster", "tests/faults/cluster"],
+}
+# The other tests run in a process for each folder that takes long; what is not named here has one process for all.
+LONG_FOLDERS = ["faults", "cli", "examples", "cuda", "training"]
+# For a first look: what needs neither nodes nor a job of its own, and of the tests on ranks what most others rest on.
+QUICK_FOLDERS = ["bench", "diagnostics", "launch", "training", "verify"]
+SLOW_FILES = ["tests/test_docs.py", "tests/test_everything.py", "tests/test_one_of_each.py"]
+QUICK_RANKS = {2: "test_training or test_checkpoint", 3: BY_SIZE}
+# More at once than on so many cores has never been tried.
+MOST_CORES = 4
 
 
-def parts(full: bool) -> Iterator[tuple[str, list[str], bool, float]]:
-    """Name, command, whether it is a pytest run (which gets --junit-xml), and how long it may take."""
-    yield "lint and types", ["scripts/check"], False, DEADLINE_SECONDS
+def parts(full: bool) -> Iterator[Part]:
+    """All of them, the longest first, so that none begins last; those that take all cores wait until both are free."""
     slow = [] if full else ["-m", "not slow"]
-    pytest = [sys.executable, "-m", "pytest", "-q", *slow]
-    elsewhere = [f"--ignore={path}" for path in [*ON_RANKS, *ON_NODES]]
-    yield "one process", [*pytest, "--durations=25", *elsewhere], True, DEADLINE_SECONDS
-    yield "nodes", [*pytest, "--durations=15", *ON_NODES], True, ON_NODES_SECONDS
+    pytest = [sys.executable, "-m", "pytest", "-q", *slow, "--durations=15"]
+    first, second = ON_NODES.values()
+    ignored = [f"--ignore={path}" for path in first]
+    for name, words in zip(ON_NODES, (first, [*second, *ignored]), strict=True):
+        yield Part(name, [*pytest, *words], cores=0)
+    ignored = [f"--ignore={path}" for path in [*ON_RANKS, *first, *second]]
+    folders = [Part(f"tests/{name}", [*pytest, f"tests/{name}", *ignored]) for name in LONG_FOLDERS]
+    yield folders[0]
+    yield Part("other tests", [*pytest, "tests", *ignored, *(f"--ignore=tests/{name}" for name in LONG_FOLDERS)])
+    yield Part("lint and types", ["scripts/check"], is_pytest=False)
+    yield from folders[1:]
+    yield from on_ranks(slow, full)
+
+
+def on_ranks(slow: list[str], full: bool) -> Iterator[Part]:
+    """Those that run on all ranks of a job."""
     for vendor, sizes in SIZES.items():
-        for size in sizes:
-            python = VENVS[vendor] / "bin/python"
-            chosen = ["-k", BY_SIZE] if size in MANY_RANKS and not full else []
-            command = [*mpiexec(size, vendor), str(python), "-m", "tests.ranks", *slow, *chosen]
-            yield f"{size} ranks, {vendor}", command, True, DEADLINE_SECONDS
+        for size, chosen in sizes.items():
+            yield of_ranks("ranks", size, "" if full else chosen, *slow, vendor=vendor)
     for framework, sizes in FRAMEWORKS.items():
         if importlib.util.find_spec(framework) is None:
             print(f"\n=== tests.{framework}_ranks: skipped, {sys.prefix} has no {framework}", flush=True)
             continue
-        for size in sizes:
-            few = framework == "torch" and size in MANY_FOR_TORCH and not full
-            chosen = ["-k", TORCH_BY_SIZE] if few else []
-            command = [*mpiexec(size), sys.executable, "-m", f"tests.{framework}_ranks", *slow, *chosen]
-            yield f"{size} ranks, {framework}", command, True, DEADLINE_SECONDS
-    for size, gpus in (EMULATED_GPUS | (EMULATED_GPUS_TOO if full else {})).items():
-        chosen = ["-k", DEVICES_BY_SIZE] if size == MANY_FOR_GPUS and not full else []
-        command = [*mpiexec(size), sys.executable, "-m", "tests.device_ranks", f"--emulated={gpus}", *slow, *chosen]
-        yield f"{size} ranks, emulated GPU", command, True, DEADLINE_SECONDS
+        for size, chosen in (sizes | (FRAMEWORKS_TOO[framework] if full else {})).items():
+            yield of_ranks(f"{framework}_ranks", size, "" if full else chosen, *slow)
+    for size, chosen in (EMULATED | (EMULATED_TOO if full else {})).items():
+        gpus = f"--emulated={EMULATED_GPUS[size]}"
+        yield of_ranks("device_ranks", size, "" if full else chosen, gpus, *slow)
+
+
+def of_ranks(module: str, size: int, chosen: str, *options: str, vendor: str = "mpich") -> Part:
+    """The tests of a module on so many ranks; only those that are chosen, unless that is empty."""
+    command = [*mpiexec(size, vendor), str(VENVS[vendor] / "bin/python"), "-m", f"tests.{module}", *options]
+    other = "" if vendor == "mpich" else f", {vendor}"
+    return Part(f"{module} on {size}{other}", [*command, *(["-k", chosen] if chosen else [])], cores=size)
+
+
+def quick_parts() -> Iterator[Part]:
+    """A first look, in less than three minutes."""
+    yield Part("lint and types", ["scripts/check"], is_pytest=False)
+    for size, chosen in QUICK_RANKS.items():
+        yield of_ranks("ranks", size, chosen, "-m", "not slow")
+    files = sorted(str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "tests").glob("test_*.py"))
+    files = [path for path in files if path not in SLOW_FILES]
+    folders = [f"tests/{name}" for name in QUICK_FOLDERS]
+    yield Part("one process", [sys.executable, "-m", "pytest", "-q", "-m", "not slow", *files, *folders])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--full", action="store_true", help="the slow tests too")
+    amount = parser.add_mutually_exclusive_group()
+    amount.add_argument("--full", action="store_true", help="the slow tests too")
+    amount.add_argument("--quick", action="store_true", help="a first look: lint, types and the tests that are fast")
     arguments = parser.parse_args()
+    chosen = list(quick_parts() if arguments.quick else parts(arguments.full))
     # In the background of a shell script Ctrl-C is ignored, and would be in all tests.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # As by Ctrl-C: the part and all its jobs end too.
+    # As by Ctrl-C: the parts and all their jobs end too.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    total: Counter[str] = Counter()
-    failed_parts = []
     shared = shared_memory()
-    for name, command, is_pytest, deadline_seconds in parts(arguments.full):
-        print(f"\n=== {name}", flush=True)
-        started = time.monotonic()
-        counts = run(command, is_pytest, deadline_seconds)
-        total += counts
-        if counts["failed"]:
-            failed_parts.append(name)
-        print(f"--- {name}: {dict(counts)}, {time.monotonic() - started:.0f} s", flush=True)
+    try:
+        with temporary_files():
+            counts = run(chosen, min(MOST_CORES, len(os.sched_getaffinity(0))))
+    finally:
         for path in shared_memory() - shared:
             path.unlink(missing_ok=True)
+    failed_parts = [name for name, count in counts.items() if count["failed"]]
     if failed_parts:
         print(f"\nfailed: {', '.join(failed_parts)}")
+    total = sum(counts.values(), Counter[str]())
     print(f"\nskipped, with the reasons above: {total['skipped']}")
     print(f"{total['passed']} passed, {total['failed']} failed", flush=True)
     return 1 if total["failed"] else 0
 
 
-def run(command: list[str], is_pytest: bool, deadline_seconds: float) -> Counter[str]:
-    """Counts of one part. A part that ends badly without a failed test counts as one failure."""
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        if is_pytest:
-            command = [*command, f"--junit-xml={report}"]
-        token = uuid.uuid4().hex
-        environment = clean_environment({RUN_TOKEN: token})
-        process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, start_new_session=True)
-        try:
-            code = process.wait(deadline_seconds)
-        except subprocess.TimeoutExpired:
-            print(f"ended: it ran longer than {deadline_seconds:.0f} s")
-            code = end(process, token)
-        except BaseException:  # Ctrl-C comes to this process alone
-            end(process, token)
-            raise
-        counts: Counter[str] = Counter()
-        if is_pytest and report.exists():
-            suite = next(ElementTree.parse(report).iter("testsuite")).attrib
-            bad = int(suite["failures"]) + int(suite["errors"])
-            skipped = int(suite["skipped"])
-            counts.update(failed=bad, skipped=skipped, passed=int(suite["tests"]) - bad - skipped)
-        elif not is_pytest:
-            counts["failed" if code else "passed"] += 1
-    if code and not counts["failed"]:
-        print(f"exit code {code} from {' '.join(command)}")
-        counts["failed"] += 1
-    return counts
+@contextlib.contextmanager
+def temporary_files() -> Iterator[None]:
+    """All of the run's are in a folder that goes with it: the MPI libraries and Ansible leave some there.
 
-
-def end(process: subprocess.Popen[bytes], token: str) -> int:
-    """End a part and all the jobs in it, also those in sessions of their own. Returns its exit code."""
-    _signal_group(process, signal.SIGTERM)
-    processes_of(token, patience=GRACE_SECONDS)
-    _signal_group(process, signal.SIGKILL)
-    while processes_of(token):  # again: one may have started another in between
-        kill_all(token)
-        time.sleep(0.05)
-    return process.wait()
+    Its name is short, because those of UNIX sockets, in folders below, may have about 100 characters.
+    """
+    with tempfile.TemporaryDirectory(prefix="mt", ignore_cleanup_errors=True) as folder:
+        os.environ["TMPDIR"] = tempfile.tempdir = folder
+        yield
 
 
 def shared_memory() -> set[Path]:
@@ -154,12 +153,6 @@ def shared_memory() -> set[Path]:
             mapped |= {line.split()[5] for line in maps.read_text().splitlines() if " /dev/shm/" in line}
     found = {path for pattern in (*SHM_PATTERNS, "sem.mp-*") for path in Path("/dev/shm").glob(pattern)}
     return {path for path in found if str(path) not in mapped}
-
-
-def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    if process.returncode is None:  # not waited for, so that its number cannot be another's by now
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
 
 
 if __name__ == "__main__":

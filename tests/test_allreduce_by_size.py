@@ -1,54 +1,62 @@
-"""hierarchical: direct below the size from which the ring is faster, ring from there on."""
+"""auto and hierarchical: for each size the algorithm with the lowest predicted time."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any, cast
 
 import numpy
 import pytest
 
-from mpitrain.allreduce.costs import ring_from_bytes
-from mpitrain.allreduce.hierarchical import by_size
+from mpitrain.allreduce import ALGORITHMS
+from mpitrain.allreduce.algorithm import Steps
+from mpitrain.allreduce.costs import Topology
+from mpitrain.allreduce.registry import by_cost, candidates, changes
 from mpitrain.profile import Profile
-from mpitrain.world import World
 
-# The package has a function of the same name.
-MODULE = sys.modules[by_size.__module__]
 GIGABIT = Profile("test", 50e-6, 100e6)
 
 
-@pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the algorithms that were started."""
+def taken(topology: Topology, *sizes: int) -> list[str]:
+    """The names of the algorithms that run for buffers of so many bytes."""
     started: list[str] = []
 
-    def make(name: str) -> Any:
-        def steps(flat: numpy.ndarray, residual: object = None) -> Iterator[None]:
+    def make(name: str) -> Steps:
+        def steps(flat: numpy.ndarray, residual: numpy.ndarray | None = None) -> Iterator[None]:
             started.append(name)
             return iter(())
 
-        return lambda group: steps
+        return steps
 
-    for name in ("direct", "ring"):
-        monkeypatch.setattr(MODULE, f"{name}_steps", make(name))
+    steps = by_cost(topology, {name: make(name) for name in candidates(topology)})
+    for size in sizes:
+        steps(numpy.empty(size, numpy.int8))
     return started
 
 
-@pytest.mark.parametrize(("node_ranks", "lanes"), [((0, 1, 2, 3), 1), ((0, 0, 1, 1, 2, 2, 3, 3), 2)])
-def test_the_faster_one(node_ranks: tuple[int, ...], lanes: int, taken: list[str]) -> None:
-    limit = ring_from_bytes(GIGABIT, 4, lanes)
-    assert limit > 100_000
-    world = cast(World, SimpleNamespace(profile=GIGABIT, node_ranks=node_ranks))
-    steps = by_size(world)(cast(Any, None))
-    for size in (0, limit - 1, limit, 10 * limit):
-        steps(numpy.empty(size, numpy.int8))
-    assert taken == ["direct", "direct", "ring", "ring"]
+@pytest.mark.parametrize(("lanes", "limit"), [(1, 333_334), (2, 166_667)])
+def test_between_four_nodes(lanes: int, limit: int) -> None:
+    topology = Topology(GIGABIT, (1,) * 4, lanes)
+    assert taken(topology, 0, limit - 1, limit, 10 * limit) == ["direct", "direct", "ring", "ring"]
 
 
-def test_on_two_nodes_always_the_ring(taken: list[str]) -> None:
-    steps = by_size(cast(World, SimpleNamespace(profile=GIGABIT, node_ranks=(0, 1))))(cast(Any, None))
-    steps(numpy.empty(1, numpy.int8))
-    assert taken == ["ring"]
+def test_between_two_nodes_always_the_ring() -> None:
+    assert taken(Topology(GIGABIT, (1, 1), 2), 1, 2**20) == ["ring", "ring"]
+
+
+def test_all_ranks() -> None:
+    limit = 256 * 1024
+    assert taken(Topology(GIGABIT, (2, 2)), 1, limit - 1, limit) == ["native", "native", "hierarchical"]
+    assert taken(Topology(GIGABIT, (4,)), 16 * 1024 - 1, 16 * 1024) == ["native", "shared_memory"]
+
+
+def test_where_the_choice_changes() -> None:
+    limits = [(0, "a"), (77, "b"), (1000, "c"), (1003, "d"), (2**30, "e")]
+    assert changes(lambda num_bytes: [text for begin, text in limits if begin <= num_bytes][-1]) == limits
+    assert changes(lambda num_bytes: "a") == [(0, "a")]
+
+
+def test_a_cheaper_entry_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every level: of all ranks, and over the lanes between nodes."""
+    entry = ALGORITHMS["recursive_doubling"]._replace(seconds=lambda num_bytes, topology: 0.0)
+    monkeypatch.setitem(ALGORITHMS, "recursive_doubling", entry)
+    assert taken(Topology(GIGABIT, (2, 2)), 1, 2**24) == ["recursive_doubling"] * 2

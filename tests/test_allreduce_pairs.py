@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import numpy
 import pytest
 
-from mpitrain.allreduce.halving_doubling import plan as halving_doubling
-from mpitrain.allreduce.pairs import Phase, Plan, for_any_size
+from mpitrain.allreduce.group import segments
+from mpitrain.allreduce.halving_doubling import plan as halving_plan
+from mpitrain.allreduce.pairs import Phase
 from mpitrain.allreduce.recursive_doubling import plan as recursive_doubling
+
+Plan = Callable[[int, int, int], list[Phase]]
+
+
+def halving_doubling(count: int, place: int, size: int) -> list[Phase]:
+    return halving_plan(segments(count, size), place)
+
 
 PLANS = [recursive_doubling, halving_doubling]
 
@@ -19,7 +28,7 @@ def run(plan: Plan, count: int, size: int) -> tuple[numpy.ndarray, list[list[Pha
     terms = numpy.zeros((size, count, size), int)
     for rank in range(size):
         terms[rank, :, rank] = 1
-    phases = [for_any_size(plan, count, rank, size) for rank in range(size)]
+    phases = [plan(count, rank, size) for rank in range(size)]
     todo = [deque(its) for its in phases]
     while any(todo):
         # Two ranks go on when each one is what the other one waits for, with what it waits for.

@@ -11,6 +11,7 @@ import pytest
 
 from mpitrain.config import Config, read_config
 from mpitrain.errors import ConfigError
+from mpitrain.job.context import JobContext
 
 
 def test_defaults() -> None:
@@ -23,7 +24,7 @@ def test_other_variables_are_none_of_our_business() -> None:
 
 
 def test_every_field_is_a_variable_and_an_argument() -> None:
-    samples = {str: "other", float: 2.5, int: 3}
+    samples = {str: "other", float: 2.5}
     values = {field.name: samples[type(field.default)] for field in dataclasses.fields(Config)}
     assert len(values) >= 4
     assert all(getattr(Config(), name) != value for name, value in values.items())
@@ -47,15 +48,38 @@ def test_precedence() -> None:
     ],
 )
 def test_unknown_variable(variable: str, meant: str) -> None:
-    known = ", ".join(f"MPITRAIN_{field.name.upper()}" for field in dataclasses.fields(Config))
+    known = ", ".join(
+        [*(f"MPITRAIN_{field.name.upper()}" for field in dataclasses.fields(Config)), "MPITRAIN_ENV_FILE"]
+    )
     with pytest.raises(ConfigError) as caught:
         read_config({variable: "1"}, {})
     assert str(caught.value) == f"there is no setting {variable}; did you mean {meant}? Known are {known}"
 
 
-def test_unknown_variable_that_is_like_none() -> None:
-    with pytest.raises(ConfigError, match=r"^there is no setting MPITRAIN_XYZZY_QUX; Known are MPITRAIN_ALGORITHM, "):
-        read_config({"MPITRAIN_XYZZY_QUX": ""}, {})
+@pytest.mark.parametrize("variable", ["MPITRAIN_XYZZY_QUX", "MPITRAIN_FOO"])  # the prefix alone is no likeness
+def test_unknown_variable_that_is_like_none(variable: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^there is no setting {variable}; Known are MPITRAIN_ALGORITHM, "):
+        read_config({variable: ""}, {})
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(JobContext)])
+def test_what_only_the_launcher_tells_a_rank(name: str) -> None:
+    """Neither a variable nor an argument sets it; the launcher's own variable is none of ours."""
+    reason = "is no setting: `mpitrain run` and `mpitrain verify` tell it to the ranks themselves; leave it out"
+    variable = f"MPITRAIN_{name.upper()}"
+    with pytest.raises(ConfigError) as caught:
+        read_config({variable: "1"}, {})
+    assert str(caught.value) == f"{variable} {reason}"
+    with pytest.raises(ConfigError) as caught:
+        read_config({}, {name: "1"})
+    assert str(caught.value) == f"{name} {reason}"
+    assert read_config({f"_{variable}": "1"}, {}) == Config()
+
+
+def test_what_only_the_launcher_reads_is_no_setting_of_a_rank() -> None:
+    assert read_config({"MPITRAIN_ENV_FILE": "mpi.env"}, {}) == Config()
+    with pytest.raises(ConfigError, match=r"^there is no setting env_file; Known are algorithm,"):
+        read_config({}, {"env_file": "mpi.env"})
 
 
 def test_unknown_argument() -> None:
@@ -73,7 +97,6 @@ def test_unknown_argument() -> None:
         ("MPITRAIN_BUCKET_MIB", "four", "float"),
         ("MPITRAIN_BUCKET_MIB", "", "float"),
         ("MPITRAIN_STALL_SECONDS", "10s", "float"),
-        ("MPITRAIN_EXPECTED_SIZE", "2.5", "int"),
     ],
 )
 def test_variable_of_the_wrong_type(variable: str, text: str, kind: str) -> None:
@@ -88,8 +111,6 @@ def test_variable_of_the_wrong_type(variable: str, text: str, kind: str) -> None
         ("bucket_mib", True, "float"),
         ("bucket_mib", [1], "float"),
         ("stall_seconds", 1j, "float"),
-        ("expected_size", 2.0, "int"),
-        ("expected_size", "2", "int"),
         ("algorithm", 1, "str"),
         ("algorithm", b"ring", "str"),
     ],
@@ -101,8 +122,8 @@ def test_argument_of_the_wrong_type(name: str, value: Any, kind: str) -> None:
 
 
 def test_numbers_that_will_do() -> None:
-    config = read_config({}, {"bucket_mib": 4, "stall_seconds": numpy.float32(0.5), "expected_size": numpy.int64(3)})
-    assert config == Config(bucket_mib=4.0, stall_seconds=0.5, expected_size=3)
+    config = read_config({}, {"bucket_mib": 4, "stall_seconds": numpy.float32(0.5)})
+    assert config == Config(bucket_mib=4.0, stall_seconds=0.5)
     # Compared between ranks by their text, so they must be Python's own.
     assert [type(value) for value in vars(config).values()] == [type(value) for value in vars(Config()).values()]
 
@@ -115,7 +136,6 @@ def test_numbers_that_will_do() -> None:
         ("bucket_mib", math.inf),
         ("stall_seconds", 0.0),
         ("stall_seconds", -math.inf),
-        ("expected_size", -1),
     ],
 )
 def test_values_out_of_range(name: str, value: float) -> None:

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 
-from mpitrain.allreduce.costs import bucket_bytes, native_below_bytes, pays, predicted, ring_from_bytes, seconds
+from mpitrain.allreduce.costs import Topology, bucket_bytes, native_below_bytes, pays
+from mpitrain.allreduce.direct import direct_seconds
+from mpitrain.allreduce.hierarchical import hierarchical_seconds
+from mpitrain.allreduce.native import native_seconds
+from mpitrain.allreduce.registry import candidates, cheapest, priced
+from mpitrain.allreduce.ring import ring_seconds
+from mpitrain.allreduce.shared_memory import shared_memory_seconds
 from mpitrain.profile import DEFAULT, Profile, ring_order
 
 
@@ -56,25 +63,30 @@ def test_where_nothing_was_measured_or_there_is_no_choice() -> None:
 GIGABIT = Profile("test", 50e-6, 100e6)
 
 
+def between(profile: Profile, nodes: int, lanes: int = 1) -> Topology:
+    return Topology(profile, (1,) * nodes, lanes)
+
+
 def test_costs_by_hand() -> None:
     # 4 nodes, 8 MB: 6 latencies and 12 MB of wire; or 2 latencies and 4 % more of it.
-    assert seconds("ring", 8_000_000, GIGABIT, 4) == pytest.approx(300e-6 + 0.12)
-    assert seconds("direct", 8_000_000, GIGABIT, 4) == pytest.approx(100e-6 + 0.1248)
+    assert ring_seconds(8_000_000, between(GIGABIT, 4)) == pytest.approx(300e-6 + 0.12)
+    assert direct_seconds(8_000_000, between(GIGABIT, 4)) == pytest.approx(100e-6 + 0.1248)
     # 2 lanes share the link.
-    assert seconds("ring", 8_000_000, GIGABIT, 4, lanes=2) == pytest.approx(300e-6 + 0.24)
+    assert ring_seconds(8_000_000, between(GIGABIT, 4, lanes=2)) == pytest.approx(300e-6 + 0.24)
     # On 2 nodes there is one sender for each receiver.
-    assert seconds("direct", 8_000_000, GIGABIT, 2) == seconds("ring", 8_000_000, GIGABIT, 2) == 100e-6 + 0.08
+    pair = between(GIGABIT, 2)
+    assert direct_seconds(8_000_000, pair) == ring_seconds(8_000_000, pair) == 100e-6 + 0.08
 
 
-def test_ring_from_bytes_by_hand() -> None:
-    assert ring_from_bytes(GIGABIT, 2) == 0
-    # 4 latencies saved, 200 us; 0.04 x 1.5 / 100e6 lost for each byte: 0.6 ns.
-    assert ring_from_bytes(GIGABIT, 4) == round(200e-6 / 0.6e-9) == 333_333
-    assert ring_from_bytes(GIGABIT, 4, lanes=2) == 166_667
-    for lanes in (1, 2):
-        limit = ring_from_bytes(GIGABIT, 4, lanes)
-        assert seconds("ring", limit - 1000, GIGABIT, 4, lanes) > seconds("direct", limit - 1000, GIGABIT, 4, lanes)
-        assert seconds("ring", limit + 1000, GIGABIT, 4, lanes) < seconds("direct", limit + 1000, GIGABIT, 4, lanes)
+def test_between_nodes_by_hand() -> None:
+    # 4 latencies saved, 200 us; 0.04 x 1.5 / 100e6 lost for each byte: 0.6 ns. 333 333.3 bytes.
+    for lanes, limit in ((1, 333_333), (2, 166_666)):
+        place = between(GIGABIT, 4, lanes)
+        assert cheapest(limit, place, priced(place))[1] == "direct"
+        assert cheapest(limit + 1, place, priced(place))[1] == "ring"
+        assert sorted(candidates(place)) == ["direct", "ring"]
+    # Both take two latencies on two nodes. The ring comes first in the registry.
+    assert candidates(between(GIGABIT, 2)) == ["ring"]
 
 
 def test_native_below_bytes_by_hand() -> None:
@@ -94,13 +106,74 @@ def test_native_below_bytes_as_measured() -> None:
 def test_predicted_by_hand() -> None:
     memory = dataclasses.replace(GIGABIT, add_bytes_per_second=4e9, copy_bytes_per_second=2e9)
     # 3 ranks add a third each of 8 MB to it twice, and copy it twice: 16/3 MB at 0.25 ns a byte and at 0.5 ns.
-    assert predicted(8_000_000, memory, [3]) == pytest.approx(16e6 / 3 * 0.75e-9)
+    assert shared_memory_seconds(8_000_000, Topology(memory, (3,))) == pytest.approx(16e6 / 3 * 0.75e-9)
     # A rank alone on each of 4 nodes: nothing inside.
-    assert predicted(8_000_000, memory, [1] * 4) == seconds("ring", 8_000_000, memory, 4)
-    assert predicted(80_000, memory, [1] * 4) == seconds("direct", 80_000, memory, 4)
+    alone, lane = Topology(memory, (1,) * 4), between(memory, 4)
+    assert hierarchical_seconds(8_000_000, alone) == ring_seconds(8_000_000, lane)
+    assert hierarchical_seconds(80_000, alone) == direct_seconds(80_000, lane)
     # 2 lanes: each adds half of 8 MB once, on the node of 3 ranks twice.
-    inside, between = 8e6 * 0.75e-9, seconds("ring", 4_000_000, memory, 4, lanes=2)
-    assert predicted(8_000_000, memory, [2, 3, 2, 2]) == pytest.approx(inside + between)
+    inside, wire = 8e6 * 0.75e-9, ring_seconds(4_000_000, between(memory, 4, lanes=2))
+    assert hierarchical_seconds(8_000_000, Topology(memory, (2, 3, 2, 2))) == pytest.approx(inside + wire)
+    # Where they cannot run.
+    assert shared_memory_seconds(1, alone) == hierarchical_seconds(1, Topology(memory, (3,))) == math.inf
+    assert ring_seconds(1, Topology(memory, (2, 2))) == direct_seconds(1, Topology(memory, (2, 2))) == math.inf
+
+
+def test_native_in_proportion() -> None:
+    """To what sums large buffers: the two are equally fast at the limit, which is measured or a rule of thumb."""
+    for topology, limit, large in (
+        (Topology(GIGABIT, (4,)), 16 * 1024, shared_memory_seconds),
+        (Topology(GIGABIT, (2, 2)), 256 * 1024, hierarchical_seconds),
+    ):
+        assert native_seconds(limit // 2, topology) == pytest.approx(large(limit // 2, topology) / 2)
+        assert native_seconds(limit - 1, topology) < large(limit - 1, topology)
+        assert native_seconds(limit, topology) == math.inf
+    assert native_seconds(1, between(GIGABIT, 2)) == math.inf  # a lane is no whole communicator
+
+
+def choice_before(num_bytes: int, profile: Profile, ranks_per_node: tuple[int, ...]) -> tuple[str, str | None]:
+    """What auto took before algorithms had costs of their own: a copy of that rule, with all its constants."""
+    nodes, lanes = len(ranks_per_node), min(ranks_per_node)
+    native = profile.native_below_bytes
+    if native is None:
+        more = 2 * (math.ceil(math.log2(nodes)) - 1) * profile.latency_seconds
+        native = 16 * 1024 if nodes == 1 else 256 * 1024 if more < 200e-6 else 0
+    if num_bytes < native:
+        return "native", None
+    if nodes == 1:
+        return "shared_memory", None
+    ring_from = 0
+    if nodes > 2:
+        lost_a_byte = 0.04 * 2 * (nodes - 1) / nodes / (profile.bytes_per_second / lanes)
+        ring_from = round((2 * (nodes - 1) - 2) * profile.latency_seconds / lost_a_byte)
+    return "hierarchical", "ring" if num_bytes // lanes >= ring_from else "direct"
+
+
+SIZES = [1, *(size + more for e in range(8, 31, 2) for size in (2**e, 3 * 2**e + e) for more in (-1, 0))]
+NODES = [(1,), (2,), (4,), (7,), (1, 1), (1,) * 3, (1,) * 4, (1,) * 5, (1,) * 9, (2, 2), (1, 3), (4,) * 4, (2, 3, 2, 2)]
+
+
+@pytest.mark.parametrize("ranks_per_node", [nodes for nodes in NODES if sum(nodes) > 1], ids=str)
+@pytest.mark.parametrize("latency", [1e-6, 5e-6, 50e-6, 101e-6, 1e-3])
+@pytest.mark.parametrize("native_below_bytes", [None, 0, 8192, 2 * 2**20])
+def test_auto_takes_what_it_took(
+    latency: float, native_below_bytes: int | None, ranks_per_node: tuple[int, ...]
+) -> None:
+    """At all sizes but one: the old limit of the ring was rounded to a whole byte."""
+    for rate in (12e6, 117e6, 1.2e9, 11e9):
+        profile = Profile("test", latency, rate, native_below_bytes=native_below_bytes)
+        topology = Topology(profile, ranks_per_node)
+        lane = topology.between_nodes()
+        among_all, among = candidates(topology), candidates(lane)
+        for num_bytes in SIZES:
+            name = cheapest(num_bytes, topology, among_all)[1]
+            link = cheapest(num_bytes // lane.lanes, lane, among)[1] if name == "hierarchical" else None
+            before = choice_before(num_bytes, profile, ranks_per_node)
+            if (name, link) != before:
+                part = num_bytes // lane.lanes
+                nearly = pytest.approx(direct_seconds(part, lane), rel=1e-5)
+                assert name == before[0] == "hierarchical"
+                assert ring_seconds(part, lane) == nearly
 
 
 def test_bucket_bytes_by_hand() -> None:

@@ -1,4 +1,4 @@
-"""tests/everything.py ends a part and all the jobs in it."""
+"""tests/everything.py runs every test once, side by side, and ends a part and all the jobs in it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,17 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import everything
+import side_by_side
 from jobs import REPOSITORY
+from side_by_side import Part, run
 
 # A part that will not end by SIGTERM, with a job in a session of its own, as the tests start them.
 PART = f"""
@@ -30,10 +35,26 @@ def test_every_folder_of_tests_is_run_once(monkeypatch: pytest.MonkeyPatch) -> N
     """Those that run on all ranks of a job are modules to run, one for each world size; no other part collects them."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     modules = {f"tests.{path.parent.name}" for path in (REPOSITORY / "tests").glob("*/__main__.py")}
-    commands = {name: command for name, command, _, _ in everything.parts(full=False)}
-    assert {command[command.index("-m") + 1] for name, command in commands.items() if " ranks, " in name} == modules
-    assert {f"--ignore={module.replace('.', '/')}" for module in modules} <= set(commands["one process"])
-    assert "3 ranks, torch" in commands
+    commands = {part.name: list(part.command) for part in everything.parts(full=False)}
+    assert {command[command.index("-m") + 1] for name, command in commands.items() if "ranks on " in name} == modules
+    assert "torch_ranks on 3" in commands
+    files = Counter(
+        path
+        for name, command in commands.items()
+        if command[:3] == [sys.executable, "-m", "pytest"]
+        for path in files_of(command)
+    )
+    folders = [REPOSITORY / module.replace(".", "/") for module in modules]
+    every = (path for path in (REPOSITORY / "tests").rglob("test_*.py") if not set(folders) & set(path.parents))
+    assert files == dict.fromkeys(every, 1)
+
+
+def files_of(command: list[str]) -> set[Path]:
+    """The files of tests below the folders that are given to pytest, but for those that it is to ignore."""
+    ignored = {REPOSITORY / word.partition("=")[2] for word in command if word.startswith("--ignore=")}
+    given = [REPOSITORY / word for word in command if word.startswith("tests")]
+    files = {file for path in given for file in ([path] if path.is_file() else path.rglob("test_*.py"))}
+    return {file for file in files if not ignored & {file, *file.parents}}
 
 
 def pids(folder: Path) -> list[int]:
@@ -53,26 +74,76 @@ def is_alive(pid: int) -> bool:
 
 @pytest.fixture(autouse=True)
 def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(everything, "GRACE_SECONDS", 0.3)
+    monkeypatch.setattr(side_by_side, "GRACE_SECONDS", 0.3)
 
 
-def test_a_part_that_hangs(tmp_path: Path) -> None:
-    counts = everything.run([sys.executable, "-c", PART, str(tmp_path)], is_pytest=False, deadline_seconds=5.0)
-    assert counts["failed"] == 1
+def part(source: str, folder: Path, **options: Any) -> Part:
+    return Part(folder.name, [sys.executable, "-c", source, str(folder)], **{"is_pytest": False, **options})
+
+
+def test_parts_run_side_by_side_and_are_printed_one_by_one(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """As many as there are cores for; what waits counts as none. Each of these waits until the other has begun."""
+    source = """
+import pathlib, sys, time
+own, other = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[1]).with_name(sys.argv[2])
+print("first line", flush=True)
+own.joinpath("begun").touch()
+while not other.joinpath("begun").exists(): time.sleep(0.02)
+print("second line", file=sys.stderr)
+"""
+    cores = {"a": 1, "b": 1, "c": 7, "d": 0}
+    for name in cores:
+        (tmp_path / name).mkdir()
+    parts = []
+    for (name, count), other in zip(cores.items(), "badc", strict=True):
+        given = part(source, tmp_path / name, cores=count, deadline_seconds=60.0)
+        parts.append(replace(given, command=[*given.command, other]))
+    counts = run(parts, cores=2)
+    assert counts == {name: {"passed": 1} for name in cores}
+    printed = capfd.readouterr().out
+    assert printed.index("... d begins") < printed.index("=== ") < printed.index("... c begins")
+    for name in cores:
+        assert f"\n=== {name}\nfirst line\nsecond line\n--- {name}: {{'passed': 1}}, " in printed
+
+
+def test_failed_tests_are_counted(tmp_path: Path) -> None:
+    """And a part that ends badly without one counts as one."""
+    test = tmp_path / "test_these.py"
+    test.write_text("import pytest\ndef test_a(): pass\ndef test_b(): assert False\ndef test_c(): pytest.skip('why')")
+    pytest_run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test)]
+    parts = [Part("tests", pytest_run), Part("none", [sys.executable, "-c", "", "--"], is_pytest=True)]
+    parts += [Part("bad", ["false"]), Part("worse", ["false"], is_pytest=False)]
+    assert run(parts, cores=2) == {
+        "tests": {"passed": 1, "failed": 1, "skipped": 1},
+        "none": {},
+        "bad": {"failed": 1},
+        "worse": {"failed": 1},
+    }
+
+
+def test_a_part_that_hangs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    counts = run([part(PART, tmp_path, deadline_seconds=5.0)], cores=1)
+    assert counts == {tmp_path.name: {"failed": 1}}
+    assert "ended: it ran longer than 5 s" in capfd.readouterr().out
     assert [is_alive(pid) for pid in pids(tmp_path)] == [False, False]
 
 
 def test_ctrl_c(tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+
     def interrupt() -> None:
-        pids(tmp_path)
+        for folder in folders:
+            pids(folder)
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
-        everything.run([sys.executable, "-c", PART, str(tmp_path)], is_pytest=False, deadline_seconds=60.0)
+        run([part(PART, folder, deadline_seconds=60.0) for folder in folders], cores=2)
     thread.join()
-    assert [is_alive(pid) for pid in pids(tmp_path)] == [False, False]
+    assert [is_alive(pid) for folder in folders for pid in pids(folder)] == [False] * 4
 
 
 def test_sigterm(tmp_path: Path) -> None:
@@ -81,14 +152,20 @@ def test_sigterm(tmp_path: Path) -> None:
 import signal, sys
 sys.path.insert(0, {str(REPOSITORY / "tests")!r})
 signal.signal(signal.SIGINT, signal.SIG_IGN)
-import everything
-everything.GRACE_SECONDS = 0.3
-everything.parts = lambda full: [("a part", [sys.executable, "-c", {PART!r}, {str(tmp_path)!r}], False, 60.0)]
+import everything, side_by_side
+side_by_side.GRACE_SECONDS = 0.3
+command = [sys.executable, "-c", {PART!r}, {str(tmp_path)!r}]
+everything.parts = lambda full: [side_by_side.Part("a part", command, 60.0, is_pytest=False)]
 sys.argv = ["everything"]
 everything.main()
 """
-    with subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.DEVNULL) as process:
-        found = pids(tmp_path)
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    environment = os.environ | {"TMPDIR": str(temporary)}
+    with subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.DEVNULL, env=environment) as process:
+        started = pids(tmp_path)
+        assert len(list(temporary.iterdir())) == 1
         process.terminate()
-        assert process.wait(timeout=30) == 128 + signal.SIGTERM
-    assert [is_alive(pid) for pid in found] == [False, False]
+        assert process.wait(timeout=120) == 128 + signal.SIGTERM
+    assert [is_alive(pid) for pid in started] == [False, False]
+    assert list(temporary.iterdir()) == []

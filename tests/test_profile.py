@@ -9,8 +9,7 @@ import pytest
 
 from mpitrain.allreduce.costs import bucket_bytes, native_below_bytes
 from mpitrain.errors import ConfigError
-from mpitrain.launch.devices import parse_hosts
-from mpitrain.launch.placement import place
+from mpitrain.launch.placement import parse_hosts, place
 from mpitrain.profile import DEFAULT, Profile, fingerprint, from_json, library_name, measure_anew, to_json
 
 PATH = "cluster.json"

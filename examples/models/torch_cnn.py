@@ -45,9 +45,9 @@ def adapter(
     channels = len(initial["conv1.bias"]), len(initial["conv2.bias"])
     module = Cnn(math.isqrt(inputs), channels, len(initial["dense.bias"]))
     with torch.no_grad():
-        for name, its in module.named_parameters():
+        for name, parameter in module.named_parameters():
             value = initial[name]
-            its.copy_(value.permute(3, 2, 0, 1) if value.ndim == 4 else value.T if value.ndim == 2 else value)
+            parameter.copy_(value.permute(3, 2, 0, 1) if value.ndim == 4 else value.T if value.ndim == 2 else value)
     return trained(module, schedule, precision)
 
 

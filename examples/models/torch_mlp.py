@@ -48,8 +48,8 @@ def adapter(
 
 def trained(module: torch.nn.Module, schedule: Callable[[int], float], precision: str) -> mt.TorchModule:
     """With the optimizer of the examples: weight decay for what has two and more dimensions."""
-    decayed = [its for its in module.parameters() if its.ndim > 1]
-    others = [its for its in module.parameters() if its.ndim < 2]
+    decayed = [parameter for parameter in module.parameters() if parameter.ndim > 1]
+    others = [parameter for parameter in module.parameters() if parameter.ndim < 2]
     groups = [{"params": decayed, "weight_decay": 5e-4}, {"params": others}]
     optimizer = torch.optim.SGD(groups, lr=schedule(0), momentum=0.9, nesterov=True)
     return mt.TorchModule(module, loss, optimizer, schedule=schedule, precision=precision)

@@ -11,9 +11,10 @@ from mpitrain.adapters.adapter import Adapter, OnGradient
 from mpitrain.arrays import Array
 from mpitrain.errors import ConfigError, GradientError
 from mpitrain.exchange.bucket import Parameter
+from mpitrain.exchange.remarks import Remarks
+from mpitrain.shard import part_of
 from mpitrain.training.loss_scale import LossScale
 from mpitrain.tree import Tree, leaves, num_samples, rebuild
-from mpitrain.world import part_of
 
 
 class Accumulate:
@@ -78,32 +79,37 @@ class Accumulate:
             share = (part.stop - part.start) / count
             here: set[int] = set()
 
-            def add(index: int, gradient: Array, share: float = share, here: set[int] = here) -> None:
+            def add(index: int, gradient: Array | None, share: float = share, here: set[int] = here) -> None:
                 parameter = self.layout[index]
-                found = getattr(gradient, "shape", None), getattr(gradient, "dtype", None)
-                if found != (parameter.shape, parameter.dtype):
+                kind = getattr(gradient, "shape", None), getattr(gradient, "dtype", None)
+                if gradient is not None and kind != (parameter.shape, parameter.dtype):
                     on_gradient(index, gradient)  # says what is wrong with it
                     return
                 if index in here:
                     raise GradientError(f"the gradient of {parameter.name} came in twice for the same samples")
                 here.add(index)
                 counted[index] += 1
-                weighted = gradient * parameter.dtype.type(share)
-                if index in sums:
-                    sums[index] += weighted
-                else:
-                    sums[index] = weighted
+                if gradient is not None:
+                    weighted = gradient * parameter.dtype.type(share)
+                    if index in sums:
+                        sums[index] += weighted
+                    else:
+                        sums[index] = weighted
                 # One that did not come for every piece is not handed in: it is missing, as without pieces.
                 if counted[index] == num_pieces:
-                    on_gradient(index, sums.pop(index))
+                    on_gradient(index, sums.pop(index, None))
 
             values = (leaf[part] for _, leaf in leaves(batch))
             loss += share * self._adapter.loss_and_gradients(rebuild(batch, values.__next__), add)
         return loss
 
-    def apply_gradients(self, flats: Mapping[numpy.dtype, Array]) -> float:
+    def note(self) -> Any:
+        """See Adapter: that of the last piece."""
+        return self._adapter.note()
+
+    def apply_gradients(self, flats: Mapping[numpy.dtype, Array], remarks: Remarks) -> float:
         """See Adapter."""
-        return self._adapter.apply_gradients(flats)
+        return self._adapter.apply_gradients(flats, remarks)
 
     def measure_gradient_norm(self) -> None:
         """See Adapter."""

@@ -9,11 +9,13 @@ import numpy
 
 from mpitrain.arrays import Array
 from mpitrain.exchange.bucket import Parameter
+from mpitrain.exchange.remarks import Remarks
 from mpitrain.training.loss_scale import LossScale
 from mpitrain.tree import Tree
 
-# Called with a parameter's index and its gradient, as soon as the backward pass has it.
-OnGradient: TypeAlias = Callable[[int, Array], None]
+# Called with a parameter's index and its gradient, as soon as the backward pass has it; with None where the loss does
+# not depend on the parameter.
+OnGradient: TypeAlias = Callable[[int, Array | None], None]
 
 
 class Adapter(Protocol):
@@ -55,11 +57,18 @@ class Adapter(Protocol):
         """
         ...
 
-    def apply_gradients(self, flats: Mapping[numpy.dtype, Array]) -> float:
+    def note(self) -> Any:
+        """What every rank must know of this rank's last `loss_and_gradients`, besides gradients; None for nothing.
+
+        Any value that can be pickled and whose repr tells it from others.
+        """
+        ...
+
+    def apply_gradients(self, flats: Mapping[numpy.dtype, Array], remarks: Remarks) -> float:
         """One step of the optimizer, with mean gradients in flat buffers by dtype, in layout order.
 
-        The buffers, on the host or where the parameters are, may be overwritten. Returns the learning rate that was
-        used.
+        The buffers, on the host or where the parameters are, may be overwritten. `remarks` say which parameters no
+        rank has used, and what the ranks have noted. Returns the learning rate that was used.
         """
         ...
 

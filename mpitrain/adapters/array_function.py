@@ -14,6 +14,7 @@ from mpitrain.arrays import Array, is_array, is_device_array, namespace
 from mpitrain.cuda.staging import like
 from mpitrain.errors import ConfigError, GradientError
 from mpitrain.exchange.bucket import Parameter, plan_layout
+from mpitrain.exchange.remarks import Remarks
 from mpitrain.training.loss_scale import LossScale
 from mpitrain.training.optimizers import Optimizer
 from mpitrain.tree import Leaf, Tree, leaves, rebuild
@@ -73,8 +74,8 @@ class ArrayFunction:
         self._loss_scale = LossScale() if loss_scale is None and narrow == numpy.float16 else loss_scale
         values = list(parameters.values())
         if len({(value.dtype, is_device_array(value)) for value in values}) != 1:
-            found = ", ".join(f"{name} {value.dtype}" for name, value in parameters.items()) or "none"
-            raise ConfigError(f"parameters must be of one dtype, all on the host or all on one device: {found}")
+            given = ", ".join(f"{name} {value.dtype}" for name, value in parameters.items()) or "none"
+            raise ConfigError(f"parameters must be of one dtype, all on the host or all on one device: {given}")
         plan = plan_layout([Parameter(name, value.shape, value.dtype) for name, value in parameters.items()])
         self._layout = plan.parameters
         self._index = {parameter.name: index for index, parameter in enumerate(plan.parameters)}
@@ -131,6 +132,8 @@ class ArrayFunction:
         def hand_in(name: str, gradient: Array) -> None:
             if name not in self._index:
                 raise GradientError(f"a gradient came for {name!r}; the parameters are {', '.join(self._index)}")
+            if gradient is None:
+                raise GradientError(f"the gradient of {name} is None; hand in zeros where a batch does not use it")
             if self._narrow is not None and getattr(gradient, "dtype", None) == self._narrow.dtype:
                 gradient = gradient.astype(self._flat.dtype)  # exact
             on_gradient(self._index[name], gradient)
@@ -148,7 +151,10 @@ class ArrayFunction:
                 leaf = leaf.astype(self._narrow.dtype)
         return leaf if is_device_array(leaf) else like(leaf, self._flat)
 
-    def apply_gradients(self, flats: Mapping[numpy.dtype, Array]) -> float:
+    def note(self) -> None:
+        """See Adapter. There is nothing."""
+
+    def apply_gradients(self, flats: Mapping[numpy.dtype, Array], remarks: Remarks) -> float:
         """See Adapter."""
         gradients = flats[self._flat.dtype]
         return self._optimizer.update(gradients if is_device_array(gradients) else like(gradients, self._flat))

@@ -10,13 +10,13 @@ from mpitrain.arrays import Array
 from mpitrain.errors import CheckpointError
 
 
-def check_fits(what: str, found: Mapping[str, Array], expected: Mapping[str, Array]) -> None:
-    """Raise CheckpointError, which says `what` they are, unless both have the same names, shapes and dtypes."""
-    kinds = [{name: (value.shape, value.dtype) for name, value in values.items()} for values in (found, expected)]
-    for name in [*expected, *found]:
+def check_fits(subject: str, saved: Mapping[str, Array], expected: Mapping[str, Array]) -> None:
+    """Raise CheckpointError, which says `subject` they are, unless both have the same names, shapes and dtypes."""
+    kinds = [{name: (value.shape, value.dtype) for name, value in values.items()} for values in (saved, expected)]
+    for name in [*expected, *saved]:
         if kinds[0].get(name) != kinds[1].get(name):
             raise CheckpointError(
-                f"{what}: the checkpoint has {_text(kinds[0].get(name))} for {name}, the model "
+                f"{subject}: the checkpoint has {_text(kinds[0].get(name))} for {name}, the model "
                 f"{_text(kinds[1].get(name))}; is it a checkpoint of this model?"
             )
 

@@ -1,77 +1,130 @@
-"""A module's buffers, such as the running means of batch norm: what a step changes in them is exchanged, as gradients.
+"""A module's buffers, such as the running statistics of batch norm: one rule for TorchModule and prepare.
 
-Every rank sees other samples, so each one's forward pass changes them in its own way. The mean of the changes, weighted
-by samples, is what all ranks put on top of the values of before: the same bits everywhere, in the buckets of the
-gradients, without a message more. For a running mean that is exactly the one of the whole batch. A value that is never
-changed stays as it is, to the bit, which a mean of the values themselves would round.
+- A buffer that the module's `state_dict` has is the same on all ranks after every step. One with persistent=False is
+  the module's own business: scratch memory, a cache, a hidden state of this rank's samples.
+- A floating buffer becomes the mean over the ranks of what each rank's forward passes have made of it, weighted by
+  samples. For a running mean that is the one of the whole batch.
+- A buffer of another dtype, such as a counter, becomes that of the first rank with samples, to the bit. A step in which
+  all ranks have changed it alike, as they mostly do, sends nothing for it.
+- A rank without samples does not count. A buffer that no rank changes keeps its bits.
+
+TorchModule exchanges the changes of floating buffers in the buckets of the gradients, prepare their values in float64
+(mpitrain/torch/buffer_means.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeAlias
+from weakref import ref
 
 import numpy
 import torch
+from torch.nn.modules.batchnorm import _NormBase
 
 from mpitrain.adapters.torch_arrays import array_of, tensor_of
-from mpitrain.errors import ConfigError
+
+# The bytes of buffers that are not floating and have changed, by name.
+Values: TypeAlias = tuple[tuple[str, bytes], ...]
 
 
-class Buffers:
-    """The buffers of a module that its `state_dict` has. Those with persistent=False are the module's own business.
+class ModuleBuffers:
+    """The buffers of a module that its `state_dict` has. It does not keep the module.
 
     Attributes:
-        names: of the buffers, in the module's order.
+        floats: names of the floating ones, in the module's order.
+        others: names of the others.
     """
 
-    def __init__(self, module: torch.nn.Module, dtype: torch.dtype) -> None:
-        """Changes are handed out in `dtype`. Raises ConfigError for a buffer of complex numbers."""
+    def __init__(self, module: torch.nn.Module) -> None:
+        """From now on changes are noticed."""
         kept = module.state_dict(keep_vars=True).keys()
-        self.names = [name for name, _ in module.named_buffers() if name in kept]
-        self._dtype = dtype
-        self._owners = [(module.get_submodule(owner), its) for owner, _, its in (n.rpartition(".") for n in self.names)]
-        for name, buffer in zip(self.names, self._now(), strict=True):
-            if buffer.is_complex():
-                raise ConfigError(
-                    f"the buffer {name} is {buffer.dtype}; its changes have no mean here. If it never changes, "
-                    "register it with persistent=False, else as two real ones"
-                )
-        self._before = [buffer.clone() for buffer in self._now()]
+        self._owners = {}
+        for name in (name for name, _ in module.named_buffers() if name in kept):
+            path, _, own = name.rpartition(".")
+            self._owners[name] = ref(module.get_submodule(path)), own
+        self.floats = [name for name in self._owners if self.tensor(name).is_floating_point()]
+        self.others = [name for name in self._owners if name not in self.floats]
+        self._before: dict[str, torch.Tensor] = {}
+        self._versions: dict[str, tuple[int, int]] = {}
+        self.keep(self._owners)
 
-    def _now(self) -> list[torch.Tensor]:
-        # By name: a module may put a new tensor into a buffer's place.
-        return [getattr(owner, its).detach() for owner, its in self._owners]
+    def tensor(self, name: str) -> torch.Tensor:
+        """The buffer of this name now: a module may put a new tensor into a buffer's place.
+
+        By `data`, as the kernels of norm layers write them: a graph that is kept can be gone through again.
+        """
+        module, own = self._owners[name]
+        buffer: torch.Tensor = getattr(module(), own)
+        return buffer.data
 
     def arrays(self) -> dict[str, numpy.ndarray]:
         """By name, over the buffers' memory."""
-        return {name: array_of(buffer) for name, buffer in zip(self.names, self._now(), strict=True)}
+        return {name: array_of(self.tensor(name)) for name in self._owners}
 
-    def keep(self) -> None:
-        """Remember the values of now."""
-        for before, buffer in zip(self._before, self._now(), strict=True):
-            before.copy_(buffer)
+    def keep(self, names: Iterable[str]) -> None:
+        """Remember the values of these as they are now."""
+        for name in names:
+            tensor = self.tensor(name)
+            before = self._before.get(name)
+            # Also where no change was noticed: a checkpoint is loaded through NumPy, which leaves no trace.
+            if before is None or before.shape != tensor.shape or before.dtype != tensor.dtype:
+                self._before[name] = tensor.clone()
+            else:
+                before.copy_(tensor)
+            self._versions[name] = self._version(name)
 
-    def changes(self, scale: float) -> Iterator[numpy.ndarray]:
-        """What has changed since `keep`, times `scale`, in the order of the names."""
-        for before, buffer in zip(self._before, self._now(), strict=True):
-            middle = self._exact(buffer)
+    def moved(self, names: Iterable[str]) -> list[str]:
+        """Those of `names` that may have changed since `keep`."""
+        return [name for name in names if self._has_moved(name)]
+
+    def put_back(self, names: Iterable[str] | None = None) -> None:
+        """Undo what has changed in these, or in all, since `keep`."""
+        for name in self.moved(self._owners if names is None else names):
+            self.tensor(name).copy_(self._before[name])
+
+    def changes(self, dtype: torch.dtype, scale: float) -> Iterator[numpy.ndarray]:
+        """What has changed in the floating ones since `keep`, times `scale`, in `dtype`."""
+        for name in self.floats:
+            tensor, before = self.tensor(name), self._before[name]
+            if not self._has_moved(name):
+                yield numpy.zeros(tuple(tensor.shape), array_of(torch.empty(0, dtype=dtype)).dtype)
+                continue
+            wide = torch.promote_types(tensor.dtype, dtype)
             # Infinity that stays, as in a mask, is no change.
-            change = torch.where(buffer == before, 0, buffer.to(middle) - before.to(middle)).to(self._dtype)
+            same = (tensor == before) | (tensor.isnan() & before.isnan())
+            change = torch.where(same, 0, tensor.to(wide) - before.to(wide)).to(dtype)
             yield array_of(change if scale == 1 else change * scale)
 
-    def put_back(self) -> None:
-        """Undo what has changed since `keep`."""
-        for before, buffer in zip(self._before, self._now(), strict=True):
-            buffer.copy_(before)
-
     def add(self, changes: Sequence[numpy.ndarray]) -> None:
-        """Make these changes; integers and booleans by the nearest whole number."""
-        for array, buffer in zip(changes, self._now(), strict=True):
-            change, middle = tensor_of(array), self._exact(buffer)
-            if not buffer.is_floating_point():
-                change = change.round()
-            buffer.copy_(buffer.to(middle) + change.to(middle))
+        """Make these changes, as `changes` gives them, to the floating ones."""
+        for name, array in zip(self.floats, changes, strict=True):
+            tensor, change = self.tensor(name), tensor_of(array)
+            wide = torch.promote_types(tensor.dtype, change.dtype)
+            tensor.copy_(torch.where(change == 0, tensor.to(wide), tensor.to(wide) + change.to(wide)))
 
-    def _exact(self, buffer: torch.Tensor) -> torch.dtype:
-        """In which a buffer's values and their differences are computed."""
-        return torch.promote_types(buffer.dtype, self._dtype) if buffer.is_floating_point() else torch.int64
+    def changed_others(self) -> Values:
+        """Those that are not floating and have changed since `keep`."""
+        moved = (name for name in self.moved(self.others) if not torch.equal(self.tensor(name), self._before[name]))
+        return tuple((name, self.tensor(name).reshape(-1).view(torch.uint8).numpy().tobytes()) for name in moved)
+
+    def settle_others(self, of_ranks: Sequence[Values]) -> None:
+        """Give all ranks the first one's values of those that are not floating; its others are as before."""
+        values = dict(of_ranks[0]) if of_ranks else {}
+        for name in self.others:
+            tensor = self.tensor(name)
+            if name in values:
+                tensor.copy_(torch.frombuffer(bytearray(values[name]), dtype=tensor.dtype).view(tensor.shape))
+            elif self._has_moved(name):
+                tensor.copy_(self._before[name])
+        self.keep(self.others)
+
+    def _has_moved(self, name: str) -> bool:
+        # The kernels of norm layers leave no trace.
+        return isinstance(self._owners[name][0](), _NormBase) or self._version(name) != self._versions.get(name)
+
+    def _version(self, name: str) -> tuple[int, int]:
+        """Another one after each change by PyTorch, and of another tensor in the buffer's place."""
+        module, own = self._owners[name]
+        buffer: torch.Tensor = getattr(module(), own)
+        return buffer.data_ptr(), buffer._version

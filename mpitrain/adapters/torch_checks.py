@@ -16,13 +16,20 @@ from mpitrain.training.schedules import Schedule
 
 
 def check_places(module: torch.nn.Module) -> None:
-    for name, its in [*module.named_parameters(), *module.named_buffers()]:
-        if torch.nn.parameter.is_lazy(its):
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if torch.nn.parameter.is_lazy(tensor):
             raise ConfigError(f"{name} has no shape yet; run a batch through the module first")
-        if its.device.type != "cpu":
+        if tensor.device.type != "cpu":
             raise DeviceError(
-                f"{name} is on {its.device}; TorchModule trains on the CPU. On GPUs use the module with PyTorch's own "
-                "loop and mpitrain.torch, or ArrayFunction with CuPy"
+                f"{name} is on {tensor.device}; TorchModule trains on the CPU. On GPUs use the module with PyTorch's "
+                "own loop and mpitrain.torch, or ArrayFunction with CuPy"
+            )
+    kept = module.state_dict().keys()
+    for name, buffer in module.named_buffers():
+        if name in kept and buffer.is_complex():
+            raise ConfigError(
+                f"the buffer {name} is {buffer.dtype}; its changes have no mean here. If it never changes, "
+                "register it with persistent=False, else as two real ones"
             )
 
 
@@ -40,15 +47,15 @@ def check_optimizer(
         raise ConfigError("SparseAdam takes sparse gradients, and dense ones are exchanged; use torch.optim.Adam")
     if not trained:
         raise ConfigError("the module has no parameters to train; is requires_grad False for all?")
-    known, given = set(named.values()), [its for group in optimizer.param_groups for its in group["params"]]
-    for its in given:
-        if its not in known:
+    known, given = set(named.values()), [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    for tensor in given:
+        if tensor not in known:
             raise ConfigError(
-                f"the optimizer has a parameter of shape {tuple(its.shape)} that the module has not; "
+                f"the optimizer has a parameter of shape {tuple(tensor.shape)} that the module has not; "
                 "make it one of the module's, or its values would differ over the ranks"
             )
-    for name, its in trained.items():
-        if all(its is not other for other in given):
+    for name, tensor in trained.items():
+        if all(tensor is not other for other in given):
             raise ConfigError(
                 f"{name} is trained (requires_grad) and not in the optimizer; give it to {kind}, or freeze it with "
                 "requires_grad_(False)"
@@ -75,16 +82,16 @@ def narrow_dtype(precision: str | None, trained: Mapping[str, torch.Tensor]) -> 
         return None
     if precision not in PRECISIONS:
         raise ConfigError(f"there is no precision {precision!r}; known: {', '.join(PRECISIONS)}")
-    for name, its in trained.items():
-        if its.dtype != torch.float32:
-            raise ConfigError(f"precision={precision}: {name} is {its.dtype}; parameters are kept in float32")
+    for name, tensor in trained.items():
+        if tensor.dtype != torch.float32:
+            raise ConfigError(f"precision={precision}: {name} is {tensor.dtype}; parameters are kept in float32")
     return PRECISIONS[precision]
 
 
 def checked_loss(loss: Any) -> Any:
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
-        found = f"{loss.dtype} {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise GradientError(f"the loss is {found}; it must be a tensor of one number: the mean over the samples")
+        kind = f"{loss.dtype} {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise GradientError(f"the loss is {kind}; it must be a tensor of one number: the mean over the samples")
     if not loss.requires_grad:
         raise GradientError("the loss depends on no parameter; was it computed under torch.no_grad, or detached?")
     return loss if loss.dtype == torch.float64 else loss.float()  # a scaled loss may be too large for 16 bits

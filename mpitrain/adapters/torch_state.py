@@ -37,8 +37,8 @@ def optimizer_state(optimizer: torch.optim.Optimizer, named: Mapping[str, torch.
     return {
         "groups": {str(number): _options(group) for number, group in enumerate(optimizer.param_groups)},
         "state": {
-            names[parameter]: {key: _plain(value) for key, value in its.items()}
-            for parameter, its in optimizer.state.items()
+            names[parameter]: {key: _plain(value) for key, value in entry.items()}
+            for parameter, entry in optimizer.state.items()
         },
     }
 
@@ -61,16 +61,16 @@ def check_optimizer_state(
                     f"the checkpoint's optimizer has an option {option}, this {kind} has none; "
                     "is it the same optimizer, and with the same kind of schedule?"
                 )
-    for name, its in state.get("state", {}).items():
+    for name, entry in state.get("state", {}).items():
         if name not in named:
             raise CheckpointError(f"the checkpoint has optimizer state for {name}; the module has no such parameter")
-        mine = {key: _plain(value) for key, value in optimizer.state.get(named[name], {}).items()}
-        if mine and {key: numpy.shape(value) for key, value in mine.items()} != {
-            key: numpy.shape(value) for key, value in its.items()
+        own = {key: _plain(value) for key, value in optimizer.state.get(named[name], {}).items()}
+        if own and {key: numpy.shape(value) for key, value in own.items()} != {
+            key: numpy.shape(value) for key, value in entry.items()
         }:
             raise CheckpointError(
-                f"the checkpoint's optimizer state for {name} is {', '.join(its)}, that of this {kind} "
-                f"{', '.join(mine)}, or of another shape; is it the same optimizer?"
+                f"the checkpoint's optimizer state for {name} is {', '.join(entry)}, that of this {kind} "
+                f"{', '.join(own)}, or of another shape; is it the same optimizer?"
             )
 
 
@@ -109,11 +109,11 @@ def read_scheduler_state(scheduler: Scheduler, state: Any) -> dict[str, Any]:
     kind = type(scheduler).__name__
     try:
         read = torch.load(io.BytesIO(numpy.asarray(state, numpy.uint8).tobytes()), weights_only=True)
-        found = set(read)
+        keys = set(read)
     except Exception as error:  # whatever unpickling raises
         raise CheckpointError(f"the checkpoint's schedule cannot be read for {kind}: {error}") from None
-    if found != scheduler.state_dict().keys():
-        raise CheckpointError(f"the checkpoint's schedule holds {', '.join(sorted(found))}; is it a {kind}?")
+    if keys != scheduler.state_dict().keys():
+        raise CheckpointError(f"the checkpoint's schedule holds {', '.join(sorted(keys))}; is it a {kind}?")
     assert isinstance(read, dict)
     return read
 
@@ -133,7 +133,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _are_numbers(value: Any) -> bool:
-    return isinstance(value, list | tuple) and all(_is_number(its) for its in value)
+    return isinstance(value, list | tuple) and all(_is_number(entry) for entry in value)
 
 
 def _plain(value: Any) -> Any:

@@ -1,34 +1,46 @@
 """Allreduce algorithms: each replaces a flat buffer by its sum over all ranks.
 
 To add one: a file with a factory that takes a World, and a line below. It then inherits the contract tests
-(tests/ranks/test_allreduce.py), the benchmark and MPITRAIN_ALGORITHM.
+(tests/ranks/test_allreduce.py), the benchmark and MPITRAIN_ALGORITHM. An entry with steps over a group of ranks also
+runs between nodes, and one with a cost is taken by `auto` where it is the fastest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from mpitrain.allreduce.algorithm import Algorithm, Sequential
-from mpitrain.allreduce.direct import direct
-from mpitrain.allreduce.halving_doubling import halving_doubling
-from mpitrain.allreduce.hierarchical import hierarchical
-from mpitrain.allreduce.native import native
-from mpitrain.allreduce.recursive_doubling import recursive_doubling
-from mpitrain.allreduce.ring import ring
+from mpitrain.allreduce.algorithm import Algorithm
+from mpitrain.allreduce.direct import direct, direct_allgather, direct_reduce_scatter, direct_seconds, direct_steps
+from mpitrain.allreduce.halving_doubling import (
+    doubling_allgather,
+    halving_doubling,
+    halving_doubling_steps,
+    halving_reduce_scatter,
+)
+from mpitrain.allreduce.hierarchical import hierarchical, hierarchical_seconds
+from mpitrain.allreduce.native import native, native_seconds, native_steps
+from mpitrain.allreduce.recursive_doubling import recursive_doubling, recursive_doubling_steps
+from mpitrain.allreduce.registry import ALGORITHMS, Entry
+from mpitrain.allreduce.ring import ring, ring_allgather, ring_reduce_scatter, ring_seconds, ring_steps
 from mpitrain.allreduce.select import auto
-from mpitrain.allreduce.shared_memory import shared_memory
+from mpitrain.allreduce.shared_memory import shared_memory, shared_memory_seconds
 from mpitrain.errors import ConfigError
 from mpitrain.world import World
 
-ALGORITHMS: dict[str, Callable[[World], Sequential]] = {
-    "auto": auto,
-    "direct": direct,
-    "halving_doubling": halving_doubling,
-    "hierarchical": hierarchical,
-    "native": native,
-    "recursive_doubling": recursive_doubling,
-    "ring": ring,
-    "shared_memory": shared_memory,
+__all__ = ["ALGORITHMS", "Entry", "check_name", "make_algorithm"]
+
+ALGORITHMS |= {
+    "auto": Entry(auto),
+    "native": Entry(native, native_steps, native_seconds),
+    "shared_memory": Entry(shared_memory, seconds=shared_memory_seconds),
+    "hierarchical": Entry(hierarchical, seconds=hierarchical_seconds),
+    "ring": Entry(ring, ring_steps, ring_seconds, ring_reduce_scatter, ring_allgather),
+    "direct": Entry(direct, direct_steps, direct_seconds, direct_reduce_scatter, direct_allgather),
+    "recursive_doubling": Entry(recursive_doubling, recursive_doubling_steps),
+    "halving_doubling": Entry(
+        halving_doubling,
+        halving_doubling_steps,
+        reduce_scatter=halving_reduce_scatter,
+        allgather=doubling_allgather,
+    ),
 }
 
 
@@ -42,7 +54,7 @@ def make_algorithm(world: World, name: str | None = None) -> Algorithm:
     name = world.config.algorithm if name is None else name
     check_name(name)
     world.agree("make an algorithm", [name])
-    return ALGORITHMS[name](world)
+    return ALGORITHMS[name].make(world)
 
 
 def check_name(name: str) -> None:

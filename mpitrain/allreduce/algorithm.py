@@ -6,15 +6,17 @@ No MPI library moves a large message while nobody calls into it, so whoever star
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
-from typing import Protocol, TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
+from itertools import chain
+from typing import ParamSpec, Protocol, TypeAlias, TypeVar
 
 import ml_dtypes
 import numpy
 
 from mpitrain.arrays import Array, is_device_array
-from mpitrain.background import Begun
-from mpitrain.control import until
+from mpitrain.waiting.background import Begun
+from mpitrain.waiting.control import until
 from mpitrain.world import World
 
 BFLOAT16 = numpy.dtype(ml_dtypes.bfloat16)
@@ -27,8 +29,11 @@ _SUMMABLE = frozenset(DTYPES)
 # at once; a number: so many seconds one may sleep), and ends when the buffer holds the sum.
 Progress: TypeAlias = Iterator[float | None]
 
+Arguments = ParamSpec("Arguments")
+Item = TypeVar("Item")
 
-class Memory(Protocol):
+
+class Allocator(Protocol):
     """Memory that an algorithm likes best."""
 
     def allocate(self, count: int, dtype: numpy.dtype) -> Array:
@@ -48,14 +53,44 @@ class Steps(Protocol):
         ...
 
 
-class Handle(Begun[None]):
+def in_phases(work: Callable[Arguments, Iterator[Iterator[Item]]]) -> Callable[Arguments, Iterator[Item]]:
+    """Makes steps of a generator function that yields the phases of the work, which are steps, one after the other.
+
+    `yield meet(mates)` is `yield from meet(mates)`, without a frame of Python between who drives and the phase.
+    """
+
+    @wraps(work)
+    def steps(*arguments: Arguments.args, **named: Arguments.kwargs) -> Iterator[Item]:
+        return chain.from_iterable(work(*arguments, **named))
+
+    return steps
+
+
+class Piece(Protocol):
+    """A reduce-scatter or an allgather over a group of ranks: what an allreduce is made of, and work by itself."""
+
+    def __call__(self, flat: Array, lengths: Sequence[int] | None = None, /) -> Progress:
+        """The work on one buffer, which has a part for each member of the group, in the order of members.
+
+        Reduce-scatter: member i ends with the sum of everyone's part i there. Its other parts hold partial sums, or
+        what they held.
+        Allgather: member i hands in part i, and ends with all parts.
+
+        Args:
+            flat: one-dimensional and contiguous, as large on every rank; for a sum of one of DTYPES, else of any.
+            lengths: of the parts in elements, the same on every rank, 0 included; default: those of part_of.
+        """
+        ...
+
+
+class AllreduceHandle(Begun[None]):
     """A started allreduce. Those on one communicator run one after the other, in the order started."""
 
     def __init__(self, world: World, name: str, flat: Array, steps: Progress) -> None:
         self._name = name
         self._flat = flat  # not freed before MPI has done with it
         world.control.count_call()
-        super().__init__(world.queue, _work(steps))
+        super().__init__(world.queue, steps)
 
     def __str__(self) -> str:
         return f"allreduce {self._name} of {self._flat.size} {self._flat.dtype}"
@@ -65,14 +100,10 @@ class Handle(Begun[None]):
         self._drive()
 
 
-def _work(steps: Progress) -> Generator[float | None, None, None]:
-    yield from steps
-
-
 class Algorithm(Protocol):
     """The result of a factory such as `ring(world)`. Owns its scratch memory."""
 
-    def start(self, flat: Array, residual: Array | None = None, *, agreed: bool = False) -> Handle:
+    def start(self, flat: Array, residual: Array | None = None, *, agreed: bool = False) -> AllreduceHandle:
         """Begin to replace `flat` by its sum over ranks; the same bits on every rank.
 
         Every rank starts the same number of elements of the same dtype, in the same kind of memory, in the same order
@@ -109,44 +140,40 @@ class Sequential:
 
     Attributes:
         steps: the work on one buffer, for those that make it a part of theirs.
+        memory: what the algorithm likes best; None: any.
     """
 
-    def __init__(self, world: World, name: str, steps: Steps, memory: Memory | None = None) -> None:
-        """`memory`: what the algorithm likes best; default: any."""
+    def __init__(self, world: World, name: str, steps: Steps, memory: Allocator | None = None) -> None:
         self.steps = steps
+        self.memory = memory
         self._world = world
         self._name = name
-        self._memory = memory
 
     def allocate(self, count: int, dtype: numpy.dtype) -> Array:
         """See Algorithm."""
         # Ranks may differ in how far they are with what has been started; none of it may wait for this.
         self._world.queue.finish()
-        return numpy.empty(count, dtype) if self._memory is None else self._memory.allocate(count, dtype)
+        return numpy.empty(count, dtype) if self.memory is None else self.memory.allocate(count, dtype)
 
-    def start(self, flat: Array, residual: Array | None = None, *, agreed: bool = False) -> Handle:
+    def start(self, flat: Array, residual: Array | None = None, *, agreed: bool = False) -> AllreduceHandle:
         """See Algorithm."""
         check_flat(flat)
         steps: Progress = iter(())
         if self._world.size > 1 and flat.size > 0:
             steps = self.steps(flat, residual)
         if not agreed:
-            shared = self._memory is not None and self._memory.holds(flat)
+            shared = self.memory is not None and self.memory.holds(flat)
             steps = compared(
                 self._world, self._name, flat, "memory that the node shares" if shared else "memory", steps
             )
-        return Handle(self._world, self._name, flat, steps)
+        return AllreduceHandle(self._world, self._name, flat, steps)
 
 
 def compared(world: World, name: str, flat: Array, memory: str, steps: Progress) -> Progress:
     """The steps, after all ranks have compared what they start; that begins now, in the order of calls."""
     agreement = world.begin_agreement(f"allreduce {name}", [f"{flat.size} {flat.dtype} in {memory}"])
 
-    def work() -> Progress:
-        yield from until(agreement.test)
-        yield from steps
-
-    return work()
+    return chain(until(agreement.test), steps)
 
 
 def check_flat(flat: Array) -> None:

@@ -6,17 +6,12 @@ from mpitrain.allreduce.algorithm import Sequential
 from mpitrain.allreduce.direct import direct_steps
 from mpitrain.allreduce.hierarchical import hierarchical_steps
 from mpitrain.allreduce.shared_memory import NodeArrays
-from mpitrain.compression import make_codec
+from mpitrain.compression.codec import Codec
 from mpitrain.world import World
 
 
-def compressed(world: World, codec: str) -> Sequential:
-    """For float32 arrays only. Otherwise see Algorithm for the contract, and direct.py for what is rounded.
-
-    Raises:
-        ConfigError: there is no codec of that name.
-    """
-    made = make_codec(codec)
+def compressed(world: World, codec: Codec) -> Sequential:
+    """For float32 arrays only. Otherwise see Algorithm for the contract, and direct.py for what is rounded."""
     memory = NodeArrays(world)
-    steps = hierarchical_steps(world, memory, lambda group: direct_steps(group, made))
-    return Sequential(world, codec, steps, memory)
+    steps = hierarchical_steps(world, memory, lambda group: direct_steps(group, codec))
+    return Sequential(world, codec.name, steps, memory)

@@ -1,20 +1,21 @@
-"""What an exchange between nodes costs by the profile of a cluster, and what follows: which algorithm, what buckets.
+"""What a sum costs by the profile of a cluster, and what follows from it: the size of buckets, whether a codec pays.
 
-Latency a, rate B of a link, m nodes, N bytes; a link is shared by the lanes of a node.
+Each algorithm's file has its own cost function (Cost); this one has what they share.
 
-    inside a node   (k-1)/L N (1/add + 1/copy)   k ranks, of which L add a part each, and hand it to the k-1 others
-    ring    2 (m-1) a + 2 (m-1)/m N/B
-    direct  2 a       + 2 (m-1)/m N/B x 1.04, where m > 2: many senders share a receiver's link less evenly (measured)
+    wire     2 (m-1)/m N L/B          m nodes, N bytes, link rate B, which the L lanes of a node share
+    inside   (k-1)/L N (1/add + 1/copy)   k ranks of a node, of which L add a part each and hand it to the k-1 others
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
 
 from mpitrain.profile import Profile
+from mpitrain.world import World
 
-_UNEVEN = 0.04
 _DEFAULT_BUCKET_BYTES = 4 * 2**20
 # Where a profile does not say. Measured (docs/log.md): below, MPI's own call is faster than anything made of messages
 # from Python.
@@ -22,33 +23,53 @@ _NATIVE_INSIDE_BYTES, _NATIVE_BETWEEN_BYTES = 16 * 1024, 256 * 1024
 _PYTHON_SECONDS = 200e-6  # what direct takes more than MPI's own where there is no latency
 
 
-def seconds(algorithm: str, num_bytes: int, profile: Profile, num_nodes: int, lanes: int = 1) -> float:
-    """The predicted time of `ring` or `direct` for `num_bytes` a lane."""
-    wire = 2 * (num_nodes - 1) / num_nodes * num_bytes / _rate(profile, lanes)
-    if algorithm == "ring":
-        return 2 * (num_nodes - 1) * profile.latency_seconds + wire
-    return 2 * profile.latency_seconds + wire * (1 + _UNEVEN * (num_nodes > 2))
+@dataclass(frozen=True)
+class Topology:
+    """Where the ranks of a sum are, and what messages and memory cost there.
+
+    Attributes:
+        ranks_per_node: how many ranks of the sum each node has.
+        lanes: how many groups like this one share each node's link; 0: the group has all ranks of a World.
+    """
+
+    profile: Profile
+    ranks_per_node: tuple[int, ...]
+    lanes: int = 0
+
+    @property
+    def num_nodes(self) -> int:
+        """How many nodes the ranks are on."""
+        return len(self.ranks_per_node)
+
+    @property
+    def most_ranks(self) -> int:
+        """How many ranks the largest node has."""
+        return max(self.ranks_per_node)
+
+    def between_nodes(self) -> Topology:
+        """That of a lane: one rank of every node, with as many lanes as the smallest node has ranks."""
+        return Topology(self.profile, (1,) * self.num_nodes, min(self.ranks_per_node))
 
 
-def predicted(num_bytes: int, profile: Profile, ranks_per_node: Sequence[int]) -> float:
-    """Seconds that `num_bytes`, too many for MPI's own allreduce, take in all: inside the nodes and between them."""
-    nodes, lanes = len(ranks_per_node), min(ranks_per_node)
-    a_byte = 1 / profile.add_bytes_per_second + 1 / profile.copy_bytes_per_second
-    inside = (max(ranks_per_node) - 1) / lanes * num_bytes * a_byte
-    if nodes == 1:
-        return inside
-    part = num_bytes // lanes
-    algorithm = "ring" if part >= ring_from_bytes(profile, nodes, lanes) else "direct"
-    return inside + seconds(algorithm, part, profile, nodes, lanes)
+# Seconds that an algorithm is predicted to take for so many bytes on a topology; math.inf where it is not for it.
+Cost: TypeAlias = Callable[[int, Topology], float]
 
 
-def ring_from_bytes(profile: Profile, num_nodes: int, lanes: int = 1) -> int:
-    """From so many bytes a lane on, the ring is the faster one. On two nodes both take two latencies: always."""
-    if num_nodes <= 2:
-        return 0
-    latencies = (2 * (num_nodes - 1) - 2) * profile.latency_seconds
-    lost_a_byte = _UNEVEN * 2 * (num_nodes - 1) / num_nodes / _rate(profile, lanes)
-    return round(latencies / lost_a_byte)
+def topology_of(world: World) -> Topology:
+    """That of all ranks."""
+    return Topology(world.profile, tuple(world.node_ranks.count(node) for node in sorted(set(world.node_ranks))))
+
+
+def wire_seconds(num_bytes: int, topology: Topology) -> float:
+    """How long the fewest bytes that an allreduce can send take on each node's link, with one rank a node."""
+    nodes = topology.num_nodes
+    return 2 * (nodes - 1) / nodes * num_bytes / _rate(topology.profile, max(topology.lanes, 1))
+
+
+def inside_seconds(num_bytes: int, topology: Topology) -> float:
+    """How long the ranks of the largest node add up and copy in the memory that they share."""
+    a_byte = 1 / topology.profile.add_bytes_per_second + 1 / topology.profile.copy_bytes_per_second
+    return (topology.most_ranks - 1) / min(topology.ranks_per_node) * num_bytes * a_byte
 
 
 def native_below_bytes(profile: Profile, num_nodes: int) -> int:

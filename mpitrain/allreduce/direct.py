@@ -28,8 +28,7 @@ Error feedback (Seide et al., 1-bit stochastic gradient descent, Interspeech 201
 fixes SignSGD, ICML 2019): what the codec leaves out is kept in `residual` and added to what is sent next time. For the
 segments of others that is this rank's own error, for its own segment the error of the sum.
 
-Segments travel in pieces; several pieces are on their way at once, and no rank starts one before it has finished the
-one WINDOW before it, which also bounds what a slow rank must take in ahead of time.
+Segments travel in pieces, several of them at once: window.py.
 
 Source: the two phases are those of Thakur, Rabenseifner and Gropp, Optimization of collective communication operations
 in MPICH, Int. J. High Perform. Comput. Appl. 19 (2005) 49-66, with all exchanges of a phase at the same time.
@@ -37,43 +36,26 @@ in MPICH, Int. J. High Perform. Comput. Appl. 19 (2005) 49-66, with all exchange
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Protocol
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy
 
-from mpitrain.allreduce.algorithm import DTYPES, Progress, Sequential, Steps
+from mpitrain.allreduce.algorithm import Piece, Sequential, Steps, in_phases
+from mpitrain.allreduce.costs import Topology, wire_seconds
 from mpitrain.allreduce.group import Group, everyone
+from mpitrain.allreduce.window import WINDOW, PieceSteps, in_pieces, piece_bytes, windowed
 from mpitrain.arrays import Array
-from mpitrain.launch.activity import count_moved
-from mpitrain.pace import Pace
-from mpitrain.world import World, part_of
+from mpitrain.waiting.pieces import add
+from mpitrain.world import World
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
     from mpitrain.compression.codec import Codec
 
-WINDOW = 4  # pieces on their way at one time
-_FLIGHT_BYTES = 3 * 2**20  # of a window, both ways, before compression; bounds the scratch memory
-_LARGEST_PIECE, _SMALLEST_PIECE = 256 * 1024, 16 * 1024
-_TAG = 10  # and 2 WINDOW more
-
-
-class Exchange(Protocol):
-    """Both phases for one piece of every segment."""
-
-    def __call__(
-        self, slot: int, tag: int, flat: Array, parts: list[slice], residual: Array | None, /
-    ) -> Iterator[bool]:
-        """Yields whether anything has happened.
-
-        Args:
-            slot: below WINDOW; no two pieces that are on their way have the same one.
-            tag: of its messages; the next one is free too.
-            parts: the piece in `flat`, by the place in the group of the segment's owner.
-        """
-        ...
+_UNEVEN = 0.04  # of the time on the wire, lost where several senders share a receiver's link: measured
 
 
 def direct(world: World) -> Sequential:
@@ -81,40 +63,103 @@ def direct(world: World) -> Sequential:
     return Sequential(world, "direct", direct_steps(everyone(world)))
 
 
+def direct_seconds(num_bytes: int, topology: Topology) -> float:
+    """Two latencies and 2 (m-1)/m of the bytes over a link, for m nodes. For one rank a node only."""
+    if topology.most_ranks > 1:
+        return math.inf
+    uneven = 1 + _UNEVEN * (topology.num_nodes > 2)
+    return 2 * topology.profile.latency_seconds + wire_seconds(num_bytes, topology) * uneven
+
+
 def direct_steps(group: Group, codec: Codec | None = None) -> Steps:
-    """The two phases over the group. With a codec: float32 only, rounded; see the module's docstring."""
-    others = range(1, group.size)
-    wires = [_Wires(piece_bytes(group), group.size, codec) for _ in range(WINDOW if group.size > 1 else 0)]
+    """Both phases, one behind the other for each piece. With a codec: float32 only, rounded; see the module."""
+    if codec is not None:
+        return in_pieces(group, _coded(group, codec), codec.wire_bytes)
+    reduce, gather = _reduce(group), _gather(group)
 
-    def plain(slot: int, tag: int, flat: numpy.ndarray, parts: list[slice], _: numpy.ndarray | None) -> Iterator[bool]:
-        """One piece of every segment, as it is."""
-        comm, rank, own = group.comm, group.rank, parts[group.index]
+    @in_phases
+    def exchange(
+        slot: int, tag: int, flat: Array, parts: Sequence[slice], residual: Array | None
+    ) -> Iterator[Iterator[bool]]:
+        yield reduce(slot, tag, flat, parts, residual)
+        yield gather(slot, tag + 1, flat, parts, residual)
 
+    return in_pieces(group, exchange)
+
+
+def direct_reduce_scatter(group: Group) -> Piece:
+    """The first phase by itself. Only the part of this rank changes.
+
+    Each rank sends and receives (p-1)/p of the bytes, with one latency.
+    """
+    run = windowed(group, _reduce(group), phases=1)
+    return lambda flat, lengths=None: run(flat, lengths)
+
+
+def direct_allgather(group: Group) -> Piece:
+    """The second phase by itself.
+
+    Each rank sends its part p-1 times and receives the others', with one latency.
+    """
+    run = windowed(group, _gather(group), phases=1)
+    return lambda flat, lengths=None: run(flat, lengths)
+
+
+def _reduce(group: Group) -> PieceSteps:
+    """Phase 1 of one piece of every segment."""
+    comm, rank, others = group.comm, group.rank, range(1, group.size)
+    wires = [_Wires(piece_bytes(group), group.size, None) for _ in range(WINDOW if group.size > 1 else 0)]
+
+    @in_phases
+    def exchange(
+        slot: int, tag: int, flat: numpy.ndarray, parts: Sequence[slice], _: Array | None
+    ) -> Iterator[Iterator[bool]]:
+        total = flat[parts[group.index]]
+        received = wires[slot].received
+        arrived = [received[offset][: total.nbytes] for offset in others]
+        receives = [comm.Irecv(into, rank(-offset), tag) for offset, into in zip(others, arrived, strict=True)]
+        sends = [
+            comm.Isend(flat[parts[(group.index + offset) % group.size]].view(numpy.uint8), rank(offset), tag)
+            for offset in others
+        ]
+        for receive, octets in zip(receives, arrived, strict=True):
+            yield _done(receive)
+            add(total, octets.view(flat.dtype))
+        # What was sent may be overwritten from here on.
+        for send in sends:
+            yield _done(send)
+
+    return exchange
+
+
+def _gather(group: Group) -> PieceSteps:
+    """Phase 2 of one piece of every segment."""
+    comm, rank, others = group.comm, group.rank, range(1, group.size)
+
+    @in_phases
+    def exchange(
+        _slot: int, tag: int, flat: numpy.ndarray, parts: Sequence[slice], _: Array | None
+    ) -> Iterator[Iterator[bool]]:
         def at(offset: int) -> numpy.ndarray:
             return flat[parts[(group.index + offset) % group.size]].view(numpy.uint8)
 
-        arrived = [wires[slot].of(offset, flat.dtype)[: own.stop - own.start] for offset in others]
-        receives = [
-            comm.Irecv(into.view(numpy.uint8), rank(-offset), tag) for offset, into in zip(others, arrived, strict=True)
-        ]
-        sends = [comm.Isend(at(offset), rank(offset), tag) for offset in others]
-        for receive, values in zip(receives, arrived, strict=True):
-            yield from _done(receive)
-            with numpy.errstate(all="ignore"):
-                numpy.add(flat[own], values, out=flat[own])
-        # What was sent is overwritten now.
-        for send in sends:
-            yield from _done(send)
-        receives = [comm.Irecv(at(-offset), rank(-offset), tag + 1) for offset in others]
-        sends = [comm.Isend(at(0), rank(offset), tag + 1) for offset in others]
+        receives = [comm.Irecv(at(-offset), rank(-offset), tag) for offset in others]
+        sends = [comm.Isend(at(0), rank(offset), tag) for offset in others]
         for request in receives + sends:
-            yield from _done(request)
+            yield _done(request)
 
+    return exchange
+
+
+def _coded(group: Group, codec: Codec) -> PieceSteps:
+    """Both phases of one piece of every segment in the codec's form, with error feedback where there is a residual."""
+    others = range(1, group.size)
+    wires = [_Wires(piece_bytes(group), group.size, codec) for _ in range(WINDOW if group.size > 1 else 0)]
+
+    @in_phases
     def coded(
-        slot: int, tag: int, flat: numpy.ndarray, parts: list[slice], residual: numpy.ndarray | None
-    ) -> Iterator[bool]:
-        """The same in the codec's form, with error feedback where there is a residual."""
-        assert codec is not None
+        slot: int, tag: int, flat: numpy.ndarray, parts: Sequence[slice], residual: numpy.ndarray | None
+    ) -> Iterator[Iterator[bool]]:
         comm, rank, received, sent = group.comm, group.rank, wires[slot].received, wires[slot].sent
         own = flat[parts[group.index]]
 
@@ -134,71 +179,23 @@ def direct_steps(group: Group, codec: Codec | None = None) -> Steps:
         receives = [comm.Irecv(into, rank(-offset), tag) for offset, into in zip(others, arrived, strict=True)]
         sends = [comm.Isend(encode(offset, sent[offset]), rank(offset), tag) for offset in others]
         for receive, wire in zip(receives, arrived, strict=True):
-            yield from _done(receive)
+            yield _done(receive)
             codec.add(wire, own)
         total = encode(0, sent[0])
         for send in sends:
-            yield from _done(send)
+            yield _done(send)
         sends = [comm.Isend(total, rank(offset), tag + 1) for offset in others]
         codec.decode(total, own)
         places = [flat[parts[(group.index - offset) % group.size]] for offset in others]
         sums = [received[offset][: codec.wire_bytes(place.size)] for offset, place in zip(others, places, strict=True)]
         receives = [comm.Irecv(into, rank(-offset), tag + 1) for offset, into in zip(others, sums, strict=True)]
         for receive, wire, place in zip(receives, sums, places, strict=True):
-            yield from _done(receive)
+            yield _done(receive)
             codec.decode(wire, place)
         for send in sends:
-            yield from _done(send)
+            yield _done(send)
 
-    return in_pieces(group, plain) if codec is None else in_pieces(group, coded, codec.wire_bytes)
-
-
-def piece_bytes(group: Group) -> int:
-    """How long a piece of a segment is at most; whole blocks of a codec."""
-    fitting = min(max(_FLIGHT_BYTES // WINDOW // max(group.size - 1, 1), _SMALLEST_PIECE), _LARGEST_PIECE)
-    return fitting - fitting % 1024
-
-
-def in_pieces(group: Group, exchange: Exchange, wire_bytes: Callable[[int], int] | None = None) -> Steps:
-    """`exchange` on all pieces of a buffer; `wire_bytes` says how long so many values are in a codec's form.
-
-    Wherever `exchange` codes and adds, on the host or on a GPU, the pieces are the same, and so are the roundings.
-    """
-    longest = piece_bytes(group)
-    pace = Pace()
-
-    def steps(flat: Array, residual: Array | None = None) -> Progress:
-        if group.size == 1:
-            return
-        largest = part_of(flat.size, 0, group.size)
-        num_pieces = -(-(largest.stop - largest.start) * flat.itemsize // longest)
-        started = 0
-        active: dict[int, Iterator[bool]] = {}  # by slot: piece n has slot n modulo WINDOW, and its tag, on every rank
-        share = flat.nbytes // group.size
-        wire, wire_piece = share, min(share, longest)
-        if wire_bytes is not None:
-            wire, wire_piece = (wire_bytes(num_bytes // flat.itemsize) for num_bytes in (wire, wire_piece))
-        pace.begin(2 * (group.size - 1) * wire, wire_piece)
-        while True:
-            while started < num_pieces and (slot := started % WINDOW) not in active:
-                parts = [_piece(flat.size, owner, group.size, started, num_pieces) for owner in range(group.size)]
-                active[slot] = exchange(slot, _TAG + 2 * slot, flat, parts, residual)
-                started += 1
-            if not active:
-                break
-            progress = False
-            for slot, piece in tuple(active.items()):
-                state = next(piece, None)
-                if state is None:
-                    del active[slot]
-                progress |= state is not False
-            if progress:
-                count_moved()
-            else:
-                yield pace.nap()
-        pace.end()
-
-    return steps
+    return coded
 
 
 class _Wires:
@@ -208,19 +205,6 @@ class _Wires:
         num_bytes = piece_bytes if codec is None else codec.wire_bytes(piece_bytes // 4)
         self.received = [numpy.empty(num_bytes, numpy.uint8) for _ in range(size)]
         self.sent = [numpy.empty(num_bytes if codec else 0, numpy.uint8) for _ in range(size)]
-        self._typed = {dtype: [slot.view(dtype) for slot in self.received] for dtype in ([] if codec else DTYPES)}
-
-    def of(self, offset: int, dtype: numpy.dtype) -> numpy.ndarray:
-        """What is received from the rank at that distance."""
-        values: numpy.ndarray = self._typed[dtype][offset]
-        return values
-
-
-def _piece(count: int, owner: int, size: int, number: int, num_pieces: int) -> slice:
-    """Piece `number` of the owner's segment; all segments have the same number of pieces, empty ones if need be."""
-    segment = part_of(count, owner, size)
-    part = part_of(segment.stop - segment.start, number, num_pieces)
-    return slice(segment.start + part.start, segment.start + part.stop)
 
 
 def _done(request: MPI.Request) -> Iterator[bool]:

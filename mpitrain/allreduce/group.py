@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from mpitrain.profile import ring_order
+from mpitrain.shard import part_of
 from mpitrain.world import World
 
 if TYPE_CHECKING:
@@ -34,6 +37,20 @@ class Group:
     def rank(self, offset: int) -> int:
         """The rank in `comm` of the member `offset` places behind this one, around the circle."""
         return self.members[(self.index + offset) % len(self.members)]
+
+
+def segments(count: int, size: int, lengths: Sequence[int] | None = None) -> list[slice]:
+    """A buffer of `count` elements in as many parts as a group has members, of these lengths or else of equal ones."""
+    if lengths is None:
+        return [part_of(count, index, size) for index in range(size)]
+    ends = list(accumulate(lengths))
+    return [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+
+
+def pieces_of(segment: slice, number: int) -> list[slice]:
+    """A segment in so many pieces, which are empty where it is too short."""
+    parts = (part_of(segment.stop - segment.start, piece, number) for piece in range(number))
+    return [slice(segment.start + part.start, segment.start + part.stop) for part in parts]
 
 
 def everyone(world: World) -> Group:

@@ -31,42 +31,111 @@ and Gropp, Optimization of collective communication operations in MPICH, Int. J.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 
-from mpitrain.allreduce.algorithm import Sequential, Steps
-from mpitrain.allreduce.pairs import Phase, steps_of
-from mpitrain.world import World, part_of
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from mpitrain.allreduce.algorithm import Piece, Progress, Sequential, Steps
+from mpitrain.allreduce.group import Group, everyone, segments
+from mpitrain.allreduce.pairs import Phase, Seats, for_any_size, runner, seating, steps_of
+from mpitrain.arrays import Array
+from mpitrain.world import World
 
 _TAG = 41
 
 
 def halving_doubling(world: World) -> Sequential:
     """Recursive halving, then recursive doubling. See Algorithm for the contract."""
-    return Sequential(world, "halving_doubling", halving_doubling_steps(world.comm))
+    return Sequential(world, "halving_doubling", halving_doubling_steps(everyone(world)))
 
 
-def halving_doubling_steps(comm: MPI.Comm) -> Steps:
-    """Its steps over the ranks of `comm`."""
-    return steps_of(comm, plan, _TAG)
+def halving_doubling_steps(group: Group) -> Steps:
+    """Both halves over the members of the group, in their order."""
+    return steps_of(group, lambda count: plan(segments(count, group.size), group.index), _TAG)
 
 
-def plan(count: int, rank: int, size: int) -> list[Phase]:
-    """The phases of one of `size` ranks, a power of two, for a buffer of `count` elements."""
+def halving_reduce_scatter(group: Group) -> Piece:
+    """The first half by itself: member i ends with part i complete; the other parts hold partial sums.
 
-    def elements(first_segment: int, num_segments: int) -> slice:
-        last = part_of(count, first_segment + num_segments - 1, size)
-        return slice(part_of(count, first_segment, size).start, last.stop)
+    log2 p phases, (p-1)/p of the bytes. Where p is no power of two, the even one of a pair hands over its buffer
+    before, and is given its part after: two more phases, of N and N/p bytes.
+    """
+    return _piece(group, halving_plan)
 
-    halving: list[Phase] = []
-    distance = size // 2
-    while distance:
-        partner = rank ^ distance
-        # The first of the segments that a rank still has are those whose numbers begin with the same bits as its own.
-        mine, other = (elements(one - one % distance, distance) for one in (rank, partner))
-        halving.append(Phase(partner, send=other, receive=mine, adds=True))
-        distance //= 2
-    doubling = [Phase(partner, send=mine, receive=other, adds=False) for partner, other, mine, _ in reversed(halving)]
-    return halving + doubling
+
+def doubling_allgather(group: Group) -> Piece:
+    """The second half by itself: member i hands in part i, all end with all parts.
+
+    log2 p phases, (p-1)/p of the bytes. Where p is no power of two, the even one of a pair hands over its part before,
+    and is given all parts after: two more phases, of N/p and N bytes.
+    """
+    return _piece(group, doubling_plan)
+
+
+def _piece(group: Group, make_plan: Callable[[list[slice], int], list[Phase]]) -> Piece:
+    run = runner(group, _TAG)
+
+    @lru_cache(maxsize=256)
+    def cached(count: int, lengths: tuple[int, ...] | None) -> list[Phase]:
+        return make_plan(segments(count, group.size, lengths), group.index)
+
+    def work(flat: Array, lengths: Sequence[int] | None = None) -> Progress:
+        return run(flat, cached(flat.size, None if lengths is None else tuple(lengths)))
+
+    return work
+
+
+def plan(parts: list[slice], place: int) -> list[Phase]:
+    """The phases of the member at `place` for a buffer with these parts, one a member: both halves."""
+    whole = slice(0, parts[-1].stop)
+    halving, doubling = _halving(parts), _doubling(parts)
+    return for_any_size(
+        lambda seat, power: [*halving(seat, power), *doubling(seat, power)], place, len(parts), whole, whole
+    )
+
+
+def halving_plan(parts: list[slice], place: int) -> list[Phase]:
+    """Those of the first half."""
+    whole = slice(0, parts[-1].stop)
+    return for_any_size(_halving(parts), place, len(parts), before=whole, after=parts[place - place % 2])
+
+
+def doubling_plan(parts: list[slice], place: int) -> list[Phase]:
+    """Those of the second half."""
+    whole = slice(0, parts[-1].stop)
+    return for_any_size(_doubling(parts), place, len(parts), before=parts[place - place % 2], after=whole, adds=False)
+
+
+def _halving(parts: list[slice]) -> Seats:
+    _, rest = seating(len(parts))
+
+    def elements(first_seat: int, num_seats: int) -> slice:
+        """The parts of all members on these seats."""
+        # The first `rest` seats are for two members each.
+        begin, end = (seat + min(seat, rest) for seat in (first_seat, first_seat + num_seats))
+        return slice(parts[begin].start, parts[end - 1].stop)
+
+    def seats(seat: int, power: int) -> list[Phase]:
+        phases: list[Phase] = []
+        distance = power // 2
+        while distance:
+            partner = seat ^ distance
+            # The first of the seats whose parts one still has are those whose numbers begin with the same bits.
+            kept, given = (elements(one - one % distance, distance) for one in (seat, partner))
+            phases.append(Phase(partner, send=given, receive=kept, adds=True))
+            distance //= 2
+        return phases
+
+    return seats
+
+
+def _doubling(parts: list[slice]) -> Seats:
+    """The way back: what was kept is sent, what was given comes."""
+    halving = _halving(parts)
+
+    def seats(seat: int, power: int) -> list[Phase]:
+        return [
+            Phase(partner, send=kept, receive=given, adds=False)
+            for partner, given, kept, _ in reversed(halving(seat, power))
+        ]
+
+    return seats

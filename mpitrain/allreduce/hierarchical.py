@@ -22,8 +22,9 @@ Cost of a node with L ranks, m nodes: 2(m-1)/m N bytes through its network card,
 above, sends 2(p-1)/p N for every one of its L ranks; and in memory what shared_memory costs. Ranks beyond the smallest
 node's number have no lane: they only hand in and take out.
 
-Between nodes works any algorithm over a group: ring or direct, by size, or direct with a codec, where what the codec
-leaves out is kept by the rank of the lane. Each segment's sum is made in one place and copied from there.
+Between nodes works any algorithm over a group: for each size the one with the lowest predicted time (registry.py).
+With a codec it is direct, and the rank of the lane keeps what the codec leaves out. Each segment's sum is made in one
+place and copied from there.
 
 Source: Jia et al., Highly scalable deep learning training system with mixed-precision, arXiv:1807.11205, section 3.3,
 with all ranks of a node taking part between nodes instead of one.
@@ -31,58 +32,66 @@ with all ranks of a node taking part between nodes instead of one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 
 import numpy
 
-from mpitrain.allreduce.algorithm import Progress, Sequential, Steps
-from mpitrain.allreduce.costs import ring_from_bytes
-from mpitrain.allreduce.direct import direct_steps
+from mpitrain.allreduce.algorithm import Progress, Sequential, Steps, in_phases
+from mpitrain.allreduce.costs import Topology, inside_seconds, topology_of
 from mpitrain.allreduce.group import Group, lane, num_lanes
 from mpitrain.allreduce.node_memory import meet
-from mpitrain.allreduce.ring import ring_steps
+from mpitrain.allreduce.registry import ALGORITHMS, by_cost, candidates, cheapest, priced
 from mpitrain.allreduce.shared_memory import NodeArrays, add_block, blocks
-from mpitrain.world import World, part_of
+from mpitrain.shard import part_of
+from mpitrain.world import World
 
 
 def hierarchical(world: World) -> Sequential:
-    """Shared memory in the nodes, ring or direct between them. See Algorithm for the contract."""
+    """Shared memory in the nodes, the fastest algorithm over a group between them. See Algorithm for the contract."""
     memory = NodeArrays(world)
-    return Sequential(world, "hierarchical", hierarchical_steps(world, memory, by_size(world)), memory)
+    return Sequential(world, "hierarchical", hierarchical_steps(world, memory, between_nodes(world)), memory)
+
+
+def hierarchical_seconds(num_bytes: int, topology: Topology) -> float:
+    """On several nodes: inside each node as shared_memory; between them the fastest algorithm over a group."""
+    if topology.num_nodes == 1:
+        return math.inf
+    lane = topology.between_nodes()
+    between, _ = cheapest(num_bytes // lane.lanes, lane, priced(lane))
+    return inside_seconds(num_bytes, topology) + between
 
 
 def hierarchical_steps(world: World, memory: NodeArrays, make_between: Callable[[Group], Steps]) -> Steps:
     """`make_between` makes what runs between the nodes, over a lane."""
     mates, lanes, group = memory.mates, num_lanes(world), lane(world)
-    between = None if group is None else make_between(group)
+    between = make_between(group) if group is not None and group.size > 1 else None
 
-    def add(arrays: list[numpy.ndarray], residual: numpy.ndarray | None) -> Progress:
-        yield from meet(mates)
-        if between is not None:
+    @in_phases
+    def add(arrays: list[numpy.ndarray], residual: numpy.ndarray | None) -> Iterator[Progress]:
+        yield meet(mates)
+        if group is not None:
             own = arrays[mates.index]
             part = part_of(own.size, mates.index, lanes)
             for block in blocks(part, own.itemsize):
                 add_block(arrays, block, own)
-            if part.stop > part.start:
-                yield from between(own[part], None if residual is None else residual[part])
+            if between is not None and part.stop > part.start:
+                yield between(own[part], None if residual is None else residual[part])
             for index, other in enumerate(arrays):
                 if index != mates.index:
                     other[part] = own[part]
-        yield from meet(mates)
+        yield meet(mates)
 
     return memory.steps(add)
 
 
-def by_size(world: World) -> Callable[[Group], Steps]:
-    """Between nodes: direct for what is small, ring for what is large."""
-    limit = ring_from_bytes(world.profile, len(set(world.node_ranks)), num_lanes(world))
+def between_nodes(world: World) -> Callable[[Group], Steps]:
+    """What makes the steps over a lane: of all algorithms over a group, the fastest for a buffer's number of bytes."""
+    topology = topology_of(world).between_nodes()
+    names = candidates(topology)
 
     def make(group: Group) -> Steps:
-        small, large = direct_steps(group), ring_steps(group)
-
-        def steps(flat: numpy.ndarray, residual: numpy.ndarray | None = None) -> Progress:
-            return (large if flat.nbytes >= limit else small)(flat, residual)
-
-        return steps
+        makers = {name: ALGORITHMS[name].over for name in names}
+        return by_cost(topology, {name: over(group) for name, over in makers.items() if over is not None})
 
     return make

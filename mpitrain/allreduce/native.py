@@ -9,15 +9,20 @@ operation of our own (MPI-4.1, section 6.9.5), which rounds to the dtype after e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy
 
-from mpitrain import transfer
 from mpitrain.allreduce.algorithm import BFLOAT16, Progress, Sequential, Steps
-from mpitrain.control import until
+from mpitrain.allreduce.costs import Topology, native_below_bytes
+from mpitrain.allreduce.group import Group, everyone
+from mpitrain.allreduce.hierarchical import hierarchical_seconds
+from mpitrain.allreduce.recursive_doubling import recursive_doubling_steps
+from mpitrain.allreduce.shared_memory import shared_memory_seconds
+from mpitrain.waiting import transfer
 from mpitrain.world import World
 
 if TYPE_CHECKING:
@@ -29,11 +34,30 @@ _HALVES = (numpy.dtype(numpy.float16), BFLOAT16)
 
 def native(world: World) -> Sequential:
     """MPI_Iallreduce in place. See Algorithm for the contract."""
-    return Sequential(world, "native", native_steps(world.comm))
+    return Sequential(world, "native", native_steps(everyone(world)))
 
 
-def native_steps(comm: MPI.Comm) -> Steps:
-    """MPI's own over all ranks of `comm`."""
+def native_seconds(num_bytes: int, topology: Topology) -> float:
+    """Below the size where MPI's own call falls behind what sums large buffers: that one's time, in proportion.
+
+    The library's algorithm is not known, so its time is not modelled. What is known, from a measurement or from a rule
+    of thumb, is the size at which the two are equally fast (costs.native_below_bytes).
+    """
+    limit = native_below_bytes(topology.profile, topology.num_nodes)
+    if topology.lanes or num_bytes >= limit:
+        return math.inf
+    large = shared_memory_seconds if topology.num_nodes == 1 else hierarchical_seconds
+    return large(num_bytes, topology) * (num_bytes / limit)
+
+
+def native_steps(group: Group) -> Steps:
+    """MPI's own, where the group has all ranks of its communicator. For a part of them, recursive doubling.
+
+    MPI's call is for whole communicators, and a group makes none: libraries have few.
+    """
+    comm = group.comm
+    if group.size < comm.size:
+        return recursive_doubling_steps(group)
     from mpi4py import MPI
 
     def steps(flat: numpy.ndarray, _residual: numpy.ndarray | None = None) -> Progress:
@@ -46,7 +70,8 @@ def native_steps(comm: MPI.Comm) -> Steps:
                 request = comm.Iallreduce(MPI.IN_PLACE, part, MPI.SUM)
             # A short one is over before a wait with all its looks has begun.
             if not any(request.Test() for _ in range(_SPINS)):
-                yield from until(request.Test)
+                while not request.Test():
+                    yield None
 
     return steps
 

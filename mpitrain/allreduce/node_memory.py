@@ -20,8 +20,8 @@ import numpy
 
 from mpitrain.allreduce.algorithm import Progress
 from mpitrain.allreduce.group import Group
-from mpitrain.control import until
-from mpitrain.errors import MismatchError, MpitrainError
+from mpitrain.errors import MismatchError, MpitrainError, everywhere
+from mpitrain.waiting.control import until
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -54,12 +54,12 @@ class NodeMemory:
             # In another container the same numbers may well be those of a process and file there.
             mark = os.urandom(_MARK_BYTES)
             os.pwrite(descriptor, mark, 0)
-            mine = numpy.array([os.getpid(), descriptor, num_bytes, int.from_bytes(mark, "little", signed=True)])
-            theirs = numpy.empty((mates.size, mine.size), numpy.int64)
-            yield from _tell(mates, mine, theirs)
+            own = numpy.array([os.getpid(), descriptor, num_bytes, int.from_bytes(mark, "little", signed=True)])
+            of_all = numpy.empty((mates.size, own.size), numpy.int64)
+            yield from _tell(mates, own, of_all)
             code, maps = 0, []
             try:
-                maps = [_map(pid, number, length, mark) for pid, number, length, mark in theirs.tolist()]
+                maps = [_map(pid, number, length, mark) for pid, number, length, mark in of_all.tolist()]
             except OSError as error:
                 code = error.errno or errno.EIO
             # Nobody closes before all have mapped.
@@ -67,7 +67,7 @@ class NodeMemory:
             yield from _tell(mates, numpy.array([code]), codes)
         finally:
             os.close(descriptor)
-        lengths = theirs[:, 2].tolist()
+        lengths = of_all[:, 2].tolist()
         if len(set(lengths)) > 1:
             other = next(index for index, length in enumerate(lengths) if length != lengths[0])
             raise self._by_all(
@@ -112,8 +112,7 @@ class NodeMemory:
 
     def _by_all(self, error: MpitrainError) -> MpitrainError:
         """An error that all ranks of the node raise, after their last message."""
-        error.known_everywhere = self._mates.size == self._mates.comm.size
-        return error
+        return everywhere(error, self._mates.size == self._mates.comm.size)
 
     def _forget(self, address: int) -> None:
         place = self._begins.index(address)
@@ -133,21 +132,24 @@ def meet(mates: Group, tag: int = _MEET_TAG) -> Progress:
     distance = 1
     while distance < mates.size:
         send = mates.comm.Isend(_NOTHING, mates.rank(distance), tag)
-        yield from until(mates.comm.Irecv(_NOTHING, mates.rank(-distance), tag).Test)
-        yield from until(send.Test)
+        receive = mates.comm.Irecv(_NOTHING, mates.rank(-distance), tag)
+        while not receive.Test():
+            yield None
+        while not send.Test():
+            yield None
         distance *= 2
 
 
 _NOTHING = numpy.empty(0, numpy.uint8)
 
 
-def _tell(mates: Group, mine: numpy.ndarray, everything: numpy.ndarray) -> Progress:
+def _tell(mates: Group, own: numpy.ndarray, of_all: numpy.ndarray) -> Progress:
     """Every rank's numbers, by the place of the rank."""
     requests: list[MPI.Request] = []
-    everything[mates.index] = mine
+    of_all[mates.index] = own
     for offset in range(1, mates.size):
-        requests.append(mates.comm.Isend(mine, mates.rank(offset), _TAG))
-        requests.append(mates.comm.Irecv(everything[(mates.index - offset) % mates.size], mates.rank(-offset), _TAG))
+        requests.append(mates.comm.Isend(own, mates.rank(offset), _TAG))
+        requests.append(mates.comm.Irecv(of_all[(mates.index - offset) % mates.size], mates.rank(-offset), _TAG))
     for request in requests:
         yield from until(request.Test)
 

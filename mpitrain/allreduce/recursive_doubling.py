@@ -27,29 +27,29 @@ Perform. Comput. Appl. 19 (2005) 49-66, section 4.4 and, for other numbers of ra
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from mpitrain.allreduce.algorithm import Sequential, Steps
-from mpitrain.allreduce.pairs import Phase, steps_of
+from mpitrain.allreduce.group import Group, everyone
+from mpitrain.allreduce.pairs import Phase, for_any_size, steps_of
 from mpitrain.world import World
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 _TAG = 40
 
 
 def recursive_doubling(world: World) -> Sequential:
     """log2 p exchanges of the whole buffer. See Algorithm for the contract."""
-    return Sequential(world, "recursive_doubling", recursive_doubling_steps(world.comm))
+    return Sequential(world, "recursive_doubling", recursive_doubling_steps(everyone(world)))
 
 
-def recursive_doubling_steps(comm: MPI.Comm) -> Steps:
-    """Its steps over the ranks of `comm`."""
-    return steps_of(comm, plan, _TAG)
+def recursive_doubling_steps(group: Group) -> Steps:
+    """Its steps over the members of the group, in their order."""
+    return steps_of(group, lambda count: plan(count, group.index, group.size), _TAG)
 
 
-def plan(count: int, rank: int, size: int) -> list[Phase]:
-    """The phases of one of `size` ranks, a power of two, for a buffer of `count` elements."""
+def plan(count: int, place: int, size: int) -> list[Phase]:
+    """The phases of the member at `place` among `size`, for a buffer of `count` elements."""
     whole = slice(0, count)
-    return [Phase(rank ^ 1 << bit, whole, whole, adds=True) for bit in range(size.bit_length() - 1)]
+
+    def seats(seat: int, power: int) -> list[Phase]:
+        return [Phase(seat ^ 1 << bit, whole, whole, adds=True) for bit in range(power.bit_length() - 1)]
+
+    return for_any_size(seats, place, size, before=whole, after=whole)

@@ -5,47 +5,46 @@ left one only.
 
     0 --> 1 --> 2 --> 3 --> back to 0
 
-Four ranks; a0 is rank 0's part of segment a, A the sum a0+a1+a2+a3. In step t of the first half rank r sends
-segment r-t and adds what it receives to segment r-t-1:
+Four ranks; a0 is rank 0's part of segment a, A the sum a0+a1+a2+a3. Reduce-scatter: in step t rank r sends segment
+r-1-t and adds what it receives to segment r-2-t:
 
     rank        0               1               2               3
     start   a0 b0 c0 d0     a1 b1 c1 d1     a2 b2 c2 d2     a3 b3 c3 d3
-    sends   a               b               c               d             step 0
-    has     d30             a01             b12             c23           (d30 = d3+d0)
-    sends   d               a               b               c             step 1
-    has     c230            d301            a012            b123
-    sends   c               d               a               b             step 2
-    has     B               C               D               A
+    sends   d               a               b               c             step 0
+    has     c30             d01             a12             b23           (c30 = c3+c0)
+    sends   c               d               a               b             step 1
+    has     b230            c301            d012            a123
+    sends   b               c               d               a             step 2
+    has     A               B               C               D
 
-Each rank now owns one complete segment. The second half passes the complete ones on, three steps again, each
-received where it belongs. Every segment was added up in one place and copied from there, so all ranks end with the
-same bits.
+Rank r now has segment r complete. Allgather: the complete ones are passed on, three steps again, each received where it
+belongs. Every segment was added up in one place and copied from there, so all ranks end with the same bits.
 
-Cost a rank: 2(p-1) steps and 2(p-1)/p of the buffer's bytes sent and received, the least any allreduce can; (p-1)/p
-of the elements added. Source: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of
-workstations, J. Parallel Distrib. Comput. 69 (2009) 117-124.
+Cost a rank: each half p-1 steps and (p-1)/p of the buffer's bytes sent and received; together 2(p-1)/p, the least any
+allreduce can; (p-1)/p of the elements added. Source: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for
+clusters of workstations, J. Parallel Distrib. Comput. 69 (2009) 117-124.
 
 Segments travel in pieces. A piece is passed on as soon as it has been added, and the receives of the next pieces
-are posted ahead, so additions overlap transfers and one step of the ring overlaps the next. Piece sizes are equal on
-all ranks, so the whole is one numbered sequence of pieces: number j = step * pieces_per_segment + piece.
+are posted ahead, so additions overlap transfers and one step of the ring overlaps the next, also from one half to the
+other. Piece sizes are equal on all ranks, so the whole is one numbered sequence of pieces: number j = step *
+pieces_per_segment + piece.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import math
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy
 
-from mpitrain.allreduce.algorithm import DTYPES, Progress, Sequential, Steps
-from mpitrain.allreduce.group import Group, everyone
-from mpitrain.launch.activity import count_moved
-from mpitrain.pace import Pace
-from mpitrain.world import World, part_of
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from mpitrain.allreduce.algorithm import Piece, Progress, Sequential, Steps
+from mpitrain.allreduce.costs import Topology, wire_seconds
+from mpitrain.allreduce.group import Group, everyone, pieces_of, segments
+from mpitrain.arrays import Array
+from mpitrain.waiting.pieces import Combine, Mover, Receive, Send, add
+from mpitrain.world import World
 
 # Measured: see docs/log.md. A larger message would go over TCP in a way that does not send and receive at once.
 PIECE_BYTES = 256 * 1024
@@ -53,12 +52,22 @@ AHEAD = 8  # pieces posted for receiving, and at most in sending, at one time
 _TAG = 1
 
 
-class Piece(NamedTuple):
-    """What happens at one number of the sequence. The slices are in bytes of the buffer."""
+class PieceStep(NamedTuple):
+    """One number of the sequence: a piece of one segment goes right, a piece of another one comes from the left.
+
+    Attributes:
+        send: bytes of the buffer.
+        after: how many pieces must be ready before it is sent.
+        receive: elements of the buffer if it adds, else bytes.
+        adds: whether what comes is added; else it overwrites.
+        overwrites_after: how many pieces must have left before it may overwrite.
+    """
 
     send: slice
+    after: int
     receive: slice
-    add: slice | None  # in elements: where to add what was received; None in the second half, which overwrites
+    adds: bool
+    overwrites_after: int
 
 
 def ring(world: World) -> Sequential:
@@ -66,88 +75,97 @@ def ring(world: World) -> Sequential:
     return Sequential(world, "ring", ring_steps(everyone(world)))
 
 
+def ring_seconds(num_bytes: int, topology: Topology) -> float:
+    """2 (m-1) latencies and 2 (m-1)/m of the bytes over a link, for m nodes. For one rank a node only."""
+    nodes = topology.num_nodes
+    if topology.most_ranks > 1:
+        return math.inf
+    return 2 * (nodes - 1) * topology.profile.latency_seconds + wire_seconds(num_bytes, topology)
+
+
 def ring_steps(group: Group) -> Steps:
-    """The ring in the order of the group's members."""
-    comm, left, right = group.comm, group.rank(-1), group.rank(1)
+    """Both halves as one sequence, in the order of the group's members; the second begins before the first ends."""
+    both = around(group, Mover(group.comm, _TAG, AHEAD), reduces=True, gathers=True)
+    return lambda flat, residual=None: both(flat)
+
+
+def ring_reduce_scatter(group: Group) -> Piece:
+    """The first half by itself: member i ends with part i complete; the other parts hold partial sums.
+
+    Each rank sends and receives (p-1)/p of the bytes in p-1 steps.
+    """
+    return around(group, Mover(group.comm, _TAG, AHEAD), reduces=True, gathers=False)
+
+
+def ring_allgather(group: Group) -> Piece:
+    """The second half by itself: member i hands in part i, all end with all parts.
+
+    Each rank sends and receives (p-1)/p of the bytes in p-1 steps.
+    """
+    return around(group, Mover(group.comm, _TAG, AHEAD), reduces=False, gathers=True)
+
+
+def around(
+    group: Group,
+    mover: Mover,
+    *,
+    reduces: bool,
+    gathers: bool,
+    piece_bytes: int = PIECE_BYTES,
+    add: Combine = add,
+) -> Piece:
+    """The first half, the second one, or both, on arrays of the host or of a GPU; `mover` is for such arrays."""
+    left, right = group.rank(-1), group.rank(1)
     cached_plan = lru_cache(maxsize=256)(plan)
-    scratch = [numpy.empty(PIECE_BYTES if group.size > 1 else 0, numpy.uint8) for _ in range(AHEAD)]
-    # What has been received, by slot and dtype, ready to be added.
-    typed = {dtype: [slot.view(dtype) for slot in scratch] for dtype in DTYPES}
-    pace = Pace()
 
-    def steps(flat: numpy.ndarray, _residual: numpy.ndarray | None = None) -> Progress:
-        if group.size == 1:
-            return
-        pieces = cached_plan(flat.size, flat.itemsize, group.index, group.size)
-        buffer, arrived = flat.view(numpy.uint8), typed[flat.dtype]
-        num_pieces, half = len(pieces), len(pieces) // 2
-        # A piece of the first segment waits for nothing to be sent; every other one for the piece one step before.
-        free = half // (group.size - 1)
-        sends: deque[MPI.Request] = deque()
-        receives: deque[MPI.Request] = deque()
-        started = posted = 0
-        sent = received = 0  # sends that are complete: their memory may be overwritten; receives that are dealt with
-        share = flat.nbytes // group.size
-        pace.begin(2 * (group.size - 1) * share, min(share, PIECE_BYTES))
-        while min(received, sent) < num_pieces:
-            while posted < num_pieces and posted < received + AHEAD:
-                _, receive, add = pieces[posted]
-                if add is not None:
-                    into = scratch[posted % AHEAD][: receive.stop - receive.start]
-                elif posted - half < sent:
-                    # Overwrites what was sent half a round before, and has left by now.
-                    into = buffer[receive]
-                else:
-                    break
-                receives.append(comm.Irecv(into, left, _TAG))
-                posted += 1
-            while started < num_pieces and started < received + free and started < sent + AHEAD:
-                sends.append(comm.Isend(buffer[pieces[started].send], right, _TAG))
-                started += 1
-            progress = False
-            if receives and receives[0].Test():
-                receives.popleft()
-                add = pieces[received].add
-                if add is not None:
-                    total = flat[add]
-                    # Infinity is a value like any other here; whoever must not have it looks at the sum.
-                    with numpy.errstate(all="ignore"):
-                        numpy.add(total, arrived[received % AHEAD][: total.size], out=total)
-                received += 1
-                progress = True
-            while sends and sends[0].Test():
-                sends.popleft()
-                sent += 1
-                progress = True
-            if progress:
-                count_moved()
-            else:
-                yield pace.nap()
-        pace.end()
+    def work(flat: Array, lengths: Sequence[int] | None = None) -> Progress:
+        key = None if lengths is None else tuple(lengths)
+        steps = cached_plan(flat.size, key, flat.itemsize, group.index, group.size, piece_bytes, reduces, gathers)
+        octets = flat.view(numpy.uint8)
+        sends: list[Send] = [(right, octets[send], after) for send, after, _, _, _ in steps]
+        receives: list[Receive] = [
+            (left, flat[place] if adds else octets[place], adds, overwrites_after)
+            for _, _, place, adds, overwrites_after in steps
+        ]
+        return mover.run(sends, receives, add)
 
-    return steps
+    return work
 
 
-def plan(count: int, itemsize: int, rank: int, size: int, piece_bytes: int = PIECE_BYTES) -> list[Piece]:
-    """The pieces of a buffer of `count` elements in the order in which they are sent and received.
+def plan(
+    count: int,
+    lengths: Sequence[int] | None,
+    itemsize: int,
+    index: int,
+    size: int,
+    piece_bytes: int,
+    reduces: bool,
+    gathers: bool,
+) -> list[PieceStep]:
+    """What the member at place `index` does, in the order in which pieces are sent and received.
 
     Every segment has as many pieces as the largest one, empty ones if need be: a rank whose segment is empty must
     still pass on the others' pieces.
     """
-    segments = [part_of(count, owner, size) for owner in range(size)]
-    per_segment = max(1, -(-(segments[0].stop - segments[0].start) // (piece_bytes // itemsize)))
-
-    def pieces_of(owner: int) -> list[slice]:
-        segment = segments[owner % size]
-        parts = (part_of(segment.stop - segment.start, piece, per_segment) for piece in range(per_segment))
-        return [slice(segment.start + part.start, segment.start + part.stop) for part in parts]
-
-    def in_bytes(part: slice) -> slice:
-        return slice(part.start * itemsize, part.stop * itemsize)
-
-    result: list[Piece] = []
-    for first, adds in ((rank, True), (rank + 1, False)):
+    parts = segments(count, size, lengths)
+    longest = max(part.stop - part.start for part in parts)
+    per_segment = max(1, -(-longest // max(1, piece_bytes // itemsize)))
+    pieces = [pieces_of(part, per_segment) for part in parts]
+    half = (size - 1) * per_segment
+    result: list[PieceStep] = []
+    for first, adds in [(index - 1, True)] * reduces + [(index, False)] * gathers:
         for step in range(size - 1):
-            for send, receive in zip(pieces_of(first - step), pieces_of(first - step - 1), strict=True):
-                result.append(Piece(in_bytes(send), in_bytes(receive), receive if adds else None))
+            out, back = pieces[(first - step) % size], pieces[(first - step - 1) % size]
+            for send, receive in zip(out, back, strict=True):
+                number = len(result)
+                # The first segment is this rank's own; every other one was received one step before.
+                after = max(0, number - per_segment + 1)
+                # The second half overwrites what was sent half a round before.
+                overwrites_after = number - half + 1 if reduces and not adds else 0
+                place = receive if adds else _in_bytes(receive, itemsize)
+                result.append(PieceStep(_in_bytes(send, itemsize), after, place, adds, overwrites_after))
     return result
+
+
+def _in_bytes(part: slice, itemsize: int) -> slice:
+    return slice(part.start * itemsize, part.stop * itemsize)

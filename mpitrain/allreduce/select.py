@@ -1,28 +1,21 @@
-"""auto: the algorithm for a buffer's size, the same on all ranks because it depends on nothing else."""
+"""auto: for each size the algorithm with the lowest predicted time."""
 
 from __future__ import annotations
 
-import numpy
-
-from mpitrain.allreduce.algorithm import Progress, Sequential
-from mpitrain.allreduce.costs import bucket_bytes, compression, native_below_bytes, predicted, ring_from_bytes
+from mpitrain.allreduce.algorithm import Sequential
+from mpitrain.allreduce.costs import bucket_bytes, compression, topology_of
 from mpitrain.allreduce.group import everyone, num_lanes
-from mpitrain.allreduce.hierarchical import by_size, hierarchical_steps
-from mpitrain.allreduce.native import native_steps
-from mpitrain.allreduce.shared_memory import NodeArrays, shared_memory_steps
+from mpitrain.allreduce.registry import ALGORITHMS, by_cost, candidates, changes, cheapest, priced
 from mpitrain.world import World
 
 
 def auto(world: World) -> Sequential:
-    """native for what is small; then shared memory in a node, and between nodes. See Algorithm for the contract."""
-    memory = NodeArrays(world)
-    native, limit = native_steps(world.comm), native_below_bytes(world.profile, len(set(world.node_ranks)))
-    large = shared_memory_steps(memory) if world.num_nodes == 1 else hierarchical_steps(world, memory, by_size(world))
-
-    def steps(flat: numpy.ndarray, residual: numpy.ndarray | None = None) -> Progress:
-        return (native if flat.nbytes < limit else large)(flat, residual)
-
-    return Sequential(world, "auto", steps, memory)
+    """The fastest algorithm for a buffer's number of bytes. See Algorithm for the contract."""
+    topology = topology_of(world)
+    made = {name: ALGORITHMS[name].make(world) for name in candidates(topology)}
+    # No two of them have memory of their own: that of a node is for shared_memory or hierarchical.
+    memory = next((algorithm.memory for algorithm in made.values() if algorithm.memory is not None), None)
+    return Sequential(world, "auto", by_cost(topology, {name: made[name].steps for name in made}), memory)
 
 
 def choices(world: World) -> list[str]:
@@ -45,19 +38,23 @@ def choices(world: World) -> list[str]:
 
 
 def _by_size(world: World) -> list[str]:
-    nodes, lanes, profile = world.num_nodes, num_lanes(world), world.profile
-    native = native_below_bytes(profile, nodes)
-    lines = [f"below {native // 1024} KiB: native"] if native else []
-    ranks_per_node = [world.node_ranks.count(node) for node in range(nodes)]
-    prediction = f"predicted for 16 MiB: {predicted(2**24, profile, ranks_per_node) * 1e3:.1f} ms"
-    if nodes == 1:
-        return [*lines, f"from {native // 1024} KiB: shared_memory", *([prediction] if profile.is_measured else [])]
-    limit = ring_from_bytes(profile, nodes, lanes) * lanes
-    inside = "" if nodes == world.size else "shared memory inside each node, "
-    if limit > native:
-        lines.append(f"from {native // 1024} KiB: {inside}direct between nodes")
-    lines.append(f"from {max(limit, native) // 1024} KiB: {inside}ring between nodes")
-    return [*lines, prediction]
+    topology = topology_of(world)
+    names, lane = priced(topology), topology.between_nodes()
+    inside = "" if lane.num_nodes == world.size else "shared memory inside each node, "
+
+    def choice(num_bytes: int) -> str:
+        name = cheapest(num_bytes, topology, names)[1]
+        if name != "hierarchical":
+            return name
+        return f"{inside}{cheapest(num_bytes // lane.lanes, lane, priced(lane))[1]} between nodes"
+
+    ranges = changes(choice)
+    lines = [f"from {begin // 1024} KiB: {text}" for begin, text in ranges]
+    if len(ranges) > 1 and ranges[0][1] in ALGORITHMS:
+        lines[0] = f"below {ranges[1][0] // 1024} KiB: {ranges[0][1]}"
+    if lane.num_nodes > 1 or world.profile.is_measured:
+        lines.append(f"predicted for 16 MiB: {cheapest(2**24, topology, names)[0] * 1e3:.1f} ms")
+    return lines
 
 
 def _compression(world: World) -> str:

@@ -30,16 +30,19 @@ shared buffers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+import math
+from collections.abc import Callable, Iterator
 
 import numpy
 
-from mpitrain.allreduce.algorithm import Progress, Sequential, Steps
+from mpitrain.allreduce.algorithm import Progress, Sequential, Steps, in_phases
+from mpitrain.allreduce.costs import Topology, inside_seconds
 from mpitrain.allreduce.group import Group, of_this_node
 from mpitrain.allreduce.node_memory import NodeMemory, meet
 from mpitrain.arrays import Array
 from mpitrain.errors import ConfigError
-from mpitrain.world import World, part_of
+from mpitrain.shard import part_of
+from mpitrain.world import World
 
 _BLOCK_BYTES = 128 * 1024
 _SLAB_BYTES = 4 * 2**20
@@ -60,43 +63,52 @@ def shared_memory(world: World) -> Sequential:
     return Sequential(world, "shared_memory", shared_memory_steps(memory), memory)
 
 
+def shared_memory_seconds(num_bytes: int, topology: Topology) -> float:
+    """On one node: each rank adds its segment, and hands the sum to all others."""
+    return inside_seconds(num_bytes, topology) if topology.num_nodes == 1 else math.inf
+
+
 def shared_memory_steps(memory: NodeArrays) -> Steps:
     """The algorithm for arrays in `memory`, and piece by piece for others."""
     mates = memory.mates
 
-    def add(arrays: list[numpy.ndarray]) -> Progress:
-        yield from meet(mates)
+    @in_phases
+    def add(arrays: list[numpy.ndarray]) -> Iterator[Progress]:
+        yield meet(mates)
         own = part_of(len(arrays[0]), mates.index, mates.size)
         for block in blocks(own, arrays[0].itemsize):
             add_block(arrays, block, arrays[0])
             for other in arrays[1:]:
                 other[block] = arrays[0][block]
-        yield from meet(mates)
+        yield meet(mates)
 
-    def add_elsewhere(part: numpy.ndarray, slabs: list[numpy.ndarray]) -> Progress:
+    @in_phases
+    def add_elsewhere(part: numpy.ndarray, slabs: list[numpy.ndarray]) -> Iterator[Progress]:
         segments = [part_of(part.size, index, mates.size) for index in range(mates.size)]
         others = [index for index in range(mates.size) if index != mates.index]
         for index in others:
             slabs[mates.index][segments[index]] = part[segments[index]]
-        yield from meet(mates)
+        yield meet(mates)
         arrays = list(slabs)
         arrays[mates.index] = part
         for block in blocks(segments[mates.index], part.itemsize):
             add_block(arrays, block, part)
             slabs[mates.index][block] = part[block]
-        yield from meet(mates)
+        yield meet(mates)
         for index in others:
             part[segments[index]] = slabs[index][segments[index]]
 
-    def steps(flat: numpy.ndarray, _: numpy.ndarray | None = None) -> Progress:
+    @in_phases
+    def steps(flat: numpy.ndarray, _: numpy.ndarray | None = None) -> Iterator[Progress]:
         arrays = memory.everyones(flat)
         if arrays is not None:
-            yield from add(arrays)
+            yield add(arrays)
             return
+        yield memory.make_slab()
         count = _SLAB_BYTES // 2 // flat.itemsize
         for begin in range(0, flat.size, count):
             part = flat[begin : begin + count]
-            yield from add_elsewhere(part, (yield from memory.half_slabs(part)))
+            yield add_elsewhere(part, memory.half_slabs(part))
 
     return steps
 
@@ -133,36 +145,38 @@ class NodeArrays:
         """The same place in the memory of every rank of the node; None where they do not share it."""
         return self._memory.find(flat) if self._is_shared else [flat]
 
-    def half_slabs(self, part: numpy.ndarray) -> Generator[float | None, None, list[numpy.ndarray]]:
-        """Work that ends with every rank's half of the slab, the other half each time, as long as `part`."""
-        slab = yield from self._get_slab()
+    def make_slab(self) -> Progress:
+        """Make the slab, if that has not been done: work of all ranks of the node."""
+        if self._slab is None:
+            self._slab = yield from self._memory.allocate(_SLAB_BYTES)
+
+    def half_slabs(self, part: numpy.ndarray) -> list[numpy.ndarray]:
+        """Every rank's half of the slab, the other half each time, as long as `part`."""
+        assert self._slab is not None
         self._turn ^= 1
-        half = slab[self._turn * _SLAB_BYTES // 2 :][: part.nbytes].view(part.dtype)
+        half = self._slab[self._turn * _SLAB_BYTES // 2 :][: part.nbytes].view(part.dtype)
         return self._find_all(half)
 
     def steps(self, work: Callable[[list[numpy.ndarray], numpy.ndarray | None], Progress]) -> Steps:
         """`work` on one place of all ranks' arrays, made into steps on any array: others go through a slab."""
 
-        def steps(flat: numpy.ndarray, residual: numpy.ndarray | None = None) -> Progress:
+        @in_phases
+        def steps(flat: numpy.ndarray, residual: numpy.ndarray | None = None) -> Iterator[Progress]:
             arrays = self.everyones(flat)
             if arrays is not None:
-                yield from work(arrays, residual)
+                yield work(arrays, residual)
                 return
-            whole = yield from self._get_slab()
+            yield self.make_slab()
+            assert self._slab is not None
             count = _SLAB_BYTES // flat.itemsize
             for begin in range(0, flat.size, count):
                 part = flat[begin : begin + count]
-                slab = whole.view(flat.dtype)[: part.size]
+                slab = self._slab.view(flat.dtype)[: part.size]
                 slab[:] = part
-                yield from work(self._find_all(slab), None if residual is None else residual[begin : begin + count])
+                yield work(self._find_all(slab), None if residual is None else residual[begin : begin + count])
                 part[:] = slab
 
         return steps
-
-    def _get_slab(self) -> Generator[float | None, None, numpy.ndarray]:
-        if self._slab is None:
-            self._slab = yield from self._memory.allocate(_SLAB_BYTES)
-        return self._slab
 
     def _find_all(self, slab: numpy.ndarray) -> list[numpy.ndarray]:
         shared = self._memory.find(slab)

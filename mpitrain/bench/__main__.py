@@ -10,17 +10,17 @@ import sys
 from pathlib import Path
 
 from mpitrain.allreduce.select import choices
+from mpitrain.bench.link import Link, find_link, node_leaders
 from mpitrain.bench.measure import measure_cluster, save_profile
-from mpitrain.bench.network import Link, find_link
 from mpitrain.bench.on_gpus import about_gpus, transport_choices
 from mpitrain.bench.options import POINT_TO_POINT, Options, add_arguments, read_options
 from mpitrain.bench.point_to_point import Pairs, measure_pairs
 from mpitrain.bench.progress import Progress
-from mpitrain.bench.report import as_json, preamble
+from mpitrain.bench.summary import as_json, preamble
 from mpitrain.bench.sweep import sweep
 from mpitrain.bench.table import Row, as_csv, header, line, matrix
 from mpitrain.errors import ConfigError, DeviceError
-from mpitrain.start import init
+from mpitrain.job.start import init
 from mpitrain.world import World
 
 
@@ -84,8 +84,9 @@ def _pairs(world: World, options: Options) -> tuple[Pairs | None, list[str]]:
     members = list(range(world.size))
     if world.num_nodes > 1:
         members = [world.node_ranks.index(node) for node in range(world.num_nodes)]
-    comm = world.comm if world.num_nodes == 1 else world.leaders
-    pairs = measure_pairs(comm, progress.tell) if comm is not None else None
+    with node_leaders(world) as leaders:
+        comm = world.comm if world.num_nodes == 1 else leaders
+        pairs = measure_pairs(comm, progress.tell) if comm is not None else None
     progress.end()
     return world.broadcast(pairs), [world.hosts[rank] for rank in members]
 

@@ -12,6 +12,7 @@ import numpy
 
 from mpitrain.allreduce import ALGORITHMS
 from mpitrain.allreduce.algorithm import Algorithm
+from mpitrain.bench.link import node_leaders
 from mpitrain.bench.operations import num_calls, sum_by
 from mpitrain.bench.point_to_point import Pairs, measure_pairs
 from mpitrain.bench.rounds import Variant, measure, ratio, versions
@@ -40,7 +41,8 @@ def measure_cluster(world: World, tell: Callable[[str], object] = lambda text: N
             error of it, decodes, and adds.
         native_below_bytes: MPI's own allreduce was the faster one below, what auto takes for large buffers above.
     """
-    between = measure_pairs(world.leaders, tell) if world.leaders is not None and world.num_nodes > 1 else None
+    with node_leaders(world) as leaders:
+        between = measure_pairs(leaders, tell) if leaders is not None and world.num_nodes > 1 else None
     world.barrier()  # in which the others wait without taking the leaders' cores
     pairs: Pairs | None = world.broadcast(between)
     tell("memory")
@@ -50,7 +52,7 @@ def measure_cluster(world: World, tell: Callable[[str], object] = lambda text: N
         "add": Variant(lambda: numpy.add(flat, other, out=flat), prepare=lambda: flat.fill(1.0)),
     }
     measure(world, memory, 1)
-    times = {name: statistics.median(its.seconds) for name, its in measure(world, memory, _MEMORY_ROUNDS).items()}
+    times = {name: statistics.median(row.seconds) for name, row in measure(world, memory, _MEMORY_ROUNDS).items()}
     tell("codecs")
     codecs = {name: _codec_rates(world, name) for name in CODECS}
     tell("small buffers")
@@ -75,8 +77,8 @@ def _codec_rates(world: World, name: str) -> dict[str, Any]:
     }
     measure(world, variants, 1)
     rates = {
-        f"{operation}_bytes_per_second": _CODEC_BYTES / statistics.median(its.seconds)
-        for operation, its in measure(world, variants, _MEMORY_ROUNDS).items()
+        f"{operation}_bytes_per_second": _CODEC_BYTES / statistics.median(measured.seconds)
+        for operation, measured in measure(world, variants, _MEMORY_ROUNDS).items()
     }
     return {"compiled": all(world.allgather(codec.compiled)), **rates}
 
@@ -94,12 +96,12 @@ def _between(pairs: Pairs) -> Profile:
 def native_below(world: World) -> int:
     """The size in bytes up to which native is faster than what auto takes for large buffers. Collective."""
     large = "shared_memory" if world.num_nodes == 1 else "hierarchical"
-    algorithms = {name: ALGORITHMS[name](world) for name in ("native", large)}
+    algorithms = {name: ALGORITHMS[name].make(world) for name in ("native", large)}
     is_native_faster = {}
     for num_bytes in _LIMIT_BYTES:
         variants = {name: _sums(algorithm, num_bytes) for name, algorithm in algorithms.items()}
         measure(world, variants, 3)
-        times = {name: its.seconds for name, its in measure(world, variants, _LIMIT_ROUNDS).items()}
+        times = {name: measured.seconds for name, measured in measure(world, variants, _LIMIT_ROUNDS).items()}
         is_native_faster[num_bytes] = ratio(times, large, "native")[0] >= 1
     return crossover(is_native_faster)
 

@@ -20,8 +20,11 @@ from mpitrain.arrays import Array
 from mpitrain.bench import data
 from mpitrain.bench.on_gpus import device_sums
 from mpitrain.bench.rounds import Variant
+from mpitrain.compression import make_codec
+from mpitrain.compression.codec import Codec
 from mpitrain.errors import ConfigError
-from mpitrain.world import World, part_of
+from mpitrain.shard import part_of
+from mpitrain.world import World
 
 if TYPE_CHECKING:
     from mpitrain.bench.options import Options
@@ -32,16 +35,6 @@ NO_CODEC = "none"
 # Of the calls in mpitrain.collectives, which have no algorithms to choose from.
 LIBRARY = "mpitrain"
 
-# What can go over the wire, and how far the sum over so many ranks of values in [-1, 1] may be off by it.
-# Each part is rounded once and so is the sum, to half a unit of the codec's last place; of partial sums of the codec's
-# own roundings there is a hundredth to spare.
-TOLERANCES: dict[str, Callable[[int], float]] = {
-    NO_CODEC: lambda size: 0.0,
-    "bf16": lambda size: 1.01 * 3 * size * 2.0**-9,
-    "fp16": lambda size: 1.01 * 3 * size * 2.0**-12,
-    "int8": lambda size: 1.01 * 2 * size / 254,
-    "int4": lambda size: 1.01 * 2 * size / 14,
-}
 # The row of an exchange with a codec, which chooses its algorithm itself.
 COMPRESSED = "compressed"
 
@@ -82,11 +75,14 @@ def _allreduce(world: World, options: Options) -> MakeVariants:
     if options.device == "cuda":
         return device_sums(world, options.algorithms, options.has_all_algorithms)
     made: dict[tuple[str, str], Algorithm] = {}
+    tolerances = {NO_CODEC: 0.0}
     if world.num_nodes == 1 and any(codec != NO_CODEC for codec in options.codecs):
         world.print(f"# {COMPRESSED}: all ranks are on one node, so nothing is sent and shortened")
     for codec in options.codecs:
         if codec != NO_CODEC:
-            made[COMPRESSED, codec] = compressed(world, codec)
+            coder = make_codec(codec)
+            made[COMPRESSED, codec] = compressed(world, coder)
+            tolerances[codec] = tolerance(coder, world.size)
             continue
         for name in options.algorithms:
             algorithm = _made(world, name, options.has_all_algorithms)
@@ -94,26 +90,33 @@ def _allreduce(world: World, options: Options) -> MakeVariants:
                 made[name, codec] = algorithm
 
     def variants(count: int, dtype: numpy.dtype) -> Variants:
-        found: Variants = {}
+        result: Variants = {}
         if dtype not in _NOT_OF_MPI:
             flats = [numpy.empty(count, dtype) for _ in range(num_calls(count * dtype.itemsize))]
-            found[MPI_ITSELF, NO_CODEC] = _sums(
-                world, NO_CODEC, flats, lambda flat: world.comm.Allreduce(MPI.IN_PLACE, flat)
+            result[MPI_ITSELF, NO_CODEC] = _sums(
+                world, 0.0, flats, lambda flat: world.comm.Allreduce(MPI.IN_PLACE, flat)
             )
         for (name, codec), algorithm in made.items():
             if codec != NO_CODEC and dtype != numpy.float32:
                 continue
             flats = [algorithm.allocate(count, dtype) for _ in range(num_calls(count * dtype.itemsize))]
-            found[name, codec] = _sums(world, codec, flats, partial(sum_by, algorithm))
-        return found
+            result[name, codec] = _sums(world, tolerances[codec], flats, partial(sum_by, algorithm))
+        return result
 
     return variants
 
 
-def _sums(world: World, codec: str, flats: Sequence[Array], add_up: Callable[[Array], object]) -> Variant:
-    """Each of `flats` is replaced by its sum, one after the other."""
-    tolerance = TOLERANCES[codec](world.size)
-    if tolerance:
+def tolerance(codec: Codec, size: int) -> float:
+    """How far the sum over so many ranks of values in [-1, 1] may be off by the codec.
+
+    Each part is rounded once and so is the sum; of the codec's roundings in partial sums there is a hundredth to spare.
+    """
+    return 1.01 * 2 * size * codec.relative_error
+
+
+def _sums(world: World, off_by: float, flats: Sequence[Array], add_up: Callable[[Array], object]) -> Variant:
+    """Each of `flats` is replaced by its sum, one after the other; it may be off by so much."""
+    if off_by:
         values, expected = data.real_tile(world.rank), data.real_sum_tile(world.size)
     else:
         dtype = flats[0].dtype
@@ -121,7 +124,7 @@ def _sums(world: World, codec: str, flats: Sequence[Array], add_up: Callable[[Ar
     return Variant(
         run=lambda: [add_up(flat) for flat in flats],
         prepare=lambda: data.fill(flats, values),
-        check=lambda: sum(data.count_wrong(flat, expected, tolerance) for flat in flats),
+        check=lambda: sum(data.count_wrong(flat, expected, off_by) for flat in flats),
         calls=len(flats),
     )
 

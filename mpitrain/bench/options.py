@@ -31,7 +31,7 @@ class Options:
         device: where the buffers are: "host", or "cuda" for this rank's GPU.
         algorithms: names of allreduce algorithms; on GPUs, of transports.
         has_all_algorithms: `all` was asked for: those that refuse this world are left out.
-        codecs: names of operations.TOLERANCES.
+        codecs: `none`, and names of compression.CODECS.
         rounds: of each cell; None: as many as `seconds` leaves time for.
         seconds: about so long for each cell.
         link_gbit: nominal rate between nodes, Gbit/s; None: what the driver says.
@@ -104,7 +104,8 @@ def read_options(arguments: argparse.Namespace) -> Options:
     from mpitrain.allreduce import ALGORITHMS
     from mpitrain.allreduce.algorithm import DTYPES
     from mpitrain.allreduce.device import TRANSPORTS
-    from mpitrain.bench.operations import NO_CODEC, OPERATIONS, TOLERANCES
+    from mpitrain.bench.operations import NO_CODEC, OPERATIONS
+    from mpitrain.compression import CODECS
 
     if arguments.device not in DEVICES:
         raise ConfigError(f"--device is {arguments.device!r}; allowed are {' and '.join(DEVICES)}")
@@ -115,7 +116,7 @@ def read_options(arguments: argparse.Namespace) -> Options:
     chosen = algorithms if arguments.algorithms == ALL else _names(kind, arguments.algorithms, algorithms)
     if is_on_gpus and (arguments.operation != "allreduce" or arguments.codecs != NO_CODEC):
         raise ConfigError("--device cuda measures --operation allreduce with --codecs none only")
-    codecs = _names("codec", arguments.codecs, list(TOLERANCES))
+    codecs = _names("codec", arguments.codecs, [NO_CODEC, *CODECS])
     if NO_CODEC not in codecs and chosen != ["auto"]:
         raise ConfigError(
             f"--algorithms {arguments.algorithms} is for sums without a codec, and --codecs is {arguments.codecs}; "
@@ -154,19 +155,19 @@ _OF_ALLREDUCE = frozenset({"algorithms", "codecs"})
 
 
 def _refuse_ignored(arguments: argparse.Namespace, operations: list[str]) -> None:
-    given, what = _given(arguments), ""
+    given, reason = _given(arguments), ""
     ignored: set[str] = set()
     if arguments.show:
-        what, ignored = "--show measures and writes nothing", given - _OF_SHOW
+        reason, ignored = "--show measures and writes nothing", given - _OF_SHOW
     elif arguments.save_profile:
-        what, ignored = "--save-profile measures what it needs, and nothing else", given - _OF_SAVE_PROFILE
+        reason, ignored = "--save-profile measures what it needs, and nothing else", given - _OF_SAVE_PROFILE
     elif operations == [POINT_TO_POINT]:
-        what, ignored = f"--operation {POINT_TO_POINT} has no rows", given - _OF_POINT_TO_POINT
+        reason, ignored = f"--operation {POINT_TO_POINT} has no rows", given - _OF_POINT_TO_POINT
     elif "allreduce" not in operations:
-        what, ignored = f"--operation {arguments.operation} has no allreduce", given & _OF_ALLREDUCE
+        reason, ignored = f"--operation {arguments.operation} has no allreduce", given & _OF_ALLREDUCE
     if ignored:
         names = ", ".join("--" + name.replace("_", "-") for name in sorted(ignored))
-        raise ConfigError(f"{what}; leave out {names}")
+        raise ConfigError(f"{reason}; leave out {names}")
 
 
 _FILES = ("json", "csv", "plot", "save_profile")
@@ -178,10 +179,10 @@ def parse_size(text: str) -> int:
     Raises:
         ConfigError: it is none of these, or 0.
     """
-    found = re.fullmatch(r"(\d+)([KMG]?)", text.strip().upper())
-    if not found or int(found[1]) == 0:
+    match = re.fullmatch(r"(\d+)([KMG]?)", text.strip().upper())
+    if not match or int(match[1]) == 0:
         raise ConfigError(f"--sizes: {text!r} is no size; allowed are bytes such as 4096, 4K, 16M or 1G (K is 1024)")
-    return int(found[1]) * _UNITS[found[2]]
+    return int(match[1]) * _UNITS[match[2]]
 
 
 def _names(kind: str, text: str, known: list[str]) -> list[str]:

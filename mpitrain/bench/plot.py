@@ -21,17 +21,17 @@ def plot(path: Path, rows: Sequence[Row], title: str) -> None:
     for (operation, dtype), (times, bandwidths) in zip(groups, grid, strict=True):
         group = [row for row in rows if (row.operation, row.dtype) == (operation, dtype)]
         for algorithm, codec in dict.fromkeys((row.algorithm, row.codec) for row in group):
-            mine = sorted(
+            line = sorted(
                 (row for row in group if (row.algorithm, row.codec) == (algorithm, codec)),
                 key=lambda row: row.size_bytes,
             )
-            sizes = [row.size_bytes for row in mine]
+            sizes = [row.size_bytes for row in line]
             label = algorithm if codec == "none" else f"{algorithm} {codec}"
-            (drawn,) = times.plot(sizes, [row.time_us for row in mine], marker="o", label=label)
+            (drawn,) = times.plot(sizes, [row.time_us for row in line], marker="o", label=label)
             times.fill_between(
-                sizes, [row.p10_us for row in mine], [row.p90_us for row in mine], alpha=0.2, color=drawn.get_color()
+                sizes, [row.p10_us for row in line], [row.p90_us for row in line], alpha=0.2, color=drawn.get_color()
             )
-            bandwidths.plot(sizes, [row.busbw for row in mine], marker="o", label=label)
+            bandwidths.plot(sizes, [row.busbw for row in line], marker="o", label=label)
         bounds = sorted({(row.size_bytes, row.bound_us) for row in group if row.bound_us is not None})
         if bounds:
             times.plot(*zip(*bounds, strict=True), "k--", linewidth=1, label="bound of the link")

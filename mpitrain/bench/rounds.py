@@ -70,7 +70,7 @@ def measure(
             node. The two barriers around the run are counted with it: some hundred bytes.
         tell: called before each round with its number.
     """
-    mine = {name: numpy.zeros((rounds, 4)) for name in variants}  # seconds, CPU seconds, bytes received and sent
+    table = {name: numpy.zeros((rounds, 4)) for name in variants}  # seconds, CPU seconds, bytes received and sent
     wrong = dict.fromkeys(variants, 0)
     counts = link_bytes if world.local_rank == 0 else lambda: (0, 0)
     for number in range(rounds):
@@ -86,13 +86,13 @@ def measure(
             world.comm.Barrier()
             after = counts()
             spent = ended - started, cpu_ended - cpu, after[0] - before[0], after[1] - before[1]
-            mine[name][number] = [value / variant.calls for value in spent]
+            table[name][number] = [value / variant.calls for value in spent]
             wrong[name] += variant.check()
-    return {name: _over_ranks(world, mine[name], wrong[name]) for name in variants}
+    return {name: _over_ranks(world, table[name], wrong[name]) for name in variants}
 
 
-def _over_ranks(world: World, mine: numpy.ndarray, wrong: int) -> Measured:
-    gathered = world.allgather((mine, wrong))
+def _over_ranks(world: World, table_of_rank: numpy.ndarray, wrong: int) -> Measured:
+    gathered = world.allgather((table_of_rank, wrong))
     times = numpy.array([table for table, _ in gathered])
     return Measured(
         seconds=times[:, :, 0].max(axis=0).tolist(),
@@ -119,7 +119,7 @@ def spread(values: Sequence[float]) -> tuple[float, float, float]:
 
 def ratio(seconds: Mapping[Key, Sequence[float]], name: Key, base: Key) -> tuple[float, float, float]:
     """The median of the rounds' ratios name / base, and their 10th and 90th percentile."""
-    return spread([mine / other for mine, other in zip(seconds[name], seconds[base], strict=True)])
+    return spread([one / other for one, other in zip(seconds[name], seconds[base], strict=True)])
 
 
 def versions(*packages: str) -> dict[str, str]:
@@ -139,6 +139,6 @@ def versions(*packages: str) -> dict[str, str]:
 
 def versions_line(*packages: str) -> str:
     """`versions` in one line, for a log."""
-    found = versions(*packages)
-    named = [f"{name} {text}" for name, text in found.items() if name not in ("MPI", "kernel")]
-    return ", ".join([*named, found["MPI"], found["kernel"]])
+    by_name = versions(*packages)
+    named = [f"{name} {text}" for name, text in by_name.items() if name not in ("MPI", "kernel")]
+    return ", ".join([*named, by_name["MPI"], by_name["kernel"]])

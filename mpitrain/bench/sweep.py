@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy
 
 from mpitrain.allreduce.algorithm import DTYPES
-from mpitrain.bench.network import Link
+from mpitrain.bench.link import Link
 from mpitrain.bench.operations import MPI_ITSELF, NO_CODEC, OPERATIONS, Variants
 from mpitrain.bench.options import Options
 from mpitrain.bench.progress import Progress
@@ -63,8 +63,8 @@ def _measure(
     )
     progress.end()
     return {
-        name: Measured(its.seconds, its.cores, its.link_bytes, its.wrong + trial[name].wrong)
-        for name, its in measured.items()
+        name: Measured(times.seconds, times.cores, times.link_bytes, times.wrong + trial[name].wrong)
+        for name, times in measured.items()
     }
 
 
@@ -77,15 +77,15 @@ def _row(
     key: tuple[str, str],
     measured: dict[tuple[str, str], Measured],
 ) -> Row:
-    operation, its = OPERATIONS[name], measured[key]
+    operation, measurement = OPERATIONS[name], measured[key]
     size = count * dtype.itemsize
-    seconds, low, high = spread(its.seconds)
+    seconds, low, high = spread(measurement.seconds)
     algbw = size / seconds / 1e9
     nodes = [world.node_ranks.count(node) for node in range(world.num_nodes)]
     least = size * operation.least(nodes) if len(nodes) > 1 else 0.0
     bound = least * 8 / (link.gbit * 1e9) if least and link.gbit else None
-    crossed = int(spread(its.link_bytes)[0]) if least and any(its.link_bytes) else None
-    times = {each: found.seconds for each, found in measured.items()}
+    crossed = int(spread(measurement.link_bytes)[0]) if least and any(measurement.link_bytes) else None
+    seconds_by_key = {each: times.seconds for each, times in measured.items()}
     return Row(
         size_bytes=size,
         count=count // world.size if operation.is_split else count,
@@ -93,17 +93,17 @@ def _row(
         dtype=str(dtype),
         algorithm=key[0],
         codec=key[1],
-        rounds=len(its.seconds),
+        rounds=len(measurement.seconds),
         time_us=seconds * 1e6,
         p10_us=low * 1e6,
         p90_us=high * 1e6,
         algbw=algbw,
         busbw=algbw * operation.busbw_factor(world.size),
-        wrong=its.wrong,
+        wrong=measurement.wrong,
         bound_us=bound * 1e6 if bound else None,
         share_of_bound=bound / seconds if bound else None,
         link_bytes=crossed,
         link_multiple=crossed / least if crossed else None,
-        cores=its.cores,
-        ratio_to_mpi=ratio(times, key, _BASE)[0] if _BASE in times else None,
+        cores=measurement.cores,
+        ratio_to_mpi=ratio(seconds_by_key, key, _BASE)[0] if _BASE in seconds_by_key else None,
     )

@@ -7,7 +7,7 @@ import json
 from mpitrain.allreduce.device import KINDS
 from mpitrain.allreduce.device.select import choose
 from mpitrain.errors import DeviceError
-from mpitrain.start import init
+from mpitrain.job.start import init
 
 
 def main() -> None:

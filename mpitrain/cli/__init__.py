@@ -8,7 +8,7 @@ import importlib
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol, cast
 
 from mpitrain import __version__
@@ -67,7 +67,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             allow_abbrev=False,
         )
         commands[name].add_arguments(parsers[name])
-    arguments, unknown = parser.parse_known_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    typed = next((word for word in words if not word.startswith("-")), "run")
+    if typed not in COMMANDS:
+        parser.error(f"there is no command {typed!r}{_near(typed, COMMANDS)}; known: {', '.join(COMMANDS)}")
+    arguments, unknown = parser.parse_known_args(words)
     if unknown:
         _refuse(parsers[arguments.command], unknown[0], getattr(arguments, "if_unknown", ""))
     try:
@@ -86,6 +90,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _refuse(parser: argparse.ArgumentParser, argument: str, advice: str) -> None:
     """`advice` is what an action has set as its parser's default `if_unknown`."""
     # argparse has no public list of a parser's options.
-    near = difflib.get_close_matches(argument.partition("=")[0], list(parser._option_string_actions), n=1)
-    hint = f"; did you mean {near[0]}?" if near else f"; {advice}" if advice else ""
+    hint = _near(argument.partition("=")[0], parser._option_string_actions) or (f"; {advice}" if advice else "")
     parser.error(f"unknown argument {argument}{hint}")
+
+
+def _near(typed: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(typed, list(known), n=1)
+    return f"; did you mean {near[0]}?" if near else ""

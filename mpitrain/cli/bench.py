@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from mpitrain.bench.options import add_arguments as add_bench_arguments
 from mpitrain.bench.options import read_options, words_of
-from mpitrain.cli.run import add_launch_arguments, launch
+from mpitrain.cli.launching import add_launch_arguments, request_of
 
 HELP = "measure collectives, between hosts or on one, beside MPI's own"
 
@@ -36,10 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check the options, start the ranks; returns the exit code."""
+    from mpitrain.launch.start import start
+
     read_options(arguments)  # before any rank starts
     arguments.progress |= sys.stdout.isatty()  # the ranks write into pipes
     words = words_of(arguments)
     # -P: the working folder may have a json.py that is not Python's.
     module = ["-P", "-m", "mpitrain.bench"]
     file = Path(__file__).parents[1] / "bench" / "__main__.py"
-    return launch(arguments, [*module, *words], file=str(file), typed=words, shows_ranks=False)
+    request = request_of(arguments, [*module, *words], str(file), [arguments.command, *words])
+    return start(replace(request, shows_ranks=False))

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, NoReturn
 from mpitrain.errors import ClusterError, ConfigError, MpitrainError
 
 if TYPE_CHECKING:
-    from mpitrain.diagnostics.cluster.check import Check, Result, Seen, Target
-    from mpitrain.diagnostics.cluster.report import Group
+    from mpitrain.diagnostics.check import Check, Result, Seen, Target
+    from mpitrain.diagnostics.report import ResultGroup
 
 HELP = "say what is wrong with the machines of a cluster, and the command that repairs it"
 _INTERRUPTED = 130
@@ -87,10 +87,10 @@ def _run(arguments: argparse.Namespace) -> int:
     if missing:
         how = f"{sys.executable} -m pip install 'mpitrain[cluster]'"
         raise ClusterError(f"not installed: {', '.join(missing)}. Install what works with clusters:\n    {how}")
-    from mpitrain.diagnostics.cluster.baseline import read_baseline
-    from mpitrain.diagnostics.cluster.report import exit_code
-    from mpitrain.diagnostics.cluster.run import select
-    from mpitrain.diagnostics.cluster.target import find_target
+    from mpitrain.diagnostics.baseline import read_baseline
+    from mpitrain.diagnostics.report import exit_code
+    from mpitrain.diagnostics.run import select
+    from mpitrain.diagnostics.target import find_target
 
     if arguments.explain:
         return _explain(arguments.explain)
@@ -117,7 +117,7 @@ def _run(arguments: argparse.Namespace) -> int:
         sys.stdout.flush()
         os._exit(_INTERRUPTED)  # without waiting for logins that have not failed yet
     if arguments.nagios:
-        from mpitrain.diagnostics.cluster.report import nagios
+        from mpitrain.diagnostics.report import nagios
 
         return nagios(results, target)[1]
     return exit_code(results, strict=arguments.strict)
@@ -126,29 +126,30 @@ def _run(arguments: argparse.Namespace) -> int:
 def _check(
     arguments: argparse.Namespace, target: Target, checks: Sequence[Check], baseline: dict[str, object] | None
 ) -> tuple[list[Result], Seen, bool]:
-    from mpitrain.diagnostics.cluster import document, report
-    from mpitrain.diagnostics.cluster.run import check_cluster
+    from mpitrain.diagnostics import document, report
+    from mpitrain.diagnostics.connect import log_in
+    from mpitrain.diagnostics.run import check_cluster
 
     started, begun = datetime.now(UTC), time.monotonic()
     with _progress() as progress:
-        results, seen, interrupted = check_cluster(target, checks, progress, baseline=baseline)
+        results, seen, interrupted = check_cluster(target, log_in, checks, progress, baseline=baseline)
     seconds = time.monotonic() - begun
     if arguments.nagios:
         print(report.nagios(results, target)[0])
     elif arguments.json:
         when = started.isoformat(timespec="seconds")
-        found = document.document(results, target, started=when, seconds=seconds, interrupted=interrupted)
-        print(json.dumps(found, indent=2))
+        content = document.document(results, target, started=when, seconds=seconds, interrupted=interrupted)
+        print(json.dumps(content, indent=2))
     else:
         width = shutil.get_terminal_size().columns
-        _print(report.text(results, target, width, verbose=arguments.verbose))
+        report.show(report.text(results, target, width, verbose=arguments.verbose))
     return results, seen, interrupted
 
 
 def _explain(name: str) -> int:
-    from mpitrain.diagnostics.cluster.checks import CHECKS
-    from mpitrain.diagnostics.cluster.explain import explain, listing
-    from mpitrain.diagnostics.cluster.run import select
+    from mpitrain.diagnostics.checks import CHECKS
+    from mpitrain.diagnostics.explain import explain, listing
+    from mpitrain.diagnostics.run import select
 
     if name == "all":
         print(listing(CHECKS.values()))
@@ -159,8 +160,8 @@ def _explain(name: str) -> int:
 
 
 def _write(arguments: argparse.Namespace, seen: Seen) -> None:
-    from mpitrain.diagnostics.cluster.baseline import write_baseline
-    from mpitrain.diagnostics.cluster.variables import write_variables
+    from mpitrain.diagnostics.baseline import write_baseline
+    from mpitrain.diagnostics.variables import write_variables
 
     if arguments.save_baseline:
         write_baseline(arguments.save_baseline, seen)
@@ -172,21 +173,21 @@ def _write(arguments: argparse.Namespace, seen: Seen) -> None:
 
 def _mend(arguments: argparse.Namespace, results: Sequence[Result], target: Target) -> bool:
     """Run the set-up for what it repairs, after asking. Returns whether anything was run."""
-    from mpitrain.diagnostics.cluster.report import group
+    from mpitrain.diagnostics.report import group
     from mpitrain.provision.playbook import run_playbook
     from mpitrain.provision.project import find_project
 
     wanted = ("fail", "warn") if arguments.strict else ("fail",)
-    found = [one for one in group(results, target) if one.verdict in wanted and one.is_mended_by_set_up]
-    if not found:
+    groups = [one for one in group(results, target) if one.verdict in wanted and one.is_mended_by_set_up]
+    if not groups:
         print("nothing that failed is repaired by the set-up", file=sys.stderr)
         return False
-    for line in dict.fromkeys(one.remedy for one in found):
+    for line in dict.fromkeys(one.remedy for one in groups):
         print(f"$ {line}", file=sys.stderr)
     if not arguments.yes and input("Run this? [y/N] ").strip().lower() not in ("y", "yes"):
         return False
     project = find_project(target.inventory)
-    for tag, nodes in _runs(found):
+    for tag, nodes in _runs(groups):
         options = ["--tags", tag, *(["--limit", ",".join(nodes)] if nodes else [])]
         report = run_playbook(project, "setup.yml", options)
         print(report.text(), file=sys.stderr)
@@ -195,24 +196,13 @@ def _mend(arguments: argparse.Namespace, results: Sequence[Result], target: Targ
     return True
 
 
-def _runs(found: Sequence[Group]) -> list[tuple[str, tuple[str, ...]]]:
+def _runs(groups: Sequence[ResultGroup]) -> list[tuple[str, tuple[str, ...]]]:
     """Each tag and nodes once, in the order of the findings."""
-    return list(dict.fromkeys((one.check.tag, one.nodes) for one in found))
+    return list(dict.fromkeys((one.check.tag, one.nodes) for one in groups))
 
 
 def _ids(text: str) -> list[str]:
     return [part.strip().upper() for part in text.split(",")]
-
-
-def _print(text: str) -> None:
-    """With colours on a terminal; else as it is."""
-    from rich.console import Console
-
-    console = Console(highlight=False, soft_wrap=True, emoji=False)
-    for line in text.splitlines():
-        word = line.split(" ", 1)[0]
-        style = {"FAIL": "bold red", "UNKNOWN": "bold magenta", "WARN": "bold yellow"}.get(word)
-        console.print(line, style=style or ("bold" if line.startswith("        $ ") else None), markup=False)
 
 
 @contextmanager

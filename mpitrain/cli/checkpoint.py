@@ -14,7 +14,7 @@ from mpitrain.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     import numpy
 
-    from mpitrain.training.checkpoint.store import Entry
+    from mpitrain.training.checkpoint.store import StoredCheckpoint
 
 HELP = "list, show, verify and export checkpoints"
 
@@ -53,9 +53,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _list(path: Path) -> int:
-    found = _found(path)
+    checkpoints = _checkpoints(path)
     rows = [("step", "saved (UTC)", "MB", "ranks", "loss", "score")]
-    for entry in found:
+    for entry in checkpoints:
         if entry.manifest:
             about, score = entry.manifest.information, entry.manifest.score
             rows.append(
@@ -71,10 +71,10 @@ def _list(path: Path) -> int:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)).rstrip())
-    for entry in found:
+    for entry in checkpoints:
         if entry.problem:
             print(f"damaged: {entry.problem}")
-    return int(any(entry.problem for entry in found))
+    return int(any(entry.problem for entry in checkpoints))
 
 
 def _show(path: Path) -> int:
@@ -100,7 +100,7 @@ def _show(path: Path) -> int:
 
 def _text(value: object) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{name}={its}" for name, its in value.items())
+        return ", ".join(f"{name}={entry}" for name, entry in value.items())
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
@@ -109,7 +109,7 @@ def _verify(path: Path) -> int:
     from mpitrain.training.checkpoint.store import verify
 
     damaged = 0
-    for entry in _found(path):
+    for entry in _checkpoints(path):
         size = entry.manifest.parts if entry.manifest else 0
         for whole in [entry.path, *(entry.path.parent / part_name(entry.step, rank, size) for rank in range(size))]:
             try:
@@ -169,7 +169,7 @@ def _newest(path: Path) -> Path:
     from mpitrain.training.checkpoint.store import verify
 
     problems = []
-    for entry in _found(path):
+    for entry in _checkpoints(path):
         try:
             verify(entry.path)
             return entry.path
@@ -178,7 +178,7 @@ def _newest(path: Path) -> Path:
     raise CheckpointError("; ".join(problems))
 
 
-def _found(path: Path) -> list[Entry]:
+def _checkpoints(path: Path) -> list[StoredCheckpoint]:
     from mpitrain.training.checkpoint.manifest import FILE
     from mpitrain.training.checkpoint.store import entries
 
@@ -186,10 +186,10 @@ def _found(path: Path) -> list[Entry]:
         raise CheckpointError(f"{path} is not there, or is no directory")
     if path.name.startswith("step-") or (path / FILE).exists():
         # By its own name, however it was given.
-        its = [entry for entry in entries(path.resolve().parent) if entry.path.name == path.resolve().name]
-        if its:
-            return its
-    found = entries(path)
-    if not found:
+        same_name = [entry for entry in entries(path.resolve().parent) if entry.path.name == path.resolve().name]
+        if same_name:
+            return same_name
+    checkpoints = entries(path)
+    if not checkpoints:
         raise CheckpointError(f"there are no checkpoints in {path}; their names are such as step-00000100")
-    return found
+    return checkpoints

@@ -97,8 +97,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _init(arguments: argparse.Namespace) -> int:
-    from mpitrain.launch.hostfile import host_line
     from mpitrain.provision import terminal
+    from mpitrain.provision.edit_hostfile import host_line
     from mpitrain.provision.inventory import (
         ask_for_login,
         ask_for_nodes,

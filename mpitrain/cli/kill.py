@@ -27,17 +27,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """End it; returns 0 if nothing of it is left on any host."""
-    from mpitrain.launch.hosts import lay_out
-    from mpitrain.launch.jobs import end_job, find_jobs, hosts_of
+    from mpitrain.launch.hosts import place_ranks
+    from mpitrain.launch.jobs import end_job, find_jobs
 
-    layout = lay_out(arguments.hosts, arguments.inventory, None, 1)
-    jobs, wrong = find_jobs(layout)
+    placement = place_ranks(arguments.hosts, arguments.inventory, None, 1)
+    jobs, wrong = find_jobs(placement)
     job = next((job for job in jobs if job.token == arguments.job), None)
     if job is not None:
-        left, wrong = end_job(layout, arguments.job)
-        lines = [f"{host}: process {line} could not be killed" for host, its in left.items() for line in its]
+        left, wrong = end_job(placement, arguments.job)
+        lines = [
+            f"{host}: process {line} could not be killed" for host, left_there in left.items() for line in left_there
+        ]
         launcher = job.launcher.partition(" ")[0]
-        if launcher and not job.is_launched and launcher not in hosts_of(layout):
+        if launcher and not job.is_launched and launcher not in placement.machines:
             lines.append(
                 f"job {job.token}: its ranks have ended; `mpitrain run` itself is on {launcher}, which was not asked, "
                 "and with --restarts may start them again. Run `mpitrain kill` there too"
@@ -46,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"job {job.token} has ended on {', '.join(job.num_processes)}")
     else:
         known = ", ".join(job.token for job in jobs) or "none"
-        where = ", ".join(hosts_of(layout))
+        where = ", ".join(placement.machines)
         lines = [f"there is no job {arguments.job} of yours on {where}; running: {known}. `mpitrain ps` lists them"]
     for line in [*lines, *wrong.values()]:
         print(f"mpitrain kill: {line}", file=sys.stderr)

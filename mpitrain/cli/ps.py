@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from pathlib import Path
+
+from mpitrain.cli.launching import add_inventory_argument
 
 HELP = "list the jobs that are running"
 
@@ -27,28 +28,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_host_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options that say where to look."""
     parser.add_argument("--hosts", metavar="A,B", help="hosts to look on; localhost for this machine")
-    parser.add_argument(
-        "-i",
-        type=Path,
-        dest="inventory",
-        metavar="PATH",
-        help="the cluster's hosts (./cluster/hosts, /etc/mpitrain/hosts)",
-    )
+    add_inventory_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print a line a job; returns 1 where a host could not be asked."""
-    from mpitrain.launch.hosts import lay_out
-    from mpitrain.launch.jobs import find_jobs, hosts_of
+    from mpitrain.launch.hosts import place_ranks
+    from mpitrain.launch.jobs import find_jobs
 
-    layout = lay_out(arguments.hosts, arguments.inventory, None, 1)
-    jobs, wrong = find_jobs(layout)
-    hosts = hosts_of(layout)
-    rows = [("JOB", "SINCE", "STATE", "RANKS", "SCRIPT")]
+    placement = place_ranks(arguments.hosts, arguments.inventory, None, 1)
+    jobs, wrong = find_jobs(placement)
+    hosts = placement.machines
+    rows = [("JOB", "SINCE", "STATE", "STEP", "METRICS", "RANKS", "SCRIPT")]
     for job in jobs:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(job.since))
-        rows.append((job.token, since, job.state(hosts), job.where(), job.script))
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        rows.append((job.token, since, job.state(hosts), job.step(), job.metrics(), job.where(), job.script))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     if jobs:
         for row in rows:
             print("  ".join([*(text.ljust(width) for text, width in zip(row, widths, strict=False)), row[-1]]))

@@ -42,8 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
 
-    def action(name: str, what: str) -> argparse.ArgumentParser:
-        return actions.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.", parents=[common])
+    def action(name: str, summary: str) -> argparse.ArgumentParser:
+        return actions.add_parser(
+            name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", parents=[common]
+        )
 
     new = action("up", "make a test bed and wait until its nodes are up")
     new.add_argument("num_nodes", nargs="?", type=int, metavar="N", help="number of nodes")
@@ -121,8 +123,8 @@ def _build(arguments: argparse.Namespace) -> int:
 
 def _down(arguments: argparse.Namespace) -> int:
     from mpitrain.testbed import bed_names, down
+    from mpitrain.testbed.bed_record import only_bed
     from mpitrain.testbed.host import require_root
-    from mpitrain.testbed.record import only_bed
 
     require_root()
     if arguments.all and arguments.name:
@@ -135,8 +137,8 @@ def _down(arguments: argparse.Namespace) -> int:
 
 def _status(arguments: argparse.Namespace) -> int:
     from mpitrain.testbed import Bed, snapshot_names
+    from mpitrain.testbed.bed_record import read_record, read_records
     from mpitrain.testbed.host import require_root
-    from mpitrain.testbed.record import read_record, read_records
 
     require_root()
     records = [read_record(arguments.state, arguments.name)] if arguments.name else read_records(arguments.state)

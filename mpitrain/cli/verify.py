@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from mpitrain.cli.run import add_launch_arguments, launch
+from mpitrain.cli.launching import add_launch_arguments, add_script_arguments, request_of_script
 from mpitrain.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from mpitrain.launch.start import Request
 
 HELP = "run a script on one rank and on several, and say where they first differ"
 
@@ -41,8 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tolerance", type=float, metavar="X", help="allowed relative difference, instead of the dtype's"
     )
     parser.add_argument("--directory", type=Path, metavar="PATH", help="keep the records here")
-    parser.add_argument("script", help="Python script")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's arguments")
+    add_script_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -51,52 +52,36 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--steps {arguments.steps}: it takes at least 1")
     if arguments.tolerance is not None and not 0 <= arguments.tolerance < float("inf"):
         raise ConfigError(f"--tolerance {arguments.tolerance}: a number of 0 or above")
-    if not Path(arguments.script).is_file():
-        raise ConfigError(f"there is no script {arguments.script!r} in {Path.cwd()}")
+    request = request_of_script(arguments)
     if arguments.directory:
-        return _verify(arguments, arguments.directory.absolute())
+        return _verify(request, arguments.directory.absolute(), arguments.steps, arguments.tolerance)
     with tempfile.TemporaryDirectory(prefix="mpitrain-verify-") as directory:
-        return _verify(arguments, Path(directory))
+        return _verify(request, Path(directory), arguments.steps, arguments.tolerance)
 
 
-def _verify(arguments: argparse.Namespace, directory: Path) -> int:
+def _verify(request: Request, directory: Path, steps: int, tolerance: float | None) -> int:
+    from mpitrain.launch.start import start
     from mpitrain.verify.compare import compare
-    from mpitrain.verify.record import read_record
-    from mpitrain.verify.report import report
+    from mpitrain.verify.comparison_report import report
+    from mpitrain.verify.run_record import read_record
 
-    words = [arguments.script, *arguments.arguments]
-    one = argparse.Namespace(**{**vars(arguments), "num_ranks": 1, "hosts": "localhost", "ppn": None})
-    for name, options in (("one rank", one), ("several ranks", arguments)):
+    one = replace(request, num_ranks=1, hosts="localhost", ranks_per_host=None)
+    for name, asked in (("one rank", one), ("several ranks", request)):
         print(f"verify: the run on {name}", flush=True)
-        with _recorded(directory / name.replace(" ", "-"), arguments.steps):
-            code = launch(options, words, file=arguments.script, typed=words)
+        record = directory / name.replace(" ", "-")
+        code = start(replace(asked, verify_record=str(record), verify_steps=steps))
         if code:
             print(f"mpitrain verify: the run on {name} failed ({code}); there is nothing to compare", file=sys.stderr)
             return code if code > 128 else 1
     alone, together = (read_record(directory / name) for name in ("one-rank", "several-ranks"))
     if not alone.lines and not together.lines:
         raise DataError(
-            f"it cannot see what {arguments.script} computes: there was no step of Trainer.run, and no call of "
+            f"it cannot see what {request.script} computes: there was no step of Trainer.run, and no call of "
             "world.mean or world.sum. What is exchanged in another way (by a GradientReducer of the script's own, "
             "mpitrain.collectives, mpi4py) is not recorded"
         )
-    found = compare(alone, together, arguments.tolerance)
-    for line in report(alone, together, found):
+    compared = compare(alone, together, tolerance)
+    for line in report(alone, together, compared):
         print(f"verify: {line}")
-    print(f"verify: {arguments.script}: {'not equal' if found.differences else 'equal'}")
-    return int(bool(found.differences))
-
-
-@contextmanager
-def _recorded(directory: Path, steps: int) -> Iterator[None]:
-    """The job that is started in this block writes its record there."""
-    own = {"MPITRAIN_VERIFY_RECORD": str(directory), "MPITRAIN_VERIFY_STEPS": str(steps)}
-    before = {name: os.environ.get(name) for name in own}
-    os.environ.update(own)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value
+    print(f"verify: {request.script}: {'not equal' if compared.differences else 'equal'}")
+    return int(bool(compared.differences))

@@ -1,7 +1,8 @@
 """Codecs: fewer bytes on the wire for float32 values. No MPI here, and no state: an exchange holds the residuals.
 
 To add one: a file with a factory that takes `compiled`, and a line below. It then inherits the contract tests
-(tests/test_compression.py) and the benchmark (benchmarks/codecs.py).
+(tests/test_compression.py, tests/ranks/test_compressed.py), MPITRAIN_COMPRESSION, `mpitrain bench --codecs` and the
+benchmark (benchmarks/codecs.py). Without kernels for GPUs (Codec.device_code) gradients there are coded on the host.
 """
 
 from __future__ import annotations
@@ -17,8 +18,12 @@ from mpitrain.compression.int8 import int8
 from mpitrain.compression.kernels import can_compile
 from mpitrain.errors import ConfigError
 
-CASTS = ("bf16", "fp16")  # what is finite may become infinite in these
-CODECS: dict[str, Callable[[bool], Codec]] = {"bf16": bfloat16, "fp16": float16, "int8": int8, "int4": int4}
+CODECS: dict[str, Callable[[bool], Codec]] = {
+    "bf16": bfloat16,
+    "fp16": float16,
+    "int8": int8,
+    "int4": int4,
+}
 
 
 def make_codec(name: str) -> Codec:

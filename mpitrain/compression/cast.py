@@ -37,17 +37,26 @@ WORD = numpy.dtype(numpy.uint16)
 
 def bfloat16(compiled: bool) -> Codec:
     """The upper half of a float32, rounded."""
-    dtype = numpy.dtype(ml_dtypes.bfloat16)
-    if not compiled:
-        return ArrayCodec("bf16", parts, twin(dtype, 0x7FC0), compiled)
-    return ArrayCodec("bf16", parts, fast(kernels.encode_bf16, kernels.decode_bf16, kernels.add_bf16), compiled)
+    passes = (
+        fast(kernels.encode_bf16, kernels.decode_bf16, kernels.add_bf16)
+        if compiled
+        else twin(numpy.dtype(ml_dtypes.bfloat16), 0x7FC0)
+    )
+    return ArrayCodec(
+        "bf16", parts, passes, compiled, relative_error=2.0**-8, may_overflow=True, device_file="codec.cu"
+    )
 
 
 def float16(compiled: bool) -> Codec:
     """IEEE's half precision: more digits than bf16 for a much smaller range."""
-    if not compiled:
-        return ArrayCodec("fp16", parts, twin(numpy.dtype(numpy.float16), 0x7E00), compiled)
-    return ArrayCodec("fp16", parts, fast(kernels.encode_fp16, kernels.decode_fp16, kernels.add_fp16), compiled)
+    passes = (
+        fast(kernels.encode_fp16, kernels.decode_fp16, kernels.add_fp16)
+        if compiled
+        else twin(numpy.dtype(numpy.float16), 0x7E00)
+    )
+    return ArrayCodec(
+        "fp16", parts, passes, compiled, relative_error=2.0**-11, may_overflow=True, device_file="codec.cu"
+    )
 
 
 def parts(count: int) -> list[tuple[numpy.dtype, int]]:

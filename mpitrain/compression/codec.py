@@ -14,11 +14,29 @@ import numpy
 PIECE_VALUES = 65536
 
 
+class DeviceCode(NamedTuple):
+    """The kernels that code on a GPU, with the bits of the host's codec.
+
+    Attributes:
+        file: in mpitrain/cuda/kernels.
+        name: the kernels in it are `encode_NAME`, `decode_NAME` and `add_decoded_NAME`; codec.cu has what they take.
+        parts: gives the dtype and length of the arrays in a wire of so many values.
+    """
+
+    file: str
+    name: str
+    parts: Callable[[int], list[tuple[numpy.dtype, int]]]
+
+
 class Codec(Protocol):
     """What a factory in CODECS makes. It has no state but scratch memory: one caller at a time for each object."""
 
     name: str
     compiled: bool  # by Numba; else NumPy passes, which give the same bits and are slower
+    may_overflow: bool  # what is finite may become infinite
+    # How far off a value is decoded at most, as a part of the largest |value| of the array; in the codec's usual range.
+    relative_error: float
+    device_code: DeviceCode | None  # None: gradients on a GPU are coded on the host
 
     def wire_bytes(self, count: int) -> int:
         """The bytes on the wire of `count` values."""
@@ -65,9 +83,25 @@ class ArrayCodec:
         parts: Callable[[int], list[tuple[numpy.dtype, int]]],
         passes: Passes,
         compiled: bool,
+        *,
+        relative_error: float,
+        may_overflow: bool = False,
+        device_file: str | None = None,
     ) -> None:
-        """`parts` gives the dtype and length of the arrays in a wire of so many values."""
+        """
+        Args:
+            name: of the codec.
+            parts: gives the dtype and length of the arrays in a wire of so many values.
+            passes: the work.
+            compiled: see Codec.
+            relative_error: see Codec.
+            may_overflow: see Codec.
+            device_file: the file in mpitrain/cuda/kernels with the codec's kernels, if there are any.
+        """
         self.name = name
+        self.relative_error = relative_error
+        self.may_overflow = may_overflow
+        self.device_code = None if device_file is None else DeviceCode(device_file, name, parts)
         self.compiled = compiled
         self._parts = parts
         self._passes = passes

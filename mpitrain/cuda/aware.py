@@ -67,8 +67,8 @@ def why_not_aware(gpu_number: int) -> str:
 def fingerprint(environ: Mapping[str, str]) -> str:
     """Of the libraries of MPI in this process, by their content, of CuPy, the driver and the settings that count."""
     cupy = cupy_module()
-    what = (sys.executable, cupy.__file__, cupy.__version__, cupy.cuda.runtime.driverGetVersion())
-    digest = hashlib.sha256(repr(what).encode())
+    versions = (sys.executable, cupy.__file__, cupy.__version__, cupy.cuda.runtime.driverGetVersion())
+    digest = hashlib.sha256(repr(versions).encode())
     paths = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if ".so" in line}
     for path in sorted(path for path in paths if any(name in path for name in _LIBRARIES)):
         with Path(path).open("rb") as file:
@@ -115,10 +115,10 @@ def _cache_file() -> Path:
 def _read(path: Path) -> dict[str, str]:
     """What is known; nothing where the file cannot be read: it is asked again then."""
     try:
-        found = json.loads(path.read_text())
+        verdict = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
-    return {str(key): str(text) for key, text in found.items()} if isinstance(found, dict) else {}
+    return {str(key): str(text) for key, text in verdict.items()} if isinstance(verdict, dict) else {}
 
 
 def _write(path: Path, known: Mapping[str, str]) -> None:

@@ -17,8 +17,7 @@ from typing import Any
 
 import numpy
 
-from mpitrain.config import Config
-from mpitrain.errors import ConfigError, DeviceError, MpitrainError
+from mpitrain.errors import ConfigError, DeviceError, MpitrainError, everywhere
 from mpitrain.world import World
 
 # Where launchers say which process of its machine this one is: Open MPI; MPICH and Intel MPI; Slurm; Cray; MVAPICH.
@@ -85,7 +84,7 @@ def bind(world: World) -> Gpu:
     gpu, problem = _bound, ""
     if gpu is None:
         try:
-            gpu = open_gpu(world.config.device(world.rank), world.local_rank)
+            gpu = open_gpu(world.context.device(world.rank), world.local_rank)
         except DeviceError as error:
             problem = str(error)
     everybody = world.allgather((problem, gpu.identity if gpu else ""))
@@ -93,8 +92,8 @@ def bind(world: World) -> Gpu:
     assert gpu is not None
     if _bound is None:
         places = [(world.node_ranks[rank], identity) for rank, (_, identity) in enumerate(everybody)]
-        mine = places[world.rank]
-        ranks = tuple(rank for rank, place in enumerate(places) if place == mine)
+        place_of_this = places[world.rank]
+        ranks = tuple(rank for rank, place in enumerate(places) if place == place_of_this)
         _bound = Gpu(gpu.number, gpu.name, gpu.identity, ranks)
         _say_shared(world, places)
     cupy_module().cuda.Device(_bound.number).use()
@@ -105,9 +104,7 @@ def raise_first(world: World, problems: list[str]) -> None:
     """Raise the same DeviceError on every rank if there is a problem; `problems` are the ranks', "" for none."""
     for rank, problem in enumerate(problems):
         if problem:
-            error = DeviceError(f"{world.name(rank)}: {problem}")
-            error.known_everywhere = True
-            raise error
+            raise everywhere(DeviceError(f"{world.name(rank)}: {problem}"))
 
 
 def open_gpu(given: str, local_rank: int) -> Gpu:
@@ -211,7 +208,7 @@ def array_module(world: World, device: str = "auto") -> ModuleType:
     if device not in ("auto", "host", "cuda"):
         raise ConfigError(f"device={device!r}; allowed are auto, host and cuda")
     world.agree("choose the array module", [device])
-    given = {text.partition(":")[0] for text in world.config.devices.split(",") if text}
+    given = {device.partition(":")[0] for device in world.context.devices}
     if device == "host" or (device == "auto" and given == {"cpu"}):
         return numpy
     try:
@@ -229,19 +226,18 @@ def local_rank_of(environ: Mapping[str, str]) -> int | None:
     return next((int(text) for name in _LOCAL_RANKS if (text := environ.get(name, "")).isdecimal()), None)
 
 
-def choose_early(config: Config, rank: int | None, environ: Mapping[str, str]) -> None:
+def choose_early(given: str, transport: str, environ: Mapping[str, str]) -> None:
     """Make this rank's GPU current before MPI starts: a CUDA-aware MPI keeps to the one that is current then.
 
     Only where the settings name GPUs. What is wrong with them is said by `bind`, on all ranks.
 
     Args:
-        config: the settings.
-        rank: of this process, as the launcher gave it; None where it did not.
+        given: this rank's device, as the launcher gave it; "" where it did not.
+        transport: the setting.
         environ: where the launcher left the local rank.
     """
-    given = config.device(rank) if rank is not None else ""
     local_rank = local_rank_of(environ)
-    if given.startswith("cuda:") or (not given and config.transport == "aware" and local_rank is not None):
+    if given.startswith("cuda:") or (not given and transport == "aware" and local_rank is not None):
         try:
             open_gpu(given, local_rank or 0)
         except MpitrainError:

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy
 
 from mpitrain.arrays import Array
-from mpitrain.control import until
 from mpitrain.cuda.device import Gpu, cupy_module
 from mpitrain.cuda.memory import array_in, open_block, raw
 from mpitrain.cuda.streams import make_event
-from mpitrain.errors import DeviceError, MpitrainError
+from mpitrain.errors import DeviceError, everywhere
+from mpitrain.waiting.control import until
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -106,8 +106,8 @@ class PeerMemory:
         handles = yield from exchange(mates, handle)
         pointers: list[int] = []
         try:
-            for place, theirs in enumerate(handles):
-                pointers.append(int(memory.ptr) if place == mates.index else open_block(gpu, theirs))
+            for place, handle in enumerate(handles):
+                pointers.append(int(memory.ptr) if place == mates.index else open_block(gpu, handle))
         except DeviceError as error:
             problem = str(error)
             pointers += [0] * (len(handles) - len(pointers))
@@ -177,8 +177,10 @@ class PeerEvents:
         self._own = own
         runtime = cupy_module().cuda.runtime
         with gpu.current():
-            self._theirs = [runtime.ipcOpenEventHandle(text) for at, text in enumerate(handles) if at != index]
-        weakref.finalize(self, _destroy, runtime, self._theirs).atexit = False
+            self._events_of_others = [
+                runtime.ipcOpenEventHandle(text) for at, text in enumerate(handles) if at != index
+            ]
+        weakref.finalize(self, _destroy, runtime, self._events_of_others).atexit = False
 
     def record(self, stream: Any) -> None:
         """Say that what the stream has by now is done; a message to the mates must follow."""
@@ -187,7 +189,7 @@ class PeerEvents:
     def hold(self, stream: Any) -> None:
         """What the stream is given from now on begins after every mate's event, as it was recorded last."""
         runtime = cupy_module().cuda.runtime
-        for event in self._theirs:
+        for event in self._events_of_others:
             runtime.streamWaitEvent(stream.ptr, event, 0)
 
 
@@ -200,8 +202,8 @@ def make_events(gpu: Gpu, mates: Mates, number: int) -> Generator[float | None, 
     runtime = cupy_module().cuda.runtime
     made: list[PeerEvents] = []
     own = [make_event(gpu, interprocess=True) for _ in range(number)]
-    mine = b"".join(_event_handle(runtime, event) for event in own)
-    everybody = yield from exchange(mates, mine)
+    own_handles = b"".join(_event_handle(runtime, event) for event in own)
+    everybody = yield from exchange(mates, own_handles)
     problem = ""
     try:
         for at, event in enumerate(own):
@@ -213,29 +215,29 @@ def make_events(gpu: Gpu, mates: Mates, number: int) -> Generator[float | None, 
     return made
 
 
-def exchange(mates: Mates, mine: bytes) -> Generator[float | None, None, list[bytes]]:
+def exchange(mates: Mates, own: bytes) -> Generator[float | None, None, list[bytes]]:
     """Every mate's bytes, of one length on all, in their order; also a barrier."""
-    everything = numpy.empty((len(mates.members), max(len(mine), 1)), numpy.uint8)
-    everything[mates.index, : len(mine)] = numpy.frombuffer(mine, numpy.uint8)
-    own = everything[mates.index].copy()
+    rows = numpy.empty((len(mates.members), max(len(own), 1)), numpy.uint8)
+    rows[mates.index, : len(own)] = numpy.frombuffer(own, numpy.uint8)
+    sent = rows[mates.index].copy()
     requests: list[MPI.Request] = []
     for place, rank in enumerate(mates.members):
         if place != mates.index:
-            requests.append(mates.comm.Isend(own, rank, mates.tag))
-            requests.append(mates.comm.Irecv(everything[place], rank, mates.tag))
+            requests.append(mates.comm.Isend(sent, rank, mates.tag))
+            requests.append(mates.comm.Irecv(rows[place], rank, mates.tag))
     for request in requests:
         yield from until(request.Test)
-    return [row.tobytes()[: len(mine)] for row in everything]
+    return [row.tobytes()[: len(own)] for row in rows]
 
 
-def exchange_any(mates: Mates, mine: bytes) -> Generator[float | None, None, list[bytes]]:
+def exchange_any(mates: Mates, own: bytes) -> Generator[float | None, None, list[bytes]]:
     """The same for bytes of any length."""
-    lengths = yield from exchange(mates, len(mine).to_bytes(8, "little"))
+    lengths = yield from exchange(mates, len(own).to_bytes(8, "little"))
     numbers = [int.from_bytes(text, "little") for text in lengths]
     longest = max(numbers)
     if longest == 0:
         return [b""] * len(numbers)
-    padded = yield from exchange(mates, mine.ljust(longest, b"\0"))
+    padded = yield from exchange(mates, own.ljust(longest, b"\0"))
     return [text[:number] for text, number in zip(padded, numbers, strict=True)]
 
 
@@ -244,9 +246,7 @@ def raise_among(mates: Mates, problem: str) -> Generator[float | None, None, Non
     texts = yield from exchange_any(mates, problem.encode())
     for rank, text in zip(mates.members, texts, strict=True):
         if text:
-            error: MpitrainError = DeviceError(f"rank {rank}: {text.decode()}")
-            error.known_everywhere = len(mates.members) == mates.comm.size
-            raise error
+            raise everywhere(DeviceError(f"rank {rank}: {text.decode()}"), len(mates.members) == mates.comm.size)
 
 
 def _close(gpu: Gpu, pointers: list[int]) -> None:

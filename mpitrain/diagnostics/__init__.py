@@ -1,44 +1,13 @@
-"""What can be wrong with this machine. One module here is one subject: it collects facts and judges them.
+"""What is wrong with this machine, or with the nodes of a cluster: looked at by an agent, judged by pure functions.
 
-`collect` looks at the machine and never raises for what it finds; `judge` is a pure function, so that every
-judgement has a test with made-up facts. A new subject is one module and one line in `SUBJECTS`.
+check.py      what a check is, what it finds, and what was seen
+target.py     which nodes, which user, which share: from the inventory and group_vars;  here.py  this machine alone
+agent.py      questions to a node's agent, which bundle.py puts together from node/*.py;  connect.py  its login by ssh
+collect.py    logins, questions to all nodes, rounds of pairs;  jobs.py  small MPI jobs: what was seen
+checks/*.py   one subject each: what is asked, and the judges of what was seen;  the registry is checks/__init__.py
+judge.py      verdicts in every place, and what is the cause of what
+report.py, facts.py, document.py    for people, for programs;  explain.py  what a check is
+
+`mpitrain check-cluster` makes all checks. `mpitrain doctor` makes those that say something of a machine by itself
+(`Check.alone`), and needs the standard library alone.
 """
-
-from __future__ import annotations
-
-from collections.abc import Sequence
-from types import ModuleType
-from typing import Any, Protocol, cast
-
-from mpitrain.diagnostics import gpu, limits, mpi, network, python
-from mpitrain.diagnostics.finding import Finding
-
-
-class Facts(Protocol):
-    """What a subject found: a dataclass of plain values."""
-
-    def lines(self) -> list[tuple[str, str]]:
-        """The facts for people, as (name, value)."""
-
-
-class Subject(Protocol):
-    """What a subject's module has."""
-
-    def collect(self) -> Facts:
-        """Look at this machine."""
-
-    def judge(self, facts: Any) -> Sequence[Finding]:
-        """What is wrong with what `collect` saw."""
-
-
-def _subject(module: ModuleType) -> Subject:
-    return cast(Subject, module)
-
-
-SUBJECTS: dict[str, Subject] = {
-    "mpi": _subject(mpi),
-    "python": _subject(python),
-    "gpu": _subject(gpu),
-    "network": _subject(network),
-    "limits": _subject(limits),
-}

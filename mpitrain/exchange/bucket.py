@@ -79,11 +79,11 @@ class Layout:
         if not values:
             return {}
         expected = {parameter.name: parameter.shape for parameter in self.parameters}
-        found = {name: value.shape for name, value in values.items()}
-        for name in [*expected, *found]:
-            if found.get(name) != expected.get(name):
+        shapes = {name: value.shape for name, value in values.items()}
+        for name in [*expected, *shapes]:
+            if shapes.get(name) != expected.get(name):
                 raise CheckpointError(
-                    f"what was left to send has shape {found.get(name)} for {name}, the model {expected.get(name)}; "
+                    f"what was left to send has shape {shapes.get(name)} for {name}, the model {expected.get(name)}; "
                     "is it a checkpoint of this model?"
                 )
         flats = {dtype: numpy.empty(count, dtype) for dtype, count in self.counts.items()}

@@ -9,16 +9,27 @@ import numpy
 
 from mpitrain.allreduce.algorithm import FLOATS
 from mpitrain.arrays import Array, is_device_array, namespace
-from mpitrain.errors import ConfigError, GradientError, MismatchError, MissingGradientError, NonFiniteError
+from mpitrain.errors import ConfigError, GradientError, MismatchError, everywhere
 from mpitrain.exchange.bucket import Parameter
 from mpitrain.world import World
 
-# What a rank says of its gradients at the end of a step.
-GOOD, MISSING, NON_FINITE, NON_FINITE_LOSS = 0, 1, 2, 3
+
+def agree_on_layout(world: World, parameters: Sequence[Parameter], bucket_bytes: int, *, on_device: bool) -> list[str]:
+    """What all ranks have alike of the gradients that they exchange, in lines. Collective.
+
+    Raises:
+        MismatchError: they have not; on every rank, naming the first difference.
+        ConfigError: there is no mean of such parameters. On every rank.
+    """
+    lines = [f"parameter {parameter}" for parameter in parameters]
+    lines.append(f"buckets of {bucket_bytes} bytes")
+    lines.append(f"gradients on {'GPUs' if on_device else 'the host'}")
+    world.agree("compare the gradients' layout", lines)
+    _check_parameters(parameters)
+    return lines
 
 
-def check_parameters(parameters: Sequence[Parameter]) -> None:
-    """Raise ConfigError where there is no mean of such parameters. All ranks have compared them: all raise or none."""
+def _check_parameters(parameters: Sequence[Parameter]) -> None:
     problem = "" if parameters else "the model has no parameters"
     names = Counter(parameter.name for parameter in parameters)
     for parameter in parameters:
@@ -30,18 +41,17 @@ def check_parameters(parameters: Sequence[Parameter]) -> None:
                 f"{', '.join(str(dtype) for dtype in FLOATS)}"
             )
     if problem:
-        error = ConfigError(problem)
-        error.known_everywhere = True
-        raise error
+        raise everywhere(ConfigError(problem))
 
 
-def check_gradient(who: str, parameter: Parameter, gradient: Array) -> None:
-    """Raise GradientError, on the rank `who` alone, unless it has its parameter's shape and dtype."""
+def check_gradient(rank_name: str, parameter: Parameter, gradient: Array) -> None:
+    """Raise GradientError, on the rank of that name alone, unless it has its parameter's shape and dtype."""
     shape, dtype = getattr(gradient, "shape", None), getattr(gradient, "dtype", None)
     if shape != parameter.shape or dtype != parameter.dtype:
-        found = type(gradient).__name__ if shape is None or dtype is None else f"{dtype} {shape}"
+        kind = type(gradient).__name__ if shape is None or dtype is None else f"{dtype} {shape}"
         raise GradientError(
-            f"{who}: the gradient of {parameter.name} is {found}; the parameter is {parameter.dtype} {parameter.shape}"
+            f"{rank_name}: the gradient of {parameter.name} is {kind}; "
+            f"the parameter is {parameter.dtype} {parameter.shape}"
         )
 
 
@@ -49,52 +59,24 @@ def check_scales(world: World, scales: list[float]) -> None:
     """Raise MismatchError unless the ranks' loss scales, here by rank, are equal."""
     for rank, scale in enumerate(scales):
         if scale != scales[0]:
-            error = MismatchError(
-                f"{world.name(rank)}: the loss scale is {scale}; {world.name(0)}: it is {scales[0]}; "
-                "did all ranks restore the same checkpoint?"
+            raise everywhere(
+                MismatchError(
+                    f"{world.name(rank)}: the loss scale is {scale}; {world.name(0)}: it is {scales[0]}; "
+                    "did all ranks restore the same checkpoint?"
+                )
             )
-            error.known_everywhere = True
-            raise error
 
 
 def check_turns(world: World, turns: list[int]) -> None:
     """Raise MismatchError unless all ranks are at the same batch, here by rank."""
     for rank, turn in enumerate(turns):
         if turn != turns[0]:
-            error = MismatchError(
-                f"{world.name(rank)} exchanges the gradients of batch {turn}; {world.name(0)}: those of batch "
-                f"{turns[0]}; did a rank leave out a backward pass? Every rank needs one for every batch"
+            raise everywhere(
+                MismatchError(
+                    f"{world.name(rank)} exchanges the gradients of batch {turn}; {world.name(0)}: those of batch "
+                    f"{turns[0]}; did a rank leave out a backward pass? Every rank needs one for every batch"
+                )
             )
-            error.known_everywhere = True
-            raise error
-
-
-def problem(who: str, code: int, parameter: str) -> GradientError:
-    """What every rank raises about the rank `who`."""
-    error: GradientError
-    if code == MISSING:
-        error = MissingGradientError(
-            f"{who} ended its backward pass without the gradient of {parameter}; "
-            "hand in zeros for a parameter that a batch does not use"
-        )
-    else:
-        what = "the loss is" if code == NON_FINITE_LOSS else f"the gradient of {parameter} holds"
-        error = NonFiniteError(
-            f"{who}: {what} NaN or infinity; nothing was changed by this step. "
-            "Try a smaller learning rate, gradient clipping, or look at that rank's data"
-        )
-    error.known_everywhere = True
-    return error
-
-
-def beyond_range(parameter: str) -> NonFiniteError:
-    """What every rank raises where a codec has made infinity of finite gradients."""
-    error = NonFiniteError(
-        f"the mean gradient of {parameter} is beyond what the compression can express, though every rank's is finite; "
-        "nothing was changed by this step. Use compression bf16 or int8, gradient clipping or a smaller learning rate"
-    )
-    error.known_everywhere = True
-    return error
 
 
 def all_finite(flat: Array) -> bool:

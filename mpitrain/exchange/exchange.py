@@ -1,14 +1,15 @@
-"""An Exchange turns a flat buffer into its weighted mean over ranks."""
+"""An Exchange hands out slots, and turns what is in them into the weighted mean over ranks."""
 
 from __future__ import annotations
 
 from functools import cached_property
 from typing import Protocol
+from weakref import WeakSet
 
 import numpy
 
 from mpitrain.allreduce import make_algorithm
-from mpitrain.allreduce.algorithm import Handle
+from mpitrain.allreduce.algorithm import AllreduceHandle
 from mpitrain.allreduce.compressed import compressed
 from mpitrain.allreduce.costs import compression as compression_by
 from mpitrain.allreduce.device import make_transport
@@ -16,11 +17,12 @@ from mpitrain.allreduce.device.coded import Coded, coded
 from mpitrain.allreduce.device.sequential import DeviceSequential
 from mpitrain.allreduce.group import num_lanes
 from mpitrain.arrays import Array, is_device_array, namespace
-from mpitrain.compression import CASTS, CODECS
+from mpitrain.compression import CODECS, make_codec
 from mpitrain.cuda import kernels
 from mpitrain.cuda.memory import allocating
 from mpitrain.cuda.streams import working_on
-from mpitrain.errors import ConfigError, DataError
+from mpitrain.errors import ConfigError, DataError, everywhere
+from mpitrain.exchange.slot import Slot, check_slot
 from mpitrain.world import World
 
 
@@ -37,26 +39,30 @@ class Exchange(Protocol):
     @property
     def division(self) -> str: ...
 
-    def mean(self, flat: Array, share: float) -> Handle:
-        """Begin to replace `flat` by the sum over ranks of share x flat; the same bits on every rank.
+    def allocate(self, count: int, dtype: numpy.dtype, *, on_device: bool = False) -> Slot:
+        """A slot for `count` elements, on the host or on this rank's GPU; its array is uninitialised. Collective."""
+        ...
+
+    def mean(self, slot: Slot, part: slice, share: float) -> AllreduceHandle:
+        """Begin to replace `slot.flat[part]` by the sum over ranks of share x that part; same bits on every rank.
+
+        Every rank calls this with the same part, in the same order. The work is in the queue of the World that the
+        exchange was made for (a GradientReducer drives that queue), as the work of every Algorithm of this World is.
 
         Args:
-            flat: as for Algorithm.start, of a floating dtype.
-            share: this rank's weight divided by the sum of all ranks' weights. Where it is 0 the content of `flat`
+            slot: from `allocate` of this exchange, of a floating dtype. What is left out of the part is kept in the
+                same part of the slot's residual, and added to the next sum of that part.
+            part: of step 1. No two parts of a slot whose sums are under way may overlap.
+            share: this rank's weight divided by the sum of all ranks' weights. Where it is 0 the content of the part
                 is not looked at.
+
+        Raises:
+            ValueError: the slot is not from `allocate` of this exchange.
         """
         ...
 
-    def allocate(self, count: int, dtype: numpy.dtype, *, on_device: bool = False) -> Array:
-        """An uninitialised flat array that `mean` needs not copy, on the host or on this rank's GPU. Collective."""
-        ...
-
-    def state(self) -> dict[str, numpy.ndarray]:
-        """What it keeps from step to step on this rank, by name; copies, on the host."""
-        ...
-
-    def restore(self, state: dict[str, Array]) -> None:
-        """Go on from what `state` gave on this rank in an equal world, on the host or on a GPU."""
+    def reset(self) -> None:
+        """Forget what is kept from step to step, in all slots. No sum may be under way."""
         ...
 
 
@@ -76,39 +82,40 @@ class PlainExchange:
         self._world = world
         self._algorithm = make_algorithm(world, algorithm)
         self._transport_name = transport
+        self._slots: WeakSet[Slot] = WeakSet()
 
     @cached_property
     def _transport(self) -> DeviceSequential:
         """Made when the first device array is allocated: that is collective, and needs a GPU."""
         return make_transport(self._world, self._transport_name)
 
-    def mean(self, flat: Array, share: float) -> Handle:
-        """See Exchange. The shares add up to 1, so no sum can overflow."""
-        scale(flat, share)
-        return (self._transport if is_device_array(flat) else self._algorithm).start(flat, agreed=True)
-
-    def allocate(self, count: int, dtype: numpy.dtype, *, on_device: bool = False) -> Array:
+    def allocate(self, count: int, dtype: numpy.dtype, *, on_device: bool = False) -> Slot:
         """See Exchange.
 
         Raises:
             DeviceError: some rank has no GPU, or not the memory. On every rank.
         """
-        return (self._transport if on_device else self._algorithm).allocate(count, dtype)
+        slot = Slot((self._transport if on_device else self._algorithm).allocate(count, dtype))
+        self._slots.add(slot)
+        return slot
 
-    def state(self) -> dict[str, numpy.ndarray]:
-        """See Exchange. There is nothing."""
-        return {}
+    def mean(self, slot: Slot, part: slice, share: float) -> AllreduceHandle:
+        """See Exchange. The shares add up to 1, so no sum can overflow."""
+        check_slot(self._world, self._slots, slot)
+        flat = slot.flat[part]
+        scale(flat, share)
+        return (self._transport if is_device_array(flat) else self._algorithm).start(flat, agreed=True)
 
-    def restore(self, state: dict[str, Array]) -> None:
-        """See Exchange."""
+    def reset(self) -> None:
+        """See Exchange. Nothing is kept."""
 
 
 class CompressedExchange:
     """float32 in a codec's shorter form where it crosses the network, with error feedback; in full inside a node.
 
-    What the codec leaves out of a gradient is kept, and added to the same gradient of the next step: see
-    mpitrain/allreduce/direct.py. It is kept for arrays that `allocate` made, once a step for each of their elements. A
-    step that ends with an error may lose it, which costs no more than that step's rounding.
+    What the codec leaves out of a gradient is kept in its slot, and added to the same gradient of the next step: see
+    mpitrain/allreduce/direct.py. A step that ends with an error may lose it, which costs no more than that step's
+    rounding.
 
     Arrays on a GPU are coded there, and what is left out stays there, wherever it can be: see
     mpitrain/allreduce/device/coded.py.
@@ -116,22 +123,15 @@ class CompressedExchange:
 
     def __init__(self, world: World, codec: str) -> None:
         """`codec` is a name in mpitrain.compression.CODECS. On one node nothing is shortened, and a line says so."""
-        self._codec = codec
-        self.may_overflow = codec in CASTS and world.num_nodes > 1
+        self._codec = make_codec(codec)
+        self.may_overflow = self._codec.may_overflow and world.num_nodes > 1
         self._world = world
-        self._algorithm = compressed(world, codec)
-        self._kept: list[tuple[Array, Array]] = []  # what `allocate` made, and its residual
+        self._algorithm = compressed(world, self._codec)
+        self._slots: WeakSet[Slot] = WeakSet()
         if world.num_nodes == 1:
             world.print(f"mpitrain: compression {codec}: all ranks are on one node, so nothing is sent and shortened")
 
-    def mean(self, flat: Array, share: float) -> Handle:
-        """See Exchange."""
-        scale(flat, share)
-        residual = self._residual_of(flat)
-        algorithm = self._on_device.transport if is_device_array(flat) else self._algorithm
-        return algorithm.start(flat, residual, agreed=True)
-
-    def allocate(self, count: int, dtype: numpy.dtype, *, on_device: bool = False) -> Array:
+    def allocate(self, count: int, dtype: numpy.dtype, *, on_device: bool = False) -> Slot:
         """See Exchange.
 
         Raises:
@@ -139,12 +139,12 @@ class CompressedExchange:
             DeviceError: some rank has no GPU, or not the memory. On every rank.
         """
         if dtype != numpy.float32:
-            error = ConfigError(
-                f"compression {self._codec} shortens float32 gradients; the model has gradients of {dtype}. "
-                "Make its parameters float32, or leave compression out"
+            raise everywhere(
+                ConfigError(
+                    f"compression {self._codec.name} shortens float32 gradients; the model has gradients of {dtype}. "
+                    "Make its parameters float32, or leave compression out"
+                )
             )
-            error.known_everywhere = True
-            raise error
         flat = (self._on_device.transport if on_device else self._algorithm).allocate(count, dtype)
         if on_device and self._on_device.codes_on_device:
             place = self._on_device.transport.place
@@ -152,70 +152,38 @@ class CompressedExchange:
                 allocating(self._world, place.gpu, flat.nbytes, "what a codec leaves out"),
                 working_on(place.gpu, place.stream),
             ):
-                residual = namespace(flat).zeros(count, numpy.float32)
+                slot = Slot(flat, namespace(flat).zeros(count, numpy.float32), place)
         else:
             # Pages that are never touched, of what other ranks of the node take care of, take no memory.
-            residual = numpy.zeros(count, numpy.float32)
-        self._kept.append((flat, residual))
-        return flat
+            slot = Slot(flat, numpy.zeros(count, numpy.float32))
+        self._slots.add(slot)
+        return slot
 
-    def state(self) -> dict[str, numpy.ndarray]:
-        """See Exchange: the residuals, in the order in which their arrays were allocated."""
-        return {f"residual {number}": self._fetched(residual) for number, (_, residual) in enumerate(self._kept)}
+    def mean(self, slot: Slot, part: slice, share: float) -> AllreduceHandle:
+        """See Exchange."""
+        check_slot(self._world, self._slots, slot)
+        assert slot.residual is not None
+        flat = slot.flat[part]
+        scale(flat, share)
+        algorithm = self._on_device.transport if is_device_array(flat) else self._algorithm
+        return algorithm.start(flat, slot.residual[part], agreed=True)
 
-    def restore(self, state: dict[str, Array]) -> None:
-        """See Exchange.
-
-        Raises:
-            DataError: the state is of other arrays.
-        """
-        shapes = {f"residual {number}": residual.shape for number, (_, residual) in enumerate(self._kept)}
-        found = {name: residual.shape for name, residual in state.items()}
-        if found != shapes:
-            raise DataError(f"the state of the exchange has {found}; this one needs {shapes}")
-        for number, (_, residual) in enumerate(self._kept):
-            value = state[f"residual {number}"]
-            host = value.get() if is_device_array(value) else value
-            if is_device_array(residual):
-                place = self._on_device.transport.place
-                with place.gpu.current():
-                    residual.set(host, stream=place.stream)
-                    place.stream.synchronize()  # until then `host` must stay as it is
-            else:
-                residual[:] = host
+    def reset(self) -> None:
+        """See Exchange: what the codec has left out."""
+        for slot in self._slots:
+            slot.clear()
 
     @property
     def division(self) -> str:
         """See Exchange."""
         # A GPU's array that is coded on the host goes there in pieces, and each piece is dealt out.
-        by_pieces = any(is_device_array(flat) and not is_device_array(residual) for flat, residual in self._kept)
+        by_pieces = any(is_device_array(slot.flat) and slot.place is None for slot in self._slots)
         return "pieces of staged" if by_pieces else ""
 
     @cached_property
     def _on_device(self) -> Coded:
         """Made when the first device array is allocated: that is collective, and needs a GPU."""
         return coded(self._world, self._codec, self._algorithm)
-
-    def _fetched(self, residual: Array) -> numpy.ndarray:
-        """A copy on the host, of what it is after all sums so far."""
-        if not is_device_array(residual):
-            copied: numpy.ndarray = residual.copy()
-            return copied
-        place = self._on_device.transport.place
-        with working_on(place.gpu, place.stream):
-            fetched: numpy.ndarray = residual.get()
-            return fetched
-
-    def _residual_of(self, flat: Array) -> Array | None:
-        for whole, residual in self._kept:
-            begin = (_address(flat) - _address(whole)) // flat.itemsize
-            if 0 <= begin <= whole.size - flat.size:
-                return residual[begin : begin + flat.size]
-        return None
-
-
-def _address(array: Array) -> int:
-    return int(array.data.ptr if is_device_array(array) else array.__array_interface__["data"][0])
 
 
 def make_exchange(world: World, algorithm: str | None = None, compression: str | None = None) -> Exchange:
@@ -284,6 +252,4 @@ def share_of(world: World, weights: list[float]) -> tuple[float, float]:
     else:
         if total > 0:
             problem = f"the weights of all ranks add up to {total}; a weight is a number of samples"
-    error = DataError(problem)
-    error.known_everywhere = True
-    raise error
+    raise everywhere(DataError(problem))

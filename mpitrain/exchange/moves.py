@@ -7,34 +7,24 @@ Parts may be of any number of bytes, 0 included, but what one rank sends must be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Sequence
 
 import numpy
 
 from mpitrain.allreduce.algorithm import Progress
-from mpitrain.control import until
+from mpitrain.waiting.control import until
+from mpitrain.waiting.pieces import Combine, add
 from mpitrain.world import World
 
 SHORT_BYTES = 2**16  # up to here few messages count for more than few bytes; chosen, not measured
 
-# Puts the result of two arrays in the first one.
-Combine: TypeAlias = Callable[[numpy.ndarray, numpy.ndarray], None]
-
-
-def add(total: numpy.ndarray, arrived: numpy.ndarray) -> None:
-    """`total` becomes the sum."""
-    # Infinity is a value like any other here; whoever must not have it looks at the sum.
-    with numpy.errstate(all="ignore"):
-        numpy.add(total, arrived, out=total)
-
 
 def reduce_scatter(
-    world: World, parts: Sequence[numpy.ndarray], mine: numpy.ndarray, combine: Combine = add
+    world: World, parts: Sequence[numpy.ndarray], own: numpy.ndarray, combine: Combine = add
 ) -> Progress:
-    """Add to `mine`, which holds this rank's values, what the others have for it; `parts` are sent."""
+    """Add to `own`, which holds this rank's values, what the others have for it; `parts` are sent."""
     sends = [(rank, parts[rank]) for rank in _after(world)]
-    return world.background.mover.move(sends, [(rank, mine) for rank in _before(world)], add=combine)
+    return world.background.mover.move(sends, [(rank, own) for rank in _before(world)], add=combine)
 
 
 def allgather(world: World, parts: Sequence[numpy.ndarray]) -> Progress:
@@ -60,17 +50,17 @@ def broadcast(world: World, flat: numpy.ndarray, root: int) -> Progress:
     return world.background.mover.move(sends, [] if is_root else [(left, flat)], forward=not is_root)
 
 
-def gather(world: World, mine: numpy.ndarray, parts: Sequence[numpy.ndarray], root: int) -> Progress:
+def gather(world: World, own: numpy.ndarray, parts: Sequence[numpy.ndarray], root: int) -> Progress:
     """Overwrite `root`'s `parts`, all but its own, by the ranks' arrays. `parts` count there only."""
     if world.rank != root:
-        return world.background.mover.move([(root, mine)], [])
+        return world.background.mover.move([(root, own)], [])
     return world.background.mover.move([], [(rank, parts[rank]) for rank in _before(world)])
 
 
-def scatter(world: World, mine: numpy.ndarray, parts: Sequence[numpy.ndarray], root: int) -> Progress:
+def scatter(world: World, own: numpy.ndarray, parts: Sequence[numpy.ndarray], root: int) -> Progress:
     """Overwrite the arrays of all ranks but `root` by `root`'s part for each. `parts` count there only."""
     if world.rank != root:
-        return world.background.mover.move([], [(root, mine)])
+        return world.background.mover.move([], [(root, own)])
     return world.background.mover.move([(rank, parts[rank]) for rank in _after(world)], [])
 
 

@@ -65,10 +65,10 @@ class DeviceBuckets:
         Raises:
             GradientError: it is not on this rank's GPU.
         """
-        found = f"on GPU {gradient.device.id}" if is_device_array(gradient) else "on the host"
-        if found != f"on GPU {self._gpu.number}":
+        place = f"on GPU {gradient.device.id}" if is_device_array(gradient) else "on the host"
+        if place != f"on GPU {self._gpu.number}":
             raise GradientError(
-                f"{self._world.name()}: the gradient of {self._names[index]} is {found}; "
+                f"{self._world.name()}: the gradient of {self._names[index]} is {place}; "
                 f"the parameters are on {self._gpu}"
             )
         self.gradients[index][...] = gradient
@@ -114,15 +114,15 @@ class DeviceBuckets:
         """Whether that copy is there."""
         return happened(self._checked)
 
-    def found(self) -> int:
+    def non_finite(self) -> int:
         """The first bucket that is not finite, or -1; once that copy is there."""
         flagged = numpy.flatnonzero(self._host_flags)
         return int(flagged[0]) if flagged.size else -1
 
-    def parameter_of(self, found: int) -> int:
+    def parameter_of(self, bucket: int) -> int:
         """Which of a bucket's gradients was not finite on some rank: by their means, the same on all ranks.
 
         The GPU has looked at the bucket as a whole. Where two ranks are at fault in one bucket, it may be the other's.
         """
-        members = self._buckets[found].members
+        members = self._buckets[bucket].members
         return next((index for index in members if not all_finite(self.gradients[index])), members[0])

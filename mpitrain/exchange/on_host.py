@@ -65,10 +65,10 @@ class HostBuckets:
         """Whether that is there."""
         return True
 
-    def found(self) -> int:
+    def non_finite(self) -> int:
         """What was found not to be finite, for `parameter_of`; -1 for nothing."""
         return self._non_finite
 
-    def parameter_of(self, found: int) -> int:
+    def parameter_of(self, index: int) -> int:
         """The parameter that this is about."""
-        return found
+        return index

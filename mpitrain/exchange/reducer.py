@@ -3,72 +3,31 @@
 A bucket is exchanged as soon as all its gradients are in, while the backward pass still computes the next ones.
 Buckets start strictly in bucket order, whatever the order of the gradients, so all ranks start the same ones.
 
-No MPI library moves a large message while nobody calls into it. Between nodes a thread does so (driver.py); measured at
-1 Gbit/s, it hides several times as much of the exchange behind the backward pass as calls between the layers do. Within
-one node the ranks share the cores that they compute with, a thread only takes some of them away, and the calls are made
-inside `ready` and `finish`. docs/log.md has the numbers.
+Who calls into MPI meanwhile is a thread (driver.py), or `ready` and `finish` do.
 """
 
 from __future__ import annotations
 
-import hashlib
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy
-
-from mpitrain.agreement import Agreement, signature
 from mpitrain.allreduce import costs
-from mpitrain.arrays import Array
-from mpitrain.control import until
-from mpitrain.errors import ConfigError, DataError, GradientError, MpitrainError, NonFiniteError
+from mpitrain.arrays import Array, namespace
+from mpitrain.errors import DataError, GradientError, MpitrainError, NonFiniteError
 from mpitrain.exchange.bucket import Parameter, plan_buckets, plan_layout
-from mpitrain.exchange.checks import (
-    GOOD,
-    MISSING,
-    NON_FINITE,
-    NON_FINITE_LOSS,
-    beyond_range,
-    check_gradient,
-    check_parameters,
-    check_scales,
-    check_turns,
-    problem,
-)
-from mpitrain.exchange.driver import Driver, allows_threads, threads_by_default
+from mpitrain.exchange.checks import agree_on_layout, check_gradient, check_scales, check_turns
+from mpitrain.exchange.driver import make_driver
 from mpitrain.exchange.exchange import Exchange, make_exchange, share_of
+from mpitrain.exchange.left_out import LeftOut
+from mpitrain.exchange.means import Means
 from mpitrain.exchange.on_device import DeviceBuckets
 from mpitrain.exchange.on_host import HostBuckets
-from mpitrain.exchange.overlap import Overlap, Stopwatch
-from mpitrain.exchange.sums import Sums
+from mpitrain.exchange.overlap import Stopwatch
+from mpitrain.exchange.remarks import gather_remarks
+from mpitrain.exchange.sums import Doing, Sums
+from mpitrain.exchange.vote import MISSING, begin_vote, beyond_range, objection
+from mpitrain.waiting.agreement import Agreement, signature
 from mpitrain.world import World
-
-
-@dataclass(frozen=True)
-class Means:
-    """The result of a step; the same bits on every rank, but for `overlap`.
-
-    Attributes:
-        loss: the weighted mean of what the ranks gave to `finish`.
-        weight: the sum of the ranks' weights: the global batch, in samples.
-        overlap: this rank's times.
-        cause: of a step that may be skipped: where some rank's gradients held NaN or infinity, what `finish` would
-            have raised. The means then are no means.
-        marks: what the ranks gave to `finish`, by rank; 0 for one that had a problem.
-    """
-
-    loss: float
-    weight: float
-    overlap: Overlap
-    cause: NonFiniteError | None = None
-    marks: tuple[int, ...] = ()
-
-    @property
-    def is_finite(self) -> bool:
-        """False where some rank's gradients held NaN or infinity, and so do the means."""
-        return self.cause is None
 
 
 class GradientReducer:
@@ -113,36 +72,32 @@ class GradientReducer:
             bucket_bytes = chosen or costs.bucket_bytes(world.profile, world.num_nodes)
         self.layout = plan_layout(parameters)
         self._buckets = plan_buckets(self.layout, bucket_bytes)
-        lines = [f"parameter {parameter}" for parameter in self.layout.parameters]
-        lines.append(f"buckets of {bucket_bytes} bytes")
-        lines.append(f"gradients on {'GPUs' if on_device else 'the host'}")
-        world.agree("compare the gradients' layout", lines)
-        check_parameters(self.layout.parameters)
-        self._lines, self._signature = lines, signature("step", lines)
+        self._lines = agree_on_layout(world, self.layout.parameters, bucket_bytes, on_device=on_device)
+        self._signature = signature("step", self._lines)
         # When a bucket starts depends on the moment. On a communicator of its own it cannot meet what the ranks send
         # in the meantime: a mean() in the backward pass, or another reducer's buckets.
-        self._exchange = exchange(world.apart())
-        self.flats = {
+        self._apart = world.apart()
+        self._exchange, self._queue = exchange(self._apart), self._apart.queue
+        self._slots = {
             dtype: self._exchange.allocate(count, dtype, on_device=on_device)
             for dtype, count in self.layout.counts.items()
         }
+        self.flats = {dtype: slot.flat for dtype, slot in self._slots.items()}
         self._place: DeviceBuckets | HostBuckets
         if on_device:
             self._place = DeviceBuckets(world, self.layout, self._buckets, self.flats)
         else:
             self._place = HostBuckets(self.layout, self._buckets, self.flats)
         self.gradients = self._place.gradients
-        self._bucket_of = {index: number for number, its in enumerate(self._buckets) for index in its.members}
+        self._bucket_of = {index: number for number, bucket in enumerate(self._buckets) for index in bucket.members}
         self._begun: Agreement | None = None
         self._stopwatch = Stopwatch()
-        self._sums = Sums(self._exchange, self._place, self._buckets, self._stopwatch, world.control)
-        if threaded is None:
-            threaded = threads_by_default(world)
-        elif threaded and not allows_threads():
-            error = ConfigError("threaded=True needs MPI_THREAD_MULTIPLE, and MPI was started without; leave it out")
-            error.known_everywhere = True
-            raise error
-        self._driver = Driver(self.progress, world.control) if threaded else None
+        self._sums = Sums(
+            self._exchange, self._slots, self._place, self.layout, self._buckets, self._stopwatch, world.control
+        )
+        self._left_out = LeftOut(world, self.layout, self._buckets, self._exchange, self._slots)
+        self._driver = make_driver(world, self.progress, threaded)
+        self._is_closed = False
 
     @property
     def num_buckets(self) -> int:
@@ -162,14 +117,18 @@ class GradientReducer:
                 `finish` raises a MismatchError on every rank.
 
         Raises:
-            GradientError: the step before has not been finished.
+            GradientError: the step before has not been finished, or the reducer was closed.
         """
         if self._begun is not None:  # its exchanges may still write into the buffers
             raise GradientError(f"{self._world.name()}: begin() came again without finish()")
+        if self._is_closed:
+            raise GradientError(f"{self._world.name()}: begin() after close(); make another GradientReducer")
         self._weight = weight
         self._loss_scale = loss_scale
         self._missing = set(self._bucket_of)
+        self._unused: list[int] = []
         self._share: float | None = None
+        self._refused: DataError | None = None
         self._stopwatch.begin()
         self._place.begin()
         self._sums.begin()
@@ -179,13 +138,14 @@ class GradientReducer:
         if self._driver:
             self._driver.start()
 
-    def ready(self, index: int, gradient: Array) -> None:
+    def ready(self, index: int, gradient: Array | None) -> None:
         """Take in one gradient; called on every rank once a parameter, in any order.
 
         Args:
             index: of the parameter.
             gradient: host or device array of its shape and dtype; copied, so it may be overwritten afterwards (on a
                 device by what its current stream is given from now on). Where the buckets are on a GPU, one on it.
+                None: this rank's loss does not depend on the parameter. Zeros are summed; see `Remarks.unused`.
 
         Raises:
             GradientError: no step was begun, the shape, dtype or device is another, or it was handed in before.
@@ -194,43 +154,73 @@ class GradientReducer:
             self._world.control.raise_posted()
         if self._begun is None or index not in self._missing:
             raise GradientError(f"{self._world.name()}: {self._unexpected(index)}")
+        if gradient is None:
+            self._unused.append(index)
+            gradient = namespace(self.gradients[index]).zeros_like(self.gradients[index])
         if gradient is not self.gradients[index]:
             check_gradient(self._world.name(), self.layout.parameters[index], gradient)
             self._place.take_in(index, gradient)
         self._missing.remove(index)
         self._sums.count(self._bucket_of[index])
-        if not self._driver:
-            self.progress()
+        if not self._driver and self._start():
+            self._queue.look()
+            self._sums.collect()
 
     def progress(self) -> bool:
         """Start the buckets that are complete and move those on their way; true when all have arrived.
 
-        `ready` and `finish` call it, or the thread does.
+        For the thread, and, where there is none, for a model that hands in nothing for long: between `begin` and
+        `finish`. `ready` and `finish` do the same by themselves, a frame nearer to MPI.
         """
-        assert self._begun is not None
+        if not self._start():
+            return self._refused is not None  # finish() raises it: there all ranks meet, wherever each has heard of it
+        self._queue.look()
+        return self._sums.collect()
+
+    def _start(self) -> bool:
+        """Start the buckets that are complete; false while this rank's share of the samples is not known."""
+        self._world.control.check()
         if self._share is None:
+            assert self._begun is not None
             try:
-                if not self._begun.test():
+                if self._refused is not None or not self._begun.test():
                     return False
                 check_turns(self._world, self._begun.records["detail"].tolist())
                 check_scales(self._world, self._begun.records["value"].tolist())
-                share, self._total = share_of(self._world, self._begun.records["weight"].tolist())
+                self._weights = self._begun.records["weight"].tolist()
+                share, self._total = share_of(self._world, self._weights)
                 self._share = share / self._loss_scale
-            except DataError:
-                return True  # finish() raises it: there all ranks meet, wherever each has heard of it
+            except DataError as error:
+                self._refused = error
+                return False
             except MpitrainError:
                 self._begun = None  # on every rank, and nothing has been started
                 raise
-        return self._sums.progress(self._share)
+        self._sums.start(self._share)
+        return True
 
-    def finish(self, loss: float = 0.0, *, may_skip: bool = False, mark: int = 0) -> Means:
+    def _knows_share(self) -> bool:
+        """Whether the weights of all ranks have come in: the share is known, or it is known that there is none."""
+        return self._share is not None or self._refused is not None
+
+    def _drive(self, is_over: Callable[[], bool]) -> Iterator[float | None]:
+        """Steps for Control.wait: move the exchange on until `is_over`."""
+        while True:
+            nap = self._queue.look() if self._start() else None
+            self._sums.collect()
+            if is_over():
+                return
+            yield nap
+
+    def finish(self, loss: float = 0.0, *, may_skip: bool = False, note: Any = None) -> Means:
         """Wait until every bucket has arrived; afterwards `gradients` and `flats` hold the means.
 
         Args:
             loss: this rank's mean loss over its samples.
             may_skip: the caller can do without this step, so NaN or infinity is no error; see `Means.is_finite`.
                 The same on all ranks.
-            mark: a number for all ranks to know; see `Means.marks`.
+            note: for all ranks to know: any value that can be pickled and whose repr tells it from others. None for
+                nothing. A rank with weight 0 is not heard. Notes that differ cost a message.
 
         Raises:
             MissingGradientError: some rank did not hand in a gradient; names rank and parameter. On every rank.
@@ -247,39 +237,26 @@ class GradientReducer:
         if control.spans:
             control.spans.add("compute", "forward and backward", *self._stopwatch.computed, step=self._sums.step)
         # Start all there is first: a bucket that waits for its turn is looked at before the vote on it.
-        control.wait(until(lambda: self.progress() or self._share is not None), _Doing("begin a step", self))
-        if self._share is None:
-            weights = self._begun
+        control.wait(self._drive(self._knows_share), Doing("begin a step", self._sums))
+        if self._refused is not None:
             self._begun = None
-            share_of(self._world, weights.records["weight"].tolist())
-        found = self._look()
-        code, detail = GOOD, mark
-        if self._missing:
-            code, detail = MISSING, min(self._missing)
-        elif found >= 0:
-            code, detail = NON_FINITE, found
-        elif self._weight and not may_skip and not math.isfinite(loss):  # with a loss scale the gradients decide
-            code = NON_FINITE_LOSS
-        value = self._weight * loss if self._weight else 0.0
-        operation = "end of a step that may be skipped" if may_skip else "end of step"
-        vote = self._world.begin_agreement(operation, value=value, code=code, detail=detail)
-
-        def voted() -> bool:
-            self.progress()
-            return vote.test()
-
-        control.wait(until(voted, self._sums.nap), _Doing("end a step", self))
+            raise self._refused
+        non_finite = self._look()
+        told = tuple(sorted(self._unused)), note
+        vote = begin_vote(self._world, self._missing, non_finite, loss, self._weight, told, may_skip=may_skip)
+        control.wait(self._drive(vote.test), Doing("end a step", self._sums))
         codes = vote.records["code"]
         # Where one is missing, ranks have started different numbers of buckets. All start all, so that nothing is on
         # its way any more, and the caller may begin another step.
         self._sums.start_all()
-        control.wait(until(self.progress, self._sums.nap), _Doing("exchange gradients", self))
+        control.wait(self._drive(self._sums.collect), Doing("exchange gradients", self._sums))
         self._sums.see()
         found_by_all: GradientError | None = None
         try:
             if codes.any():
-                self._forget()
-                found_by_all = self._problem(vote)
+                # This step is not made: what its values have left out belongs to nothing any more.
+                self._exchange.reset()
+                found_by_all = objection(self._world, vote, self.layout, self._place)
             elif self._exchange.may_overflow:
                 found_by_all = self._look_at_means()
         finally:
@@ -289,9 +266,13 @@ class GradientReducer:
             raise found_by_all
         if not cause:
             self._sums.carried = {}
+            if self._world.observer:
+                self._world.observer.saw_means(self.layout.named(self.flats))
         loss = sum(vote.records["value"].tolist()) / self._total
-        marks = tuple(numpy.where(codes == GOOD, vote.records["detail"], 0).tolist())
-        return Means(loss, self._total, self._stopwatch.end(), cause, marks)
+        # A rank that had a problem has voted with what it was instead of its mark.
+        marks = None if codes.any() else vote.records["detail"].tolist()
+        remarks = gather_remarks(self._world, told, marks, self._weights)
+        return Means(loss, self._total, self._stopwatch.end(), cause, remarks)
 
     def state(self) -> dict[str, Any]:
         """What this rank alone keeps from step to step, for a checkpoint; {} where its exchange keeps nothing.
@@ -300,13 +281,7 @@ class GradientReducer:
             `residual`: what the codec has left out so far, float32 host arrays by parameter name. `carried`, where a
             restored one has not been sent yet. `place`: equal where the ranks are placed alike and have equal buckets.
         """
-        # On one node nothing is left out.
-        kept = self._exchange.state() if self._world.num_nodes > 1 else {}
-        if not kept:
-            return {}
-        flats = {dtype: kept[f"residual {number}"] for number, dtype in enumerate(self.flats)}
-        state = {"place": self._placement(), "residual": self.layout.named(flats)}
-        return {**state, "carried": self.layout.named(self._sums.carried)} if self._sums.carried else state
+        return self._left_out.state(self._sums.carried)
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`. Not collective, but what the ranks carry adds up.
@@ -318,28 +293,28 @@ class GradientReducer:
         Raises:
             CheckpointError: it is of other parameters. Nothing has changed.
         """
-        residual, carried = (self.layout.flats_of(state.get(key, {})) for key in ("residual", "carried"))
-        kept = self._exchange.state()
-        if kept:
-            for number, dtype in enumerate(self.flats):
-                kept[f"residual {number}"][:] = residual.get(dtype, 0)
-            self._exchange.restore(kept)
-        self._sums.carried = carried
+        self._sums.carried = self._left_out.restore(state)
 
-    def bucket_on_its_way(self) -> str:
-        """Such as `bucket 2 of 5, 'layer3.w' to 'layer2.b'`; "" while there is none."""
-        number = self._sums.on_its_way()
-        if number is None:
-            return ""
-        members = self._buckets[number].members
-        first, last = (self.layout.parameters[index].name for index in (members[0], members[-1]))
-        names = f"'{first}'" if first == last else f"'{first}' to '{last}'"
-        return f"bucket {number + 1} of {len(self._buckets)}, {names}"
+    def close(self) -> None:
+        """Give back the thread, the communicator and, with the last view of it, the memory. Collective, between steps.
 
-    def _placement(self) -> str:
-        """Equal where every rank leaves out the same elements: which those are follows from nodes and buckets."""
-        buckets = [(str(bucket.dtype), bucket.begin, bucket.end) for bucket in self._buckets]
-        return hashlib.sha256(repr((self._world.node_ranks, buckets, self._exchange.division)).encode()).hexdigest()
+        A second call does nothing. In a broken world MPI may still write into the memory, and all but the thread stays.
+
+        Raises:
+            GradientError: a step has been begun and not finished.
+        """
+        if self._is_closed:
+            return
+        if self._begun is not None and not self._world.control.is_broken:
+            raise GradientError(f"{self._world.name()}: close() in the middle of a step; call finish() first")
+        self._is_closed = True
+        if self._driver:
+            self._driver.close()
+        if not self._world.control.is_broken:
+            self._apart.queue.finish()
+            self._apart.free()
+            self.flats, self.gradients = {}, []
+            del self._sums, self._place, self._exchange, self._left_out
 
     def _unexpected(self, index: int) -> str:
         if self._begun is None:
@@ -351,25 +326,9 @@ class GradientReducer:
     def _look(self) -> int:
         """What was found not to be finite, or -1. The exchange goes on while a GPU gets there."""
         self._place.fetch()
-
-        def fetched() -> bool:
-            self.progress()
-            return self._place.is_fetched
-
         if not self._place.is_fetched:
-            self._world.control.wait(until(fetched, self._sums.nap), "compute gradients")
-        return self._place.found()
-
-    def _problem(self, vote: Agreement) -> GradientError:
-        """What the first rank that has one has said, as every rank raises it."""
-        codes = vote.records["code"]
-        rank = int(codes.nonzero()[0][0])
-        detail = int(vote.records["detail"][rank])
-        if codes[rank] == NON_FINITE:
-            detail = self._place.parameter_of(detail)
-        # The loss is of no parameter, and its rank's detail is a mark.
-        name = "" if codes[rank] == NON_FINITE_LOSS else self.layout.parameters[detail].name
-        return problem(self._world.name(rank), int(codes[rank]), name)
+            self._world.control.wait(self._drive(lambda: self._place.is_fetched), "compute gradients")
+        return self._place.non_finite()
 
     def _look_at_means(self) -> NonFiniteError | None:
         """What is wrong unless all are finite; they have the same bits on every rank, so no vote is needed."""
@@ -377,25 +336,8 @@ class GradientReducer:
         with self._place.behind():
             for number in range(len(self._buckets)):
                 self._place.check(number)
-        found = self._look()
-        if found < 0:
+        non_finite = self._look()
+        if non_finite < 0:
             return None
-        self._forget()
-        return beyond_range(self.layout.parameters[self._place.parameter_of(found)].name)
-
-    def _forget(self) -> None:
-        """This step is not made: what its values have left out belongs to nothing any more."""
-        kept = self._exchange.state()
-        self._exchange.restore({name: numpy.zeros_like(residual) for name, residual in kept.items()})
-
-
-@dataclass(frozen=True)
-class _Doing:
-    """What a rank waits in, for reports."""
-
-    words: str
-    reducer: GradientReducer
-
-    def __str__(self) -> str:
-        bucket = self.reducer.bucket_on_its_way()
-        return f"{self.words} ({bucket})" if bucket else self.words
+        self._exchange.reset()
+        return beyond_range(self.layout.parameters[self._place.parameter_of(non_finite)].name)

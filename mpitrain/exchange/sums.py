@@ -6,22 +6,24 @@ So all ranks start the same ones, whatever the order of their gradients, and the
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy
 
-from mpitrain.allreduce.algorithm import Handle
-from mpitrain.control import Control
+from mpitrain.allreduce.algorithm import AllreduceHandle
 from mpitrain.cuda.staging import like
-from mpitrain.exchange.bucket import Bucket
+from mpitrain.exchange.bucket import Bucket, Layout
 from mpitrain.exchange.exchange import Exchange, scale
 from mpitrain.exchange.on_device import DeviceBuckets
 from mpitrain.exchange.on_host import HostBuckets
 from mpitrain.exchange.overlap import Stopwatch
+from mpitrain.exchange.slot import Slot
+from mpitrain.waiting.control import Control
 
 
 class Sums:
-    """Starts them and moves them on. `count` is for the main thread; of the rest, one thread at a time calls it.
+    """Starts them, and sees their end. `count` is for the main thread; of the rest, one thread at a time calls it.
 
     Attributes:
         step: how many have begun.
@@ -31,14 +33,18 @@ class Sums:
     def __init__(
         self,
         exchange: Exchange,
+        slots: Mapping[numpy.dtype, Slot],
         place: DeviceBuckets | HostBuckets,
+        layout: Layout,
         buckets: Sequence[Bucket],
         stopwatch: Stopwatch,
         control: Control,
     ) -> None:
-        """`control` keeps the trace, where there is one."""
+        """`slots` hold the buckets, by dtype; `control` keeps the trace, where there is one."""
         self._exchange = exchange
+        self._slots = slots
         self._place = place
+        self._layout = layout
         self._buckets = buckets
         self._stopwatch = stopwatch
         self._control = control
@@ -53,7 +59,7 @@ class Sums:
 
     def _reset(self) -> None:
         self._waiting = [len(bucket.members) for bucket in self._buckets]
-        self._handles: list[Handle] = []
+        self._handles: list[AllreduceHandle] = []
         self._started: list[float] = []
         self._done = 0
 
@@ -64,17 +70,25 @@ class Sums:
             self._place.complete(number)
         self._waiting[number] -= 1  # last: at 0 the thread may take the bucket
 
-    def progress(self, share: float) -> bool:
-        """Start what is complete, as this rank's part of the mean, and move on what is started; true when all is in."""
+    def start(self, share: float) -> None:
+        """Start the buckets that are complete, as this rank's part of the mean. Sends nothing yet."""
         while len(self._handles) < len(self._buckets) and self._waiting[len(self._handles)] == 0:
             self._stopwatch.busy()
             self._start(share)
-        # On a GPU the computation need not wait for what has been summed; `see` lets it.
-        with self._place.behind():
-            while self._done < len(self._handles) and self._handles[self._done].test():
-                if self._control.spans:
-                    self._trace(self._done)
-                self._done += 1
+
+    def collect(self) -> bool:
+        """See which sums have ended; true when all buckets are in.
+
+        Raises:
+            MpitrainError: a sum has failed, on every rank.
+        """
+        while self._done < len(self._handles) and self._handles[self._done].is_done:
+            # On a GPU the computation need not wait for what has been summed; `see` lets it.
+            with self._place.behind():
+                self._handles[self._done].test()
+            if self._control.spans:
+                self._trace(self._done)
+            self._done += 1
         if self._done == len(self._handles):
             self._stopwatch.idle()
         return self._done == len(self._buckets)
@@ -90,22 +104,27 @@ class Sums:
         for handle in self._handles:
             handle.test()
 
-    def on_its_way(self) -> int | None:
-        """The bucket that is being summed."""
-        return self._done if self._done < len(self._handles) else None
-
-    def nap(self) -> float:
-        """How long the bucket on its way allows to sleep."""
-        return self._handles[self._done].nap if self._done < len(self._handles) else 0.0
+    def on_its_way(self) -> str:
+        """What is being summed, such as `bucket 2 of 5, 'layer3.w' to 'layer2.b'`; "" while there is nothing."""
+        number = self._done
+        if number >= len(self._handles):
+            return ""
+        members = self._buckets[number].members
+        first, last = (self._layout.parameters[index].name for index in (members[0], members[-1]))
+        names = f"'{first}'" if first == last else f"'{first}' to '{last}'"
+        return f"bucket {number + 1} of {len(self._buckets)}, {names}"
 
     def _start(self, share: float) -> None:
         """Start the next bucket: look at it, and begin its exchange."""
         number = len(self._handles)
+        bucket = self._buckets[number]
         self._started.append(time.perf_counter())
         with self._place.after(number):
             if share:
                 self._place.check(number)
-            self._handles.append(self._exchange.mean(self._place.flats[number], self._with_carried(number, share)))
+            share = self._with_carried(number, share)
+            slot, part = self._slots[bucket.dtype], slice(bucket.begin, bucket.end)
+            self._handles.append(self._exchange.mean(slot, part, share))
 
     def _with_carried(self, number: int, share: float) -> float:
         """Where something is carried, add it to this rank's share of a bucket; returns the share that is left to do."""
@@ -122,3 +141,15 @@ class Sums:
         spans = self._control.spans
         assert spans is not None
         spans.add("wire", f"allreduce bucket {number}", self._started[number], time.perf_counter(), **about)
+
+
+@dataclass(frozen=True)
+class Doing:
+    """What a rank waits in, for reports: the words, and the bucket that is on its way then."""
+
+    words: str
+    sums: Sums
+
+    def __str__(self) -> str:
+        bucket = self.sums.on_its_way()
+        return f"{self.words} ({bucket})" if bucket else self.words

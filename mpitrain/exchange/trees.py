@@ -17,8 +17,8 @@ from mpitrain.cuda import kernels
 from mpitrain.cuda.staging import copy_to_host, like
 from mpitrain.errors import TreeError
 from mpitrain.exchange.exchange import scale, share_of
-from mpitrain.transfer import broadcast_bytes
 from mpitrain.tree import Leaf, Tree, describe, leaves, rebuild
+from mpitrain.waiting.transfer import broadcast_bytes
 from mpitrain.world import World
 
 _ALIGNMENT = 64  # bytes: a line of the processor's cache, and what XLA asks for
@@ -29,7 +29,7 @@ class ArrayTrees:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._algorithm = ALGORITHMS[world.config.algorithm](world)  # settings have been compared
+        self._algorithm = ALGORITHMS[world.config.algorithm].make(world)  # settings have been compared
 
     def sync(self, tree: Tree, root: int = 0) -> Tree:
         """See World.sync."""
@@ -111,24 +111,24 @@ class _Packed:
             self._check(operation, allowed)
         stay = [allowed is not None and is_device_array(value) for value in values]
         self.lines = [
-            f"{line} on a GPU" if its else line for line, its in zip(self.lines, stay or [False], strict=True)
+            f"{line} on a GPU" if stays else line for line, stays in zip(self.lines, stay or [False], strict=True)
         ]
         # By dtype, "" or "on a GPU".
-        groups = [(str(value.dtype), "on a GPU" * its) for value, its in zip(values, stay, strict=True)]
+        groups = [(str(value.dtype), "on a GPU" * stays) for value, stays in zip(values, stay, strict=True)]
         self.flats: dict[tuple[str, str], Array] = {}
         self._views: list[Array] = [None] * len(values)
         for group in sorted(set(groups)):
-            places = [place for place, found in enumerate(groups) if found == group]
-            its = [values[place] for place in places]
+            places = [place for place, key in enumerate(groups) if key == group]
+            members = [values[place] for place in places]
             if group[1]:
-                xp = namespace(its[0])
-                flat = xp.empty(sum(value.size for value in its), its[0].dtype)
+                xp = namespace(members[0])
+                flat = xp.empty(sum(value.size for value in members), members[0].dtype)
                 # Many of them in one launch.
-                kernels.pack([xp.ascontiguousarray(value) for value in its], flat)
-                ends = accumulate(value.size for value in its)
-                views = [flat[end - value.size : end] for value, end in zip(its, ends, strict=True)]
+                kernels.pack([xp.ascontiguousarray(value) for value in members], flat)
+                ends = accumulate(value.size for value in members)
+                views = [flat[end - value.size : end] for value, end in zip(members, ends, strict=True)]
             else:
-                flat, views = aligned([value.size for value in its], its[0].dtype)
+                flat, views = aligned([value.size for value in members], members[0].dtype)
             self.flats[group] = flat
             for place, view in zip(places, views, strict=True):
                 self._views[place] = view.reshape(values[place].shape)

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import jax
 
-from mpitrain.errors import DeviceError, LaunchError
-from mpitrain.start import init
-from mpitrain.world import World, part_of
+from mpitrain.errors import DeviceError, LaunchError, everywhere
+from mpitrain.job.start import init
+from mpitrain.shard import part_of
+from mpitrain.world import World
 
 _CONNECT_SECONDS = 3.0
 
@@ -32,14 +33,14 @@ def initialize() -> None:
         RuntimeError: by JAX, where it has computed something already.
     """
     world = init()
-    mine = _gpus(world)
+    gpus = _gpus(world)
     address = _meeting_point(world)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(
         coordinator_address=address,
         num_processes=world.size,
         process_id=world.rank,
-        local_device_ids=mine,
+        local_device_ids=gpus,
         coordinator_bind_address=f"0.0.0.0:{address.rpartition(':')[2]}",
     )
 
@@ -47,38 +48,38 @@ def initialize() -> None:
 def _meeting_point(world: World) -> str:
     """HOST:PORT on rank 0's machine that every rank can connect to, on a port that was free just now. Collective."""
     with socket.socket() as listener:
-        found: tuple[list[str], int] = ([], 0)
+        meeting: tuple[list[str], int] = ([], 0)
         if world.is_root:
             # Connections are made by the kernel, up to that many without being accepted.
             listener.bind(("0.0.0.0", 0))
             listener.listen(len(world.hosts) * 8)
-            found = _own_addresses(world.hosts) if world.num_nodes > 1 else ["127.0.0.1"], listener.getsockname()[1]
-        addresses, port = world.broadcast(found)
+            meeting = _own_addresses(world.hosts) if world.num_nodes > 1 else ["127.0.0.1"], listener.getsockname()[1]
+        addresses, port = world.broadcast(meeting)
         reached = world.allgather([address for address in addresses if world.is_root or _answers(address, port)])
-    common = [address for address in addresses if all(address in its for its in reached)]
+    common = [address for address in addresses if all(address in reached_by_rank for reached_by_rank in reached)]
     if not common:
-        lost = next(rank for rank, its in enumerate(reached) if not its or its != addresses)
-        error = LaunchError(
-            f"{world.name(lost)} cannot connect to {world.name(0)}, port {port}, at any address that all can use; "
-            f"tried: {', '.join(addresses) or 'none, it has none'}. Let TCP through between the machines (mpitrain "
-            "check-cluster), and let their names lead to addresses that the others can reach"
+        lost = next(rank for rank, usable in enumerate(reached) if not usable or usable != addresses)
+        raise everywhere(
+            LaunchError(
+                f"{world.name(lost)} cannot connect to {world.name(0)}, port {port}, at any address that all can use; "
+                f"tried: {', '.join(addresses) or 'none, it has none'}. Let TCP through between the machines (mpitrain "
+                "check-cluster), and let their names lead to addresses that the others can reach"
+            )
         )
-        error.known_everywhere = True
-        raise error
     return f"{common[0]}:{port}"
 
 
 def _own_addresses(hosts: Sequence[str]) -> list[str]:
     """This machine's IPv4 addresses, those that it uses towards the other hosts first; no loopback."""
-    found: dict[str, None] = {}
+    addresses: dict[str, None] = {}
     for host in dict.fromkeys(hosts):
         # Connecting a datagram socket sends nothing, and says which of our addresses would be used.
         with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as towards:
             towards.connect((host, 9))
-            found[towards.getsockname()[0]] = None
+            addresses[towards.getsockname()[0]] = None
     with suppress(OSError):
-        found |= dict.fromkeys(socket.gethostbyname_ex(socket.gethostname())[2])
-    return [address for address in found if not address.startswith("127.")]
+        addresses |= dict.fromkeys(socket.gethostbyname_ex(socket.gethostname())[2])
+    return [address for address in addresses if not address.startswith("127.")]
 
 
 def _answers(address: str, port: int) -> bool:
@@ -114,14 +115,12 @@ def _gpus(world: World) -> list[int] | None:
         count = len([name for name in visible.split(",") if name not in ("", "-1")])
     else:
         count = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    sights = world.allgather(Sight(world.node_rank, visible, count, world.config.device(world.rank)))
+    sights = world.allgather(Sight(world.node_rank, visible, count, world.context.device(world.rank)))
     for rank in range(world.size):
         try:
             share_of_gpus(sights, rank)
         except DeviceError as problem:
-            error = DeviceError(f"{world.name(rank)}: {problem}")
-            error.known_everywhere = True
-            raise error from None
+            raise everywhere(DeviceError(f"{world.name(rank)}: {problem}")) from None
     return share_of_gpus(sights, world.rank)
 
 
@@ -135,16 +134,16 @@ def share_of_gpus(sights: Sequence[Sight], rank: int) -> list[int] | None:
     Raises:
         DeviceError: its machine has fewer GPUs than ranks, which must not share one.
     """
-    mine = sights[rank]
-    if mine.given.startswith("cuda:"):
-        return [int(mine.given.removeprefix("cuda:"))]
-    here = [other for other, sight in enumerate(sights) if sight.node_rank == mine.node_rank]
+    sight = sights[rank]
+    if sight.given.startswith("cuda:"):
+        return [int(sight.given.removeprefix("cuda:"))]
+    here = [other for other, seen in enumerate(sights) if seen.node_rank == sight.node_rank]
     has_its_own = len({sights[other].visible for other in here}) > 1
-    if mine.count == 0 or len(here) == 1 or has_its_own:
+    if sight.count == 0 or len(here) == 1 or has_its_own:
         return None
-    if mine.count < len(here):
+    if sight.count < len(here):
         raise DeviceError(
-            f"{len(here)} ranks on a machine with {mine.count} GPU(s), which JAX's processes cannot share; start at "
-            f"most {mine.count} rank(s) there, or hide the GPUs: CUDA_VISIBLE_DEVICES="
+            f"{len(here)} ranks on a machine with {sight.count} GPU(s), which JAX's processes cannot share; start at "
+            f"most {sight.count} rank(s) there, or hide the GPUs: CUDA_VISIBLE_DEVICES="
         )
-    return list(range(mine.count))[part_of(mine.count, here.index(rank), len(here))]
+    return list(range(sight.count))[part_of(sight.count, here.index(rank), len(here))]

@@ -13,7 +13,7 @@ import numpy
 from mpitrain.errors import TreeError
 from mpitrain.jax.leaves import Leaf, PyTree, back, named_leaves, on_host
 from mpitrain.jax.traced import exchange, in_callback, is_traced
-from mpitrain.start import init
+from mpitrain.job.start import init
 
 Result = TypeVar("Result")
 
@@ -168,8 +168,8 @@ def _backward(call: _Call, _: None, cotangents: list[Leaf]) -> tuple[list[Leaf],
     places = [place for place, one in enumerate(cotangents) if one.dtype != jax.dtypes.float0]
     call = "sum", tuple(f"cotangent of {names[place]}" for place in places), 1.0
     results = list(cotangents)
-    for place, found in zip(places, _differentiable(call, [cotangents[place] for place in places], []), strict=True):
-        results[place] = found
+    for place, gradient in zip(places, _differentiable(call, [cotangents[place] for place in places], []), strict=True):
+        results[place] = gradient
     return results, []
 
 

@@ -15,11 +15,11 @@ Leaf = Any
 
 def named_leaves(tree: PyTree) -> tuple[tuple[str, ...], list[Leaf], Any]:
     """The leaves' names, such as `dense/weight`, no two alike; the leaves; and the form, for jax.tree.unflatten."""
-    found, form = jax.tree_util.tree_flatten_with_path(tree)
-    names = ["/".join(map(_step, path)) or "value" for path, _ in found]
+    paths, form = jax.tree_util.tree_flatten_with_path(tree)
+    names = ["/".join(map(_step, path)) or "value" for path, _ in paths]
     if len(set(names)) < len(names):  # {"a/b": x, "a": {"b": y}}
         names = [f"{number} {name}" for number, name in enumerate(names)]
-    return tuple(names), [leaf for _, leaf in found], form
+    return tuple(names), [leaf for _, leaf in paths], form
 
 
 def _step(entry: Any) -> str:

@@ -24,14 +24,14 @@ from mpitrain.allreduce.algorithm import DTYPES, FLOATS
 from mpitrain.errors import ConfigError, TreeError
 from mpitrain.exchange.driver import allows_threads
 from mpitrain.jax.leaves import Leaf, check
-from mpitrain.start import init
+from mpitrain.job.start import init
 from mpitrain.world import World
 
 _here = threading.local()  # `inside`: this thread is in a callback
 _failed: list[BaseException] = []  # what the last callback that failed has raised
 
 
-_anything = jax.jit(lambda: jnp.zeros((), bool))
+_new_array = jax.jit(lambda: jnp.zeros((), bool))
 
 
 def is_traced(values: Sequence[Leaf]) -> bool:
@@ -39,7 +39,7 @@ def is_traced(values: Sequence[Leaf]) -> bool:
 
     It may be so where none of the values is traced: of a constant, too, every run of the program needs the exchange.
     """
-    return any(isinstance(value, jax.core.Tracer) for value in values) or isinstance(_anything(), jax.core.Tracer)
+    return any(isinstance(value, jax.core.Tracer) for value in values) or isinstance(_new_array(), jax.core.Tracer)
 
 
 def exchange(operation: str, names: Sequence[str], values: Sequence[Leaf], weight: Any) -> list[Leaf]:
@@ -69,8 +69,8 @@ def in_callback(operation: str, names: Sequence[str], arrays: list[jax.Array], w
     _prepare(world)
     callback = partial(_callback, operation, tuple(names), weight if is_known else None)
     shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
-    found: list[jax.Array] = io_callback(callback, shapes, arrays, [] if is_known else [weight], ordered=True)
-    return found
+    results: list[jax.Array] = io_callback(callback, shapes, arrays, [] if is_known else [weight], ordered=True)
+    return results
 
 
 def _callback(
@@ -86,15 +86,21 @@ def _callback(
         _here.inside = False
 
 
-@cache
 def _prepare(world: World) -> None:
-    """Once, before the first callback."""
+    """Before the first callback in a World."""
     if world.size > 1 and not allows_threads():
         raise ConfigError(
             f"{world.name()}: inside jit MPI is called from XLA's threads, and MPI was initialised without "
             "MPI_THREAD_MULTIPLE; let mpitrain.init() initialise it, or exchange outside jit"
         )
-    world.control.elsewhere.append(_settle)
+    if _settle not in world.control.elsewhere:
+        world.control.elsewhere.append(_settle)
+    _tell_causes()
+
+
+@cache
+def _tell_causes() -> None:
+    """Once: from now on a callback's own error is told in place of JAX's."""
     sys.excepthook = partial(_uncaught, sys.excepthook)
     # JAX logs each exception of a callback, on every rank; it raises it as well.
     logging.getLogger("jax._src.callback").addFilter(_is_news)

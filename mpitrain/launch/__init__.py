@@ -1,1 +1,1 @@
-"""Starting a job on this machine: which MPI is here, its mpiexec's dialect, its output, and its end."""
+"""Starting a job, on this machine or over several hosts: which mpiexec, its dialect, its output, and its end."""

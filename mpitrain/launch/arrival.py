@@ -1,24 +1,24 @@
 """Whether a job over several hosts has started as one, or waits in its start for a rank that will not come.
 
-Pure functions of who has signed when. A program that never imports mpitrain signs nothing but its start; such a job is
-ended only where a rank never started, or ended early while the others went on: ranks that end in order wait for each
-other in MPI_Finalize (seen with MPICH and Open MPI), so those others wait in MPI_Init.
+Pure functions of who has come how far when. A program that never imports mpitrain says nothing but its start; such a
+job is ended only where a rank never started, or ended early while the others went on: ranks that end in order wait for
+each other in MPI_Finalize (seen with MPICH and Open MPI), so those others wait in MPI_Init.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from mpitrain.launch.output import rank_ranges
 from mpitrain.launch.placement import Place
-from mpitrain.launch.roll_call import BEGUN, CALLED, STARTED
 from mpitrain.launch.watch import HostReport
+from mpitrain.watching.ranges import rank_ranges
+from mpitrain.watching.rank_record import BEGUN, CALLED, FAILED, STARTED
 
 # A rank that fails before init() mostly ends the job by itself, a moment later.
 _GONE_SECONDS = 5.0
 _MOST_PROCESSES = 8  # of a host, in a diagnosis
 
-When = Mapping[str, Mapping[int, float]]  # by word of the roll call, by rank
+When = Mapping[str, Mapping[int, float]]  # by phase, by rank
 
 
 def problem(
@@ -34,14 +34,15 @@ def problem(
 
     Args:
         places: the ranks of each host.
-        when: who signed what at what time.
+        when: who had come how far at what time.
         gone: since when the processes of these ranks have ended.
         since: when mpiexec was started.
         now: the time, by the same clock.
         start_seconds: how long the start may take; 0: for ever.
     """
     everyone = {rank for place in places for rank in place.ranks}
-    late = everyone - when[BEGUN].keys()
+    # Of one that failed, nobody may have seen that init() had returned; it has said itself why it ended.
+    late = everyone - when[BEGUN].keys() - when[FAILED].keys()
     if not start_seconds or not late:
         return None
     longer = "if its start takes longer: --start-seconds N, 0 for no limit"
@@ -68,7 +69,7 @@ def problem(
 def misplaced(places: Sequence[Place], reports: Mapping[str, HostReport]) -> str | None:
     """Which rank runs on another host than it was meant for, and so with another's device; None if all is well."""
     for host, report in reports.items():
-        for rank in sorted(report.started):
+        for rank in sorted(report.ranks):
             if host != (meant := next(place.host for place in places if rank in place.ranks)):
                 return f"rank {rank} has started on {host} and was meant for {meant}: mpiexec reads --hosts otherwise"
     return None
@@ -110,6 +111,8 @@ def _dropped(pairs: set[tuple[str, str]]) -> list[str]:
 
 
 def _step(rank: int, when: When, gone: Mapping[int, float]) -> str:
+    if rank in when[FAILED]:
+        return "has failed"
     if rank in when[BEGUN]:
         return "has begun"
     where = "in init()" if rank in when[CALLED] else "before init()"
@@ -125,4 +128,4 @@ def _ranks(ranks: Sequence[int]) -> str:
 def _names(ranks: set[int], places: Sequence[Place]) -> str:
     """Such as `rank 2 on node3, ranks 4,5 on node4`."""
     by_host = [(place.host, sorted(ranks & set(place.ranks))) for place in places]
-    return ", ".join(f"{_ranks(its)} on {host}" for host, its in by_host if its)
+    return ", ".join(f"{_ranks(host_ranks)} on {host}" for host, host_ranks in by_host if host_ranks)

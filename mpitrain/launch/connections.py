@@ -25,7 +25,16 @@ _GUARD_OPTIONS = ("-T", "-x", "-a", "-o", "ControlPath=none", "-o", "ClearAllFor
 _PYTHON = "/usr/bin/python3"
 
 # What the guard is made of, each after those that it imports.
-GUARD = ("activity", "shared_files", "deaths", "facts", "guard")
+GUARD = (
+    "job.context",
+    "watching.rank_record",
+    "watching.view",
+    "watching.roll_call",
+    "watching.census",
+    "launch.shared_files",
+    "launch.facts",
+    "launch.guard",
+)
 
 # The first line has the modules and what to do. Read byte by byte, to leave the rest for the guard.
 _BOOT = """
@@ -153,9 +162,12 @@ def connect(
     os.set_blocking(process.stdin.fileno(), False)
     os.set_blocking(process.stdout.fileno(), False)
     connection = Connection(host, process, errors, now)
-    folder = Path(__file__).parent
-    texts = [(f"mpitrain.launch.{name}", (folder / f"{name}.py").read_text()) for name in modules]
-    connection.send({"modules": texts, "wish": wish, "probe": (folder / "probe.py").read_text()})
+    package = Path(__file__).parents[1]
+    texts = [
+        (f"mpitrain.{name}", package.joinpath(*name.split(".")).with_suffix(".py").read_text()) for name in modules
+    ]
+    probe = (package / "launch" / "probe.py").read_text()
+    connection.send({"modules": texts, "wish": wish, "probe": probe})
     return connection
 
 

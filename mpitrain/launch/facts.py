@@ -50,7 +50,7 @@ def collect(wish: dict[str, Any], probe: str) -> dict[str, Any]:
     facts["rdma"] = any(Path("/sys/class").glob("infiniband/*"))
     facts["routes"] = routes(wish["peers"])
     facts["devices"] = devices()
-    if all(found == ["there"] for found in facts["paths"].values()):
+    if all(state == ["there"] for state in facts["paths"].values()):
         facts["environment"] = environment(wish["python"], wish["script"], wish["variables"], probe)
     return facts
 
@@ -58,11 +58,11 @@ def collect(wish: dict[str, Any], probe: str) -> dict[str, Any]:
 def look_at_paths(paths: list[str]) -> dict[str, list[str]]:
     """For each path ["there"], ["missing", first part that is not there], ["empty", folder], ["hangs"] or an error."""
     looking = {path: _start([sys.executable, "-S", "-c", _LOOK_AT_PATH, path]) for path in paths}
-    found = {}
+    states = {}
     for path, child in looking.items():
         output = _outputs(child, _PATH_SECONDS)
-        found[path] = ["hangs"] if output is None else output[0].splitlines() or ["error", path, "cannot be looked at"]
-    return found
+        states[path] = ["hangs"] if output is None else output[0].splitlines() or ["error", path, "cannot be looked at"]
+    return states
 
 
 def routes(peers: dict[str, str]) -> dict[str, dict[str, str]]:
@@ -74,19 +74,19 @@ def routes(peers: dict[str, str]) -> dict[str, dict[str, str]]:
         for address in link.get("addr_info", [])
         if "local" in address
     }
-    found = {}
+    by_peer = {}
     for name, peer in peers.items():
         for route in _ip_json(["route", "get", peer])[:1]:
             key = (route.get("dev", ""), route.get("prefsrc", ""))
-            found[name] = {"interface": key[0]}
+            by_peer[name] = {"interface": key[0]}
             if key in networks:
-                found[name]["network"] = str(ipaddress.ip_interface(networks[key]).network)
-    return found
+                by_peer[name]["network"] = str(ipaddress.ip_interface(networks[key]).network)
+    return by_peer
 
 
 def devices() -> dict[str, list[str]]:
     """The network interfaces, with their networks, and the RDMA devices; nothing where the system does not say."""
-    found = {
+    by_name = {
         link["ifname"]: [
             str(ipaddress.ip_interface("{local}/{prefixlen}".format(**address)).network)
             for address in link.get("addr_info", [])
@@ -94,9 +94,9 @@ def devices() -> dict[str, list[str]]:
         ]
         for link in _ip_json(["address"])
     }
-    if found:
-        found.update((path.name, []) for path in Path("/sys/class").glob("infiniband/*"))
-    return found
+    if by_name:
+        by_name.update((path.name, []) for path in Path("/sys/class").glob("infiniband/*"))
+    return by_name
 
 
 def environment(python: str, script: str, variables: dict[str, str], probe: str) -> dict[str, Any]:
@@ -109,9 +109,9 @@ def environment(python: str, script: str, variables: dict[str, str], probe: str)
     lines, words = (text.strip().splitlines() for text in output)
     if not lines:
         return {"error": "{} failed: {}".format(python, words[-1] if words else "it said nothing")}
-    found: dict[str, Any] = json.loads(lines[0])
-    found.update(json.loads(lines[1]) if len(lines) > 1 else {"mpi_error": "the process that loaded it ended"})
-    return found
+    facts: dict[str, Any] = json.loads(lines[0])
+    facts.update(json.loads(lines[1]) if len(lines) > 1 else {"mpi_error": "the process that loaded it ended"})
+    return facts
 
 
 def _ip_json(arguments: list[str]) -> list[dict[str, Any]]:
@@ -119,10 +119,10 @@ def _ip_json(arguments: list[str]) -> list[dict[str, Any]]:
     path = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"  # where it is for an ordinary user too
     output = _outputs(_start(["ip", "-j", *arguments], env={**os.environ, "PATH": path}), _ROUTE_SECONDS)
     try:
-        found = json.loads(output[0] or "[]") if output else []
+        entries = json.loads(output[0] or "[]") if output else []
     except ValueError:
         return []
-    return [entry for entry in found if entry]
+    return [entry for entry in entries if entry]
 
 
 def _start(command: list[str], **settings: Any) -> subprocess.Popen[bytes] | None:

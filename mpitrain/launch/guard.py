@@ -4,13 +4,10 @@ Sent as text over one ssh connection, which stays open as long as the job runs; 
 comes with it, and does with an old Python. Both sides send a JSON object a line:
 
     launcher: {"wish": ...}                       guard: {"facts": ...}, or {"error": ...}
-    launcher: {"beat": 1}, every second           guard: {"beat": 1, "signed": [line...], "gone": [rank...],
-                                                         "waits": [[rank, what, seconds, stall, hang]...],
-                                                         "orphans": [rank...], "vanished": [rank...],
-                                                         "steps": text,
+    launcher: {"beat": 1}, every second           guard: {"beat": 1, "ranks": [view.RankView...],
                                                          "time": now, by its own clock}
-                                                  guard: {"died": the first rank or null, "time": its end}
-    launcher: {"ranks": 1}                        guard: {"ranks": [row of activity.look_at...]}
+                                                  guard: {"first_end": census.FirstEnd or null}
+    launcher: {"look": 1}                         guard: {"seen": [view.RankView..., with stacks]}
     launcher: {"processes": 1}                    guard: {"processes": [[pid, state, command line]...],
                                                          "unreachable": [host...]}
     launcher: {"end": linger_seconds}             guard: {"ended": [[pid, command line]...], "immortal": [...],
@@ -24,9 +21,11 @@ Then it removes the job's files in /dev/shm.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import random
+import resource
 import select
 import signal
 import socket
@@ -35,21 +34,19 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mpitrain.launch.activity import ENDED, WAITS, look_at, process_numbering, process_state, read_record
-from mpitrain.launch.deaths import Deaths, Orphans
+from mpitrain.job.context import JOB
 from mpitrain.launch.facts import collect
 from mpitrain.launch.shared_files import SharedFiles
+from mpitrain.watching.census import Census
+from mpitrain.watching.rank_record import RankRecord
+from mpitrain.watching.view import RankView, look_at, process_state, to_json
 
-# Variables in the environment of every process of the job: its id, and who has launched it (roster.launcher_name).
-MARK, LAUNCHER = "_MPITRAIN_JOB", "_MPITRAIN_LAUNCHER"
 # Where mpiexec says which rank a process is.
 RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK")
 
 _BEAT_SECONDS = 1.0
 _KILL_SECONDS = 5.0
 _REACH_SECONDS = 1.5
-# mpiexec ends a job within milliseconds when a rank's process has; now and then MPICH's does not, and waits for ever.
-_VANISHED_SECONDS = 10.0
 # After such a gap this host, not the launcher, was silent: it was suspended or frozen.
 _GAP_SECONDS = 5.0
 
@@ -57,30 +54,23 @@ _GAP_SECONDS = 5.0
 class Guard:
     """One job on this host."""
 
-    def __init__(self, wish: dict[str, Any]) -> None:
-        self._mark = ("{}={}".format(MARK, wish["token"])).encode()
+    def __init__(self, wish: dict[str, Any], census: Census) -> None:
+        self._mark = ("{}={}".format(JOB, wish["token"])).encode()
         self._roll_call = wish["roll_call"]
-        self._steps = steps_path(wish["roll_call"])
         self._peers = wish["peers"]
         self._silence_seconds = wish["silence_seconds"]
-        self._read_bytes = 0
-        self._pids: dict[int, int] = {}  # of the ranks, until they are gone
         self._received = b""
-        self._deaths = Deaths()
-        self._orphans = Orphans()
-        self._vanished: dict[int, float] = {}  # ranks that have ended without a word: since when
-        self._first_dead: int | None = None
+        self._census = census
+        self._first_end: dict[str, Any] | None = None
         self._shared_files = SharedFiles()
-        self._where: dict[int, tuple[int, int]] = {}  # of the ranks that have called init(): process and descriptor
-        self._over: set[int] = set()  # ranks whose program has come to its end
-        self._moved: dict[int, tuple[int, float, float]] = {}  # by rank: what has moved in which wait, and when last
+        self._files_looked = 0.0
 
     def run(self) -> None:
         """Until the job is over."""
         heard = looked = beaten = time.monotonic()
         while True:
-            ready, _, _ = select.select([0, self._deaths.fileno()], [], [], _BEAT_SECONDS / 2)
-            self._look_for_deaths()
+            ready, _, _ = select.select([0, self._census.fileno()], [], [], _BEAT_SECONDS / 2)
+            self._look_at_ends()
             now = time.monotonic()
             if now - looked > _GAP_SECONDS:
                 heard = now
@@ -94,23 +84,21 @@ class Guard:
                     return
             if self._silence_seconds and now - heard > self._silence_seconds:
                 break
-            self._shared_files.look(self._find)
+            if now - self._files_looked >= _BEAT_SECONDS / 2:  # reads all of /proc
+                self._files_looked = now
+                self._shared_files.look(self._find)
             if now - beaten >= _BEAT_SECONDS:
                 beaten = now
                 self._beat()
         self._end(0.0)
 
-    def _look_for_deaths(self) -> None:
-        for line in self._read_steps().splitlines():
-            rank, pid = map(int, line.split()[:2])
-            self._deaths.watch(rank, pid)
-        first = self._deaths.first()
-        if first != self._first_dead:
-            self._first_dead = first
-            send({"died": first, "time": time.monotonic()})
-
-    def _read_steps(self) -> str:
-        return read(self._steps).replace(b"\0", b"").decode()
+    def _look_at_ends(self) -> None:
+        self._census.look()
+        first = self._census.first_end()
+        first_end = None if first is None else vars(first)
+        if first_end != self._first_end:
+            self._first_end = first_end
+            send({"first_end": first_end})
 
     def _obey(self, data: bytes) -> bool:
         """Do what the launcher says; true when that was the end."""
@@ -121,17 +109,17 @@ class Guard:
                 self._end(message["end"])
                 return True
             if "processes" in message:
-                found = [[pid, process_state(pid), command_line(pid)] for pid in sorted(self._find())]
-                send({"processes": found, "unreachable": unreachable(self._peers)})
-            if "ranks" in message:
-                send({"ranks": self._look_at_ranks()})
+                processes = [[pid, process_state(pid), command_line(pid)] for pid in sorted(self._find())]
+                send({"processes": processes, "unreachable": unreachable(self._peers)})
+            if "look" in message:
+                send({"seen": [to_json(view) for view in self._look_at_ranks()]})
         return False
 
-    def _look_at_ranks(self) -> list[list[Any]]:
-        where = dict(self._where)
+    def _look_at_ranks(self) -> list[RankView]:
+        views = {view.record.rank: view for view in self._census.views()}
         for rank, pid in self._ranks_by_variable().items():
-            where.setdefault(rank, (pid, -1))
-        return look_at(where, {rank: seconds for rank, _, seconds, _, _ in self._waits()})
+            views.setdefault(rank, RankView(RankRecord(rank), pid))
+        return look_at(views.values())
 
     def _ranks_by_variable(self) -> dict[int, int]:
         """The processes that the launcher started as ranks, also those that have not called init() yet."""
@@ -145,66 +133,8 @@ class Guard:
                     ranks.setdefault(rank, pid)
         return ranks
 
-    def _waits(self) -> list[list[Any]]:
-        """The ranks that wait for others: rank, what, for how long without that anything moved, and its limits."""
-        now = time.monotonic()
-        waits = []
-        for rank, at in self._where.items():
-            record = read_record(rank, *at)
-            if record is None or record["what"] not in (WAITS, ENDED):
-                self._moved.pop(rank, None)
-                continue
-            moved, since, at_seconds = self._moved.get(rank, (-1, 0.0, 0.0))
-            if (moved, since) != (record["moved"], record["since"]):
-                # A wait that is new to us began when it says; one in which something moved stands still from now on.
-                at_seconds = now if since == record["since"] else record["since"]
-                self._moved[rank] = (record["moved"], record["since"], at_seconds)
-            still = round(now - at_seconds, 3)
-            waits.append([rank, record["what"], still, record["stall_seconds"], record["hang_seconds"]])
-        return waits
-
     def _beat(self) -> None:
-        signed = self._signed()
-        for line in signed:
-            word, number, *rest = line.split()
-            if word == "started":
-                self._pids[int(number)] = int(rest[0])
-            elif word == "called" and len(rest) == 4:
-                pid, descriptor, parent, numbering = map(int, rest)
-                if numbering != process_numbering():  # in a container: here that is another process, or none
-                    continue
-                self._vanished.pop(int(number), None)
-                self._where[int(number)] = (pid, descriptor)
-                self._orphans.watch(int(number), pid, parent)
-                self._deaths.watch(int(number), pid)
-            elif word == "done":
-                self._over.add(int(number))
-        gone = [rank for rank, pid in self._pids.items() if not Path(f"/proc/{pid}").exists()]
-        self._pids = {rank: pid for rank, pid in self._pids.items() if rank not in gone}
-        lost = {"orphans": self._orphans.look(), "vanished": self._find_vanished()}
-        about = {"steps": self._read_steps(), "time": time.monotonic()}
-        send({"beat": 1, "signed": signed, "gone": gone, "waits": self._waits(), **lost, **about})
-
-    def _find_vanished(self) -> list[int]:
-        now = time.monotonic()
-        for rank, (pid, _) in self._where.items():
-            if rank not in self._over and process_state(pid) in ("gone", "Z", "X"):
-                self._vanished.setdefault(rank, now)
-        return sorted(
-            rank for rank, since in self._vanished.items() if rank not in self._over and now - since > _VANISHED_SECONDS
-        )
-
-    def _signed(self) -> list[str]:
-        """The whole lines that have come to the roll call."""
-        try:
-            with Path(self._roll_call).open("rb") as file:
-                file.seek(self._read_bytes)
-                text = file.read()
-        except OSError:
-            return []
-        text = text[: text.rfind(b"\n") + 1]
-        self._read_bytes += len(text)
-        return text.decode(errors="replace").splitlines()
+        send({"beat": 1, "ranks": [to_json(view) for view in self._census.views()], "time": time.monotonic()})
 
     def _end(self, linger_seconds: float) -> None:
         """Leave the job's processes so long to end by themselves, then kill the rest, and remove its shared memory."""
@@ -220,17 +150,18 @@ class Guard:
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.02)
             left = self._find()
+        self._look_at_ends()
         self._beat()
         self._shared_files.remove()
         is_lost = not Path(self._roll_call).exists()
-        remove(self._roll_call, self._steps)
+        remove(self._roll_call)
         immortal = [[pid, command_line(pid)] for pid in sorted(left)]
         send({"ended": named, "immortal": immortal, "lost": is_lost})
 
     def _find(self) -> set[int]:
         """The processes of the job, without those that have ended and wait for their parent to notice."""
         children: dict[int, list[int]] = {}
-        found = []
+        to_do = []
         for entry in os.listdir("/proc"):  # noqa: PTH208 (names are wanted, many, often)
             if not entry.isdigit():
                 continue
@@ -243,13 +174,13 @@ class Guard:
             if process_state not in (b"Z", b"X"):
                 children.setdefault(int(parent), []).append(int(entry))
                 if marked:
-                    found.append(int(entry))
+                    to_do.append(int(entry))
         job: set[int] = set()
-        while found:
-            pid = found.pop()
+        while to_do:
+            pid = to_do.pop()
             if pid not in job and pid != os.getpid():
                 job.add(pid)
-                found.extend(children.get(pid, []))
+                to_do.extend(children.get(pid, []))
         return job
 
 
@@ -285,16 +216,10 @@ def read(path: str) -> bytes:
         return b""
 
 
-def steps_path(roll_call: str) -> str:
-    """Where the ranks say which step they are in; mpitrain.launch.steps has more."""
-    return f"{roll_call}.steps"
-
-
-def remove(*paths: str) -> None:
-    """Remove files, unless they are gone already."""
-    for path in paths:
-        with contextlib.suppress(OSError):
-            Path(path).unlink()
+def remove(path: str) -> None:
+    """Remove a file, unless it is gone already."""
+    with contextlib.suppress(OSError):
+        Path(path).unlink()
 
 
 def send(message: dict[str, Any]) -> None:
@@ -312,17 +237,18 @@ def main(wish: dict[str, Any], probe: str) -> None:
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     os.set_blocking(1, True)
     try:
-        for path in (wish["roll_call"], steps_path(wish["roll_call"])):
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
-    except FileExistsError:
-        send({"error": "this is the same machine as another host of the job"})
-        return
+        census = Census(wish["roll_call"])
     except OSError as error:
-        send({"error": "cannot write {}: {}".format(wish["roll_call"], error.strerror)})
+        if error.errno == errno.EADDRINUSE:
+            send({"error": "this is the same machine as another host of the job"})
+        else:
+            send({"error": "cannot write {}: {}".format(wish["roll_call"], error.strerror)})
         return
     try:
         send({"facts": collect(wish, probe) if "python" in wish else {}})
-        Guard(wish).run()
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each rank takes three
+        Guard(wish, census).run()
     finally:
-        remove(wish["roll_call"], steps_path(wish["roll_call"]))
+        remove(wish["roll_call"])
         sys.stdout.flush()

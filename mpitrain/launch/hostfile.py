@@ -18,13 +18,10 @@ from __future__ import annotations
 
 import dataclasses
 import ipaddress
-import os
 import re
 import shlex
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from getpass import getuser
 from pathlib import Path
 
 from mpitrain.errors import ConfigError
@@ -77,7 +74,7 @@ def read_inventory(path: Path) -> Inventory:
         ConfigError: there is no such file; it says something that Ansible or we would read otherwise than it looks;
             a name or an address comes twice or cannot be one; there is no head, or more than one.
     """
-    return _parse(path, _read_text(path))
+    return parse(path, read_text(path))
 
 
 def group_variables(path: Path) -> dict[str, str]:
@@ -86,67 +83,20 @@ def group_variables(path: Path) -> dict[str, str]:
     Raises:
         ConfigError: as read_inventory.
     """
-    found: dict[str, str] = {}
-    for _, group, kind, line in _sections(path, _read_text(path)):
+    variables: dict[str, str] = {}
+    for _, group, kind, line in sections(path, read_text(path)):
         if kind == "vars" and group in ("all", "cluster") and not line.startswith("["):
             name, _, value = line.partition("=")
-            found[name.strip()] = " ".join(shlex.split(value))
-    return found
+            variables[name.strip()] = " ".join(shlex.split(value))
+    return variables
 
 
-def write_inventory(path: Path, inventory: Inventory) -> None:
-    """Write the nodes to `path`, all of it or nothing. Comments and group variables of an older file are lost.
-
-    Raises:
-        ConfigError: what would be written could not be read again.
-    """
-    lines = ["[head]", host_line(inventory.head), "", "[workers]"]
-    lines += [host_line(host) for host in inventory.workers]
-    lines += ["", "[cluster:children]", "head", "workers"]
-    _replace(path, "\n".join(lines) + "\n")
-
-
-def add_worker(path: Path, host: Host) -> Inventory:
-    """Put `host` behind the last worker in the file at `path`; every other line stays as it is.
+def read_text(path: Path) -> str:
+    """What the file at `path` holds.
 
     Raises:
-        ConfigError: its name or address is there already, or cannot be one.
+        ConfigError: there is no such file, or it cannot be read.
     """
-    text = _read_text(path)
-    sections = _sections(path, text)
-    behind = max(number for number, group, kind, _ in sections if (group, kind) == ("workers", ""))
-    lines = text.splitlines()
-    return _replace(path, "\n".join([*lines[:behind], host_line(host), *lines[behind:]]) + "\n")
-
-
-def remove_worker(path: Path, name: str) -> Inventory:
-    """Take the line of the worker `name` out of the file at `path`; every other line stays as it is.
-
-    Raises:
-        ConfigError: there is no such worker; the head cannot be removed.
-    """
-    text = _read_text(path)
-    inventory = _parse(path, text)
-    if name not in {host.name for host in inventory.workers}:
-        workers = ", ".join(host.name for host in inventory.workers) or "none"
-        why = "it is the head, without which there is no cluster" if name == inventory.head.name else "not there"
-        raise ConfigError(f"{path}: cannot remove {name!r}: {why}; the workers are: {workers}")
-    gone = {
-        number
-        for number, group, kind, line in _sections(path, text)
-        if (group, kind) == ("workers", "") and not line.startswith("[") and shlex.split(line, comments=True)[0] == name
-    }
-    kept = [line for number, line in enumerate(text.splitlines(), 1) if number not in gone]
-    return _replace(path, "\n".join(kept) + "\n")
-
-
-def host_line(host: Host) -> str:
-    """The line of a node, without the end of line."""
-    variables = ({} if host.name == host.address else {"ansible_host": host.address}) | dict(host.variables)
-    return " ".join([host.name, *(f"{name}={shlex.quote(value)}" for name, value in variables.items())])
-
-
-def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -155,31 +105,13 @@ def _read_text(path: Path) -> str:
         raise ConfigError(f"{path}: cannot be read as an inventory: {error}") from None
 
 
-def _replace(path: Path, text: str) -> Inventory:
-    """Write `text` to `path` in one step, if it is an inventory; returns what it says."""
-    inventory = _parse(path, text)
-    target = path.resolve()  # a link stays a link
-    mode = target.stat().st_mode & 0o777 if target.exists() else 0o644
-    try:
-        file = tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=target.parent, prefix=".hosts-", delete=False)  # noqa: SIM115
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}; may {getuser()} write there?") from None
-    with file:
-        try:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-            os.fchmod(file.fileno(), mode)
-            Path(file.name).replace(target)
-        except BaseException:
-            Path(file.name).unlink(missing_ok=True)
-            raise
-    return inventory
+def sections(path: Path, text: str) -> list[tuple[int, str, str, str]]:
+    """Line number, group, kind ("", "children", "vars") and text of every line that says something, headers too.
 
-
-def _sections(path: Path, text: str) -> list[tuple[int, str, str, str]]:
-    """Line number, group, kind ("", "children", "vars") and text of every line that says something, headers too."""
-    found: list[tuple[int, str, str, str]] = []
+    Raises:
+        ConfigError: a section that is not one of ours, or a line before the first one.
+    """
+    lines: list[tuple[int, str, str, str]] = []
     group = kind = ""
     for number, raw in enumerate(text.splitlines(), 1):
         line = raw.strip()
@@ -193,10 +125,10 @@ def _sections(path: Path, text: str) -> list[tuple[int, str, str, str]]:
             _check_section(path, number, group, kind)
         elif not group:
             yaml = line == "---" or line.endswith(":")
-            what = "this looks like YAML" if yaml else f"{line!r} stands before the first section"
-            raise _error(path, number, what, "an inventory begins with [head], in the form of cluster/hosts.example")
-        found.append((number, group, kind, line))
-    return found
+            problem = "this looks like YAML" if yaml else f"{line!r} stands before the first section"
+            raise _error(path, number, problem, "an inventory begins with [head], in the form of cluster/hosts.example")
+        lines.append((number, group, kind, line))
+    return lines
 
 
 def _check_section(path: Path, number: int, group: str, kind: str) -> None:
@@ -211,11 +143,16 @@ def _check_section(path: Path, number: int, group: str, kind: str) -> None:
         raise _error(path, number, f"the section {section} is not known", f"allowed are {allowed}")
 
 
-def _parse(path: Path, text: str) -> Inventory:
+def parse(path: Path, text: str) -> Inventory:
+    """The nodes that `text` names, which is in the file at `path` or is to go there.
+
+    Raises:
+        ConfigError: as read_inventory.
+    """
     groups: dict[str, list[Host]] = {}
     children: list[str] = []
     seen: dict[str, tuple[int, str]] = {}  # names, lower case, and addresses: where they stand, and whose they are
-    for number, group, kind, line in _sections(path, text):
+    for number, group, kind, line in sections(path, text):
         if line.startswith("["):
             if not kind:
                 groups.setdefault(group, [])
@@ -229,8 +166,8 @@ def _parse(path: Path, text: str) -> Inventory:
                 key = f"{word} {value}"
                 if key in seen:
                     there, owner = seen[key]
-                    what = f"the {word} {value} of {host.name} is in line {there} already, for {owner}"
-                    raise _error(path, number, what, "every node has one line, a name and an address of its own")
+                    problem = f"the {word} {value} of {host.name} is in line {there} already, for {owner}"
+                    raise _error(path, number, problem, "every node has one line, a name and an address of its own")
                 seen[key] = (number, host.name)
             groups[group].append(host)
     return _inventory(path, groups, children)
@@ -241,9 +178,9 @@ def _inventory(path: Path, groups: Mapping[str, Sequence[Host]], children: Seque
         if group not in groups:
             raise ConfigError(f"{path}: there is no section [{group}]; add it, with a line for each node, or empty")
     if sorted(children) != sorted(_HOST_GROUPS):
-        found = ", ".join(children) or "nothing"
+        listed = ", ".join(children) or "nothing"
         raise ConfigError(
-            f"{path}: [cluster:children] has {found}; it must have the two lines head and workers, "
+            f"{path}: [cluster:children] has {listed}; it must have the two lines head and workers, "
             "or Ansible would leave nodes out"
         )
     if len(groups["head"]) != 1:
@@ -271,8 +208,8 @@ def _host(path: Path, number: int, line: str) -> Host:
     for setting in settings:
         key, equals, value = setting.partition("=")
         if not equals or not _VARIABLE.fullmatch(key):
-            what = f"{setting!r} of {name} is not of the form variable=value"
-            raise _error(path, number, what, "write no space around =, and quote a value with spaces")
+            problem = f"{setting!r} of {name} is not of the form variable=value"
+            raise _error(path, number, problem, "write no space around =, and quote a value with spaces")
         if key in variables:
             raise _error(path, number, f"{name} sets {key} twice", "keep one of them")
         variables[key] = value
@@ -284,9 +221,9 @@ def _address(path: Path, number: int, name: str, given: str | None) -> str:
     text = name if given is None else given
     address = _ip(text)
     if address is None:
-        what = f"{name} has no address" if given is None else f"the address {given!r} of {name} is not an IP address"
+        problem = f"{name} has no address" if given is None else f"the address {given!r} of {name} is not an IP address"
         remedy = f"write its IP address: {name} ansible_host=10.0.0.1 (`ip -brief address` on {name} shows it)"
-        raise _error(path, number, what, remedy)
+        raise _error(path, number, problem, remedy)
     if named is not None and named != address:
         raise _error(path, number, f"{name} is an address, but ansible_host says {address}", "give the node a name")
     if address.is_unspecified or address.is_multicast:
@@ -316,5 +253,5 @@ def _check_variable(path: Path, number: int, line: str) -> None:
         raise _error(path, number, "ansible_host is set for a whole group", "put it into the line of the node")
 
 
-def _error(path: Path, number: int, found: str, remedy: str) -> ConfigError:
-    return ConfigError(f"{path}:{number}: {found}; {remedy}")
+def _error(path: Path, number: int, problem: str, remedy: str) -> ConfigError:
+    return ConfigError(f"{path}:{number}: {problem}; {remedy}")

@@ -4,37 +4,19 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Set
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mpitrain.errors import ConfigError
-from mpitrain.launch.devices import Wanted, parse_hosts
 from mpitrain.launch.hostfile import Inventory, find_inventory, read_inventory
-from mpitrain.launch.placement import Place, place
+from mpitrain.launch.placement import Placement, parse_hosts, place
 
 _LOCAL_NAMES = ("localhost", "127.0.0.1")
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Where the ranks go.
-
-    Attributes:
-        places: the hosts with their ranks; one if it is this machine alone.
-        addresses: of the hosts, by name, and of this machine; none if it is this machine alone.
-        own: the name of this machine among them.
-        note: what the user should know about the choice; empty if there is nothing to say.
-    """
-
-    places: tuple[Place, ...]
-    addresses: dict[str, str]
-    own: str
-    note: str = ""
-
-
-def lay_out(hosts: str | None, inventory: Path | None, num_ranks: int | None, ranks_per_host: int | None) -> Layout:
-    """The layout that the options of `mpitrain run` ask for.
+def place_ranks(
+    hosts: str | None, inventory: Path | None, num_ranks: int | None, ranks_per_host: int | None
+) -> Placement:
+    """Where the ranks go, from the options of `mpitrain run`.
 
     Args:
         hosts: `--hosts`, with or without devices.
@@ -48,57 +30,43 @@ def lay_out(hosts: str | None, inventory: Path | None, num_ranks: int | None, ra
     path = inventory or (find_inventory() if hosts is None or not _is_local(hosts) else None)
     cluster = read_inventory(path) if path else None
     note = ""
+    devices: dict[str, tuple[str, ...]] = {"localhost": ()}  # of each host that takes part
     if hosts is not None:
-        wanted = parse_hosts(hosts)
-        if any(host.host in _LOCAL_NAMES for host in wanted):
-            if len(wanted) > 1:
-                raise ConfigError(f"--hosts {hosts}: localhost is another machine on every host; write its name")
-            return _alone(place(wanted, num_ranks, ranks_per_host))
+        devices = parse_hosts(hosts)
     elif cluster is not None and (inventory is not None or _own_name(cluster) is not None):
-        wanted = tuple(Wanted(host.name) for host in cluster.hosts)
-        if num_ranks is not None and ranks_per_host is None:
-            wanted = wanted[:num_ranks]
-        elif num_ranks is not None and ranks_per_host is not None:
-            wanted = wanted[: -(-num_ranks // ranks_per_host)]
-    else:
-        if cluster is not None:
-            note = (
-                f"this machine is no node of {cluster.path}, so the job runs here alone; "
-                f"start it on {cluster.head.name} to use the cluster, or name --hosts"
-            )
-        return _alone(place([Wanted("localhost")], num_ranks, ranks_per_host), note)
-    places = place(wanted, num_ranks, ranks_per_host)
+        # No more hosts than there are ranks for.
+        most = None if num_ranks is None else -(-num_ranks // (ranks_per_host or 1))
+        devices = {host.name: () for host in cluster.hosts[:most]}
+    elif cluster is not None:
+        note = (
+            f"this machine is no node of {cluster.path}, so the job runs here alone; "
+            f"start it on {cluster.head.name} to use the cluster, or name --hosts"
+        )
+    if not devices.keys().isdisjoint(_LOCAL_NAMES):
+        if len(devices) > 1:
+            raise ConfigError(f"--hosts {hosts}: localhost is another machine on every host; write its name")
+        own, (local_devices,) = socket.gethostname(), devices.values()
+        return Placement(place({own: local_devices}, num_ranks, ranks_per_host), own=own, note=note)
+    places = place(devices, num_ranks, ranks_per_host)
+    addresses, own = _addresses(list(devices), cluster)
+    return Placement(places, {} if list(addresses) == [own] else addresses, own)
+
+
+def _addresses(hosts: list[str], cluster: Inventory | None) -> tuple[dict[str, str], str]:
+    """The addresses of the hosts and of this machine, by name, and the name of this machine among them."""
     known = {host.name: host.address for host in cluster.hosts} if cluster else {}
-    addresses = {one.host: known.get(one.host) or _resolved(one.host, cluster) for one in places}
+    addresses = {host: known.get(host) or _resolved(host, cluster) for host in hosts}
     _refuse_same(addresses)
     own = next((name for name, address in addresses.items() if _is_own(address)), None)
-    if len(places) == 1 and own is not None:
-        return _alone(places)
     if own is None:  # it only starts the job
         own = (_own_name(cluster) if cluster else None) or socket.gethostname()
         if own in addresses:  # another machine of the same name
             own += " (this machine)"
         addresses[own] = known.get(own, "127.0.0.1")
-    if addresses[own].startswith("127."):  # Debian's /etc/hosts gives a machine's own name such an address
-        addresses[own] = _source_address(next(address for name, address in addresses.items() if name != own))
-    return Layout(places, addresses, own)
-
-
-def without(layout: Layout, hosts: Set[str]) -> Layout:
-    """The layout without some hosts: the others keep their numbers of ranks, which are counted anew."""
-    places: list[Place] = []
-    for one in layout.places:
-        if one.host not in hosts:
-            places.append(replace(one, first_rank=sum(before.num_ranks for before in places)))
-    if [one.host for one in places] == [layout.own]:
-        return _alone(tuple(places))
-    # This machine starts the job, with or without ranks of its own.
-    addresses = {host: at for host, at in layout.addresses.items() if host not in hosts or host == layout.own}
-    return replace(layout, places=tuple(places), addresses=addresses)
-
-
-def _alone(places: tuple[Place, ...], note: str = "") -> Layout:
-    return Layout(places, {}, places[0].host, note)
+    others = [address for name, address in addresses.items() if name != own]
+    if others and addresses[own].startswith("127."):  # Debian's /etc/hosts gives a machine's own name such an address
+        addresses[own] = _source_address(others[0])
+    return addresses, own
 
 
 def _is_local(hosts: str) -> bool:
@@ -132,13 +100,13 @@ def _source_address(peer: str) -> str:
 
 def _resolved(name: str, cluster: Inventory | None) -> str:
     try:
-        found = socket.getaddrinfo(name, 22, type=socket.SOCK_STREAM)
+        resolved = socket.getaddrinfo(name, 22, type=socket.SOCK_STREAM)
     except OSError:
         hint = f"; {cluster.path} has {', '.join(host.name for host in cluster.hosts)}" if cluster else ""
         raise ConfigError(
             f"there is no host {name!r}{hint}; `getent hosts {name}` shows what a name stands for"
         ) from None
-    return str(found[0][4][0])
+    return str(resolved[0][4][0])
 
 
 def _refuse_same(addresses: dict[str, str]) -> None:

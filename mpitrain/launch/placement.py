@@ -1,15 +1,25 @@
-"""How many ranks each host gets, and which: in blocks, the first host has ranks 0, 1 and so on.
+"""Where the ranks of a job go: what --hosts, -n and --ppn ask for, and the one value that says it from then on.
 
-In blocks whatever the mpiexec, so that a rank's host and device are known before it starts. Pure functions.
+    a,b                      two hosts; -n or --ppn says how many ranks each gets
+    a/cuda:0-3x2             devices 0 to 3 of a, two ranks on each: eight ranks
+    a/cuda:0,a/cuda:2,b/cpu  one rank on each of two devices of a, and one of b's on no device
+    a/cpux4                  four ranks on no device
+
+Ranks go to hosts in blocks, whatever the mpiexec: the first host has ranks 0, 1 and so on. So a rank's host and device
+are known before it starts. Pure functions; mpitrain.launch.hosts looks up names and addresses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 
 from mpitrain.errors import ConfigError
-from mpitrain.launch.devices import Wanted
+
+_HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
+_DEVICES = re.compile(r"(?P<kind>cpu|cuda):?(?P<first>(?<=:)\d+)?(-(?P<last>\d+))?(x(?P<each>\d+))?")
+_FORMS = "a, a/cpu, a/cpux4, a/cuda:0, a/cuda:0-3, a/cuda:0-3x2"
 
 
 @dataclass(frozen=True)
@@ -19,7 +29,7 @@ class Place:
     host: str
     first_rank: int
     num_ranks: int
-    devices: tuple[str, ...] = ()  # of each of its ranks; none where nothing was said
+    devices: tuple[str, ...] = ()  # of each of its ranks; none where --hosts names none
 
     @property
     def ranks(self) -> range:
@@ -27,19 +37,124 @@ class Place:
         return range(self.first_rank, self.first_rank + self.num_ranks)
 
 
-def place(wanted: Sequence[Wanted], num_ranks: int | None, ranks_per_host: int | None) -> tuple[Place, ...]:
+@dataclass(frozen=True)
+class Placement:
+    """Where the ranks of a job go. Made once, by hosts.place_ranks; whatever comes later reads it.
+
+    Attributes:
+        places: the hosts with their ranks, in rank order.
+        addresses: of these hosts and of this machine, by name; empty if the job runs on this machine alone.
+        own: the name of this machine, which has ranks or only starts the job.
+        note: what the user should know about the choice of hosts; empty if there is nothing to say.
+    """
+
+    places: tuple[Place, ...]
+    addresses: Mapping[str, str] = field(default_factory=dict)
+    own: str = ""
+    note: str = ""
+
+    @property
+    def is_here(self) -> bool:
+        """True if the job runs on this machine alone, which takes no connection."""
+        return not self.addresses
+
+    @property
+    def num_ranks(self) -> int:
+        """Of the whole job."""
+        return sum(place.num_ranks for place in self.places)
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The hosts with ranks, in rank order."""
+        return tuple(place.host for place in self.places)
+
+    @property
+    def machines(self) -> tuple[str, ...]:
+        """The hosts with ranks and this machine, which may have none and only start the job."""
+        return tuple(self.addresses) or self.hosts
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Of the ranks in order; none where --hosts names none."""
+        return tuple(device for place in self.places for device in place.devices)
+
+    def host_of(self, rank: int) -> str:
+        """The host of a rank."""
+        return next(place.host for place in self.places if rank in place.ranks)
+
+    def without(self, hosts: Set[str]) -> Placement:
+        """The placement without some hosts: the others keep their numbers of ranks, which are counted anew."""
+        places: list[Place] = []
+        for place in self.places:
+            if place.host not in hosts:
+                places.append(replace(place, first_rank=sum(before.num_ranks for before in places)))
+        if [place.host for place in places] == [self.own]:
+            return Placement(tuple(places), own=self.own)
+        # This machine starts the job, with or without ranks of its own.
+        addresses = {host: at for host, at in self.addresses.items() if host not in hosts or host == self.own}
+        return replace(self, places=tuple(places), addresses=addresses)
+
+
+def parse_hosts(text: str) -> dict[str, tuple[str, ...]]:
+    """The devices of each host that `text`, the value of --hosts, names: one for each rank; none if it names none.
+
+    Hosts come in the order in which they are first named.
+
+    Raises:
+        ConfigError: something that is not of the syntax, or a host that is named twice without devices.
+    """
+    by_host: dict[str, list[str]] = {}
+    for item in text.split(","):
+        host, slash, devices = item.strip().partition("/")
+        if not _HOST.fullmatch(host):
+            raise ConfigError(f"{item!r} in --hosts {text} does not begin with the name of a host; known are {_FORMS}")
+        if host in by_host and not (slash and by_host[host]):
+            raise ConfigError(
+                f"{host} is named twice in --hosts {text}; for two ranks on each host say --ppn 2, "
+                f"for two ranks on {host} alone {host}/cpux2"
+            )
+        by_host.setdefault(host, []).extend(_devices(devices, item, text) if slash else [])
+    bare = [host for host, devices in by_host.items() if not devices]
+    if bare and len(bare) < len(by_host):
+        raise ConfigError(
+            f"in --hosts {text} some hosts have devices and {', '.join(bare)} has none; "
+            f"for one rank on no device write {bare[0]}/cpu"
+        )
+    return {host: tuple(devices) for host, devices in by_host.items()}
+
+
+def _devices(devices: str, item: str, text: str) -> list[str]:
+    """The devices of one item, one for each rank: neighbouring ranks share one."""
+    parts = _DEVICES.fullmatch(devices)
+    if parts is None or (parts["kind"] == "cuda") != (parts["first"] is not None) or devices.startswith("cpu:"):
+        raise ConfigError(f"{item!r} in --hosts {text} is no device that is known; known are {_FORMS}")
+    each = int(parts["each"] or 1)
+    if each < 1:
+        raise ConfigError(f"{item!r} in --hosts {text} asks for no rank; the number after x must be above 0")
+    if parts["kind"] == "cpu":
+        if parts["last"]:
+            raise ConfigError(f"{item!r} in --hosts {text}: cpu has no numbers; for four ranks write cpux4")
+        return ["cpu"] * each
+    first = int(parts["first"])
+    last = int(parts["last"] or first)
+    if last < first:
+        raise ConfigError(f"{item!r} in --hosts {text}: the devices {first}-{last} run backwards")
+    return [f"cuda:{number}" for number in range(first, last + 1) for _ in range(each)]
+
+
+def place(hosts: Mapping[str, Sequence[str]], num_ranks: int | None, ranks_per_host: int | None) -> tuple[Place, ...]:
     """Lay the ranks out over the hosts.
 
     Args:
-        wanted: the hosts, all with devices or all without.
+        hosts: with the devices of each, as parse_hosts gives them.
         num_ranks: of the whole job (`-n`); None where devices or `ranks_per_host` say it.
         ranks_per_host: `--ppn`; the last hosts may get fewer if `num_ranks` is smaller than the product.
 
     Raises:
         ConfigError: the numbers contradict each other, or some host would get no rank.
     """
-    if any(host.devices for host in wanted):
-        counts = [len(host.devices) for host in wanted]
+    if any(hosts.values()):
+        counts = [len(devices) for devices in hosts.values()]
         if ranks_per_host is not None:
             raise ConfigError("the devices in --hosts say how many ranks each host has; leave out --ppn")
         if num_ranks not in (None, sum(counts)):
@@ -47,14 +162,17 @@ def place(wanted: Sequence[Wanted], num_ranks: int | None, ranks_per_host: int |
                 f"-n is {num_ranks}, and the devices in --hosts are for {sum(counts)} ranks; leave out -n"
             )
     else:
-        counts = _counts(len(wanted), num_ranks, ranks_per_host)
+        counts = _counts(len(hosts), num_ranks, ranks_per_host)
     if 0 in counts:
-        idle = [host.host for host, count in zip(wanted, counts, strict=True) if not count]
+        idle = [host for host, count in zip(hosts, counts, strict=True) if not count]
         raise ConfigError(
             f"{sum(counts)} ranks leave nothing to do for {', '.join(idle)}; name fewer hosts, or ask for more ranks"
         )
     firsts = [sum(counts[:number]) for number in range(len(counts))]
-    return tuple(Place(w.host, first, n, w.devices) for w, first, n in zip(wanted, firsts, counts, strict=True))
+    return tuple(
+        Place(host, first, count, tuple(devices))
+        for (host, devices), first, count in zip(hosts.items(), firsts, counts, strict=True)
+    )
 
 
 def _counts(num_hosts: int, num_ranks: int | None, ranks_per_host: int | None) -> list[int]:

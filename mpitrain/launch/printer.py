@@ -6,8 +6,9 @@ import re
 import sys
 from typing import BinaryIO, Literal
 
-from mpitrain.launch.output import LineCutter, Merger, Piece, rank_ranges
+from mpitrain.launch.output import LineCutter, Merger, OutputPiece
 from mpitrain.launch.tags import MPIEXEC, Tag, TagDecoder
+from mpitrain.watching.ranges import rank_ranges
 
 Stream = Literal["stdout", "stderr"]
 
@@ -15,7 +16,7 @@ _INFINITY = float("inf")
 
 
 class FirstFailure:
-    """Remembers the first report of a failing rank on stderr, as `mpitrain.failure` writes it.
+    """Remembers the first report of a failing rank on stderr, as `mpitrain.job.failure` writes it, to show it again.
 
     It begins with `mpitrain: rank R on HOST failed:` and ends with `mpitrain: end of the failure of
     rank R ...`. mpiexec's own words about the end of the job come after it and would hide it.
@@ -30,7 +31,7 @@ class FirstFailure:
         self._is_complete = False
         self._is_last = False
 
-    def see(self, ranks: tuple[int, ...], piece: Piece) -> None:
+    def see(self, ranks: tuple[int, ...], piece: OutputPiece) -> None:
         """Look at what has just been printed."""
         if self.rank is None:
             begun = re.match(rb"mpitrain: rank (\d+) on .* failed:", piece.text)
@@ -41,11 +42,6 @@ class FirstFailure:
             self._lines.append(piece.text + piece.end)
             self._is_complete = bool(re.match(rb"mpitrain: end of the failure of rank \d+", piece.text))
             self._is_last = self._is_complete
-
-    @property
-    def was_seen(self) -> bool:
-        """True when some rank has reported a failure."""
-        return self.rank is not None
 
     @property
     def report(self) -> bytes:
@@ -95,7 +91,7 @@ class Printer:
         self._finish_line()
         self._files["stderr"].write(f"mpitrain: {text}\n".encode(errors="backslashreplace"))
         self._files["stderr"].flush()
-        self.first_failure.see((), Piece(b"", b"\n"))
+        self.first_failure.see((), OutputPiece(b"", b"\n"))
 
     def close(self) -> None:
         """Print all the rest, and the first failure again unless it is the last thing on the screen."""
@@ -118,13 +114,13 @@ class Printer:
         for piece in self._cutters[stream].feed(now, rank, text):
             self._mergers[stream].feed(now, rank, piece)
 
-    def _print(self, stream: Stream, ranks: tuple[int, ...], piece: Piece) -> None:
+    def _print(self, stream: Stream, ranks: tuple[int, ...], piece: OutputPiece) -> None:
         owner = (stream, ranks)
         if self._unfinished != owner:
             self._finish_line()
         if not self._unfinished:
             self._is_at_margin = True
-            if piece == Piece(b"", b"\r"):
+            if piece == OutputPiece(b"", b"\r"):
                 return  # back to the margin, where we are: the start of a progress line in tqdm's way
         # The end of a line that was begun before comes without another prefix.
         is_new = self._is_at_margin and bool(piece.text or not self._unfinished)

@@ -25,7 +25,7 @@ _SKIPPED = {"__pycache__", "node_modules", "site-packages", "build", "dist"}
 
 def python_files(root: Path) -> dict[str, str]:
     """The hash of every .py file in `root` and below, by its path from there; bounded, in a fixed order."""
-    found: dict[str, str] = {}
+    hashes: dict[str, str] = {}
     num_bytes = 0
     for num_folders, (folder, folders, names) in enumerate(os.walk(root)):
         if num_folders >= _MAX_FOLDERS:
@@ -42,16 +42,16 @@ def python_files(root: Path) -> dict[str, str]:
                 content = (here / name).read_bytes()
             except OSError as error:
                 content = str(error.strerror).encode()
-            found[str((here / name).relative_to(root))] = hashlib.sha256(content).hexdigest()
+            hashes[str((here / name).relative_to(root))] = hashlib.sha256(content).hexdigest()
             num_bytes += len(content)
-            if len(found) >= _MAX_FILES or num_bytes >= _MAX_BYTES:
-                return found
-    return found
+            if len(hashes) >= _MAX_FILES or num_bytes >= _MAX_BYTES:
+                return hashes
+    return hashes
 
 
 def packages(path: list[str]) -> dict[str, str]:
     """The version of every installed package, from the names of the folders that installers leave."""
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for folder in path:
         try:
             names = [path.name for path in Path(folder or ".").iterdir()]
@@ -60,21 +60,23 @@ def packages(path: list[str]) -> dict[str, str]:
         for name in names:
             parts = re.fullmatch(r"(.+)-([^-]+)\.dist-info", name)
             if parts:
-                found.setdefault(re.sub(r"[-_.]+", "-", parts[1]).lower(), parts[2])
-    return found
+                versions.setdefault(re.sub(r"[-_.]+", "-", parts[1]).lower(), parts[2])
+    return versions
 
 
 def main(script: Path) -> None:
     """Print what there is."""
     spec = importlib.util.find_spec("mpitrain")
-    ours = list(spec.submodule_search_locations or []) if spec else []
+    folders = list(spec.submodule_search_locations or []) if spec else []
     files = python_files(script.parent)
     files[script.name] = hashlib.sha256(script.read_bytes()).hexdigest()  # it need not end in .py
     facts: dict[str, Any] = {
         "python": platform.python_version(),
         "machine": platform.machine(),
         "packages": packages(sys.path),
-        "mpitrain": hashlib.sha256(json.dumps(python_files(Path(ours[0]))).encode()).hexdigest() if ours else None,
+        "mpitrain": hashlib.sha256(json.dumps(python_files(Path(folders[0]))).encode()).hexdigest()
+        if folders
+        else None,
         "files": files,
     }
     print(json.dumps(facts), flush=True)

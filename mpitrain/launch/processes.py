@@ -48,14 +48,14 @@ def alive_below(left_out: set[int]) -> set[int]:
     From one look at all processes: between two, an orphan that becomes ours would be in neither.
     """
     below = _children_by_parent()
-    found: set[int] = set()
+    descendants: set[int] = set()
     to_do = [pid for pid in below[os.getpid()] if pid not in left_out]
     while to_do:
         pid = to_do.pop()
-        if pid not in found:
-            found.add(pid)
+        if pid not in descendants:
+            descendants.add(pid)
             to_do.extend(below[pid])
-    return {pid for pid in found if _parent(pid) is not None}
+    return {pid for pid in descendants if _parent(pid) is not None}
 
 
 def reap(pids: set[int]) -> None:

@@ -1,4 +1,4 @@
-"""What each rank of a job over several hosts runs first: it signs that it has started, and becomes the program.
+"""What each rank of a job over several hosts runs first: it says that it has started, and becomes the program.
 
     python -m mpitrain.launch.rank '{"0-1": {"UCX_NET_DEVICES": "eno1"}, "2-3": {...}}' PROGRAM ARGUMENT...
 
@@ -12,7 +12,8 @@ import json
 import os
 import sys
 
-from mpitrain.launch.roll_call import ROLL_CALL, STARTED, sign
+from mpitrain.job.context import JobContext
+from mpitrain.watching.roll_call import appear
 
 
 def settings_of(rank: int, settings: dict[str, dict[str, str]]) -> dict[str, str]:
@@ -30,8 +31,8 @@ def main(arguments: list[str]) -> None:
     number = next((os.environ[name] for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK") if name in os.environ), None)
     if number is not None:
         os.environ.update(settings_of(int(number), json.loads(text)))
-        if ROLL_CALL in os.environ:
-            sign(os.environ[ROLL_CALL], STARTED, int(number), str(os.getpid()))
+        if roll_call := JobContext.read(os.environ).roll_call:
+            appear(roll_call, int(number))
     os.execvp(program[0], program)
 
 

@@ -3,8 +3,8 @@
 Sent to a host as text, as the guard is; it imports nothing of ours but what comes with it, and does with an old Python.
 It looks at processes, not at files, so a job that has died is in no list. One message goes to it and one comes back:
 
-    {"jobs": [{"id", "ranks": [[rank, pid, state, what, seconds, words]...], "pids": [...], "since": seconds since the
-               epoch, "script": [word...], "launcher": "HOST PID START", "is_launched_here": bool}...]}
+    {"jobs": [{"id", "ranks": [view.RankView...], "pids": [...], "since": seconds since the epoch,
+               "script": [word...], "launcher": "HOST PID START", "is_launched_here": bool}...]}
     {"ended": [[pid, command line]...], "left": [[pid, command line]...]}, for a wish to `end` a job
 """
 
@@ -18,8 +18,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mpitrain.launch.activity import ENDED, WAITS, process_state, read_record
-from mpitrain.launch.guard import LAUNCHER, MARK, RANK_VARIABLES, command_line, read, send
+from mpitrain.job.context import JobContext
+from mpitrain.launch.guard import RANK_VARIABLES, command_line, read, send
+from mpitrain.watching.rank_record import RankRecord, read_record
+from mpitrain.watching.view import RankView, process_state, to_json, waited
 
 # A launcher gives its ranks 5 s to end by themselves, and is given some more.
 _GRACE_SECONDS = 12.0
@@ -33,16 +35,16 @@ def main(wish: dict[str, Any], _probe: str) -> None:
 
 def jobs() -> list[dict[str, Any]]:
     """The jobs here, each with the processes that carry its mark."""
-    found: dict[str, dict[str, Any]] = {}
+    by_token: dict[str, dict[str, Any]] = {}
     for entry in os.listdir("/proc"):  # noqa: PTH208 (names are wanted, many)
         if not entry.isdigit() or process_state(int(entry)) in ("Z", "X", "gone") or not _is_mine(entry):
             continue
         variables = _environment(int(entry))
-        token = variables.get(MARK)
+        context = JobContext.read(variables)
+        token, launcher = context.job, context.launcher
         if not token:
             continue
-        launcher = variables.get(LAUNCHER, "")
-        job = found.setdefault(token, {"id": token, "pids": [], "ranks": [], "since": 0.0, "script": []})
+        job = by_token.setdefault(token, {"id": token, "pids": [], "ranks": [], "since": 0.0, "script": []})
         job["launcher"], job["is_launched_here"] = launcher, launcher_pid(launcher) is not None
         job["pids"].append(int(entry))
         since = _started(int(entry))
@@ -50,26 +52,26 @@ def jobs() -> list[dict[str, Any]]:
         rank = next((variables[name] for name in RANK_VARIABLES if name in variables), None)
         if rank is not None:
             job["ranks"].append((int(rank), since, int(entry)))
-    for job in found.values():
+    for job in by_token.values():
         ranks: dict[int, int] = {}
         for rank, _, pid in sorted(job["ranks"]):  # a rank is older than its children
             ranks.setdefault(rank, pid)
-        job["ranks"] = [_does(rank, pid) for rank, pid in sorted(ranks.items())]
+        job["ranks"] = [to_json(_view(rank, pid)) for rank, pid in sorted(ranks.items())]
         if ranks:
             job["script"] = _script(min(ranks.items())[1])
-    return sorted(found.values(), key=lambda job: float(job["since"]))
+    return sorted(by_token.values(), key=lambda job: float(job["since"]))
 
 
 def end(token: str) -> dict[str, Any]:
     """End a job: its launcher, where that is here, is asked to, and what is left after that is killed."""
-    mine = [job for job in jobs() if job["id"] == token]
-    named = [[pid, command_line(pid)] for job in mine for pid in job["pids"]]
-    launchers = {pid for job in mine if (pid := launcher_pid(job["launcher"])) is not None}
+    parts = [job for job in jobs() if job["id"] == token]
+    named = [[pid, command_line(pid)] for job in parts for pid in job["pids"]]
+    launchers = {pid for job in parts if (pid := launcher_pid(job["launcher"])) is not None}
     for pid in launchers:
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGTERM)
     # Elsewhere than here the launcher may be alive as well, and its guard here ends all in order.
-    is_dead = any(job["launcher"].split()[:1] == [socket.gethostname()] for job in mine) and not launchers
+    is_dead = any(job["launcher"].split()[:1] == [socket.gethostname()] for job in parts) and not launchers
     deadline = time.monotonic() + (0.0 if is_dead else _GRACE_SECONDS)
     while (left := _pids(token)) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -107,18 +109,13 @@ def _is_mine(entry: str) -> bool:
         return False
 
 
-def _does(rank: int, pid: int) -> list[Any]:
-    """A row: rank, pid, state, what, seconds, words."""
+def _view(rank: int, pid: int) -> RankView:
     descriptors: list[str] = []
     with contextlib.suppress(OSError):  # it has just ended: gone, or a zombie, whose folder is root's
         descriptors = os.listdir(f"/proc/{pid}/fd")  # noqa: PTH208
-    for entry in descriptors:
-        record = read_record(rank, pid, int(entry))
-        if record is not None:
-            waits = record["what"] in (WAITS, ENDED)
-            seconds = round(time.monotonic() - record["since"], 1) if waits else 0.0
-            return [rank, pid, process_state(pid), record["what"], seconds, record["words"]]
-    return [rank, pid, process_state(pid), -1, 0.0, ""]
+    records = (read_record(f"/proc/{pid}/fd/{entry}", rank) for entry in descriptors)
+    record = next((record for record in records if record is not None), RankRecord(rank, pid=pid))
+    return RankView(record, pid, seconds=round(waited(record, time.monotonic()), 1), state=process_state(pid))
 
 
 def _script(pid: int) -> list[str]:

@@ -31,19 +31,19 @@ class SharedFiles:
     def __init__(self) -> None:
         self._before = set(files())
         self._foreign = set(self._before)
-        self._found: set[tuple[str, int]] = set()
+        self._of_job: set[tuple[str, int]] = set()
 
     def look(self, find: Callable[[], Iterable[int]]) -> None:
         """See which files the job has mapped; `find` gives its processes. Nearly free where there is no new file."""
         now = time.time()
-        new = {file: made for file, made in files().items() if file not in self._foreign and file not in self._found}
+        new = {file: made for file, made in files().items() if file not in self._foreign and file not in self._of_job}
         if not new:
             return
         for pid in find():
-            self._found.update(mapped(pid).intersection(new))
+            self._of_job.update(mapped(pid).intersection(new))
         # Whoever makes a file maps it at once. What was not ours then, never will be.
         self._foreign.update(file for file, made in new.items() if now - made > _OLD_SECONDS)
-        self._foreign -= self._found
+        self._foreign -= self._of_job
 
     def remove(self) -> None:
         """Remove what is the job's; takes some two seconds where a file is too young to tell."""
@@ -51,12 +51,12 @@ class SharedFiles:
         while True:
             there = {file: made for file, made in files().items() if file not in self._before}
             left = {file for file in there if file[0].startswith(OF_MPI)}
-            left |= {file for file in there if file in self._found and file[0].startswith(OF_PYTHON)}
+            left |= {file for file in there if file in self._of_job and file[0].startswith(OF_PYTHON)}
             for entry in os.listdir("/proc") if left else []:  # noqa: PTH208 (names are wanted)
                 if entry.isdigit():
                     left -= mapped(int(entry))
             now = time.time()
-            sure = {file for file in left if file in self._found or not 0 <= now - there[file] <= _OLD_SECONDS}
+            sure = {file for file in left if file in self._of_job or not 0 <= now - there[file] <= _OLD_SECONDS}
             for name, _ in sure:
                 with contextlib.suppress(OSError):
                     Path(FOLDER, name).unlink()
@@ -75,23 +75,23 @@ def remove_mine() -> None:
 
 def files() -> dict[tuple[str, int], float]:
     """This user's files there by name and inode: when each was made, in seconds since the epoch."""
-    found = {}
+    made = {}
     with contextlib.suppress(OSError):
         for entry in os.scandir(FOLDER):
             with contextlib.suppress(OSError):
                 status = entry.stat(follow_symlinks=False)
                 if status.st_uid == os.geteuid() and entry.is_file(follow_symlinks=False):
-                    found[entry.name, status.st_ino] = status.st_ctime
-    return found
+                    made[entry.name, status.st_ino] = status.st_ctime
+    return made
 
 
 def mapped(pid: int) -> set[tuple[str, int]]:
     """Name and inode of the files there that a process has mapped."""
-    found = set()
+    mappings = set()
     with contextlib.suppress(OSError), Path(f"/proc/{pid}/maps").open(errors="replace") as file:
         for line in file:
             # address permissions offset device inode path
             fields = line.rstrip("\n").split(None, 5)
             if len(fields) == 6 and fields[5].startswith(FOLDER + "/"):
-                found.add((fields[5][len(FOLDER) + 1 :], int(fields[4])))
-    return found
+                mappings.add((fields[5][len(FOLDER) + 1 :], int(fields[4])))
+    return mappings

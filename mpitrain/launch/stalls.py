@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mpitrain.launch.activity import WAITS
-from mpitrain.launch.hang_report import RankView, is_by_design, report
 from mpitrain.launch.placement import Place
 from mpitrain.launch.watch import Guards
+from mpitrain.watching.hang_report import is_by_design, report
+from mpitrain.watching.rank_record import WAITS
+from mpitrain.watching.view import RankView
 
 # A wait is reported after stall_seconds, then after twice, four times ... as long.
 _NEXT = 2.0
@@ -25,8 +26,8 @@ class Stalls:
     def news(self) -> list[str]:
         """A report if one is due, a line each."""
         longest, is_due = 0.0, False
-        for _, _, seconds, stall_seconds, _ in self._waits():
-            longest = max(longest, seconds / stall_seconds)
+        for view in self._views():
+            longest = max(longest, view.seconds / view.record.stall_seconds)
         if longest < 1:
             self._factor, self._look_again = 1.0, 0.0
         elif longest >= self._factor:
@@ -39,25 +40,24 @@ class Stalls:
 
     def fatal(self) -> list[str]:
         """Why the job must be ended, if a wait has lasted for hang_seconds: a line each."""
-        for _, what, seconds, stall_seconds, hang_seconds in self._waits():
-            if what == WAITS and hang_seconds and seconds >= max(hang_seconds, self._look_again):
+        for view in self._views():
+            hang_seconds = view.record.hang_seconds
+            if view.record.status == WAITS and hang_seconds and view.seconds >= max(hang_seconds, self._look_again):
                 views, lines = self._report(hang_seconds)
                 if not is_by_design(views):
                     return lines
-                self._look_again = seconds + stall_seconds
+                self._look_again = view.seconds + view.record.stall_seconds
         return []
 
-    def _waits(self) -> list[list[float]]:
-        return [wait for report in self._guards.reports.values() for wait in report.waits]
+    def _views(self) -> list[RankView]:
+        return [view for report in self._guards.reports.values() for view in report.ranks.values()]
 
     def _report(self, hang_seconds: float = 0.0) -> tuple[list[RankView], list[str]]:
         silent = self._guards.look_at_ranks()
-        views = []
-        absent = {rank: place.host for place in self._places for rank in place.ranks}
-        for host, its in self._guards.reports.items():
-            for rank, *row in its.rows or []:
-                views.append(RankView(host, rank, *row))
-                absent.pop(rank, None)
+        views = [view for host in self._guards.reports.values() for view in host.seen or []]
+        there = {view.record.rank for view in views}
+        absent = {rank: place.host for place in self._places for rank in place.ranks if rank not in there}
+        answered = {host for host, report in self._guards.reports.items() if report.seen is not None}
         # A host that is silent for a moment has only not answered yet.
         silent = {host: seconds for host, seconds in silent.items() if seconds > _SILENT_SECONDS}
-        return views, report(views, absent, silent=silent, hang_seconds=hang_seconds)
+        return views, report(views, absent, answered=answered, silent=silent, hang_seconds=hang_seconds)

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from mpitrain.errors import LaunchError
-from mpitrain.launch.ending import Ended, is_kill, why
-from mpitrain.launch.hosts import Layout, without
-from mpitrain.launch.steps import last_step
+from mpitrain.launch.ending import Ended, is_kill, last_step, why
+from mpitrain.launch.placement import Placement
 
 # A guard that was cut off ends the job's part on its host within 30 s; no host comes back before that.
 ASIDE_SECONDS = 60.0  # the first time; twice as long each time after that
@@ -38,7 +37,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Failure:
+class FailedTry:
     """A try that failed.
 
     Attributes:
@@ -70,7 +69,7 @@ class Verdict:
 
 def judge(
     hosts: Sequence[str],
-    failures: Sequence[Failure],
+    failures: Sequence[FailedTry],
     absent: Sequence[tuple[float, str]],
     limits: Limits,
     now: float,
@@ -97,64 +96,61 @@ def judge(
     suspect = _set_aside([(b.when, b.host) for a, b in pairwise(failures) if b.host and a.host == b.host], now)
     there = [host for host in hosts if host not in gone]
     if len(there) < limits.min_nodes or not there:
-        which = f"of {', '.join(hosts)} only {', '.join(there)} can take part" if there else "no host can take part"
-        return Verdict(reason=f"{which}, and --min-nodes is {limits.min_nodes}")
+        problem = f"of {', '.join(hosts)} only {', '.join(there)} can take part" if there else "no host can take part"
+        return Verdict(reason=f"{problem}, and --min-nodes is {limits.min_nodes}")
     best = [host for host in there if host not in suspect]
     return Verdict(tuple(best if len(best) >= limits.min_nodes and best else there))
 
 
 def _set_aside(bad: Sequence[tuple[float, str]], now: float) -> set[str]:
     """The hosts that are set aside now, of when which was found bad."""
-    found = set()
+    aside = set()
     for host in {host for _, host in bad}:
-        times = [when for when, which in bad if which == host]
+        times = [when for when, bad_host in bad if bad_host == host]
         if now < max(times) + min(ASIDE_SECONDS * 2 ** (len(times) - 1), MOST_ASIDE_SECONDS):
-            found.add(host)
-    return found
+            aside.add(host)
+    return aside
 
 
-def _diagnosis(same: Sequence[Failure], num_hosts: int) -> str:
+def _diagnosis(same: Sequence[FailedTry], num_hosts: int) -> str:
     """What tries that failed at the same step have in common."""
     step = same[-1].step
-    found = [f"{len(same)} tries failed {f'at step {step}' if step else 'before their first step'}"]
+    parts = [f"{len(same)} tries failed {f'at step {step}' if step else 'before their first step'}"]
     known = sorted({failure.host for failure in same if failure.host})
     if len(known) > 1:
-        found.append(f"on {', '.join(known)}, so it is no single machine: look at the program and at this step's data")
+        parts.append(f"on {', '.join(known)}, so it is no single machine: look at the program and at this step's data")
     elif known and num_hosts > 1 and all(failure.host for failure in same):
-        found.append(f"always on {known[0]}: try without it, or look at what its ranks do in this step")
+        parts.append(f"always on {known[0]}: try without it, or look at what its ranks do in this step")
     else:
-        found.append("look at the program and at this step's data")
+        parts.append("look at the program and at this step's data")
     if all(is_kill(failure.cause) for failure in same):
-        found.append("a signal 9 that nobody sent is the kernel's, out of memory: `sudo dmesg | grep -i oom`")
+        parts.append("a signal 9 that nobody sent is the kernel's, out of memory: `sudo dmesg | grep -i oom`")
     if step and step > 1 and all(failure.first == 1 for failure in same):
-        found.append("every try began at step 1: no checkpoint was found; the hook mt.Checkpoint writes them")
-    return "; ".join(found)
+        parts.append("every try began at step 1: no checkpoint was found; the hook mt.Checkpoint writes them")
+    return "; ".join(parts)
 
 
-def supervise(start: Callable[[Layout], Ended], layout: Layout, limits: Limits, own_name: str) -> int:
-    """Start a job, and again after failures, as far as `limits` allow; returns the exit code.
+def supervise(run: Callable[[Placement], Ended], placement: Placement, limits: Limits) -> int:
+    """Run a job, and again after failures, as far as `limits` allow; returns the exit code.
 
     It is 0 only if the last try did its work, else that of the last failure.
 
     Args:
-        start: runs the job on a layout to its end, and leaves nothing behind.
-        layout: where it is to run first.
+        run: runs the job on a placement to its end, and leaves nothing behind.
+        placement: where it is to run first.
         limits: what the user allows.
-        own_name: of this machine, for a job that runs here alone.
 
     Raises:
         LaunchError: a try could not be started, and not because of hosts that others can do without.
     """
-    names = {place.host: place.host if layout.addresses else own_name for place in layout.places}
-    hosts = tuple(names)
-    failures: list[Failure] = []
+    failures: list[FailedTry] = []
     absent: list[tuple[float, str]] = []
-    now_on = layout
+    now_on = placement
     while True:
         try:
-            ended = start(now_on)
+            ended = run(now_on)
         except LaunchError as error:
-            away = [host for host in error.hosts if host in hosts]
+            away = [host for host in error.hosts if host in placement.hosts]
             if not failures or not away:
                 raise
             absent += [(time.monotonic(), host) for host in away]
@@ -167,37 +163,34 @@ def supervise(start: Callable[[Layout], Ended], layout: Layout, limits: Limits, 
                 if failures:
                     _say(f"{number} came to its end")
                 return 0
-            failures.append(_failure(ended, now_on, names))
+            failures.append(_failure(ended, now_on))
             account = f"{number}{_account(failures[-1])}"
-        verdict = judge(hosts, failures, absent, limits, time.monotonic())
+        verdict = judge(placement.hosts, failures, absent, limits, time.monotonic())
         if not verdict.hosts:
             _say(f"{account}; not started again: {verdict.reason}")
             return failures[-1].code
-        now_on = without(layout, set(hosts) - set(verdict.hosts))
-        _say(f"{account}; {_follows(now_on, names)}")
+        now_on = placement.without(set(placement.hosts) - set(verdict.hosts))
+        _say(f"{account}; {_follows(now_on, placement)}")
 
 
-def _failure(ended: Ended, layout: Layout, names: Mapping[str, str]) -> Failure:
-    places = {rank: place.host for place in layout.places for rank in place.ranks}
-    cause, rank = why(ended, lambda number: names[places[number]])
-    first = min((report.first for report in ended.steps.values()), default=None)
-    host = None if rank is None else places[rank]
-    return Failure(cause, ended.code, time.monotonic(), first, last_step(ended.steps, rank), host, ended.lost)
+def _failure(ended: Ended, placement: Placement) -> FailedTry:
+    cause, rank = why(ended, placement.host_of)
+    first = min((record.first_step for record in ended.records.values() if record.step), default=None)
+    host = None if rank is None else placement.host_of(rank)
+    return FailedTry(cause, ended.code, time.monotonic(), first, last_step(ended.records, rank), host, ended.lost)
 
 
-def _account(failure: Failure) -> str:
+def _account(failure: FailedTry) -> str:
     """How a try went, behind its number."""
     begun = f", from step {failure.first - 1}," if failure.first and failure.first > 1 else ""
     at = f"at step {failure.step}" if failure.step else "before its first step"
     return f"{begun} failed {at}: {failure.cause}"
 
 
-def _follows(layout: Layout, names: Mapping[str, str]) -> str:
-    there = [place.host for place in layout.places]
-    aside = [host for host in names if host not in there]
-    num_ranks = sum(place.num_ranks for place in layout.places)
-    less = f" with {num_ranks} ranks, without {', '.join(aside)}" if aside else ""
-    return f"starting again on {', '.join(names[host] for host in there)}{less}"
+def _follows(now_on: Placement, placement: Placement) -> str:
+    aside = [host for host in placement.hosts if host not in now_on.hosts]
+    less = f" with {now_on.num_ranks} ranks, without {', '.join(aside)}" if aside else ""
+    return f"starting again on {', '.join(now_on.hosts)}{less}"
 
 
 def _say(text: str) -> None:

@@ -47,10 +47,10 @@ class TagDecoder:
         end = cut.start() if cut else len(data)
         self._kept = data[end:]
         position = 0
-        for found in self._tag.whole.finditer(data, 0, end):
-            yield from self._untagged(data[position : found.start()])
-            self._rank = int(found[1])
-            position = found.end()
+        for tag in self._tag.whole.finditer(data, 0, end):
+            yield from self._untagged(data[position : tag.start()])
+            self._rank = int(tag[1])
+            position = tag.end()
         yield from self._untagged(data[position:end])
 
     def close(self) -> Iterator[tuple[int, bytes]]:

@@ -12,7 +12,7 @@ from mpitrain.launch.libraries import Vendor
 
 
 @dataclass(frozen=True)
-class Job:
+class Conditions:
     """What the settings depend on."""
 
     vendor: Vendor
@@ -28,18 +28,18 @@ class Setting:
 
     name: str
     value: str
-    when: Callable[[Job], bool]
+    when: Callable[[Conditions], bool]
     why: str
     source: str
 
 
-def _is_over_tcp(job: Job) -> bool:
-    return job.num_hosts > 1 and not job.has_rdma
+def _is_over_tcp(conditions: Conditions) -> bool:
+    return conditions.num_hosts > 1 and not conditions.has_rdma
 
 
-def _takes_large_thresholds(job: Job) -> bool:
+def _takes_large_thresholds(conditions: Conditions) -> bool:
     # Older ones refuse a threshold above 32 MB; the other variable would then make large arrays slower, not faster.
-    return job.glibc >= (2, 36)
+    return conditions.glibc >= (2, 36)
 
 
 _KEEP = (
@@ -51,7 +51,7 @@ SETTINGS = (
     Setting(
         "UCX_RNDV_THRESH",
         "inf",
-        lambda job: job.vendor == "mpich" and _is_over_tcp(job),
+        lambda conditions: conditions.vendor == "mpich" and _is_over_tcp(conditions),
         "with UCX over TCP, large messages by rendezvous go one way at a time; sent at once, both ways. A message that "
         "nobody has asked for yet is then kept in the receiver's memory",
         "https://github.com/openucx/ucx/pull/10275 (why it is not the default: that memory)",
@@ -59,14 +59,14 @@ SETTINGS = (
     Setting(
         "OMPI_MCA_btl_tcp_flags",
         "send",
-        lambda job: job.vendor == "openmpi" and _is_over_tcp(job),
+        lambda conditions: conditions.vendor == "openmpi" and _is_over_tcp(conditions),
         "by default large messages are put into the receiver's memory, which over TCP goes one way at a time",
         "https://docs.open-mpi.org/en/v5.0.x/tuning-apps/networking/tcp.html",
     ),
     Setting(
         "OMPI_MCA_mpi_yield_when_idle",
         "1",
-        lambda job: job.vendor == "openmpi" and job.is_oversubscribed,
+        lambda conditions: conditions.vendor == "openmpi" and conditions.is_oversubscribed,
         "a rank that waits spins by default, on the core that another one needs",
         "https://github.com/open-mpi/ompi/pull/7168",
     ),
@@ -87,9 +87,9 @@ SETTINGS = (
 )
 
 
-def settings(job: Job, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables to set for `job`; those that `environ`, the user's environment, has are left out."""
-    return {one.name: one.value for one in SETTINGS if one.name not in environ and one.when(job)}
+def settings(conditions: Conditions, environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables to set under these `conditions`, without those that the user's environment, `environ`, has."""
+    return {one.name: one.value for one in SETTINGS if one.name not in environ and one.when(conditions)}
 
 
 def glibc_version(text: str | None) -> tuple[int, int]:

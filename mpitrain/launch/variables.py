@@ -38,7 +38,7 @@ def read_env_file(path: Path) -> dict[str, str]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise ConfigError(f"the file of variables {path} cannot be read: {reason}") from None
-    found = {}
+    variables = {}
     for number, line in enumerate(text.splitlines(), 1):
         try:
             words = shlex.split(line, comments=True)
@@ -49,8 +49,8 @@ def read_env_file(path: Path) -> dict[str, str]:
         name, is_set, value = words[0].partition("=")
         if len(words) > 1 or not is_set or not _NAME.fullmatch(name):
             raise ConfigError(f"{path}:{number}: {line!r} is no variable; a line must be NAME=value")
-        found[name] = value
-    return found
+        variables[name] = value
+    return variables
 
 
 def named_devices(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
@@ -101,8 +101,8 @@ def absent(environ: Mapping[str, str], devices: Mapping[str, list[str]]) -> list
 
 def port_ranges(environ: Mapping[str, str]) -> dict[str, tuple[int, int]]:
     """The ports that variables give to jobs, lowest and highest."""
-    found = {name: re.fullmatch(r"(\d+)[:-](\d+)", environ.get(name, "").strip()) for name in _RANGES}
-    ranges = {name: (int(match[1]), int(match[2])) for name, match in found.items() if match}
+    matches = {name: re.fullmatch(r"(\d+)[:-](\d+)", environ.get(name, "").strip()) for name in _RANGES}
+    ranges = {name: (int(match[1]), int(match[2])) for name, match in matches.items() if match}
     for low, high in _RANGE_ENDS:
         if environ.get(low, "").isdecimal() and environ.get(high, "").isdecimal():
             ranges[low] = (int(environ[low]), int(environ[high]))

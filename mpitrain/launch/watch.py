@@ -9,13 +9,16 @@ import selectors
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mpitrain.errors import LaunchError
 from mpitrain.launch.connections import Connection, connect
-from mpitrain.launch.roll_call import STARTED, Signatures
-from mpitrain.launch.steps import Report, read_reports
+from mpitrain.launch.ending import in_order
+from mpitrain.watching.census import FirstEnd
+from mpitrain.watching.phases import Phases
+from mpitrain.watching.rank_record import BEGUN, CALLED, FAILED, RankRecord
+from mpitrain.watching.view import RankView, from_json
 
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 15.0  # a host that has not been heard for so long is lost
@@ -26,25 +29,37 @@ _LOOK_SECONDS = 3.0
 # A host that has been silent for so long is not waited for when the others say what their ranks do.
 _SHORT_SILENCE_SECONDS = 3.0
 _CLOSE_SECONDS = 3.0
+# mpiexec ends a job within milliseconds when a rank's process has; now and then MPICH's does not, and waits for ever.
+_VANISHED_SECONDS = 10.0
 
 
 @dataclass
 class HostReport:
     """What is known of a host while the job runs."""
 
-    started: set[int] = field(default_factory=set)  # ranks that have signed there that they have
-    gone: dict[int, float] = field(default_factory=dict)  # ranks whose process has ended: since when
-    orphans: list[int] = field(default_factory=list)  # ranks that have lost the daemon of mpiexec
-    vanished: list[int] = field(default_factory=list)  # ranks that ended without a word, which mpiexec has not seen
+    ranks: dict[int, RankView] = field(default_factory=dict)  # that have appeared there, as they were last seen
+    seen: list[RankView] | None = None  # its ranks with their stacks, asked for; None: it has not answered
+    first_end: FirstEnd | None = None  # there, of a rank or of what started ranks
     processes: list[tuple[int, str, str]] | None = None  # id, state, command line
     unreachable: list[str] = field(default_factory=list)  # hosts to which it cannot connect on high ports
-    waits: list[list[Any]] = field(default_factory=list)  # the ranks that wait, as in the guard's beat
-    rows: list[list[Any]] | None = None  # what its ranks do, as activity.look_at has it; None: it has not said so
     is_lost: bool = False  # somebody has removed the roll call there
     left: list[tuple[int, str]] | None = None  # that had to be ended; None: it has not said so
     immortal: list[tuple[int, str]] = field(default_factory=list)
-    steps: dict[int, Report] = field(default_factory=dict)  # of its ranks
     has_vanished: bool = False  # it fell silent, or its guard ended
+
+    def orphans(self) -> list[int]:
+        """The ranks that live on though what started them, a daemon of mpiexec, has ended."""
+        return [rank for rank, view in self.ranks.items() if view.is_orphan]
+
+    def vanished(self) -> list[int]:
+        """The ranks that ended before their program did, which mpiexec has not seen."""
+        return [
+            rank
+            for rank, view in self.ranks.items()
+            if view.ended_seconds is not None
+            and view.ended_seconds > _VANISHED_SECONDS
+            and view.record.phase in (CALLED, BEGUN, FAILED)
+        ]
 
 
 class Guards:
@@ -52,16 +67,15 @@ class Guards:
 
     Attributes:
         reports: what each host has said.
-        signatures: of all ranks, with the time at which each was seen.
+        phases: of all ranks, with the time at which each was seen.
         trouble: why the job must be ended, if it must.
     """
 
     def __init__(self, own: str, hosts: Iterable[str], wishes: Mapping[str, Mapping[str, Any]]) -> None:
         """Connect to all hosts; `own` is the name of this machine among them."""
         self.reports = {host: HostReport() for host in hosts}
-        self.signatures = Signatures()
+        self.phases = Phases()
         self.trouble: str | None = None
-        self._died: dict[str, tuple[int, float]] = {}  # by host: the rank whose process ended first, and when
         self._clocks: dict[str, float] = {}  # by host: what to add to its times
         self._beaten = 0.0
         self._lock = threading.Lock()
@@ -118,16 +132,34 @@ class Guards:
         self._thread.start()
 
     def seen(self) -> tuple[dict[str, dict[int, float]], dict[int, float]]:
-        """Who has signed what and when, and since when which ranks are gone: copies, since the thread adds to both."""
+        """Who has come how far and when, and since when which ranks are gone: copies, since the thread adds to both."""
+        now = time.monotonic()
         with self._lock:
-            when = {word: dict(ranks) for word, ranks in self.signatures.when.items()}
-            return when, {rank: since for report in self.reports.values() for rank, since in report.gone.items()}
+            when = {phase: dict(ranks) for phase, ranks in self.phases.when.items()}
+            gone = {
+                rank: now - view.ended_seconds
+                for report in self.reports.values()
+                for rank, view in report.ranks.items()
+                if view.ended_seconds is not None
+            }
+            return when, gone
 
-    def first_dead(self) -> list[int]:
-        """The rank that died first on each host where that is known; the first of all first."""
+    def first_ends(self) -> list[FirstEnd]:
+        """What ended first on each host where that is known; the first of all first."""
         with self._lock:
-            when = {rank: at + self._clocks.get(host, 0.0) for host, (rank, at) in self._died.items()}
-        return sorted(when, key=lambda rank: when[rank])
+            ends = {host: report.first_end for host, report in self.reports.items() if report.first_end is not None}
+            here = [replace(end, seconds=end.seconds + self._clocks.get(host, 0.0)) for host, end in ends.items()]
+        return in_order(here)
+
+    def records(self) -> dict[int, RankRecord]:
+        """What each rank has said last."""
+        with self._lock:
+            return {rank: view.record for report in self.reports.values() for rank, view in report.ranks.items()}
+
+    def failed(self) -> RankRecord | None:
+        """Of the rank that failed first; None: none has."""
+        failed = [record for record in self.records().values() if record.phase == FAILED]
+        return min(failed, key=lambda record: (record.failed_seconds, record.rank), default=None)
 
     def look(self) -> None:
         """Ask for the job's processes on every host, and whom it cannot reach; a report without them did not answer."""
@@ -141,14 +173,14 @@ class Guards:
     def look_at_ranks(self) -> dict[str, float]:
         """Ask what every rank does; for how long the hosts that are silent have been so, in seconds."""
         for report in self.reports.values():
-            report.rows = None
-        self._send_all({"ranks": 1})
+            report.seen = None
+        self._send_all({"look": 1})
         deadline = time.monotonic() + _LOOK_SECONDS
         while time.monotonic() < deadline and any(
-            self.reports[host].rows is None and self.silence(host) < _SHORT_SILENCE_SECONDS for host in self.reports
+            self.reports[host].seen is None and self.silence(host) < _SHORT_SILENCE_SECONDS for host in self.reports
         ):
             time.sleep(0.02)
-        return {host: self.silence(host) for host, report in self.reports.items() if report.rows is None}
+        return {host: self.silence(host) for host, report in self.reports.items() if report.seen is None}
 
     def silence(self, host: str) -> float:
         """For how long nothing has come from there, in seconds."""
@@ -241,29 +273,22 @@ class Guards:
         report = self.reports[host]
         if "facts" in message or "error" in message:
             self._facts[host] = message.get("facts", message)
-        for line in message.get("signed", []):
-            word, rank = self.signatures.add(line, now)
-            if word == STARTED:
-                report.started.add(rank)
-        for rank in message.get("gone", []):
-            report.gone[rank] = now
+        views = [from_json(fields, host) for fields in message.get("ranks", [])]
+        for view in views:
+            self.phases.add(view.record, now)
+        # A new one each time: the main thread may be going through the one before.
+        report.ranks = {**report.ranks, **{view.record.rank: view for view in views}}
         if "beat" in message:
             # The beat that took the least time on its way tells best.
             ahead = self._connections[host].heard_seconds - message["time"]
             self._clocks[host] = min(self._clocks.get(host, float("inf")), ahead)
-        if "died" in message:
-            self._died.pop(host, None)
-            if message["died"] is not None:
-                self._died[host] = message["died"], message["time"]
-        if "steps" in message:
-            report.steps = read_reports(message["steps"])
+        if "first_end" in message:
+            report.first_end = None if message["first_end"] is None else FirstEnd(**message["first_end"])
+        if "seen" in message:
+            report.seen = [from_json(fields, host) for fields in message["seen"]]
         if "processes" in message:
             report.processes = [tuple(entry) for entry in message["processes"]]
             report.unreachable = message["unreachable"]
-        report.orphans = message.get("orphans", report.orphans)
-        report.vanished = message.get("vanished", report.vanished)
-        report.waits = message.get("waits", report.waits)
-        report.rows = message.get("ranks", report.rows)
         if "ended" in message:
             report.is_lost = message["lost"]
             report.immortal = [tuple(entry) for entry in message["immortal"]]

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
-import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from mpitrain.job.context import JobContext
 from mpitrain.launch.arrival import diagnosis, misplaced, problem
-from mpitrain.launch.guard import LAUNCHER, MARK
-from mpitrain.launch.output import rank_ranges
 from mpitrain.launch.placement import Place
 from mpitrain.launch.roster import launcher_name
 from mpitrain.launch.stalls import Stalls
-from mpitrain.launch.steps import Report
 from mpitrain.launch.watch import Guards
+from mpitrain.watching.census import FirstEnd
+from mpitrain.watching.ranges import rank_ranges
+from mpitrain.watching.rank_record import FAILED, RankRecord
 
 
 class WatchedJob:
@@ -47,37 +46,43 @@ class WatchedJob:
         if stray := misplaced(self._places, self._guards.reports):
             return [stray]
         for host, report in self._guards.reports.items():
-            if report.orphans:
-                orphans = f"rank{'s' * (len(report.orphans) > 1)} {rank_ranges(report.orphans)}"
+            if lost := report.orphans():
+                orphans = f"rank{'s' * (len(lost) > 1)} {rank_ranges(lost)}"
                 why = "killed by somebody, or for want of memory (`sudo dmesg | grep -i oom` there)"
                 return [f"the process of mpiexec on {host} that started {orphans} has gone: {why}"]
-            if report.vanished:
-                vanished = f"rank{'s' * (len(report.vanished) > 1)} {rank_ranges(report.vanished)} on {host}"
+            if lost := report.vanished():
+                vanished = f"rank{'s' * (len(lost) > 1)} {rank_ranges(lost)} on {host}"
                 how = "did not come to the end and did not say why (os._exit, or killed?)"
+                if any(report.ranks[rank].record.phase == FAILED for rank in lost):
+                    how = "failed"
                 return [f"{vanished} {how}, and mpiexec goes on: the job is ended"]
         when, gone = self._guards.seen()
         now = time.monotonic()
-        found = problem(self._places, when, gone, since=self._since, now=now, start_seconds=self._start_seconds)
-        if found is None:
+        reason = problem(self._places, when, gone, since=self._since, now=now, start_seconds=self._start_seconds)
+        if reason is None:
             return self._stalls.fatal()
         self._guards.look()
-        return [f"the job has not started: {found}", *diagnosis(self._places, when, gone, self._guards.reports)]
+        return [f"the job has not started: {reason}", *diagnosis(self._places, when, gone, self._guards.reports)]
 
     def missing(self) -> list[int]:
         """The ranks that began and did not come to their end."""
-        return self._guards.signatures.missing()
+        return self._guards.phases.missing()
 
     def lost(self) -> list[str]:
         """The hosts that vanished."""
         return [host for host, report in self._guards.reports.items() if report.has_vanished]
 
-    def first_dead(self) -> list[int]:
-        """The rank that died first on each host where that is known; the first of all first."""
-        return self._guards.first_dead()
+    def first_ends(self) -> list[FirstEnd]:
+        """What ended first on each host where that is known; the first of all first."""
+        return self._guards.first_ends()
 
-    def steps(self) -> dict[int, Report]:
-        """What each rank has said of its steps."""
-        return {rank: said for report in self._guards.reports.values() for rank, said in report.steps.items()}
+    def records(self) -> dict[int, RankRecord]:
+        """What each rank has said last."""
+        return self._guards.records()
+
+    def failed(self) -> RankRecord | None:
+        """Of the rank that failed first; None: none has."""
+        return self._guards.failed()
 
     @property
     def is_gone(self) -> bool:
@@ -97,25 +102,8 @@ class WatchedJob:
         return left, beyond
 
 
-@contextmanager
-def watched_here(num_ranks: int) -> Iterator[tuple[WatchedJob, Mapping[str, str]]]:
-    """A job of so many ranks on this machine alone, and what its processes must have in their environment."""
-    host = socket.gethostname()
-    token = new_token()
-    path = Path(tempfile.gettempdir()) / f"mpitrain-roll-call-{token}"
-    # Without a limit of silence: a launcher that is stopped (Ctrl-Z) stops the reports, not the job.
-    wish = {"token": token, "roll_call": str(path), "peers": {}, "silence_seconds": 0}
-    with Guards(host, [host], {host: wish}) as guards:
-        guards.facts()
-        place = Place(host=host, first_rank=0, num_ranks=num_ranks)
-        yield WatchedJob([place], guards, path, start_seconds=0.0), marks(token)
-
-
-def marks(token: str) -> dict[str, str]:
-    """What every process of a job has in its environment."""
-    return {MARK: token, LAUNCHER: launcher_name(os.getpid())}
-
-
-def new_token() -> str:
-    """A job's id: what `mpitrain ps` shows."""
-    return secrets.token_hex(4)
+def identified(context: JobContext, folder: Path) -> JobContext:
+    """`context` with what makes the job one that guards can know: an id, its launcher, its roll call in `folder`."""
+    token = secrets.token_hex(4)
+    roll_call = str(folder / f"mpitrain-roll-call-{token}")
+    return replace(context, job=token, launcher=launcher_name(os.getpid()), roll_call=roll_call)

@@ -80,7 +80,9 @@ def contact(login: Login) -> Contact:
         state=_state(words, added),
         fingerprint=shown[2],
         kind=shown[1],
-        known_fingerprints=tuple(dict.fromkeys(found for line in known if (found := fingerprint_of_line(line)))),
+        known_fingerprints=tuple(
+            dict.fromkeys(fingerprint for line in known if (fingerprint := fingerprint_of_line(line)))
+        ),
         lines=added,
         known_hosts=personal[0],
         name=name,
@@ -88,14 +90,14 @@ def contact(login: Login) -> Contact:
     )
 
 
-def remember(found: Contact) -> None:
+def remember(seen: Contact) -> None:
     """Add the key of an unknown node to the operator's known_hosts."""
-    assert found.known_hosts is not None
-    found.known_hosts.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    before = found.known_hosts.read_bytes() if found.known_hosts.exists() else b""
-    text = "".join(f"{line}\n" for line in found.lines)
-    found.known_hosts.touch(mode=0o600)  # nothing, where it is there
-    with found.known_hosts.open("a") as file:
+    assert seen.known_hosts is not None
+    seen.known_hosts.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    before = seen.known_hosts.read_bytes() if seen.known_hosts.exists() else b""
+    text = "".join(f"{line}\n" for line in seen.lines)
+    seen.known_hosts.touch(mode=0o600)  # nothing, where it is there
+    with seen.known_hosts.open("a") as file:
         file.write(text if before.endswith(b"\n") or not before else f"\n{text}")
 
 
@@ -127,7 +129,7 @@ def _reason(words: str) -> str:
 def _log_in(login: Login, known_hosts: Path) -> tuple[int, str]:
     """Exit code and words of one login. ssh takes the first value of an option, so ours come first."""
     assert login.options is not None
-    ours = {
+    options = {
         "UserKnownHostsFile": str(known_hosts),
         "StrictHostKeyChecking": "accept-new",
         "UpdateHostKeys": "no",
@@ -141,7 +143,7 @@ def _log_in(login: Login, known_hosts: Path) -> tuple[int, str]:
         "ConnectTimeout": str(_CONNECT_SECONDS),
     }
     command = ["ssh", "-v", "-T"]
-    for name, value in ours.items():
+    for name, value in options.items():
         command += ["-o", f"{name}={value}"]
     return _run([*command, *login.options, login.destination, "true"], _LOGIN_SECONDS)
 
@@ -166,12 +168,12 @@ def _known_name(settings: dict[str, str]) -> str:
 
 def _known_lines(files: Sequence[Path], name: str) -> list[str]:
     """The lines about a node in known_hosts files, hashed ones included."""
-    found: list[str] = []
+    lines: list[str] = []
     for file in files:
         if file.is_file():
             _, words = _run(["ssh-keygen", "-F", name, "-f", str(file)], _LOGIN_SECONDS)
-            found += [line for line in words.splitlines() if line and not line.startswith("#")]
-    return found
+            lines += [line for line in words.splitlines() if line and not line.startswith("#")]
+    return lines
 
 
 def _run(command: Sequence[str], timeout_seconds: float) -> tuple[int, str]:

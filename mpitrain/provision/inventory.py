@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mpitrain.errors import ConfigError
-from mpitrain.launch.hostfile import Host, Inventory, write_inventory
+from mpitrain.launch.hostfile import Host, Inventory
 from mpitrain.provision import terminal
+from mpitrain.provision.edit_hostfile import write_inventory
 
 
 def create_inventory(path: Path, nodes: Sequence[Host], head: str | None) -> Inventory:
@@ -101,8 +102,8 @@ def ask_for_nodes(variables: dict[str, str]) -> list[Host]:
     print("The head first: it holds the shared folder, and jobs are started from it. An empty name ends the list.")
     nodes: list[Host] = []
     while True:
-        what = "the head" if not nodes else f"worker {len(nodes)}"
-        name = terminal.ask(f"Name of {what}: ")
+        role = "the head" if not nodes else f"worker {len(nodes)}"
+        name = terminal.ask(f"Name of {role}: ")
         if not name and nodes:
             return nodes
         try:

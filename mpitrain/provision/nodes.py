@@ -7,11 +7,12 @@ import sys
 from collections.abc import Sequence
 
 from mpitrain.errors import ClusterError, ConfigError
-from mpitrain.launch.hostfile import Host, add_worker, remove_worker
+from mpitrain.launch.hostfile import Host
 from mpitrain.provision import terminal
+from mpitrain.provision.edit_hostfile import add_worker, remove_worker
 from mpitrain.provision.playbook import run_playbook
+from mpitrain.provision.playbook_report import Report
 from mpitrain.provision.project import Project, ansible_program
-from mpitrain.provision.report import Report
 from mpitrain.provision.trust import Fingerprints, trust
 
 # The files that name every node. They shrink when a node has gone.
@@ -67,8 +68,8 @@ def remove(project: Project, name: str, options: Sequence[str], *, check: bool, 
     if name not in {host.name for host in inventory.workers}:
         remove_worker(project.inventory, name)  # raises, and says why
     if not check:
-        what = "without touching it, since it is offline" if offline else "and undo the set-up on it"
-        _confirm(f"Take {name} out of the cluster, {what}?", assume_yes)
+        manner = "without touching it, since it is offline" if offline else "and undo the set-up on it"
+        _confirm(f"Take {name} out of the cluster, {manner}?", assume_yes)
     if not offline:
         report = run_playbook(project, "teardown.yml", ["--limit", name, *_CONFIRM, *_checked(check), *options])
         code = _said(report, check)

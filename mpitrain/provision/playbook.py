@@ -15,8 +15,8 @@ from pathlib import Path
 
 from mpitrain.errors import ClusterError
 from mpitrain.launch.processes import adopt_orphans, alive_below, children, end_with_parent, kill_all
+from mpitrain.provision.playbook_report import Report, minutes
 from mpitrain.provision.project import Project, ansible_program
-from mpitrain.provision.report import Report, minutes
 
 # Ansible's own deadlines end logins and commands that hang in most ways, but not a module that waits for ever.
 NOTICE_SECONDS = 60.0

@@ -74,10 +74,10 @@ def ansible_program(name: str) -> str:
         ClusterError: Ansible is not installed.
     """
     beside = Path(sys.executable).with_name(name)
-    found = str(beside) if os.access(beside, os.X_OK) else shutil.which(name)
-    if found is None:
+    program = str(beside) if os.access(beside, os.X_OK) else shutil.which(name)
+    if program is None:
         raise ClusterError(
             f"there is no {name} beside {sys.executable} nor on PATH; install Ansible:\n"
             f"    {sys.executable} -m pip install 'mpitrain[cluster]'"
         )
-    return found
+    return program

@@ -34,9 +34,9 @@ def trust(project: Project, names: Sequence[str], fingerprints: Fingerprints) ->
     chosen = _chosen(hosts, names)
     if strange := sorted(fingerprints.keys() - {word for host in hosts for word in (host.name, host.address)}):
         raise ConfigError(f"--fingerprints: there is no node {', '.join(strange)} in {project.inventory}")
-    found = logins(project, chosen)
+    chosen_logins = logins(project, chosen)
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        contacts = list(pool.map(contact, found))
+        contacts = list(pool.map(contact, chosen_logins))
     given = [fingerprints.get(host.name, frozenset()) | fingerprints.get(host.address, frozenset()) for host in chosen]
     settled = [_settle(met, right, bool(fingerprints)) for met, right in zip(contacts, given, strict=True)]
     return all(settled)
@@ -48,7 +48,7 @@ def read_fingerprints(arguments: Sequence[str]) -> Fingerprints:
     Raises:
         ConfigError: neither of the two.
     """
-    found: dict[str, frozenset[str]] = {}
+    chosen: dict[str, frozenset[str]] = {}
     for argument in arguments:
         name, equals, value = argument.partition("=")
         if equals and not Path(argument).exists():
@@ -64,8 +64,8 @@ def read_fingerprints(arguments: Sequence[str]) -> Fingerprints:
                     f"{where}: {line.strip()!r} is no fingerprint of a node; allowed is HOST=SHA256:... with the 43 "
                     "characters that `ssh-keygen -lf` shows, or a file with lines HOST SHA256:..."
                 )
-            found[fields[0]] = found.get(fields[0], frozenset()) | {fields[1]}
-    return found
+            chosen[fields[0]] = chosen.get(fields[0], frozenset()) | {fields[1]}
+    return chosen
 
 
 def _lines(path: Path) -> list[str]:
@@ -86,32 +86,32 @@ def _chosen(hosts: Sequence[Host], names: Sequence[str]) -> list[Host]:
 
 def _settle(met: Contact, right: frozenset[str], unattended: bool) -> bool:
     """Say what was found at one node and see to it; returns whether its key is known now."""
-    who = f"{met.host.name} ({met.host.address})" if met.host.name != met.host.address else met.host.name
+    node = f"{met.host.name} ({met.host.address})" if met.host.name != met.host.address else met.host.name
     if met.state == "local":
-        print(f"{who}: reached without ssh, nothing to do")
+        print(f"{node}: reached without ssh, nothing to do")
         return True
     if met.state == "unreachable":
-        print(f"{who}: no key, because ssh got no answer: {met.problem}\n    Is it on, and is sshd running on it?")
+        print(f"{node}: no key, because ssh got no answer: {met.problem}\n    Is it on, and is sshd running on it?")
         return False
     if met.state == "changed":
-        print(_changed(who, met))
+        print(_changed(node, met))
         return False
     if right and met.fingerprint not in right:
         print(
-            f"{who}: WRONG KEY. It shows {met.kind} {met.fingerprint}\n"
+            f"{node}: WRONG KEY. It shows {met.kind} {met.fingerprint}\n"
             f"    but --fingerprints says {', '.join(sorted(right))}\n"
             "    Nothing was added. Another machine answers there, or the fingerprint is of another key of it."
         )
         return False
     if met.state == "known":
-        print(f"{who}: known already, {met.kind} {met.fingerprint}{_login_note(met)}")
+        print(f"{node}: known already, {met.kind} {met.fingerprint}{_login_note(met)}")
         return True
-    print(f"{who}: not known yet. It shows {met.kind}\n    {met.fingerprint}")
+    print(f"{node}: not known yet. It shows {met.kind}\n    {met.fingerprint}")
     if not right and not _accepted(met, unattended):
-        print(f"{who}: not added")
+        print(f"{node}: not added")
         return False
     remember(met)
-    print(f"{who}: added to {met.known_hosts}{_login_note(met)}")
+    print(f"{node}: added to {met.known_hosts}{_login_note(met)}")
     return True
 
 
@@ -134,11 +134,11 @@ def _accepted(met: Contact, unattended: bool) -> bool:
         print("    Please answer yes or no, or paste the fingerprint that the console shows.")
 
 
-def _changed(who: str, met: Contact) -> str:
+def _changed(node: str, met: Contact) -> str:
     known = ", ".join(met.known_fingerprints) or "(see ssh's own message)"
     forget = f"ssh-keygen -R {shlex.quote(met.name)} -f {shlex.quote(str(met.known_hosts))}"
     return (
-        f"{who}: THE KEY HAS CHANGED. Nothing was added.\n"
+        f"{node}: THE KEY HAS CHANGED. Nothing was added.\n"
         f"    known is {known}\n"
         f"    it shows {met.fingerprint} ({met.kind})\n"
         "    Another machine answers at that address, or this one was installed anew. If its console shows the new\n"

@@ -1,8 +1,31 @@
-"""What is exchanged, and when parameters change."""
+"""What is exchanged, and when parameters change.
 
+To add one: a file with a class that has the methods of Strategy, and a line below. It then inherits the contract tests
+(tests/ranks/test_strategies.py), `make_strategy` and `--strategy` of examples/train.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mpitrain.errors import ConfigError
 from mpitrain.strategies.strategy import Strategy
 from mpitrain.strategies.sync import Sync
 
-STRATEGIES = {"sync": Sync}
+__all__ = ["STRATEGIES", "Strategy", "Sync", "make_strategy"]
 
-__all__ = ["STRATEGIES", "Strategy", "Sync"]
+# Each makes a new strategy with its defaults.
+STRATEGIES: dict[str, Callable[[], Strategy]] = {
+    "sync": Sync,
+}
+
+
+def make_strategy(name: str) -> Strategy:
+    """A new strategy of this name, with its defaults. Not collective; every rank gives the same name.
+
+    Raises:
+        ConfigError: there is no strategy of that name.
+    """
+    if name not in STRATEGIES:
+        raise ConfigError(f"there is no strategy {name!r}; known: {', '.join(sorted(STRATEGIES))}")
+    return STRATEGIES[name]()

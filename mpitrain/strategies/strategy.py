@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from mpitrain.adapters.adapter import Adapter
 from mpitrain.arrays import Array
-from mpitrain.exchange.reducer import Means
+from mpitrain.exchange.means import Means
 from mpitrain.world import World
 
 
@@ -21,8 +21,8 @@ class Strategy(Protocol):
         """Begin a step in which this rank has `weight` samples."""
         ...
 
-    def on_gradient(self, index: int, gradient: Array) -> None:
-        """One gradient of this rank is final; it may be overwritten when this returns."""
+    def on_gradient(self, index: int, gradient: Array | None) -> None:
+        """One gradient of this rank is final; it may be overwritten when this returns. None: see OnGradient."""
         ...
 
     def finish_step(self, adapter: Adapter, loss: float) -> tuple[Means, float]:
@@ -51,4 +51,11 @@ class Strategy(Protocol):
 
     def restore_own(self, state: dict[str, Any]) -> None:
         """The reverse of `own_state`; see GradientReducer.restore."""
+        ...
+
+    def close(self) -> None:
+        """Give back what `begin` has made: communicators, threads, memory. Collective; no step is open, none follows.
+
+        Parameters, and `state` and `own_state` as they were returned before, stay.
+        """
         ...

@@ -8,7 +8,8 @@ from typing import Any
 from mpitrain.adapters.adapter import Adapter
 from mpitrain.arrays import Array, is_device_array
 from mpitrain.exchange.exchange import Exchange, make_exchange
-from mpitrain.exchange.reducer import GradientReducer, Means
+from mpitrain.exchange.means import Means
+from mpitrain.exchange.reducer import GradientReducer
 from mpitrain.world import World
 
 
@@ -31,14 +32,15 @@ class Sync:
         """See Strategy."""
         self._reducer.begin(weight, self._scale.value if self._scale else 1.0)
 
-    def on_gradient(self, index: int, gradient: Array) -> None:
+    def on_gradient(self, index: int, gradient: Array | None) -> None:
         """See Strategy."""
         self._reducer.ready(index, gradient)
 
     def finish_step(self, adapter: Adapter, loss: float) -> tuple[Means, float]:
         """See Strategy."""
-        means = self._reducer.finish(loss, may_skip=self._scale is not None and self._scale.may_skip)
-        rate = adapter.apply_gradients(self._reducer.flats) if means.is_finite else 0.0
+        may_skip = self._scale is not None and self._scale.may_skip
+        means = self._reducer.finish(loss, may_skip=may_skip, note=adapter.note())
+        rate = adapter.apply_gradients(self._reducer.flats, means.remarks) if means.is_finite else 0.0
         if self._scale:
             self._scale.update(skipped=not means.is_finite)
         return means, rate
@@ -57,3 +59,7 @@ class Sync:
     def restore_own(self, state: dict[str, Any]) -> None:
         """See Strategy."""
         self._reducer.restore(state)
+
+    def close(self) -> None:
+        """See Strategy."""
+        self._reducer.close()

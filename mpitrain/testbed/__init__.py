@@ -6,8 +6,8 @@ with up(4) as bed:
 """
 
 from mpitrain.testbed.bed import Bed
+from mpitrain.testbed.bed_record import STATE, bed_names
 from mpitrain.testbed.lifecycle import build, find, up
-from mpitrain.testbed.record import STATE, bed_names
 from mpitrain.testbed.removal import down
 from mpitrain.testbed.snapshots import forget_snapshot, snapshot_names
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import shutil
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -11,10 +10,10 @@ from pathlib import Path
 
 from mpitrain.errors import ConfigError, LaunchError
 from mpitrain.testbed import cgroup, controller, network, snapshots
+from mpitrain.testbed.bed_record import BedRecord
 from mpitrain.testbed.commands import wait_until
 from mpitrain.testbed.container import Container
 from mpitrain.testbed.node import Node, not_up
-from mpitrain.testbed.record import Record, read_record
 from mpitrain.testbed.removal import down
 from mpitrain.testbed.uml import UserModeLinux
 
@@ -28,7 +27,7 @@ _NEIGHBOUR_SECONDS = 1.5
 class Bed:
     """Several machines on this one. `up` makes one, `find` finds one; as a context manager it is taken down."""
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: BedRecord) -> None:
         """The bed of a record."""
         self.record = record
         self._nodes: dict[str, Node] = {name: make_node(record, name) for name in record.names}
@@ -97,22 +96,20 @@ class Bed:
 
     def faults(self, node: str) -> dict[str, str]:
         """What is broken on a node now, with the values that it was broken with."""
-        # Another process may have broken or mended something.
-        self.record.faults = read_record(self.record.state, self.name).faults
-        return dict(self.record.faults.get(self.record.checked(node), {}))
+        return self.record.faults_of(node)
 
     def kill(self, node: str) -> None:
         """Cut the node's power. Its cable goes first, so that the end of its connections does not get out."""
         network.set_link(self.record, self.record.checked(node), up=False)
         cgroup.kill(cgroup.group(self.name, node))
-        self._note(node, "kill")
+        self.record.note_fault(node, "kill")
 
     def start(self, node: str) -> None:
         """Switch a node on again, with its disk as it was, and wait until users can log in."""
         network.set_link(self.record, node, up="cut" not in self.faults(node))
         if not self.node(node).boot_id():
             self.node(node).start()
-        self._forget(node, "kill")
+        self.record.forget_fault(node, "kill")
         self.wait([node])
         self.restore_network(node)
 
@@ -129,17 +126,17 @@ class Bed:
     def freeze(self, node: str) -> None:
         """Stop all of a node's processes; its kernel still answers pings and takes connections."""
         cgroup.freeze(cgroup.group(self.name, self.record.checked(node)), True)
-        self._note(node, "freeze")
+        self.record.note_fault(node, "freeze")
 
     def thaw(self, node: str) -> None:
         """Let a frozen node go on."""
         cgroup.freeze(cgroup.group(self.name, self.record.checked(node)), False)
-        self._forget(node, "freeze")
+        self.record.forget_fault(node, "freeze")
 
     def cut(self, node: str) -> None:
         """Pull the node's cable out, at the bridge."""
         network.set_link(self.record, self.record.checked(node), up=False)
-        self._note(node, "cut")
+        self.record.note_fault(node, "cut")
 
     def drop(self, node: str, ports: str | int) -> None:
         """Swallow what comes to the node for these ports: 22, or "111,2049,50000-50300". Who connects waits."""
@@ -152,33 +149,33 @@ class Bed:
     def undrop(self, node: str) -> None:
         """Let everything come to the node again: undoes `drop` and `reject`."""
         for kind in ("drop", "reject"):
-            self._forget(node, kind)
+            self.record.forget_fault(node, kind)
         self.node(node).set_filters({})
 
     def shape(self, node: str, rate: str) -> None:
         """Limit the node's cable, each way: 1gbit, 100mbit."""
         self.node(node).set_queue(network.checked_rate(rate), self._delay(node))
-        self._note(node, "shape", rate)
+        self.record.note_fault(node, "shape", rate)
 
     def delay(self, node: str, delay_microseconds: int) -> None:
         """Delay the node's cable, each way. Full beds only; other ones have their delay from `up`."""
         if not 0 <= delay_microseconds <= MOST_DELAY_MICROSECONDS:
             raise ConfigError(f"a delay of {delay_microseconds} us; it must be 0 to {MOST_DELAY_MICROSECONDS}")
         self.node(node).set_queue(self.faults(node).get("shape"), delay_microseconds)
-        self._note(node, "delay", str(delay_microseconds))
+        self.record.note_fault(node, "delay", str(delay_microseconds))
 
     def mtu(self, node: str, mtu_bytes: int) -> None:
         """Set the MTU of the node's interface; the network's stays 1500 bytes."""
         if not 576 <= mtu_bytes <= 9000:
             raise ConfigError(f"an MTU of {mtu_bytes} bytes; it must be 576 to 9000")
         self.node(node).set_mtu(mtu_bytes)
-        self._note(node, "mtu", str(mtu_bytes))
+        self.record.note_fault(node, "mtu", str(mtu_bytes))
 
     def clock(self, node: str, seconds: float) -> None:
         """Put the clock of all that logs in on the node from now on ahead (or back, below 0)."""
         library = "/opt/mpitrain-testbed/lib/libfaketime.so.1"
         self._set_login_environment(node, [f"LD_PRELOAD={library}", f"FAKETIME={seconds:+g}s"])
-        self._note(node, "clock", f"{seconds:+g}")
+        self.record.note_fault(node, "clock", f"{seconds:+g}")
 
     def heal(self, node: str) -> None:
         """Undo all that was broken on a node."""
@@ -188,7 +185,7 @@ class Bed:
         if "drop" in faults or "reject" in faults:
             self.undrop(node)
         if "cut" in faults:
-            self._forget(node, "cut")
+            self.record.forget_fault(node, "cut")
             network.set_link(self.record, node, up="kill" not in faults)
             # Who asked for its address while the cable was out has given up by then, and asks anew.
             time.sleep(_NEIGHBOUR_SECONDS)
@@ -196,14 +193,14 @@ class Bed:
             self.start(node)
         if "mtu" in faults:
             self.node(node).set_mtu(network.MTU_BYTES)
-            self._forget(node, "mtu")
+            self.record.forget_fault(node, "mtu")
         if "shape" in faults or "delay" in faults:
-            self._forget(node, "shape")
-            self._forget(node, "delay")
+            self.record.forget_fault(node, "shape")
+            self.record.forget_fault(node, "delay")
             self.node(node).set_queue(None, self._delay(node))
         if "clock" in faults:
             self._set_login_environment(node, [])
-            self._forget(node, "clock")
+            self.record.forget_fault(node, "clock")
 
     def wait(self, nodes: Sequence[str]) -> None:
         """Wait until users can log in on all of these nodes.
@@ -231,23 +228,7 @@ class Bed:
         for node in self.names:
             if self.faults(node) or not self.is_up(node):
                 raise ConfigError(f"{node} is broken or not up, so its disk is not saved: mpitrain testbed heal {node}")
-        folder = snapshots.new_snapshot(self.record, name)
-        try:
-            for machine in self._nodes.values():
-                machine.flush()
-            cgroups = [cgroup.group(self.name, node) for node in self.names]
-            try:
-                for group in cgroups:
-                    cgroup.freeze(group, True)
-                for node, machine in self._nodes.items():
-                    machine.save(folder / node)
-            finally:
-                for group in cgroups:
-                    cgroup.freeze(group, False)
-            snapshots.finish_snapshot(self.record, folder)
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
+        snapshots.save(self.record, self._nodes, name)
 
     def down(self) -> None:
         """Take the bed down; nothing of it stays but saved snapshots and the image."""
@@ -279,7 +260,7 @@ class Bed:
     def _filter(self, node: str, kind: str, ports: str) -> None:
         filters = self.faults(node) | {kind: network.checked_ports(ports)}
         self.node(node).set_filters({key: filters[key] for key in ("drop", "reject") if key in filters})
-        self._note(node, kind, ports)
+        self.record.note_fault(node, kind, ports)
 
     def _set_login_environment(self, node: str, lines: Sequence[str]) -> None:
         """pam_env(8) reads it at each login; a SetEnv of sshd's would take the place of another one's."""
@@ -290,17 +271,7 @@ class Bed:
         if done.returncode != 0:
             raise LaunchError(f"{node}: {script}: {done.stderr}")
 
-    def _note(self, node: str, fault: str, value: str = "") -> None:
-        self.record.faults[node] = self.faults(node) | {fault: value}
-        self.record.write()
 
-    def _forget(self, node: str, fault: str) -> None:
-        faults = self.faults(node)
-        if faults.pop(fault, None) is not None:
-            self.record.faults[node] = faults
-            self.record.write()
-
-
-def make_node(record: Record, name: str) -> Node:
+def make_node(record: BedRecord, name: str) -> Node:
     """The node of a bed that has that name."""
     return UserModeLinux(record, name) if record.full else Container(record, name)

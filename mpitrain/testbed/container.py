@@ -11,9 +11,9 @@ from pathlib import Path
 
 from mpitrain.errors import ConfigError, LaunchError
 from mpitrain.testbed import cgroup, network
+from mpitrain.testbed.bed_record import BedRecord
 from mpitrain.testbed.commands import execute, start_in_background
 from mpitrain.testbed.node import console_log, first_files
-from mpitrain.testbed.record import Record
 from mpitrain.testbed.snapshots import snapshot_layers
 
 # Runs in a mount namespace of its own, so that the overlay is seen by nobody else and goes with the node.
@@ -41,7 +41,7 @@ class Container:
 
     boot_seconds = 60.0
 
-    def __init__(self, record: Record, name: str) -> None:
+    def __init__(self, record: BedRecord, name: str) -> None:
         """The node of that name, whether it runs or not."""
         self.record = record
         self.name = name

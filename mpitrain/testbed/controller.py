@@ -10,9 +10,9 @@ from pathlib import Path
 
 from mpitrain.errors import LaunchError
 from mpitrain.testbed import cgroup
+from mpitrain.testbed.bed_record import BedRecord
 from mpitrain.testbed.commands import last_lines, start_in_background
 from mpitrain.testbed.network import REPOSITORY_PORT
-from mpitrain.testbed.record import Record
 
 # In a mount namespace of its own (ip netns exec makes one): names, no name server, and how to reach the nodes by ssh.
 _ENTER = """\
@@ -24,7 +24,7 @@ exec "$@"
 _NO_WAY_OUT = {"http_proxy", "https_proxy", "all_proxy", "ftp_proxy"}
 
 
-def start_repository(record: Record) -> None:
+def start_repository(record: BedRecord) -> None:
     """Serve packages and wheels to the nodes."""
     command = ["ip", "netns", "exec", record.namespace, sys.executable, "-m", "http.server", str(REPOSITORY_PORT)]
     command += ["--bind", record.controller, "--directory", str(record.image_folder / "repository")]
@@ -33,7 +33,7 @@ def start_repository(record: Record) -> None:
     )
 
 
-def write_files(record: Record, host_keys: Mapping[str, str]) -> None:
+def write_files(record: BedRecord, host_keys: Mapping[str, str]) -> None:
     """The inventory, the nodes' true host keys, and what commands see as /etc/hosts and as ssh's settings."""
     names = record.names
     known_hosts = record.folder / "known_hosts"
@@ -62,18 +62,18 @@ def write_files(record: Record, host_keys: Mapping[str, str]) -> None:
     (record.folder / "ansible").mkdir(exist_ok=True)
 
 
-def inside(record: Record, command: Sequence[str], part: str = "cli") -> list[str]:
+def inside(record: BedRecord, command: Sequence[str], part: str = "cli") -> list[str]:
     """The command line that runs `command` on the controller, among the bed's processes: `down` ends it too."""
     enter = ["ip", "netns", "exec", record.namespace, "sh", "-ec", _ENTER, str(record.folder), *command]
     return cgroup.in_group(command_group(record, part), enter)
 
 
-def command_group(record: Record, part: str) -> Path:
+def command_group(record: BedRecord, part: str) -> Path:
     """The control group of a command that runs on the controller."""
     return cgroup.group(record.name, f"commands/{part}")
 
 
-def environment(record: Record, environ: Mapping[str, str]) -> dict[str, str]:
+def environment(record: BedRecord, environ: Mapping[str, str]) -> dict[str, str]:
     """`environ` for commands on the controller: the bed's inventory for Ansible, the bed's wheels for pip."""
     kept = {
         name: value
@@ -94,18 +94,18 @@ def environment(record: Record, environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def link_group_vars(record: Record, directory: Path) -> None:
+def link_group_vars(record: BedRecord, directory: Path) -> None:
     """Have Ansible find the checkout's group_vars beside the bed's inventory, as beside cluster/hosts."""
     link = record.folder / "group_vars"
-    theirs = directory / "cluster" / "group_vars"
-    if theirs.is_dir():
+    variables = directory / "cluster" / "group_vars"
+    if variables.is_dir():
         new = record.folder / f"group_vars.{os.getpid()}"
-        new.symlink_to(theirs.resolve())
+        new.symlink_to(variables.resolve())
         new.replace(link)
 
 
 def run(
-    record: Record,
+    record: BedRecord,
     command: Sequence[str],
     *,
     timeout_seconds: float,

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mpitrain.errors import LaunchError
+from mpitrain.testbed.bed_record import locked
 from mpitrain.testbed.commands import execute
 from mpitrain.testbed.image import HERE, content_hash, copy_tree
-from mpitrain.testbed.record import locked
 
 _DISK_SIZE = "8G"  # sparse: what is not written takes no room
 _MODULES = Path("/usr/lib/uml/modules")

@@ -89,8 +89,8 @@ def require_own_folder(folder: Path) -> None:
     """
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700, parents=True)
-    found = folder.lstat()
-    is_private = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+    status = folder.lstat()
+    is_private = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
     if not is_private or not ((folder / "images" / "lock").exists() or not any(folder.iterdir())):
         raise ConfigError(
             f"{folder} is there already and not for test beds; name a folder that is not, as --state {folder}/testbed"

@@ -25,8 +25,8 @@ from pathlib import Path
 
 from mpitrain.errors import ConfigError
 from mpitrain.testbed import cgroup
+from mpitrain.testbed.bed_record import locked
 from mpitrain.testbed.commands import execute
-from mpitrain.testbed.record import locked
 
 HERE = Path(__file__).parent
 MIRROR = "deb http://deb.debian.org/debian bookworm main"
@@ -178,7 +178,7 @@ def mpitrain_requirements() -> list[str]:
     """What mpitrain needs on a node, in the versions that its own metadata allows."""
     needs = importlib.metadata.requires("mpitrain") or []
     extra = re.compile(r"""extra\s*==\s*['"](\w+)""")
-    return [need for need in needs if (found := extra.search(need)) is None or found[1] == "mpich"]
+    return [need for need in needs if (other := extra.search(need)) is None or other[1] == "mpich"]
 
 
 def debian_sources() -> list[str]:

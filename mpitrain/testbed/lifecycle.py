@@ -7,12 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mpitrain.errors import ConfigError
+from mpitrain.testbed import bed_record as records
 from mpitrain.testbed import controller, host, network, snapshots
-from mpitrain.testbed import record as records
 from mpitrain.testbed.bed import MOST_DELAY_MICROSECONDS, Bed
+from mpitrain.testbed.bed_record import STATE, BedRecord, locked
 from mpitrain.testbed.full_image import build_full_image
 from mpitrain.testbed.image import build_image
-from mpitrain.testbed.record import STATE, Record, locked
 from mpitrain.testbed.removal import down, remove_bed, working_on
 
 _LOCK_SECONDS = 60.0
@@ -90,7 +90,7 @@ def up(
         name = name or records.new_name(state)
         if Path("/run/netns", f"mpitrain-{name}").exists():
             raise ConfigError(f"there is a network namespace mpitrain-{name} already; take another --name")
-        record = Record(
+        record = BedRecord(
             state=state,
             name=name,
             full=full,
@@ -110,7 +110,7 @@ def up(
             raise
 
 
-def _bring_up(record: Record) -> Bed:
+def _bring_up(record: BedRecord) -> Bed:
     bed = Bed(record)
     network.make_controller(record)
     controller.start_repository(record)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from mpitrain.errors import ConfigError, LaunchError
 from mpitrain.testbed import cgroup
+from mpitrain.testbed.bed_record import BedRecord
 from mpitrain.testbed.commands import execute, start_in_background, wait_until
-from mpitrain.testbed.record import Record
 
 BRIDGE = "bridge"
 REPOSITORY_PORT = 8000
@@ -20,7 +20,7 @@ _TABLE = "mpitrain_testbed"
 SHAPER = ["burst", "256kb", "latency", "400ms"]
 
 
-def make_controller(record: Record) -> None:
+def make_controller(record: BedRecord) -> None:
     """The controller's namespace with the bridge, whose address is the controller's."""
     _add_namespace(record.namespace)
     _ip(
@@ -32,7 +32,7 @@ def make_controller(record: Record) -> None:
     )
 
 
-def make_cable(record: Record, node: str) -> None:
+def make_cable(record: BedRecord, node: str) -> None:
     """The node's namespace, and a cable from its eth0 to the bridge, whose end there has the node's name."""
     there = record.node_namespace(node)
     _add_namespace(there)
@@ -44,7 +44,7 @@ def make_cable(record: Record, node: str) -> None:
     _ip(there, "link set lo up", f"addr add {record.address(node)}/24 dev eth0", "link set eth0 up")
 
 
-def make_tap(record: Record, node: str) -> None:
+def make_tap(record: BedRecord, node: str) -> None:
     """The end at the bridge of a cable to a node with a kernel of its own, which holds the other end."""
     _ip(
         record.namespace,
@@ -54,7 +54,7 @@ def make_tap(record: Record, node: str) -> None:
     )
 
 
-def _make_slow_cable(record: Record, node: str) -> None:
+def _make_slow_cable(record: BedRecord, node: str) -> None:
     log = record.node_folder(node) / "wire.log"
     command = [str(record.image_folder / "wire"), record.node_namespace(node), "eth0", record.namespace, node]
     command.append(str(record.delay_microseconds))
@@ -63,28 +63,28 @@ def _make_slow_cable(record: Record, node: str) -> None:
         raise LaunchError(f"{node}: the cable with a delay did not come up: {log.read_text()}")
 
 
-def remove(record: Record) -> None:
+def remove(record: BedRecord) -> None:
     """Remove the bed's namespaces, and with them all that is in them."""
     for name in [record.node_namespace(node) for node in record.names] + [record.namespace]:
         if Path("/run/netns", name).exists():
             execute(["ip", "netns", "del", name])
 
 
-def set_link(record: Record, node: str, up: bool) -> None:
+def set_link(record: BedRecord, node: str, up: bool) -> None:
     """Plug the node's cable in at the bridge, or pull it out."""
     _ip(record.namespace, f"link set {node} {'up' if up else 'down'}")
 
 
-def link_bytes(record: Record, node: str) -> int:
+def link_bytes(record: BedRecord, node: str) -> int:
     """Bytes that went over the node's cable since it was made, both ways together."""
     inside = _in_namespace(record.namespace, ["cat", "/proc/net/dev"])
-    found = re.search(rf"^ *{node}: *(\d+)(?: +\d+){{7}} +(\d+)", inside, re.M)
-    if found is None:
+    counters = re.search(rf"^ *{node}: *(\d+)(?: +\d+){{7}} +(\d+)", inside, re.M)
+    if counters is None:
         raise LaunchError(f"{node} has no cable at the bridge of test bed {record.name}")
-    return int(found[1]) + int(found[2])
+    return int(counters[1]) + int(counters[2])
 
 
-def shape(record: Record, node: str, rate: str | None, *, both_ends: bool) -> None:
+def shape(record: BedRecord, node: str, rate: str | None, *, both_ends: bool) -> None:
     """Limit the node's cable to `rate` (1gbit, 100mbit; tc(8)), or do not; at the bridge's end, or both."""
     ends = [(record.namespace, node)]
     if both_ends:
@@ -104,7 +104,7 @@ def checked_rate(rate: str) -> str:
     return rate
 
 
-def set_mtu(record: Record, node: str, mtu_bytes: int) -> None:
+def set_mtu(record: BedRecord, node: str, mtu_bytes: int) -> None:
     """The MTU of the node's own interface; the bridge's end keeps 1500, as a switch without jumbo frames."""
     _ip(record.node_namespace(node), f"link set eth0 mtu {mtu_bytes}")
 
@@ -119,13 +119,13 @@ def checked_ports(ports: str) -> str:
     return ports
 
 
-def set_node_filters(record: Record, node: str, filters: dict[str, str]) -> None:
+def set_node_filters(record: BedRecord, node: str, filters: dict[str, str]) -> None:
     """Drop or reject what comes to a container: in a table of its own, which a firewall inside does not touch."""
     rules = [f"meta l4proto {{ tcp, udp }} th dport {{ {ports} }} {kind}" for kind, ports in filters.items()]
     _replace_table(record.node_namespace(node), f"inet {_TABLE}", {"input hook input priority -300": rules})
 
 
-def set_bridge_filters(record: Record, node: str, filters: dict[str, str]) -> None:
+def set_bridge_filters(record: BedRecord, node: str, filters: dict[str, str]) -> None:
     """Drop or reject what comes to a node with a kernel of its own: at the bridge, from other nodes and from here."""
     to_node = f"ip daddr {record.address(node)} meta l4proto {{ tcp, udp }} th dport"
     rules = [f"{to_node} {{ {ports} }} {kind}" for kind, ports in filters.items()]

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Protocol
 
 from mpitrain.errors import LaunchError
+from mpitrain.testbed.bed_record import BedRecord
 from mpitrain.testbed.commands import last_lines
 from mpitrain.testbed.network import REPOSITORY_PORT
-from mpitrain.testbed.record import Record
 
 
 class Node(Protocol):
@@ -52,7 +52,7 @@ class Node(Protocol):
         """Drop or reject what comes to it for some ports, and let in all else: {"drop": "22", "reject": "2049"}."""
 
 
-def first_files(record: Record, node: str) -> dict[str, str]:
+def first_files(record: BedRecord, node: str) -> dict[str, str]:
     """What Debian's installer, or the cloud, writes for each machine: its name, and where packages come from."""
     repository = f"http://{record.controller}:{REPOSITORY_PORT}"
     return {
@@ -71,12 +71,12 @@ def first_files(record: Record, node: str) -> dict[str, str]:
     }
 
 
-def console_log(record: Record, node: str) -> Path:
+def console_log(record: BedRecord, node: str) -> Path:
     """What the node printed on its console."""
     return record.node_folder(node) / "console.log"
 
 
-def not_up(record: Record, node: str, timeout_seconds: float) -> LaunchError:
+def not_up(record: BedRecord, node: str, timeout_seconds: float) -> LaunchError:
     """The error for a node on which nobody can log in in time."""
     log = console_log(record, node)
     try:

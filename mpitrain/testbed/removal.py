@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from mpitrain.testbed import cgroup, host, network
-from mpitrain.testbed.record import Record, locked, read_record
+from mpitrain.testbed.bed_record import BedRecord, locked, read_record
 
 _LOCK_SECONDS = 60.0
 _REMOVED = ".removed-"  # such a folder is no bed any more
@@ -28,12 +28,12 @@ def down(state: Path, name: str) -> None:
             remove_bed(record)
 
 
-def working_on(record: Record) -> AbstractContextManager[None]:
+def working_on(record: BedRecord) -> AbstractContextManager[None]:
     """Keep others from taking the bed up or down at the same time."""
     return locked(record.folder / "lock", f"test bed {record.name}", timeout_seconds=_LOCK_SECONDS)
 
 
-def remove_bed(record: Record) -> None:
+def remove_bed(record: BedRecord) -> None:
     """Remove all that there is of a bed. Who calls it holds the lock."""
     # `mpitrain testbed run bash`, and `down` typed in there: not this process too.
     if os.getpid() in cgroup.processes(cgroup.group(record.name)):

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mpitrain.errors import ConfigError
-from mpitrain.testbed.record import Record, checked_name, read_records
+from mpitrain.testbed import cgroup
+from mpitrain.testbed.bed_record import BedRecord, checked_name, read_records
+from mpitrain.testbed.node import Node
 
 
 @dataclass(frozen=True)
@@ -44,12 +47,35 @@ def read_snapshot(state: Path, name: str) -> Snapshot:
         raise ConfigError(f"there is no snapshot {name!r} in {state}; known are: {known}") from None
 
 
-def new_snapshot(record: Record, name: str) -> Path:
-    """The empty folder of a new snapshot of a bed; without snapshot.json, it does not count yet.
+def save(record: BedRecord, nodes: Mapping[str, Node], name: str) -> None:
+    """Keep the disks of all nodes of a bed as they are now. The nodes are up, and stand still meanwhile.
 
     Raises:
         ConfigError: the name cannot be one, or is taken.
     """
+    folder = _new_folder(record, name)
+    try:
+        for machine in nodes.values():
+            machine.flush()
+        cgroups = [cgroup.group(record.name, node) for node in nodes]
+        try:
+            for group in cgroups:
+                cgroup.freeze(group, True)
+            for node, machine in nodes.items():
+                machine.save(folder / node)
+        finally:
+            for group in cgroups:
+                cgroup.freeze(group, False)
+        base = None if record.full else record.snapshot
+        snapshot = Snapshot(record.full, record.num_nodes, record.subnet, record.image, base)
+        (folder / "snapshot.json").write_text(json.dumps(asdict(snapshot), indent=2) + "\n")
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _new_folder(record: BedRecord, name: str) -> Path:
+    """The empty folder of a new snapshot of a bed; without snapshot.json, it does not count yet."""
     folder = record.state / "snapshots" / checked_name(name, "snapshot")
     if (folder / "snapshot.json").exists():
         raise ConfigError(f"there is a snapshot {name} already; remove it first: mpitrain testbed forget {name}")
@@ -57,18 +83,6 @@ def new_snapshot(record: Record, name: str) -> Path:
     for node in record.names:
         (folder / node).mkdir(parents=True)
     return folder
-
-
-def finish_snapshot(record: Record, folder: Path) -> None:
-    """All disks are there: from now on the snapshot counts."""
-    snapshot = Snapshot(
-        full=record.full,
-        num_nodes=record.num_nodes,
-        subnet=record.subnet,
-        image=record.image,
-        base=None if record.full else record.snapshot,
-    )
-    (folder / "snapshot.json").write_text(json.dumps(asdict(snapshot), indent=2) + "\n")
 
 
 def forget_snapshot(state: Path, name: str) -> None:
@@ -86,7 +100,7 @@ def forget_snapshot(state: Path, name: str) -> None:
     shutil.rmtree(state / "snapshots" / name)
 
 
-def snapshot_layers(record: Record, node: str) -> list[Path]:
+def snapshot_layers(record: BedRecord, node: str) -> list[Path]:
     """A container's disks out of the bed's snapshot and of those it stands on, the newest first."""
     layers = []
     name = record.snapshot

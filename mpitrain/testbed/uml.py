@@ -11,11 +11,11 @@ from pathlib import Path
 
 from mpitrain.errors import ConfigError, LaunchError
 from mpitrain.testbed import cgroup, controller, network
+from mpitrain.testbed.bed_record import BedRecord
 from mpitrain.testbed.commands import execute, start_in_background
 from mpitrain.testbed.full_image import full_disk, write_to_disk
 from mpitrain.testbed.image import HERE, copy_tree
 from mpitrain.testbed.node import console_log, first_files
-from mpitrain.testbed.record import Record
 
 _MEMORY = "768M"
 _COPY_SECONDS = 120.0
@@ -26,7 +26,7 @@ class UserModeLinux:
 
     boot_seconds = 180.0
 
-    def __init__(self, record: Record, name: str) -> None:
+    def __init__(self, record: BedRecord, name: str) -> None:
         """The node of that name, whether it runs or not."""
         self.record = record
         self.name = name

@@ -13,17 +13,18 @@ import torch
 import torch.distributed as dist
 
 from mpitrain.allreduce.algorithm import Progress
-from mpitrain.control import until
 from mpitrain.exchange import moves
 from mpitrain.torch import checks, reductions
-from mpitrain.torch.bare_group import BareGroup, Tensors
-from mpitrain.torch.tensors import raw, values
+from mpitrain.torch.bare_group import Tensors
+from mpitrain.torch.flat_tensors import raw, values
+from mpitrain.torch.pair_calls import PairCalls
 from mpitrain.torch.versions import with_old_names
 from mpitrain.torch.work import Call
+from mpitrain.waiting.control import until
 
 
 @with_old_names
-class Group(BareGroup):
+class MpiProcessGroup(PairCalls):
     """What `init_process_group("mpitrain")` and `new_group` make. Its methods are called by torch."""
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> Call:
@@ -84,24 +85,25 @@ class Group(BareGroup):
         return self._allgather("all_gather", [parts], [tensor], opts)
 
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Call:
-        """See torch."""
+        """See torch: one list of outputs a rank, in it one tensor an input."""
         name = "all_gather_coalesced"
-        # One list a tensor; an old form has one a rank.
-        if len(outputs) != len(inputs):
-            self._refuse(name, ValueError(f"{len(outputs)} lists of outputs for {len(inputs)} inputs"))
-        for parts, tensor in zip(outputs, inputs, strict=True):
-            self._list_of(name, [parts], self.size())
+        lengths = [len(of_rank) for of_rank in outputs]
+        if lengths != [len(inputs)] * self.size():
+            allowed = f"{self.size()} lists, one a rank, each with {len(inputs)}, one an input"
+            self._refuse(name, ValueError(f"lists of {lengths} outputs; allowed: {allowed}"))
+        by_input = [[of_rank[number] for of_rank in outputs] for number in range(len(inputs))]
+        for parts, tensor in zip(by_input, inputs, strict=True):
             self._check(name, [*parts, tensor])
-            self._check_fits(name, tensor, parts[self.rank()], "its place in the list of outputs")
-        return self._allgather(name, outputs, inputs, opts)
+            self._check_fits(name, tensor, parts[self.rank()], "its place in the lists of outputs")
+        return self._allgather(name, by_input, inputs, opts)
 
     def _allgather(self, name: str, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> Call:
         call = self._call(name, [part for parts in outputs for part in parts], opts)
         flats = [[raw(call.buffers.write(part)) for part in parts] for parts in outputs]
-        mine = [raw(call.buffers.read(tensor)) for tensor in inputs]
+        own_flats = [raw(call.buffers.read(tensor)) for tensor in inputs]
 
         def work() -> Progress:
-            for parts, own in zip(flats, mine, strict=True):
+            for parts, own in zip(flats, own_flats, strict=True):
                 parts[self.rank()][:] = own
                 yield from moves.allgather(self._world, parts)
 
@@ -122,10 +124,10 @@ class Group(BareGroup):
             self._check_parts(name, output, tensor, "the output", "the input")
         call = self._call(name, outputs, opts)
         wholes = [raw(call.buffers.write(output)) for output in outputs]
-        mine = [raw(call.buffers.read(tensor)) for tensor in inputs]
+        own_flats = [raw(call.buffers.read(tensor)) for tensor in inputs]
 
         def work() -> Progress:
-            for whole, own in zip(wholes, mine, strict=True):
+            for whole, own in zip(wholes, own_flats, strict=True):
                 parts = numpy.split(whole, self.size())
                 parts[self.rank()][:] = own
                 yield from moves.allgather(self._world, parts)
@@ -143,12 +145,12 @@ class Group(BareGroup):
             self._check_fits("gather", tensor, part, "each output")
         call = self._call("gather", parts, opts)
         flats = [raw(call.buffers.write(part)) for part in parts]
-        mine = raw(call.buffers.read(tensor))
+        own = raw(call.buffers.read(tensor))
 
         def work() -> Progress:
             if is_root:
-                flats[root][:] = mine
-            return moves.gather(self._world, mine, flats, root)
+                flats[root][:] = own
+            return moves.gather(self._world, own, flats, root)
 
         return self._begin(call, work, lambda: [checks.count(tensor)], opts, root)
 
@@ -162,13 +164,13 @@ class Group(BareGroup):
         for part in parts:
             self._check_fits("scatter", tensor, part, "each input")
         call = self._call("scatter", [tensor], opts)
-        mine = raw(call.buffers.write(tensor))
+        own = raw(call.buffers.write(tensor))
         flats = [raw(call.buffers.read(part)) for part in parts]
 
         def work() -> Progress:
             if is_root:
-                mine[:] = flats[root]
-            return moves.scatter(self._world, mine, flats, root)
+                own[:] = flats[root]
+            return moves.scatter(self._world, own, flats, root)
 
         return self._begin(call, work, lambda: [checks.count(tensor)], opts, root)
 
@@ -181,11 +183,11 @@ class Group(BareGroup):
         self._check_fits(name, tensor, parts[self.rank()], "its place in the list of inputs")
         how = self._reduction(name, opts, tensor)
         call = self._call(name, [tensor], opts)
-        mine = values(call.buffers.write(tensor))
+        own = values(call.buffers.write(tensor))
         flats = [values(call.buffers.read(part)) for part in parts]
 
         def work() -> Progress:
-            return reductions.reduce_scatter(self._world, flats, mine, how)
+            return reductions.reduce_scatter(self._world, flats, own, how)
 
         return self._begin(call, work, lambda: [how.name, *map(checks.count, parts)], opts)
 
@@ -205,11 +207,11 @@ class Group(BareGroup):
             self._check_parts(name, tensor, output, "the input", "the output")
         hows = [self._reduction(name, opts, output) for output in outputs]
         call = self._call(name, outputs, opts)
-        mine = [values(call.buffers.write(output)) for output in outputs]
+        own_flats = [values(call.buffers.write(output)) for output in outputs]
         wholes = [values(call.buffers.read(tensor)) for tensor in inputs]
 
         def work() -> Progress:
-            for whole, own, how in zip(wholes, mine, hows, strict=True):
+            for whole, own, how in zip(wholes, own_flats, hows, strict=True):
                 yield from reductions.reduce_scatter(self._world, numpy.split(whole, self.size()), own, how)
 
         return self._begin(call, work, lambda: [hows[0].name, *map(checks.count, outputs)], opts)
@@ -217,8 +219,8 @@ class Group(BareGroup):
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Call:
         """See torch. Tensors may differ in size."""
         name = "all_to_all"
-        for tensors, what in ((outputs, "outputs"), (inputs, "inputs")):
-            self._list_of(name, [tensors], self.size(), what)
+        for tensors, role in ((outputs, "outputs"), (inputs, "inputs")):
+            self._list_of(name, [tensors], self.size(), role)
         self._check(name, [*outputs, *inputs])
         call = self._call(name, outputs, opts)
         receives = [raw(call.buffers.write(tensor)) for tensor in outputs]
@@ -237,9 +239,9 @@ class Group(BareGroup):
         name = "all_to_all_single"
         self._check(name, [output, input])
         ends = []
-        for tensor, sizes, what in ((output, output_split_sizes, "output"), (input, input_split_sizes, "input")):
+        for tensor, sizes, role in ((output, output_split_sizes, "output"), (input, input_split_sizes, "input")):
             try:
-                ends.append(checks.splits(tensor, sizes, self.size(), what))
+                ends.append(checks.splits(tensor, sizes, self.size(), role))
             except ValueError as error:
                 self._refuse(name, error)
         call = self._call(name, [output], opts)
@@ -285,34 +287,14 @@ class Group(BareGroup):
     def end_coalescing(self, device: Any) -> Call:
         """One work for all that has been begun since."""
         calls, self._together = self._together or [], None
-        call = self._call("coalesced calls", [result for its in calls for result in its.results], None)
+        call = self._call("coalesced calls", [result for begun in calls for result in begun.results], None)
 
         def work() -> Progress:
-            yield from until(lambda: all(its.is_done for its in calls))
-            for its in calls:
-                if its.error is not None:
-                    raise its.error
+            yield from until(lambda: all(begun.is_done for begun in calls))
+            for begun in calls:
+                if begun.error is not None:
+                    raise begun.error
 
         return self._channel.begin(call, work, None, is_awaited=False)
 
     _start_coalescing, _end_coalescing = start_coalescing, end_coalescing
-
-    # -- calls of two ranks ----------------------------------------------------------------------------------------
-
-    def send(self, tensors: Tensors, to: int, tag: int = 0) -> Call:
-        """See torch."""
-        tensor = self._peer("send", tensors, to, tag)
-        call = self._call(f"send to {self._world.name(to)}", [tensor], None)
-        return self._noted(self._channel.send(call, raw(call.buffers.read(tensor)), to, tag))
-
-    def recv(self, tensors: Tensors, source: int, tag: int = 0) -> Call:
-        """See torch."""
-        tensor = self._peer("recv", tensors, source, tag)
-        call = self._call(f"recv from {self._world.name(source)}", [tensor], None)
-        return self._noted(self._channel.receive(call, raw(call.buffers.write(tensor)), source, tag))
-
-    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Call:
-        """See torch."""
-        tensor = self._peer("recv", tensors, 0, tag)
-        call = self._call("recv from any rank", [tensor], None)
-        return self._noted(self._channel.receive(call, raw(call.buffers.write(tensor)), None, tag))

@@ -156,24 +156,24 @@ class BareGroup(dist.ProcessGroup):
         self._check(name, tensors)
         return tensors[0]
 
-    def _list_of(self, name: str, lists: Sequence[Tensors], length: int, what: str = "tensors") -> Tensors:
+    def _list_of(self, name: str, lists: Sequence[Tensors], length: int, role: str = "tensors") -> Tensors:
         if len(lists) != 1 or len(lists[0]) != length:
-            found = len(lists[0]) if len(lists) == 1 else f"{len(lists)} lists of"
-            self._refuse(name, ValueError(f"{found} {what} in a list for {length} ranks; give one for each rank"))
+            given = len(lists[0]) if len(lists) == 1 else f"{len(lists)} lists of"
+            self._refuse(name, ValueError(f"{given} {role} in a list for {length} ranks; give one for each rank"))
         return lists[0]
 
-    def _check_fits(self, name: str, tensor: torch.Tensor, other: torch.Tensor, what: str) -> None:
+    def _check_fits(self, name: str, tensor: torch.Tensor, other: torch.Tensor, role: str) -> None:
         if tensor.numel() != other.numel():
-            text = f"a tensor of {tensor.numel()} elements, and {what} has {other.numel()}; they must be equal"
+            text = f"a tensor of {tensor.numel()} elements, and {role} has {other.numel()}; they must be equal"
             self._refuse(name, ValueError(text))
 
     def _check_lengths(self, name: str, outputs: Tensors, inputs: Tensors) -> None:
         if len(outputs) != len(inputs):
             self._refuse(name, ValueError(f"{len(outputs)} outputs for {len(inputs)} inputs"))
 
-    def _check_parts(self, name: str, whole: torch.Tensor, part: torch.Tensor, its: str, others: str) -> None:
+    def _check_parts(self, name: str, whole: torch.Tensor, part: torch.Tensor, own: str, others: str) -> None:
         if whole.numel() != part.numel() * self.size():
-            text = f"{its} has {whole.numel()} elements, {others} {part.numel()}; for {self.size()} ranks {its} needs "
+            text = f"{own} has {whole.numel()} elements, {others} {part.numel()}; for {self.size()} ranks {own} needs "
             self._refuse(name, ValueError(text + str(part.numel() * self.size())))
 
     def _check_rank(self, name: str, root: int) -> None:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-import time
-from collections.abc import Callable, Generator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Generator
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy
 
-from mpitrain.agreement import Agreement
 from mpitrain.allreduce import ALGORITHMS
 from mpitrain.allreduce.algorithm import Progress
-from mpitrain.control import FAILED, until
-from mpitrain.errors import MismatchError, MpitrainError, ProcessGroupError
+from mpitrain.errors import MpitrainError, ProcessGroupError
 from mpitrain.torch.peers import Peers
 from mpitrain.torch.work import Call
+from mpitrain.waiting.agreement import Agreement
+from mpitrain.waiting.background import Begun
+from mpitrain.waiting.control import until
 
 if TYPE_CHECKING:
     from mpitrain.torch.engine import Engine
@@ -27,33 +27,32 @@ if TYPE_CHECKING:
 COMPARED_CALLS = 100
 # How long a call is driven where its future is asked for. With 0.02, four ranks on two cores took a fifth longer.
 _HERE_SECONDS = 0.3
-# How long what a rank sent before it came to its end may still be on its way, and how long its failure may need to end
-# this process.
-_GRACE_SECONDS, _FAILURE_GRACE_SECONDS = 1.0, 10.0
+# PyTorch's C++ may keep a work that Python has begun, and ask it again when nothing in Python refers to it any more: in
+# the backward pass, DistributedDataParallel asks for the one-element sums of its `join`. Without its Python half a work
+# waits for ever. So as many of the last small ones are kept.
+_KEPT_CALLS = 256
+_KEPT_BYTES = 1024
 
 
 class Channel:
     """One group's. Calls of all ranks run one after the other, in the order begun; sends and receives beside them."""
 
-    def __init__(self, engine: Engine, world: World, name: str, members: Sequence[int], timeout_seconds: float) -> None:
-        """`members` are the global ranks of the group's. Collective over them."""
+    def __init__(self, engine: Engine, world: World, name: str, timeout_seconds: float) -> None:
+        """`world` is the group's own. Collective over its ranks."""
         self.engine = engine
         self.world = world
         self.name = name
-        self.members = tuple(members)
         self.timeout_seconds = timeout_seconds
-        self.sums = ALGORITHMS[world.config.algorithm](world)
+        self.sums = ALGORITHMS[world.config.algorithm].make(world)
         self.calls: dict[Call, None] = {}  # in flight, in the order begun
         self.num_monitored = 0  # monitored barriers so far
+        self._kept: deque[Call] = deque(maxlen=_KEPT_CALLS)
         self._peers = Peers(world)
         self._queue = world.background
         self._process = os.getpid()
         self._left_to_compare = COMPARED_CALLS
         self._compares_all = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"
         self._is_closed = False
-        digest = hashlib.blake2b(f"{name} {self.members}".encode(), digest_size=6).digest()
-        self._number = int.from_bytes(digest, "little")  # by which all its ranks know it
-        engine.begun[self._number] = 0
 
     def __str__(self) -> str:
         return f"process group {self.name}"
@@ -95,6 +94,10 @@ class Channel:
         agreement = None if lines is None else self._agreement(name, lines)
         self._enqueue(call, self._run(call, agreement, work), is_for_all=lines is not None)
         if not is_awaited:
+            # What is read counts too, and of a part of a tensor, all of it.
+            tensors = (*call.results, *call.buffers.kept)
+            if sum(tensor.untyped_storage().nbytes() for tensor in tensors) <= _KEPT_BYTES:
+                self._kept.append(call)
             self.engine.wake()
         return call
 
@@ -163,27 +166,16 @@ class Channel:
             else:
                 self.break_off(str(call), error)
                 return
-        for note in tuple(self.engine.world.control.notes.values()):
-            has_failed = note.kind == FAILED
-            age = time.perf_counter() - note.seen_seconds
-            if note.rank not in self.members or age < (_FAILURE_GRACE_SECONDS if has_failed else _GRACE_SECONDS):
-                continue
-            made = 0 if has_failed else self.engine.world.control.group_calls.get((note.rank, self._number), 0)
-            needs = next((its for its in tuple(self.calls) if self._needs(its, note.rank, made)), None)
-            if needs is None:
-                continue
-            name = self.engine.world.name(note.rank)
-            text = f"{name} failed" if has_failed else f"{name} has come to its end and makes this call no more"
-            self.break_off(str(needs), MismatchError(f"{self.world.name()}: waits in {needs}, but {text}"))
-            return
+        for call in tuple(self.calls):
+            try:
+                self.world.control.judge(call, self.others(call), call.number)
+            except MpitrainError as error:
+                self.break_off(str(call), error)
+                return
 
-    def _needs(self, call: Call, rank: int, made: int) -> bool:
-        """Whether it cannot end without this rank of the job, a member, which has made the first `made` calls of all.
-
-        It may have done its part of such a call, and left, while others are still on their way to it.
-        """
-        others = self._peers.others(call)
-        return call.number > made if others is None else self.members.index(rank) in others
+    def others(self, call: Call) -> Collection[int] | None:
+        """The ranks of the group that a send or receive is for; None for a call of all."""
+        return self._peers.others(call)
 
     def break_off(self, doing: str, error: BaseException) -> None:
         """Messages are half way: nothing more can go through this group, and all that is in flight ends with `error`.
@@ -213,7 +205,7 @@ class Channel:
 
     def is_for_all(self, call: Call) -> bool:
         """Whether it is one of all ranks: it ends as soon as they have come. A receive may be begun for later."""
-        return self._peers.others(call) is None
+        return self.others(call) is None
 
     def abort(self) -> None:
         """End what is in flight with an error."""
@@ -237,7 +229,7 @@ class Channel:
                     raise call.error
 
     def close(self) -> None:
-        """End as `finish` does, and free the communicators."""
+        """End as `finish` does, and free the communicators once all ranks of the group have come to here."""
         if self._is_closed or os.getpid() != self._process:
             return
         try:
@@ -246,7 +238,7 @@ class Channel:
             self._is_closed = True
         del self.sums  # and the memory that it shares with others
         if not self.world.control.is_broken:  # or MPI still uses them
-            self.world.free()
+            self.engine.free(self.world)
 
     def _agreement(self, call: str, lines: Callable[[], list[str]]) -> Agreement | None:
         if not self.compares:
@@ -255,9 +247,11 @@ class Channel:
         return self.world.begin_agreement(f"{call} in {self}", lines())
 
     def _enqueue(self, call: Call, steps: Generator[float | None], *, is_for_all: bool = True) -> None:
-        call.number = self.engine.begun[self._number] = self.engine.begun[self._number] + is_for_all
+        if is_for_all:
+            self.world.control.count_call()
+        call.number = self.world.control.calls
         self._add(call)
-        self._queue.begin(steps, call)
+        Begun(self._queue, steps, call)
 
     def _add(self, call: Call) -> None:
         self.calls[call] = None

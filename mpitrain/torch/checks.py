@@ -9,8 +9,8 @@ import numpy
 import torch
 
 from mpitrain.allreduce.algorithm import Progress
-from mpitrain.control import until
-from mpitrain.errors import MismatchError
+from mpitrain.errors import MismatchError, everywhere
+from mpitrain.waiting.control import until
 
 if TYPE_CHECKING:
     from mpitrain.torch.work import Call
@@ -27,48 +27,48 @@ def count(tensor: torch.Tensor) -> str:
     return f"{tensor.numel()} {kind(tensor)}"
 
 
-def tensors(its: Sequence[torch.Tensor], *, dtypes: bool = True) -> None:
+def tensors(given: Sequence[torch.Tensor], *, dtypes: bool = True) -> None:
     """All are such as can be sent, on one device, and with `dtypes` of one dtype.
 
     Raises:
         TypeError: they are not.
         ValueError: there is none.
     """
-    if not its:
+    if not given:
         raise ValueError("no tensor; give at least one")
-    for tensor in its:
+    for tensor in given:
         if tensor.layout != torch.strided:
             raise TypeError(f"a tensor of layout {tensor.layout}; use tensor.to_dense() first")
         if tensor.device.type not in ("cpu", "cuda"):
             raise TypeError(f"a tensor on {tensor.device}; it can be on cpu or cuda: use tensor.cpu()")
         if tensor.is_quantized:
             raise TypeError("a quantized tensor; use tensor.dequantize() or tensor.int_repr() first")
-        if tensor.device != its[0].device:
-            raise TypeError(f"tensors on {its[0].device} and on {tensor.device}; all must be on one device")
-        if dtypes and tensor.dtype != its[0].dtype:
-            raise TypeError(f"tensors of {its[0].dtype} and of {tensor.dtype}; all must be of one dtype")
+        if tensor.device != given[0].device:
+            raise TypeError(f"tensors on {given[0].device} and on {tensor.device}; all must be on one device")
+        if dtypes and tensor.dtype != given[0].dtype:
+            raise TypeError(f"tensors of {given[0].dtype} and of {tensor.dtype}; all must be of one dtype")
 
 
-def peer(its: Sequence[torch.Tensor], rank: int, size: int, tag: int, largest_tag: int, where: str) -> torch.Tensor:
+def peer(given: Sequence[torch.Tensor], rank: int, size: int, tag: int, largest_tag: int, where: str) -> torch.Tensor:
     """The one tensor of a send or recv.
 
     Raises:
         TypeError, ValueError: it, the rank or the tag is none.
     """
-    if len(its) != 1:
-        raise ValueError(f"{where}: {len(its)} tensors; it takes one")
+    if len(given) != 1:
+        raise ValueError(f"{where}: {len(given)} tensors; it takes one")
     try:
-        tensors(its)
+        tensors(given)
     except TypeError as error:
         raise TypeError(f"{where}: {error}") from None
     if not 0 <= rank < size:
         raise ValueError(f"{where}: rank {rank}; ranks of the group are 0 to {size - 1}")
     if not 0 <= tag <= largest_tag:
         raise ValueError(f"{where}: tag {tag}; tags are 0 to {largest_tag}")
-    return its[0]
+    return given[0]
 
 
-def splits(tensor: torch.Tensor, sizes: Sequence[int], size: int, what: str) -> list[int]:
+def splits(tensor: torch.Tensor, sizes: Sequence[int], size: int, role: str) -> list[int]:
     """Where the parts of the ranks end, but the last, in bytes; `sizes` along the first dimension, or none: equal.
 
     Raises:
@@ -77,11 +77,11 @@ def splits(tensor: torch.Tensor, sizes: Sequence[int], size: int, what: str) -> 
     length = tensor.shape[0] if tensor.dim() else 0
     if not sizes:
         if length % size:
-            raise ValueError(f"the {what} has {length} rows, which {size} ranks cannot share equally; give split sizes")
+            raise ValueError(f"the {role} has {length} rows, which {size} ranks cannot share equally; give split sizes")
         sizes = [length // size] * size
     if len(sizes) != size or min(sizes) < 0 or sum(sizes) != length:
         raise ValueError(
-            f"split sizes {list(sizes)} for the {what} of {length} rows and {size} ranks; give one for each rank, "
+            f"split sizes {list(sizes)} for the {role} of {length} rows and {size} ranks; give one for each rank, "
             f"together {length}"
         )
     row = tensor.numel() * tensor.element_size() // max(length, 1)
@@ -96,20 +96,20 @@ class Sizes:
         self, world: World, call: Call, sends: Sequence[numpy.ndarray], receives: Sequence[numpy.ndarray]
     ) -> None:
         self._world, self._call = world, call
-        self._mine = numpy.array([[its.nbytes for its in sends], [its.nbytes for its in receives]], numpy.int64)
+        self._own = numpy.array([[part.nbytes for part in sends], [part.nbytes for part in receives]], numpy.int64)
 
     def compare(self) -> Progress:
         """Raises MismatchError on every rank where a size is not what its receiver expects."""
         world = self._world
-        everything = numpy.empty((world.size, *self._mine.shape), numpy.int64)
-        yield from until(world.background.comm.Iallgather(self._mine, everything).Test)
-        sent, expected = everything[:, 0], everything[:, 1].T
+        of_all = numpy.empty((world.size, *self._own.shape), numpy.int64)
+        yield from until(world.background.comm.Iallgather(self._own, of_all).Test)
+        sent, expected = of_all[:, 0], of_all[:, 1].T
         wrong = numpy.argwhere(sent != expected)
         if len(wrong):
             source, target = wrong[0].tolist()
-            error = MismatchError(
-                f"{self._call}: {world.name(source)} sends {sent[source, target]} bytes to {world.name(target)}, which "
-                f"expects {expected[source, target]}; the split sizes of both must be equal"
+            raise everywhere(
+                MismatchError(
+                    f"{self._call}: {world.name(source)} sends {sent[source, target]} bytes to {world.name(target)}, "
+                    f"which expects {expected[source, target]}; the split sizes of both must be equal"
+                )
             )
-            error.known_everywhere = True
-            raise error

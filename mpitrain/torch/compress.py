@@ -12,9 +12,9 @@ from torch._C._distributed_c10d import GradBucket
 
 from mpitrain.allreduce.algorithm import Progress, Sequential
 from mpitrain.allreduce.compressed import compressed
-from mpitrain.compression import CODECS
+from mpitrain.compression import CODECS, make_codec
 from mpitrain.errors import ConfigError
-from mpitrain.torch.backend import Group
+from mpitrain.torch.backend import MpiProcessGroup
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 
@@ -31,7 +31,7 @@ def compress(codec: str) -> Hook:
     its first step). Sources: mpitrain/allreduce/direct.py.
 
     Args:
-        codec: "bf16", "fp16", "int8" or "int4".
+        codec: a name in mpitrain.compression.CODECS.
 
     Raises:
         ConfigError: there is no such codec; or, in the backward pass, a gradient is not float32 or the group is not of
@@ -39,12 +39,12 @@ def compress(codec: str) -> Hook:
     """
     if codec not in CODECS:
         raise ConfigError(f"there is no codec {codec!r}; known: {', '.join(sorted(CODECS))}")
-    sums: dict[Group, Sequential] = {}
+    sums: dict[MpiProcessGroup, Sequential] = {}
     residuals: list[_Residual] = []
 
     def hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         group = dist.group.WORLD if state is None else state
-        if not isinstance(group, Group):
+        if not isinstance(group, MpiProcessGroup):
             raise ConfigError(f"compress({codec!r}) works in groups of the backend mpitrain, not in {group!r}")
         world, buffer = group._channel.world, bucket.buffer()
         if buffer.dtype != torch.float32:
@@ -53,7 +53,7 @@ def compress(codec: str) -> Hook:
                 "parameters float32, or leave the hook out"
             )
         if group not in sums:
-            sums[group] = compressed(world, codec)
+            sums[group] = compressed(world, make_codec(codec))
         parameters = bucket.parameters()
         kept = next((one for one in residuals if one.is_of(parameters)), None)
         if kept is None:  # the first step, or DDP has made new buckets

@@ -16,11 +16,13 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from mpitrain.errors import MpitrainError
-from mpitrain.failure import end_job
-from mpitrain.launch.activity import mine
-from mpitrain.long_wait import PUBLISH_SECONDS, LongWait, Neighbours
+from mpitrain.job.start import the_job
+from mpitrain.waiting.long_wait import PUBLISH_SECONDS, LongWait, Neighbours
+from mpitrain.watching.activity import own_activity
 
 if TYPE_CHECKING:
+    from mpi4py import MPI
+
     from mpitrain.torch.channel import Channel
     from mpitrain.torch.work import Call, CallFuture
     from mpitrain.world import World
@@ -37,7 +39,6 @@ class Engine:
         ended: futures of calls that have ended, to be completed when no lock is held.
         wrecks: groups that were broken off. MPI may still write into the memory of what was in flight there, so they
             are kept, also when the program has no use for them.
-        begun: how many calls of all its ranks this one has begun in each group, by the group's number.
     """
 
     def __init__(self, world: World) -> None:
@@ -45,8 +46,8 @@ class Engine:
         self.world = world
         self.ended: deque[CallFuture] = deque()
         self.wrecks: set[Channel] = set()
-        self.begun: dict[int, int] = {}
         self._busy: dict[Channel, None] = {}  # those with calls in flight
+        self._closed: list[tuple[MPI.Request, World]] = []  # groups that this rank has closed, others perhaps not yet
         self._wake = threading.Condition()
         self._driving = threading.Lock()  # held by the thread that looks
         self._waiters = 0
@@ -79,7 +80,9 @@ class Engine:
         try:
             while not (call.is_done or (deadline is not None and time.monotonic() > deadline)):
                 try:
-                    call.channel.world.control.wait(self._until(call, deadline), call)
+                    call.channel.world.control.wait(
+                        self._until(call, deadline), call, call.channel.others(call), call=call.number
+                    )
                 except MpitrainError as error:
                     # One that all ranks know is another call's, and raised there; this one goes on.
                     if not error.known_everywhere:
@@ -103,6 +106,23 @@ class Engine:
                 self._driving.release()
         self._complete()
         return nap
+
+    def free(self, world: World) -> None:
+        """Give a group's communicators back once all its ranks have closed it, which nobody waits for.
+
+        A rank that broke the group off never comes to here. What it had sent may still be on its way, and a later
+        communicator to which MPI gave the same number would receive it.
+        """
+        self._closed.append((world.comm.Ibarrier(), world))
+        self.free_closed()
+
+    def free_closed(self) -> None:
+        """Give back the communicators of the groups that all their ranks have closed by now."""
+        for closed in tuple(self._closed):
+            everyone, world = closed
+            if everyone.Test():
+                self._closed.remove(closed)
+                world.free()
 
     def who_waits(self) -> str:
         """What the ranks of this host do, in words."""
@@ -134,7 +154,7 @@ class Engine:
         now = time.monotonic()
         if now - self._judged > _SECONDS_BETWEEN_JUDGEMENTS:
             self._judged = now
-            self.world.control.look()
+            self.world.control.notes.look()
             for channel in tuple(self._busy):
                 channel.judge(now)
         return nap
@@ -173,7 +193,7 @@ class Engine:
                 self._long_wait.look(now)
             except MpitrainError as error:
                 call.channel.break_off(str(call), error)
-        elif now - self._since > PUBLISH_SECONDS and (activity := mine()):
+        elif now - self._since > PUBLISH_SECONDS and (activity := own_activity()):
             self._long_wait = LongWait(activity, self.world.rank, call, self._since)
 
     def _finish(self) -> None:
@@ -185,10 +205,8 @@ class Engine:
         try:
             for channel in tuple(self._busy):
                 channel.finish()
-            for group, calls in self.begun.items():
-                self.world.control.tell_group_calls(group, calls)
         except (KeyboardInterrupt, Exception) as error:
-            end_job(self.world, error, error.__traceback__)
+            the_job().end(error)
         self._is_ending = True
         self.wake()
         self._thread.join()
@@ -201,7 +219,7 @@ def engine_of(world: World) -> Engine:
 
 
 def _neighbours(world: World) -> Neighbours:
-    activity = mine()
+    activity = own_activity()
     everywhere: Sequence[tuple[int, int]] = world.allgather((os.getpid(), activity.descriptor if activity else -1))
     here = {rank: at for rank, at in enumerate(everywhere) if world.node_ranks[rank] == world.node_rank and at[1] >= 0}
     return Neighbours(here, world.hosts)

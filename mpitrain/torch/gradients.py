@@ -17,21 +17,35 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakMethod
 
 import numpy
 import torch
 
-from mpitrain.adapters.torch_arrays import array_of, tensor_of
-from mpitrain.agreement import signature
-from mpitrain.errors import GradientError, NonFiniteError
-from mpitrain.exchange.bucket import Parameter
+from mpitrain.adapters.torch_arrays import tensor_of
+from mpitrain.adapters.torch_buffers import Values
+from mpitrain.adapters.torch_trained import Trained, call_weakly
+from mpitrain.errors import GradientError, NonFiniteError, everywhere
 from mpitrain.exchange.exchange import Exchange
 from mpitrain.exchange.reducer import GradientReducer
-from mpitrain.torch.buffers import Buffers
+from mpitrain.exchange.remarks import Remarks
+from mpitrain.torch.buffer_means import BufferMeans
 from mpitrain.torch.sharded import ShardedData, Share
 from mpitrain.world import World
+
+_GONE = (
+    "the model and the optimizer that prepare() was given are gone, and this is a backward pass through parameters of "
+    "theirs, whose gradients nobody exchanges any more; keep the model"
+)
+
+
+class _Note(NamedTuple):
+    """What a rank has noticed: parameters that were frozen at prepare() and are not now; see BufferMeans.changed."""
+
+    thawed: tuple[str, ...] = ()
+    floats: tuple[str, ...] = ()
+    others: Values = ()
 
 
 class Gradients:
@@ -50,33 +64,23 @@ class Gradients:
         """Collective: the ranks compare the parameters that have gradients. Raises as GradientReducer does."""
         self._world = world
         self._data = data
-        named = dict(model.named_parameters())
-        self._frozen = {name: parameter for name, parameter in named.items() if not parameter.requires_grad}
-        self._names = [name for name in named if name not in self._frozen]
-        self._known = set(named.values())
-        self._parameters: list[Any] = [named[name] for name in self._names]
+        self._trained = Trained(model, "prepare()")
+        self._names = list(self._trained.tensors)
+        self._parameters: list[Any] = list(self._trained.tensors.values())
         self._reducer = GradientReducer(
-            world,
-            [
-                Parameter(name, tuple(parameter.shape), array_of(parameter).dtype)
-                for name, parameter in zip(self._names, self._parameters, strict=True)
-            ],
-            exchange=exchange,
-            bucket_bytes=bucket_bytes,
-            threaded=threaded,
+            world, self._trained.layout, exchange=exchange, bucket_bytes=bucket_bytes, threaded=threaded
         )
         self._views = [tensor_of(gradient) for gradient in self._reducer.gradients]
-        self._buffers = Buffers(world, model)
+        self._buffers = BufferMeans(world, model)
         self._share = Share(1, 1)
         self._missing: set[int] | None = None  # not come in yet; None between backward passes
         self._accumulating = False
         self._holds_own = False  # p.grad may hold what has been accumulated on this rank alone
         self._cause: NonFiniteError | None = None
-        self._said: set[str] = set()
-        for index, parameter in enumerate(self._parameters):
-            parameter.register_post_accumulate_grad_hook(partial(_call, WeakMethod(self._came), index))
+        self._trained.watch(self._came, gone=_GONE)
+        for parameter in self._parameters:
             # Now, for one that is frozen later takes none.
-            parameter.register_hook(partial(_call, WeakMethod(self._scaled)))
+            parameter.register_hook(partial(call_weakly, WeakMethod(self._scaled), _GONE))
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -100,9 +104,10 @@ class Gradients:
                 f"{self._world.name()}: optimizer.step() came while gradients are accumulated on this rank alone; the "
                 "last backward() before a step belongs outside of `with accumulate(model)`"
             )
+        known = set(self._trained.named.values())
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter not in self._known:
+                if parameter not in known:
                     raise GradientError(
                         f"{self._world.name()}: the optimizer has a parameter of shape {tuple(parameter.shape)} that "
                         "the model did not have at prepare(), whose gradient would differ from rank to rank. Call "
@@ -146,53 +151,44 @@ class Gradients:
     def _finish(self) -> None:
         """The end of a backward pass: afterwards all of p.grad, and the buffers, are the same on all ranks."""
         assert self._missing is not None
-        unused = {index for index in self._missing if self._parameters[index].grad is None}
         for index in self._missing:
             view, parameter = self._views[index], self._parameters[index]
-            if parameter.grad is None:
-                view.zero_()
-            elif parameter.grad is not view:
+            is_used = parameter.grad is not None
+            if is_used and parameter.grad is not view:
                 self._check(index, parameter.grad)
                 view.copy_(parameter.grad.detach())
             parameter.grad = view
-            self._reducer.ready(index, self._reducer.gradients[index])
+            self._reducer.ready(index, self._reducer.gradients[index] if is_used else None)
         self._missing = None
-        facts = [self._names[index] for index in sorted(unused)], self._buffers.found(), self._unfrozen()
-        # A number of 63 bits, equal on two ranks where the facts are; 0 for none.
-        mark = signature("facts", [str(its) for its in facts]) >> 1 if any(facts) else 0
-        means = self._reducer.finish(may_skip=True, mark=mark)
-        self._buffers.end()
+        thawed = tuple(
+            name
+            for name, parameter in self._trained.named.items()
+            if parameter.requires_grad and name not in self._trained.tensors
+        )
+        note = _Note(thawed, *self._buffers.changed())
+        means = self._reducer.finish(may_skip=True, note=note if any(note) else None)
         self._holds_own = False
         self._cause = means.cause
+        self._heed(means.remarks)
         if self._cause is not None:
             self._spoil()
-        elif any(means.marks):
-            alike = all(other == mark for other in means.marks)
-            self._heed([facts] if alike else self._world.allgather(facts))
 
-    def _heed(self, facts: list[tuple[list[str], list[str], list[str]]]) -> None:
-        """What some rank has noticed in this backward pass; all ranks have the same list."""
-        unfrozen = sorted({name for _, _, its in facts for name in its})
-        if unfrozen:
-            error = GradientError(
-                f"{', '.join(unfrozen)} had requires_grad=False at prepare() and has a gradient now, which would "
-                "differ from rank to rank. Call prepare() with requires_grad=True, and freeze it afterwards"
+    def _heed(self, remarks: Remarks) -> None:
+        """What the ranks have noticed in this backward pass."""
+        notes = [note or _Note() for note in remarks.notes]
+        self._buffers.end(sorted({name for note in notes for name in note.floats}), [note.others for note in notes])
+        thawed = sorted({name for note in notes for name in note.thawed})
+        if thawed:
+            raise everywhere(
+                GradientError(
+                    f"{', '.join(thawed)} had requires_grad=False at prepare() and has a gradient now, which would "
+                    "differ from rank to rank. Call prepare() with requires_grad=True, and freeze it afterwards"
+                )
             )
-            error.known_everywhere = True
-            raise error
-        nowhere = set(facts[0][0]).intersection(*(its for its, _, _ in facts))
-        for index, name in enumerate(self._names):
-            if name in nowhere:  # as in one process: the optimizer leaves it alone
-                self._parameters[index].grad = None
-        new = {name for its, _, _ in facts for name in its} - self._said
-        self._said |= new
-        for names, text in (
-            (new & nowhere, "no rank's loss has used; as in one process the optimizer leaves them alone"),
-            (new - nowhere, "the loss of some rank has not used; there their gradients count as zero"),
-        ):
-            if names:
-                self._world.print(f"mpitrain: parameters that {text}: {', '.join(sorted(names))}")
-        self._buffers.add([name for _, its, _ in facts for name in its], self._share)
+        for index in remarks.unused:  # as in one process
+            self._parameters[index].grad = None
+        for text in self._trained.report(remarks):
+            self._world.print(f"mpitrain: {text}")
 
     def _scaled(self, gradient: torch.Tensor) -> torch.Tensor | None:
         """A gradient on its way into p.grad, where that adds up those of several batches. Its hook."""
@@ -215,31 +211,12 @@ class Gradients:
         return self._data.share
 
     def _check(self, index: int, gradient: torch.Tensor) -> None:
-        view = self._views[index]
-        if (gradient.layout, gradient.dtype, gradient.device) != (view.layout, view.dtype, view.device):
-            raise GradientError(
-                f"{self._world.name()}: the gradient of {self._names[index]} is {gradient.layout} {gradient.dtype} on "
-                f"{gradient.device}; at prepare() it was {view.layout} {view.dtype} on {view.device}. Use "
-                "sparse=False, and call prepare() when the model has its dtype and device"
-            )
-
-    def _unfrozen(self) -> list[str]:
-        return [name for name, parameter in self._frozen.items() if parameter.requires_grad]
+        if problem := self._trained.problem(index, gradient):
+            raise GradientError(f"{self._world.name()}: {problem}")
 
     def _spoil(self) -> None:
         """A codec need not pass NaN on. A GradScaler finds it on every rank or on none."""
-        for view in self._views:
-            if view.numel():
+        for view, parameter in zip(self._views, self._parameters, strict=True):
+            if view.numel() and parameter.grad is not None:
                 view.view(-1)[0] = numpy.nan
                 return
-
-
-def _call(method: WeakMethod[Callable[..., Any]], *arguments: Any) -> Any:
-    """A hook that does not keep what it belongs to: Python cannot see that PyTorch's hooks end with their parameter."""
-    found = method()
-    if found is None:
-        raise GradientError(
-            "the model and the optimizer that prepare() was given are gone, and this is a backward pass through "
-            "parameters of theirs, whose gradients nobody exchanges any more; keep the model"
-        )
-    return found(*arguments)

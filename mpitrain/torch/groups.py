@@ -12,12 +12,12 @@ import torch.distributed as dist
 
 import mpitrain
 from mpitrain.allreduce.algorithm import Progress
-from mpitrain.allreduce.group import Group as Ranks
+from mpitrain.allreduce.group import Group
 from mpitrain.allreduce.node_memory import meet
 from mpitrain.errors import MpitrainError, ProcessGroupError
 from mpitrain.exchange.driver import allows_threads
-from mpitrain.start import make_world
-from mpitrain.torch.backend import Group
+from mpitrain.job.worlds import make_world
+from mpitrain.torch.backend import MpiProcessGroup
 from mpitrain.torch.channel import Channel
 from mpitrain.torch.engine import engine_of
 from mpitrain.torch.rendezvous import check_place
@@ -34,7 +34,7 @@ def register() -> None:
         record_nothing("mpitrain")
 
 
-def _create(options: Any, _: Any) -> Group:
+def _create(options: Any, _: Any) -> MpiProcessGroup:
     """What torch calls for init_process_group and new_group, on the ranks of the group."""
     world = mpitrain.init()
     rank, size = options.group_rank, options.group_size
@@ -45,7 +45,7 @@ def _create(options: Any, _: Any) -> Group:
     return _make(members, str(options.group_id), options.timeout, options.store)
 
 
-def _make(members: Sequence[int], name: str, timeout: timedelta, store: Any) -> Group:
+def _make(members: Sequence[int], name: str, timeout: timedelta, store: Any) -> MpiProcessGroup:
     """A group of these global ranks, which all call it."""
     from mpi4py import MPI
 
@@ -57,29 +57,32 @@ def _make(members: Sequence[int], name: str, timeout: timedelta, store: Any) -> 
             "that has it"
         )
     engine = engine_of(world)
+    engine.free_closed()
     seconds = timeout.total_seconds()
     doing = f"process group {name} of ranks {', '.join(map(str, members))} begins"
     # In MPI's own call a rank could wait for others in silence.
-    ranks = Ranks(world.comm, tuple(members), list(members).index(world.rank))
+    ranks = Group(world.comm, tuple(members), list(members).index(world.rank))
     world.control.wait(_meet(ranks, doing, seconds), doing)
     assert isinstance(world.comm, MPI.Intracomm)
     try:
         comm = world.comm.Create_group(world.comm.group.Incl(members), tag=hash_of(name) % _TAGS)
-        its = make_world(comm, world.config, world.generation, members)
+        members_world = make_world(comm, world.config, world.generation, parent=world)
         comm.Free()
     except MPI.Exception as error:
         raise MpitrainError(
             f"{world.name()}: MPI has no further communicator ({error}); destroy_process_group gives those of a group "
             "back: destroy groups that are used no more"
         ) from None
-    channel = Channel(engine, replace(its, profile=world.profile), name, members, seconds)
+    channel = Channel(engine, replace(members_world, profile=world.profile), name, seconds)
 
-    def split(parent: Group, chosen: Sequence[int], timeout: timedelta | None, name: str | None) -> Group:
+    def split(
+        parent: MpiProcessGroup, chosen: Sequence[int], timeout: timedelta | None, name: str | None
+    ) -> MpiProcessGroup:
         inside = [members[rank] for rank in chosen]
         duration = timedelta(seconds=channel.timeout_seconds) if timeout is None else timeout
         return _make(inside, name or f"{parent.group_name}:split:{chosen}", duration, store)
 
-    return Group(channel, list(members).index(world.rank), len(members), store, split)
+    return MpiProcessGroup(channel, list(members).index(world.rank), len(members), store, split)
 
 
 def hash_of(name: str) -> int:
@@ -87,7 +90,7 @@ def hash_of(name: str) -> int:
     return int.from_bytes(name.encode()[-8:], "little")
 
 
-def _meet(ranks: Ranks, doing: str, seconds: float) -> Progress:
+def _meet(ranks: Group, doing: str, seconds: float) -> Progress:
     deadline = time.monotonic() + seconds
     for step in meet(ranks, _MEET_TAG):
         if time.monotonic() > deadline:

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from mpitrain.errors import ProcessGroupError
-from mpitrain.torch.backend import Group
-from mpitrain.torch.tensors import raw
+from mpitrain.torch.backend import MpiProcessGroup
+from mpitrain.torch.flat_tensors import raw
 from mpitrain.torch.work import Call
 
 _TAG = -1  # those of send and recv are 0 and above
@@ -33,7 +33,7 @@ def monitored_barrier(
         ProcessGroupError: on the ranks that have come: some have not, within the timeout; names them and their hosts.
     """
     group = dist.group.WORLD if group is None else group
-    if not isinstance(group, Group):
+    if not isinstance(group, MpiProcessGroup):
         dist.monitored_barrier(group, timeout, wait_all_ranks)
         return
     channel = group._channel
@@ -42,13 +42,13 @@ def monitored_barrier(
     channel.num_monitored += 1
     seconds = channel.timeout_seconds if timeout is None else timeout.total_seconds()
     others = [rank for rank in range(world.size) if rank != world.rank]
-    mine = torch.tensor([channel.num_monitored])
+    own_count = torch.tensor([channel.num_monitored])
     arrivals = []
     for rank in others:
         note = torch.empty(1, dtype=torch.int64)
         call = Call(channel, f"monitored_barrier: word of {world.name(rank)}", [note], seconds)
         arrivals.append(channel.receive(call, raw(note), rank, _TAG))
-        channel.send(Call(channel, "monitored_barrier", [mine], seconds), raw(mine), rank, _TAG)
+        channel.send(Call(channel, "monitored_barrier", [own_count], seconds), raw(own_count), rank, _TAG)
     missing = [rank for rank, call in zip(others, arrivals, strict=True) if not _has_come(call, rank)]
     if missing:
         raise ProcessGroupError(

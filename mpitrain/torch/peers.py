@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy
 
-from mpitrain import transfer
 from mpitrain.errors import MismatchError
+from mpitrain.waiting import transfer
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -56,9 +56,9 @@ class Peers:
 
     def others(self, call: Call) -> tuple[int, ...] | None:
         """Whom a send or receive is for: one rank, or none where any rank will do; None for another call."""
-        for its in (*self._sends, *self._receives):
-            if its.call is call:
-                return () if its.source == self._any else (its.source,)
+        for pending in (*self._sends, *self._receives):
+            if pending.call is call:
+                return () if pending.source == self._any else (pending.source,)
         return None
 
     def send(self, call: Call, data: numpy.ndarray, to: int, tag: int) -> None:
@@ -80,17 +80,17 @@ class Peers:
         if not self._changing.acquire(blocking=False):
             return ended
         try:
-            for its in tuple(self._sends):
-                if all(request.Test() for request in its.requests):
-                    self._sends.remove(its)
-                    ended.append((its.call, None))
+            for pending in tuple(self._sends):
+                if all(request.Test() for request in pending.requests):
+                    self._sends.remove(pending)
+                    ended.append((pending.call, None))
             taken: set[tuple[int, int]] = set()  # source and tag of receives that come first
-            for its in tuple(self._receives):
-                if its.left and not self._match(its, taken):
-                    taken.add((its.source, its.tag))
-                elif all(request.Test() for request in its.requests):
-                    self._receives.remove(its)
-                    ended.append((its.call, its.problem))
+            for pending in tuple(self._receives):
+                if pending.left and not self._match(pending, taken):
+                    taken.add((pending.source, pending.tag))
+                elif all(request.Test() for request in pending.requests):
+                    self._receives.remove(pending)
+                    ended.append((pending.call, pending.problem))
         finally:
             self._changing.release()
         return ended
@@ -98,42 +98,42 @@ class Peers:
     def give_up(self, call: Call) -> bool:
         """Forget a receive for which nothing has come; whether it was one."""
         with self._changing:
-            for its in self._receives:
-                if its.call is call and not its.requests:
-                    self._receives.remove(its)
+            for pending in self._receives:
+                if pending.call is call and not pending.requests:
+                    self._receives.remove(pending)
                     return True
         return False
 
-    def _match(self, its: _Transfer, taken: set[tuple[int, int]]) -> bool:
+    def _match(self, pending: _Transfer, taken: set[tuple[int, int]]) -> bool:
         """Begin to receive what has come for it; whether that is all of it."""
         from mpi4py import MPI
 
-        while its.left:
-            if (self._any, its.tag) in taken or (its.source, its.tag) in taken:
+        while pending.left:
+            if (self._any, pending.tag) in taken or (pending.source, pending.tag) in taken:
                 return False
             status = MPI.Status()
-            source = its.source
+            source = pending.source
             if source == self._any:
-                if not self._comm.Iprobe(self._any, FIRST_TAG + its.tag, status):
+                if not self._comm.Iprobe(self._any, FIRST_TAG + pending.tag, status):
                     return False
                 source = status.source
-                if (source, its.tag) in taken:  # of an earlier receive from this very rank
+                if (source, pending.tag) in taken:  # of an earlier receive from this very rank
                     return False
-            message = self._comm.Improbe(source, FIRST_TAG + its.tag, status)
+            message = self._comm.Improbe(source, FIRST_TAG + pending.tag, status)
             if message is None:
                 return False
-            its.source = its.call.source = source
-            piece = its.left.pop()
-            found = status.Get_count(MPI.BYTE)
-            if found != piece.nbytes:
+            pending.source = pending.call.source = source
+            piece = pending.left.pop()
+            sent_bytes = status.Get_count(MPI.BYTE)
+            if sent_bytes != piece.nbytes:
                 world = self._world
-                its.problem = MismatchError(
-                    f"{world.name()}: {its.call} of {piece.nbytes} bytes, but {world.name(source)} has sent {found} "
-                    "bytes; both must have as many elements of the same dtype"
+                pending.problem = MismatchError(
+                    f"{world.name()}: {pending.call} of {piece.nbytes} bytes, but {world.name(source)} has sent "
+                    f"{sent_bytes} bytes; both must have as many elements of the same dtype"
                 )
-                piece = numpy.empty(found, numpy.uint8)
-                its.left.clear()
-            its.requests.append(message.Irecv(piece))
+                piece = numpy.empty(sent_bytes, numpy.uint8)
+                pending.left.clear()
+            pending.requests.append(message.Irecv(piece))
         return True
 
 

@@ -14,7 +14,7 @@ import torch
 from mpitrain.adapters.torch_arrays import array_of, tensor_of
 from mpitrain.errors import ConfigError, DeviceError
 from mpitrain.exchange.exchange import make_exchange
-from mpitrain.start import init
+from mpitrain.job.start import init
 from mpitrain.torch.gradients import Gradients
 from mpitrain.torch.sharded import ShardedData
 from mpitrain.world import World
@@ -47,7 +47,7 @@ def prepare(
     of all ranks together, and its loss a mean over samples: then the gradients that the optimizer sees are those of one
     process, to rounding, at any number of ranks, however a batch divides. They are exchanged while `backward` runs, and
     when it returns p.grad holds the means. Parameters and buffers get rank 0's values now; buffers stay equal (see
-    mpitrain/torch/buffers.py).
+    mpitrain/adapters/torch_buffers.py).
 
     Args:
         model: on the CPU, its parameters float16, bfloat16, float32 or float64. Hooks are added to its parameters, and

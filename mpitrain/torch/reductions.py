@@ -10,10 +10,11 @@ import numpy
 import torch
 
 from mpitrain.allreduce.algorithm import DTYPES, Progress, Sequential
-from mpitrain.control import until
 from mpitrain.errors import ProcessGroupError
 from mpitrain.exchange import moves
-from mpitrain.world import World, part_of
+from mpitrain.shard import part_of
+from mpitrain.waiting.control import until
+from mpitrain.world import World
 
 # By the name of torch's operation.
 _UFUNCS = {
@@ -86,11 +87,9 @@ def allreduce(world: World, sums: Sequential, flat: numpy.ndarray, how: Reductio
         if how.ufunc is numpy.add and flat.dtype in DTYPES:
             yield from sums.steps(flat, None)
         elif flat.nbytes * world.size <= moves.SHORT_BYTES:
-            everything = numpy.empty((world.size, flat.size), flat.dtype)
-            yield from until(
-                world.background.comm.Iallgather(flat.view(numpy.uint8), everything.view(numpy.uint8)).Test
-            )
-            fold(everything, flat, how)
+            rows = numpy.empty((world.size, flat.size), flat.dtype)
+            yield from until(world.background.comm.Iallgather(flat.view(numpy.uint8), rows.view(numpy.uint8)).Test)
+            fold(rows, flat, how)
         else:
             parts = [flat[part_of(flat.size, rank, world.size)] for rank in range(world.size)]
             yield from moves.reduce_scatter(world, parts, parts[world.rank], how.combine)
@@ -102,37 +101,37 @@ def reduce(world: World, flat: numpy.ndarray, root: int, how: Reduction) -> Prog
     """Replace `root`'s `flat` by the result over all ranks; the others' stays as it is."""
     if world.size > 1 and flat.size:
         if flat.nbytes * world.size <= moves.SHORT_BYTES:
-            everything = numpy.empty((world.size if world.rank == root else 0, flat.size), flat.dtype)
-            yield from moves.gather(world, flat, list(everything), root)
+            rows = numpy.empty((world.size if world.rank == root else 0, flat.size), flat.dtype)
+            yield from moves.gather(world, flat, list(rows), root)
             if world.rank == root:
-                everything[root] = flat
-                fold(everything, flat, how)
+                rows[root] = flat
+                fold(rows, flat, how)
         else:
             slices = [part_of(flat.size, rank, world.size) for rank in range(world.size)]
             parts = [flat[part] for part in slices]
-            mine = parts[world.rank].copy()
-            yield from moves.reduce_scatter(world, parts, mine, how.combine)
-            yield from moves.gather(world, mine, parts, root)
+            own = parts[world.rank].copy()
+            yield from moves.reduce_scatter(world, parts, own, how.combine)
+            yield from moves.gather(world, own, parts, root)
             if world.rank == root:
-                parts[root][:] = mine
+                parts[root][:] = own
     if world.rank == root:
         how.end(flat, world.size)
 
 
-def reduce_scatter(world: World, parts: list[numpy.ndarray], mine: numpy.ndarray, how: Reduction) -> Progress:
-    """`mine` becomes the result of what all ranks have for this one. It may lie in the parts."""
-    total = mine
-    if any(numpy.may_share_memory(mine, part) for part in parts):
-        total = numpy.empty_like(mine)  # what is still to be sent must not be overwritten
+def reduce_scatter(world: World, parts: list[numpy.ndarray], own: numpy.ndarray, how: Reduction) -> Progress:
+    """`own` becomes the result of what all ranks have for this one. It may lie in the parts."""
+    total = own
+    if any(numpy.may_share_memory(own, part) for part in parts):
+        total = numpy.empty_like(own)  # what is still to be sent must not be overwritten
     total[:] = parts[world.rank]
     yield from moves.reduce_scatter(world, parts, total, how.combine)
     how.end(total, world.size)
-    if total is not mine:
-        mine[:] = total
+    if total is not own:
+        own[:] = total
 
 
-def fold(everything: numpy.ndarray, flat: numpy.ndarray, how: Reduction) -> None:
+def fold(rows: numpy.ndarray, flat: numpy.ndarray, how: Reduction) -> None:
     """The result of the rows, in rank order, in `flat`."""
-    flat[:] = everything[0]
-    for row in everything[1:]:
+    flat[:] = rows[0]
+    for row in rows[1:]:
         how.combine(flat, row)

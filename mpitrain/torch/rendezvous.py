@@ -30,8 +30,8 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import _rendezvous_handlers as handlers
 
 from mpitrain.errors import LaunchError, MpitrainError
-from mpitrain.launch.libraries import launched_by
-from mpitrain.start import init
+from mpitrain.job.start import init
+from mpitrain.launch.launched import launched_by
 from mpitrain.torch.engine import engine_of
 from mpitrain.world import World
 
@@ -59,9 +59,9 @@ def offer() -> None:
     _add("RANK", launched.rank)
     _add("WORLD_SIZE", launched.size)
     for name, marks in _LOCAL.items():
-        found = next((os.environ[mark] for mark in marks if mark in os.environ), None)
-        if found is not None:
-            _add(name, found)
+        value = next((os.environ[mark] for mark in marks if mark in os.environ), None)
+        if value is not None:
+            _add(name, value)
 
 
 def check_place(world: World, rank: int, size: int, origin: str) -> None:
@@ -122,7 +122,7 @@ class LateStore(Store):
         super().__init__()
         self._timeout = timeout
         self._world = world
-        self._found = server
+        self._store = server
         self._port = port
         self._addresses = addresses
 
@@ -155,9 +155,9 @@ class LateStore(Store):
 
     @property
     def _server(self) -> Store:
-        if self._found is None:
-            self._found = self._connect()
-        return self._found
+        if self._store is None:
+            self._store = self._connect()
+        return self._store
 
     def _connect(self) -> Store:
         tried = []
@@ -189,9 +189,9 @@ def _shared_store(world: World, timeout: timedelta) -> Store:
     port, of_root = by_rank[0]
     elsewhere = {
         address
-        for rank, (_, those) in enumerate(by_rank)
+        for rank, (_, host_addresses) in enumerate(by_rank)
         if world.node_ranks[rank] != world.node_ranks[0]
-        for address in those
+        for address in host_addresses
     }
     reached = [address for address in of_root if address not in elsewhere] + [world.hosts[0]]
     named = [os.environ["MASTER_ADDR"]] if "MASTER_ADDR" in os.environ else []
@@ -204,15 +204,15 @@ def _shared_store(world: World, timeout: timedelta) -> Store:
 
 def addresses() -> list[str]:
     """The IPv4 addresses of this machine's interfaces."""
-    found = []
+    result = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
             try:
                 answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", name.encode()))
             except OSError:
                 continue  # it has none
-            found.append(socket.inet_ntoa(answer[20:24]))
-    return found
+            result.append(socket.inet_ntoa(answer[20:24]))
+    return result
 
 
 def _add(name: str, value: object) -> None:

@@ -14,8 +14,9 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from mpitrain.adapters.torch_arrays import array_of
-from mpitrain.errors import ConfigError, DataError
-from mpitrain.world import World, part_of
+from mpitrain.errors import ConfigError, DataError, everywhere
+from mpitrain.shard import part_of
+from mpitrain.world import World
 
 # Rank 0 draws so many samples at a time, and tells the others which: one message an epoch for most data sets.
 _DRAWN_AT_ONCE = 2**16
@@ -33,12 +34,20 @@ class ShardedData:
     """This rank's part of every batch; the parts are disjoint and together the whole batch, as `World.shard` has it.
 
     Where a batch has fewer samples than there are ranks, the last ranks get its first sample, which then counts for
-    nothing there: a loop need not know of it. What else is asked for (`dataset`, `batch_size`) is that of the data
-    that was given.
+    nothing there: a loop need not know of it.
+
+    It is no DataLoader. It has the attributes that loops ask one for, those of the data that was given, and None where
+    that has none; all else is in `given`.
 
     Attributes:
         share: of the batch that this rank has now; None before the first one and behind the last.
         turn: how many batches have been handed out.
+        given: the data that `prepare` was given.
+        dataset: with the samples of all ranks.
+        batch_size: of all ranks together.
+        sampler, batch_sampler: those of all ranks together; rank 0's draw. Call `set_epoch`, where one has it, on all
+            ranks.
+        drop_last, num_workers, collate_fn, generator: as in DataLoader.
     """
 
     def __init__(self, world: World, data: Iterable[Any]) -> None:
@@ -51,7 +60,15 @@ class ShardedData:
         self.share: Share | None = None
         self.turn = 0
         self._world = world
-        self._given = data
+        self.given = data
+        self.dataset: Any = getattr(data, "dataset", None)
+        self.batch_size: int | None = getattr(data, "batch_size", None)
+        self.sampler: Any = getattr(data, "sampler", None)
+        self.batch_sampler: Any = getattr(data, "batch_sampler", None)
+        self.drop_last: bool | None = getattr(data, "drop_last", None)
+        self.num_workers: int | None = getattr(data, "num_workers", None)
+        self.collate_fn: Any = getattr(data, "collate_fn", None)
+        self.generator: Any = getattr(data, "generator", None)
         self._source = data
         self._parts: _Parts | None = None
         kind = type(data).__name__
@@ -68,7 +85,7 @@ class ShardedData:
 
     def __len__(self) -> int:
         """How many batches: as many as all ranks together have."""
-        return len(self._given)  # type: ignore[arg-type]
+        return len(self.given)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
         """Collective, and so is each step: the ranks take the same batches at the same time.
@@ -77,10 +94,10 @@ class ShardedData:
             DataError: the first batch has fewer samples than there are ranks, or a batch holds what cannot be divided.
             MismatchError: a source that every rank reads itself gives the ranks different batches.
         """
-        found = self._drawn(self._parts) if self._parts else self._read()
-        for number, (batch, share) in enumerate(found):
+        batches = self._drawn(self._parts) if self._parts else self._read()
+        for number, (batch, share) in enumerate(batches):
             if number == 0 and share.total < self._world.size:
-                raise _everywhere(
+                raise everywhere(
                     DataError(
                         f"{self._world.name()}: the first batch has {share.total} samples for {self._world.size} "
                         "ranks; a batch is that of all ranks together: use fewer ranks or larger batches"
@@ -90,11 +107,6 @@ class ShardedData:
             self.turn += 1
             yield batch
         self.share = None
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # such as those that copy and pickle look for before there is a __dict__
-            raise AttributeError(name)
-        return getattr(self._given, name)
 
     def _drawn(self, parts: _Parts) -> Iterator[tuple[Any, Share]]:
         """From a data set with numbered samples this rank reads only its own."""
@@ -112,9 +124,9 @@ class ShardedData:
             except DataError as error:
                 raise DataError(f"{world.name()}: batch {number}: {error}") from None
             world.agree("take the next batch", [f"batch {number}: {text}"])
-            mine = part_of(total, world.rank, world.size)
-            count = mine.stop - mine.start
-            yield divided(batch, mine if count else slice(0, 1), total), Share(count, total)
+            own = part_of(total, world.rank, world.size)
+            count = own.stop - own.start
+            yield divided(batch, own if count else slice(0, 1), total), Share(count, total)
         world.agree("take the next batch", ["no more batches"])
 
 
@@ -144,10 +156,10 @@ class _Parts:
             if not drawn:
                 return
             for batch in drawn:
-                mine = part_of(len(batch), world.rank, world.size)
-                count = mine.stop - mine.start
+                own = part_of(len(batch), world.rank, world.size)
+                count = own.stop - own.start
                 shares.append(Share(count, len(batch)))
-                yield batch[mine if count else slice(0, 1)]
+                yield batch[own if count else slice(0, 1)]
 
 
 def _some(drawing: Iterator[Any]) -> list[list[Any]]:
@@ -165,15 +177,15 @@ def described(batch: Any) -> tuple[int, str]:
     Raises:
         DataError: it has no tensor or array with samples along the first dimension, or of unequal numbers.
     """
-    found = [leaf for leaf in _leaves(batch) if _has_samples(leaf)]
-    lengths = sorted({len(leaf) for leaf in found})
+    leaves = [leaf for leaf in _leaves(batch) if _has_samples(leaf)]
+    lengths = sorted({len(leaf) for leaf in leaves})
     if len(lengths) != 1:
         raise DataError(
             "tensors and arrays of a batch must have the same number of samples along their first dimension; found "
-            + (", ".join(str(length) for length in lengths) if found else f"none in a {type(batch).__name__}")
+            + (", ".join(str(length) for length in lengths) if leaves else f"none in a {type(batch).__name__}")
         )
     checksum = 0
-    for leaf in found[:1] if lengths[0] else []:
+    for leaf in leaves[:1] if lengths[0] else []:
         for sample in (leaf[0], leaf[-1]):
             value = array_of(sample.cpu()) if isinstance(sample, torch.Tensor) else numpy.asarray(sample)
             checksum = zlib.crc32(numpy.ascontiguousarray(value).tobytes(), checksum)
@@ -213,9 +225,9 @@ def _mapped(batch: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def _leaves(batch: Any) -> list[Any]:
-    found: list[Any] = []
-    _mapped(batch, found.append)
-    return found
+    leaves: list[Any] = []
+    _mapped(batch, leaves.append)
+    return leaves
 
 
 def _is_column(batch: list[Any] | tuple[Any, ...]) -> bool:
@@ -238,14 +250,9 @@ def _has_length(data: Any) -> bool:
 def _refuse_distributed(loader: DataLoader[Any]) -> None:
     samplers = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
     if any(isinstance(sampler, DistributedSampler) for sampler in samplers):
-        raise _everywhere(
+        raise everywhere(
             ConfigError(
                 "the DataLoader has a DistributedSampler, which deals samples out to ranks; prepare() does that. "
                 "Leave it out: shuffle=True, and batch_size of all ranks together"
             )
         )
-
-
-def _everywhere(error: Any) -> Any:
-    error.known_everywhere = True
-    return error

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from mpitrain.errors import ProcessGroupError
-from mpitrain.torch.tensors import Buffers
+from mpitrain.torch.flat_tensors import FlatTensors
 
 if TYPE_CHECKING:
     from mpitrain.torch.channel import Channel
@@ -40,7 +40,7 @@ class Call(dist.Work):
         self.results = results
         self.seconds = seconds
         self.deadline = time.monotonic() + seconds
-        self.buffers = Buffers()
+        self.buffers = FlatTensors()
         self.source = -1  # of a receive
         self.number = 0  # of those of all ranks, in the order begun: 1, 2 ...
         self.is_done = False
@@ -49,12 +49,12 @@ class Call(dist.Work):
 
     def __str__(self) -> str:
         """What is waited for, in reports."""
-        what = ""
+        amount = ""
         if self.results:
             first = self.results[0]
             count = sum(tensor.numel() for tensor in self.results)
-            what = f" of {count} {str(first.dtype).removeprefix('torch.')}"
-        return f"{self.name}{what} in {self.channel}"
+            amount = f" of {count} {str(first.dtype).removeprefix('torch.')}"
+        return f"{self.name}{amount} in {self.channel}"
 
     def end(self, error: BaseException | None) -> CallFuture | None:
         """It has ended. The future, if one was asked for, is to be completed by the caller."""

@@ -148,10 +148,10 @@ class FlatOptimizer:
         if not isinstance(step, int) or step < 0:
             raise CheckpointError(f"state for {kind}: step is {step!r}; allowed: an int >= 0")
         for name in self._buffers:
-            found: Array = state[name]
-            if found.shape != parameters.shape or found.dtype != parameters.dtype:
+            saved: Array = state[name]
+            if saved.shape != parameters.shape or saved.dtype != parameters.dtype:
                 raise CheckpointError(
-                    f"state for {kind}: {name} is {found.dtype}{found.shape}; "
+                    f"state for {kind}: {name} is {saved.dtype}{saved.shape}; "
                     f"the parameters are {parameters.dtype}{parameters.shape}"
                 )
         for name, buffer in self._buffers.items():
@@ -230,7 +230,7 @@ def _within(block: slice, ranges: Sequence[slice]) -> list[slice]:
     """The parts of `ranges` that lie in `block`, counted from its begin."""
     begin, end = block.start, block.stop
     return [
-        slice(max(its.start, begin) - begin, min(its.stop, end) - begin)
-        for its in ranges
-        if its.start < end and its.stop > begin
+        slice(max(part.start, begin) - begin, min(part.stop, end) - begin)
+        for part in ranges
+        if part.start < end and part.stop > begin
     ]

@@ -6,8 +6,9 @@ import math
 from collections.abc import Callable, Mapping
 
 from mpitrain.errors import ConfigError, DataError
+from mpitrain.shard import part_of
 from mpitrain.tree import Tree, describe, leaves, num_samples, rebuild
-from mpitrain.world import World, part_of
+from mpitrain.world import World
 
 # Means over a batch's samples, by name.
 Metrics = Mapping[str, float]
@@ -37,13 +38,14 @@ def evaluate(
     if length == 0:
         raise DataError(f"{world.name()}: there are no samples to evaluate")
     part = part_of(length, world.rank, world.size)
-    found: list[tuple[int, Metrics]] = []
+    parts: list[tuple[int, Metrics]] = []
     for begin in range(part.start, part.stop, samples_at_once):
         end = min(begin + samples_at_once, part.stop)
         values = (leaf[begin:end] for _, leaf in leaves(arrays))
-        found.append((end - begin, dict(metrics(rebuild(arrays, values.__next__)))))
-    everything = [item for its in world.allgather(found) for item in its]
+        parts.append((end - begin, dict(metrics(rebuild(arrays, values.__next__)))))
+    values_of_all = [item for of_rank in world.allgather(parts) for item in of_rank]
     # fsum rounds once, so the sum does not depend on how the samples were shared out.
     return {
-        name: math.fsum(count * float(its[name]) for count, its in everything) / length for name in everything[0][1]
+        name: math.fsum(count * float(values[name]) for count, values in values_of_all) / length
+        for name in values_of_all[0][1]
     }

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from mpitrain.allreduce.algorithm import FLOATS
 from mpitrain.arrays import Array, is_array, namespace
-from mpitrain.errors import NonFiniteError, TreeError
+from mpitrain.errors import NonFiniteError, TreeError, everywhere
 from mpitrain.tree import Tree, leaves
 from mpitrain.world import World
 
@@ -23,16 +23,14 @@ def located(
         loss: this rank's; 0 where it had no samples.
         parameters: this rank's by name.
     """
-    found = world.allgather(", ".join([*_of_loss(loss), *_of_batch(batch), *_of_parameters(parameters)]))
-    if len(set(found)) == 1:
+    of_rank = world.allgather(", ".join([*_of_loss(loss), *_of_batch(batch), *_of_parameters(parameters)]))
+    if len(set(of_rank)) == 1:
         everyone = "on all ranks" if world.size > 1 else world.name()
-        besides = [f"{everyone}: {found[0]}"] if found[0] else []
+        besides = [f"{everyone}: {of_rank[0]}"] if of_rank[0] else []
     else:
-        besides = [f"{world.name(rank)}: {text}" for rank, text in enumerate(found) if text]
+        besides = [f"{world.name(rank)}: {text}" for rank, text in enumerate(of_rank) if text]
     text = "; ".join(besides) or "the losses, the batches and the parameters of all ranks are finite"
-    more = NonFiniteError(f"{error}. Step {step}; looked at besides: {text}")
-    more.known_everywhere = True
-    return more
+    return everywhere(NonFiniteError(f"{error}. Step {step}; looked at besides: {text}"))
 
 
 def _of_loss(loss: float) -> Iterator[str]:

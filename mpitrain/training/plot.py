@@ -51,7 +51,7 @@ def plot(path: Path, rows: Sequence[Mapping[str, float]], title: str) -> None:
 
 
 def _draw(axes: object, rows: Sequence[Mapping[str, float]], name: str) -> None:
-    found = [(row["step"], row[name]) for row in rows if name in row]
-    if found:
-        marker = "o" if len(found) <= 30 else ""
-        axes.plot(*zip(*found, strict=True), marker=marker, label=name.replace("_", " "))  # type: ignore[attr-defined]
+    points = [(row["step"], row[name]) for row in rows if name in row]
+    if points:
+        marker = "o" if len(points) <= 30 else ""
+        axes.plot(*zip(*points, strict=True), marker=marker, label=name.replace("_", " "))  # type: ignore[attr-defined]

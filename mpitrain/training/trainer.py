@@ -4,83 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from mpitrain.adapters.adapter import Adapter
 from mpitrain.cuda.shortage import memory_explained
 from mpitrain.cuda.streams import wait_for_work
-from mpitrain.errors import CheckpointError, ConfigError, NonFiniteError
-from mpitrain.exchange.overlap import Overlap
-from mpitrain.launch.steps import reporter
-from mpitrain.start import init
-from mpitrain.strategies import Strategy
+from mpitrain.errors import CheckpointError, ConfigError, NonFiniteError, everywhere
+from mpitrain.job.start import init
+from mpitrain.training.checkpoint.parts import add_up
 from mpitrain.training.hooks.hook import Hook
 from mpitrain.training.non_finite import located
-from mpitrain.tree import Tree
+from mpitrain.training.parts import Parts
+from mpitrain.training.step import Step
 from mpitrain.verify.observe import observed
+from mpitrain.watching.activity import own_activity
 from mpitrain.world import World
-
-
-class Data(Protocol):
-    """An endless source of batches, such as ArrayData."""
-
-    @property
-    def steps_per_epoch(self) -> int: ...
-
-    @property
-    def epoch(self) -> int: ...
-
-    def __next__(self) -> tuple[Tree, int]:
-        """This rank's part of the next global batch, and its number of samples."""
-        ...
-
-    def state(self) -> dict[str, Any]: ...
-
-    def restore(self, state: dict[str, Any]) -> None: ...
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What `build(world)` returns: everything that may hold a communicator, so that all can be built anew."""
-
-    adapter: Adapter
-    strategy: Strategy
-    data: Data
-
-
-@dataclass(frozen=True)
-class Step:
-    """What one step did; the same on every rank, but for `seconds`, `overlap` and what is its own.
-
-    Attributes:
-        number: steps made since the start of training, this one included.
-        loss: mean over the samples of all ranks, before the update.
-        samples: of all ranks together.
-        learning_rate: that was used; 0 where the step was skipped.
-        seconds: this rank's wall time for the step.
-        overlap: what of it the exchange took on this rank, and how much of the exchange was hidden.
-        loss_scale: that the gradients of this step were multiplied by; None without one.
-        skipped: the loss scale made a gradient infinite, so parameters and optimizer stayed as they were.
-        own_samples: of this rank.
-        own_seconds: that this rank took for its batch and gradients, without what it waited for others; on a GPU
-            only while `Trainer.times_own_work`.
-    """
-
-    number: int
-    loss: float
-    samples: float
-    learning_rate: float
-    seconds: float
-    overlap: Overlap
-    loss_scale: float | None = None
-    skipped: bool = False
-    own_samples: int = 0
-    own_seconds: float = 0.0
 
 
 class Trainer:
     """Runs steps until a hook stops it. Every rank makes the same calls.
+
+    A Trainer keeps what it was built from, so that `rebuild` can go on in another World.
 
     Attributes:
         world, adapter, strategy, data: as built.
@@ -92,25 +35,78 @@ class Trainer:
         metrics: of the step just made, by name: what hooks gave to `report`.
     """
 
-    def __init__(self, build: Callable[[World], Parts], hooks: Sequence[Hook] = ()) -> None:
-        """
+    def __init__(self, build: Callable[[World], Parts], hooks: Sequence[Hook] = (), world: World | None = None) -> None:
+        """Collective over the World.
+
         Args:
-            build: makes model, strategy and data for a World; called again when the World changes.
+            build: makes model, strategy and data for a World; `rebuild` calls it again.
             hooks: called in this order after every step (but Checkpoint comes last, before the run first); one of
                 them must end the run (see StopAtStep).
+            world: whose ranks train together; default: that of `init()`.
         """
-        self.world = init()
-        with memory_explained():
-            parts = build(self.world)
-        parts, self.hooks = observed(self.world, parts, hooks)
-        self.adapter, self.strategy, self.data = parts.adapter, parts.strategy, parts.data
+        self._build = build
+        self._given_hooks = tuple(hooks)
+        self._is_running = False
+        self._begin(init() if world is None else world)
         self.step_number = 0
         self.last_step: int | None = None
         self.times_own_work = False
         self.metrics: dict[str, float] = {}
-        self._report_step = reporter(self.world.config.roll_call, self.world.rank)
+        self._activity = own_activity()
+
+    def _begin(self, world: World) -> None:
+        """Make all parts for a World."""
+        self.world = world
         with memory_explained():
-            self.strategy.begin(self.world, self.adapter)
+            parts = self._build(world)
+        self.hooks = observed(world, self._given_hooks)
+        self.adapter, self.strategy, self.data = parts.adapter, parts.strategy, parts.data
+        with memory_explained():
+            self.strategy.begin(world, self.adapter)
+
+    def rebuild(self, world: World) -> None:
+        """Go on in another World, after the same number of steps, with the same parameters, optimizer and data cursor.
+
+        Collective over both Worlds, between two steps; a hook may call it in `after_step`. The old parts are closed,
+        `build` makes new ones, and they get the training state of the old. The hooks stay, and each is told by
+        `world_changed`. The old World stays the caller's: free it, or keep it for other things.
+
+        Args:
+            world: where to go on. What a codec has left out so far stays with its rank where the ranks are placed
+                as before; otherwise it goes into the means of the next step.
+
+        Raises:
+            CheckpointError: `build` has made another model or data set than before.
+        """
+        state = {"data": self.data.state(), "adapter": self.adapter.state(), "strategy": self.strategy.state()}
+        own = self.strategy.own_state()
+        self._close_parts()
+        self._begin(world)
+        self.data.restore(state["data"])
+        self.strategy.restore(state["strategy"])
+        self.adapter.restore(state["adapter"])
+        is_placed_alike = own.get("place") == self.strategy.own_state().get("place")
+        if not all(world.allgather(is_placed_alike)):
+            total: dict[str, Any] = {}
+            add_up(total, own)
+            own = total
+        self.strategy.restore_own(own)
+        if self._is_running:
+            for hook in self.hooks:
+                hook.world_changed(self)
+
+    def close(self) -> None:
+        """Give back what the parts hold: communicators, threads, memory. Collective; no step can be made afterwards.
+
+        A program that trains once need not call it. One that makes Trainers in a loop does: MPI has only so many
+        communicators.
+        """
+        self._close_parts()
+
+    def _close_parts(self) -> None:
+        self.strategy.close()
+        if hasattr(self.data, "close"):  # Prefetch has a thread
+            self.data.close()
 
     def run(self) -> None:
         """Train until `last_step`.
@@ -125,6 +121,7 @@ class Trainer:
         try:
             for hook in keeping_first:
                 hook.before_run(self)
+            self._is_running = True
             if self.last_step is None and not any(hook.ends_run for hook in self.hooks):
                 raise ConfigError("nothing ends this run; add the hook StopAtStep(number)")
             while self.last_step is None or self.step_number < self.last_step:
@@ -137,6 +134,7 @@ class Trainer:
             for hook in keeping_first:  # what has been saved is on the disk before another hook can fail
                 hook.after_run(self)
         finally:
+            self._is_running = False
             for hook in self.hooks:
                 hook.close()
 
@@ -151,13 +149,15 @@ class Trainer:
         """
         for name in metrics:
             if name in self.metrics or not name.isprintable():
-                error = ConfigError(
-                    f"step {self.step_number}: the metric {name!r} was reported; allowed is a printable name that no "
-                    f"other hook reports. Reported are {', '.join(self.metrics) or 'none'}; give it another name"
+                raise everywhere(
+                    ConfigError(
+                        f"step {self.step_number}: the metric {name!r} was reported; allowed is a printable name that "
+                        f"no other hook reports. Reported are {', '.join(self.metrics) or 'none'}; give it another name"
+                    )
                 )
-                error.known_everywhere = True
-                raise error
         self.metrics.update(metrics)
+        if self._activity:
+            self._activity.report(metrics)
 
     def step(self) -> Step:
         """One step: batch, gradients, exchange, update.
@@ -168,9 +168,12 @@ class Trainer:
         """
         spans = self.world.control.spans
         started = time.perf_counter()
-        self._report_step(self.step_number + 1)
+        if self._activity:
+            self._activity.begin_step(self.step_number + 1)
         scale = self.adapter.loss_scale.value if self.adapter.loss_scale else None
         batch, weight = next(self.data)
+        if self.world.observer:
+            self.world.observer.saw(batch)
         if spans:
             spans.add("compute", "data", started, time.perf_counter(), step=self.step_number + 1)
         with memory_explained():
@@ -196,6 +199,8 @@ class Trainer:
             updating = finishing + means.overlap.exposed_seconds
             spans.add("compute", "update", updating, time.perf_counter(), step=self.step_number)
         seconds = time.perf_counter() - started
+        if self._activity:
+            self._activity.report({"loss": means.loss, "samples/s": means.weight / seconds})
         return Step(
             self.step_number,
             means.loss,

@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from mpitrain.verify.fingerprint import distance
-from mpitrain.verify.record import MEAN, Line, Record
+from mpitrain.verify.run_record import MEAN, Line, RunRecord
 
 # Half of the distance from 1 to the next number.
 ROUNDOFFS = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
@@ -61,43 +61,43 @@ class Comparison:
     counts: Counter[str] = field(default_factory=Counter)
 
 
-def compare(alone: Record, together: Record, tolerance: float | None = None) -> Comparison:
+def compare(alone: RunRecord, together: RunRecord, tolerance: float | None = None) -> Comparison:
     """Compare the record of a run on one rank with that of a run on several.
 
     Args:
         tolerance: relative, instead of the one that follows from the dtypes.
     """
     dtype = narrowest([*alone.lines, *together.lines])
-    its = Comparison(
+    comparison = Comparison(
         num_steps=min(len(alone.lines), len(together.lines)),
         dtype=dtype,
         tolerance=math.sqrt(ROUNDOFFS[dtype]) if tolerance is None else tolerance,
     )
     largest_loss = 0.0
-    found: list[Difference] = []
+    differences: list[Difference] = []
     for one, several in zip(alone.lines, together.lines, strict=False):
         largest_loss = max(largest_loss, abs(one.loss or 0.0), abs(several.loss or 0.0))
-        found += _calls(one, several, together.num_ranks)
-        if found and found[-1].kind == "calls":
+        differences += _calls(one, several, together.num_ranks)
+        if differences and differences[-1].kind == "calls":
             break  # what follows does not belong together
-        found += _samples(its, one, several)
-        found += _weights(its, one, several, together.num_ranks)
-        found += _loss(its, one, several, largest_loss)
-        found += _gradients(its, one, several)
+        differences += _samples(comparison, one, several)
+        differences += _weights(comparison, one, several, together.num_ranks)
+        differences += _loss(comparison, one, several, largest_loss)
+        differences += _gradients(comparison, one, several)
         if one.learning_rate is not None:
-            its.counts["learning rate"] += 1
+            comparison.counts["learning rate"] += 1
             if one.learning_rate != several.learning_rate:
                 text = f"{one.learning_rate!r} on 1 rank, {several.learning_rate!r} on {together.num_ranks}"
-                found.append(Difference(one.number, "learning rate", text))
-        found += _metrics(its, one, several)
-    if len(alone.lines) != len(together.lines) and not any(one.kind == "calls" for one in found):
+                differences.append(Difference(one.number, "learning rate", text))
+        differences += _metrics(comparison, one, several)
+    if len(alone.lines) != len(together.lines) and not any(one.kind == "calls" for one in differences):
         text = f"{len(alone.lines)} steps on 1 rank, {len(together.lines)} on {together.num_ranks}"
-        found.append(Difference(its.num_steps + 1, "calls", text))
+        differences.append(Difference(comparison.num_steps + 1, "calls", text))
     first: dict[str, Difference] = {}
-    for difference in found:
+    for difference in differences:
         first.setdefault(difference.kind, difference)
-    its.differences = sorted(first.values(), key=lambda one: (one.step, KINDS.index(one.kind)))
-    return its
+    comparison.differences = sorted(first.values(), key=lambda one: (one.step, KINDS.index(one.kind)))
+    return comparison
 
 
 def narrowest(lines: list[Line]) -> str:
@@ -108,41 +108,42 @@ def narrowest(lines: list[Line]) -> str:
 
 
 def _calls(one: Line, several: Line, num_ranks: int) -> Iterator[Difference]:
-    mine, others = (
+    alone, together = (
         {name: (sketch["dtype"], sketch["count"]) for name, sketch in line.tensors.items()} for line in (one, several)
     )
     if one.kind != several.kind:
         yield Difference(one.number, "calls", f"{one.kind} on 1 rank, {several.kind} on {num_ranks}")
-    elif mine != others:
-        name = next(name for name in [*mine, *others] if mine.get(name) != others.get(name))
+    elif alone != together:
+        name = next(name for name in [*alone, *together] if alone.get(name) != together.get(name))
         here, there = (
-            f"{its[name][1]} elements of {its[name][0]}" if name in its else "nothing" for its in (mine, others)
+            f"{sizes[name][1]} elements of {sizes[name][0]}" if name in sizes else "nothing"
+            for sizes in (alone, together)
         )
         yield Difference(one.number, "calls", f"{name}: {here} on 1 rank, {there} on {num_ranks}")
 
 
-def _samples(its: Comparison, one: Line, several: Line) -> Iterator[Difference]:
+def _samples(comparison: Comparison, one: Line, several: Line) -> Iterator[Difference]:
     if one.samples is None or several.samples is None:
         return
     expected = [sample for seen in one.samples for sample in seen]
-    found = [sample for seen in several.samples for sample in seen]
-    its.counts["samples"] += len(expected)
-    more, fewer = Counter(found) - Counter(expected), Counter(expected) - Counter(found)
+    used = [sample for seen in several.samples for sample in seen]
+    comparison.counts["samples"] += len(expected)
+    more, fewer = Counter(used) - Counter(expected), Counter(expected) - Counter(used)
     if not more and not fewer:
         return
     num_ranks = len(several.samples)
     parts = []
-    if len(found) != len(expected):
-        parts.append(f"{len(expected)} samples on 1 rank, {len(found)} on {num_ranks}")
-        if len(found) == num_ranks * len(expected):
+    if len(used) != len(expected):
+        parts.append(f"{len(expected)} samples on 1 rank, {len(used)} on {num_ranks}")
+        if len(used) == num_ranks * len(expected):
             parts.append("the global batch grows with the number of ranks: divide it by world.size for each rank")
     twice = [sample for sample in more if sample in expected]
     if twice:
-        who = [rank for rank, seen in enumerate(several.samples) if twice[0] in seen]
+        ranks = [rank for rank, seen in enumerate(several.samples) if twice[0] in seen]
         parts.append(
             f"{len(twice)} {_plural('sample', len(twice))} read more often than on 1 rank, such as number "
-            f"{expected.index(twice[0])} (from 0) of the batch there, by {_plural('rank', len(who))} "
-            f"{', '.join(map(str, who))}"
+            f"{expected.index(twice[0])} (from 0) of the batch there, by {_plural('rank', len(ranks))} "
+            f"{', '.join(map(str, ranks))}"
         )
     others = len(more) - len(twice)
     if others:
@@ -158,58 +159,58 @@ def _samples(its: Comparison, one: Line, several: Line) -> Iterator[Difference]:
     yield Difference(one.number, "samples", "; ".join(parts))
 
 
-def _weights(its: Comparison, one: Line, several: Line, num_ranks: int) -> Iterator[Difference]:
+def _weights(comparison: Comparison, one: Line, several: Line, num_ranks: int) -> Iterator[Difference]:
     if not one.weights or (one.kind == MEAN and _by_ranks(one) and _by_ranks(several)):
         return
-    its.counts["weights"] += 1
-    mine, other = math.fsum(one.weights), math.fsum(several.weights)
-    if mine != other:
+    comparison.counts["weights"] += 1
+    alone, other = math.fsum(one.weights), math.fsum(several.weights)
+    if alone != other:
         text = (
-            f"{mine:g} on 1 rank, {other:g} on {num_ranks} ({', '.join(f'{weight:g}' for weight in several.weights)})"
+            f"{alone:g} on 1 rank, {other:g} on {num_ranks} ({', '.join(f'{weight:g}' for weight in several.weights)})"
         )
         if _by_ranks(several):
             text += "; every rank has weight 1, so this is a mean by ranks and not by samples"
         yield Difference(one.number, "weights", text)
 
 
-def _loss(its: Comparison, one: Line, several: Line, scale: float) -> Iterator[Difference]:
+def _loss(comparison: Comparison, one: Line, several: Line, scale: float) -> Iterator[Difference]:
     if one.loss is not None and several.loss is not None:
-        yield from _value(its, "loss", one.number, "loss", one.loss, several.loss, scale)
+        yield from _value(comparison, "loss", one.number, "loss", one.loss, several.loss, scale)
 
 
-def _metrics(its: Comparison, one: Line, several: Line) -> Iterator[Difference]:
+def _metrics(comparison: Comparison, one: Line, several: Line) -> Iterator[Difference]:
     for name in sorted({*one.metrics, *several.metrics}):
         if name not in one.metrics or name not in several.metrics:
             yield Difference(one.number, "metrics", f"{name} is there in one of the runs only")
             continue
-        mine, other = one.metrics[name], several.metrics[name]
-        yield from _value(its, "metrics", one.number, name, mine, other, max(abs(mine), abs(other)))
+        alone, other = one.metrics[name], several.metrics[name]
+        yield from _value(comparison, "metrics", one.number, name, alone, other, max(abs(alone), abs(other)))
 
 
 def _value(
-    its: Comparison, kind: str, step: int, name: str, mine: float, other: float, scale: float
+    comparison: Comparison, kind: str, step: int, name: str, alone: float, other: float, scale: float
 ) -> Iterator[Difference]:
-    its.counts[kind] += 1
-    if mine == other or (math.isnan(mine) and math.isnan(other)):
+    comparison.counts[kind] += 1
+    if alone == other or (math.isnan(alone) and math.isnan(other)):
         relative = 0.0
     else:
-        relative = abs(mine - other) / scale if scale else math.inf
-    yield from _judged(its, kind, step, name, relative, f"{name} is {mine!r} on 1 rank, {other!r} on several")
+        relative = abs(alone - other) / scale if scale else math.inf
+    yield from _judged(comparison, kind, step, name, relative, f"{name} is {alone!r} on 1 rank, {other!r} on several")
 
 
-def _gradients(its: Comparison, one: Line, several: Line) -> Iterator[Difference]:
-    norms = [max(mine["norm"], several.tensors[name]["norm"]) for name, mine in one.tensors.items()]
+def _gradients(comparison: Comparison, one: Line, several: Line) -> Iterator[Difference]:
+    norms = [max(sketch["norm"], several.tensors[name]["norm"]) for name, sketch in one.tensors.items()]
     total = math.sqrt(math.fsum(norm**2 for norm in norms))
     elements = sum(sketch["count"] for sketch in one.tensors.values())
     wrong: list[Difference] = []
-    for name, mine in one.tensors.items():
+    for name, sketch in one.tensors.items():
         other = several.tensors[name]
-        its.counts["gradients"] += 1
-        apart = distance(mine, other)
-        scale = max(mine["norm"], other["norm"], total * math.sqrt(mine["count"] / max(elements, 1)))
+        comparison.counts["gradients"] += 1
+        apart = distance(sketch, other)
+        scale = max(sketch["norm"], other["norm"], total * math.sqrt(sketch["count"] / max(elements, 1)))
         relative = apart / scale if apart else 0.0
-        text = f"{name}: norm {mine['norm']:.6g} on 1 rank, {other['norm']:.6g} on several, {apart:.2g} apart"
-        wrong += _judged(its, "gradients", one.number, name, relative, text)
+        text = f"{name}: norm {sketch['norm']:.6g} on 1 rank, {other['norm']:.6g} on several, {apart:.2g} apart"
+        wrong += _judged(comparison, "gradients", one.number, name, relative, text)
     if wrong:
         text = wrong[0].text
         if len(wrong) > 1:
@@ -219,11 +220,15 @@ def _gradients(its: Comparison, one: Line, several: Line) -> Iterator[Difference
         yield Difference(one.number, "gradients", text)
 
 
-def _judged(its: Comparison, kind: str, step: int, name: str, relative: float, text: str) -> Iterator[Difference]:
-    if not relative <= its.largest.get(kind, (-1.0, 0, ""))[0]:
-        its.largest[kind] = (relative, step, name)
-    if not relative <= its.tolerance:
-        yield Difference(step, kind, f"{text}: a relative difference of {relative:.2g}, allowed is {its.tolerance:.2g}")
+def _judged(
+    comparison: Comparison, kind: str, step: int, name: str, relative: float, text: str
+) -> Iterator[Difference]:
+    if not relative <= comparison.largest.get(kind, (-1.0, 0, ""))[0]:
+        comparison.largest[kind] = (relative, step, name)
+    if not relative <= comparison.tolerance:
+        yield Difference(
+            step, kind, f"{text}: a relative difference of {relative:.2g}, allowed is {comparison.tolerance:.2g}"
+        )
 
 
 def _by_ranks(line: Line) -> bool:

@@ -65,10 +65,10 @@ def sample_hashes(batch: Tree) -> list[str]:
     """
     count = num_samples(batch)
     arrays = [leaf.get() if is_device_array(leaf) else leaf for _, leaf in leaves(batch) if is_array(leaf)]
-    found = []
+    signs = []
     for number in range(count):
         digest = hashlib.blake2b(digest_size=8)
         for array in arrays:
             digest.update(array[number].tobytes())
-        found.append(digest.hexdigest())
-    return found
+        signs.append(digest.hexdigest())
+    return signs

@@ -14,14 +14,13 @@ from pathlib import Path
 import pytest
 
 from jobs import REPOSITORY, VENVS, Job, mpiexec, run_command, run_job
-from mpitrain.launch.tuning import Job as TunedJob
-from mpitrain.launch.tuning import glibc_version, settings
+from mpitrain.launch.tuning import Conditions, glibc_version, settings
 
 DEADLINE_SECONDS = 60.0
 PYTHON = str(VENVS["mpich"] / "bin/python")
 
 # What `mpitrain bench` sets for the settings' sake.
-HERE = TunedJob("mpich", 1, False, False, glibc_version(os.confstr("CS_GNU_LIBC_VERSION")))
+HERE = Conditions("mpich", 1, False, False, glibc_version(os.confstr("CS_GNU_LIBC_VERSION")))
 
 
 def bench(*words: str, cwd: Path) -> Job:
@@ -165,6 +164,7 @@ def test_a_wrong_element_is_an_exit_code() -> None:
     source = """
 import sys
 from mpitrain.allreduce import ALGORITHMS
+from mpitrain.allreduce.registry import Entry
 from mpitrain.allreduce.algorithm import Sequential
 from mpitrain.bench.__main__ import main
 
@@ -174,7 +174,7 @@ def forgets(world):
         yield
     return Sequential(world, "forgets", steps)
 
-ALGORITHMS["forgets"] = forgets
+ALGORITHMS["forgets"] = Entry(forgets)
 sys.exit(main())
 """
     words = ["--algorithms", "forgets", "--sizes", "4K", "--rounds", "1"]

@@ -15,7 +15,7 @@ import pytest
 from jobs import REPOSITORY, Job, run_command
 from mpitrain.launch.hostfile import read_inventory
 from mpitrain.provision.host_keys import fingerprint_of_line
-from mpitrain.provision.report import Failure
+from mpitrain.provision.playbook_report import FailedTask
 
 CLUSTER = [sys.executable, "-m", "mpitrain", "cluster"]
 # A playbook of one machine, this one, which Ansible reaches without a network.
@@ -362,6 +362,6 @@ def test_fingerprint_is_that_of_ssh_keygen(tmp_path: Path) -> None:
     ],
 )
 def test_remedies(message: str, remedy: str) -> None:
-    found = Failure("b", "task", message).remedy
+    found = FailedTask("b", "task", message).remedy
     assert remedy in found
     assert bool(remedy) == bool(found)

@@ -139,7 +139,7 @@ class Operator:
             f"admin@{self.bed.address(node)}",
             "true",
         ]
-        return self.bed.run(command, timeout_seconds=20).returncode == 0
+        return self.bed.run(command, timeout_seconds=100).returncode == 0
 
     def nodes_of(self, node: str) -> str | None:
         """What set-up has written there."""

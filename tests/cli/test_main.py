@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 import mpitrain
-from jobs import run_command
+import test_docs_quotes
+from jobs import REPOSITORY, run_command
 from mpitrain.cli import COMMANDS, main
 
 
@@ -26,10 +30,62 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         assert re.search(rf"^    {name}\s", out, re.M)
 
 
+def has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line in the list, and a page of its own that begins with it."""
+    module = importlib.import_module(COMMANDS[name])
+    assert module.HELP.strip() == module.HELP
+    assert "\n" not in module.HELP
+    with pytest.raises(SystemExit, match="0"):
+        main([name, "--help"])
+    assert f"{module.HELP[0].upper()}{module.HELP[1:]}." in " ".join(capsys.readouterr().out.split())
+
+
+def refuses_an_unknown_option(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([name, "--no-such-option"])
+    assert "error:" in capsys.readouterr().err
+
+
+CONTRACT = [has_help, refuses_an_unknown_option]
+
+
+@pytest.mark.parametrize("holds", CONTRACT, ids=lambda holds: holds.__name__)
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command(name: str, holds: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    holds(name, capsys)
+
+
+def test_a_command_that_is_added(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It inherits the tests of every command and of the documents: also their failures."""
+    monkeypatch.syspath_prepend(tmp_path)
+    source = (REPOSITORY / "tests/added/greet.py").read_text()
+    for module, text in (("greet_somebody", ', help="in capitals"'), ("greet_silently", "")):
+        (tmp_path / f"{module}.py").write_text(source.replace(', help="in capitals"', text))
+        monkeypatch.setitem(COMMANDS, "greet", module)
+        assert main(["greet", "you", "--loud"]) == 3
+        assert capsys.readouterr().out == "HELLO you\n"
+        for holds in CONTRACT:
+            holds("greet", capsys)
+        if text:
+            test_docs_quotes.test_every_option_says_what_it_is("greet")
+        else:
+            with pytest.raises(AssertionError):
+                test_docs_quotes.test_every_option_says_what_it_is("greet")
+    with pytest.raises(AssertionError):  # the table in README.md does not have it
+        test_docs_quotes.test_status_has_every_command_and_no_other()
+    monkeypatch.delitem(COMMANDS, "greet")
+    test_docs_quotes.test_status_has_every_command_and_no_other()
+
+
 def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        main(["rnu"])
-    assert "invalid choice: 'rnu'" in capsys.readouterr().err
+        main(["rnu", "-n", "2"])
+    assert "there is no command 'rnu'; did you mean run?; known: run, ps, " in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["xyzzy"])
+    assert "there is no command 'xyzzy'; known: run, ps, " in capsys.readouterr().err
 
 
 def test_the_command_loads_no_array_and_no_mpi_library() -> None:
@@ -37,3 +93,17 @@ def test_the_command_loads_no_array_and_no_mpi_library() -> None:
     source = f"import sys, mpitrain.cli; print([name for name in {heavy} if name in sys.modules])"
     job = run_command([sys.executable, "-c", source], timeout=60.0)
     assert job.stdout == "[]\n", job.output
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["run", "-n", "2"], "mpitrain run: error: the following arguments are required: script\n"),
+        (["verify"], "mpitrain verify: error: the following arguments are required: script\n"),
+        (["run", "-np", "4", "train.py"], "argument -n: -np is mpiexec's; here it is -n N, or --ppn N for the "),
+    ],
+)
+def test_what_is_wrong_is_named(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(argv)
+    assert said in capsys.readouterr().err

@@ -17,11 +17,27 @@ from jobs import Job, clean_environment, run_command
 
 SCRIPT = """
 import pathlib, sys, time
+import numpy
 import mpitrain as mt
 world = mt.init()
 world.barrier()
-pathlib.Path(sys.argv[1], f"ready.{world.rank}").touch()
-time.sleep(1000)
+
+class Halt(mt.Hook):  # in the third step; its loss is 1/2 on every rank
+    def after_step(self, trainer, step):
+        if step.number == 3:
+            trainer.report({"norm": 0.25})
+            pathlib.Path(sys.argv[1], f"ready.{world.rank}").touch()
+            time.sleep(1000)
+
+def loss(parameters, batch, on_gradient):
+    on_gradient("w", parameters["w"])
+    return 0.5
+
+def build(world):
+    data = mt.ArrayData(world, (numpy.zeros((4, 1)),), global_batch=4)
+    return mt.Parts(mt.ArrayFunction(loss, {"w": numpy.zeros(1)}, mt.Sgd(0.1)), mt.Sync(), data)
+
+mt.Trainer(build, [mt.StopAtStep(9), Halt()]).run()
 """
 
 
@@ -58,9 +74,11 @@ def line_of(folder: Path) -> list[str] | None:
 def test_a_job_is_listed_and_ended_by_its_id(launcher: subprocess.Popen[str], tmp_path: Path) -> None:
     found = line_of(tmp_path)
     assert found is not None
-    token, since, state, ranks, script = found
+    token, since, state, step, metrics, ranks, script = found
     assert re.fullmatch("[0-9a-f]{8}", token)
     assert 0 <= time.time() - time.mktime(time.strptime(since, "%Y-%m-%d %H:%M:%S")) < 60
+    assert step == "3"
+    assert re.fullmatch(r"loss 0\.5, samples/s \S+, norm 0\.25", metrics)
     assert (state, ranks) == ("runs", f"0,1 on {socket.gethostname()}")
     assert script == f"{tmp_path / 'script.py'} {tmp_path}"
     job = mpitrain("kill", "--hosts", "localhost", token)

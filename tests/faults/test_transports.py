@@ -91,18 +91,18 @@ def test_the_gpu_is_chosen_before_mpi_starts() -> None:
 world.print("early", world.rank, seen, all_ranks=True)
 """
     before = """
-import mpitrain.start
+import mpitrain.job.start
 seen = []
-start_mpi = mpitrain.start._start_mpi
+start_mpi = mpitrain.job.start._start_mpi
 def look():
     import cupy
     seen.append(cupy.cuda.Device().id)
     start_mpi()
-mpitrain.start._start_mpi = look
+mpitrain.job.start._start_mpi = look
 """
     paths = os.pathsep.join([str(REPOSITORY / "tests/emulated"), str(REPOSITORY)])
     for variables, expected in (
-        ({"MPITRAIN_DEVICES": "cuda:1,cuda:0"}, (1, 0)),
+        ({"_MPITRAIN_DEVICES": "cuda:1,cuda:0"}, (1, 0)),
         ({"MPITRAIN_TRANSPORT": "aware"}, (0, 1)),
         ({}, (0, 0)),
     ):

@@ -123,7 +123,7 @@ def test_unscale_check_update_and_cast_in_one_pass(cupy: Any, short: numpy.dtype
             unscale=unscale,
             factor=cupy.asarray(numpy.array([factor], numpy.float64)),
             skip=flags[0].array,
-            found=flags[1].array,
+            non_finite=flags[1].array,
             copy=copy.array,
         )
 

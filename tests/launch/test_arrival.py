@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from mpitrain.launch.arrival import diagnosis, misplaced, problem
 from mpitrain.launch.placement import Place
-from mpitrain.launch.roll_call import BEGUN, CALLED, DONE, STARTED
 from mpitrain.launch.watch import HostReport
+from mpitrain.watching.rank_record import BEGUN, CALLED, DONE, FAILED, STARTED, RankRecord
+from mpitrain.watching.view import RankView
 
 PLACES = [Place("a", 0, 2), Place("b", 2, 1), Place("c", 3, 1)]
 EVERYONE = dict.fromkeys(range(4), 1.0)
@@ -17,10 +18,12 @@ def judged(
     started: dict[int, float] | None = None,
     called: dict[int, float] | None = None,
     begun: dict[int, float] | None = None,
+    failed: dict[int, float] | None = None,
     gone: dict[int, float] | None = None,
     start_seconds: float = 60.0,
 ) -> str | None:
     when = {STARTED: EVERYONE if started is None else started, CALLED: called or {}, BEGUN: begun or {}, DONE: {}}
+    when[FAILED] = failed or {}
     return problem(PLACES, when, gone or {}, since=0.0, now=now, start_seconds=start_seconds)
 
 
@@ -70,6 +73,15 @@ def test_a_rank_that_ends_before_init() -> None:
     assert text.startswith("rank 3 on c ended before init() had returned")
 
 
+def test_a_rank_that_fails_right_after_init() -> None:
+    """Between two looks at it: it was last seen in init()."""
+    others = {0: 1.5, 1: 1.5, 2: 1.5}
+    assert judged(9.0, called=EVERYONE, begun=others, failed={3: 2.0}, gone={3: 2.5}) is None
+    when = {STARTED: EVERYONE, CALLED: EVERYONE, BEGUN: others, DONE: {}, FAILED: {3: 2.0}}
+    lines = diagnosis(PLACES, when, {3: 2.5}, {host: HostReport() for host in "abc"})
+    assert lines[2] == "c: rank 3 has failed; it does not say what runs there"
+
+
 def test_a_rank_without_mpitrain_that_ends_early() -> None:
     text = judged(66.0, gone={2: 5.0, 3: 5.5})
     assert text is not None
@@ -77,16 +89,17 @@ def test_a_rank_without_mpitrain_that_ends_early() -> None:
 
 
 def test_a_rank_on_another_host_than_it_was_meant_for() -> None:
-    reports = {"a": HostReport(started={0, 1}), "b": HostReport(), "c": HostReport(started={3})}
+    ranks = {rank: RankView(RankRecord(rank), 100 + rank) for rank in (0, 1, 3)}
+    reports = {"a": HostReport({0: ranks[0], 1: ranks[1]}), "b": HostReport(), "c": HostReport({3: ranks[3]})}
     assert misplaced(PLACES, reports) is None
-    reports["c"].started.add(2)
+    reports["c"].ranks[2] = RankView(RankRecord(2), 102)
     assert misplaced(PLACES, reports) == (
         "rank 2 has started on c and was meant for b: mpiexec reads --hosts otherwise"
     )
 
 
 def test_the_diagnosis_names_who_is_behind_and_who_drops() -> None:
-    when = {STARTED: {0: 1.0, 1: 1.0, 2: 1.0}, CALLED: {0: 1.0, 1: 2.0}, BEGUN: {0: 2.0}, DONE: {}}
+    when = {STARTED: {0: 1.0, 1: 1.0, 2: 1.0}, CALLED: {0: 1.0, 1: 2.0}, BEGUN: {0: 2.0}, DONE: {}, FAILED: {}}
     reports = {
         "a": HostReport(processes=[(7, "S", "python train.py")], unreachable=["c"]),
         "b": HostReport(processes=[(8, "D", "python train.py")], unreachable=["c"]),

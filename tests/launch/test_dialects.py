@@ -8,23 +8,29 @@ from pathlib import Path
 import pytest
 
 from mpitrain.errors import LaunchError
-from mpitrain.launch.dialects import Request, command_for, ssh_agent
+from mpitrain.launch.dialects import JobSpec, command_for, ssh_agent
 from mpitrain.launch.libraries import Mpiexec
-from mpitrain.launch.placement import Place
+from mpitrain.launch.placement import Place, Placement
 
 MPICH = Mpiexec(Path("/v/bin/mpiexec"), "mpich", "5.0.2")
 INTEL = Mpiexec(Path("/v/bin/mpiexec"), "impi", "2021.18.1")
 OPEN_MPI_5 = Mpiexec(Path("/v/bin/mpiexec"), "openmpi", "5.0.11")
 OPEN_MPI_4 = Mpiexec(Path("/usr/bin/mpiexec"), "openmpi", "4.1.4")
-REQUEST = Request(MPICH, ["/v/bin/python", "train.py", "--name", "a b"], num_ranks=4, num_cores=8, as_root=False)
+HERE = JobSpec(
+    mpiexec=MPICH,
+    program=["/v/bin/python", "train.py", "--name", "a b"],
+    placement=Placement((Place("a", 0, 4),)),
+    num_cores=8,
+    as_root=False,
+)
 
-COMMON = "OMP_NUM_THREADS=2 MPITRAIN_EXPECTED_SIZE=4 PYTHONUNBUFFERED=1"
+COMMON = "OMP_NUM_THREADS=2 _MPITRAIN_EXPECTED_SIZE=4 PYTHONUNBUFFERED=1"
 PROGRAM = "/v/bin/python train.py --name 'a b'"
 
 
 def shown(mpiexec: Mpiexec, *, num_cores: int = 8, as_root: bool = False, environ: dict[str, str] | None = None) -> str:
-    request = replace(REQUEST, mpiexec=mpiexec, num_cores=num_cores, as_root=as_root)
-    return str(command_for(request, environ or {}))
+    job = replace(HERE, mpiexec=mpiexec, num_cores=num_cores, as_root=as_root)
+    return str(command_for(job, environ or {}))
 
 
 def test_mpich() -> None:
@@ -64,9 +70,10 @@ def test_the_ssh_that_the_user_has_chosen() -> None:
     assert ssh_agent(OPEN_MPI_4, {"OMPI_MCA_plm_rsh_agent": ""}) == ("OMPI_MCA_plm_rsh_agent", ["ssh"])
 
 
-OVER_HOSTS = replace(REQUEST, num_ranks=3, places=[Place("a", 0, 2), Place("b", 2, 1)])
+PLACES = (Place("a", 0, 2), Place("b", 2, 1))
+OVER_HOSTS = replace(HERE, placement=Placement(PLACES, {"a": "10.0.0.1", "b": "10.0.0.2"}, "a"))
 SSH = "'-o BatchMode=yes -o ConnectTimeout=10 -o ControlMaster=no'"
-COMMON_OVER_HOSTS = "OMP_NUM_THREADS=4 MPITRAIN_EXPECTED_SIZE=3 PYTHONUNBUFFERED=1"
+COMMON_OVER_HOSTS = "OMP_NUM_THREADS=4 _MPITRAIN_EXPECTED_SIZE=3 PYTHONUNBUFFERED=1"
 
 
 def test_mpich_over_hosts() -> None:
@@ -84,18 +91,21 @@ def test_intel_over_hosts() -> None:
 
 
 def test_open_mpi_over_hosts() -> None:
-    request = replace(OVER_HOSTS, mpiexec=OPEN_MPI_5, carried=["PATH", "LR"])
-    flags = "--map-by :OVERSUBSCRIBE --output tag --bind-to none --host a:2,b:1 -x PATH -x LR"
+    # What says who and where the user is, is of this machine; a name that is none for a shell cannot be carried.
+    environ = {"PATH": "/bin", "LR": "0.5", "HOME": "/home/ada", "SSH_TTY": "/dev/pts/0", "BASH_FUNC_x%%": "() {"}
+    carried = "-x LR -x OMP_NUM_THREADS -x PATH -x PYTHONUNBUFFERED -x _MPITRAIN_EXPECTED_SIZE"
+    job = replace(OVER_HOSTS, mpiexec=OPEN_MPI_5)
+    flags = f"--map-by :OVERSUBSCRIBE --output tag --bind-to none --host a:2,b:1 {carried}"
     line = f"{COMMON_OVER_HOSTS} /v/bin/mpiexec -n 3 {flags} {PROGRAM}"
-    assert str(command_for(request, {})) == f"PRTE_MCA_plm_ssh_args={SSH} OMPI_MCA_btl_tcp_flags=send {line}"
-    request = replace(request, mpiexec=OPEN_MPI_4)
-    flags = "--oversubscribe --tag-output --bind-to none --host a:2,b:1 -x PATH -x LR"
+    assert str(command_for(job, environ)) == f"PRTE_MCA_plm_ssh_args={SSH} OMPI_MCA_btl_tcp_flags=send {line}"
+    job = replace(OVER_HOSTS, mpiexec=OPEN_MPI_4)
+    flags = f"--oversubscribe --tag-output --bind-to none --host a:2,b:1 {carried}"
     line = f"{COMMON_OVER_HOSTS} /usr/bin/mpiexec -n 3 {flags} {PROGRAM}"
-    assert str(command_for(request, {})) == f"OMPI_MCA_plm_rsh_args={SSH} OMPI_MCA_btl_tcp_flags=send {line}"
+    assert str(command_for(job, environ)) == f"OMPI_MCA_plm_rsh_args={SSH} OMPI_MCA_btl_tcp_flags=send {line}"
 
 
 def test_malloc_is_told_to_keep_its_memory() -> None:
-    line = str(command_for(replace(REQUEST, glibc=(2, 36)), {}))
+    line = str(command_for(replace(HERE, glibc=(2, 36)), {}))
     assert line.startswith("MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=8589934592 OMP_NUM_THREADS=2 ")
 
 
@@ -105,12 +115,14 @@ def test_only_the_ranks_of_one_host_share_its_cores() -> None:
 
 
 def test_devices_are_told_to_all_ranks() -> None:
-    assert "MPITRAIN_DEVICES=cuda:0,cpu " in str(command_for(replace(REQUEST, devices=["cuda:0", "cpu"]), {}))
+    assert "_MPITRAIN_DEVICES=cuda:0,cpu " in str(
+        command_for(replace(HERE, placement=Placement((Place("a", 0, 2, ("cuda:0", "cpu")),))), {})
+    )
 
 
 def test_the_users_threads_stay_and_the_expected_size_does_not() -> None:
-    line = shown(MPICH, environ={"OMP_NUM_THREADS": "7", "MPITRAIN_EXPECTED_SIZE": "9"})
-    assert line.startswith("MPITRAIN_EXPECTED_SIZE=4 PYTHONUNBUFFERED=1 /v/bin/mpiexec ")
+    line = shown(MPICH, environ={"OMP_NUM_THREADS": "7", "_MPITRAIN_EXPECTED_SIZE": "9"})
+    assert line.startswith("_MPITRAIN_EXPECTED_SIZE=4 PYTHONUNBUFFERED=1 /v/bin/mpiexec ")
 
 
 def test_an_unknown_mpiexec_is_refused() -> None:
@@ -128,6 +140,6 @@ def test_an_unknown_mpiexec_is_refused() -> None:
     ],
 )
 def test_tags_as_each_prints_them(mpiexec: Mpiexec, written: bytes, rank: bytes, text: bytes) -> None:
-    found = command_for(replace(REQUEST, mpiexec=mpiexec), {}).tag.whole.match(written)
+    found = command_for(replace(HERE, mpiexec=mpiexec), {}).tag.whole.match(written)
     assert found is not None
     assert (found[1], written[found.end() :]) == (rank, text)

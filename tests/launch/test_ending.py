@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from mpitrain.launch.ending import Ended, why
-from mpitrain.launch.steps import Report
+from mpitrain.launch.ending import Ended, in_order, last_step, why
+from mpitrain.watching.census import FirstEnd
+from mpitrain.watching.rank_record import FAILED, RankRecord
 
 RULE = "=" * 83 + "\n"
 MPICH = f"""
@@ -25,12 +26,12 @@ OPEN_MPI_4 = "mpiexec noticed that process rank 2 with PID 0 on node h2 exited o
 OPEN_MPI_CODE = "The first process to do so was:\n\n   Process name: [prterun-vm-8624@1,2]\n   Exit code:    3\n"
 OPEN_MPI_4_CODE = "The first process to do so was:\n\n  Process name: [[51422,1],2]\n  Exit code:    3\n"
 
-STEPS = {rank: Report(1000 + rank, 1, 7) for rank in range(3)}
+RECORDS = {rank: RankRecord(rank, pid=1000 + rank, first_step=1, step=7) for rank in range(3)}
 BY_SIGNAL, BY_CODE = "rank 2 on h2 was killed by signal 9", "rank 2 on h2 left with exit code 3"
 
 
 def of(**seen: object) -> tuple[str, int | None]:
-    return why(Ended(5, steps=STEPS, **seen), "h{}".format)  # type: ignore[arg-type]
+    return why(Ended(5, records=RECORDS, **seen), "h{}".format)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -58,7 +59,7 @@ def test_mpiexec_names_another_one() -> None:
 def test_nobody_was_seen_to_die() -> None:
     assert of(mpiexec_said=OPEN_MPI) == (BY_SIGNAL, 2)
     assert of(mpiexec_said=MPICH) == ("rank 2 on h2 or another one was killed by signal 9", None)
-    alone = Ended(9, mpiexec_said=MPICH, steps={2: STEPS[2]})
+    alone = Ended(9, mpiexec_said=MPICH, records={2: RECORDS[2]})
     assert why(alone, "h{}".format) == (BY_SIGNAL, 2)
 
 
@@ -74,19 +75,46 @@ def test_intel_mpi_names_those_too_that_it_has_ended() -> None:
 
 
 def test_processes_with_one_number_on_several_hosts() -> None:
-    steps = {1: Report(1002, 1, 7), 2: Report(1002, 1, 7)}
-    assert why(Ended(9, mpiexec_said=MPICH, steps=steps, first_dead=(2,)), "h{}".format) == (BY_SIGNAL, 2)
+    records = {rank: RankRecord(rank, pid=1002, first_step=1, step=7) for rank in (1, 2)}
+    assert why(Ended(9, mpiexec_said=MPICH, records=records, first_dead=(2,)), "h{}".format) == (BY_SIGNAL, 2)
 
 
-def test_a_report_of_a_rank_comes_before_what_mpiexec_says() -> None:
-    report = (
-        'mpitrain: rank 1 on h1 failed:\nTraceback (most recent call last):\n  File "x.py", line 3, in <module>\n'
-        "    f()\nValueError: bang: 3\n  and more of it\nmpitrain: end of the failure of rank 1 on h1\n"
-    )
-    assert of(failed=1, report=report, mpiexec_said=MPICH) == ("rank 1 on h1 failed: ValueError: bang: 3", 1)
-    assert of(failed=1, report="mpitrain: rank 1 on h1 failed:\n") == ("rank 1 on h1 failed: without a word", 1)
-    text, _ = of(failed=1, report="ValueError: " + 1000 * "x")
+def test_what_a_rank_says_comes_before_what_mpiexec_says() -> None:
+    failed = RankRecord(1, FAILED, error="ValueError: bang: 3")
+    assert of(failed=failed, mpiexec_said=MPICH, mpiexec_signal=9) == ("rank 1 on h1 failed: ValueError: bang: 3", 1)
+    text, _ = of(failed=RankRecord(1, FAILED, error="ValueError: " + 1000 * "x"))
     assert len(text) == 300
+
+
+def test_what_had_started_the_ranks_ended_first() -> None:
+    """No rank is to blame, though some have died, and mpiexec speaks of one."""
+    assert of(mpiexec_signal=9, first_dead=(1,)) == ("mpiexec itself was killed by signal 9", None)
+    said = "the process of mpiexec on h1 that started ranks 1,2 was killed, or has crashed"
+    assert of(orphaned=(1, 2), first_dead=(0,), mpiexec_said=MPICH) == (said, None)
+
+
+def test_open_mpi_names_the_daemon_that_it_lost() -> None:
+    """Its own process on the first host may be seen to end before it."""
+    said = "  HNP daemon   : [prterun-h0-217@0,0] on node h0\n  Remote daemon: [prterun-h0-217@0,1] on node h2\n"
+    named = "the process of mpiexec on h2 was killed, or has crashed, or cannot be reached"
+    assert of(orphaned=(0,), mpiexec_said=said) == (named, None)
+
+
+def test_which_host_was_first() -> None:
+    """A rank whose end was seen a little late comes before the daemons that ended because of it; not much later."""
+    daemon, other, rank = FirstEnd(None, (0,), 5.00), FirstEnd(None, (1, 2), 5.02), FirstEnd(3, (), 5.05)
+    assert in_order([other, rank, daemon]) == [rank, daemon, other]
+    later = FirstEnd(3, (), 5.28)
+    assert in_order([later, other, daemon]) == [daemon, other, later]
+    earlier = FirstEnd(4, (), 5.04)
+    assert in_order([rank, earlier]) == [earlier, rank]
+    assert in_order([]) == []
+
+
+def test_the_step_of_a_job() -> None:
+    records = {rank: RankRecord(rank, step=step) for rank, step in ((0, 7), (1, 8), (2, 0))}
+    assert [last_step(records, rank) for rank in (None, 0, 2, 3)] == [8, 7, None, 8]
+    assert last_step({}) is None
 
 
 def test_what_the_launcher_saw() -> None:

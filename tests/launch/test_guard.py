@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
-from mpitrain.launch.activity import process_numbering
+from mpitrain.job.context import JOB
 from mpitrain.launch.connections import Connection, connect, explain
-from mpitrain.launch.guard import MARK
-from mpitrain.launch.roll_call import CALLED, STARTED, sign
-from mpitrain.launch.watch import Guards
+from mpitrain.launch.watch import Guards, HostReport
+from mpitrain.watching.rank_record import DONE, PHASES, STARTED, RankRecord
+from mpitrain.watching.view import RankView
 
 DEADLINE_SECONDS = 20.0
 
@@ -56,7 +60,7 @@ def job(wish: dict[str, Any]) -> Iterator[subprocess.Popen[str]]:
     program = "import subprocess; print(subprocess.Popen(['sleep', '600'], env={}).pid, flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", program],
-        env={**os.environ, MARK: wish["token"]},
+        env={**os.environ, JOB: wish["token"]},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -139,30 +143,60 @@ def test_two_names_of_one_machine(wish: dict[str, Any], connections: list[Connec
     assert wait_for(connection, "error")["error"] == "this is the same machine as another host of the job"
 
 
-def test_it_sees_who_signs_and_who_is_gone(wish: dict[str, Any], connections: list[Connection]) -> None:
-    connection = begin(wish, connections)
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as rank:
-        sign(wish["roll_call"], STARTED, 3, str(rank.pid))
-        sign(wish["roll_call"], CALLED, 3)
-        signed = wait_for(connection, "signed", bool)["signed"]
-        assert signed == [f"started 3 {rank.pid}", "called 3"]
-    assert wait_for(connection, "gone", bool)["gone"] == [3]
+RANK = """
+import sys
+from mpitrain.watching.activity import publish
+from mpitrain.watching.rank_record import CALLED
+from mpitrain.watching.roll_call import appear
+path, number, has_begun = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
+if has_begun:
+    activity = publish(number)
+    activity.enter(CALLED)
+    activity.appear(path)
+else:
+    appear(path, number)
+print("there", flush=True)
+sys.stdin.read()
+"""
 
 
-def test_it_sees_who_vanishes(wish: dict[str, Any], connections: list[Connection]) -> None:
+@contextmanager
+def rank_of(wish: dict[str, Any], number: int, *has_begun: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that calls at the roll call as this rank; in init(), if it says so."""
+    command = [sys.executable, "-c", RANK, wish["roll_call"], str(number), *has_begun]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "there\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def test_it_sees_how_far_ranks_are_and_who_is_gone(wish: dict[str, Any], connections: list[Connection]) -> None:
     connection = begin(wish, connections)
-    with subprocess.Popen(["true"]) as dead, subprocess.Popen(["sleep", "60"]) as live:
-        dead.wait()
-        about = f"-1 {os.getpid()}"
-        sign(wish["roll_call"], CALLED, 1, f"{dead.pid} {about} {process_numbering()}")
-        sign(wish["roll_call"], CALLED, 2, f"{live.pid} {about} {process_numbering()}")
-        # In a container, by its own numbers.
-        sign(wish["roll_call"], CALLED, 3, f"{dead.pid} {about} 1")
-        assert wait_for(connection, "vanished", bool)["vanished"] == [1]
-        # Another process has become the rank.
-        sign(wish["roll_call"], CALLED, 1, f"{live.pid} {about} {process_numbering()}")
-        assert wait_for(connection, "vanished", lambda ranks: not ranks)["orphans"] == []
-        live.kill()
+    with rank_of(wish, 3) as started, rank_of(wish, 4, "init") as called:
+        views = wait_for(connection, "ranks", lambda ranks: len(ranks) == 2)["ranks"]
+        assert [(view["record"]["rank"], view["record"]["phase"], view["pid"]) for view in views] == [
+            (3, "started", started.pid),
+            (4, "called", called.pid),
+        ]
+        assert [view["ended_seconds"] for view in views] == [None, None]
+        started.kill()
+        expected = {"rank": 3, "parent_of": [], "seconds": ANY}
+        assert wait_for(connection, "first_end")["first_end"] == expected
+        views = wait_for(connection, "ranks")["ranks"]
+        assert [view["ended_seconds"] is None for view in views] == [False, True]
+
+
+def test_another_process_becomes_the_rank(wish: dict[str, Any], connections: list[Connection]) -> None:
+    connection = begin(wish, connections)
+    with rank_of(wish, 1, "init") as first:
+        wait_for(connection, "ranks", lambda ranks: [view["pid"] for view in ranks] == [first.pid])
+    wait_for(connection, "ranks", lambda ranks: ranks[0]["ended_seconds"] is not None)
+    with rank_of(wish, 1, "init") as second:
+        (view,) = wait_for(connection, "ranks", lambda ranks: ranks[0]["pid"] == second.pid)["ranks"]
+        assert view["ended_seconds"] is None
 
 
 def test_told_to_end_it_names_and_kills_what_is_left(
@@ -207,18 +241,63 @@ def test_when_the_launcher_is_silent_it_ends_the_job(
     assert connection.process.wait(DEADLINE_SECONDS) == 0
 
 
+def wait_for_trouble(guards: Guards) -> None:
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while guards.trouble is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_it_may_open_as_many_files_as_there_may_be(wish: dict[str, Any], connections: list[Connection]) -> None:
+    """Each rank takes three, and a login mostly begins with a limit of 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, hard - 1), hard))
+    try:
+        connection = begin(wish, connections)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    connection.send({"processes": 1})
+    wait_for(connection, "processes")
+    assert resource.prlimit(connection.process.pid, resource.RLIMIT_NOFILE) == (hard, hard)
+
+
+def test_who_has_vanished() -> None:
+    """Who ended 10 s ago and had called init(), unless its program had come to its end."""
+    views = {
+        rank: RankView(RankRecord(rank, phase), 100 + rank, ended_seconds=10.1 + rank)
+        for rank, phase in enumerate(PHASES)
+    }
+    assert (views[0].record.phase, views[3].record.phase) == (STARTED, DONE)
+    assert HostReport(views).vanished() == [1, 2, 4]
+    for ended_seconds in (9.9, None):
+        recent = {rank: replace(view, ended_seconds=ended_seconds) for rank, view in views.items()}
+        assert HostReport(recent).vanished() == []
+
+
+def test_reports_do_not_change_while_they_are_read(wish: dict[str, Any]) -> None:
+    """The main thread goes through them while the guards' thread takes in what comes."""
+    with Guards("here", ["here"], {"here": wish}) as guards:
+        guards.facts()
+        before = guards.reports["here"].ranks
+        guards.start()
+        with rank_of(wish, 5):
+            deadline = time.monotonic() + DEADLINE_SECONDS
+            while not guards.reports["here"].ranks:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+        assert before == {}
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_watch_that_fails_is_trouble(wish: dict[str, Any]) -> None:
     """Else the launcher would go on without it, and the guards would end the job for no reason that anybody sees."""
     with Guards("here", ["here"], {"here": wish}) as guards:
         assert guards.facts()["here"]["cores"] == len(os.sched_getaffinity(0))
         guards.start()
-        Path(wish["roll_call"]).write_text("nonsense 0\n")
-        deadline = time.monotonic() + DEADLINE_SECONDS
-        while guards.trouble is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        assert guards.trouble == "the job is ended on all hosts, because it cannot be watched: KeyError('nonsense')"
+        guards.phases.when.clear()  # so that what comes next finds no place
+        with rank_of(wish, 0):
+            wait_for_trouble(guards)
+        assert guards.trouble == "the job is ended on all hosts, because it cannot be watched: KeyError('started')"
 
 
 @pytest.mark.parametrize(

@@ -11,16 +11,8 @@ import pytest
 
 from jobs import run_command
 from mpitrain.errors import ConfigError
-from mpitrain.launch.hostfile import (
-    PROJECT_INVENTORY,
-    Host,
-    Inventory,
-    add_worker,
-    find_inventory,
-    read_inventory,
-    remove_worker,
-    write_inventory,
-)
+from mpitrain.launch.hostfile import PROJECT_INVENTORY, Host, Inventory, find_inventory, read_inventory
+from mpitrain.provision.edit_hostfile import add_worker, remove_worker, write_inventory
 
 EVERYTHING = """\
 ; the lab, second floor

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
 
 from mpitrain.errors import ConfigError
-from mpitrain.launch import hosts
-from mpitrain.launch.hosts import lay_out
-from mpitrain.launch.placement import Place
+from mpitrain.launch.hosts import place_ranks
+from mpitrain.launch.placement import Place, Placement
 
 OTHERS = "[workers]\nb ansible_host=198.51.100.2\nc ansible_host=198.51.100.3\n\n[cluster:children]\nhead\nworkers\n"
 
@@ -29,91 +29,91 @@ def inventory(folder: Path, head: str) -> Path:
     return path
 
 
-def ranks(layout: hosts.Layout) -> dict[str, int]:
-    return {place.host: place.num_ranks for place in layout.places}
+def ranks(placement: Placement) -> dict[str, int]:
+    return {place.host: place.num_ranks for place in placement.places}
 
 
 def test_without_anything_it_runs_here() -> None:
-    layout = lay_out(None, None, 3, None)
-    assert (ranks(layout), layout.addresses, layout.note) == ({"localhost": 3}, {}, "")
+    placement = place_ranks(None, None, 3, None)
+    assert (ranks(placement), placement.addresses, placement.note) == ({socket.gethostname(): 3}, {}, "")
 
 
 def test_on_a_node_it_runs_on_all_nodes(folder: Path) -> None:
     inventory(folder, "127.0.0.2")  # every address of 127/8 is this machine's
-    layout = lay_out(None, None, 6, None)
-    assert ranks(layout) == {"a": 2, "b": 2, "c": 2}
-    assert (layout.own, layout.addresses["c"]) == ("a", "198.51.100.3")
-    assert ranks(lay_out(None, None, None, 2)) == {"a": 2, "b": 2, "c": 2}
-    assert ranks(lay_out(None, None, 2, None)) == {"a": 1, "b": 1}
-    assert ranks(lay_out(None, None, 3, 2)) == {"a": 2, "b": 1}
+    placement = place_ranks(None, None, 6, None)
+    assert ranks(placement) == {"a": 2, "b": 2, "c": 2}
+    assert (placement.own, placement.addresses["c"]) == ("a", "198.51.100.3")
+    assert ranks(place_ranks(None, None, None, 2)) == {"a": 2, "b": 2, "c": 2}
+    assert ranks(place_ranks(None, None, 2, None)) == {"a": 1, "b": 1}
+    assert ranks(place_ranks(None, None, 3, 2)) == {"a": 2, "b": 1}
 
 
 def test_elsewhere_it_runs_here_and_says_so(folder: Path) -> None:
     path = inventory(folder, "198.51.100.1")
-    layout = lay_out(None, None, 2, None)
-    assert (ranks(layout), layout.addresses) == ({"localhost": 2}, {})
-    assert layout.note == (
+    placement = place_ranks(None, None, 2, None)
+    assert (ranks(placement), placement.addresses) == ({socket.gethostname(): 2}, {})
+    assert placement.note == (
         "this machine is no node of cluster/hosts, so the job runs here alone; "
         "start it on a to use the cluster, or name --hosts"
     )
     # Asked for by name, the inventory counts.
-    assert ranks(lay_out(None, path, 3, None)) == {"a": 1, "b": 1, "c": 1}
+    assert ranks(place_ranks(None, path, 3, None)) == {"a": 1, "b": 1, "c": 1}
 
 
 def test_a_job_may_be_started_from_beside_its_hosts(folder: Path) -> None:
     inventory(folder, "127.0.0.2")
-    layout = lay_out("b,c", None, None, 1)
-    assert ranks(layout) == {"b": 1, "c": 1}
-    assert layout.own == "a"
-    assert set(layout.addresses) == {"a", "b", "c"}
+    placement = place_ranks("b,c", None, None, 1)
+    assert ranks(placement) == {"b": 1, "c": 1}
+    assert placement.own == "a"
+    assert set(placement.addresses) == {"a", "b", "c"}
 
 
 def test_another_machine_with_this_one_s_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = inventory(folder, "198.51.100.1")
     monkeypatch.setattr("socket.gethostname", lambda: "b")
     try:
-        layout = lay_out("b,c", path, None, 1)
+        placement = place_ranks("b,c", path, None, 1)
     except ConfigError as error:
         pytest.skip(str(error))  # there is no way from here to any other machine
-    assert layout.own == "b (this machine)"
-    assert layout.addresses["b"] == "198.51.100.2"
-    assert set(layout.addresses) == {"b", "c", layout.own}
+    assert placement.own == "b (this machine)"
+    assert placement.addresses["b"] == "198.51.100.2"
+    assert set(placement.addresses) == {"b", "c", placement.own}
 
 
 def test_one_host_that_is_this_machine_needs_no_connection(folder: Path) -> None:
     inventory(folder, "127.0.0.2")
-    assert lay_out("a", None, 2, None).addresses == {}
-    assert lay_out("localhost", None, 2, None).addresses == {}
-    layout = lay_out("localhost/cpux2", None, None, None)
-    assert (layout.addresses, layout.places[0].devices) == ({}, ("cpu", "cpu"))
+    assert place_ranks("a", None, 2, None).addresses == {}
+    assert place_ranks("localhost", None, 2, None).addresses == {}
+    placement = place_ranks("localhost/cpux2", None, None, None)
+    assert (placement.addresses, placement.places[0].devices) == ({}, ("cpu", "cpu"))
 
 
 def test_localhost_works_with_a_broken_inventory(folder: Path) -> None:
     inventory(folder, "nonsense")
-    assert lay_out("localhost", None, 2, None).addresses == {}
+    assert place_ranks("localhost", None, 2, None).addresses == {}
     with pytest.raises(ConfigError, match="is not an IP address"):
-        lay_out(None, None, 2, None)
+        place_ranks(None, None, 2, None)
 
 
 def test_what_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="localhost is another machine on every host; write its name"):
-        lay_out("localhost,b", None, 2, None)
+        place_ranks("localhost,b", None, 2, None)
     with pytest.raises(ConfigError, match=r"there is no host 'no-such-host\.invalid'; `getent hosts no-such-host"):
-        lay_out("127.0.0.3,no-such-host.invalid", None, 2, None)
+        place_ranks("127.0.0.3,no-such-host.invalid", None, 2, None)
     inventory(folder, "127.0.0.2")
     with pytest.raises(ConfigError, match=r"a and 127\.0\.0\.2 are one host"):
-        lay_out("a,127.0.0.2", None, 2, None)
+        place_ranks("a,127.0.0.2", None, 2, None)
     with pytest.raises(ConfigError, match="there is no such file"):
-        lay_out(None, folder / "nowhere", 2, None)
+        place_ranks(None, folder / "nowhere", 2, None)
 
 
 def test_without_some_hosts_the_others_keep_their_ranks() -> None:
     places = (Place("a", 0, 2, ("cuda:0", "cuda:1")), Place("b", 2, 1, ("cpu",)), Place("c", 3, 2, ("cpu", "cpu")))
-    layout = hosts.Layout(places, {"a": "10.0.0.1", "b": "10.0.0.2", "c": "10.0.0.3"}, "a", "a note")
-    assert hosts.without(layout, set()) == layout
-    less = hosts.without(layout, {"a"})
+    placement = Placement(places, {"a": "10.0.0.1", "b": "10.0.0.2", "c": "10.0.0.3"}, "a", "a note")
+    assert placement.without(set()) == placement
+    less = placement.without({"a"})
     assert less.places == (Place("b", 0, 1, ("cpu",)), Place("c", 1, 2, ("cpu", "cpu")))
-    assert less.addresses == layout.addresses  # this machine starts the job still
-    assert hosts.without(layout, {"b"}).addresses == {"a": "10.0.0.1", "c": "10.0.0.3"}
-    assert hosts.without(layout, {"b", "c"}) == hosts.Layout(places[:1], {}, "a")
-    assert hosts.without(layout, {"a", "b"}).addresses == {"a": "10.0.0.1", "c": "10.0.0.3"}
+    assert less.addresses == placement.addresses  # this machine starts the job still
+    assert placement.without({"b"}).addresses == {"a": "10.0.0.1", "c": "10.0.0.3"}
+    assert placement.without({"b", "c"}) == Placement(places[:1], {}, "a")
+    assert placement.without({"a", "b"}).addresses == {"a": "10.0.0.1", "c": "10.0.0.3"}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from mpitrain.launch.output import MERGE_SECONDS, PARTIAL_SECONDS, LineCutter, Merger, Piece, rank_ranges
+from mpitrain.launch.output import MERGE_SECONDS, PARTIAL_SECONDS, LineCutter, Merger, OutputPiece
 from mpitrain.launch.tags import MPIEXEC
+from mpitrain.watching.ranges import rank_ranges
 
 LONG = 1000.0
 
@@ -16,7 +17,7 @@ def lines(merger: Merger, now: float) -> list[tuple[tuple[int, ...], str]]:
 
 def feed(merger: Merger, now: float, rank: int, *texts: str) -> None:
     for text in texts:
-        merger.feed(now, rank, Piece(text.encode(), b"\n"))
+        merger.feed(now, rank, OutputPiece(text.encode(), b"\n"))
 
 
 def test_equal_lines_of_all_ranks_leave_at_once_as_one() -> None:
@@ -76,11 +77,11 @@ def test_a_flood_is_passed_on() -> None:
 def test_cutter_joins_what_the_pipe_has_cut() -> None:
     cutter = LineCutter()
     assert list(cutter.feed(0.0, 0, b"lo")) == []
-    assert list(cutter.feed(0.0, 1, b"other\n")) == [Piece(b"other", b"\n")]
+    assert list(cutter.feed(0.0, 1, b"other\n")) == [OutputPiece(b"other", b"\n")]
     assert list(cutter.feed(0.0, 0, b"ss\r\n\n50 %\rrest")) == [
-        Piece(b"loss", b"\n"),
-        Piece(b"", b"\n"),
-        Piece(b"50 %", b"\r"),
+        OutputPiece(b"loss", b"\n"),
+        OutputPiece(b"", b"\n"),
+        OutputPiece(b"50 %", b"\r"),
     ]
     assert cutter.is_waiting
 
@@ -89,9 +90,9 @@ def test_a_prompt_is_shown_although_its_line_has_no_end() -> None:
     cutter = LineCutter()
     assert list(cutter.feed(1.0, 0, b"continue? ")) == []
     assert list(cutter.overdue(1.0)) == []
-    assert list(cutter.overdue(1.0 + PARTIAL_SECONDS)) == [(0, Piece(b"continue? ", b""))]
+    assert list(cutter.overdue(1.0 + PARTIAL_SECONDS)) == [(0, OutputPiece(b"continue? ", b""))]
     assert not cutter.is_waiting
-    assert list(cutter.feed(LONG, 0, b"yes\n")) == [Piece(b"yes", b"\n")]
+    assert list(cutter.feed(LONG, 0, b"yes\n")) == [OutputPiece(b"yes", b"\n")]
 
 
 def test_a_very_long_line_takes_no_quadratic_time() -> None:

@@ -6,10 +6,9 @@ import pytest
 
 from mpitrain.errors import LaunchError
 from mpitrain.launch.ending import Ended
-from mpitrain.launch.hosts import Layout
-from mpitrain.launch.placement import Place
-from mpitrain.launch.steps import Report
-from mpitrain.launch.supervisor import Failure, Limits, Verdict, judge, supervise
+from mpitrain.launch.placement import Place, Placement
+from mpitrain.launch.supervisor import FailedTry, Limits, Verdict, judge, supervise
+from mpitrain.watching.rank_record import RankRecord
 
 HOSTS = ("a", "b", "c", "d")
 FIVE = Limits(restarts=5)
@@ -17,8 +16,8 @@ FIVE = Limits(restarts=5)
 
 def failure(
     step: int | None, host: str | None = None, *lost: str, when: float = 0.0, first: int | None = 1, cause: str = "x"
-) -> Failure:
-    return Failure(cause, 1, when, first, step, host, lost)
+) -> FailedTry:
+    return FailedTry(cause, 1, when, first, step, host, lost)
 
 
 def test_a_failure_in_training() -> None:
@@ -42,7 +41,7 @@ def test_no_more_restarts_than_allowed(restarts: int) -> None:
 
 
 @pytest.mark.parametrize("between", [[], [failure(8)]])
-def test_three_times_at_the_same_step(between: list[Failure]) -> None:
+def test_three_times_at_the_same_step(between: list[FailedTry]) -> None:
     two = [failure(7, "a"), *between, failure(7, "b")]
     assert judge(HOSTS, two, [], FIVE, 1.0).hosts
     assert judge(HOSTS, [*two, failure(9)], [], FIVE, 1.0).hosts
@@ -104,14 +103,18 @@ def test_too_few_hosts() -> None:
 
 # -- the loop, with tries that only say how they ended ---------------------------------------------------------
 
-LAYOUT = Layout(
+PLACEMENT = Placement(
     (Place("a", 0, 2), Place("b", 2, 1), Place("c", 3, 2)), {"a": "10.0.0.1", "b": "10.0.0.2", "c": "10.0.0.3"}, "a"
 )
 
 
 def killed(rank: int, step: int, code: int = 137) -> Ended:
-    steps = {number: Report(1000 + number, 1, step + (number != rank)) for number in range(5)}
-    return Ended(code, mpiexec_said=f"process rank {rank} with PID 1 on node b exited on\nsignal 9 (K)", steps=steps)
+    records = {
+        number: RankRecord(number, pid=1000 + number, first_step=1, step=step + (number != rank)) for number in range(5)
+    }
+    return Ended(
+        code, mpiexec_said=f"process rank {rank} with PID 1 on node b exited on\nsignal 9 (K)", records=records
+    )
 
 
 class Tries:
@@ -121,8 +124,8 @@ class Tries:
         self.ends = list(ends)
         self.ran: list[dict[str, int]] = []
 
-    def __call__(self, layout: Layout) -> Ended:
-        self.ran.append({place.host: place.num_ranks for place in layout.places})
+    def __call__(self, placement: Placement) -> Ended:
+        self.ran.append({place.host: place.num_ranks for place in placement.places})
         end = self.ends.pop(0)
         if isinstance(end, LaunchError):
             raise end
@@ -137,7 +140,7 @@ def absent(*hosts: str) -> LaunchError:
 
 def test_again_after_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
     tries = Tries(killed(2, 7), Ended(0))
-    assert supervise(tries, LAYOUT, FIVE, "here") == 0
+    assert supervise(tries, PLACEMENT, FIVE) == 0
     assert tries.ran == [{"a": 2, "b": 1, "c": 2}] * 2
     assert capsys.readouterr().err.splitlines() == [
         "mpitrain: try 1 of 6 failed at step 7: rank 2 on b was killed by signal 9; starting again on a, b, c",
@@ -146,9 +149,11 @@ def test_again_after_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_without_a_host_that_vanished_or_does_not_answer(capsys: pytest.CaptureFixture[str]) -> None:
-    lost = Ended(1, lost=("b",), trouble=("b: nothing has been heard",), steps={0: Report(1, 5, 9)})
+    lost = Ended(
+        1, lost=("b",), trouble=("b: nothing has been heard",), records={0: RankRecord(0, pid=1, first_step=5, step=9)}
+    )
     tries = Tries(lost, absent("c"), Ended(0))
-    assert supervise(tries, LAYOUT, FIVE, "here") == 0
+    assert supervise(tries, PLACEMENT, FIVE) == 0
     assert tries.ran == [{"a": 2, "b": 1, "c": 2}, {"a": 2, "c": 2}, {"a": 2}]
     less = "starting again on a, c with 4 ranks, without b"
     assert capsys.readouterr().err.splitlines() == [
@@ -160,9 +165,9 @@ def test_without_a_host_that_vanished_or_does_not_answer(capsys: pytest.CaptureF
 
 def test_the_code_is_that_of_the_last_failure(capsys: pytest.CaptureFixture[str]) -> None:
     tries = Tries(killed(2, 7, 137), killed(4, 8, 5))
-    assert supervise(tries, LAYOUT, Limits(1), "here") == 5
+    assert supervise(tries, PLACEMENT, Limits(1)) == 5
     assert capsys.readouterr().err.endswith("signal 9; not started again: no try is left\n")
-    assert supervise(Tries(killed(2, 7), absent("b", "c")), LAYOUT, Limits(3, min_nodes=2), "here") == 137
+    assert supervise(Tries(killed(2, 7), absent("b", "c")), PLACEMENT, Limits(3, min_nodes=2)) == 137
     assert capsys.readouterr().err.endswith(
         "no answer; not started again: of a, b, c only a can take part, and --min-nodes is 2\n"
     )
@@ -171,11 +176,11 @@ def test_the_code_is_that_of_the_last_failure(capsys: pytest.CaptureFixture[str]
 def test_what_is_never_tried_again(capsys: pytest.CaptureFixture[str]) -> None:
     for end, limits in ((Ended(130, is_interrupted=True), FIVE), (Ended(0), FIVE), (killed(2, 7), Limits())):
         tries = Tries(end)
-        assert supervise(tries, LAYOUT, limits, "here") == end.code
+        assert supervise(tries, PLACEMENT, limits) == end.code
         assert len(tries.ran) == 1
     assert capsys.readouterr().err == ""
     for error in (absent("b"), LaunchError("no ssh")):  # of the first try
         with pytest.raises(LaunchError):
-            supervise(Tries(error), LAYOUT, FIVE, "here")
+            supervise(Tries(error), PLACEMENT, FIVE)
     with pytest.raises(LaunchError, match="the code differs"):
-        supervise(Tries(killed(2, 7), LaunchError("the code differs")), LAYOUT, FIVE, "here")
+        supervise(Tries(killed(2, 7), LaunchError("the code differs")), PLACEMENT, FIVE)

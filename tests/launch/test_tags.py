@@ -6,14 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from mpitrain.launch.dialects import Request, command_for
+from mpitrain.launch.dialects import JobSpec, command_for
 from mpitrain.launch.libraries import Mpiexec, Vendor
+from mpitrain.launch.placement import Place, Placement
 from mpitrain.launch.tags import MPIEXEC, Tag, TagDecoder
 
 
 def tag(vendor: Vendor) -> Tag:
-    request = Request(Mpiexec(Path("mpiexec"), vendor, "5.0"), ["python"], 2, 2, as_root=False)
-    return command_for(request, {}).tag
+    mpiexec, placement = Mpiexec(Path("mpiexec"), vendor, "5.0"), Placement((Place("a", 0, 2),))
+    job = JobSpec(mpiexec=mpiexec, program=["python"], placement=placement, num_cores=2, as_root=False)
+    return command_for(job, {}).tag
 
 
 def decoded(vendor: Vendor, *reads: bytes) -> dict[int, bytes]:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from mpitrain.launch.tuning import SETTINGS, Job, glibc_version, settings
+from mpitrain.launch.tuning import SETTINGS, Conditions, glibc_version, settings
 
-ONE_HOST = Job("mpich", num_hosts=1, has_rdma=False, is_oversubscribed=False, glibc=(2, 36))
+ONE_HOST = Conditions("mpich", num_hosts=1, has_rdma=False, is_oversubscribed=False, glibc=(2, 36))
 TWO_HOSTS = replace(ONE_HOST, num_hosts=2)
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "8589934592"}
 DOCUMENT = Path(__file__).parents[2] / "docs/run.md"

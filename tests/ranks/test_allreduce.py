@@ -10,14 +10,19 @@ import pytest
 
 from mpitrain import World
 from mpitrain.allreduce import ALGORITHMS, make_algorithm
-from mpitrain.allreduce.algorithm import DTYPES, FLOATS, INTEGERS, Algorithm
+from mpitrain.allreduce.algorithm import DTYPES, FLOATS, INTEGERS, Algorithm, AllreduceHandle, Sequential
+from mpitrain.allreduce.group import Group, everyone
+from mpitrain.allreduce.hierarchical import hierarchical_steps
+from mpitrain.allreduce.shared_memory import NodeArrays
 from mpitrain.errors import ConfigError, MismatchError
-from mpitrain.world import part_of
+from mpitrain.shard import part_of
 from tests.ranks.common import assert_same_bits, error_on_all, expected_sum, pattern, skip_alone
 
 from .placements import PLACEMENTS, placed
 
 INT32 = numpy.dtype(numpy.int32)
+OVER_GROUPS = sorted(name for name, entry in ALGORITHMS.items() if entry.over is not None)
+HALVES = sorted(name for name, entry in ALGORITHMS.items() if entry.reduce_scatter is not None)
 LENGTHS = (0, 1, 2, 7, 1000, 100003, 1 << 20)
 
 
@@ -35,17 +40,106 @@ def test_sum_is_exact(world: World, algorithm: Algorithm, length: int, dtype: nu
     numpy.testing.assert_array_equal(flat, expected_sum(length, world.size).astype(dtype))
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("name", ["auto", "direct", "hierarchical", "ring"])
-def test_between_nodes(world: World, name: str, placement: str) -> None:
-    """Exact wherever the ranks are, in memory of the algorithm's own and of others, one after the other."""
-    algorithm = make_algorithm(placed(world, placement), name)
+def check_sums(world: World, algorithm: Algorithm) -> None:
+    """Exact in memory of the algorithm's own and in other memory, one after the other."""
     for dtype in (numpy.dtype(numpy.float32), numpy.dtype(numpy.int16), numpy.dtype(numpy.float64)):
         for length in (*LENGTHS, 1_500_007):
             for flat in (algorithm.allocate(length, dtype), numpy.empty(length, dtype)):
                 flat[:] = pattern(length, world.rank)
                 algorithm.start(flat).wait()
                 numpy.testing.assert_array_equal(flat, expected_sum(length, world.size).astype(dtype))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_between_nodes(world: World, name: str, placement: str) -> None:
+    """Exact wherever the ranks are. An algorithm that is not for several nodes says so."""
+    there = placed(world, placement)
+    if name == "shared_memory" and there.num_nodes > 1:
+        with pytest.raises(ConfigError, match="for ranks on one node"):
+            make_algorithm(there, name)
+        return
+    check_sums(world, make_algorithm(there, name))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("name", OVER_GROUPS)
+def test_between_nodes_in_hierarchical(world: World, name: str, placement: str) -> None:
+    """What hierarchical runs over its lanes may be any algorithm over a group."""
+    there = placed(world, placement)
+    over, memory = ALGORITHMS[name].over, NodeArrays(there)
+    assert over is not None
+    check_sums(world, Sequential(there, name, hierarchical_steps(there, memory, over), memory))
+
+
+def a_part(world: World) -> Group:
+    """All ranks but the last one, backwards; the last rank is alone. Messages of the two groups cannot meet."""
+    members = tuple(range(world.size - 1))[::-1] if world.rank < world.size - 1 else (world.rank,)
+    return Group(world.comm, members, members.index(world.rank))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", OVER_GROUPS)
+def test_over_a_part_of_the_ranks(world: World, name: str, dtype: numpy.dtype) -> None:
+    group, over = a_part(world), ALGORITHMS[name].over
+    assert over is not None
+    steps = over(group)
+    for length in (1, 2, 7, 1000, 300_007):
+        flat = pattern(length, world.rank).astype(dtype)
+        world.control.wait(steps(flat), "a sum of some ranks")
+        total = sum(pattern(length, rank).astype(int) for rank in group.members)
+        numpy.testing.assert_array_equal(flat, numpy.asarray(total).astype(dtype))
+        whole = world.allgather(flat.tobytes())
+        assert {whole[rank] for rank in group.members} == {flat.tobytes()}
+
+
+def lengths_of(length: int, size: int) -> list[list[int] | None]:
+    """Parts as part_of makes them, and others: all in one part, none in the last but one."""
+    ragged = [0] * size
+    ragged[-1], ragged[0] = length // 3, length - length // 3
+    return [None, ragged if size > 1 else [length], [length, *[0] * (size - 1)]]
+
+
+@pytest.mark.parametrize("length", [1, 7, 1000, 300_007])
+@pytest.mark.parametrize("name", HALVES)
+def test_reduce_scatter_and_allgather_by_themselves(world: World, name: str, length: int) -> None:
+    entry = ALGORITHMS[name]
+    assert entry.reduce_scatter is not None
+    assert entry.allgather is not None
+    for group in (everyone(world), a_part(world)):
+        reduce_scatter, allgather = entry.reduce_scatter(group), entry.allgather(group)
+        for lengths in lengths_of(length, group.size):
+            sizes = lengths or [len(range(length)[part_of(length, i, group.size)]) for i in range(group.size)]
+            begin = sum(sizes[: group.index])
+            own = slice(begin, begin + sizes[group.index])
+            total = sum(pattern(length, rank).astype(int) for rank in group.members)
+            flat = pattern(length, world.rank).astype(numpy.float32)
+            world.control.wait(reduce_scatter(flat, lengths), "a reduce-scatter")
+            numpy.testing.assert_array_equal(flat[own], numpy.asarray(total)[own])
+            # What the other parts hold is not promised; they must come from their owners.
+            gathered = numpy.full(length, numpy.nan, numpy.float32)
+            gathered[own] = flat[own]
+            world.control.wait(allgather(gathered, lengths), "an allgather")
+            numpy.testing.assert_array_equal(gathered, total)
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_halves_with_handles_on_allocated_memory(world: World, name: str) -> None:
+    """What a strategy with sharded state needs: both begun, the first by itself, work on a part in between."""
+    entry, algorithm, group = ALGORITHMS[name], make_algorithm(world, "auto"), everyone(world)
+    assert entry.reduce_scatter is not None
+    assert entry.allgather is not None
+    reduce_scatter, allgather = entry.reduce_scatter(group), entry.allgather(group)
+    length = 100_003
+    for _ in range(2):
+        flat = algorithm.allocate(length, numpy.dtype(numpy.float64))
+        flat[:] = pattern(length, world.rank)
+        AllreduceHandle(world, "reduce-scatter", flat, reduce_scatter(flat)).wait()
+        flat[part_of(length, group.index, group.size)] *= 0.5
+        handle = AllreduceHandle(world, "allgather", flat, allgather(flat))
+        while not handle.test():
+            pass
+        numpy.testing.assert_array_equal(flat, expected_sum(length, world.size) * 0.5)
 
 
 def values(rank: int, places: numpy.ndarray) -> numpy.ndarray:

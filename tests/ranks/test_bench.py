@@ -16,13 +16,14 @@ from mpi4py import MPI
 from mpitrain import World, collectives
 from mpitrain.allreduce import ALGORITHMS
 from mpitrain.allreduce.algorithm import Sequential
+from mpitrain.allreduce.registry import Entry
+from mpitrain.bench.link import find_link
 from mpitrain.bench.measure import measure_cluster, native_below, save_profile
-from mpitrain.bench.network import find_link
 from mpitrain.bench.operations import NO_CODEC, OPERATIONS
 from mpitrain.bench.options import Options, add_arguments, read_options
 from mpitrain.bench.point_to_point import Pairs, measure_pairs
-from mpitrain.bench.report import as_json
 from mpitrain.bench.rounds import Variant, alternate, measure
+from mpitrain.bench.summary import as_json
 from mpitrain.bench.sweep import sweep
 from mpitrain.bench.table import Row
 from mpitrain.compression import CODECS
@@ -106,7 +107,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
         return Sequential(world, "broken", steps)
 
-    monkeypatch.setitem(ALGORITHMS, "broken", make)
+    monkeypatch.setitem(ALGORITHMS, "broken", Entry(make))
     yield
 
 
@@ -179,7 +180,14 @@ def test_pairs(world: World, pairs: Pairs) -> None:
     assert len(set(world.allgather(json.dumps(pairs)))) == 1
 
 
-def test_a_profile(world: World, shared: Path) -> None:
+@pytest.fixture
+def less_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the numbers are does not matter here, so they may be less exact."""
+    for name, value in {"_BLOCK_BYTES": 2**20, "_CODEC_BYTES": 2**18, "_MEMORY_ROUNDS": 3, "_LIMIT_ROUNDS": 5}.items():
+        monkeypatch.setattr(f"mpitrain.bench.measure.{name}", value)
+
+
+def test_a_profile(world: World, shared: Path, less_is_measured: None) -> None:
     measured = measure_cluster(world)
     assert len(set(world.allgather(json.dumps(measured)))) == 1
     assert measured["latency_between_nodes_us"] is None
@@ -202,10 +210,12 @@ def test_a_profile(world: World, shared: Path) -> None:
 
 
 @pytest.mark.parametrize(("slow", "limit"), [("native", 0), ("shared_memory", 2 * 2**20)])
-def test_the_limit_of_native_is_measured(world: World, slow: str, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_of_native_is_measured(
+    world: World, slow: str, limit: int, less_is_measured: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One of the two is made slower than the other one can be."""
     skip_alone(world)
-    right = ALGORITHMS[slow]
+    right = ALGORITHMS[slow].make
 
     def make(world: World) -> Sequential:
         made = right(world)
@@ -217,11 +227,11 @@ def test_the_limit_of_native_is_measured(world: World, slow: str, limit: int, mo
 
         return Sequential(world, slow, steps)
 
-    monkeypatch.setitem(ALGORITHMS, slow, make)
+    monkeypatch.setitem(ALGORITHMS, slow, Entry(make))
     assert native_below(world) == limit
 
 
-def test_the_limit_of_native_between_nodes(world: World) -> None:
+def test_the_limit_of_native_between_nodes(world: World, less_is_measured: None) -> None:
     skip_alone(world)
     limit = native_below(placed(world, "alone on each node"))
     assert limit in (0, *(2 * 4**exponent * 2**12 for exponent in range(5)))
@@ -256,7 +266,7 @@ def test_an_algorithm_that_refuses_this_world(
     def refuse(world: World) -> Sequential:
         raise ConfigError("not for this world")
 
-    monkeypatch.setitem(ALGORITHMS, "picky", refuse)
+    monkeypatch.setitem(ALGORITHMS, "picky", Entry(refuse))
     with pytest.raises(ConfigError, match="not for this world"):
         rows_of(world, "--sizes", "4K", "--rounds", "1", "--algorithms", "picky")
     rows = rows_of(world, "--sizes", "4K", "--rounds", "1", "--algorithms", "all")

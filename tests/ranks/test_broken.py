@@ -8,9 +8,9 @@ import numpy
 import pytest
 
 from mpitrain import World
-from mpitrain.agreement import Agreement
 from mpitrain.errors import MismatchError, MpitrainError
-from mpitrain.start import make_world
+from mpitrain.job.worlds import make_world
+from mpitrain.waiting.agreement import Agreement
 
 from .common import skip_alone
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import ml_dtypes
 import numpy
 import pytest
 
-from mpitrain import GradientReducer, Parameter, World, collectives, pieces
+from mpitrain import GradientReducer, Parameter, World, collectives
 from mpitrain.allreduce.algorithm import DTYPES
 from mpitrain.errors import MismatchError, TreeError
 from mpitrain.exchange import moves
-from mpitrain.world import part_of
+from mpitrain.shard import part_of
+from mpitrain.waiting import pieces
 from tests.ranks.common import assert_same_bits, error_on_all, named_ranks, skip_alone
 
 LENGTHS = (0, 1, 2, 7, 1000, 5003)
@@ -25,6 +28,9 @@ MOVED = [*DTYPES, *(numpy.dtype(name) for name in ("?", "c8", "c16", "M8[s]", "S
 def piece_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Short pieces: many of them, also where arrays are small."""
     monkeypatch.setattr(pieces, "PIECE_BYTES", request.param)
+    for name in ("direct", "window"):  # from sys.modules: the package has a function direct as well
+        monkeypatch.setattr(sys.modules[f"mpitrain.allreduce.{name}"], "piece_bytes", lambda group: request.param)
+    monkeypatch.setattr(collectives, "_made", WeakKeyDictionary())  # those that were made have their pieces
     return int(request.param)
 
 

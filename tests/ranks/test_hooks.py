@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import numpy
 import pytest
 
+import mpitrain
 from mpitrain import (
     ArrayData,
     ArrayFunction,
@@ -28,6 +30,7 @@ from mpitrain import (
     World,
 )
 from mpitrain.errors import CheckpointError, ConfigError, MismatchError
+from tests.added.marked_steps import MarkedSteps
 
 from .common import error_on_all, skip_alone
 
@@ -248,3 +251,53 @@ def test_hooks_are_closed_also_after_an_error(world: World) -> None:
     assert hook.closed == 1
     last_step(world, [hook, StopAtStep(1)])
     assert hook.closed == 2
+
+
+# -- every public hook, and a new one ----------------------------------------------------------------------------------
+
+DOCUMENTS = [Path(__file__).parents[2] / "README.md", *sorted((Path(__file__).parents[2] / "docs").glob("*.md"))]
+HOOKS = [
+    name
+    for name in mpitrain._HOME
+    if isinstance(getattr(mpitrain, name), type) and issubclass(getattr(mpitrain, name), Hook) and name != "Hook"
+]
+
+
+def has_only_events_that_there_are(hook: type[Hook]) -> None:
+    """One that is misspelled would never be called."""
+    events = {name for name in vars(hook) if name.startswith(("before_", "after_"))}
+    assert events <= vars(Hook).keys(), events - vars(Hook).keys()
+
+
+def is_described(hook: type[Hook]) -> None:
+    assert hook.__doc__
+    assert any(f"{hook.__name__}" in document.read_text() for document in DOCUMENTS), "no document names it"
+
+
+CONTRACT = [has_only_events_that_there_are, is_described]
+
+
+@pytest.mark.parametrize("holds", CONTRACT, ids=lambda holds: holds.__name__)
+@pytest.mark.parametrize("name", HOOKS)
+def test_every_hook(name: str, holds: Callable[[type[Hook]], None]) -> None:
+    holds(getattr(mpitrain, name))
+
+
+def test_a_hook_that_is_added(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It inherits the tests of every hook and of the documents: also their failures."""
+    hook = MarkedSteps()
+    trainer = Trainer(build, [StopAtStep(4), hook])
+    trainer.run()
+    assert hook.numbers == [1, 2, 3, 4]
+    resumed = MarkedSteps()
+    Trainer(build, [resumed]).restore(trainer.state())
+    assert resumed.numbers == [1, 2, 3, 4]
+    has_only_events_that_there_are(MarkedSteps)
+    with pytest.raises(AssertionError, match="after_stop"):
+        has_only_events_that_there_are(type("Misspelled", (MarkedSteps,), {"after_stop": MarkedSteps.after_step}))
+    monkeypatch.setattr(sys.modules[__name__], "DOCUMENTS", [tmp_path / "page.md"])
+    (tmp_path / "page.md").write_text("Nothing.")
+    with pytest.raises(AssertionError, match="no document names it"):
+        is_described(MarkedSteps)
+    (tmp_path / "page.md").write_text("`mt.MarkedSteps` keeps the numbers of the steps.")
+    is_described(MarkedSteps)

@@ -68,7 +68,7 @@ def test_ranks_that_start_different_sums(world: World, algorithm: Algorithm, odd
     differs = world.rank == world.size - 1
     shared = algorithm.allocate(1000, FLOAT32)
     if odd == "memory":
-        if not algorithm._memory or not algorithm._memory.holds(shared):  # type: ignore[attr-defined]
+        if algorithm.memory is None or not algorithm.memory.holds(shared):  # type: ignore[attr-defined]
             pytest.skip("this algorithm has no memory of its own here")
         flat = numpy.empty(1000, FLOAT32) if differs else shared
     elif odd == "length":

@@ -24,7 +24,7 @@ from mpitrain.errors import (
     NonFiniteError,
 )
 from mpitrain.exchange.exchange import PlainExchange, scale
-from mpitrain.start import make_world
+from mpitrain.job.worlds import make_world
 
 from .common import assert_same_bits, error_on_all, mean_bound, named_ranks, skip_alone
 
@@ -51,7 +51,7 @@ BUCKETS = {TINY: 9, SMALL: 8, HUGE: 7}
 @pytest.fixture(params=["called", "threaded"], autouse=True)
 def driven(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test of this file both ways: with the rule for one node, and with the one for several."""
-    monkeypatch.setattr("mpitrain.exchange.reducer.threads_by_default", lambda _: request.param == "threaded")
+    monkeypatch.setattr("mpitrain.exchange.driver.threads_by_default", lambda _: request.param == "threaded")
 
 
 def gradients_of(rank: int, step: int = 0, parameters: Sequence[Parameter] = PARAMETERS) -> list[numpy.ndarray]:
@@ -516,12 +516,52 @@ def test_ranks_in_different_steps_hear_of_it_in_another_call(world: World) -> No
             mine.finish()
 
 
-def test_marks_and_turns(world: World) -> None:
-    """What each rank has to say comes with the vote; ranks at different batches do not add up their gradients."""
+def test_notes(world: World) -> None:
+    """Equal ones stand once; of ranks that differ all are there but those of ranks without samples."""
+    reducer = GradientReducer(world, PARAMETERS)
+
+    def notes_of(note: object, weight: float = 1.0) -> tuple[object, ...]:
+        reducer.begin(weight)
+        hand_in(reducer, gradients_of(world.rank), range(len(PARAMETERS)))
+        return reducer.finish(note=note).remarks.notes
+
+    assert notes_of(None) == (None,)
+    assert notes_of(("same", b"\0")) == (("same", b"\0"),)
+    assert notes_of(["rank", world.rank]) == tuple(["rank", rank] for rank in range(world.size))
+    if world.size > 1:
+        odd = world.size - 1
+        alone = 0.0 if world.rank == odd else 1.0
+        assert notes_of(("of", world.rank), alone) == tuple(("of", rank) for rank in range(odd))
+        assert notes_of("not heard" if world.rank == odd else None, alone) == (None,)
+        assert set(notes_of("heard" if world.rank != odd else None, alone)) == {"heard"}
+
+
+def test_parameters_that_are_not_used(world: World) -> None:
+    """The last one by no rank, the first one by rank 0 alone; a rank without samples uses none and does not count."""
+    reducer = GradientReducer(world, PARAMETERS)
+    last, odd = len(PARAMETERS) - 1, world.size - 1
+    for counted in (world.size, max(odd, 1)):  # ranks with samples
+        weight = 3.0 if world.rank < counted else 0.0
+        reducer.begin(weight)
+        for index, parameter in enumerate(PARAMETERS):
+            used = weight > 0 and index != last and (index != 0 or world.rank == 0)
+            value = numpy.full(parameter.shape, 1 + world.rank).astype(parameter.dtype)
+            reducer.ready(index, value if used else None)
+        means = reducer.finish()
+        assert means.remarks.unused == {last}
+        assert means.remarks.partly_used == ({0} if counted > 1 else set())
+        assert not reducer.gradients[last].any()
+        # Each rank's share is rounded once, and each of the sums: float32 and float64.
+        for index, total in ((0, 1), (1, counted * (counted + 1) / 2)):
+            numpy.testing.assert_allclose(reducer.gradients[index].astype("f8"), total / counted, rtol=5 * 2.0**-23)
+
+
+def test_turns(world: World) -> None:
+    """Ranks at different batches do not add up their gradients."""
     reducer = GradientReducer(world, PARAMETERS)
     reducer.begin(1, turn=7)
     hand_in(reducer, gradients_of(world.rank), range(len(PARAMETERS)))
-    assert reducer.finish(mark=2**62 + world.rank).marks == tuple(2**62 + rank for rank in range(world.size))
+    reducer.finish()
     if world.size > 1:
         odd = world.size - 1
 

@@ -13,6 +13,7 @@ from mpitrain.allreduce.group import everyone, lane
 from mpitrain.profile import Profile
 from tests.ranks.common import assert_same_bits
 
+OVER_GROUPS = [name for name, entry in ALGORITHMS.items() if entry.over is not None]
 # Nothing but a - c - b - d - a is fast.
 FAST = {"ac", "cb", "bd", "da"}
 LINKS = tuple(tuple(0.0 if a == b else 1e9 if a + b in FAST else 1e8 for b in "abcd") for a in "abcd")
@@ -45,9 +46,9 @@ def test_the_ring_goes_over_the_fast_links(four_nodes: World) -> None:
         assert {a + b for a, b in zip(hosts, hosts[1:] + hosts[0], strict=True)} == FAST
 
 
-@pytest.mark.parametrize("name", ["ring", "hierarchical", "direct"])
+@pytest.mark.parametrize("name", sorted({"hierarchical", *OVER_GROUPS}))
 def test_sums_in_that_order_are_right(four_nodes: World, name: str) -> None:
-    algorithm = ALGORITHMS[name](four_nodes)
+    algorithm = ALGORITHMS[name].make(four_nodes)
     for length in (1, 7, 300_001):
         flat = algorithm.allocate(length, numpy.dtype(numpy.int64))
         flat[:] = numpy.arange(length) * (four_nodes.rank + 1)

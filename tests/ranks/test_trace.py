@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 
 from mpitrain import StopAtStep, Trainer, World
-from mpitrain.spans import Spans
-from mpitrain.trace import compare_clocks
+from mpitrain.job.trace import compare_clocks
+from mpitrain.watching.spans import Spans
 
 from .test_hooks import build
 

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import numpy
 import pytest
 
-from mpitrain import World, transfer
+from mpitrain import World
 from mpitrain.allreduce import ALGORITHMS
+from mpitrain.waiting import transfer
 
 
 @pytest.fixture(params=[1, 7, 1000], autouse=True)
@@ -33,6 +34,6 @@ def test_gather_in_slices(world: World) -> None:
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
 def test_allreduce_in_slices(world: World, name: str, dtype: str) -> None:
     flat = (numpy.arange(301) % 50 + world.rank).astype(dtype)  # sums are exact in float16
-    ALGORITHMS[name](world).start(flat).wait()
+    ALGORITHMS[name].make(world).start(flat).wait()
     expected = numpy.arange(301) % 50 * world.size + world.size * (world.size - 1) // 2
     numpy.testing.assert_array_equal(flat.astype(numpy.int64), expected)

@@ -27,9 +27,9 @@ from mpitrain import (
 )
 from mpitrain.errors import MpitrainError
 from mpitrain.exchange.trees import ArrayTrees
+from mpitrain.shard import part_of
 from mpitrain.verify.fingerprint import distance, sample_hashes, sketch
-from mpitrain.verify.record import MEAN, STEP, SUM, Record, RecordedTrees, Recorder, read_record
-from mpitrain.world import part_of
+from mpitrain.verify.run_record import MEAN, STEP, SUM, RecordedTrees, Recorder, RunRecord, read_record
 
 from .common import error_on_all
 
@@ -40,12 +40,12 @@ BATCH, RATE = 9, 0.05
 
 def recording(world: World, folder: Path, steps: int) -> World:
     """The world as `init` makes it with these settings."""
-    own = replace(world, config=replace(world.config, verify_record=str(folder), verify_steps=steps))
+    own = replace(world, context=replace(world.context, verify_record=str(folder), verify_steps=steps))
     recorder = Recorder(own)
     return replace(own, observer=recorder, make_arrays=lambda its: RecordedTrees(ArrayTrees(its), recorder))
 
 
-def record_of(world: World, folder: Path) -> Record:
+def record_of(world: World, folder: Path) -> RunRecord:
     world.barrier()
     return read_record(folder)
 

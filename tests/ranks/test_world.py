@@ -49,14 +49,6 @@ def test_all_ranks_are_on_one_node(world: World) -> None:
     assert world.name(0) == f"rank 0 on {socket.gethostname()}"
 
 
-def test_leaders_are_known_to_local_rank_0_only(world: World) -> None:
-    if world.local_rank:
-        assert world.leaders is None
-    else:
-        assert world.leaders is not None
-        assert (world.leaders.rank, world.leaders.size) == (0, 1)
-
-
 def test_communicators_are_private(world: World) -> None:
     from mpi4py import MPI
 

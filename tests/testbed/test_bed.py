@@ -95,7 +95,7 @@ def test_ansible_finds_the_nodes_and_the_checkouts_variables(bed: Bed, tmp_path)
         "    - command: id --user\n      register: id\n"
         "    - debug:\n        msg: '{{ inventory_hostname }} {{ colour }} {{ id.stdout }}'\n"
     )
-    done = bed.run(["ansible-playbook", "cluster/setup.yml"], cwd=tmp_path, timeout_seconds=90)
+    done = bed.run(["ansible-playbook", "cluster/setup.yml"], cwd=tmp_path, timeout_seconds=300)
     assert done.returncode == 0, done.stdout + done.stderr
     for node in bed.names:
         assert f"{node} green 0" in done.stdout

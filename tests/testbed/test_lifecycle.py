@@ -13,7 +13,7 @@ import pytest
 from jobs import REPOSITORY, clean_environment
 from mpitrain.errors import ConfigError
 from mpitrain.testbed import Bed, down, find, forget_snapshot, up
-from mpitrain.testbed.record import STATE
+from mpitrain.testbed.bed_record import STATE
 
 from .beds import cli, command, new_name, traces
 

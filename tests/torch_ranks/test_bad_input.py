@@ -153,6 +153,11 @@ def test_split_sizes_that_disagree(world: World, fresh: dist.ProcessGroup) -> No
 # The same on every rank, so each knows by itself; the kind of error and words of its text.
 REFUSED: dict[str, tuple[Callable[[int], Any], type[Exception], str]] = {
     "too many in a list": (lambda n: dist.all_gather([ones()] * (n + 1), ones()), ValueError, "give one for each rank"),
+    "lists by input, not by rank": (
+        lambda n: dist.group.WORLD.allgather_coalesced([[ones()] * n] * (n + 1), [ones()] * (n + 1)),
+        ValueError,
+        "allowed: . lists, one a rank, each with ., one an input",
+    ),
     "dtypes in a list": (
         lambda n: dist.group.WORLD.allgather([[ones(3, torch.int32)] * n], [ones()]),
         TypeError,

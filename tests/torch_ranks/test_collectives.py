@@ -162,6 +162,18 @@ def test_coalesced(world: World) -> None:
         assert_equal(scattered[salt], total[world.rank * count : (world.rank + 1) * count])
 
 
+@pytest.mark.filterwarnings("ignore:.*all_gather_coalesced:FutureWarning")
+@pytest.mark.parametrize("lengths", [(3, 1, 11), (4, 4), (4, 4, 4)], ids=str)
+def test_gathered_together(world: World, lengths: tuple[int, ...]) -> None:
+    """Outputs are lists by rank, of a tensor for each input; as many inputs as ranks, all of one shape, too."""
+    own = [tensor(count, torch.float32, world.rank, salt) for salt, count in enumerate(lengths)]
+    outputs = [[torch.empty(count) for count in lengths] for _ in range(world.size)]
+    dist.all_gather_coalesced(outputs, own)
+    for rank, of_rank in enumerate(outputs):
+        for salt, count in enumerate(lengths):
+            assert_equal(of_rank[salt], tensor(count, torch.float32, rank, salt), (rank, salt))
+
+
 @pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS, torch.bool, torch.complex64], ids=str)
 def test_what_only_moves(world: World, backend: str, dtype: torch.dtype) -> None:
     """Broadcast, allgather, gather, scatter: every root, every length."""

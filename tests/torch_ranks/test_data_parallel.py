@@ -300,3 +300,24 @@ def test_functional_collectives_and_autograd(world: World) -> None:
     everybody = sum(range(1, world.size + 1))
     assert total.tolist() == [everybody] * 2
     assert x.grad.tolist() == [everybody] * 2
+
+
+@pytest.mark.parametrize("divide_by_initial_world_size", [True, False])
+def test_uneven_inputs(world: World, divide_by_initial_world_size: bool) -> None:
+    """`join`: a rank that has no samples left follows the others' calls. Its sums live on in PyTorch's C++ alone."""
+    steps = [3 + 4 * rank for rank in range(world.size)]  # of each rank
+    inputs = [[60.0 * (step * world.size + rank) for step in range(steps[rank])] for rank in range(world.size)]
+    model = DistributedDataParallel(nn.Linear(1, 1, bias=False, dtype=torch.float64))
+    with torch.no_grad():
+        model.module.weight.fill_(1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with model.join(divide_by_initial_world_size=divide_by_initial_world_size):
+        for value in inputs[world.rank]:
+            optimizer.zero_grad()
+            model(torch.full((1, 1), value, dtype=torch.float64)).sum().backward()
+            optimizer.step()
+    weight = 1.0
+    for step in range(max(steps)):
+        there = [inputs[rank][step] for rank in range(world.size) if step < steps[rank]]
+        weight -= sum(there) / (world.size if divide_by_initial_world_size else len(there))
+    assert model.module.weight.item() == weight

@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,6 +78,23 @@ def test_closing_ends_what_was_dropped(world: World) -> None:
         made.allreduce([tensor], dist.AllreduceOptions())
 
 
+def test_no_large_tensor_is_kept(world: World) -> None:
+    """Not one that was only read, nor one of which a part was summed."""
+    skip_alone(world)
+
+    def used_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before, each = used_bytes(), 2**24
+    for _ in range(20):
+        large = torch.ones(each // 4)
+        parts = [torch.empty(each // 4) for _ in range(world.size)] if world.rank == 0 else None
+        dist.gather(large, parts, async_op=True).wait()
+        dist.all_reduce(large[:1], async_op=True).wait()
+        del large, parts
+    assert used_bytes() - before < (5 + world.size) * each
+
+
 def test_timeouts(world: World) -> None:
     """One rank makes the call; it names the call, the group and the time. A wait of the user's own breaks nothing."""
     skip_alone(world)
@@ -105,6 +123,26 @@ def test_timeouts(world: World) -> None:
     gc.collect()
     # What was broken off is kept: MPI may still write there.
     assert (channel() is not None) == (world.rank == 0)
+
+
+def test_what_one_rank_broke_off_reaches_no_later_group(world: World) -> None:
+    """The others give the group back; its messages, which are still under way to them, must not meet a new one's."""
+    if world.size < 3:
+        pytest.skip("needs a rank that leaves, and two that go on")
+    made = dist.new_group(timeout=timedelta(seconds=1))
+    if world.rank == 0:
+        with pytest.raises(ProcessGroupError, match=r"after 1 s"):
+            dist.all_reduce(torch.ones(1), group=made)
+    dist.barrier()
+    dist.destroy_process_group(made)
+    others = list(range(1, world.size))
+    groups = [dist.new_group(others) for _ in range(6)]
+    for group in groups if world.rank else []:
+        value = torch.full((3,), float(world.rank))
+        dist.all_reduce(value, group=group)
+        assert (value == sum(others)).all()
+        dist.destroy_process_group(group)
+    dist.barrier()
 
 
 def test_a_forked_process(world: World) -> None:

@@ -56,7 +56,31 @@ def test_a_loader(world: World, options: dict[str, Any]) -> None:
         assert len(epoch) == len(expected) == len(data)
         for found, its in zip(epoch, expected, strict=True):
             numpy.testing.assert_array_equal(found, its)
-    assert len(data.dataset) == NUM_SAMPLES  # what the caller's loop may ask a loader for
+
+
+def test_what_a_loop_asks_a_loader_for(world: World) -> None:
+    """All that is promised is that of the loader; all else is in `given`, and a wrong name is an error."""
+    given = loader(shuffle=True, drop_last=True)
+    data = prepared(given)
+    for name in (
+        "dataset",
+        "batch_size",
+        "sampler",
+        "batch_sampler",
+        "drop_last",
+        "num_workers",
+        "collate_fn",
+        "generator",
+    ):
+        assert getattr(data, name) is getattr(given, name), name
+    assert len(data) == len(given)
+    assert len(data.dataset) == NUM_SAMPLES
+    assert data.given is given
+    with pytest.raises(AttributeError, match="batchsize"):
+        _ = data.batchsize
+    listed = batches()
+    data = prepared(listed)
+    assert (data.given, data.dataset, data.batch_size, data.sampler) == (listed, None, None, None)
 
 
 class Stream(torch.utils.data.IterableDataset):

@@ -23,7 +23,7 @@ from mpitrain.training.checkpoint import latest, load, save, tensors
 from mpitrain.training.checkpoint.manifest import File, Manifest, read_manifest
 from mpitrain.training.checkpoint.names import join, split
 from mpitrain.training.checkpoint.store import TENSORS, entries, half_written, prune, verify, write
-from mpitrain.training.checkpoint.writer import Buffers, Writer
+from mpitrain.training.checkpoint.writer import BackgroundWriter, HostCopies
 
 STATE = {"a": {"b": numpy.arange(6.0).reshape(2, 3)}, "n": 1, "text": "x", "none": None, "list": [1, 2.5]}
 
@@ -264,7 +264,7 @@ def test_what_is_kept(tmp_path: Path) -> None:
 
 
 def test_buffers_are_copies_and_used_again() -> None:
-    buffers = Buffers()
+    buffers = HostCopies()
     arrays = {"a": numpy.arange(6.0).reshape(2, 3).T, "b": numpy.ones(2, ml_dtypes.bfloat16)}
     first = buffers.copy(arrays)
     expected = {name: value.tobytes() for name, value in arrays.items()}
@@ -277,7 +277,7 @@ def test_buffers_are_copies_and_used_again() -> None:
 
 def test_a_writer_reports_and_goes_on() -> None:
     said: list[str] = []
-    writer = Writer(said.append)
+    writer = BackgroundWriter(said.append)
     assert not writer.is_busy
     go = threading.Event()
 

@@ -9,9 +9,9 @@ import numpy
 import pytest
 
 from mpitrain.errors import DataError, TreeError
+from mpitrain.shard import part_of
 from mpitrain.training.data.samples import Arrays, Batches, Items, random_of, rows, stack
 from mpitrain.training.data.shares import split
-from mpitrain.world import part_of
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 32])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 import warnings
@@ -17,6 +18,7 @@ from mpitrain import Accumulate, LossScale, TorchModule, constant  # noqa: E402
 from mpitrain.adapters.torch_arrays import tensor_of  # noqa: E402
 from mpitrain.errors import CheckpointError, ConfigError, DeviceError, GradientError  # noqa: E402
 from mpitrain.exchange.bucket import plan_layout  # noqa: E402
+from mpitrain.exchange.remarks import Remarks, remarks_of  # noqa: E402
 from mpitrain.training.checkpoint.names import join, split  # noqa: E402
 
 X = numpy.random.default_rng(0).standard_normal((8, 3)).astype("float32")
@@ -44,17 +46,23 @@ def one_step(adapter: Any, batch: Any = X) -> tuple[float, dict[str, numpy.ndarr
     views = plan.named(flats)
     names = list(views)
 
-    def on_gradient(index: int, gradient: numpy.ndarray) -> None:
+    unused = []
+
+    def on_gradient(index: int, gradient: numpy.ndarray | None) -> None:
         assert numpy.isnan(views[names[index]].astype("f8")).all(), "twice"
+        if gradient is None:
+            unused.append(index)
+            gradient = numpy.zeros_like(views[names[index]])
         numpy.copyto(views[names[index]], gradient, casting="no")
 
     loss = adapter.loss_and_gradients(batch, on_gradient)
+    remarks = remarks_of([(tuple(unused), adapter.note())])
     if adapter.loss_scale:
         for flat in flats.values():
             flat[:] = flat / adapter.loss_scale.value
-    found = {name: view.copy() for name, view in views.items()}
-    adapter.apply_gradients(flats)
-    return loss, found
+    handed_in = {name: view.copy() for name, view in views.items()}
+    adapter.apply_gradients(flats, remarks)
+    return loss, handed_in
 
 
 def bits(adapter: TorchModule) -> dict[str, bytes]:
@@ -109,12 +117,15 @@ def test_gradients_come_during_the_backward_pass_last_layer_first() -> None:
 def test_a_batch_of_no_samples() -> None:
     adapter = adapted()
     before = bits(adapter)
-    handed_in: dict[int, numpy.ndarray] = {}
+    handed_in: dict[int, Any] = {}
     assert adapter.loss_and_gradients(X[:0], handed_in.__setitem__) == 0.0
-    assert {index: (its.shape, its.dtype) for index, its in handed_in.items()} == {
-        index: (its.shape, its.dtype) for index, its in enumerate(adapter.layout)
-    }
-    assert not any(its.any() for its in handed_in.values())
+    assert sorted(handed_in) == list(range(len(adapter.layout)))
+    for index, parameter in enumerate(adapter.layout):
+        if parameter.name.startswith("1.running"):
+            numpy.testing.assert_array_equal(handed_in[index], numpy.zeros(parameter.shape, parameter.dtype))
+        else:
+            assert handed_in[index] is None
+    assert adapter.note() is None
     assert bits(adapter) == before
 
 
@@ -144,9 +155,7 @@ def test_a_step_leaves_buffers_alone_until_it_is_made() -> None:
     adapter.loss_and_gradients(X, handed_in.__setitem__)
     assert bits(adapter) == before
     names = [parameter.name for parameter in adapter.layout]
-    changes = {
-        name: handed_in[names.index(name)] / 2.0**12 for name in names if name.startswith("1.r") or "num" in name
-    }
+    changes = {name: handed_in[names.index(name)] / 2.0**12 for name in names if name.startswith("1.r")}
     one_step(adapter)
     found = adapter.parameters()
     assert found["1.num_batches_tracked"] == 1
@@ -154,22 +163,45 @@ def test_a_step_leaves_buffers_alone_until_it_is_made() -> None:
     numpy.testing.assert_array_equal(found["1.running_var"], 1 + changes["1.running_var"])
 
 
-def test_an_unused_parameter_is_named_once() -> None:
+def test_an_unused_parameter_is_left_alone_and_named_once() -> None:
     module = torch.nn.ModuleList([torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)])
     which = [0]
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, weight_decay=0.1)  # would decay one with zeros
     adapter = TorchModule(module, lambda module, x: module[which[0]](x).square().mean(), optimizer)
-    with pytest.warns(UserWarning, match=r"does not depend on 1\.weight, 1\.bias: a gradient of zeros is exchanged"):
-        _, found = one_step(adapter)
-    assert found["0.weight"].all()
-    assert not found["1.weight"].any()
+    before = [layer.weight.detach().clone() for layer in module]
+    with pytest.warns(UserWarning, match=r"no rank's loss depends on .*, so the optim.*: 1\.bias, 1\.weight\."):
+        one_step(adapter)
+    assert not torch.equal(module[0].weight, before[0])
+    assert torch.equal(module[1].weight, before[1])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         one_step(adapter)
     which[0] = 1
-    with pytest.warns(UserWarning, match=r"does not depend on 0\.weight, 0\.bias:"):
-        _, found = one_step(adapter)
-    assert found["1.weight"].all()
+    before = [layer.weight.detach().clone() for layer in module]
+    with pytest.warns(UserWarning, match=r"no rank's loss depends on .*: 0\.bias, 0\.weight\."):
+        one_step(adapter)
+    assert torch.equal(module[0].weight, before[0])
+    assert not torch.equal(module[1].weight, before[1])
+
+
+def test_a_parameter_that_some_pieces_use_has_a_gradient() -> None:
+    """Of 8 samples in pieces of 3 only the second piece, number 3 to 5, uses the second layer."""
+    calls = []
+
+    def loss(module: Any, x: Any) -> Any:
+        calls.append(len(x))
+        out = module[0](x).square().mean()
+        return out + module[1](x).square().mean() if len(calls) == 2 else out
+
+    module = torch.nn.ModuleList([torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)])
+    alone = copy.deepcopy(module)
+    adapter = TorchModule(module, loss, torch.optim.SGD(module.parameters(), lr=0.1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _, handed_in = one_step(Accumulate(adapter, per_rank_batch=3))
+    assert calls == [3, 3, 2]
+    (alone[1](torch.from_numpy(X[3:6])).square().mean() * (3 / 8)).backward()
+    numpy.testing.assert_allclose(handed_in["1.weight"], alone[1].weight.grad, rtol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -223,11 +255,11 @@ def test_a_schedule_sets_the_rate_of_every_group() -> None:
     handed_in: dict[int, numpy.ndarray] = {}
     flats = lambda: {its: numpy.zeros(n, its) for its, n in plan_layout(adapter.layout).counts.items()}  # noqa: E731
     adapter.loss_and_gradients(X, handed_in.__setitem__)
-    assert [adapter.apply_gradients(flats()) for _ in range(3)] == [0.5, 0.25, 0.125]
+    assert [adapter.apply_gradients(flats(), Remarks()) for _ in range(3)] == [0.5, 0.25, 0.125]
     assert [group["lr"] for group in optimizer.param_groups] == [0.125, 0.125]
     other = TorchModule(module, squares, optimizer, schedule=lambda step: math.nan)
     with pytest.raises(ConfigError, match="learning_rate at step 0 is nan; allowed: a finite number >= 0"):
-        other.apply_gradients(flats())
+        other.apply_gradients(flats(), Remarks())
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------
@@ -355,7 +387,7 @@ def test_what_must_not_change_after_the_start() -> None:
 def test_gradients_that_cannot_be_exchanged() -> None:
     module = torch.nn.Embedding(5, 2, sparse=True)
     adapter = TorchModule(module, squares, torch.optim.SGD(module.parameters(), lr=0.1))
-    with pytest.raises(GradientError, match=r"the gradient of weight is torch.sparse_coo; dense ones are exchanged"):
+    with pytest.raises(GradientError, match=r"the gradient of weight is torch.sparse_coo .* at TorchModule\(\) it"):
         one_step(adapter, numpy.arange(5))
 
     def twice(module: Any, x: Any) -> Any:
@@ -445,7 +477,9 @@ def test_a_damaged_state_changes_nothing() -> None:
 
 
 def test_state_that_is_of_no_parameter() -> None:
-    adapter = adapted()
-    adapter._optimizer.state["global"] = {"count": 3}
+    module = small()
+    optimizer = torch.optim.Adam(module.parameters())
+    adapter = TorchModule(module, squares, optimizer)
+    optimizer.state["global"] = {"count": 3}
     with pytest.raises(CheckpointError, match="Adam keeps a state under 'global', which is no parameter"):
         adapter.state()

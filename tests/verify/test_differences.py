@@ -12,9 +12,9 @@ import pytest
 
 from mpitrain.errors import DataError
 from mpitrain.verify.compare import Comparison, compare
+from mpitrain.verify.comparison_report import report
 from mpitrain.verify.fingerprint import sketch
-from mpitrain.verify.record import MEAN, STEP, SUM, Line, Record, read_record
-from mpitrain.verify.report import report
+from mpitrain.verify.run_record import MEAN, STEP, SUM, Line, RunRecord, read_record
 
 WEIGHT = numpy.random.default_rng(0).standard_normal((30, 20)).astype("float32")
 BIAS = numpy.random.default_rng(1).standard_normal(20).astype("float32")
@@ -35,14 +35,14 @@ def line(number: int, ranks: list[list[str]], **other: Any) -> Line:
     return Line(**{**usual, **other})
 
 
-def records(at: int = 0, **other: Any) -> tuple[Record, Record]:
+def records(at: int = 0, **other: Any) -> tuple[RunRecord, RunRecord]:
     """Three steps of four samples on 1 rank and on 2, equal but for what is `other` in step `at` of the latter."""
     samples = [["a", "b", "c", "d"], ["e", "f", "g", "h"], ["i", "j", "k", "l"]]
     alone = [line(number, [its]) for number, its in enumerate(samples, 1)]
     together = [line(number, [its[:3], its[3:]]) for number, its in enumerate(samples, 1)]
     if at:
         together[at - 1] = dataclasses.replace(together[at - 1], **other)
-    return Record(1, tuple(alone)), Record(2, tuple(together))
+    return RunRecord(1, tuple(alone)), RunRecord(2, tuple(together))
 
 
 def only(its: Comparison) -> tuple[int, str, str]:
@@ -79,7 +79,7 @@ def test_the_tolerance_is_half_of_the_digits_of_the_narrowest_dtype(
     dtype: str, precision: str, expected: float
 ) -> None:
     tensors = {"w": sketch("w", WEIGHT.astype(dtype))}
-    both = [Record(n, (line(1, [["a"]], tensors=tensors, precision=precision),)) for n in (1, 2)]
+    both = [RunRecord(n, (line(1, [["a"]], tensors=tensors, precision=precision),)) for n in (1, 2)]
     its = compare(*both)
     assert its.tolerance == pytest.approx(expected, rel=1e-12)
     assert compare(*both, tolerance=0.5).tolerance == 0.5
@@ -132,7 +132,7 @@ def test_a_gradient_of_rounding_alone_is_no_difference() -> None:
     one, several = (
         line(1, [["a"]], tensors={"w": sketch("w", WEIGHT), "b": sketch("b", its)}) for its in (small, -small)
     )
-    assert compare(Record(1, (one,)), Record(2, (several,))).differences == []
+    assert compare(RunRecord(1, (one,)), RunRecord(2, (several,))).differences == []
 
 
 def test_a_learning_rate_must_be_the_same() -> None:
@@ -193,12 +193,12 @@ def test_weights() -> None:
 
 
 def test_means_without_weights_are_judged_by_their_results() -> None:
-    def both(other: numpy.ndarray) -> tuple[Record, Record]:
+    def both(other: numpy.ndarray) -> tuple[RunRecord, RunRecord]:
         lines = [
             line(1, [], kind=MEAN, samples=None, weights=[1.0] * n, tensors={"w": sketch("w", its)}, loss=None)
             for n, its in ((1, WEIGHT), (2, other))
         ]
-        return Record(1, (lines[0],)), Record(2, (lines[1],))
+        return RunRecord(1, (lines[0],)), RunRecord(2, (lines[1],))
 
     assert compare(*both(WEIGHT)).differences == []
     assert only(compare(*both(WEIGHT + 1)))[2].endswith(
@@ -209,13 +209,13 @@ def test_means_without_weights_are_judged_by_their_results() -> None:
 def test_the_first_difference_is_by_step_and_then_by_kind() -> None:
     alone, together = records(2, loss=9.0, samples=[["e"], ["f", "g", "x"]])
     changed = dataclasses.replace(together.lines[2], learning_rate=0.2, loss=8.0)
-    found = compare(alone, Record(2, (*together.lines[:2], changed))).differences
+    found = compare(alone, RunRecord(2, (*together.lines[:2], changed))).differences
     assert [(one.step, one.kind) for one in found] == [(2, "samples"), (2, "loss"), (3, "learning rate")]
 
 
 def test_runs_of_unequal_lengths_and_kinds() -> None:
     alone, together = records()
-    fewer = Record(2, together.lines[:2])
+    fewer = RunRecord(2, together.lines[:2])
     assert only(compare(alone, fewer)) == (3, "calls", "3 steps on 1 rank, 2 on 2")
     assert only(compare(*records(2, kind=SUM))) == (2, "calls", "step on 1 rank, sum on 2")
     tensors = {"w": sketch("w", WEIGHT[1:]), "b": sketch("b", BIAS)}

@@ -10,7 +10,7 @@ page-locked memory and out; what arrives goes up and is added there, and the sum
 Worked, two ranks with 1 2 and 10 20 and int8: rank 0 encodes its 2 and sends it, adds the 10 that comes to its 1, sends
 11 and decodes it itself; rank 1 does the same for 22.
 
-The pieces are those of direct.py, the kernels have the bits of the host's codecs, and sums are made in the same order:
+The pieces are those of window.py, the kernels have the bits of the host's codecs, and sums are made in the same order:
 so the results and the residuals are those of host arrays, bit for bit.
 
 Inside a node, sums are exact, right out of the ranks' GPU memory (peer.py), and each rank's lane codes its segment.
@@ -23,7 +23,7 @@ way; an event looked at for each piece, twice. Source: as direct.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy
@@ -31,11 +31,12 @@ import numpy
 from mpitrain.allreduce.algorithm import Sequential, Steps
 from mpitrain.allreduce.device import make_transport
 from mpitrain.allreduce.device.peer import no_sum, peer_steps
-from mpitrain.allreduce.device.sequential import DeviceSequential, Place, refuse
+from mpitrain.allreduce.device.sequential import DevicePlace, DeviceSequential, refuse
 from mpitrain.allreduce.device.staged import staged_steps
-from mpitrain.allreduce.direct import WINDOW, in_pieces, piece_bytes
 from mpitrain.allreduce.group import Group, lane
+from mpitrain.allreduce.window import WINDOW, in_pieces, piece_bytes
 from mpitrain.arrays import Array
+from mpitrain.compression.codec import Codec
 from mpitrain.cuda.device import cupy_module
 from mpitrain.cuda.kernels import add, add_decoded, decode, encode, wire_bytes
 from mpitrain.cuda.memory import address, allocating, pinned
@@ -59,11 +60,11 @@ class Coded(NamedTuple):
     codes_on_device: bool
 
 
-def coded(world: World, codec: str, host: Sequential) -> Coded:
+def coded(world: World, codec: Codec, host: Sequential) -> Coded:
     """By the setting `transport`. Collective.
 
     Args:
-        codec: a name in CODECS.
+        codec: one without kernels for a GPU is used on the host; a line says so.
         host: the same sum for host arrays, for where the GPU cannot code.
 
     Raises:
@@ -72,31 +73,37 @@ def coded(world: World, codec: str, host: Sequential) -> Coded:
     """
     if world.num_nodes == 1:  # nothing is sent, so nothing is shortened
         return Coded(make_transport(world), codes_on_device=False)
-    asked, place = world.config.transport, Place(world)
+    asked, place, name = world.config.transport, DevicePlace(world), codec.name
     if asked not in ("auto", "peer", "staged"):
-        why = f"it sends no shortened gradients; use auto, peer or staged with compression {codec}, or no compression"
+        why = f"it sends no shortened gradients; use auto, peer or staged with compression {name}, or no compression"
         refuse(world, asked, why)
+    if codec.device_code is None:
+        why = f"compression {name} has no kernels for GPUs; use auto or staged"
+        refuse(world, asked, why if asked == "peer" else "")
+        world.print(f"mpitrain: compression {name} has no kernels for GPUs: gradients are coded on the host")
+        staged = staged_steps(world, place, host.steps, host)
+        return Coded(DeviceSequential(world, place, name, staged, dtypes=_FLOAT32), False)
 
     def between_nodes() -> Steps:
-        return coded_steps(world, place, lane(world), codec)
+        return coded_steps(world, place, lane(world), name)
 
     alone = world.num_nodes == world.size
     if alone and asked != "peer":
-        return Coded(DeviceSequential(world, place, codec, between_nodes(), dtypes=_FLOAT32), True)
+        return Coded(DeviceSequential(world, place, name, between_nodes(), dtypes=_FLOAT32), True)
     if asked != "staged":
         between = between_nodes()  # no memory for it is an error, not a reason for another way
         try:
             steps, allocate = peer_steps(world, place, lambda _: between)
-            return Coded(DeviceSequential(world, place, codec, steps, allocate, _FLOAT32), True)
+            return Coded(DeviceSequential(world, place, name, steps, allocate, _FLOAT32), True)
         except DeviceError as error:
             if asked == "peer" or not error.known_everywhere:
                 raise
-            world.print(f"mpitrain: compression {codec} on the host, as sums in a node are: {error}")
+            world.print(f"mpitrain: compression {name} on the host, as sums in a node are: {error}")
     steps = staged_steps(world, place, host.steps, host)
-    return Coded(DeviceSequential(world, place, codec, steps, dtypes=_FLOAT32), False)
+    return Coded(DeviceSequential(world, place, name, steps, dtypes=_FLOAT32), False)
 
 
-def coded_steps(world: World, place: Place, group: Group | None, codec: str) -> Steps:
+def coded_steps(world: World, place: DevicePlace, group: Group | None, codec: str) -> Steps:
     """The two phases over the group. Collective in the world; None where this rank takes no part in a sum."""
     slots = _make_slots(world, place, group, codec)
     if group is None:
@@ -108,7 +115,7 @@ def coded_steps(world: World, place: Place, group: Group | None, codec: str) -> 
         if num_bytes:
             runtime.memcpyAsync(target, source, num_bytes, kind, stream.ptr)
 
-    def exchange(number: int, tag: int, flat: Array, parts: list[slice], residual: Array | None) -> Iterator[bool]:
+    def exchange(number: int, tag: int, flat: Array, parts: Sequence[slice], residual: Array | None) -> Iterator[bool]:
         """As `coded` in direct.py."""
         comm, rank, slot = members.comm, members.rank, slots[number]
         own = flat[parts[members.index]]
@@ -153,13 +160,13 @@ def coded_steps(world: World, place: Place, group: Group | None, codec: str) -> 
         sends = [comm.Isend(total, rank(offset), tag + 1) for offset in others]
         places = [flat[parts[(members.index - offset) % members.size]] for offset in others]
         sums = [
-            slot.host_received[offset][: wire_bytes(codec, its.size)]
-            for offset, its in zip(others, places, strict=True)
+            slot.host_received[offset][: wire_bytes(codec, segment.size)]
+            for offset, segment in zip(others, places, strict=True)
         ]
         receives = [comm.Irecv(into, rank(-offset), tag + 1) for offset, into in zip(others, sums, strict=True)]
-        for offset, receive, wire, its in zip(others, receives, sums, places, strict=True):
+        for offset, receive, wire, segment in zip(others, receives, sums, places, strict=True):
             yield from _over(receive.Test)
-            decode(codec, lifted(offset, wire), its)
+            decode(codec, lifted(offset, wire), segment)
         slot.up.record(stream)
         for send in sends:
             yield from _over(send.Test)
@@ -178,7 +185,7 @@ class _Slot(NamedTuple):
     up: Any  # what has arrived is on the GPU
 
 
-def _make_slots(world: World, place: Place, group: Group | None, codec: str) -> list[_Slot]:
+def _make_slots(world: World, place: DevicePlace, group: Group | None, codec: str) -> list[_Slot]:
     """Collective; none for a rank that sends nothing."""
     gpu, slots = place.gpu, []
     size = 0 if group is None or group.size == 1 else group.size

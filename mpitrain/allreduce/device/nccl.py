@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import importlib
 import warnings
+import weakref
 from typing import Any
 
 import numpy
 
 from mpitrain.allreduce.algorithm import BFLOAT16, Progress
-from mpitrain.allreduce.device.sequential import DeviceSequential, Place, refuse
+from mpitrain.allreduce.device.sequential import DevicePlace, DeviceSequential, refuse
 from mpitrain.arrays import Array
 from mpitrain.cuda.device import cupy_module, raise_first
 from mpitrain.world import World
@@ -43,18 +44,18 @@ _DTYPES = {
 }
 
 
-def nccl(world: World, place: Place | None = None) -> DeviceSequential:
+def nccl(world: World, place: DevicePlace | None = None) -> DeviceSequential:
     """Through NCCL. See Algorithm for the contract; arrays are CuPy's, of the dtypes that NCCL sums.
 
     Raises:
         DeviceError: some rank has no GPU, CuPy finds no NCCL, ranks share a GPU, or NCCL cannot connect them. On every
             rank.
     """
-    place = place or Place(world)
+    place = place or DevicePlace(world)
     refuse(world, "nccl", _why_not(place))
     library = _library()
     communicator = _connect(world, place, library)
-    dtypes = {dtype: getattr(library, its) for dtype, its in _DTYPES.items() if hasattr(library, its)}
+    dtypes = {dtype: getattr(library, nccl_name) for dtype, nccl_name in _DTYPES.items() if hasattr(library, nccl_name)}
 
     def steps(flat: Array, _residual: Array | None = None) -> Progress:
         pointer = flat.data.ptr
@@ -62,10 +63,15 @@ def nccl(world: World, place: Place | None = None) -> DeviceSequential:
         communicator.allReduce(pointer, pointer, flat.size, dtype, library.NCCL_SUM, place.stream.ptr)
         yield from ()
 
-    return DeviceSequential(world, place, "nccl", steps, dtypes=tuple(dtypes))
+    made = DeviceSequential(world, place, "nccl", steps, dtypes=tuple(dtypes))
+    # With the last reference, as for one that was never closed, or with the World. Each takes memory of the GPU.
+    destroy = weakref.finalize(made, communicator.destroy)
+    destroy.atexit = False  # by then NCCL may have gone
+    world.owned.append(destroy)
+    return made
 
 
-def _why_not(place: Place) -> str:
+def _why_not(place: DevicePlace) -> str:
     if not _library().available:
         return "CuPy finds no NCCL; pip install nvidia-nccl-cu13"
     if len(place.gpu.ranks) > 1:
@@ -83,7 +89,7 @@ def _library() -> Any:
         return importlib.import_module(f"{cupy_module().__name__}.cuda.nccl")
 
 
-def _connect(world: World, place: Place, library: Any) -> Any:
+def _connect(world: World, place: DevicePlace, library: Any) -> Any:
     """NCCL's own connections between the ranks."""
     problem, identity, made = "", (), None
     try:

@@ -34,10 +34,10 @@ from typing import TypeVar
 import numpy
 
 from mpitrain.allreduce.algorithm import Progress, Steps
-from mpitrain.allreduce.device.sequential import DeviceSequential, Place, refuse
+from mpitrain.allreduce.device.sequential import DevicePlace, DeviceSequential, refuse
 from mpitrain.allreduce.device.staged import staged_steps
 from mpitrain.allreduce.group import Group, lane, num_lanes, of_this_node
-from mpitrain.allreduce.hierarchical import by_size
+from mpitrain.allreduce.hierarchical import between_nodes as fastest_over
 from mpitrain.allreduce.node_memory import meet
 from mpitrain.arrays import Array
 from mpitrain.cuda.device import cupy_module, raise_first
@@ -45,7 +45,8 @@ from mpitrain.cuda.kernels import sum_of
 from mpitrain.cuda.kernels.bucket import MOST_PARTS
 from mpitrain.cuda.peers import Mates, PeerMemory, exchange, make_events
 from mpitrain.errors import DeviceError
-from mpitrain.world import World, part_of
+from mpitrain.shard import part_of
+from mpitrain.world import World
 
 _TAG, _PLACE_TAG, _MEET_TAG = 50, 51, 52
 SLAB_BYTES = 8 * 2**20
@@ -54,24 +55,24 @@ _NOWHERE = -1
 T = TypeVar("T")
 
 
-def peer(world: World, place: Place | None = None) -> DeviceSequential:
+def peer(world: World, place: DevicePlace | None = None) -> DeviceSequential:
     """Right out of the GPU memory of the node's ranks. See Algorithm for the contract; arrays are CuPy's.
 
     Raises:
         DeviceError: some rank has no GPU, or cannot open the memory or the events of another one on its node; or every
             rank is alone on its node. On every rank.
     """
-    place = place or Place(world)
+    place = place or DevicePlace(world)
 
     def between_nodes(group: Group | None) -> Steps:
-        return staged_steps(world, place, no_sum if group is None else by_size(world)(group))
+        return staged_steps(world, place, no_sum if group is None else fastest_over(world)(group))
 
     steps, allocate = peer_steps(world, place, between_nodes)
     return DeviceSequential(world, place, "peer", steps, allocate)
 
 
 def peer_steps(
-    world: World, place: Place, make_between: Callable[[Group | None], Steps]
+    world: World, place: DevicePlace, make_between: Callable[[Group | None], Steps]
 ) -> tuple[Steps, Callable[[int, numpy.dtype], Array]]:
     """The work, and what allocates arrays for it. Collective.
 
@@ -132,9 +133,9 @@ def peer_steps(
 
     def steps(flat: Array, residual: Array | None = None) -> Progress:
         # Where it lies, all ranks must know: they go through the slab together or not at all.
-        mine = struct.pack("qq", *memory.place_of(flat))
-        places = yield from exchange(everyone, mine)
-        if set(places) == {mine} and struct.unpack("qq", mine)[0] != _NOWHERE:
+        own_place = struct.pack("qq", *memory.place_of(flat))
+        places = yield from exchange(everyone, own_place)
+        if set(places) == {own_place} and struct.unpack("qq", own_place)[0] != _NOWHERE:
             yield from add(memory.mates_arrays(flat), residual)
             return
         count = SLAB_BYTES // flat.itemsize

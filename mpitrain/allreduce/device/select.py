@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import numpy
 
 from mpitrain.allreduce.algorithm import DTYPES, Progress
-from mpitrain.allreduce.device.sequential import DeviceSequential, Factory, Place
+from mpitrain.allreduce.device.sequential import DevicePlace, DeviceSequential, Factory
 from mpitrain.arrays import Array
 from mpitrain.cuda.device import cupy_module
-from mpitrain.errors import DeviceError
+from mpitrain.errors import DeviceError, everywhere
 from mpitrain.world import World
 
 SMALL_BYTES, LARGE_BYTES = 64 * 1024, 4 * 2**20
@@ -42,19 +42,19 @@ class Choice:
 
     def lines(self) -> list[str]:
         """For a person."""
-        found = [f"transport {name}: not possible: {why}" for name, why in self.why_not.items()]
+        result = [f"transport {name}: not possible: {why}" for name, why in self.why_not.items()]
         for name, (small, large) in self.seconds.items():
-            found.append(
+            result.append(
                 f"transport {name}: {small * 1e6:.0f} us for {SMALL_BYTES // 1024} KiB, "
                 f"{large * 1e6:.0f} us for {LARGE_BYTES // 1024} KiB"
             )
-        found.append(f"below {LIMIT_BYTES // 1024} KiB: {self.small[0]}; from there on: {self.large[0]}")
-        return found
+        result.append(f"below {LIMIT_BYTES // 1024} KiB: {self.small[0]}; from there on: {self.large[0]}")
+        return result
 
 
 def possible(world: World, factories: Mapping[str, Factory]) -> tuple[dict[str, DeviceSequential], dict[str, str]]:
     """The transports that can be made, and why the others cannot. Collective; the same names on every rank."""
-    place = Place(world)  # without a GPU there is nothing to try
+    place = DevicePlace(world)  # without a GPU there is nothing to try
     made, why_not = {}, {}
     for name, factory in factories.items():
         try:
@@ -81,7 +81,7 @@ def fastest(world: World, factories: Mapping[str, Factory]) -> DeviceSequential:
 
     # Memory that one of them likes is good for the others too.
     liked = [name for name in (choice.large[0], choice.small[0]) if made[name].has_own_memory]
-    dtypes = [dtype for dtype in DTYPES if any(dtype in its.dtypes for its in made.values())]
+    dtypes = [dtype for dtype in DTYPES if any(dtype in transport.dtypes for transport in made.values())]
     return DeviceSequential(world, first.place, "auto", steps, made[liked[0]].allocate_here if liked else None, dtypes)
 
 
@@ -89,14 +89,13 @@ def choose(world: World, factories: Mapping[str, Factory]) -> tuple[dict[str, De
     """The possible transports, and the choice among them. Collective."""
     made, why_not = possible(world, factories)
     if not made:
-        error = DeviceError("; ".join(why_not.values()))
-        error.known_everywhere = True
-        raise error
+        raise everywhere(DeviceError("; ".join(why_not.values())))
     if world.size == 1 or len(made) == 1:
         names = tuple(sorted(made, key=lambda name: name != "staged"))
         return made, Choice(names, names, {}, why_not)
     seconds = {
-        name: (_seconds(world, its, SMALL_BYTES), _seconds(world, its, LARGE_BYTES)) for name, its in made.items()
+        name: (_seconds(world, transport, SMALL_BYTES), _seconds(world, transport, LARGE_BYTES))
+        for name, transport in made.items()
     }
     small, large = (tuple(sorted(made, key=lambda name: seconds[name][size])) for size in (0, 1))
     choice: Choice = world.broadcast(Choice(small, large, seconds, why_not))
@@ -107,7 +106,7 @@ def _seconds(world: World, transport: DeviceSequential, num_bytes: int) -> float
     """Of one sum, until the slowest rank's GPU has it; the best of some rounds. Collective."""
     cuda, gpu = cupy_module().cuda, transport.place.gpu
     flat = transport.allocate(num_bytes // 4, numpy.dtype(numpy.float32))
-    mine = []
+    durations = []
     with gpu.current():
         flat.fill(0)
         for _ in range(_WARM_UP_ROUNDS + _ROUNDS):
@@ -116,6 +115,6 @@ def _seconds(world: World, transport: DeviceSequential, num_bytes: int) -> float
             started = time.perf_counter()
             transport.start(flat).wait()
             cuda.get_current_stream().synchronize()
-            mine.append(time.perf_counter() - started)
-    rounds = zip(*world.allgather(mine[_WARM_UP_ROUNDS:]), strict=True)
+            durations.append(time.perf_counter() - started)
+    rounds = zip(*world.allgather(durations[_WARM_UP_ROUNDS:]), strict=True)
     return float(min(max(round_) for round_ in rounds))

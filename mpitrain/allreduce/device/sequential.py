@@ -18,16 +18,16 @@ from typing import Any, Protocol
 
 import numpy
 
-from mpitrain.allreduce.algorithm import DTYPES, Handle, Progress, Steps, compared
+from mpitrain.allreduce.algorithm import DTYPES, AllreduceHandle, Progress, Steps, compared
 from mpitrain.arrays import Array, is_device_array
 from mpitrain.cuda.device import Gpu, bind, cupy_module, raise_first
 from mpitrain.cuda.memory import allocating
 from mpitrain.cuda.streams import follow, happened, make_event, make_stream, mark, working_on
-from mpitrain.errors import DeviceError
+from mpitrain.errors import DeviceError, everywhere
 from mpitrain.world import World
 
 
-class Place:
+class DevicePlace:
     """Where a rank's sums are made: its GPU, and the stream that carries them."""
 
     def __init__(self, world: World) -> None:
@@ -39,12 +39,12 @@ class Place:
 class Factory(Protocol):
     """Makes a transport; `place` is for those that take turns behind one, which then share its stream."""
 
-    def __call__(self, world: World, place: Place | None = None) -> DeviceSequential:
+    def __call__(self, world: World, place: DevicePlace | None = None) -> DeviceSequential:
         """Collective. Raises DeviceError on every rank where it is not possible."""
         ...
 
 
-class DeviceHandle(Handle):
+class DeviceHandle(AllreduceHandle):
     """A started sum of a GPU buffer. After `wait`, or a `test` that was true, the current stream sees it."""
 
     def __init__(self, world: World, name: str, flat: Array, steps: Progress, end: Any) -> None:
@@ -53,14 +53,14 @@ class DeviceHandle(Handle):
         self._gpu, self._event = end
 
     def test(self) -> bool:
-        """See Handle."""
+        """See AllreduceHandle."""
         if not super().test():
             return False
         follow(self._gpu, self._event)
         return True
 
     def wait(self) -> None:
-        """See Handle."""
+        """See AllreduceHandle."""
         super().wait()
         follow(self._gpu, self._event)
 
@@ -79,7 +79,7 @@ class DeviceSequential:
     def __init__(
         self,
         world: World,
-        place: Place,
+        place: DevicePlace,
         name: str,
         steps: Steps,
         allocate: Callable[[int, numpy.dtype], Array] | None = None,
@@ -175,6 +175,4 @@ def refuse(world: World, name: str, problem: str) -> None:
     try:
         raise_first(world, problems)
     except DeviceError as error:
-        common = DeviceError(f"the transport {name} is not possible here: {error}")
-        common.known_everywhere = True
-        raise common from None
+        raise everywhere(DeviceError(f"the transport {name} is not possible here: {error}")) from None

@@ -28,13 +28,13 @@ import numpy
 
 from mpitrain.allreduce import ALGORITHMS
 from mpitrain.allreduce.algorithm import Algorithm, Progress, Steps
-from mpitrain.allreduce.device.sequential import DeviceSequential, Place
+from mpitrain.allreduce.device.sequential import DevicePlace, DeviceSequential
 from mpitrain.arrays import Array
-from mpitrain.control import until
 from mpitrain.cuda.device import cupy_module, raise_first
 from mpitrain.cuda.memory import address, is_page_aligned, page_lock, pinned
 from mpitrain.cuda.streams import happened, make_event, make_stream
 from mpitrain.errors import DeviceError
+from mpitrain.waiting.control import until
 from mpitrain.world import World
 
 SLOTS = 4
@@ -43,18 +43,18 @@ LARGEST_PIECE_BYTES, SMALLEST_PIECE_BYTES = 4 * 2**20, 256 * 2**10
 _PIECES = 4  # at least, of what is larger than so many of the smallest
 
 
-def staged(world: World, place: Place | None = None) -> DeviceSequential:
+def staged(world: World, place: DevicePlace | None = None) -> DeviceSequential:
     """Through the host. See Algorithm for the contract; arrays are CuPy's.
 
     Raises:
         DeviceError: some rank has no GPU, or no page-locked memory. On every rank.
     """
-    place = place or Place(world)
-    algorithm = ALGORITHMS[world.config.algorithm](world)
+    place = place or DevicePlace(world)
+    algorithm = ALGORITHMS[world.config.algorithm].make(world)
     return DeviceSequential(world, place, "staged", staged_steps(world, place, algorithm.steps, algorithm))
 
 
-def staged_steps(world: World, place: Place, host_sum: Steps, memory: Algorithm | None = None) -> Steps:
+def staged_steps(world: World, place: DevicePlace, host_sum: Steps, memory: Algorithm | None = None) -> Steps:
     """The pipeline around `host_sum`. Collective.
 
     Args:

@@ -176,11 +176,11 @@ def _blocks(flat: Array) -> int:
     return blocks_for(flat.nbytes // 16 + 1, flat)
 
 
-def _check_foreign(what: str, part: Array, out: Array) -> None:
+def _check_foreign(argument: str, part: Array, out: Array) -> None:
     """As check, for memory that may be of another device."""
     if part.dtype != out.dtype or part.shape != out.shape or not part.flags.c_contiguous:
         raise ValueError(
-            f"{what} is {part.dtype} {part.shape}; it must be contiguous and as out: {out.dtype} {out.shape}"
+            f"{argument} is {part.dtype} {part.shape}; it must be contiguous and as out: {out.dtype} {out.shape}"
         )
     if isinstance(part, numpy.ndarray):
-        raise ValueError(f"{what} is a numpy.ndarray; it must be a cupy.ndarray, on a device")
+        raise ValueError(f"{argument} is a numpy.ndarray; it must be a cupy.ndarray, on a device")

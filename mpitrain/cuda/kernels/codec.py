@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from mpitrain.arrays import Array
-from mpitrain.compression.cast import parts as cast_parts
-from mpitrain.compression.int4 import parts as int4_parts
-from mpitrain.compression.int8 import parts as int8_parts
+from mpitrain.compression import CODECS
+from mpitrain.compression.codec import DeviceCode
 from mpitrain.cuda.kernels.launch import blocks_for, check, check_aligned, launch
-
-# What lies in a wire of so many values: (dtype, length) for each array.
-PARTS = {"bf16": cast_parts, "fp16": cast_parts, "int8": int8_parts, "int4": int4_parts}
 
 
 def wire_bytes(codec: str, count: int) -> int:
@@ -23,7 +20,7 @@ def encode(codec: str, values: Array, wire: Array, error: Array | None = None, *
     """Overwrite `wire`; and `error`, if given, by values - decode(wire), 0 where what was decoded is not finite.
 
     Args:
-        codec: bf16, fp16, int8 or int4.
+        codec: a name in CODECS, of a codec with kernels.
         values: float32[n], flat on the device.
         wire: uint8[wire_bytes(codec, n)], flat on the device; it begins at a multiple of 4 bytes.
         error: float32[n]; either the same memory as `values` or none of it.
@@ -37,9 +34,10 @@ def encode(codec: str, values: Array, wire: Array, error: Array | None = None, *
     if error is not None:
         check("error", error, ["float32"], values.size)
     if values.size:
+        code = _device_code(codec)
         launch(
-            "codec.cu",
-            f"encode_{codec}",
+            code.file,
+            f"encode_{code.name}",
             blocks_for(-(-values.size // 4), values),
             [values, *arrays, error, values.size],
             values,
@@ -61,13 +59,21 @@ def _read(operation: str, codec: str, wire: Array, values: Array, stream: Any) -
     arrays = _arrays(codec, values, wire)
     if values.size:
         blocks = blocks_for(-(-values.size // 4), values)
-        launch("codec.cu", f"{operation}_{codec}", blocks, [*arrays, values, values.size], values, stream)
+        code = _device_code(codec)
+        launch(code.file, f"{operation}_{code.name}", blocks, [*arrays, values, values.size], values, stream)
 
 
 def _parts(codec: str, count: int) -> list[Any]:
-    if codec not in PARTS:
-        raise ValueError(f"there is no codec {codec!r} on the device; known: {', '.join(sorted(PARTS))}")
-    return PARTS[codec](count)
+    return _device_code(codec).parts(count)
+
+
+@cache
+def _device_code(codec: str) -> DeviceCode:
+    code = CODECS[codec](False).device_code if codec in CODECS else None
+    if code is None:
+        known = ", ".join(name for name in sorted(CODECS) if CODECS[name](False).device_code is not None)
+        raise ValueError(f"there is no codec {codec!r} on the device; known: {known}")
+    return code
 
 
 def _arrays(codec: str, values: Array, wire: Array) -> list[Array]:

@@ -33,9 +33,9 @@ def source(file: str) -> str:
         if name in included:
             return ""
         included.add(name)
-        found = resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+        source = resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
         return re.sub(
-            r'^#include "(\w+\.h)"$', lambda line: text(line[1]), found.replace("#pragma once\n", ""), flags=re.M
+            r'^#include "(\w+\.h)"$', lambda line: text(line[1]), source.replace("#pragma once\n", ""), flags=re.M
         )
 
     return text(file)
@@ -89,14 +89,14 @@ def _processors(cupy: Any) -> int:
     return _num_processors[device]
 
 
-def check(what: str, array: Array, dtypes: Sequence[str], size: int | None = None, ndim: int | None = 1) -> str:
+def check(argument: str, array: Array, dtypes: Sequence[str], size: int | None = None, ndim: int | None = 1) -> str:
     """The name of the array's dtype, if a kernel can work on it.
 
     Raises:
         ValueError: it is no contiguous array of one of `dtypes`, of `size` elements if given, on the current device.
     """
     if not is_device_array(array):
-        raise ValueError(f"{what} is a {type(array).__name__}; it must be a cupy.ndarray, on the device")
+        raise ValueError(f"{argument} is a {type(array).__name__}; it must be a cupy.ndarray, on the device")
     dtype = str(array.dtype)
     wrong = (
         dtype not in dtypes
@@ -108,23 +108,23 @@ def check(what: str, array: Array, dtypes: Sequence[str], size: int | None = Non
         shape = "any size" if size is None else f"{size} elements"
         dimensions = "" if ndim is None else "one-dimensional, " if ndim == 1 else f"{ndim}-dimensional, "
         raise ValueError(
-            f"{what} is {dtype} {array.shape} with strides {array.strides}; it must be {' or '.join(dtypes)}, "
+            f"{argument} is {dtype} {array.shape} with strides {array.strides}; it must be {' or '.join(dtypes)}, "
             f"{dimensions}contiguous, of {shape}"
         )
     current = namespace(array).cuda.runtime.getDevice()
     if array.data.device_id != current:
         raise ValueError(
-            f"{what} is on device {array.data.device_id}, the current one is {current}; "
+            f"{argument} is on device {array.data.device_id}, the current one is {current}; "
             f"work on it under `with cupy.cuda.Device({array.data.device_id})`"
         )
-    check_aligned(what, array, array.itemsize)
+    check_aligned(argument, array, array.itemsize)
     return dtype
 
 
-def check_aligned(what: str, array: Array, num_bytes: int) -> None:
+def check_aligned(argument: str, array: Array, num_bytes: int) -> None:
     """Raise ValueError unless the array begins at a multiple of so many bytes."""
     if array.data.ptr % num_bytes:
         raise ValueError(
-            f"{what} begins at address {array.data.ptr:#x}; {array.dtype} of this kind must begin at a multiple of "
+            f"{argument} begins at address {array.data.ptr:#x}; {array.dtype} of this kind must begin at a multiple of "
             f"{num_bytes} bytes. Cut it from its buffer at a multiple of 16"
         )

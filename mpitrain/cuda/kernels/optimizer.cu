@@ -1,7 +1,7 @@
 // Unscale, check, update and cast in one pass over the parameters.
 //
 //     gradient  = gradient * unscale * factor          factor: in device memory, from clip_factor; or none
-//     not finite: found[0] = 1, and this parameter and its state stay as they are
+//     not finite: non_finite[0] = 1, and this parameter and its state stay as they are
 //     else the step of arithmetic.h
 //     copy      = parameter in bf16 or fp16            or none
 //
@@ -13,7 +13,7 @@ template <class T> struct Buffers {
     const T *gradients;
     const double *factor;
     const int *skip;
-    int *found;
+    int *non_finite;
     u16 *copy;
     int copy_is_fp16;
     T unscale;
@@ -89,7 +89,7 @@ __device__ __forceinline__ void update(const Buffers<T> &its, T *state1, T *stat
     };
     i64 head = common_head<WIDTH>(count, its.parameters, its.gradients, state1, state2, its.copy);
     for_each<WIDTH>(count, head, grid_thread(), grid_threads(), many, single);
-    if (found && its.found) *its.found = 1;
+    if (found && its.non_finite) *its.non_finite = 1;
 }
 
 template <class T, int WIDTH>

@@ -27,7 +27,7 @@ class Fused:
         unscale: the gradients are multiplied with it first: 1 / loss scale.
         factor: float64[1] on the device: with this too, next, rounded to the gradients' dtype. From clip_factor.
         skip: int32[1] on the device: where it is not 0, nothing at all is done. From all_finite, of all gradients.
-        found: int32[1] on the device: set to 1 where a gradient is not finite after that; never cleared. Such a
+        non_finite: int32[1] on the device: set to 1 where a gradient is not finite after that; never cleared. Such a
             parameter and its state stay as they are, and all others are updated: to leave out a whole step, look
             first, and pass `skip`.
         copy: bfloat16 or float16, as many elements as float32 parameters: overwritten by the new ones, rounded.
@@ -37,7 +37,7 @@ class Fused:
     unscale: float = 1.0
     factor: Array | None = None
     skip: Array | None = None
-    found: Array | None = None
+    non_finite: Array | None = None
     copy: Array | None = None
     decayed: Array | None = None
 
@@ -157,8 +157,8 @@ def adamw(
     """One step of mpitrain.training.optimizers.AdamW. Arguments and Raises as of adam."""
     fused = fused or Fused()
     kind, number = _checked(parameters, gradients, fused)
-    for what, state in (("first", first), ("second", second)):
-        check(what, state, [str(parameters.dtype)], parameters.size)
+    for argument, state in (("first", first), ("second", second)):
+        check(argument, state, [str(parameters.dtype)], parameters.size)
     if step < 1:
         raise ValueError(f"step is {step}; the first one is 1")
     beta1, beta2 = betas
@@ -190,9 +190,9 @@ def _checked(parameters: Array, gradients: Array, fused: Fused) -> tuple[str, st
     check("gradients", gradients, [dtype], parameters.size)
     if fused.factor is not None:
         check("factor", fused.factor, ["float64"], 1)
-    for what, flag in (("skip", fused.skip), ("found", fused.found)):
+    for argument, flag in (("skip", fused.skip), ("non_finite", fused.non_finite)):
         if flag is not None:
-            check(what, flag, ["int32"], 1)
+            check(argument, flag, ["int32"], 1)
     if fused.decayed is not None:
         check("decayed", fused.decayed, ["int64"])
     if fused.copy is not None:
@@ -209,7 +209,7 @@ def _buffers(parameters: Array, gradients: Array, fused: Fused, number: str) -> 
         "gradients": gradients,
         "factor": fused.factor,
         "skip": fused.skip,
-        "found": fused.found,
+        "non_finite": fused.non_finite,
         "copy": fused.copy,
     }
     layout = numpy.dtype(
@@ -222,14 +222,14 @@ def _buffers(parameters: Array, gradients: Array, fused: Fused, number: str) -> 
         ],
         align=True,
     )
-    its = numpy.zeros((), layout)
+    table = numpy.zeros((), layout)
     for name, array in pointers.items():
-        its[name] = 0 if array is None else array.data.ptr
-    its["copy_is_fp16"] = fused.copy is not None and str(fused.copy.dtype) == "float16"
-    its["unscale"] = fused.unscale
+        table[name] = 0 if array is None else array.data.ptr
+    table["copy_is_fp16"] = fused.copy is not None and str(fused.copy.dtype) == "float16"
+    table["unscale"] = fused.unscale
     if fused.decayed is not None and fused.decayed.size:
-        its["bounds"], its["num_bounds"] = fused.decayed.data.ptr, fused.decayed.size
-    return its
+        table["bounds"], table["num_bounds"] = fused.decayed.data.ptr, fused.decayed.size
+    return table
 
 
 def _update(name: str, arguments: list[Any], parameters: Array, stream: Any) -> None:

@@ -73,9 +73,9 @@ def read_manifest(path: Path) -> Manifest:
         if _checksum(content["manifest"]) != content["sha256"]:
             raise CheckpointError(f"{path}: {FILE} is damaged: its content does not have the checksum that it names")
         fields = dict(content["manifest"])
-        if (found := fields.pop("format")) != _FORMAT:
-            raise CheckpointError(f"{path} has format {found}; this version of mpitrain reads {_FORMAT}")
-        fields["files"] = {name: File(**its) for name, its in fields["files"].items()}
+        if (number := fields.pop("format")) != _FORMAT:
+            raise CheckpointError(f"{path} has format {number}; this version of mpitrain reads {_FORMAT}")
+        fields["files"] = {name: File(**fields_of_file) for name, fields_of_file in fields["files"].items()}
         return Manifest(**fields)
     except FileNotFoundError:
         raise CheckpointError(f"{path} has no {FILE}; it was not written to its end, or is no checkpoint") from None

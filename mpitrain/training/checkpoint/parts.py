@@ -35,10 +35,10 @@ def prune_parts(directory: Path, keep: int, last: int) -> None:
     Raises:
         OSError: one cannot be removed.
     """
-    found = [(int(match[1]), path) for path in directory.iterdir() if (match := _NAME.fullmatch(path.name))]
+    parts = [(int(match[1]), path) for path in directory.iterdir() if (match := _NAME.fullmatch(path.name))]
     # Those of higher steps are of faster ranks, or of a run that this one has gone back behind.
-    steps = sorted({step for step, _ in found if step <= last}, reverse=True)
-    for step, path in found:
+    steps = sorted({step for step, _ in parts if step <= last}, reverse=True)
+    for step, path in parts:
         if step in steps[keep:]:
             remove(path)
 

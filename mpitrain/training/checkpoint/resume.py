@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpitrain.errors import CheckpointError
+from mpitrain.errors import CheckpointError, everywhere
 from mpitrain.training.checkpoint.manifest import Manifest
 from mpitrain.training.checkpoint.parts import add_up, read_part
 from mpitrain.training.checkpoint.store import entries, half_written, make_directory, name_of, read
@@ -57,9 +57,9 @@ def keepers(world: World, directory: Path, copies: int | None) -> dict[int, int]
     Raises:
         CheckpointError: one of those ranks cannot write there. On every rank.
     """
-    found: dict[int, int] = {}
-    while len(found) < world.num_nodes and (copies is None or len(set(found.values())) < copies):
-        keeper = min(set(world.node_ranks) - found.keys())
+    keeper_of_node: dict[int, int] = {}
+    while len(keeper_of_node) < world.num_nodes and (copies is None or len(set(keeper_of_node.values())) < copies):
+        keeper = min(set(world.node_ranks) - keeper_of_node.keys())
         root = world.node_ranks.index(keeper)
         token = directory / f".seen-{uuid.uuid4().hex}"  # a new name, which no cache of a network file system knows
         with world.together("use the checkpoint directory"):
@@ -73,9 +73,9 @@ def keepers(world: World, directory: Path, copies: int | None) -> dict[int, int]
                 token.unlink()
         seeing = {world.node_ranks[rank] for rank, saw in enumerate(sees) if saw} | {keeper}
         # An earlier one sees it where this one did not see the earlier one's: a cache had no such directory yet.
-        first = min((found[node] for node in seeing if node in found), default=keeper)
-        found |= dict.fromkeys(seeing - found.keys(), first)
-    return found
+        first = min((keeper_of_node[node] for node in seeing if node in keeper_of_node), default=keeper)
+        keeper_of_node |= dict.fromkeys(seeing - keeper_of_node.keys(), first)
+    return keeper_of_node
 
 
 def _check_writable(directory: Path, token: Path) -> None:
@@ -123,33 +123,33 @@ def newest(world: World, directory: Path, *, reads: bool) -> Found | None:
     for problem in problems:
         say(world, f"{problem}; it is passed over")
     claimed = world.allgather((sorted(claims), sorted(runs)))
-    _check_one_training(world, [its for _, its in claimed])
+    _check_one_training(world, [of_rank for _, of_rank in claimed])
     for step in sorted({step for steps, _ in claimed for step in steps}, reverse=True):
         for rank in [rank for rank, (steps, _) in enumerate(claimed) if step in steps]:
-            found: tuple[Manifest, dict[str, Any]] | None = None
+            content: tuple[Manifest, dict[str, Any]] | None = None
             if world.rank == rank:
                 try:
                     with world.control.busy(f"read {claims[step]}"):
-                        found = read(claims[step])
+                        content = read(claims[step])
                 except CheckpointError as error:
                     problems.append(str(error))
                     say(world, f"{error}; it is passed over")
-            found = world.broadcast(found, root=rank)
-            if found is not None:
-                manifest, state = found
+            content = world.broadcast(content, root=rank)
+            if content is not None:
+                manifest, state = content
                 return Found(manifest, state, rank)
-    everywhere = [problem for its in world.allgather(problems) for problem in its]
-    if everywhere:
-        nothing_whole = CheckpointError(
-            f"none of the checkpoints in {directory} is whole: {'; '.join(everywhere)}. "
-            "Put a whole one there, or remove them to begin anew"
+    problems_everywhere = [problem for of_rank in world.allgather(problems) for problem in of_rank]
+    if problems_everywhere:
+        raise everywhere(
+            CheckpointError(
+                f"none of the checkpoints in {directory} is whole: {'; '.join(problems_everywhere)}. "
+                "Put a whole one there, or remove them to begin anew"
+            )
         )
-        nothing_whole.known_everywhere = True
-        raise nothing_whole
     return None
 
 
-def own_part(world: World, directory: Path, found: Found, place: str | None, *, reads: bool) -> dict[str, Any]:
+def own_part(world: World, directory: Path, newest: Found, place: str | None, *, reads: bool) -> dict[str, Any]:
     """What this rank goes on from, of what the ranks kept for themselves. Collective.
 
     Args:
@@ -161,18 +161,18 @@ def own_part(world: World, directory: Path, found: Found, place: str | None, *, 
         the part that this rank wrote, where all ranks are placed as then; else `{"carried": ...}` on some ranks, with
         the sums that are to be put into the next step's mean; {} where there is nothing.
     """
-    manifest = found.manifest
+    manifest = newest.manifest
     if manifest.parts == 0:
         return {}
-    mine: dict[str, Any] | None = None
+    part: dict[str, Any] | None = None
     if world.size == manifest.parts and place is not None:
         try:
-            mine = read_part(directory, manifest, world.rank)
+            part = read_part(directory, manifest, world.rank)
         except CheckpointError:
-            mine = None  # told below, by those who read
-    if all(world.allgather(mine is not None and mine.get("place") == place)):
-        assert mine is not None
-        return mine
+            part = None  # told below, by those who read
+    if all(world.allgather(part is not None and part.get("place") == place)):
+        assert part is not None
+        return part
     readable: dict[int, dict[str, Any]] = {}
     problems: dict[int, str] = {}
     for rank in range(manifest.parts) if reads else []:
@@ -183,9 +183,9 @@ def own_part(world: World, directory: Path, found: Found, place: str | None, *, 
     everyone = world.allgather((set(readable), problems))
     total: dict[str, Any] = {}
     for rank in range(manifest.parts):
-        readers = [reader for reader, (its, _) in enumerate(everyone) if rank in its]
+        readers = [reader for reader, (could_read, _) in enumerate(everyone) if rank in could_read]
         if not readers:
-            reasons = dict.fromkeys(its[rank] for _, its in everyone if rank in its)
+            reasons = dict.fromkeys(unreadable[rank] for _, unreadable in everyone if rank in unreadable)
             world.print(
                 f"mpitrain: {name_of(manifest.step)}: what rank {rank} had left to send is lost, which costs its "
                 f"rounding of one step: {'; '.join(reasons)}"
@@ -198,15 +198,15 @@ def own_part(world: World, directory: Path, found: Found, place: str | None, *, 
 def _check_one_training(world: World, runs: list[list[str]]) -> None:
     """Raise CheckpointError, on every rank, unless all checkpoints are of one training."""
     first: dict[str, int] = {}
-    for rank, its in enumerate(runs):
-        for run in its:
+    for rank, of_rank in enumerate(runs):
+        for run in of_rank:
             first.setdefault(run, rank)
     if len(first) < 2:
         return
     names = ", ".join(f"{run or 'unnamed'} ({world.name(rank)})" for run, rank in first.items())
-    error = CheckpointError(
-        f"the checkpoints are of different trainings: {names}. Remove those that are not to be gone on from, or name "
-        "another directory"
+    raise everywhere(
+        CheckpointError(
+            f"the checkpoints are of different trainings: {names}. Remove those that are not to be gone on from, or "
+            "name another directory"
+        )
     )
-    error.known_everywhere = True
-    raise error

@@ -29,7 +29,7 @@ TENSORS = "tensors.safetensors"
 
 
 @dataclass(frozen=True)
-class Entry:
+class StoredCheckpoint:
     """What a directory has under a checkpoint's name: its manifest, or why it has none."""
 
     path: Path
@@ -75,13 +75,13 @@ def latest(directory: Path) -> Path | None:
     return next((entry.path for entry in entries(directory) if entry.manifest), None)
 
 
-def entries(directory: Path) -> list[Entry]:
+def entries(directory: Path) -> list[StoredCheckpoint]:
     """All checkpoints in `directory`, newest first. Reads manifests only; no directory is an empty one.
 
     Raises:
         CheckpointError: `directory` is there but cannot be read.
     """
-    found = []
+    result = []
     for name in _names(directory):
         if not re.fullmatch(r"step-\d{8,}", name):
             continue
@@ -90,10 +90,10 @@ def entries(directory: Path) -> list[Entry]:
             manifest = read_manifest(path)
             if manifest.step != step:
                 raise CheckpointError(f"{path} holds step {manifest.step}; was it renamed?")
-            found.append(Entry(path, step, manifest))
+            result.append(StoredCheckpoint(path, step, manifest))
         except CheckpointError as error:
-            found.append(Entry(path, step, None, str(error)))
-    return sorted(found, key=lambda entry: -entry.step)
+            result.append(StoredCheckpoint(path, step, None, str(error)))
+    return sorted(result, key=lambda entry: -entry.step)
 
 
 def half_written(directory: Path) -> list[Path]:
@@ -111,9 +111,9 @@ def verify(path: Path) -> Manifest:
     for name, expected in manifest.files.items():
         file = path / name
         try:
-            found = file.stat().st_size
-            if found != expected.bytes:
-                raise CheckpointError(f"{file} has {found} bytes, its manifest says {expected.bytes}")
+            size = file.stat().st_size
+            if size != expected.bytes:
+                raise CheckpointError(f"{file} has {size} bytes, its manifest says {expected.bytes}")
             if file_checksum(file) != expected.sha256:
                 raise CheckpointError(f"{file} is damaged: its content does not have the checksum of the manifest")
         except FileNotFoundError:
@@ -192,14 +192,14 @@ def prune(directory: Path, keep: int, trusted: Collection[int]) -> None:
     Raises:
         OSError: one cannot be removed.
     """
-    found = [entry for entry in entries(directory) if entry.manifest]
-    newest = sorted(found, key=lambda entry: (entry.step in trusted, entry.step), reverse=True)
+    whole = [entry for entry in entries(directory) if entry.manifest]
+    newest = sorted(whole, key=lambda entry: (entry.step in trusted, entry.step), reverse=True)
     kept = {entry.step for entry in newest[:keep]}
     scores = {entry.step: entry.manifest.score for entry in newest if entry.manifest}
     scored = [(score, step) for step, score in scores.items() if score is not None and score == score]
     if scored:
         kept.add(max(scored)[1])
-    for entry in found:
+    for entry in whole:
         if entry.step not in kept:
             remove(entry.path)
 

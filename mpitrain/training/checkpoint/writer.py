@@ -15,7 +15,7 @@ from mpitrain.arrays import Array
 from mpitrain.cuda.staging import copy_to_host
 
 
-class Buffers:
+class HostCopies:
     """Host memory for a copy of arrays, made once and used again: fresh pages cost more than the copy."""
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Buffers:
         return buffers
 
 
-class Writer:
+class BackgroundWriter:
     """One piece of work at a time, in a thread. All methods are for the thread that trains.
 
     Attributes:

@@ -99,9 +99,9 @@ class IndexedData:
         Raises:
             CheckpointError: it was taken with another data set or order of samples, or is out of range.
         """
-        for key, mine in (("num_samples", self.num_samples), ("seed", self._seed), ("shuffle", self._shuffle)):
-            if state[key] != mine:
-                raise CheckpointError(f"the checkpoint's data has {key}={state[key]}, this run's {mine}")
+        for key, value in (("num_samples", self.num_samples), ("seed", self._seed), ("shuffle", self._shuffle)):
+            if state[key] != value:
+                raise CheckpointError(f"the checkpoint's data has {key}={state[key]}, this run's {value}")
         epoch, cursor = int(state["epoch"]), int(state["cursor"])
         if epoch < 0 or not 0 <= cursor <= self.num_samples:
             raise CheckpointError(

@@ -73,13 +73,13 @@ class Batches:
     def batch(self, numbers: numpy.ndarray) -> Tree:
         """See Source."""
         try:
-            found = self._batches[numbers]
+            batch = self._batches[numbers]
         except Exception as error:
             error.add_note(f"in samples {_shortened(numbers)}")
             raise
-        if num_samples(found) != len(numbers):
-            raise DataError(f"asked for {len(numbers)} samples, the data set gave {num_samples(found)}")
-        return found
+        if num_samples(batch) != len(numbers):
+            raise DataError(f"asked for {len(numbers)} samples, the data set gave {num_samples(batch)}")
+        return batch
 
     def each(self, numbers: numpy.ndarray) -> Iterator[Tree]:
         """See Source."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from mpitrain.errors import ConfigError
+from mpitrain.errors import ConfigError, everywhere
 from mpitrain.world import World
 
 
@@ -26,9 +26,9 @@ class Shares:
         speeds = self._world.allgather(float(samples_per_second))
         for rank, speed in enumerate(speeds):
             if not (math.isfinite(speed) and speed > 0):
-                error = ConfigError(f"{self._world.name(rank)} does {speed} samples/s; it must be finite and above 0")
-                error.known_everywhere = True
-                raise error
+                raise everywhere(
+                    ConfigError(f"{self._world.name(rank)} does {speed} samples/s; it must be finite and above 0")
+                )
         self._speeds, self._parts = speeds, {}
 
     def part(self, length: int) -> slice:

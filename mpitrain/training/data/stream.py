@@ -88,30 +88,30 @@ class StreamData:
         epoch, cursor = self.epoch, self.cursor
         if stream is None:
             stream = self._skip_to(epoch, cursor)
-        found = list(islice(stream, self.global_batch))
-        if not found and cursor:
+        items = list(islice(stream, self.global_batch))
+        if not items and cursor:
             self._check_end(epoch, cursor)
             epoch, cursor = epoch + 1, 0
             stream = iter(self._samples(epoch))
-            found = list(islice(stream, self.global_batch))
-        if not found:
+            items = list(islice(stream, self.global_batch))
+        if not items:
             raise DataError(f"{self._name}: the stream of epoch {epoch} has no samples")
-        if len(found) < self.global_batch:
-            self._check_end(epoch, cursor + len(found))
-        part = self._shares.part(len(found))
+        if len(items) < self.global_batch:
+            self._check_end(epoch, cursor + len(items))
+        part = self._shares.part(len(items))
         count = part.stop - part.start
-        batch = self._batch(epoch, cursor, found, part if count else slice(0, 1))
+        batch = self._batch(epoch, cursor, items, part if count else slice(0, 1))
         if not count:
             values = (leaf[:0] for _, leaf in leaves(batch))
             batch = rebuild(batch, values.__next__)
-        self.epoch, self.cursor, self._open = epoch, cursor + len(found), stream
+        self.epoch, self.cursor, self._open = epoch, cursor + len(items), stream
         return batch, count
 
-    def _batch(self, epoch: int, cursor: int, found: list[Any], part: slice) -> Tree:
+    def _batch(self, epoch: int, cursor: int, items: list[Any], part: slice) -> Tree:
         numbers = range(cursor + part.start, cursor + part.stop)
         if self._augment is None:
-            return stack(found[part], numbers)
-        return augmented(self._augment, iter(found[part]), numbers, self._seed, epoch)
+            return stack(items[part], numbers)
+        return augmented(self._augment, iter(items[part]), numbers, self._seed, epoch)
 
     def _skip_to(self, epoch: int, cursor: int) -> Iterator[Any]:
         stream = iter(self._samples(epoch))
@@ -148,9 +148,9 @@ class StreamData:
         Raises:
             CheckpointError: it was taken with another stream or seed, or is out of range.
         """
-        for key, mine in (("num_samples", self.num_samples), ("seed", self._seed)):
-            if state[key] != mine:
-                raise CheckpointError(f"the checkpoint's data has {key}={state[key]}, this run's {mine}")
+        for key, value in (("num_samples", self.num_samples), ("seed", self._seed)):
+            if state[key] != value:
+                raise CheckpointError(f"the checkpoint's data has {key}={state[key]}, this run's {value}")
         epoch, cursor = int(state["epoch"]), int(state["cursor"])
         if epoch < 0 or cursor < 0:
             raise CheckpointError(f"the checkpoint's data stands at epoch={epoch} cursor={cursor}; both begin at 0")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING, Any
 
-from mpitrain.errors import ConfigError
+from mpitrain.errors import ConfigError, everywhere
 from mpitrain.training.hooks.hook import Hook
 
 if TYPE_CHECKING:
-    from mpitrain.training.trainer import Step, Trainer
+    from mpitrain.training.step import Step
+    from mpitrain.training.trainer import Trainer
 
 
 class Balance(Hook):
@@ -51,14 +52,18 @@ class Balance(Hook):
             ConfigError: the data cannot be shared out in unequal parts. On every rank.
         """
         if not hasattr(trainer.data, "share_out"):
-            error = ConfigError(
-                f"Balance: {type(trainer.data).__name__} has no method share_out(samples_per_second); "
-                "ArrayData, MapData, StreamData and Prefetch have it"
+            raise everywhere(
+                ConfigError(
+                    f"Balance: {type(trainer.data).__name__} has no method share_out(samples_per_second); "
+                    "ArrayData, MapData, StreamData and Prefetch have it"
+                )
             )
-            error.known_everywhere = True
-            raise error
         self.measure()
         trainer.times_own_work = True
+
+    def world_changed(self, trainer: Trainer) -> None:
+        """See Hook. The new parts share out the data evenly."""
+        self.before_run(trainer)
 
     def after_step(self, trainer: Trainer, step: Step) -> None:
         """See Hook."""

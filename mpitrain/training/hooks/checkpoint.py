@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mpitrain.control import until
 from mpitrain.errors import CheckpointError, ConfigError
-from mpitrain.launch.activity import BUSY
 from mpitrain.training.checkpoint.manifest import Manifest, information, now
 from mpitrain.training.checkpoint.names import split
 from mpitrain.training.checkpoint.parts import part_name, prune_parts
 from mpitrain.training.checkpoint.resume import is_first_of_node, keepers, newest, own_part, say
 from mpitrain.training.checkpoint.store import name_of, prune, write
-from mpitrain.training.checkpoint.writer import Buffers, Writer
+from mpitrain.training.checkpoint.writer import BackgroundWriter, HostCopies
 from mpitrain.training.hooks.hook import Hook
+from mpitrain.waiting.control import until
+from mpitrain.watching.rank_record import BUSY
 
 if TYPE_CHECKING:
-    from mpitrain.training.trainer import Step, Trainer
+    from mpitrain.training.step import Step
+    from mpitrain.training.trainer import Trainer
     from mpitrain.world import World
 
 _NAP_SECONDS = 0.002
@@ -69,7 +70,7 @@ class Checkpoint(Hook):
         self._score = score
         self._copies = copies
         self._trusted: set[int] = set()  # steps whose checkpoints were written or read here
-        self._state, self._part = Buffers(), Buffers()
+        self._state, self._part = HostCopies(), HostCopies()
 
     def before_run(self, trainer: Trainer) -> None:
         """See Hook.
@@ -79,6 +80,34 @@ class Checkpoint(Hook):
                 another model. On every rank.
         """
         world = trainer.world
+        keeper = self._begin_in(world)
+        shared = _is_shared(world, keeper)
+        is_first, node = is_first_of_node(world), world.node_rank
+        # A node that keeps none may have one of an earlier run.
+        reads = is_first and keeper.get(node, node) == node
+        whole = newest(world, self._directory, reads=reads)
+        if whole is None:
+            self._run = world.broadcast(uuid.uuid4().hex)
+            return
+        with world.together("resume from a checkpoint"):
+            trainer.restore(whole.state)
+        strategy = trainer.strategy
+        part = own_part(world, self._directory, whole, strategy.own_state().get("place"), reads=reads)
+        with world.together("resume from a checkpoint"):
+            strategy.restore_own(part)
+        self._run = whole.manifest.run or world.broadcast(uuid.uuid4().hex)
+        self._trusted.add(whole.manifest.step)
+        path = self._directory / name_of(whole.manifest.step)
+        there = "" if shared else f" of {world.name(whole.rank)}"
+        world.print(f"resumed from {path}{there} at step {trainer.step_number}")
+
+    def world_changed(self, trainer: Trainer) -> None:
+        """See Hook. What is being written ends first; another rank may write from now on."""
+        self._wait(trainer.world, float("inf"))
+        self._begin_in(trainer.world)
+
+    def _begin_in(self, world: World) -> dict[int, int]:
+        """Find out which ranks of a World write; the node that keeps each node's copies. Collective."""
         self._about = information(world)
         self._is_ending = False
 
@@ -86,31 +115,14 @@ class Checkpoint(Hook):
             if not self._is_ending:  # then it is raised
                 say(world, f"{text}; training goes on, and the next save tries again. Earlier ones are whole")
 
-        self._writer = Writer(report)
+        self._writer = BackgroundWriter(report)
         keeper = keepers(world, self._directory, self._copies)
-        shared = len(keeper) == world.num_nodes and set(keeper.values()) == {0}
-        is_first, node = is_first_of_node(world), world.node_rank
-        self._writes = is_first and keeper.get(node) == node
+        self._writes = is_first_of_node(world) and keeper.get(world.node_rank) == world.node_rank
         if world.num_nodes > 1:
             kept = f"not shared: {len(set(keeper.values()))} of {world.num_nodes} nodes keep a copy"
-            world.print(f"checkpoints in {self._directory}: {'all nodes see one directory' if shared else kept}")
-        # A node that keeps none may have one of an earlier run.
-        reads = is_first and keeper.get(node, node) == node
-        found = newest(world, self._directory, reads=reads)
-        if found is None:
-            self._run = world.broadcast(uuid.uuid4().hex)
-            return
-        with world.together("resume from a checkpoint"):
-            trainer.restore(found.state)
-        strategy = trainer.strategy
-        part = own_part(world, self._directory, found, strategy.own_state().get("place"), reads=reads)
-        with world.together("resume from a checkpoint"):
-            strategy.restore_own(part)
-        self._run = found.manifest.run or world.broadcast(uuid.uuid4().hex)
-        self._trusted.add(found.manifest.step)
-        path = self._directory / name_of(found.manifest.step)
-        there = "" if shared else f" of {world.name(found.rank)}"
-        world.print(f"resumed from {path}{there} at step {trainer.step_number}")
+            is_one = _is_shared(world, keeper)
+            world.print(f"checkpoints in {self._directory}: {'all nodes see one directory' if is_one else kept}")
+        return keeper
 
     def after_step(self, trainer: Trainer, step: Step) -> None:
         """See Hook.
@@ -157,9 +169,11 @@ class Checkpoint(Hook):
         work: list[Callable[[], object]] = []
         if own:
             tensors, values = split(own)
-            its = Manifest(step.number, self._run, values=values, information=about)
+            manifest = Manifest(step.number, self._run, values=values, information=about)
             copies = self._part.copy(tensors)
-            work.append(partial(write, self._directory, part_name(step.number, world.rank, world.size), its, copies))
+            work.append(
+                partial(write, self._directory, part_name(step.number, world.rank, world.size), manifest, copies)
+            )
         if self._writes:
             tensors, values = split(trainer.state())
             manifest = Manifest(
@@ -202,4 +216,9 @@ class Checkpoint(Hook):
                     say_at *= 2
             return False
 
-        world.control.wait(until(done, lambda: _NAP_SECONDS), self._writer.doing, what=BUSY)
+        world.control.wait(until(done, lambda: _NAP_SECONDS), self._writer.doing, status=BUSY)
+
+
+def _is_shared(world: World, keeper: Mapping[int, int]) -> bool:
+    """Whether all nodes see one directory; `keeper` is what `keepers` says."""
+    return len(keeper) == world.num_nodes and set(keeper.values()) == {0}

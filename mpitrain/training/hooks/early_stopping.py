@@ -10,7 +10,8 @@ from mpitrain.training.hooks.hook import Hook
 from mpitrain.training.hooks.stop import say_unseen, shared_metric, stop
 
 if TYPE_CHECKING:
-    from mpitrain.training.trainer import Step, Trainer
+    from mpitrain.training.step import Step
+    from mpitrain.training.trainer import Trainer
 
 
 class EarlyStopping(Hook):

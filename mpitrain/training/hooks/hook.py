@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mpitrain.training.trainer import Step, Trainer
+    from mpitrain.training.step import Step
+    from mpitrain.training.trainer import Trainer
 
 
 class Hook:
@@ -31,6 +32,9 @@ class Hook:
 
     def after_step(self, trainer: Trainer, step: Step) -> None:
         """After every step."""
+
+    def world_changed(self, trainer: Trainer) -> None:
+        """During a run, after Trainer.rebuild: `trainer.world` and its parts are others. Rank and size may be too."""
 
     def after_run(self, trainer: Trainer) -> None:
         """Once, after the last step; not after an error."""

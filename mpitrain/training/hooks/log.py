@@ -11,7 +11,8 @@ from mpitrain.exchange.overlap import hidden_share
 from mpitrain.training.hooks.hook import Hook
 
 if TYPE_CHECKING:
-    from mpitrain.training.trainer import Step, Trainer
+    from mpitrain.training.step import Step
+    from mpitrain.training.trainer import Trainer
 
 # How often the bar on a terminal is drawn anew.
 _BAR_SECONDS = 0.2

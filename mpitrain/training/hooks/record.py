@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from mpitrain.errors import CheckpointError, ConfigError
+from mpitrain.errors import CheckpointError, ConfigError, everywhere
 from mpitrain.training.hooks.evaluate import Evaluate
 from mpitrain.training.hooks.hook import Hook
 from mpitrain.training.meters.communication import Communication
@@ -23,7 +23,8 @@ from mpitrain.training.meters.throughput import Throughput
 from mpitrain.training.writers.writer import Row, Writer
 
 if TYPE_CHECKING:
-    from mpitrain.training.trainer import Step, Trainer
+    from mpitrain.training.step import Step
+    from mpitrain.training.trainer import Trainer
 
 # What each row begins with.
 _FIRST = ("step", "epoch", "samples", "seconds")
@@ -128,6 +129,12 @@ class Record(Hook):
         if self._ends_row(trainer, step.number) or trainer.metrics:
             self._write_row(trainer)
 
+    def world_changed(self, trainer: Trainer) -> None:
+        """See Hook. The writers go on where another rank may have left off, and meters begin anew."""
+        state = self.state()
+        self.close()
+        self.restore(state)
+
     def after_run(self, trainer: Trainer) -> None:
         """See Hook: a run that a hook behind this one has ended has a last row too."""
         if self._is_open and self._num_measured:  # not where the run had ended before its first step
@@ -135,17 +142,17 @@ class Record(Hook):
 
     def _write_row(self, trainer: Trainer) -> None:
         self._num_measured = 0
-        readings = {name: its for meter in self._measuring for name, its in meter.read(trainer).items()}
+        readings = {name: reading for meter in self._measuring for name, reading in meter.read(trainer).items()}
         reported = dict(trainer.metrics)
         measured = combine(trainer.world.allgather(readings))
         trainer.report(measured)
         if taken := [name for name in trainer.metrics if name in _FIRST]:
-            error = ConfigError(
-                f"step {trainer.step_number}: the metric {taken[0]!r} was reported; each row begins with "
-                f"{', '.join(_FIRST)}. Give it another name"
+            raise everywhere(
+                ConfigError(
+                    f"step {trainer.step_number}: the metric {taken[0]!r} was reported; each row begins with "
+                    f"{', '.join(_FIRST)}. Give it another name"
+                )
             )
-            error.known_everywhere = True
-            raise error
         if not trainer.world.is_root:
             return
         seconds = self._seconds + time.monotonic() - self._begun
@@ -165,7 +172,7 @@ class Record(Hook):
         since = time.monotonic() - self._begun if self._is_open else 0.0
         meters = {}
         if self._is_open:
-            meters = {type(its).__name__: state for its in self._all_meters if (state := its.state())}
+            meters = {type(meter).__name__: state for meter in self._all_meters if (state := meter.state())}
         return {
             "samples": self._samples,
             "seconds": self._seconds + since,

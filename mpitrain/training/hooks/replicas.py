@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 import numpy
 
 from mpitrain.arrays import Array, is_device_array
-from mpitrain.errors import ConfigError, ReplicaError
+from mpitrain.errors import ConfigError, ReplicaError, everywhere
 from mpitrain.training.hooks.hook import Hook
 
 if TYPE_CHECKING:
-    from mpitrain.training.trainer import Step, Trainer
+    from mpitrain.training.step import Step
+    from mpitrain.training.trainer import Trainer
     from mpitrain.world import World
 
 _REPAIRS = ("majority", "root")
@@ -64,20 +65,20 @@ class CompareReplicas(Hook):
         if len(set(hashes)) == 1:
             return
         right = right_rank(hashes, by_majority=self._repair != "root")
-        found = _describe(world, parameters, checksums, right)
+        differences = _describe(world, parameters, checksums, right)
         same = [rank for rank in range(world.size) if hashes[rank] == hashes[right]]
         reference = f"rank{'s' * (len(same) > 1)} {', '.join(map(str, same))}"
         if self._repair is None:
-            error = ReplicaError(
-                f"after step {step.number} the parameters are not those of {reference} on: {found}. Memory or "
-                "a GPU may be faulty there, or the training depends on the rank. Go on from a checkpoint of before, "
-                "or repair while training: CompareReplicas(repair='majority')"
+            raise everywhere(
+                ReplicaError(
+                    f"after step {step.number} the parameters are not those of {reference} on: {differences}. Memory "
+                    "or a GPU may be faulty there, or the training depends on the rank. Go on from a checkpoint of "
+                    "before, or repair while training: CompareReplicas(repair='majority')"
+                )
             )
-            error.known_everywhere = True
-            raise error
         trainer.adapter.restore(world.sync(trainer.adapter.state(), root=right))
         world.print(
-            f"mpitrain: after step {step.number} the parameters were not those of {reference} on: {found}. "
+            f"mpitrain: after step {step.number} the parameters were not those of {reference} on: {differences}. "
             f"Repaired: all ranks have parameters and optimizer state of {world.name(right)}"
         )
 
@@ -107,26 +108,30 @@ def _joined(checksums: Sequence[int]) -> int:
 def _describe(world: World, parameters: Mapping[str, Array], checksums: Sequence[int], right: int) -> str:
     """Each rank that differs, with the first parameter in which it does and its values there. Collective."""
     of_all = world.allgather(list(checksums))
-    first = [_first_difference(its, of_all[right]) for its in of_all]
+    first = [_first_difference(checksums_of_rank, of_all[right]) for checksums_of_rank in of_all]
     names = list(parameters)
     texts: list[str] = []
     for index in sorted({index for index in first if index is not None}):
         value = parameters[names[index]]
         expected = world.sync({names[index]: value}, root=right)[names[index]]
-        mine = _difference(value, expected) if first[world.rank] == index else ""
-        found = world.allgather(mine)
-        texts += [f"{world.name(rank)}: {names[index]} {found[rank]}" for rank in range(world.size) if found[rank]]
+        difference = _difference(value, expected) if first[world.rank] == index else ""
+        difference_of_rank = world.allgather(difference)
+        texts += [
+            f"{world.name(rank)}: {names[index]} {difference_of_rank[rank]}"
+            for rank in range(world.size)
+            if difference_of_rank[rank]
+        ]
     return "; ".join(texts)
 
 
-def _first_difference(mine: Sequence[int], expected: Sequence[int]) -> int | None:
-    return next((index for index, its in enumerate(zip(mine, expected, strict=True)) if its[0] != its[1]), None)
+def _first_difference(checksums: Sequence[int], expected: Sequence[int]) -> int | None:
+    return next((index for index, pair in enumerate(zip(checksums, expected, strict=True)) if pair[0] != pair[1]), None)
 
 
 def _difference(value: Array, expected: Array) -> str:
     """How many elements are other bits, and the first one's place and values."""
-    mine, other = (array.get() if is_device_array(array) else array for array in (value, expected))
-    unequal = [numpy.ascontiguousarray(array).reshape(-1).view(f"V{array.itemsize}") for array in (mine, other)]
+    own, other = (array.get() if is_device_array(array) else array for array in (value, expected))
+    unequal = [numpy.ascontiguousarray(array).reshape(-1).view(f"V{array.itemsize}") for array in (own, other)]
     places = numpy.flatnonzero(unequal[0] != unequal[1])
-    place = [int(number) for number in numpy.unravel_index(int(places[0]), mine.shape)]
-    return f"in {len(places)} of {mine.size} elements, {place} is {mine[*place]} instead of {other[*place]}"
+    place = [int(number) for number in numpy.unravel_index(int(places[0]), own.shape)]
+    return f"in {len(places)} of {own.size} elements, {place} is {own[*place]} instead of {other[*place]}"

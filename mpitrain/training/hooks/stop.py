@@ -11,7 +11,8 @@ from mpitrain.errors import ConfigError
 from mpitrain.training.hooks.hook import Hook
 
 if TYPE_CHECKING:
-    from mpitrain.training.trainer import Step, Trainer
+    from mpitrain.training.step import Step
+    from mpitrain.training.trainer import Trainer
 
 # StopAfter looks at the clock at least so often, so that steps which become slower are noticed.
 _MOST_SECONDS_BETWEEN_LOOKS = 1.0

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from mpitrain.training.meters.meter import Meter, Reading
 
 if TYPE_CHECKING:
-    from mpitrain.training.trainer import Step, Trainer
+    from mpitrain.training.step import Step
+    from mpitrain.training.trainer import Trainer
 
 
 class Communication(Meter):
@@ -35,11 +36,11 @@ class Communication(Meter):
         """See Meter. A share's mean by its own time is the share of all ranks' times together."""
         if not self._steps:
             return {}
-        found = {
+        readings = {
             "communication_share": Reading(self._exposed / self._seconds, self._seconds),
             "wire_seconds": Reading(self._wire / self._steps),
         }
         if self._wire:
-            found["wire_hidden_share"] = Reading(max(0.0, 1 - self._exposed / self._wire), self._wire)
+            readings["wire_hidden_share"] = Reading(max(0.0, 1 - self._exposed / self._wire), self._wire)
         self._clear()
-        return found
+        return readings

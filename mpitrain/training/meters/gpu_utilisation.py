@@ -9,7 +9,8 @@ from mpitrain.training.meters.meter import Meter, Reading
 from mpitrain.training.meters.place import gpu_of
 
 if TYPE_CHECKING:
-    from mpitrain.training.trainer import Step, Trainer
+    from mpitrain.training.step import Step
+    from mpitrain.training.trainer import Trainer
 
 # What NVML gives is over its last sampling period, which is 1/6 to 1 s by the GPU's model.
 _SECONDS = 0.2

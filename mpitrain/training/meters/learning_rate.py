@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from mpitrain.training.meters.meter import Meter, Reading
 
 if TYPE_CHECKING:
-    from mpitrain.training.trainer import Step, Trainer
+    from mpitrain.training.step import Step
+    from mpitrain.training.trainer import Trainer
 
 
 class LearningRate(Meter):
@@ -21,7 +22,7 @@ class LearningRate(Meter):
 
     def read(self, trainer: Trainer) -> dict[str, Reading]:
         """See Meter."""
-        found = {"learning_rate": self._rate}
+        values = {"learning_rate": self._rate}
         if scale := trainer.adapter.loss_scale:
-            found |= {"loss_scale": scale.value, "skipped_steps": float(scale.skipped_steps)}
-        return {name: Reading(value, over_ranks="root") for name, value in found.items()}
+            values |= {"loss_scale": scale.value, "skipped_steps": float(scale.skipped_steps)}
+        return {name: Reading(value, over_ranks="root") for name, value in values.items()}

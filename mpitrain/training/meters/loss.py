@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from mpitrain.training.meters.meter import Meter, Reading
 
 if TYPE_CHECKING:
-    from mpitrain.training.trainer import Step, Trainer
+    from mpitrain.training.step import Step
+    from mpitrain.training.trainer import Trainer
 
 
 class Loss(Meter):

@@ -21,17 +21,17 @@ class Memory(Meter):
 
     def read(self, trainer: Trainer) -> dict[str, Reading]:
         """See Meter."""
-        found = {"host_memory_peak_bytes": Reading(peak_bytes(), over_ranks="max")}
+        readings = {"host_memory_peak_bytes": Reading(peak_bytes(), over_ranks="max")}
         gpu = gpu_of(trainer)
         if gpu is not None:
             free, total = gpu.mem_info
-            found["gpu_memory_bytes"] = Reading(float(total - free), over_ranks="max")
-        return found
+            readings["gpu_memory_bytes"] = Reading(float(total - free), over_ranks="max")
+        return readings
 
 
 def peak_bytes() -> float:
     """The peak of this process's resident memory."""
     # Not getrusage: its ru_maxrss begins with that of the process which started this one (Linux keeps it over exec).
-    found = re.search(r"^VmHWM:\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.M)
-    assert found
-    return float(found[1]) * 1024
+    line = re.search(r"^VmHWM:\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.M)
+    assert line
+    return float(line[1]) * 1024

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mpitrain.training.trainer import Step, Trainer
+    from mpitrain.training.step import Step
+    from mpitrain.training.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -58,17 +59,19 @@ def combine(of_ranks: Sequence[Mapping[str, Reading]]) -> dict[str, float]:
     """
     combined: dict[str, float] = {}
     for name in dict.fromkeys(name for readings in of_ranks for name in readings):
-        found = [its for readings in of_ranks if (its := readings.get(name)) is not None and its.weight > 0]
-        if not found:
+        readings_of_name = [
+            reading for readings in of_ranks if (reading := readings.get(name)) is not None and reading.weight > 0
+        ]
+        if not readings_of_name:
             continue
-        if found[0].over_ranks == "max":
-            combined[name] = max(its.value for its in found)
-        elif found[0].over_ranks == "root" or len(found) == 1:
-            combined[name] = found[0].value
+        if readings_of_name[0].over_ranks == "max":
+            combined[name] = max(reading.value for reading in readings_of_name)
+        elif readings_of_name[0].over_ranks == "root" or len(readings_of_name) == 1:
+            combined[name] = readings_of_name[0].value
         else:
             try:
-                total = math.fsum(its.value * its.weight for its in found)
+                total = math.fsum(reading.value * reading.weight for reading in readings_of_name)
             except (OverflowError, ValueError):  # fsum's words for sums of infinities
-                total = sum(its.value * its.weight for its in found)
-            combined[name] = total / math.fsum(its.weight for its in found)
+                total = sum(reading.value * reading.weight for reading in readings_of_name)
+            combined[name] = total / math.fsum(reading.weight for reading in readings_of_name)
     return combined

@@ -8,7 +8,8 @@ from mpitrain.errors import ConfigError
 from mpitrain.training.meters.meter import Meter, Reading
 
 if TYPE_CHECKING:
-    from mpitrain.training.trainer import Step, Trainer
+    from mpitrain.training.step import Step
+    from mpitrain.training.trainer import Trainer
 
 
 class Throughput(Meter):
@@ -38,8 +39,8 @@ class Throughput(Meter):
         if not self._steps:
             return {}
         rate = self._samples / self._seconds
-        found = {"samples_per_second": Reading(rate), "step_seconds": Reading(self._seconds / self._steps)}
+        readings = {"samples_per_second": Reading(rate), "step_seconds": Reading(self._seconds / self._steps)}
         if self._tokens_per_sample:
-            found["tokens_per_second"] = Reading(rate * self._tokens_per_sample)
+            readings["tokens_per_second"] = Reading(rate * self._tokens_per_sample)
         self._clear()
-        return found
+        return readings

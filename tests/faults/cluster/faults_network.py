@@ -25,7 +25,7 @@ _NO_LIMIT = "tc qdisc del dev eth0 root"
 def _in_network(bed: Bed, node: str, line: str) -> None:
     """A line of shell in the node's network, with the programs of this machine."""
     command = ["ip", "netns", "exec", bed.record.node_namespace(node), "sh", "-c", line]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -6,6 +6,7 @@ from faults.cluster.matrix import Fault
 from mpitrain.testbed.bed import Bed
 
 _SHARE = "/home/cluster/nfs"
+_NUMPY = f"{_SHARE}/venv/lib/python3*/site-packages/numpy/__init__.py"
 _OLD = "/home/cluster/old"
 _UNIT = "home-cluster-nfs"
 _AUTOMOUNT = f"/etc/systemd/system/{_UNIT}.automount"
@@ -59,7 +60,7 @@ _WHOLE = (f"umount -l {_SHARE}", "umount /mnt/all", "systemctl restart nfs-serve
 def _replace_share(bed: Bed, on_head: tuple[str, ...]) -> None:
     """Do something to the head's folder, and let the others mount it anew."""
     for node, script in (("node1", " && ".join(on_head)), *((node, _REMOUNT) for node in _WORKERS)):
-        done = bed.node_run(node, ["bash", "-c", script], timeout_seconds=60)
+        done = bed.node_run(node, ["bash", "-c", script], timeout_seconds=180)
         assert done.returncode == 0, f"{node}: {done.stdout}{done.stderr}"
 
 
@@ -268,6 +269,21 @@ FAULTS: dict[str, Fault] = {
         {"node3": _UNDO_BASHRC},
         {"ENV06": ("warn", "node3")},
         shows=("OMPI_MCA_btl=self,tcp",),
+    ),
+    "a file of NumPy emptied": Fault(
+        "an empty file mounted over one of NumPy's on node2",
+        {"node1": _OPEN, "node2": f": >/run/empty.py; mount --bind /run/empty.py {_NUMPY}"},
+        {"node2": f"umount -l {_NUMPY}; rm /run/empty.py", "node1": _CLOSE},
+        {"ENV07": ("fail", "node2")},
+        shows=("NumPy cannot be used: AttributeError",),
+    ),
+    "a network that a library has not": Fault(
+        "FI_PROVIDER and UCX_TLS of no kind that is there, on one node",
+        {"node3": _in_environment("FI_PROVIDER=none-such\nUCX_TLS=none-such")},
+        {"node3": _UNDO_ENVIRONMENT},
+        {"ENV06": ("warn", "node3; node3"), "MPI05": ("fail", "node3")},
+        level="full",
+        shows=("do not make one job",),
     ),
     "launcher of another MPI": Fault(
         "the nodes' mpiexec replaced by one of Open MPI, while mpi4py loads MPICH",

@@ -9,7 +9,7 @@ from faults.cluster.faults_network import FAULTS as NETWORK
 from faults.cluster.faults_share import FAULTS as SHARE
 from faults.cluster.matrix import UNPROVED, Fault, apply, check, findings, table
 from jobs import REPOSITORY
-from mpitrain.diagnostics.cluster.checks import CHECKS
+from mpitrain.diagnostics.checks import CHECKS
 from mpitrain.testbed.bed import Bed
 
 pytestmark = pytest.mark.timeout(200)

@@ -34,7 +34,7 @@ sys.exit(check.wait())
 """
 
 
-def say(bed: Bed, *words: str, timeout_seconds: float = 60.0, **env: str) -> tuple[int, str, str]:
+def say(bed: Bed, *words: str, timeout_seconds: float = 150.0, **env: str) -> tuple[int, str, str]:
     """Run the command as a person does, and return code, stdout and stderr."""
     done = bed.run(["mpitrain", "check-cluster", *words], timeout_seconds=timeout_seconds, cwd=REPOSITORY, env=env)
     assert "Traceback" not in done.stderr, done.stderr

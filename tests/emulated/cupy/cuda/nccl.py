@@ -55,6 +55,7 @@ class NcclCommunicator:
         with Path(f"/proc/{pid}/fd/{descriptor}").open("r+b", buffering=0) as file:
             whole = numpy.frombuffer(mmap.mmap(file.fileno(), 4096 + _MOST_RANKS * _MOST_BYTES), numpy.uint8)
         self._ndev, self._rank, self._number = ndev, rank, 0
+        self._is_destroyed = False
         self._counts = whole[: 8 * _MOST_RANKS].view(numpy.int64)
         self._slots = whole[4096:].reshape(_MOST_RANKS, _MOST_BYTES)
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
@@ -65,6 +66,10 @@ class NcclCommunicator:
                 raise NcclError("NCCL_ERROR_SYSTEM_ERROR: a rank does not come")
             time.sleep(0)
         threading.Thread(target=_go_on, args=(weakref.ref(self),), name="emulated NCCL", daemon=True).start()
+
+    def destroy(self) -> None:
+        """ncclCommDestroy: every rank calls it, with nothing in flight."""
+        self._is_destroyed = True
 
     def _arrive(self) -> None:
         self._number += 1
@@ -110,7 +115,7 @@ def _step(work: Iterator[None]) -> object:
 
 def _go_on(reference: weakref.ref[NcclCommunicator]) -> None:
     """A device goes on while its host does something else: when other ranks wait for this one."""
-    while (communicator := reference()) is not None:
+    while (communicator := reference()) is not None and not communicator._is_destroyed:
         if communicator._counts[: communicator._ndev].max() > communicator._number:
             for stream in list(communicator._streams):
                 stream._advance()

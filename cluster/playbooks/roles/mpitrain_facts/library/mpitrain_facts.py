@@ -123,12 +123,12 @@ def account(user: str, uid: int, gid: int) -> dict:
 def share(path: str) -> dict:
     """What lies at the share's path. A mount is never touched: it may hang."""
     mounts = [line.split() for line in text("/proc/self/mountinfo").splitlines()]
-    found = [(m[m.index("-") + 1], m[m.index("-") + 2]) for m in mounts if m[4].replace("\\040", " ") == path]
+    layers = [(m[m.index("-") + 1], m[m.index("-") + 2]) for m in mounts if m[4].replace("\\040", " ") == path]
     facts = {"kind": "missing", "type": "", "source": "", "owner": None, "empty": True, "free_mib": None}
-    if found:
+    if layers:
         # The last one lies on top; systemd's automount lies below the mount it brings.
-        facts |= {"kind": "mount", "type": found[-1][0], "source": found[-1][1], "empty": False}
-        if found[-1][0].startswith(("nfs", "fuse.nfs", "autofs")):
+        facts |= {"kind": "mount", "type": layers[-1][0], "source": layers[-1][1], "empty": False}
+        if layers[-1][0].startswith(("nfs", "fuse.nfs", "autofs")):
             return facts
     elif Path(path).is_symlink():
         return facts | {"kind": "symbolic link", "source": str(Path(path).readlink()), "empty": False}
@@ -207,9 +207,9 @@ def environment(venv: Path, mounted: bool) -> dict:
     noted = note(venv / ".mpitrain")
     # Without a Python it is no environment, whatever its note says: it is made anew.
     held = noted if os.access(venv / "bin/python", os.X_OK) else ""
-    ours = bool(noted) or text("/etc/mpitrain/venv").strip() == str(venv)
+    is_own = bool(noted) or text("/etc/mpitrain/venv").strip() == str(venv)
     there = venv.is_symlink() or venv.is_file() or (venv.is_dir() and any(venv.iterdir()))
-    return {"runtime": held, "venv_foreign": there and not ours}
+    return {"runtime": held, "venv_foreign": there and not is_own}
 
 
 def gpu() -> dict:

@@ -24,56 +24,56 @@ def problems(reports: dict, addresses: dict, groups: dict, settings: dict) -> li
     """
     # Before ansible-core 2.19 a template gives text, whatever is in it.
     settings = settings | {key: int(settings[key]) for key in ("uid", "gid", "min_free_mib")}
-    found = inventory_problems(addresses, groups)
+    result = inventory_problems(addresses, groups)
     head = (groups.get("head") or [""])[0]
     address = addresses.get(head, "")
     source = f"[{address}]:{settings['share']}" if ":" in address else f"{address}:{settings['share']}"
     facts = {}
     for name, report in sorted(reports.items()):
         if report.get("unreachable") or report.get("failed"):
-            found.append(no_answer(name, addresses.get(name), report))
+            result.append(no_answer(name, addresses.get(name), report))
             continue
         facts[name] = one = report["ansible_facts"]["mpitrain"]
-        found += node_problems(name, one, settings)
-        found += network_problems(name, addresses, one)
-        found += account_problems(name, one, settings)
-        found += head_problems(name, one, settings) if name == head else worker_problems(name, one, settings, source)
-    return found + difference_problems(facts)
+        result += node_problems(name, one, settings)
+        result += network_problems(name, addresses, one)
+        result += account_problems(name, one, settings)
+        result += head_problems(name, one, settings) if name == head else worker_problems(name, one, settings, source)
+    return result + difference_problems(facts)
 
 
 def inventory_problems(addresses: dict, groups: dict) -> list[str]:
-    found = []
+    result = []
     head, workers = groups.get("head", []), groups.get("workers", [])
     if len(head) != 1:
-        found.append(
+        result.append(
             f"inventory: [head] has {len(head)} hosts {sorted(head)}; allowed: exactly one, it serves the share"
         )
-    found += [
+    result += [
         f"inventory: {name} is in the groups [head] and [workers]; allowed: one of them. Take it out of the other"
         for name in sorted(set(head) & set(workers))
     ]
     names_of = defaultdict(list)
     for name, address in sorted(addresses.items()):
         if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?", name):
-            found.append(f"inventory: {name!r} is no host name; allowed: letters, digits and hyphens, no dots")
+            result.append(f"inventory: {name!r} is no host name; allowed: letters, digits and hyphens, no dots")
         try:
             number = ipaddress.ip_address(address or "")
         except ValueError:
-            found.append(
+            result.append(
                 f"inventory: {name} has ansible_host={address or '(nothing)'}; allowed: an IP address, because the"
                 " names are made from it. Write the address that the other nodes reach it by"
             )
             continue
         if number.is_loopback or number.is_unspecified:
-            found.append(f"inventory: {name} has ansible_host={address}; allowed: an address that other nodes reach")
+            result.append(f"inventory: {name} has ansible_host={address}; allowed: an address that other nodes reach")
         names_of[number].append(name)
-    found += [
+    result += [
         f"inventory: {' and '.join(names)} have the same address {number}; allowed: one name for each address."
         " Correct ansible_host or take one out"
         for number, names in names_of.items()
         if len(names) > 1
     ]
-    return found
+    return result
 
 
 def no_answer(name: str, address: str | None, report: dict) -> str:
@@ -97,33 +97,33 @@ def no_answer(name: str, address: str | None, report: dict) -> str:
 
 
 def node_problems(name: str, facts: dict, settings: dict) -> list[str]:
-    found = []
+    result = []
     if not facts["family"]:
-        found.append(f"runs {facts['os']}; allowed: Debian, Ubuntu, the RHEL family. Take it out of the inventory")
+        result.append(f"runs {facts['os']}; allowed: Debian, Ubuntu, the RHEL family. Take it out of the inventory")
     if not facts["systemd"]:
-        found.append("systemd is not running; allowed: a machine that booted with it")
+        result.append("systemd is not running; allowed: a machine that booted with it")
     if tuple(int(part) for part in facts["python"].split(".") if part) < PYTHON:
-        found.append(
+        result.append(
             f"{settings['python']} is {facts['python'] or 'not there'}; allowed: Python 3.11 or newer (Debian 12,"
             " Ubuntu 24.04; on RHEL 9 install python3.12). Set mpitrain_python to such a one"
         )
     if facts["hostname"] != name and not settings["set_hostname"]:
-        found.append(
+        result.append(
             f"calls itself {facts['hostname']}; allowed: the name in the inventory. Rename one of them, or set"
             " mpitrain_set_hostname: true"
         )
     for program, key in (("sshd", "sshd_includes"), ("ssh", "ssh_includes")):
         if not facts[key]:
             path = f"/etc/ssh/{program}_config"
-            found.append(
+            result.append(
                 f"{path} does not include {path}.d/*.conf; needed: our settings are files of their own. Put this at its"
                 f" top: Include {path}.d/*.conf"
             )
     if not facts["host_keys"]:
-        found.append("there is no /etc/ssh/ssh_host_*_key.pub; needed: host keys. Run: sudo ssh-keygen -A")
+        result.append("there is no /etc/ssh/ssh_host_*_key.pub; needed: host keys. Run: sudo ssh-keygen -A")
     if not facts["mpiexec_found"]:
-        found.append(f"there is no mpiexec where mpitrain_mpi={settings['mpi']} says; install it, or use wheel")
-    return [f"{name}: {what}" for what in found]
+        result.append(f"there is no mpiexec where mpitrain_mpi={settings['mpi']} says; install it, or use wheel")
+    return [f"{name}: {problem}" for problem in result]
 
 
 def network_problems(name: str, addresses: dict, facts: dict) -> list[str]:
@@ -134,20 +134,20 @@ def network_problems(name: str, addresses: dict, facts: dict) -> list[str]:
         seen = f"is on none of its interfaces (it has {', '.join(own) or 'none'})"
         return [f"{name}: the address {address} {seen}; allowed: its own. Correct ansible_host"]
     entries = [(line, line.partition("#")[0].split()) for line in facts["hosts_lines"]]
-    found = [
+    result = [
         f"{name}: /etc/hosts has the line {line!r}; allowed: {other} at {addresses[other]}. Take {other} out of it"
         for line, words in entries
         for other in sorted(addresses.keys() & set(words[1:]))
         # Debian's line for a node's own name is the role's to take out.
         if not same(words[0], addresses[other]) and (words[0], other) != ("127.0.1.1", name)
     ]
-    found += [
+    result += [
         f"{name}: reaches {other} ({there}) from its address {facts['sources'][there]}; allowed: from {address}, since"
         " the others let in no other. Give the nodes, as ansible_host, addresses of one network"
         for other, there in sorted(addresses.items())
         if other != name and facts["sources"].get(there) and not same(facts["sources"][there], address)
     ]
-    return found
+    return result
 
 
 def same(one: str | None, other: str | None) -> bool:
@@ -160,73 +160,75 @@ def same(one: str | None, other: str | None) -> bool:
 
 def account_problems(name: str, facts: dict, settings: dict) -> list[str]:
     user, uid, gid = settings["user"], settings["uid"], settings["gid"]
-    found = []
+    result = []
     if facts["user_uid"] not in (None, uid):
-        found.append(
+        result.append(
             f"user {user} has uid {facts['user_uid']}; allowed: {uid} as on the other nodes. Choose another"
             " mpitrain_user, or give it that uid (usermod -u, then chown its files)"
         )
     if facts["uid_user"] not in (None, user):
-        found.append(f"uid {uid} belongs to {facts['uid_user']}; needed for {user}. Choose another mpitrain_uid")
+        result.append(f"uid {uid} belongs to {facts['uid_user']}; needed for {user}. Choose another mpitrain_uid")
     if facts["group_gid"] not in (None, gid):
-        found.append(
+        result.append(
             f"group {user} has gid {facts['group_gid']}; allowed: {gid}. Choose another mpitrain_user, or groupmod -g"
         )
     if facts["gid_group"] not in (None, user):
-        found.append(f"gid {gid} belongs to {facts['gid_group']}; needed for {user}. Choose another mpitrain_gid")
+        result.append(f"gid {gid} belongs to {facts['gid_group']}; needed for {user}. Choose another mpitrain_gid")
     if facts["user_uid"] == uid and facts["user_gid"] != gid:
-        found.append(f"user {user} has the main group {facts['user_gid']}; allowed: {gid}. Run usermod -g {gid} {user}")
-    return [f"{name}: {what}" for what in found]
+        result.append(
+            f"user {user} has the main group {facts['user_gid']}; allowed: {gid}. Run usermod -g {gid} {user}"
+        )
+    return [f"{name}: {problem}" for problem in result]
 
 
 def head_problems(name: str, facts: dict, settings: dict) -> list[str]:
     place, path = facts["share"], settings["share"]
-    found = path_problems(name, place, path)
-    if found:
-        return found
+    result = path_problems(name, place, path)
+    if result:
+        return result
     if place["type"].startswith((*NETWORK_FILE_SYSTEMS, "autofs")):
         seen = f"a mount of {place['source']} ({place['type']})"
         return [f"{name}: {path} is {seen}; allowed on the head: its own disk. Make another node the head"]
     if not place["empty"] and place["owner"] not in (0, settings["uid"]):
-        found.append(
+        result.append(
             f"{name}: {path} has files and belongs to uid {place['owner']}; allowed: {settings['uid']}. Choose another"
             " mpitrain_share"
         )
     venv = settings["venv"]
     if not re.fullmatch(rf"{re.escape(path)}{PATH}", venv):
-        found.append(
+        result.append(
             f"{name}: mpitrain_venv is {venv!r}; allowed: a path inside of mpitrain_share {path}, of letters, digits,"
             " '.', '_' and '-'"
         )
     elif facts["venv_foreign"]:
-        found.append(
+        result.append(
             f"{name}: {venv} holds what is not ours, and would be emptied for the environment; allowed: nothing, or an"
             " empty folder. Move it away, or choose another mpitrain_venv"
         )
     if not facts["runtime"] and place["free_mib"] < settings["min_free_mib"]:
-        found.append(
+        result.append(
             f"{name}: {path} has {place['free_mib']} MiB free; needed: {settings['min_free_mib']} MiB for Python and"
             " MPI (mpitrain_min_free_mib). Free some, or choose another mpitrain_share"
         )
-    return found
+    return result
 
 
 def worker_problems(name: str, facts: dict, settings: dict, source: str) -> list[str]:
     place, path = facts["share"], settings["share"]
-    found = path_problems(name, place, path)
+    result = path_problems(name, place, path)
     if place["kind"] == "mount" and place["type"] != "autofs":
         right = place["type"].startswith(NETWORK_FILE_SYSTEMS) and place["source"] == source
         if not right:
-            found.append(
+            result.append(
                 f"{name}: {path} is a mount of {place['source']} ({place['type']}); allowed: {source}. Unmount it:"
                 f" sudo umount {path}"
             )
     if place["kind"] == "folder" and not place["empty"]:
-        found.append(
+        result.append(
             f"{name}: {path} holds files on its own disk, which the mount would hide; allowed: an empty folder. Move"
             " them away, or choose another mpitrain_share"
         )
-    return found
+    return result
 
 
 def path_problems(name: str, place: dict, path: str) -> list[str]:
@@ -240,8 +242,8 @@ def path_problems(name: str, place: dict, path: str) -> list[str]:
 
 def difference_problems(facts: dict) -> list[str]:
     """What must be the same everywhere, because one virtual environment serves all nodes."""
-    found = []
-    for what, value_of in (
+    result = []
+    for property_name, value_of in (
         ("architecture", {name: one["architecture"] for name, one in facts.items()}),
         ("minor version of Python", {name: ".".join(one["python"].split(".")[:2]) for name, one in facts.items()}),
     ):
@@ -249,35 +251,35 @@ def difference_problems(facts: dict) -> list[str]:
         for name, value in value_of.items():
             names_of[value].append(name)
         common = max(names_of, key=lambda value: len(names_of[value]), default="")
-        found += [
-            f"{', '.join(names)}: the {what} is {value or 'unknown'}; allowed: {common} as on"
+        result += [
+            f"{', '.join(names)}: the {property_name} is {value or 'unknown'}; allowed: {common} as on"
             f" {', '.join(names_of[common])}, because one environment serves all nodes. Take it out of"
             " the inventory, or make all alike"
             for value, names in names_of.items()
             if value != common
         ]
-    return found
+    return result
 
 
 def notes(reports: dict) -> list[str]:
     """What is worth a word and stops nobody."""
-    found = []
+    result = []
     facts = {name: report["ansible_facts"]["mpitrain"] for name, report in sorted(reports.items())}
     for name, one in facts.items():
         if one["nvidia_cards"] and not one["nvidia_driver"]:
-            found.append(
+            result.append(
                 f"{name}: has {one['nvidia_cards']} NVIDIA cards and no driver is loaded. We never install drivers: see"
                 " https://docs.nvidia.com/datacenter/tesla/driver-installation-guide"
             )
         if one["firewall"] == "own rules":
-            found.append(
+            result.append(
                 f"{name}: nftables drops what it does not know, and neither ufw nor firewalld manages it. We leave such"
                 " rules alone: let the nodes' addresses in, or MPI will hang"
             )
     drivers = {one["nvidia_driver"] for one in facts.values() if one["nvidia_driver"]}
     if len(drivers) > 1:
-        found.append(f"the nodes have different NVIDIA drivers: {', '.join(sorted(drivers))}")
-    return found
+        result.append(f"the nodes have different NVIDIA drivers: {', '.join(sorted(drivers))}")
+    return result
 
 
 class FilterModule:

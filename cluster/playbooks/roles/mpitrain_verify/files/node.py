@@ -33,7 +33,11 @@ def main() -> None:
         os.fsync(file.fileno())
     with ThreadPoolExecutor(AT_ONCE) as pool:
         logins = dict(pool.map(lambda name: (name, log_in(name)), names))
-    print(json.dumps({"logins": {name: what for name, what in logins.items() if what}, "commands": commands(own)}))
+    print(
+        json.dumps(
+            {"logins": {name: problem for name, problem in logins.items() if problem}, "commands": commands(own)}
+        )
+    )
 
 
 def log_in(name: str) -> str:

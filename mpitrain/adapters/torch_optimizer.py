@@ -1,0 +1,122 @@
+"""An optimizer of torch.optim with its schedule: the rate of each step, clipping, and the state of both."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy
+import torch
+
+from mpitrain.adapters.torch_checks import check_schedule
+from mpitrain.adapters.torch_state import (
+    Scheduler,
+    check_optimizer_state,
+    optimizer_state,
+    read_scheduler_state,
+    restore_optimizer_state,
+    scheduler_state,
+)
+from mpitrain.errors import CheckpointError
+from mpitrain.training.flat_optimizer import check, global_norm
+from mpitrain.training.schedules import Schedule
+
+
+class ScheduledOptimizer:
+    """What TorchModule steps: `optimizer`, at the rate of `schedule`, on gradients of at most `clip_norm`."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        named: Mapping[str, torch.Tensor],
+        schedule: Schedule | Scheduler | None,
+        clip_norm: float | None,
+    ) -> None:
+        """`named` are the module's parameters by name. The rest is as for TorchModule, which documents it.
+
+        Raises:
+            ConfigError: a schedule or a norm that cannot be used here.
+        """
+        check_schedule(schedule, optimizer)
+        if clip_norm is not None:
+            check("clip_norm", clip_norm, "None or a finite number > 0", clip_norm > 0)
+        self._optimizer, self._named = optimizer, named
+        self._schedule, self._clip_norm = schedule, clip_norm
+        self._steps = 0
+        self._measures_norm = False
+        self._last_norm: float | None = None
+
+    def step(self, gradients: Sequence[numpy.ndarray]) -> float:
+        """Clip, make one step, and return its rate.
+
+        Args:
+            gradients: of all trained parameters, flat, one array a dtype: the memory of what is in p.grad. They are
+                scaled in place where they are clipped.
+
+        Raises:
+            ConfigError: the schedule gives a rate that is none.
+        """
+        self._clip(gradients)
+        groups = self._optimizer.param_groups
+        if callable(self._schedule):
+            rate = float(self._schedule(self._steps))
+            check(f"learning_rate at step {self._steps}", rate, "a finite number >= 0", rate >= 0)
+            for group in groups:
+                _set_rate(group, rate)
+        rate = float(groups[0]["lr"])
+        self._optimizer.step()
+        self._steps += 1
+        if isinstance(self._schedule, Scheduler):
+            self._schedule.step()
+        return rate
+
+    def _clip(self, gradients: Sequence[numpy.ndarray]) -> None:
+        self._last_norm = None
+        if self._clip_norm is None and not self._measures_norm:
+            return
+        self._measures_norm = False
+        wide = (part if part.dtype.itemsize > 2 else part.astype(numpy.float32) for part in gradients)
+        self._last_norm = norm = math.hypot(*(global_norm(part) for part in wide))
+        if self._clip_norm is not None and self._clip_norm < norm < math.inf:
+            for part in gradients:
+                numpy.multiply(part, part.dtype.type(self._clip_norm / norm), out=part)
+
+    def measure_gradient_norm(self) -> None:
+        """See Adapter."""
+        self._measures_norm = True
+
+    def gradient_norm(self) -> float | None:
+        """See Adapter."""
+        return self._last_norm
+
+    def state(self) -> dict[str, Any]:
+        """`optimizer` with `step`, its `groups` and its `state` by parameter; and `schedule`, where there is a
+        scheduler of PyTorch."""
+        state: dict[str, Any] = {"optimizer": {"step": self._steps, **optimizer_state(self._optimizer, self._named)}}
+        if isinstance(self._schedule, Scheduler):
+            state["schedule"] = scheduler_state(self._schedule)
+        return state
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`, which may have other entries too; what it is given is copied.
+
+        Raises:
+            CheckpointError: it is of another optimizer or schedule. Nothing has changed.
+        """
+        optimizer = state["optimizer"]
+        check_optimizer_state(self._optimizer, self._named, optimizer)
+        if not isinstance(optimizer["step"], int) or optimizer["step"] < 0:
+            raise CheckpointError(f"the optimizer's step is {optimizer['step']!r}; allowed: an int >= 0")
+        if isinstance(self._schedule, Scheduler):
+            schedule = read_scheduler_state(self._schedule, state["schedule"])
+            self._schedule.load_state_dict(schedule)
+        restore_optimizer_state(self._optimizer, self._named, optimizer)
+        self._steps = optimizer["step"]
+
+
+def _set_rate(group: dict[str, Any], rate: float) -> None:
+    if isinstance(group["lr"], torch.Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate

@@ -1,0 +1,93 @@
+"""The registry of allreduce algorithms, and the choice of the one with the lowest predicted time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy
+
+from mpitrain.allreduce.algorithm import Piece, Progress, Sequential, Steps
+from mpitrain.allreduce.costs import Cost, Topology
+from mpitrain.allreduce.group import Group
+from mpitrain.world import World
+
+
+class Entry(NamedTuple):
+    """What the registry knows of an algorithm.
+
+    Attributes:
+        make: makes it for a World. Collective.
+        over: makes its steps for a group of ranks. Not collective: only the ranks of the group call it. None for an
+            algorithm that is for a whole World only. `hierarchical` can run those that have it between the nodes.
+        seconds: the predicted time. `auto` and `hierarchical` take the algorithm with the lowest one; of equal ones,
+            the first in the registry. None: neither of them takes this algorithm.
+        reduce_scatter, allgather: make the two halves of an algorithm that has them, each for use by itself. Not
+            collective, as `over`. Between messages of two pieces over ranks of one communicator lies the queue's order.
+    """
+
+    make: Callable[[World], Sequential]
+    over: Callable[[Group], Steps] | None = None
+    seconds: Cost | None = None
+    reduce_scatter: Callable[[Group], Piece] | None = None
+    allgather: Callable[[Group], Piece] | None = None
+
+
+ALGORITHMS: dict[str, Entry] = {}  # filled in __init__.py, which imports all algorithms
+
+# Sizes at which candidates() asks for the fastest algorithm: powers of two from one byte to 1 TiB.
+_PROBES = tuple(2**exponent for exponent in range(41))
+
+
+def cheapest(num_bytes: int, topology: Topology, names: Iterable[str]) -> tuple[float, str]:
+    """The lowest predicted time in seconds, and the name of its algorithm; of equal ones the first."""
+    return min(((predicted(name, num_bytes, topology), name) for name in names), key=lambda pair: pair[0])
+
+
+def predicted(name: str, num_bytes: int, topology: Topology) -> float:
+    """Seconds that this algorithm takes for `num_bytes`; infinity where nothing is predicted."""
+    seconds = ALGORITHMS[name].seconds
+    return math.inf if seconds is None else seconds(num_bytes, topology)
+
+
+def priced(topology: Topology) -> list[str]:
+    """The algorithms with a cost that can run on this topology, in the order of the registry."""
+    return [
+        name
+        for name, entry in ALGORITHMS.items()
+        if entry.seconds is not None and (entry.over is not None or not topology.lanes)
+    ]
+
+
+def candidates(topology: Topology) -> list[str]:
+    """The algorithms that are the fastest at some power of two of bytes. Others are not worth making."""
+    names = priced(topology)
+    return list(dict.fromkeys(cheapest(num_bytes, topology, names)[1] for num_bytes in _PROBES))
+
+
+def by_cost(topology: Topology, steps: Mapping[str, Steps]) -> Steps:
+    """Steps that run those of the fastest algorithm for the buffer's number of bytes.
+
+    The choice depends on the number of bytes and the topology alone, so all ranks make the same one.
+    """
+    choose = lru_cache(maxsize=1024)(lambda num_bytes: steps[cheapest(num_bytes, topology, steps)[1]])
+
+    def chosen(flat: numpy.ndarray, residual: numpy.ndarray | None = None) -> Progress:
+        return choose(flat.nbytes)(flat, residual)
+
+    return chosen
+
+
+def changes(choice: Callable[[int], str]) -> list[tuple[int, str]]:
+    """From which number of bytes on `choice` says what, ascending; the first number is 0."""
+    result = [(0, choice(1))]
+    for high in _PROBES[1:]:
+        while (text := result[-1][1]) != choice(high):
+            first, last = max(high // 2, result[-1][0]), high  # `first` still has the old text
+            while last - first > 1:
+                middle = (first + last) // 2
+                first, last = (middle, last) if choice(middle) == text else (first, middle)
+            result.append((last, choice(last)))
+    return result

@@ -1,0 +1,194 @@
+"""A node's agent as this side has it: questions go out, answers come back, each with a deadline."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
+from typing import Any, Protocol
+
+from mpitrain.diagnostics.bundle import bundle
+from mpitrain.diagnostics.ssh_settings import LoginError
+from mpitrain.launch.hostfile import Host
+
+# A machine that is slow or busy takes its time to start a Python; only a shell that hangs is meant here.
+_BEGIN_SECONDS = 20.0
+_MOST_NOISE = 1 << 16
+_MOST_ANSWER = 1 << 23
+
+
+class UnansweredError(Exception):
+    """A question got no answer; the text says why."""
+
+
+class AgentConnection(Protocol):
+    """The way to an agent and back: connect.py's to another machine, here.py's to a process on this one.
+
+    Its calls raise OSError where the way is lost.
+    """
+
+    python: str  # what runs the agent
+    host_key: str  # the fingerprint that the far end proved to have; empty where there is no need of one
+
+    def open(self) -> None:
+        """Start the agent."""
+
+    def send(self, data: bytes) -> None:
+        """Send all of it."""
+
+    def readline(self, most: int) -> bytes:
+        """The next line, or so many bytes of it; empty at the end."""
+
+    def last_words(self) -> str:
+        """Why the far end has ended."""
+
+    def cut(self) -> None:
+        """Make every call that waits return."""
+
+    def close(self) -> None:
+        """Hang up; the far end then ends by itself with all that it runs. Does not raise."""
+
+
+class AgentClient:
+    """A node that answers. `noise` is what came before its first line, `hello` what it says of itself."""
+
+    def __init__(self, host: Host, connection: AgentConnection, seconds: float) -> None:
+        """Send the bundle and wait for the first answer. `seconds`: what the login took; it began so long ago.
+
+        Raises:
+            LoginError: nothing that is ours answers.
+        """
+        self.host = host
+        self.host_key = connection.host_key
+        self.login_seconds = seconds
+        self.heard = time.monotonic() - seconds  # when the last answer came
+        self._connection = connection
+        self._questions: dict[int, Future[Any]] = {}
+        self._lock = threading.Lock()
+        self._number = 0
+        self._why = ""
+        is_late = threading.Event()
+
+        def give_up() -> None:
+            is_late.set()
+            connection.cut()
+
+        # Whatever the far side does or does not: a shell that hangs, a byte now and then.
+        watchdog = threading.Timer(_BEGIN_SECONDS, give_up)
+        watchdog.daemon = True
+        watchdog.start()
+        try:
+            connection.open()
+            # A far side that ended already does not take it all; what it printed is read below and says why.
+            with suppress(OSError):
+                connection.send(json.dumps(bundle()).encode() + b"\n")
+            self.noise, self.hello = self._wait_for_hello()
+        except BaseException as error:
+            connection.close()
+            if is_late.is_set():
+                why = f"{connection.python} did not start our probe within {_BEGIN_SECONDS:g} s"
+                raise LoginError("agent", why) from None
+            if isinstance(error, OSError | ValueError):
+                raise LoginError("agent", f"the login went through, then: {error or type(error).__name__}") from None
+            raise
+        finally:
+            watchdog.cancel()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def begin(self, call: str, wish: Mapping[str, Any], user: str) -> Future[Any]:
+        """Put a question to the agent that runs as `user` ("login": whoever logged in). Several may wait at once."""
+        answer: Future[Any] = Future()
+        with self._lock:
+            if self._why:
+                answer.set_exception(UnansweredError(self._why))
+                return answer
+            self._number += 1
+            question = {"id": self._number, "as": user, "call": call, "wish": wish}
+            self._questions[self._number] = answer
+        try:
+            self._connection.send(json.dumps(question).encode() + b"\n")
+        except OSError as error:
+            self._lose(f"the connection was lost: {error}")
+        return answer
+
+    def ask(self, call: str, wish: Mapping[str, Any], *, user: str, seconds: float) -> Any:
+        """The answer to one question.
+
+        Raises:
+            UnansweredError: none came in time, or what was asked failed there.
+        """
+        return wait_for(self.begin(call, wish, user), seconds)
+
+    def close(self) -> None:
+        """Hang up; the far side then ends by itself with all that it runs."""
+        self._connection.close()
+
+    def give_up(self, why: str) -> None:
+        """Hang up on a node that does not answer any more; what was and will be asked fails at once."""
+        self._lose(why)
+        self.close()
+
+    def _wait_for_hello(self) -> tuple[str, dict[str, Any]]:
+        """Until the watchdog closes the connection."""
+        noise = b""
+        while True:
+            line: bytes = self._connection.readline(_MOST_NOISE)
+            if line.startswith(b'{"hello"'):
+                # Tools of the system may write to stderr at each login; that is noise too, but hurts nobody.
+                return noise.decode(errors="replace"), json.loads(line)
+            if line.startswith(b'{"old"'):
+                raise LoginError(
+                    "agent", f"{self._connection.python} is version {json.loads(line)['old']}; 3.8 or newer is needed"
+                )
+            if not line:
+                raise LoginError("agent", f"{self._connection.last_words()}{_after(noise)}")
+            noise += line
+            if len(noise) >= _MOST_NOISE:
+                raise LoginError("agent", f"something else than our probe answers{_after(noise)}")
+
+    def _read(self) -> None:
+        why = "the connection was closed by the node"
+        try:
+            while line := self._connection.readline(_MOST_ANSWER):
+                answer = json.loads(line)
+                self.heard = time.monotonic()
+                with self._lock:
+                    waiting = self._questions.pop(answer["id"], None)
+                if waiting is None:
+                    continue
+                if "error" in answer:
+                    waiting.set_exception(UnansweredError(str(answer["error"])))
+                else:
+                    waiting.set_result(answer["result"])
+        except (ValueError, KeyError, TypeError):
+            why = f"it answers what is not ours: {line[:80]!r}"
+        except OSError as error:
+            why = f"the connection was lost: {error}"
+        self._lose(why)
+
+    def _lose(self, why: str) -> None:
+        with self._lock:
+            self._why = why
+            questions, self._questions = self._questions, {}
+        for waiting in questions.values():
+            waiting.set_exception(UnansweredError(why))
+
+
+def wait_for(answer: Future[Any], seconds: float) -> Any:
+    """The answer to a question that was begun.
+
+    Raises:
+        UnansweredError: none came in time, or what was asked failed there.
+    """
+    try:
+        return answer.result(max(0.0, seconds))
+    except FutureTimeout:
+        raise UnansweredError("no answer in time") from None
+
+
+def _after(noise: bytes) -> str:
+    return f"; it printed {noise[:80].decode(errors='replace')!r}" if noise else ""

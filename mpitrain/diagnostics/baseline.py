@@ -1,0 +1,118 @@
+"""What the nodes were like once, to say later what has changed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from mpitrain.diagnostics.check import Finding, NotHereError, Seen
+from mpitrain.errors import ConfigError
+
+_VERSION = 1
+# Section -> entries that stay as they are on a machine that nobody changes. Others, such as load, come and go.
+STABLE: Mapping[str, tuple[str, ...]] = {
+    "login": ("python",),
+    "system": ("system", "kernel", "architecture", "cores", "memory_mib", "packages"),
+    "names": ("hostname", "hosts", "machine_id", "host_keys"),
+    "account": ("uid", "gid", "shell", "home"),
+    "network": ("interfaces",),
+}
+# Interfaces that come and go with containers and virtual machines.
+_FLEETING = re.compile(r"(veth|docker|br-|virbr|vnet|tap|cni|cali|flannel|podman|lxc)\S*")
+
+
+def stable(seen: Seen) -> dict[str, dict[str, Any]]:
+    """Node -> "section.entry" (deeper ones too) -> value, of all that was seen and does not change by itself."""
+    lasting: dict[str, dict[str, Any]] = {}
+    for name, sections in seen.nodes.items():
+        values: dict[str, Any] = {}
+        for section, entries in STABLE.items():
+            for entry in entries:
+                if isinstance(sections.get(section), dict) and entry in sections[section]:
+                    value = sections[section][entry]
+                    value = _lasting(value) if entry == "interfaces" else value
+                    values |= _leaves(f"{section}.{entry}", value)
+        if values:
+            lasting[name] = values
+    return lasting
+
+
+def _lasting(interfaces: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Interfaces and addresses without those that change by themselves."""
+    kept = {}
+    for name, link in interfaces.items():
+        if not _FLEETING.fullmatch(name):
+            lasting = [one for one in link["addresses"] if one.split("/")[0] not in link["temporary"]]
+            kept[name] = {
+                **{attribute: value for attribute, value in link.items() if attribute != "temporary"},
+                "addresses": lasting,
+            }
+    return kept
+
+
+def _leaves(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {name: value}
+    return {path: leaf for key, inner in value.items() for path, leaf in _leaves(f"{name}.{key}", inner).items()}
+
+
+def write_baseline(path: Path, seen: Seen) -> None:
+    """Write what is stable to `path`.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    text = json.dumps({"mpitrain_baseline": _VERSION, "nodes": stable(seen)}, indent=2, sort_keys=True)
+    try:
+        path.write_text(text + "\n")
+    except OSError as error:
+        raise ConfigError(f"--save-baseline {path}: cannot be written: {error.strerror}") from None
+
+
+def read_baseline(path: Path) -> dict[str, Any]:
+    """The nodes of a baseline: node -> entry -> value.
+
+    Raises:
+        ConfigError: it is not one.
+    """
+    try:
+        baseline = json.loads(path.read_text())
+        nodes = baseline["nodes"]
+        if baseline["mpitrain_baseline"] != _VERSION or not all(isinstance(values, dict) for values in nodes.values()):
+            raise ValueError("another version")
+    except OSError as error:
+        raise ConfigError(f"--baseline {path}: cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ConfigError(f"--baseline {path}: is none; --save-baseline {path} writes one") from None
+    return dict(nodes)
+
+
+def drift(seen: Seen, _names: object) -> Iterator[Finding]:
+    """The judge of DRF01: every value that is not as in the baseline."""
+    if "baseline" not in seen.cluster:
+        raise NotHereError("there is no --baseline to compare with")
+    before = seen.whole("baseline")
+    now = stable(seen)
+    for name in seen.target.names:
+        if name not in before:
+            yield Finding("warn", (name,), "is not in the baseline")
+        old = before.get(name, {})
+        for entry, value in now.get(name, {}).items():
+            if old and old.get(entry) != value:
+                was = f"{_short(old[entry])}, as in the baseline" if entry in old else "not there, as in the baseline"
+                yield Finding("warn", (name,), f"{entry} is {_short(value)}", was)
+        for entry in sorted(old.keys() - now.get(name, {}).keys()):
+            section = seen.nodes.get(name, {}).get(entry.partition(".")[0])
+            if not isinstance(section, dict) or section.keys() & {"error", "found"}:
+                continue  # it was not seen
+            yield Finding("warn", (name,), f"{entry} is not there", f"{_short(old[entry])}, as in the baseline")
+    for name in before.keys() - set(seen.target.names):
+        yield Finding("warn", (), f"{name} of the baseline is not in the inventory")
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 120 else f"{text[:117]}..."

@@ -1,0 +1,81 @@
+"""All checks, by subject. One module is one subject: what it asks of the nodes, and its checks.
+
+A new check is one entry in the `CHECKS` of its module; a new subject is a module and a line here. `SUBJECTS` is in an
+order in which every check comes after those that it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Protocol, cast
+
+from mpitrain.diagnostics.check import Ask, Check
+from mpitrain.diagnostics.checks import (
+    clock,
+    container,
+    drift,
+    environment,
+    exports,
+    gpu,
+    inventory,
+    launcher,
+    leftovers,
+    limits,
+    login,
+    mpi,
+    mpi_rate,
+    names,
+    network,
+    performance,
+    reach,
+    share,
+    shell,
+    ssh,
+    two_ranks,
+    users,
+)
+from mpitrain.diagnostics.collect import ClusterStep, PairStep
+
+
+class Subject(Protocol):
+    """What a subject's module has. `PAIRS` and `CLUSTER` are the steps that give the sections of those names."""
+
+    ASKS: Sequence[Ask]
+    PAIRS: Mapping[str, PairStep]
+    CLUSTER: Mapping[str, ClusterStep]
+    CHECKS: Sequence[Check]
+
+
+def _subjects(*modules: ModuleType) -> tuple[Subject, ...]:
+    return tuple(cast(Subject, module) for module in modules)
+
+
+SUBJECTS = _subjects(
+    inventory,
+    login,
+    container,
+    names,
+    users,
+    network,
+    reach,
+    ssh,
+    clock,
+    limits,
+    leftovers,
+    gpu,
+    exports,
+    share,
+    shell,
+    environment,
+    launcher,
+    two_ranks,
+    mpi,
+    performance,
+    mpi_rate,
+    drift,
+)
+CHECKS: dict[str, Check] = {check.id: check for subject in SUBJECTS for check in subject.CHECKS}
+ASKS: dict[str, Ask] = {ask.section: ask for subject in SUBJECTS for ask in subject.ASKS}
+PAIRS: dict[str, PairStep] = {name: step for subject in SUBJECTS for name, step in subject.PAIRS.items()}
+CLUSTER: dict[str, ClusterStep] = {name: step for subject in SUBJECTS for name, step in subject.CLUSTER.items()}

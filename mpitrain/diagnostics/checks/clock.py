@@ -1,0 +1,149 @@
+"""Do the clocks agree, and does somebody keep them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from statistics import median_low
+from typing import Any
+
+from mpitrain.diagnostics.agent import UnansweredError
+from mpitrain.diagnostics.check import BY_SSH, Ask, Check, Finding, NotHereError, NotSeenError, Seen
+from mpitrain.diagnostics.collect import Cluster, ClusterStep, PairStep
+
+_SAMPLES = 6
+_ANSWER_SECONDS = 3.0
+_SMALL_SECONDS = 0.25
+_LARGE_SECONDS = 2.0
+
+
+def _offsets(cluster: Cluster) -> dict[str, Any]:
+    """Node -> how far its clock is ahead of ours, and how well that is known; or {"error": why}."""
+    offsets: dict[str, Any] = {}
+    for name in cluster.agents:
+        try:
+            offsets[name] = _offset(cluster, name)
+        except UnansweredError as error:
+            offsets[name] = {"error": str(error)}
+    return offsets
+
+
+def _offset(cluster: Cluster, name: str) -> dict[str, float]:
+    """By the sample with the shortest way there and back: what the way took is all that we do not know."""
+    samples = []
+    for _ in range(_SAMPLES):
+        begun, before = time.monotonic(), time.time()
+        there = cluster.ask(name, "clock", {}, seconds=_ANSWER_SECONDS, user="login")
+        way_seconds = time.monotonic() - begun
+        samples.append((way_seconds, float(there) - (before + way_seconds / 2)))
+    way_seconds, ahead_seconds = min(samples)
+    return {"ahead_seconds": ahead_seconds, "uncertain_seconds": way_seconds / 2}
+
+
+def _skew(seen: Seen, nodes: Sequence[str]) -> Iterator[Finding]:
+    offsets = seen.whole("clock")
+    known = {}
+    for node in nodes:
+        one = offsets.get(node, {"error": "was not asked"})
+        if "error" in one:
+            yield Finding("unknown", (node,), one["error"])
+        else:
+            known[node] = one
+    if not known:
+        return
+    # Ours is one more clock: where there are three or more, one that is wrong does not move the middle.
+    clocks = [0.0, *(one["ahead_seconds"] for one in known.values())]
+    middle = median_low(clocks) if len(clocks) > 2 else 0.0
+    for node, one in known.items():
+        away = one["ahead_seconds"] - middle
+        least = abs(away) - one["uncertain_seconds"]
+        if least < _SMALL_SECONDS:
+            continue
+        direction = "ahead of" if away > 0 else "behind"
+        yield Finding(
+            "fail" if least >= _LARGE_SECONDS else "warn",
+            (node,),
+            f"its clock is {_about(least)} {direction} the others",
+            f"less than {_SMALL_SECONDS:g} s",
+            remedy=_set_again(seen, node),
+        )
+
+
+def _set_again(seen: Seen, node: str) -> str:
+    """A daemon that runs moves a clock slowly if at all; where none runs, set-up starts one, unless it may not."""
+    try:
+        service = seen.node(node, "time_service")
+    except NotSeenError:
+        return ""
+    if service["container"]:
+        return "sudo timedatectl set-ntp true  # on the host of the container {node}: the clock is the host's"
+    if {"chrony", "chronyd"} & set(service["daemons"]):
+        return "ssh {login} sudo chronyc makestep"
+    if service["daemons"]:
+        return f"ssh {{login}} sudo systemctl restart {service['daemons'][0]}"
+    is_off = seen.target.settings.get("mpitrain_time") == "off"
+    return "ssh {login} sudo timedatectl set-ntp true" if is_off else ""
+
+
+def _about(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 100 else f"{seconds:.0f} s"
+
+
+def _kept(seen: Seen, node: str) -> Iterator[Finding]:
+    service = seen.node(node, "time_service")
+    if service["container"]:
+        raise NotHereError(f"a container ({service['container']}) has its host's clock")
+    if service["synchronized"]:
+        return
+    if not service["daemons"]:
+        remedy = "ssh {login} sudo timedatectl set-ntp true"
+        is_off = seen.target.settings.get("mpitrain_time") == "off"
+        yield Finding("warn", (node,), "no time daemon runs", "one, such as chrony", remedy=remedy if is_off else "")
+    elif service["synchronized"] is None:
+        raise NotSeenError("neither timedatectl nor chronyc says whether the clock is synchronized")
+    else:
+        daemon = service["daemons"][0]
+        remedy = f"ssh {{login}} '{_SOURCES.get(daemon, f'systemctl status {daemon}')}'  # does it reach a server?"
+        yield Finding("warn", (node,), f"{daemon} runs, and has not set the clock yet", "synchronized", remedy=remedy)
+
+
+_SOURCES = {
+    "chrony": "chronyc -n sources",
+    "chronyd": "chronyc -n sources",
+    "systemd-timesyncd": "timedatectl timesync-status",
+}
+
+ASKS = (Ask("time_service", "time_service", "login", seconds=9.0),)
+PAIRS: dict[str, PairStep] = {}
+CLUSTER: dict[str, ClusterStep] = {"clock": _offsets}
+CHECKS = (
+    Check(
+        "CLK01",
+        "the clocks agree",
+        "quick",
+        "cluster",
+        _skew,
+        uses=("clock", "time_service"),
+        looks=f"{_SAMPLES} questions for the time over the open connection; the one with the shortest way counts, and "
+        "half of that way is taken off. Compared with the middle one of all clocks.",
+        why="NFS compares times of files, certificates expire, and logs of several nodes cannot be read together.",
+        tag="time",
+        needs=BY_SSH,
+        fault="the clock 5 minutes ahead on one node",
+    ),
+    Check(
+        "CLK02",
+        "somebody keeps the clock",
+        "quick",
+        "node",
+        _kept,
+        uses=("time_service",),
+        alone=True,
+        remedy_alone="sudo timedatectl set-ntp true",
+        looks="timedatectl show, else chronyc tracking; systemctl is-active of the usual daemons.",
+        why="A clock that nobody keeps drifts by seconds a week.",
+        tag="time",
+        needs=(*BY_SSH, "CLK01"),
+        fault="none on a bed, whose nodes have their host's clock: judged on made-up answers",
+    ),
+)

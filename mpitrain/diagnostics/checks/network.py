@@ -1,0 +1,255 @@
+"""The network that jobs use: routes, interfaces, packet sizes, ports, and the variables that choose among them."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from ipaddress import ip_address, ip_interface
+from typing import Any
+
+from mpitrain.diagnostics.check import Ask, Check, Finding, NotHereError, NotSeenError, Seen, Target
+from mpitrain.diagnostics.collect import ClusterStep, PairStep
+from mpitrain.diagnostics.fold import fold
+from mpitrain.launch.hostfile import Host
+from mpitrain.launch.variables import absent, port_ranges
+
+# Interfaces that lead to containers, virtual machines or tunnels, not to the cluster's network.
+_SIDEWAYS = re.compile(r"(lo|docker|br-|virbr|veth|cni|cali|flannel|podman|lxc|wg|tun|tap|tailscale|zt|ppp)\S*")
+# With one of these, a library looks at no interface but the named one.
+_PINS = ("UCX_NET_DEVICES", "FI_TCP_IFACE", "OMPI_MCA_btl_tcp_if_include")
+_WRITE_ENV = "mpitrain check-cluster --write-env mpi.env && export MPITRAIN_ENV_FILE=$PWD/mpi.env"
+
+
+def _peers(target: Target, host: Host) -> dict[str, Any]:
+    return {"peers": {name: address for name, address in target.addresses.items() if name != host.name}}
+
+
+def _routes(seen: Seen, name: str) -> Iterator[Finding]:
+    network = seen.node(name, "network")
+    ways: dict[str, list[str]] = {}
+    for peer, route in network["routes"].items():
+        ways.setdefault(route.get("interface", ""), []).append(peer)
+    own_address, login = seen.target.addresses[name], seen.target.login(name)
+    own_links = {
+        interface
+        for interface, link in network["interfaces"].items()
+        if own_address in [text.split("/")[0] for text in link["addresses"]]
+    }
+    for interface, peers in ways.items():
+        where = fold(peers)
+        remedy = f"ssh {login} ip route get {seen.target.addresses[peers[0]]}; ssh {login} ip route"
+        if not interface:
+            yield Finding("fail", (name,), f"there is no route to {where}", "one by the cluster's network", remedy)
+        elif _SIDEWAYS.fullmatch(interface) and interface not in own_links:  # a VPN may be the chosen network
+            text = f"the route to {where} leaves by {interface}"
+            yield Finding("fail", (name,), text, "one by the cluster's network", remedy)
+    real = [way for way in ways if way and (way in own_links or not _SIDEWAYS.fullmatch(way))]
+    if len(real) > 1:
+        text = f"the other nodes are reached by {len(real)} interfaces: {', '.join(sorted(real))}"
+        yield Finding("warn", (name,), text, "one, so that it can be chosen for all jobs", f"ssh {login} ip route")
+    for peer, route in network["routes"].items():
+        own = [
+            ip_interface(text).network
+            for text in network["interfaces"].get(route.get("interface"), {}).get("addresses", [])
+        ]
+        if route.get("gateway") and any(
+            ip_address(seen.target.addresses[peer]) in net for net in own if net.num_addresses > 1
+        ):
+            text = f"{peer} is on the same network, but the route goes by the gateway {route['gateway']}"
+            yield Finding("warn", (name,), text, "no gateway in between", f"ssh {login} ip route")
+
+
+def _doubles(seen: Seen, names: Sequence[str]) -> Iterator[Finding]:
+    """Networks are judged by those nodes that were seen; a duplicate needs two."""
+    if any(pin in seen.target.environ for pin in _PINS):
+        raise NotHereError("your environment says which interface is to be used")
+    owners: dict[tuple[str, str], list[str]] = {}
+    for name in names:
+        network = seen.node(name, "network")
+        used = {route.get("interface") for route in network["routes"].values()}
+        for interface, link in network["interfaces"].items():
+            if interface in used or interface == "lo" or not link["is_up"]:
+                continue
+            for own in (ip_interface(text).ip for text in link["addresses"]):
+                if not own.is_loopback and not own.is_link_local:
+                    state = "" if link["is_running"] else ", without a carrier"
+                    owners.setdefault((interface, f"{own}{state}"), []).append(name)
+    for (interface, address), nodes in owners.items():
+        if len(nodes) > 1:
+            for name in nodes:
+                text = f"{interface} has the address {address}, and other nodes have the same"
+                yield Finding("warn", (name,), text, "jobs that are told which interface to use", _WRITE_ENV)
+
+
+def _links(seen: Seen, name: str) -> Iterator[Finding]:
+    def used(node: str) -> tuple[str, Mapping[str, Any]]:
+        network = seen.node(node, "network")
+        interface = next((way["interface"] for way in network["routes"].values() if way), "")
+        return interface, network["interfaces"].get(interface, {})
+
+    interface, link = used(name)
+    others = [
+        seen.nodes[node]["network"] for node in seen.target.names if "interfaces" in seen.nodes[node].get("network", {})
+    ]
+    speeds = [
+        used_link["speed_mbit"]
+        for network in others
+        for used_name in {way.get("interface") for way in network["routes"].values()}
+        if (used_link := network["interfaces"].get(used_name, {})).get("speed_mbit")
+    ]
+    look = f"ssh {seen.target.login(name)} sudo ethtool {interface}  # then try another cable and port"
+    if link.get("speed_mbit") and speeds and link["speed_mbit"] < statistics.median(speeds) / 2:
+        text = f"{interface} runs at {link['speed_mbit']} Mbit/s"
+        yield Finding("fail", (name,), text, f"{statistics.median(speeds):g} Mbit/s, as most others", look)
+    if link.get("duplex") == "half":
+        yield Finding("warn", (name,), f"{interface} runs half duplex", "full", look)
+    for counter, count in seen.node(name, "counters").get(interface, {}).items():
+        if count > 0:
+            yield Finding("warn", (name,), f"{counter} of {interface} rises", "no errors", look)
+
+
+def _beside(seen: Seen, name: str) -> Iterator[Finding]:
+    if not seen.target.is_here:
+        raise NotHereError("between nodes, NET02 compares the interfaces")
+    if any(pin in seen.target.environ for pin in _PINS):
+        raise NotHereError("your environment says which interface is to be used")
+    cards: list[tuple[str, str]] = []
+    virtual: list[tuple[str, str]] = []
+    for interface, link in seen.node(name, "network")["interfaces"].items():
+        address = next((text for text in link["addresses"] if ip_interface(text).version == 4), None)
+        if interface != "lo" and link["is_up"] and link["is_running"] and address:
+            (virtual if link["is_virtual"] else cards).append((interface, address))
+    if cards and virtual:
+        card, address = cards[0]
+        text = ", ".join(f"{interface} ({address})" for interface, address in virtual)
+        settings = f"OMPI_MCA_btl_tcp_if_include={ip_interface(address).network} UCX_NET_DEVICES={card}"
+        remedy = f"export {settings} FI_TCP_IFACE={card}"
+        allowed = f"jobs over several machines that are told to use {card}"
+        yield Finding("warn", (name,), f"virtual networks are up beside {card}: {text}", allowed, remedy)
+
+
+def _devices(seen: Seen, name: str) -> Iterator[Finding]:
+    network, remote_environ = seen.node(name, "network"), seen.node(name, "variables")
+    if not remote_environ and not seen.target.environ:
+        raise NotHereError("no variable names a device")
+    if not network["interfaces"]:
+        raise NotSeenError("`ip -j address` gives no interfaces")
+    devices = {
+        interface: [str(ip_interface(text).network) for text in link["addresses"]]
+        for interface, link in network["interfaces"].items()
+    } | {device: [] for device in network["rdma"]}
+    there = f"ssh {seen.target.login(name)} grep -rn VARIABLE /etc/environment /etc/profile.d"
+    for origin, environ, remedy in (
+        ("your environment", seen.target.environ, "unset VARIABLE"),
+        (f"{seen.target.user}'s environment there", remote_environ, there),
+    ):
+        for text in absent(environ, devices):
+            has = ", ".join(one for one in devices if one != "lo")
+            observed = f"{origin}: {text}, which is not there"
+            yield Finding("fail", (name,), observed, f"one of {has}", remedy.replace("VARIABLE", text.split()[0]))
+
+
+def _taken(seen: Seen, name: str) -> Iterator[Finding]:
+    ranges = port_ranges(seen.target.environ)
+    if not ranges:
+        raise NotHereError("no variable tells jobs which ports to use")
+    listening = seen.node(name, "ports")
+    for variable, (low, high) in ranges.items():
+        taken = {port: listening[str(port)] for port in range(low, high + 1) if str(port) in listening}
+        if len(taken) == high - low + 1:
+            programs = ", ".join(sorted({re.sub(r" \(pid \d+\)", "", by) for by in taken.values()} - {""}))
+            text = f"all ports of {variable} ({low} to {high}) are taken{f', by {programs}' if programs else ''}"
+            remedy = f"ssh {seen.target.login(name)} sudo ss -Hltnp 'sport >= {low} and sport <= {high}'"
+            yield Finding("fail", (name,), text, "a range with free ports on all nodes", remedy)
+
+
+ASKS = (
+    Ask("network", "network", "login", _peers),
+    Ask("counters", "counters", "login", lambda _target, _host: {"seconds": 1.5}),
+    Ask("ports", "ports", "login"),
+    Ask("variables", "variables", "job"),
+)
+PAIRS: dict[str, PairStep] = {}
+CLUSTER: dict[str, ClusterStep] = {}
+CHECKS = (
+    Check(
+        "NET01",
+        "the routes to the other nodes leave by the cluster's network",
+        "quick",
+        "node",
+        _routes,
+        uses=("network",),
+        looks="`ip route get` of every other node's address.",
+        why="A route into a tunnel or a container's network leads nowhere, or is slow.",
+        remedy="ssh {login} ip route",
+        needs=("PRB01",),
+        fault="a route by docker0",
+    ),
+    Check(
+        "NET02",
+        "no interface beside the network has the same address on two nodes",
+        "quick",
+        "cluster",
+        _doubles,
+        uses=("network",),
+        looks="`ip address` of all nodes: interfaces that are up and that no route to a node uses.",
+        why="MPI that is not told its interface may take docker0 and wait for ever; mpitrain run tells it, plain "
+        "mpiexec does not.",
+        remedy=_WRITE_ENV,
+        needs=("PRB01",),
+        fault="a bridge docker0 with the same address on all nodes",
+    ),
+    Check(
+        "NET10",
+        "no virtual network is up beside the card of a machine",
+        "quick",
+        "node",
+        _beside,
+        uses=("network",),
+        alone=True,
+        looks="Of one machine: interfaces that are up and have an IPv4 address, and which of them are cards.",
+        why="In a job over several machines MPI may choose a virtual network, which leads nowhere, and wait for ever.",
+        needs=("PRB01",),
+        fault="none on a bed, whose nodes NET02 compares: judged on made-up answers",
+    ),
+    Check(
+        "NET07",
+        "the devices that variables name are there",
+        "quick",
+        "node",
+        _devices,
+        uses=("network", "variables"),
+        looks="UCX_NET_DEVICES, FI_TCP_IFACE, NCCL_SOCKET_IFNAME and the like, of this shell (and its "
+        "MPITRAIN_ENV_FILE) and of the shared user's login shell, against the interfaces of each node.",
+        why="A wrong name is worse than none: with FI_TCP_IFACE the job waits for ever without a word.",
+        remedy="ssh {login} ip -brief link",
+        needs=("PRB01", "PRB02", "USR01", "USR02"),
+        fault="UCX_NET_DEVICES that no node has; FI_TCP_IFACE in /etc/environment of one node",
+    ),
+    Check(
+        "NET08",
+        "the ports that jobs are told to use are free",
+        "quick",
+        "node",
+        _taken,
+        uses=("ports",),
+        looks="MPIEXEC_PORT_RANGE and the like, against what listens (`ss -ltnp`).",
+        why="A job whose ports are taken does not start, and says so badly.",
+        remedy="ssh {login} sudo ss -ltnp",
+        needs=("PRB01",),
+        fault="a program on the only port of MPIEXEC_PORT_RANGE",
+    ),
+    Check(
+        "NET05",
+        "links run at full speed and without errors",
+        "full",
+        "node",
+        _links,
+        uses=("network", "counters"),
+        looks="/sys/class/net: speed, duplex, and counters of errors, 1.5 s apart.",
+        why="A bad cable or port makes one node slow, and with it every step of every job.",
+        remedy="ssh {login} ip -statistics link",
+        needs=("PRB01", "NET01"),
+    ),
+)

@@ -1,0 +1,177 @@
+"""The ways between nodes, each pair in each direction: ports, sizes of packets, round trips."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from mpitrain.diagnostics.check import Ask, Check, Finding, NotHereError, NotSeenError, Seen
+from mpitrain.diagnostics.collect import Cluster, ClusterStep, PairStep
+from mpitrain.diagnostics.remedies import on_each
+from mpitrain.launch.variables import port_ranges
+
+_SLOW_MILLISECONDS = 10.0
+_ODD_MILLISECONDS = 5.0
+_ODD_TIMES = 3.0
+
+
+def _reach(cluster: Cluster, a: str, b: str) -> Any:
+    """A connection from a to a high port of b, and messages over it; then pings."""
+    try:
+        network = cluster.seen.node(a, "network")
+    except NotSeenError as error:
+        return {"error": str(error)}
+    address = cluster.target.addresses[b]
+    ranges = list(port_ranges(cluster.target.environ).values())
+    wish = {"address": address, "seconds": 15.0, "range": ranges[0] if ranges else None}
+    port = cluster.ask(b, "listen", wish, seconds=5.0, user="login")
+    connection = cluster.ask(a, "reach", {"address": address, "port": port}, seconds=20.0, user="login")
+    interface = network["interfaces"].get(network["routes"].get(b, {}).get("interface"), {})
+    wish = {"address": address, "mtu_bytes": interface.get("mtu_bytes", 1500)}
+    return {
+        **connection,
+        "ping": cluster.ask(a, "ping", wish, seconds=14.0, user="login"),
+        "mtu_bytes": wish["mtu_bytes"],
+    }
+
+
+def _gets_there(seen: Seen, pair: tuple[str, str]) -> Iterator[Finding]:
+    reach, login = seen.pair(pair, "reach"), seen.pair(pair, "login between")
+    if reach["connect"] in ("timeout", "unreachable") and login["failed"] in ("timeout", "unreachable"):
+        pings = "pings get there" if reach["ping"]["small"] else "nor does ping get there"
+        text = f"no connection gets there, neither to port 22 nor to a high one ({reach['found']}); {pings}"
+        yield Finding("fail", pair, text, remedy=_both_ends(seen, pair, "sudo nft list ruleset"))
+
+
+def _high_ports(seen: Seen, pair: tuple[str, str]) -> Iterator[Finding]:
+    reach = seen.pair(pair, "reach")
+    if reach["connect"] == "ok":
+        return
+    how = {"timeout": "dropped (DROP)", "refused": "refused (REJECT)", "unreachable": "refused (REJECT)"}
+    firewall = seen.nodes.get(pair[1], {}).get("network", {}).get("firewall", "")
+    active = f"{firewall} is active there" if firewall else "no firewall is seen there"
+    text = f"a connection to a high port is {how.get(reach['connect'], 'cut')}: {reach['found']}; {active}"
+    mended = (
+        "{set_up} --tags firewall --limit {limit}" if firewall in ("ufw", "firewalld") else _look_at_rules(seen, pair)
+    )
+    yield Finding("fail", pair, text, "all TCP ports open between nodes", mended, mend=(pair[1],))
+
+
+def _look_at_rules(seen: Seen, pair: tuple[str, str]) -> str:
+    look = f"ssh {seen.target.login(pair[1])} sudo nft list ruleset"
+    return f"{look}  # what is between the nodes' addresses must be let through"
+
+
+def _both_ends(seen: Seen, pair: tuple[str, str], command: str) -> str:
+    """The same line for both directions, so that they are one finding."""
+    return on_each(seen, sorted(pair), command)
+
+
+def _mtu(seen: Seen, pair: tuple[str, str]) -> Iterator[Finding]:
+    reach = seen.pair(pair, "reach")
+    ping, size = reach["ping"], reach["mtu_bytes"]
+    if ping["large"] or not ping["small"]:
+        if ping["large"] is None and not reach.get("large_is_complete"):
+            raise NotHereError("there is no ping that could tell")
+        return
+    interface = seen.node(pair[0], "network")["routes"][pair[1]]["interface"]
+    stalls = not reach.get("large_is_complete", True)
+    if not stalls and any(_stalls(seen, (pair[0], other)) for other in seen.target.names):
+        return  # that one says it already
+    command = f"sudo ip link set {interface} mtu 1500"
+    remedy = _both_ends(seen, pair, command) if stalls else f"ssh {seen.target.login(pair[0])} {command}"
+    text = f"{interface} sends packets of {size} bytes, and such do not get there, while small ones do"
+    yield Finding(
+        "fail" if stalls else "warn",
+        pair,
+        text + ("; TCP stalls too" if stalls else "; TCP agrees on smaller ones"),
+        "the MTU of the network between the nodes, the same on all of them",
+        remedy + "  # or let the switch pass more",
+    )
+
+
+def _stalls(seen: Seen, pair: tuple[str, str]) -> bool:
+    reach = seen.pairs.get(pair, {}).get("reach", {})
+    return reach.get("large_is_complete") is False and reach["ping"]["small"] is True and not reach["ping"]["large"]
+
+
+def _round_trips(seen: Seen, pair: tuple[str, str]) -> Iterator[Finding]:
+    reach = seen.pair(pair, "reach")
+    remedy = _both_ends(seen, pair, "ip -statistics link")
+    if reach["connect"] == "lost":
+        yield Finding("fail", pair, f"a connection was made, then messages got lost: {reach['found']}", "", remedy)
+        return
+    # The quicker quarter: single ones are slow or quick by chance.
+    bests = {
+        other: 1e3 * sorted(trips)[len(trips) // 4]
+        for other, sections in seen.pairs.items()
+        if (trips := sections.get("reach", {}).get("round_trips_seconds"))
+    }
+    # Low, because a slow node makes all that it takes part in slow.
+    usual = sorted(bests.values())[len(bests) // 4]
+    best = bests[pair]
+    if best > _SLOW_MILLISECONDS or (best > _ODD_MILLISECONDS and best > _ODD_TIMES * usual):
+        text = f"a message there and back takes over {_rough(best)} ms"
+        yield Finding("warn", pair, text, "less, as between most others", remedy)
+
+
+def _rough(milliseconds: float) -> float:
+    """So that the same trouble on several pairs has the same text."""
+    return max(limit for limit in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000) if limit <= milliseconds)
+
+
+ASKS: tuple[Ask, ...] = ()
+PAIRS: dict[str, PairStep] = {"reach": _reach}
+CLUSTER: dict[str, ClusterStep] = {}
+CHECKS = (
+    Check(
+        "NET09",
+        "connections get from each node to each other one",
+        "full",
+        "pair",
+        _gets_there,
+        uses=("network", "reach", "login between"),
+        looks="A login, a connection to a high port, and a ping: it fails where neither connection gets there.",
+        why="Nodes of one job talk to each other directly, each with each.",
+        needs=("PRB01", "NET01"),
+        fault="all that one node sends to another dropped there; its new connections only",
+    ),
+    Check(
+        "NET04",
+        "nodes reach each other's high ports",
+        "full",
+        "pair",
+        _high_ports,
+        uses=("network", "reach"),
+        looks="A listener on the one, on a port that the system chose (or of MPIEXEC_PORT_RANGE), a connection from "
+        "the other: no answer is DROP, a refusal is REJECT.",
+        why="MPI listens on ports that the system chooses; where they are dropped, a job hangs without a word.",
+        tag="firewall",
+        needs=("PRB01", "NET01", "NET09"),
+        fault="high ports dropped, and rejected, on one node",
+    ),
+    Check(
+        "NET03",
+        "packets of full size get through",
+        "full",
+        "pair",
+        _mtu,
+        uses=("network", "reach"),
+        looks="`ping -M do` with packets as large as the interface sends them, and 128 KiB over TCP.",
+        why="Where they are lost on the way, logins and small messages work, and a job hangs with its first large one.",
+        needs=("PRB01", "NET01", "NET09", "NET04"),
+        fault="MTU 9000 over a network of 1500, on two nodes, on one",
+    ),
+    Check(
+        "NET06",
+        "messages there and back are quick",
+        "full",
+        "pair",
+        _round_trips,
+        uses=("network", "reach"),
+        looks="20 echoes of 64 bytes over TCP, of which the quicker quarter counts.",
+        why="Each step of a training waits for many small messages.",
+        needs=("PRB01", "NET01", "NET09", "NET04", "NET03"),
+        fault="32 kbit/s from one node to another",
+    ),
+)

@@ -1,0 +1,284 @@
+"""The shared folder on each node: is it mounted, alive, writable, seen at once by the others, with room, lasting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+from uuid import uuid4
+
+from mpitrain.diagnostics.check import Ask, Check, Finding, NotHereError, NotSeenError, Seen, Target
+from mpitrain.diagnostics.collect import Cluster, ClusterStep, PairStep, quietly
+from mpitrain.diagnostics.mounts import is_from_head, is_nfs, is_same, mount_of, origin_of, the_share
+from mpitrain.launch.hostfile import Host
+
+_SLOW_LIST_SECONDS = 1.0
+_SLOW_NAME_SECONDS = 2.0
+_SLOW_VIEW_SECONDS = 0.5
+_LEAST_BYTES = 1 << 30
+_STEP_SECONDS = 8.0
+
+
+def _mounted(seen: Seen, name: str) -> Iterator[Finding]:
+    share, mount, state = the_share(seen), mount_of(seen, name), seen.node(name, "mount")
+    head = seen.target.head
+    if name == head:  # its own folder, on whatever disk, or one of another server
+        if mount is None and state.get("kind") in ("missing", "file"):
+            yield Finding("fail", (name,), f"{share} is {state['kind']}", "a folder, exported to the other nodes")
+        return
+    # A head that is not looked at is taken to serve its own folder.
+    elsewhere = mount_of(seen, head) if head in seen.target.names and is_nfs(seen, head) else None
+    right = origin_of(elsewhere, share) if elsewhere else f"{seen.target.addresses[head]}:{share}"
+    if mount is None:
+        yield Finding("fail", (name,), _why_not_mounted(share, state), f"NFS from {right}")
+    elif not is_nfs(seen, name):
+        yield Finding("fail", (name,), f"{share} is {mount['type']} from {mount['source']}", f"NFS from {right}")
+    elif elsewhere is not None and not is_same(seen, (name, head), (origin_of(mount, share), right)):
+        yield Finding("fail", (name,), f"{share} is {origin_of(mount, share)}", f"{right}, as on the head")
+    elif elsewhere is None and not is_from_head(seen, name, origin_of(mount, share)):
+        yield Finding("fail", (name,), f"{share} is {origin_of(mount, share)}", f"NFS from {right}")
+
+
+def _why_not_mounted(share: str, state: Mapping[str, Any]) -> str:
+    if "slow" in state:
+        return f"{share} is not mounted: a mount of it does not end within {state['slow']:g} s"
+    if any(one["type"] == "autofs" for one in state["mounts"]):
+        return f"{share} is not mounted: {state['why'] or 'its automount did nothing'}"
+    if state["kind"] == "missing":
+        return f"there is no {share}"
+    return f"{share} is a local folder; what is written there stays there"
+
+
+def _answers(seen: Seen, name: str) -> Iterator[Finding]:
+    the_share(seen)
+    listed = seen.node(name, "use")["list"]
+    if "slow" in listed:
+        yield Finding("fail", (name,), f"listing it does not end within {listed['slow']:g} s", "at once")
+    elif listed["seconds"] > _SLOW_LIST_SECONDS:
+        yield Finding("warn", (name,), "listing it twice takes more than a second each", "at once")
+
+
+def _room(seen: Seen, name: str) -> Iterator[Finding]:
+    share = the_share(seen)
+    use = seen.node(name, "use")
+    if "room" not in use:
+        raise NotHereError("it cannot be listed")  # which is another check's to say
+    room = use["room"]
+    if "slow" in room:
+        raise NotSeenError(f"asking for its room does not end within {room['slow']:g} s")
+    free, whole = room["free_bytes"], max(1, room["bytes"])
+    remedy = f"ssh {seen.target.login(seen.target.head)} sudo du -xh --max-depth=2 {share} | sort -h | tail"
+    observed = f"{share} has {free / 2**30:.1f} of {whole / 2**30:.1f} GiB free"
+    if free < _LEAST_BYTES or free < whole // 100:
+        yield Finding("fail", (name,), observed, "1 GiB, and a hundredth of it", remedy)
+    elif free < whole // 10:
+        yield Finding("warn", (name,), observed, "a tenth of it", remedy)
+    if room["files"] and room["free_files"] < room["files"] // 100:
+        files = f"{share} has room for {room['free_files']} of {room['files']} files"
+        yield Finding("fail", (name,), files, "a hundredth of them", remedy)
+
+
+def _writes(seen: Seen, name: str) -> Iterator[Finding]:
+    share = the_share(seen)
+    use = seen.node(name, "use")
+    listed = use["list"]
+    done = {"doing": "listing it", **listed} if listed.get("why") else use.get("write")
+    if done is None:
+        raise NotSeenError("it was not written to")
+    if "slow" in done:
+        yield Finding("fail", (name,), f"writing to {share} does not end within {done['slow']:g} s", "at once")
+    elif done["why"]:
+        observed = f"{done['doing']} as {{user}} fails: {done['why']}".replace("{user}", seen.target.user)
+        # Set-up mends who owns the folder, and a mount that cannot be listed; it leaves one that lists well.
+        again = "ssh {login} 'sudo umount --lazy {share}' && {set_up} --tags nfs --limit {node}"
+        remedy = again if done.get("code") == "EROFS" else ""
+        yield Finding("fail", (name,), observed, "list, write, read and remove", remedy)
+
+
+def _see(cluster: Cluster, a: str, b: str) -> dict[str, Any]:
+    """`a` writes, `b` looks. Does not touch a share that has already kept one of them waiting, or is not shared."""
+    share = cluster.target.share
+    if share is None:
+        return {"error": "no shared folder is known"}
+    for name in (a, b):
+        use = cluster.seen.nodes.get(name, {}).get("use", {})
+        if use.get("write", {"why": "not done"}).get("why", "slow"):
+            return {"error": f"{name} cannot write to it"}
+    run, token = str(uuid4()), str(uuid4())
+
+    def take(name: str, action: str) -> Any:
+        wish = {"share": share, "action": action, "run": run, "token": token}
+        return cluster.ask(name, "share_step", wish, seconds=_STEP_SECONDS)
+
+    try:
+        answers: dict[str, Any] = {}
+        for name, action in ((a, "begin"), (b, "miss"), (a, "write"), (b, "wait")):
+            answers[action] = take(name, action)
+            if isinstance(answers[action], dict) and ("why" in answers[action] or "slow" in answers[action]):
+                return {"failed": action, **answers[action]}
+        return dict(answers["wait"])
+    finally:
+        quietly(lambda: take(a, "end"))
+
+
+def _visible(seen: Seen, pair: tuple[str, str]) -> Iterator[Finding]:
+    the_share(seen)
+    view = seen.pair(pair, "view")
+    if "failed" in view:
+        why = view.get("why") or f"no answer within {view['slow']:g} s"
+        yield Finding("fail", pair, f"the step {view['failed']!r} of a file from one to the other fails: {why}")
+        return
+    listed, by_name = view["listed_seconds"], view["by_name_seconds"]
+    if listed is None:
+        yield Finding("fail", pair, "a new file is not listed within 3 s", f"within {_SLOW_VIEW_SECONDS:g} s")
+    elif not view["is_same"]:
+        yield Finding("fail", pair, "a new file has other content there", "the same content")
+    elif by_name is None or by_name > _SLOW_NAME_SECONDS:
+        observed = f"a new file is listed, but not found by its name for more than {_SLOW_NAME_SECONDS:g} s"
+        yield Finding("warn", pair, observed, "at once: mount option lookupcache=positive", mend=(pair[1],))
+    elif listed > _SLOW_VIEW_SECONDS:
+        yield Finding("warn", pair, f"a new file is listed after {listed:.1f} s", f"{_SLOW_VIEW_SECONDS:g} s")
+
+
+def _options(seen: Seen, name: str) -> Iterator[Finding]:
+    the_share(seen)
+    mount = mount_of(seen, name)
+    if mount is None or not is_nfs(seen, name):
+        raise NotHereError("it is this node's own folder")
+    # A client in user space shows no options of NFS; what it was given stands in the unit.
+    options = [*mount["options"], *(seen.node(name, "mount")["unit_options"] if mount["type"] == "fuse.nfs" else [])]
+    version = next((option.split("=")[1] for option in options if option.startswith(("vers=", "nfsvers="))), "")
+    if "soft" in options and "ro" not in options:
+        yield Finding("fail", (name,), "it is mounted soft and for writing", "hard")
+    if version and float(version.split(".")[0]) < 4:
+        yield Finding("warn", (name,), f"it is NFS {version}", "NFS 4.1 or newer")
+    if "noac" in options or "sync" in options:
+        observed = "it is mounted with " + ("noac" if "noac" in options else "sync")
+        yield Finding("warn", (name,), observed, "without: every write waits for the server")
+
+
+def _lasts(seen: Seen, name: str) -> Iterator[Finding]:
+    the_share(seen)
+    if name == seen.target.head and not is_nfs(seen, name):
+        if len(seen.target.hosts) == 1:
+            raise NotHereError("there is one node")
+        if seen.node(name, "serving")["enabled"] not in ("enabled", "static", "alias", "indirect"):
+            observed = f"nfs-server is {seen.node(name, 'serving')['enabled'] or 'not enabled'}"
+            yield Finding("fail", (name,), observed, "enabled, so that it serves after a restart")
+        return
+    state = seen.node(name, "mount")
+    units, fstab = state["units"], state["fstab"]
+    enabled = {kind: state.get("UnitFileState", "") in ("enabled", "generated") for kind, state in units.items()}
+    if not any(enabled.values()) and not fstab:
+        yield Finding("fail", (name,), "it is mounted now, and would not be after a restart", "an enabled automount")
+    elif not enabled["automount"] and not {"nofail", "x-systemd.automount"} & set(fstab):
+        observed = "its line in /etc/fstab has neither nofail nor x-systemd.automount"
+        yield Finding("warn", (name,), observed, "one of them: a server that starts later must not stop the boot")
+
+
+def wish_of_share(target: Target, _host: Host) -> dict[str, str]:
+    """What is asked of a node."""
+    return {"share": target.share or "/nowhere", "run": str(uuid4())}
+
+
+ASKS: tuple[Ask, ...] = (
+    Ask("mount", "share_mount", "login", wish_of_share, seconds=9.0),
+    Ask("use", "share_use", "job", wish_of_share, seconds=16.0),
+)
+PAIRS: dict[str, PairStep] = {"view": _see}
+CLUSTER: dict[str, ClusterStep] = {}
+CHECKS = (
+    Check(
+        "NFS01",
+        "the share is mounted, from the right place",
+        "quick",
+        "node",
+        _mounted,
+        uses=("mount", "names"),
+        looks="A touch, which brings an automount to mount, then /proc/self/mountinfo: what is on the path and whence.",
+        why="A node with a local folder of the same name runs old programs and keeps its results to itself.",
+        tag="nfs",
+        needs=("PRB01",),
+        needs_head=("PRB01", "NFS09"),
+        fault="the mount stopped and masked; a local folder in its place; another folder mounted there",
+    ),
+    Check(
+        "NFS02",
+        "the share answers",
+        "quick",
+        "node",
+        _answers,
+        uses=("use",),
+        looks="As the shared user: a listing, in a child with a deadline of 5 s; once more where it takes a second.",
+        why="What touches a share whose server does not answer waits for ever, without a word.",
+        remedy="{set_up} --tags firewall,nfs  # where it is a firewall; TCP port 2049 must be open all the way",
+        needs=("PRB02", "NFS01"),
+        needs_head=("NFS09",),
+        fault="port 2049 of the head dropped",
+    ),
+    Check(
+        "NFS07",
+        "the share has room",
+        "quick",
+        "node",
+        _room,
+        uses=("use",),
+        looks="statvfs of the share, in a child with a deadline: bytes and files.",
+        why="A checkpoint that does not fit is lost, at the end of a long computation.",
+        needs=("PRB02", "NFS01", "NFS02"),
+        fault="the share full",
+    ),
+    Check(
+        "NFS03",
+        "the shared user can list, write, read back and remove",
+        "quick",
+        "node",
+        _writes,
+        uses=("use", "mount"),
+        looks="As the shared user: list; make .mpitrain-check-UUID and a file in it, fsync, read back, remove. "
+        "df and stat -f are content with a mount that has gone stale.",
+        why="A mount that is listed and cannot be used looks healthy until the first checkpoint.",
+        tag="nfs",
+        needs=("PRB02", "USR01", "NFS01", "NFS02", "NFS07"),
+        fault="mounted read-only; the folder of another user; a stale handle",
+    ),
+    Check(
+        "NFS04",
+        "a file written on one node is seen on the other at once",
+        "full",
+        "pair",
+        _visible,
+        uses=("view", "use"),
+        looks="One node looks for a name, the other writes the file, the first lists, opens by name and compares.",
+        why="A program that waits for another node's file waits up to a minute longer where names are cached.",
+        tag="nfs",
+        needs=("NFS01", "NFS02", "NFS03", "NFS07"),
+        needs_head=("NFS09",),
+        fault="another folder in the share's place on one node",
+    ),
+    Check(
+        "NFS05",
+        "the share is mounted hard, with NFS 4",
+        "quick",
+        "node",
+        _options,
+        uses=("mount",),
+        looks="The options in /proc/self/mountinfo; those of the unit where the client does not show them.",
+        why="A soft mount gives up when the server is slow, and the file is then silently damaged.",
+        tag="nfs",
+        needs=("NFS01",),
+        fault="mounted soft",
+    ),
+    Check(
+        "NFS08",
+        "the share comes back after a restart",
+        "full",
+        "node",
+        _lasts,
+        uses=("mount", "serving"),
+        looks="systemctl show of the path's automount and mount, /etc/fstab; on the head nfs-server's own.",
+        why="A share mounted by hand is gone after the next power cut, and nobody remembers how it was done.",
+        tag="nfs",
+        needs=("NFS01",),
+        fault="the automount disabled; nfs-server disabled",
+    ),
+)

@@ -1,0 +1,135 @@
+"""Does the shell that a job has give it the same programs and variables on every node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from ipaddress import ip_address, ip_network
+
+from mpitrain.diagnostics.check import Ask, Check, Finding, Seen
+from mpitrain.diagnostics.collect import ClusterStep, PairStep
+from mpitrain.diagnostics.compare import known, usual
+from mpitrain.launch.hostfile import Host
+
+_PROXIES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
+# The rest of what the shell shows does not stray: PATH is ENV03's, the proxies are ENV05's.
+_NOT_STRAY = ("PATH", "NO_PROXY")
+
+
+def _programs(seen: Seen, names: Sequence[str]) -> Iterator[Finding]:
+    shells, unknown = known(seen, names, "shell")
+    yield from unknown
+    for program in ("mpiexec", "python") if shells else ():
+        paths = {name: shell["programs"][program] for name, shell in shells.items()}
+        common = usual(paths, seen.target.head)
+        if common is None:
+            text = f"no {program} is found by a shell that is not a login shell"
+            yield Finding("warn", (), text, "one in PATH; `mpitrain run` needs none", "{set_up} --tags ssh,runtime")
+        for name, path in paths.items():
+            if path == common:
+                continue
+            wrong = f"{program} is {path}" if path else f"there is no {program} in PATH"
+            yield Finding("fail", (name,), wrong, f"{common or 'none'}, as on the others", _find("PATH"))
+
+
+def _proxies(seen: Seen, name: str) -> Iterator[Finding]:
+    environment = {key.lower(): value for key, value in seen.node(name, "shell")["environment"].items()}
+    proxies = [key for key in _PROXIES if environment.get(key)]
+    if not proxies:
+        return
+    spared = [one.strip() for one in environment.get("no_proxy", "").split(",") if one.strip()]
+    missing = [host for host in seen.target.hosts if not _is_spared(host, spared)]
+    if missing:
+        nodes = "the nodes" if len(missing) == len(seen.target.hosts) else ", ".join(one.name for one in missing)
+        every = ",".join([*seen.target.names, *seen.target.addresses.values(), "localhost", "127.0.0.1"])
+        remedy = f'ssh {{login}} "echo no_proxy={every} | sudo tee -a /etc/environment"'
+        yield Finding("warn", (name,), f"{', '.join(proxies)} set, and no_proxy without {nodes}", "", remedy)
+
+
+def _is_spared(host: Host, spared: Sequence[str]) -> bool:
+    """Whether no_proxy has the host by name and by address; programs use either."""
+    return _is_named(host.name, spared) and _is_named(host.address, spared)
+
+
+def _is_named(host: str, spared: Sequence[str]) -> bool:
+    for one in spared:
+        if one in ("*", host) or (one.startswith((".", "*.")) and host.endswith(one.lstrip("*"))):
+            return True
+        try:
+            if ip_address(host) in ip_network(one, strict=False):
+                return True
+        except ValueError:
+            continue
+    return False
+
+
+def _stray(seen: Seen, names: Sequence[str]) -> Iterator[Finding]:
+    shells, unknown = known(seen, names, "shell")
+    yield from unknown
+    environments = {name: shell["environment"] for name, shell in shells.items()}
+    variables = {key for one in environments.values() for key in one}
+    for variable in sorted(key for key in variables if key.upper() not in _NOT_STRAY and not _is_proxy(key)):
+        values = {name: one.get(variable) for name, one in environments.items()}
+        common = usual(values, seen.target.head)
+        others = f"{variable}={common}, as on the others" if common is not None else "not set, as on the others"
+        for name, value in values.items():
+            if value != common:
+                text = f"{variable} is not set" if value is None else f"{variable}={value}"
+                yield Finding("warn", (name,), text, others, _find(variable))
+
+
+def _is_proxy(variable: str) -> bool:
+    return variable.lower().endswith("_proxy")
+
+
+def _find(variable: str) -> str:
+    """A line that shows where a shell has the variable from: nothing of ours sets it, so a person must look."""
+    places = (
+        "/etc/environment /etc/ssh/sshd_config /etc/ssh/sshd_config.d /etc/bash.bashrc ~{user}/.bashrc ~{user}/.ssh"
+    )
+    return f"ssh {{login}} sudo grep -rnsw {variable} {places}"
+
+
+# What a command over ssh has is asked by such a login: it must come about.
+_SHELL = ("PRB01", "PRB02", "USR01", "USR02", "SSH09")
+
+ASKS = (Ask("shell", "shell", "job", lambda target, host: {"address": "" if target.is_here else host.address}),)
+PAIRS: dict[str, PairStep] = {}
+CLUSTER: dict[str, ClusterStep] = {}
+CHECKS = (
+    Check(
+        "ENV03",
+        "a job's shell finds the same mpiexec and python everywhere",
+        "quick",
+        "cluster",
+        _programs,
+        uses=("shell",),
+        looks="As the shared user: ssh to its own node, which is no login shell; which mpiexec and python are in PATH.",
+        why="mpiexec starts ranks through such a shell; what a profile adds to PATH is not there.",
+        needs=_SHELL,
+        fault="another mpiexec first in PATH on one node",
+    ),
+    Check(
+        "ENV05",
+        "proxies leave out the nodes",
+        "quick",
+        "node",
+        _proxies,
+        uses=("shell",),
+        looks="In a job's shell: http_proxy, https_proxy, all_proxy, grpc_proxy, and whether no_proxy has every node.",
+        why="What speaks HTTP or gRPC between nodes then asks the proxy, which does not know them.",
+        needs=_SHELL,
+        fault="proxy variables without the nodes in no_proxy",
+    ),
+    Check(
+        "ENV06",
+        "no variable of MPI or of the loader is set on some nodes only",
+        "quick",
+        "cluster",
+        _stray,
+        uses=("shell",),
+        looks="In a job's shell: OMPI_*, UCX_*, FI_*, I_MPI_*, NCCL_*, GLOO_*, HYDRA_*, LD_*, PYTHONPATH, and more.",
+        why="Ranks then use different networks or libraries, and wait for each other.",
+        needs=_SHELL,
+        fault="UCX_TLS, OMPI_MCA_btl in the shell of one node",
+    ),
+)

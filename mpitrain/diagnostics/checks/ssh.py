@@ -1,0 +1,299 @@
+"""Logins between the nodes as the shared user: from any to any, in silence, many at once, by keys only."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mpitrain.diagnostics.check import Ask, Check, Finding, NotHereError, NotSeenError, Seen, Target
+from mpitrain.diagnostics.collect import Cluster, ClusterStep, PairStep
+from mpitrain.diagnostics.remedies import over_ssh, ssh_service, through_ssh
+from mpitrain.launch.hostfile import Host
+
+_SLOW_SECONDS = 2.0
+_FOLDER = "/etc/ssh/sshd_config.d/"
+_OURS = f"{_FOLDER}10-mpitrain.conf"
+_SET_UP = "{set_up} --tags ssh --limit {limit}"
+_RSA_BITS = 3072
+# Without these nothing can be asked as the shared user.
+_JOB = ("PRB01", "PRB02", "USR01", "USR02")
+_NOT_ASKED = "sshd's settings can only be read as root, and the login may not use sudo"
+
+
+def _peer(target: Target, host: Host) -> dict[str, str]:
+    """Another node, for what is set for the way between nodes."""
+    other = next((one for one in target.hosts if one.name != host.name), host)
+    return {"peer": other.address, "user": target.user}
+
+
+def _log_in(cluster: Cluster, a: str, b: str) -> Any:
+    return cluster.ask(a, "log in", {"peer": b}, seconds=10.0)
+
+
+def _any_to_any(seen: Seen, pair: tuple[str, str]) -> Iterator[Finding]:
+    a, b = pair
+    login = seen.pair(pair, "login between")
+    kind = login["failed"]
+    if not kind:
+        if login["seconds"] > _SLOW_SECONDS:
+            observed = f"a login takes over {_SLOW_SECONDS:g} s"
+            yield Finding("warn", pair, observed, remedy=f"{_as_user(seen, a)} time ssh -v {b} true")
+        return
+    observed = (
+        f"{seen.target.user}'s `ssh` fails: {login['found'].replace(seen.target.addresses[b], b).replace(b, 'there')}"
+    )
+    match kind:
+        case "host key" | "mode":
+            yield Finding("fail", pair, observed, remedy=_SET_UP, mend=(a,))
+        case "key":
+            yield Finding("fail", pair, observed, remedy=_SET_UP, mend=(b,))
+        case _:
+            yield Finding("fail", pair, observed, remedy=f"{_as_user(seen, a)} ssh -v {b} true")
+
+
+def _as_user(seen: Seen, name: str) -> str:
+    return f"ssh {seen.target.login(name)} sudo -u {seen.target.user}"
+
+
+def _own_node(seen: Seen, name: str) -> Iterator[Finding]:
+    shell = seen.nodes.get(name, {}).get("shell", {})
+    if "refused" not in shell:
+        seen.node(name, "shell")  # raises where it was not seen
+    else:
+        observed = f"`ssh` of {seen.target.user} to its own node {shell['refused']}"
+        yield Finding("fail", (name,), observed.replace(seen.target.addresses[name], "ADDRESS"), "a login")
+
+
+def _quiet(seen: Seen, name: str) -> Iterator[Finding]:
+    login = seen.node(name, "login")
+    user = seen.target.user
+    noises = {login["hello"]: login["noise"]}
+    noises[user] = noises.get(user, "") or seen.node(name, "shell")["noise"]
+    for account, noise in noises.items():
+        if noise.strip():
+            observed = f"a login of {account} that runs one command prints {noise.strip()[:60]!r}"
+            files = f"~{account}/.bashrc ~{account}/.profile /etc/bash.bashrc"
+            # It may print in a login of a person, where [[ $- == *i* ]].
+            remedy = f"ssh {seen.target.login(name)} \"sudo grep -nE 'echo|printf|cat' {files}\"  # only if [ -t 1 ]"
+            yield Finding("fail", (name,), observed, "nothing", remedy)
+
+
+def _server(seen: Seen, name: str) -> Mapping[str, Any]:
+    server: Mapping[str, Any] = seen.node(name, "ssh server")
+    if not server["is_known"]:
+        raise NotHereError(_NOT_ASKED)
+    if not server["all"]:
+        raise NotSeenError("`sshd -T` failed")
+    return server
+
+
+def _remedy(seen: Seen, server: Mapping[str, Any], name: str, word: str) -> str:
+    """Set-up writes its own file; what sshd takes may be in another one, before it or, for some words, behind it."""
+    path = _setter(server, word)
+    has_ours = _OURS in [other for other, _ in server["sets"].get(word, [])]
+    if path in ("", _OURS) or not (has_ours or _FOLDER < path < _OURS):
+        return _SET_UP
+    line = f'sudo sed -i "/^ *{word}/Id" {shlex.quote(path)} && sudo systemctl reload {ssh_service(seen, name)}'
+    return through_ssh(seen.target.login(name), line)
+
+
+def _setter(server: Mapping[str, Any], word: str) -> str:
+    """The file with the value that holds, the first one where none has it in those words; empty for a default."""
+    settings = server["sets"].get(word, [])
+    holds = {str(server[user].get(word)) for user in ("user", "root", "all")}
+    return str(next((path for path, value in settings if value in holds), settings[0][0] if settings else ""))
+
+
+def _where(server: Mapping[str, Any], word: str) -> str:
+    path = _setter(server, word)
+    return f", by {path}" if path else ""
+
+
+def _capacity(seen: Seen, name: str) -> Iterator[Finding]:
+    server = _server(seen, name)
+    count = len(seen.target.hosts)
+    text = server["all"].get("maxstartups", "")
+    first = int(text.split(":")[0] or 0)
+    if first < 2 * count:
+        observed = (
+            f"sshd drops logins as soon as {first} are being made (MaxStartups {text}{_where(server, 'maxstartups')})"
+        )
+        allowed = f"{2 * count} or more, for {count} nodes"
+        remedy = _remedy(seen, server, name, "maxstartups")
+        yield Finding("fail" if first < count else "warn", (name,), observed, allowed, remedy)
+    if server["all"].get("persourcepenalties", "no").startswith(("authfail", "crash", "yes")):
+        exempt = server["all"].get("persourcepenaltyexemptlist", "none")
+        missing = [one for one, address in seen.target.addresses.items() if address not in exempt and one != name]
+        if missing:
+            observed = (
+                "sshd locks out addresses from which some logins failed (PerSourcePenalties), also those of nodes"
+            )
+            yield Finding("warn", (name,), observed, "PerSourcePenaltyExemptList with all nodes", _SET_UP)
+
+
+def _policy(seen: Seen, name: str) -> Iterator[Finding]:
+    server = _server(seen, name)
+    settings, root = server["user"], server["root"]
+    user = seen.target.user
+    if settings.get("pubkeyauthentication") == "no":
+        remedy = _remedy(seen, server, name, "pubkeyauthentication")
+        observed = f"sshd takes no keys for {user} (PubkeyAuthentication no{_where(server, 'pubkeyauthentication')})"
+        yield Finding("fail", (name,), observed, "PubkeyAuthentication yes", remedy)
+    for word in ("passwordauthentication", "kbdinteractiveauthentication"):
+        if settings.get(word) == "yes":
+            observed = f"sshd takes passwords for {user} ({word} yes{_where(server, word)})"
+            yield Finding("warn", (name,), observed, "keys only", _remedy(seen, server, name, word))
+    if root.get("permitrootlogin") == "yes" and root.get("passwordauthentication") == "yes":
+        yield Finding(
+            "warn",
+            (name,),
+            f"root may log in by a password (PermitRootLogin yes{_where(server, 'permitrootlogin')})",
+            "PermitRootLogin prohibit-password",
+            through_ssh(
+                seen.target.login(name),
+                'echo "PermitRootLogin prohibit-password" | sudo tee /etc/ssh/sshd_config.d/01-root.conf && '
+                f"sudo systemctl reload {ssh_service(seen, name)}",
+            ),
+        )
+
+
+def _keys(seen: Seen, name: str) -> Iterator[Finding]:
+    answer = seen.node(name, "ssh keys")
+    user = seen.target.user
+    if not answer["keys"]:
+        offers = " or ".join(answer["offers"][:3])
+        # The others must learn the new key too, so no node is named.
+        text = f"{user} has no key: there is no {offers}"
+        yield Finding("fail", (name,), text, remedy="{set_up} --tags ssh")
+    for key in answer["keys"]:
+        if key["is_own"] and int(key["mode"], 8) & 0o077:
+            text = f"{key['path']} has mode {key['mode']}, so ssh will not use it"
+            yield Finding("fail", (name,), text, "0600", _key_remedy(seen, name, key, "chmod", "600"))
+        elif not key["is_readable"]:
+            text = f"{user} may not read its key {key['path']} (mode {key['mode']})"
+            yield Finding("fail", (name,), text, "its own, mode 0600", _key_remedy(seen, name, key, "chown", user))
+        elif not key["fingerprint"]:
+            remedy = _new_key(seen, name, key["path"])
+            yield Finding("fail", (name,), f"{key['path']} is no key that ssh can read", remedy=remedy)
+        elif key["kind"] == "DSA" or (key["kind"] == "RSA" and key["bits"] < _RSA_BITS):
+            text = f"{key['path']} is a {key['kind']} key of {key['bits']} bits"
+            remedy = _new_key(seen, name, key["path"])
+            yield Finding("warn", (name,), text, f"ed25519, or RSA of {_RSA_BITS} bits or more", remedy)
+    yield from _copies(seen, name, answer["keys"])
+    for path in answer["writable_by_others"]:
+        text = f"others may write to {path}, so sshd ignores the keys in it"
+        remedy = over_ssh(seen.target.login(name), "sudo", "chmod", "go-w", path)
+        yield Finding("warn", (name,), text, "writable by its owner alone", remedy)
+
+
+def _new_key(seen: Seen, name: str, path: str) -> str:
+    return f"{over_ssh(seen.target.login(name), 'sudo', 'rm', path)} && {{set_up}} --tags ssh"
+
+
+def _key_remedy(seen: Seen, name: str, key: Mapping[str, Any], *command: str) -> str:
+    is_ours = key["path"].startswith("/etc/ssh/mpitrain/")
+    return _SET_UP if is_ours else over_ssh(seen.target.login(name), "sudo", *command, key["path"])
+
+
+def _copies(seen: Seen, name: str, keys: list[Mapping[str, Any]]) -> Iterator[Finding]:
+    """The same private key on several nodes: a thief on one of them is that user on all."""
+    for key in keys:
+        for other in seen.target.names:
+            other_keys = seen.nodes.get(other, {}).get("ssh keys", {}).get("keys", [])
+            if (
+                other != name
+                and key["fingerprint"]
+                and key["fingerprint"] in [one["fingerprint"] for one in other_keys]
+            ):
+                text = f"{key['path']} is also the key of another node"
+                remedy = _new_key(seen, name, key["path"])
+                yield Finding("warn", (name,), text, "each node its own key", remedy)
+                break
+
+
+ASKS = (
+    Ask("ssh server", "ssh server", "login", _peer),
+    Ask("ssh keys", "ssh keys", "job", _peer),
+)
+PAIRS: dict[str, PairStep] = {"login between": _log_in}
+CLUSTER: dict[str, ClusterStep] = {}
+CHECKS = (
+    Check(
+        "SSH06",
+        "sshd takes as many logins at once as a job makes",
+        "quick",
+        "node",
+        _capacity,
+        uses=("ssh server",),
+        looks="MaxStartups and PerSourcePenalties of `sshd -T`.",
+        why="sshd drops what is beyond that, at random, and the launcher says only that a connection was reset.",
+        tag="ssh",
+        needs=("PRB01", "PRB02"),
+        fault="MaxStartups 1",
+    ),
+    Check(
+        "SSH07",
+        "sshd takes keys for the shared user, and no passwords",
+        "quick",
+        "node",
+        _policy,
+        uses=("ssh server",),
+        looks="`sshd -T -C user=...`: what all files of its configuration come to for that user.",
+        why="Where a password will do, one that is guessed opens all nodes; the first file that sets a value wins.",
+        tag="ssh",
+        needs=("PRB01", "PRB02"),
+        fault="passwords switched on in our own file; in a file that is read before it",
+    ),
+    Check(
+        "SSH08",
+        "the shared user's private key is its own, and of a good kind",
+        "quick",
+        "node",
+        _keys,
+        uses=("ssh keys",),
+        looks="The keys that `ssh -G` of another node names: owner, mode, kind, bits, and whether two nodes share one.",
+        why="ssh ignores a key that others can read, and then every login from the node fails.",
+        tag="ssh",
+        needs=_JOB,
+        fault="mode 0644",
+    ),
+    Check(
+        "SSH09",
+        "the shared user logs in to its own node",
+        "quick",
+        "node",
+        _own_node,
+        uses=("shell",),
+        looks="On the node, as the shared user: ssh -o BatchMode=yes ADDRESS, as mpiexec does for the node it runs on.",
+        why="A job begins on each node by such a login, and the checks of a job's shell look through it.",
+        tag="ssh",
+        needs=(*_JOB, "SSH06", "SSH08"),
+        fault="the node's own key removed from its own list",
+    ),
+    Check(
+        "SSH05",
+        "a login that runs one command prints nothing of its own",
+        "quick",
+        "node",
+        _quiet,
+        uses=("login", "shell"),
+        looks="What comes before the first line of our probe, and before a command of the shared user's shell.",
+        why="scp, rsync, Ansible and launchers take what is printed for the command's output, and fail in odd ways.",
+        needs=(*_JOB, "SSH09"),
+        fault="echo at the top of .bashrc",
+    ),
+    Check(
+        "SSH04",
+        "from each node the shared user logs in to each other one",
+        "full",
+        "pair",
+        _any_to_any,
+        uses=("login between",),
+        looks="On each node, as the shared user: ssh -o BatchMode=yes NODE true, once for each other node.",
+        why="mpiexec starts its helpers so, and a question or a refusal on one way keeps the whole job from starting.",
+        tag="ssh",
+        needs=(*_JOB, "NAM03", "SSH08", "NET01", "NET09", "NET03"),
+        fault="one node's key removed on another; known_hosts without a node",
+    ),
+)

@@ -1,0 +1,135 @@
+"""Is the shared user the same everywhere, and can it log in."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from mpitrain.diagnostics.check import BY_SSH, Ask, Check, Finding, NotHereError, NotSeenError, Seen
+from mpitrain.diagnostics.collect import ClusterStep, PairStep
+from mpitrain.diagnostics.remedies import over_ssh
+
+_NO_LOGIN = ("nologin", "false")
+
+
+def _same_numbers(seen: Seen, nodes: Sequence[str]) -> Iterator[Finding]:
+    user = seen.target.user
+    accounts = {}
+    for node in nodes:
+        try:
+            accounts[node] = seen.node(node, "account")
+        except NotSeenError as error:
+            yield Finding("unknown", (node,), str(error))
+    numbers = {node: (one["uid"], one["gid"]) for node, one in accounts.items() if one["uid"] is not None}
+    wanted = (seen.target.settings.get("mpitrain_uid"), seen.target.settings.get("mpitrain_gid"))
+    # What set-up gives, where any node has that; somebody else's cluster may have other numbers, the same everywhere.
+    common = (
+        wanted if wanted in numbers.values() else Counter(numbers.values()).most_common(1)[0][0] if numbers else wanted
+    )
+    for node, one in accounts.items():
+        allowed = f"uid {common[0]} and gid {common[1]}, as on the other nodes"
+        if one["uid"] is None:
+            other = one["uid_owner"]
+            taken = f", and uid {wanted[0]} belongs to {other}" if other else ""
+            yield Finding("fail", (node,), f"there is no user {user}{taken}", allowed, remedy=_TAKEN if other else "")
+        elif numbers[node] != common:
+            uid, gid = numbers[node]
+            yield Finding(
+                "fail",
+                (node,),
+                f"user {user} has uid {uid} and gid {gid}",
+                allowed,
+                remedy=_renumber(one, user, *common),
+            )
+
+
+_TAKEN = "ssh {login} getent passwd  # choose a free mpitrain_uid in cluster/group_vars/all.yml, then {set_up}"
+
+
+def _renumber(account: Mapping[str, Any], user: str, uid: int | None, gid: int | None) -> str:
+    """A line that gives the account other numbers; a group that is not its own alone is for a person to renumber."""
+    old_uid, group = account["uid"], account["group"] or account["gid"]
+    numbers = " and ".join(
+        f"{number} {old} is to be {new}"
+        for number, old, new in (("uid", old_uid, uid), ("gid", account["gid"], gid))
+        if old != new
+    )
+    if account["gid"] != gid and group != user:
+        look = f"ssh {{login}} 'id {user}; getent group {group} {gid}'"
+        return f"{look}  # {numbers}; the group {group} may have others in it, so that is for a person to do"
+    groupmod = f"sudo groupmod -g {gid} {user} && " if account["gid"] != gid else ""
+    # The files under /home are usermod's to change; -xdev keeps away from the share.
+    find = f"sudo find / -xdev -uid {old_uid} -exec chown -h {uid}:{gid} {{}} +"
+    return f"ssh {{login}} '{groupmod}sudo usermod -u {uid} -g {gid} {user} && {find}'"
+
+
+def _usable(seen: Seen, node: str) -> Iterator[Finding]:
+    one = seen.node(node, "account")
+    if one["uid"] is None:
+        raise NotHereError(f"there is no user {seen.target.user}")
+    if one["shell"].rpartition("/")[2] in _NO_LOGIN or not one["shell_works"]:
+        problem = "refuses logins" if one["shell_works"] else "is not there"
+        yield Finding(
+            "fail",
+            (node,),
+            f"the shell of {seen.target.user}, {one['shell']}, {problem}",
+            "a shell, such as /bin/bash",
+            remedy="ssh {login} sudo usermod -s /bin/bash {user}",
+        )
+    if one["home_owner"] is None:
+        yield Finding(
+            "fail", (node,), f"the home of {seen.target.user}, {one['home']}, is not there", "a folder of its own"
+        )
+    elif one["home_owner"] != one["uid"]:
+        observed = f"the home of {seen.target.user}, {one['home']}, belongs to uid {one['home_owner']}"
+        remedy = over_ssh("{login}", "sudo", "chown", f"{seen.target.user}:", one["home"])
+        yield Finding("fail", (node,), observed, f"uid {one['uid']}", remedy=remedy)
+    if one["expired"] is None:
+        observed = "whether the account has expired can only be read as root, and the login may not use sudo"
+        yield Finding("skip", (node,), observed)
+    elif one["expired"]:
+        remedy = "ssh {login} sudo chage -E -1 {user}"
+        yield Finding(
+            "fail", (node,), f"the account {seen.target.user} has expired", "no date of expiry", remedy=remedy
+        )
+
+
+ASKS = (
+    Ask(
+        "account",
+        "account",
+        "login",
+        lambda target, _host: {"user": target.user, "uid": target.settings.get("mpitrain_uid")},
+    ),
+)
+PAIRS: dict[str, PairStep] = {}
+CLUSTER: dict[str, ClusterStep] = {}
+CHECKS = (
+    Check(
+        "USR01",
+        "the shared user has the same numbers on all nodes",
+        "quick",
+        "cluster",
+        _same_numbers,
+        uses=("account",),
+        looks="id -u and id -g of the shared user; who has its uid where it is missing.",
+        why="NFS knows users by number: files of one node belong to somebody else on another.",
+        tag="users",
+        needs=BY_SSH,
+        fault="usermod -u 1950; the user removed",
+    ),
+    Check(
+        "USR02",
+        "the shared user can log in",
+        "quick",
+        "node",
+        _usable,
+        uses=("account",),
+        looks="Its entry of getent passwd and shadow: shell, home and its owner, date of expiry.",
+        why="mpiexec logs in as this user on every node.",
+        tag="users",
+        needs=(*BY_SSH, "USR01"),
+        fault="the shell /usr/sbin/nologin; the home missing; the home of somebody else; the account expired",
+    ),
+)

@@ -1,0 +1,136 @@
+"""What a machine is, in lines for people: (name, value) of what was seen of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mpitrain.diagnostics.check import Seen
+from mpitrain.diagnostics.checks.gpu import cuda_version
+from mpitrain.diagnostics.jobs import word
+from mpitrain.diagnostics.report import wrapped
+from mpitrain.launch.libraries import VENDOR_NAMES, mpiexec_of_text
+
+Facts = list[tuple[str, str]]
+
+
+def facts(seen: Seen, name: str) -> Facts:
+    """Those of node `name`; what was not seen is left out."""
+    sections = {section: answer for section, answer in seen.nodes.get(name, {}).items() if not _failed(answer)}
+    two = seen.cluster.get("two ranks", {}).get(name)
+    ways = seen.cluster.get("gpu ways", {}).get(name)
+    return [
+        *(_mpi(sections["programs"], sections.get("shell"), two) if "programs" in sections else ()),
+        *(_python(sections["programs"]["python"], sections.get("numpy")) if "programs" in sections else ()),
+        *_cupy(sections.get("cupy"), ways),
+        *(_cards(sections["gpu"]) if "gpu" in sections else ()),
+        *_network(sections.get("names", {}), sections.get("network", {})),
+        *_limits(sections.get("processors"), sections.get("shell"), sections.get("resources")),
+    ]
+
+
+def aligned(lines: Facts, width: int) -> str:
+    """The lines as a table, wrapped to `width`."""
+    margin = max((len(name) for name, _ in lines), default=0) + 2
+    return "\n".join(part for name, value in lines for part in wrapped(name.ljust(margin), value, width))
+
+
+def _failed(answer: Any) -> bool:
+    return isinstance(answer, dict) and bool({"error", "refused"} & answer.keys())
+
+
+def _mpi(
+    programs: Mapping[str, Any], shell: Mapping[str, Any] | None, two: Mapping[str, Any] | None
+) -> Iterator[tuple[str, str]]:
+    library, mpiexec = programs["mpi"], programs["mpiexec"]
+    if "why" in library:
+        yield "MPI library", library["why"]
+    else:
+        version = re.sub(r" Version\s*:\s*", " ", re.split(r", package:|\n", library["library"])[0])
+        yield "MPI library", f"{version}, {library['path'] or 'linked in statically'}"
+        yield "mpi4py", f"{library['mpi4py']}, {library['module']}"
+    yield "mpiexec", _mpiexec(mpiexec)
+    if programs["on_path"]:
+        yield "mpiexec on PATH", _mpiexec(programs["on_path"])
+    elif shell and not shell["programs"]["mpiexec"]:
+        yield "mpiexec on PATH", "none"
+    if two and "said" in two:
+        sizes = [size for rank in range(2) if (size := word(two, rank, "size")) is not None]
+        yield "2 processes say", ", ".join(f"I am one of {size}" for size in sizes) or "nothing"
+
+
+def _mpiexec(program: Mapping[str, Any]) -> str:
+    if not program["path"]:
+        return "none"
+    if program.get("why"):
+        return f"{program['path']} does not run: {program['why']}"
+    mpiexec = mpiexec_of_text(program["path"], program["text"])
+    return f"{VENDOR_NAMES[mpiexec.vendor]} {mpiexec.version}, {mpiexec.path}"
+
+
+def _python(python: Mapping[str, Any], numpy: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
+    yield "Python", python["why"] if "why" in python else f"{python['python']}, {python['path']}"
+    if numpy:
+        blas = ", ".join(f"{name} {version} ({threads} threads)" for name, version, threads in numpy.get("blas", ()))
+        yield "NumPy", numpy["why"] if "why" in numpy else f"{numpy['version']}, {blas or 'BLAS unknown'}"
+
+
+def _cupy(cupy: Mapping[str, Any] | None, ways: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
+    if cupy is None:
+        yield "CuPy", "not installed"
+        return
+    if "problem" in cupy:
+        yield "CuPy", f"cannot be used: {cupy['problem']}"
+        return
+    works = "works" if cupy["cards"] and not cupy["fails"] else cupy["fails"] or "no usable GPU"
+    yield "CuPy", f"{cupy['version']}, {works}"
+    driver = f"driver for {cuda_version(cupy['driver'])}" if cupy["driver"] else "no driver"
+    yield "CUDA", f"{driver}, CuPy for {cuda_version(cupy['runtime'])}"
+    for number, card in enumerate(cupy["cards"]):
+        memory = f"{card['free_bytes'] / 2**30:.1f} of {card['bytes'] / 2**30:.1f} GiB free"
+        words = f"{card['name']}, {memory}, compute capability {card['capability']}, PCI {card['bus']}"
+        yield f"CUDA device {number}", words
+    if ways and "said" in ways:
+        for way, why in (word(ways, 0, "transports") or {}).items():
+            yield f"transport {way}", f"not possible: {why}" if why else "possible with 2 ranks here"
+        if choice := word(ways, 0, "choice"):
+            yield "transport auto", choice
+
+
+def _cards(gpu: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for card in gpu["cards"]:
+        yield f"GPU {card['index']}", f"{card['name']}, driver {card['driver']}"
+    if not gpu["cards"]:
+        yield "GPUs", gpu.get("problem") or "none"
+
+
+def _network(names: Mapping[str, Any], network: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    if names:
+        addresses = names["resolved"].get(names["hostname"]) or ()
+        yield "Host name", f"{names['hostname']}, which is {', '.join(addresses) or 'not known here'}"
+    for interface, link in network.get("interfaces", {}).items():
+        if interface != "lo":
+            words = [*link["addresses"]] or ["no address"]
+            words += ["up" if link["is_up"] else "down", "virtual" if link["is_virtual"] else "a card"]
+            words += [f"{link['speed_mbit']} Mbit/s"] if link["speed_mbit"] else []
+            yield f"Network {interface}", ", ".join(words)
+
+
+def _limits(
+    processors: Mapping[str, Any] | None, shell: Mapping[str, Any] | None, resources: Mapping[str, Any] | None
+) -> Iterator[tuple[str, str]]:
+    if processors:
+        quota = f", processor time for {processors['quota']:g}" if processors["quota"] else ""
+        yield "Cores", f"{processors['usable']} usable of {processors['machine']}{quota}"
+    if shell:
+        files, locked = shell["limits"]["nofile"], shell["limits"]["memlock_bytes"]
+        yield "Open files", f"at most {'unlimited' if files is None else files}"
+        yield "Locked memory", f"at most {'unlimited' if locked is None else _mib(locked)}"
+    if resources:
+        room = resources["places"]["/dev/shm"]
+        yield "/dev/shm", f"{_mib(room['free_bytes'])} free of {_mib(room['size_bytes'])}" if room else "not there"
+
+
+def _mib(size_bytes: float) -> str:
+    return f"{size_bytes / 2**20:,.0f} MiB"

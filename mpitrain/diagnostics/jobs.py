@@ -1,0 +1,142 @@
+"""Small MPI jobs that a check runs: a rank on each node, or two ranks on one node."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from importlib.resources import files
+from typing import Any
+from uuid import uuid4
+
+from mpitrain.diagnostics.agent import UnansweredError
+from mpitrain.diagnostics.collect import Cluster
+from mpitrain.errors import LaunchError
+from mpitrain.launch.dialects import JobSpec, LaunchCommand, command_for
+from mpitrain.launch.libraries import mpiexec_of_text
+from mpitrain.launch.placement import Place, Placement
+from mpitrain.launch.tags import MPIEXEC, TagDecoder
+
+GONE_SECONDS = 10.0  # what of a job is there for longer is left over
+_MARK = "mpitrain-check:"
+
+
+def run_job(cluster: Cluster, program: str, seconds: int, gone_seconds: float = 2.0) -> dict[str, Any]:
+    """Run a Python text from `ranks` on all nodes, a rank each, from the head as the shared user.
+
+    Gives what each rank said, by rank, with mpiexec's end and what was "left" of it on each node `gone_seconds` after,
+    or {"error": why} where it cannot be tried.
+    """
+    names = cluster.target.names
+    places = tuple(Place(name, number, 1) for number, name in enumerate(names))
+    placement = Placement(places, {host.name: host.address for host in cluster.target.hosts}, names[0])
+    token = str(uuid4())  # by which its processes are known
+    command = _command(cluster, names[0], ["-c", text_of(program), token], placement)
+    if isinstance(command, str):
+        return {"error": command}
+    before = {name: _try(cluster, name, "job_memory", {}) for name in cluster.agents}
+    ended = _run(cluster, names[0], command, seconds)
+    left: dict[str, Any] = {}
+    until = time.monotonic() + gone_seconds
+    for name, memory in before.items():
+        wish = {"token": token, "memory": memory, "seconds": max(0.0, until - time.monotonic())}
+        left[name] = _try(cluster, name, "job_left", wish) if isinstance(memory, list) else memory
+    return {**ended, "left": left}
+
+
+def run_two(cluster: Cluster, arguments: Sequence[str], seconds: int, names: Sequence[str]) -> dict[str, Any]:
+    """Run the Python of jobs with `arguments` as two ranks of one node, on each of `names` at once.
+
+    Gives, by node, what the ranks said with mpiexec's end, or {"error": why} where it cannot be tried.
+    """
+
+    def run(name: str) -> dict[str, Any]:
+        command = _command(cluster, name, arguments, Placement((Place(name, 0, 2),), own=name))
+        if isinstance(command, str):
+            return {"error": command}
+        try:
+            return _run(cluster, name, command, seconds)
+        except UnansweredError as error:
+            return {"error": str(error)}
+
+    with ThreadPoolExecutor(len(names) or 1) as pool:
+        return dict(zip(names, pool.map(run, names), strict=True))
+
+
+def text_of(program: str) -> str:
+    """A program of `ranks`."""
+    return files("mpitrain.diagnostics.ranks").joinpath(f"{program}.py").read_text()
+
+
+def _command(cluster: Cluster, begin: str, arguments: Sequence[str], placement: Placement) -> LaunchCommand | str:
+    """The mpiexec command of node `begin`, or why there is none."""
+    sections = cluster.seen.nodes.get(begin, {})
+    programs, shell = sections.get("programs", {}), sections.get("shell", {})
+    if "mpiexec" not in programs or "environment" not in shell:
+        return f"the programs of {begin} are not known"
+    job = JobSpec(
+        mpiexec=mpiexec_of_text(programs["mpiexec"]["path"], programs["mpiexec"]["text"]),
+        program=(programs["python"]["path"], *arguments),
+        placement=placement,
+        num_cores=sections.get("processors", {}).get("usable", 1) if placement.is_here else 1,
+        as_root=cluster.target.user == "root",
+    )
+    try:
+        return command_for(job, shell["environment"])
+    except LaunchError as error:
+        return str(error)
+
+
+def _run(cluster: Cluster, begin: str, command: LaunchCommand, seconds: int) -> dict[str, Any]:
+    shell = cluster.seen.nodes[begin]["shell"]
+    wish = {
+        "command": list(command.arguments),
+        "environment": {**shell["environment"], **command.environment},
+        "seconds": seconds,
+    }
+    ended = cluster.ask(begin, "job_run", wish, seconds=seconds + 8.0)
+    decoder = TagDecoder(command.tag)
+    written: dict[int, bytes] = {}
+    for rank, piece in [*decoder.feed(ended["out"].encode()), *decoder.close()]:
+        written[rank] = written.get(rank, b"") + piece
+    said = {str(rank): _said(text) for rank, text in sorted(written.items()) if rank != MPIEXEC}
+    # What stopped it may be on mpiexec's stderr, on its stdout, or on that of a rank.
+    error = command.tag.whole.sub(b"", ended["error"].encode())
+    texts = [error.decode(errors="replace"), *(text.decode(errors="replace") for _, text in sorted(written.items()))]
+    words = [line for text in texts for line in text.splitlines() if line.strip("=- ") and not _is_ours(line)]
+    return {"code": ended["code"], "seconds": ended["seconds"], "said": said, "error_text": "; ".join(words[:3])[:300]}
+
+
+def _is_ours(line: str) -> bool:
+    return line.startswith((_MARK, "{"))
+
+
+def _said(written: bytes) -> list[dict[str, Any]]:
+    """The lines of a rank that are its own words for us."""
+    words = []
+    for line in written.decode(errors="replace").splitlines():
+        with suppress(ValueError):
+            if _is_ours(line):
+                words.append(json.loads(line.removeprefix(_MARK)))
+    return words
+
+
+def word(job: Mapping[str, Any], rank: int, key: str) -> Any:
+    """What a rank said under `key`; None where it did not."""
+    return next((said[key] for said in job["said"].get(str(rank), []) if key in said), None)
+
+
+def end(job: Mapping[str, Any]) -> str:
+    """How mpiexec ended, in words."""
+    if job["code"] in (124, 137):
+        return f"no end within {job['seconds']:.0f} s"
+    return f"mpiexec ended with code {job['code']}" + (f": {job['error_text']}" if job["error_text"] else "")
+
+
+def _try(cluster: Cluster, name: str, call: str, wish: Mapping[str, Any]) -> Any:
+    try:
+        return cluster.ask(name, call, wish, seconds=GONE_SECONDS + 5.0)
+    except UnansweredError as error:
+        return {"error": str(error)}

@@ -1,0 +1,133 @@
+"""The shared user on a node: the account, and what jobs that are dead have left."""
+
+from __future__ import annotations
+
+import grp
+import os
+import pwd
+import re
+import stat
+import time
+from pathlib import Path
+from typing import Any
+
+from mpitrain.diagnostics.node import children
+
+# What makes a process a rank: set by Hydra (MPICH, Intel MPI), PRRTE (Open MPI) and Slurm.
+_RANK = re.compile(r"(?:^|\0)(?:PMI_RANK|PMIX_RANK|OMPI_COMM_WORLD_RANK|PMI_FD)=")
+# Hydra's daemon never leaves its parent. Open MPI's does, as soon as it runs, so it may be alive by itself.
+_DAEMONS = ("hydra_pmi_proxy", "hydra_bstrap_pr")
+# A job that has just ended or is just starting may look like a dead one.
+_YOUNG_PROCESS_SECONDS = 5.0
+_YOUNG_FILE_SECONDS = 60.0
+
+
+def account(wish: dict[str, Any]) -> dict[str, Any]:
+    """wish: user, uid."""
+    try:
+        entry = pwd.getpwnam(wish["user"])
+    except KeyError:
+        return {"uid": None, "uid_owner": _owner(wish["uid"])}
+    shadow = children.as_root("getent", "shadow", wish["user"])
+    expires = (f"{shadow}:::::::").split(":")[7].strip()
+    try:
+        home = Path(entry.pw_dir).stat()
+    except OSError:
+        home = None
+    return {
+        "uid": entry.pw_uid,
+        "gid": entry.pw_gid,
+        "uid_owner": _owner(wish["uid"]),
+        "group": _group(entry.pw_gid),
+        "shell": entry.pw_shell,
+        "shell_works": os.access(entry.pw_shell or "/bin/sh", os.X_OK),
+        "home": entry.pw_dir,
+        "home_owner": home.st_uid if home and stat.S_ISDIR(home.st_mode) else None,
+        "expired": None if shadow is None else expires.isdigit() and int(expires) * 86400 < time.time(),
+    }
+
+
+def become(_wish: Any) -> str:
+    """Whom this agent runs as; a container may run as a number without a name."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return str(os.getuid())
+
+
+def _owner(uid: int | None) -> str | None:
+    try:
+        return None if uid is None else pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return None
+
+
+def _group(gid: int) -> str | None:
+    try:
+        return grp.getgrgid(gid).gr_name
+    except KeyError:
+        return None
+
+
+def leftovers(wish: dict[str, Any]) -> dict[str, Any]:
+    """What dead jobs of this user have left. wish: patterns of shared-memory files."""
+    return {"processes": _dead_ranks(), "files": _dead_files(wish["patterns"])}
+
+
+def _dead_ranks() -> list[dict[str, Any]]:
+    """Ranks and their daemons whose parent is gone."""
+    tick = os.sysconf("SC_CLK_TCK")
+    up = float(children.text("/proc/uptime").split()[0])
+    adopters = {1} | {
+        int(path.name) for path in _own_processes() if re.match(r"\S*systemd\0--user", children.text(f"{path}/cmdline"))
+    }
+    ranks = []
+    for path in _own_processes():
+        comm, _, rest = children.text(f"{path}/stat").partition("(")[2].rpartition(")")
+        fields = rest.split()
+        if len(fields) < 20 or fields[0] == "Z" or int(fields[1]) not in adopters:
+            continue
+        age_seconds = up - int(fields[19]) / tick
+        is_rank = comm in _DAEMONS or _RANK.search(children.text(f"{path}/environ"))
+        if is_rank and age_seconds > _YOUNG_PROCESS_SECONDS:
+            # Without arguments: what people put there is not for everybody who reads a report.
+            ranks.append({"pid": int(path.name), "age_seconds": age_seconds, "program": comm})
+    return sorted(ranks, key=lambda one: int(str(one["pid"])))
+
+
+def _own_processes() -> list[Path]:
+    folders = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if path.stat().st_uid == os.getuid():
+                folders.append(path)
+        except OSError:
+            continue  # it has just ended
+    return folders
+
+
+def _dead_files(patterns: list[str]) -> list[dict[str, Any]]:
+    """Files of MPI libraries that belong to this user (root: to anybody), and that no process has mapped."""
+    files = {}
+    for pattern in patterns:
+        for path in Path("/dev/shm").glob(pattern):
+            try:
+                status = path.lstat()
+            except OSError:
+                continue
+            age_seconds = time.time() - status.st_mtime
+            if os.getuid() in (0, status.st_uid) and age_seconds > _YOUNG_FILE_SECONDS:
+                files[str(path)] = {"bytes": status.st_blocks * 512, "age_seconds": age_seconds, "pattern": pattern}
+    # Another user's process may have mapped a file of this one; where its maps may not be read they are empty.
+    for process in Path("/proc").glob("[0-9]*") if files else []:
+        maps = children.text(f"{process}/maps")
+        files = {path: file for path, file in files.items() if path not in maps}
+    return [{"path": path, **file} for path, file in sorted(files.items())]
+
+
+CALLS = {
+    "account": account,
+    "sudo": lambda _wish: {"hangs": os.geteuid() != 0 and children.sudo_hangs()},
+    "become": become,
+    "leftovers": leftovers,
+}

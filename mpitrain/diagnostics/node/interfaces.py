@@ -1,0 +1,154 @@
+"""What a node says of its network: interfaces, routes, firewall, ports, counters, and variables that choose."""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import json
+import os
+import re
+import shlex
+import socket
+import struct
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from mpitrain.diagnostics.node import children
+
+# Of linux/sockios.h and linux/if.h.
+_SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B
+_FLAGS = {0x1: "UP", 0x10000: "LOWER_UP"}
+
+
+def network(wish: dict[str, Any]) -> dict[str, Any]:
+    """The interfaces, and the route to each of `peers` (name -> address)."""
+    interfaces = {}
+    for link in addresses():
+        name = link["ifname"]
+        folder = "/sys/class/net/" + name
+        speed = children.text(folder + "/speed").strip()
+        interfaces[name] = {
+            "is_up": "UP" in link["flags"],
+            # A bridge, a tunnel, or one half of a container's cable: no card.
+            "is_virtual": "/devices/virtual/" in os.path.realpath(folder),
+            "is_running": "LOWER_UP" in link["flags"],
+            "mtu_bytes": link["mtu"],
+            "addresses": [
+                "{}/{}".format(one["local"], one["prefixlen"]) for one in link.get("addr_info", []) if "local" in one
+            ],
+            # Made anew every day, to hide who it is.
+            "temporary": [one["local"] for one in link.get("addr_info", []) if one.get("temporary")],
+            "speed_mbit": int(speed) if speed.isdigit() else None,
+            "duplex": children.text(folder + "/duplex").strip(),
+        }
+    return {
+        "interfaces": interfaces,
+        "routes": {name: _route(address, interfaces) for name, address in wish["peers"].items()},
+        "rdma": sorted(path.name for path in Path("/sys/class").glob("infiniband/*")),
+        "firewall": _firewall(),
+    }
+
+
+def addresses() -> list[dict[str, Any]]:
+    """The interfaces with their addresses, in the form of `ip -j address`; by the kernel's own calls without an ip."""
+    try:
+        return _ip_json("address")
+    except OSError:
+        return [_address(name) for _, name in socket.if_nameindex()]
+
+
+def _address(name: str) -> dict[str, Any]:
+    """What the older calls of the kernel tell: the first IPv4 address, and no other."""
+    flags = int(children.text(f"/sys/class/net/{name}/flags").strip() or "0", 16)
+    mtu = int(children.text(f"/sys/class/net/{name}/mtu").strip() or 0)
+    info = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as question, suppress(OSError):
+        local, mask = (
+            socket.inet_ntoa(fcntl.ioctl(question, call, struct.pack("256s", name.encode()[:15]))[20:24])
+            for call in (_SIOCGIFADDR, _SIOCGIFNETMASK)
+        )
+        info = [{"local": local, "prefixlen": ipaddress.ip_network(f"0.0.0.0/{mask}").prefixlen}]
+    return {
+        "ifname": name,
+        "flags": [word for bit, word in _FLAGS.items() if flags & bit],
+        "mtu": mtu,
+        "address": children.text(f"/sys/class/net/{name}/address").strip(),
+        "addr_info": info,
+    }
+
+
+def _ip_json(*arguments: str) -> list[dict[str, Any]]:
+    code, out, _err = children.run(["ip", "-j", *arguments])
+    if code == 127:
+        raise OSError("there is no program ip: it is in the package iproute2")
+    try:
+        return [entry for entry in json.loads(out or "[]") if entry]
+    except ValueError:
+        return []
+
+
+def _route(address: str, interfaces: dict[str, Any]) -> dict[str, str]:
+    """By which interface the peer is reached, from which address and network; empty where there is no route."""
+    for route in _ip_json("route", "get", address)[:1]:
+        name, source = route.get("dev", ""), route.get("prefsrc", "")
+        answer = {"interface": name, "source": source, "gateway": route.get("gateway", "")}
+        for own in interfaces.get(name, {}).get("addresses", []):
+            if own.split("/")[0] == source:
+                answer["network"] = str(ipaddress.ip_interface(own).network)
+        return answer
+    return {}
+
+
+def _firewall() -> str:
+    """What filters packets here, as far as it can be seen; empty if nothing does."""
+    if re.search(r"^ENABLED=yes", children.text("/etc/ufw/ufw.conf"), re.M):
+        return "ufw"
+    if children.output("systemctl", "is-active", "firewalld").strip() == "active":
+        return "firewalld"
+    rules = children.as_root("nft", "list", "ruleset") or ""
+    return "nftables" if re.search(r"\b(drop|reject)\b", rules) else ""
+
+
+def counters(wish: dict[str, Any]) -> dict[str, dict[str, int]]:
+    """By how much each interface's counters of errors rose within `seconds`."""
+    before = _counters()
+    time.sleep(wish["seconds"])
+    after = _counters()
+    return {
+        name: {counter: count - before[name][counter] for counter, count in counts.items()}
+        for name, counts in after.items()
+        if name in before
+    }
+
+
+def _counters() -> dict[str, dict[str, int]]:
+    names = ("rx_errors", "tx_errors", "rx_crc_errors", "collisions")
+    return {
+        folder.name: {name: int(children.text(f"{folder}/statistics/{name}") or 0) for name in names}
+        for folder in Path("/sys/class/net").iterdir()
+        if (folder / "statistics").is_dir()
+    }
+
+
+def ports(_wish: dict[str, Any]) -> dict[str, str]:
+    """The TCP ports that something listens on, each with the program, where that can be seen."""
+    programs = {}
+    for line in (children.as_root("ss", "-Hltnp") or children.output("ss", "-Hltn")).splitlines():
+        fields = line.split()
+        program = re.search(r'"([^"]+)",pid=(\d+)', line)
+        programs[fields[3].rpartition(":")[2]] = "{} (pid {})".format(*program.groups()) if program else ""
+    return programs
+
+
+def variables(_wish: dict[str, Any]) -> dict[str, str]:
+    """What a login shell of this user has in its environment to choose networks and ports."""
+    shell = os.environ.get("SHELL", "/bin/sh")
+    out = children.output(shell, "-lc", shlex.join(["env", "-0"]))
+    environ = dict(entry.split("=", 1) for entry in out.split("\0") if "=" in entry)
+    chosen = re.compile(r"(UCX|FI|OMPI_MCA|PRTE_MCA|I_MPI|HYDRA|NCCL|GLOO|MPIEXEC)_\w+")
+    return {name: value for name, value in environ.items() if chosen.fullmatch(name)}
+
+
+CALLS = {"network": network, "counters": counters, "ports": ports, "variables": variables}

@@ -1,0 +1,244 @@
+"""What a job finds on this node: the shell that mpiexec's ssh gives it, and the programs that this shell finds."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from mpitrain.diagnostics.node import children
+
+_SSH_SECONDS = 10.0
+_MARK = "mpitrain-check:"
+
+# Runs in that shell, by the system's Python: whatever the shell's own setting does to another one is to be seen here.
+_SHELL = """
+import json, os, re, resource, shutil
+names = r"PATH|(?i:\\w+_proxy)|(OMPI|UCX|FI|I_MPI|NCCL|GLOO|HYDRA|PRTE|PMIX)_\\w+|LD_PRELOAD|LD_LIBRARY_PATH|PYTHONPATH"
+names += "|OMP_NUM_THREADS"
+def limit(which):
+    return [None if most == resource.RLIM_INFINITY else most for most in resource.getrlimit(which)]
+try:
+    has_rdma = bool(os.listdir("/sys/class/infiniband"))
+except OSError:
+    has_rdma = False
+print("MARK" + json.dumps({
+    "limits": {"nofile": limit(resource.RLIMIT_NOFILE)[0], "nofile_hard": limit(resource.RLIMIT_NOFILE)[1],
+               "memlock_bytes": limit(resource.RLIMIT_MEMLOCK)[0]},
+    "has_rdma": has_rdma,
+    "environment": {name: value for name, value in sorted(os.environ.items()) if re.fullmatch(names, name)},
+    "programs": {name: shutil.which(name) for name in ("mpiexec", "python")},
+}))
+""".replace("MARK", _MARK)
+
+
+def shell(wish: dict[str, Any]) -> dict[str, Any]:
+    """What the shell of a job is like, which is not a login shell: limits, variables, programs, and what it prints.
+
+    `wish` has this node's "address"; without one it is the shell that this agent was started by. Where the user cannot
+    log in there is "refused" alone, with ssh's words.
+    """
+    python = "/usr/bin/python3" if wish["address"] else sys.executable
+    code, out, error = in_job(wish["address"], [python, "-I", "-c", _SHELL], _SSH_SECONDS)
+    noise, _, answer = out.partition(_MARK)
+    if not answer:
+        said = " ".join((error.strip() or out.strip()).splitlines()[-1:])
+        return {"refused": f"ended with code {code}: {said[:200]}"}
+    facts, rest = json.JSONDecoder().raw_decode(answer)
+    return {**facts, "noise": (noise + answer[rest:].lstrip("\n"))[:400]}
+
+
+# mpitrain's own commands on a node that set-up made; each starts the one of its name in the virtual environment.
+_COMMANDS = "/usr/local/lib/mpitrain/bin"
+_PYTHON_SECONDS = 10
+_MPIEXEC_SECONDS = 6
+_MOST_OUTPUT = 1 << 20
+_MOST_ERROR = 2000
+
+# What `python` and `mpiexec` mean in that shell, where these lead to the environment; else those in it. Where a Python
+# is named ($5), the mpiexec beside it comes first, as for `mpitrain run`; another one of the shell is told of.
+_PROGRAMS = f"""
+cd /
+python=$5
+on_path=$(command -v mpiexec)
+if [ "$python" ]; then
+    mpiexec=${{python%/*}}/mpiexec
+    [ -x "$mpiexec" ] || mpiexec=$on_path
+    [ "$mpiexec" != "$on_path" ] || on_path=
+else
+    python=$(command -v python)
+    case $python in "$1"/bin/* | {_COMMANDS}/*) ;; *) python=$1/bin/python ;; esac
+    mpiexec=${{on_path:-$1/bin/mpiexec}}
+    on_path=
+fi
+echo {_MARK}
+echo "$python"
+timeout -k 1 {_PYTHON_SECONDS} "$python" -c "$2" "$3" "$4" 2>&1
+echo "{_MARK}$?"
+echo "$mpiexec"
+timeout -k 1 {_MPIEXEC_SECONDS} "$mpiexec" --version 2>&1
+echo "{_MARK}$?"
+echo "$on_path"
+[ -z "$on_path" ] || timeout -k 1 {_MPIEXEC_SECONDS} "$on_path" --version 2>&1
+echo "{_MARK}"
+"""
+# Two lines, because loading a broken MPI may kill the process. The first argument is launch/probe.py.
+_FACTS = """
+import hashlib, importlib.util, json, os, platform, sys, types
+from pathlib import Path
+text, script = sys.argv[1:]
+probe = types.ModuleType("probe")
+exec(text, probe.__dict__)
+spec = importlib.util.find_spec("mpitrain")
+ours = list(spec.submodule_search_locations or []) if spec else []
+facts = {
+    "python": platform.python_version(), "machine": platform.machine(), "libc": " ".join(platform.libc_ver()),
+    "prefix": sys.prefix, "packages": probe.packages(sys.path), "files": None,
+    "mpitrain": hashlib.sha256(json.dumps(probe.python_files(Path(ours[0]))).encode()).hexdigest() if ours else "",
+}
+if script and os.path.isfile(script):
+    facts["files"] = probe.python_files(Path(script).parent)
+    facts["files"][os.path.basename(script)] = hashlib.sha256(Path(script).read_bytes()).hexdigest()
+print(json.dumps(facts), flush=True)
+try:
+    import mpi4py
+    mpi4py.rc.initialize = mpi4py.rc.finalize = False
+    from mpi4py import MPI
+    maps = [line.split()[-1] for line in open("/proc/self/maps")]
+    paths = [p for p in maps if "/libmpi" in p and ".so" in p and "/libmpi_" not in p]
+    print(json.dumps({"library": MPI.Get_library_version().strip("\\0\\n "), "path": paths[0] if paths else "",
+        "mpi4py": mpi4py.__version__, "module": os.path.basename(MPI.__file__)}))
+except Exception as error:
+    print(json.dumps({"why": (type(error).__name__ + ": " + str(error)).splitlines()[0][:300]}))
+"""
+
+
+def programs(wish: dict[str, Any]) -> dict[str, Any]:
+    """What a job's python and mpiexec are, through the job's shell.
+
+    `wish` has this node's "address", the "venv", "probe" (the text of launch/probe.py), "script" and "python" ("" for
+    none). Gives "python", with "why" where it does not run; "mpi", the library that mpi4py loads, the same; "mpiexec";
+    and "on_path", the mpiexec that a shell would find, where it is another.
+    """
+    command = ["sh", "-c", _PROGRAMS, "sh", wish["venv"], _FACTS, wish["probe"], wish["script"], wish["python"]]
+    code, out, error = in_job(wish["address"], command, _SSH_SECONDS + _PYTHON_SECONDS + 2 * _MPIEXEC_SECONDS)
+    parts = out.split(_MARK)
+    if len(parts) != 5:
+        said = " ".join((error.strip() or out.strip()).splitlines()[-1:])
+        return {"refused": f"ended with code {code}: {said[:200]}"}
+    python_code, _, rest = parts[2].partition("\n")
+    path, _, version = rest.partition("\n")
+    mpiexec_code, _, rest = parts[3].partition("\n")
+    on_path, _, other_version = rest.partition("\n")
+    lines = [line for line in parts[1].splitlines() if line.startswith("{")]
+    others = [line for line in parts[1].splitlines() if line and not line.startswith("{")]
+    why = _why(python_code, "\n".join(others[1:]), _PYTHON_SECONDS)
+    return {
+        "python": {"path": others[0], **(json.loads(lines[0]) if lines else {"why": why})},
+        "mpi": json.loads(lines[1]) if len(lines) > 1 else {"why": why},
+        "mpiexec": {
+            "path": path,
+            "text": version[:4000],
+            "why": _why(mpiexec_code, version.strip(), _MPIEXEC_SECONDS),
+        },
+        "on_path": {"path": on_path, "text": other_version[:4000]} if on_path else None,
+    }
+
+
+def _why(code: str, said: str, seconds: float) -> str:
+    """Why a program did not do its work; empty where it ended well."""
+    if code == "0":
+        return ""
+    if code in ("124", "137"):
+        return f"it does not end within {seconds:g} s"
+    return (said.splitlines()[-1][:300] if said else "") or f"it ended with code {code}"
+
+
+# NumPy's BLAS is asked for its threads: as many ranks as cores, each with as many threads, are slow.
+_NUMPY = """
+import json, sys
+import numpy
+blas = []
+try:
+    from threadpoolctl import threadpool_info
+    blas = [[p["internal_api"], p["version"], p["num_threads"]] for p in threadpool_info() if p["user_api"] == "blas"]
+except ImportError:
+    pass
+assert numpy.arange(3.0).sum() == 3.0
+print(json.dumps({"version": numpy.__version__, "blas": blas}))
+"""
+_NUMPY_SECONDS = 30.0
+
+
+def numpy(wish: dict[str, Any]) -> dict[str, Any]:
+    """NumPy's version and its BLAS in wish["python"], or "why" it cannot be used."""
+    code, out, error = children.run([wish["python"], "-c", _NUMPY], _NUMPY_SECONDS)
+    lines = [line for line in out.splitlines() if line.startswith("{")]
+    if code == 0 and lines:
+        answer: dict[str, Any] = json.loads(lines[-1])
+        return answer
+    return {"why": _why(str(code), error.strip(), _NUMPY_SECONDS)}
+
+
+def job(wish: dict[str, Any]) -> dict[str, Any]:
+    """Run wish["command"], an mpiexec, for at most wish["seconds"]; what it prints until then is kept.
+
+    It is our own child, and not one of an ssh: so it ends with us.
+    """
+    seconds = wish["seconds"]
+    started = time.monotonic()
+    command = ["timeout", "-k", "1", str(seconds), *wish["command"]]
+    code, out, error = children.run(command, seconds + 3.0, env=wish["environment"])
+    took = time.monotonic() - started
+    return {"code": code, "seconds": took, "out": out[-_MOST_OUTPUT:], "error": error[-_MOST_ERROR:]}
+
+
+def memory(_wish: dict[str, Any]) -> list[str]:
+    """Our files of shared memory. A rank that is killed leaves its own."""
+    return [str(path) for path in Path("/dev/shm").iterdir() if path.is_file() and path.stat().st_uid == os.getuid()]
+
+
+def left(wish: dict[str, Any]) -> list[str]:
+    """Which of our processes have wish["token"] on their command line, after up to wish["seconds"] of hope.
+
+    Where there is none, shared memory that is not in wish["memory"], and that nobody uses, was theirs and is removed.
+    """
+    until = time.monotonic() + wish["seconds"]
+    while True:
+        processes = [folder for folder in Path("/proc").glob("[0-9]*") if int(folder.name) != os.getpid()]
+        words = {folder.name: children.text(f"{folder}/cmdline").split("\0") for folder in processes}
+        alive = [f"{number} {line[0]}" for number, line in words.items() if wish["token"] in line]
+        if not alive:
+            maps = "".join(children.text(f"{folder}/maps") for folder in processes)
+            for path in set(memory({})) - set(wish["memory"]):
+                if path not in maps:
+                    Path(path).unlink()
+        if not alive or time.monotonic() > until:
+            return alive
+        time.sleep(0.2)
+
+
+def in_job(address: str, command: list[str], seconds: float) -> tuple[int, str, str]:
+    """Run a command as mpiexec would start a rank here: through ssh, without a login shell; or, without an address, so.
+
+    On one machine mpiexec starts its ranks without ssh.
+    """
+    if not address:
+        return children.run(command, seconds)
+    # No word is asked for, and the connection of another command is not shared.
+    options = ["-o", "BatchMode=yes", "-o", "ControlPath=none", "-o", "ConnectTimeout=8"]
+    return children.run(["ssh", *options, "--", address, shlex.join(command)], seconds)
+
+
+CALLS = {
+    "shell": shell,
+    "numpy": numpy,
+    "job_programs": programs,
+    "job_run": job,
+    "job_left": left,
+    "job_memory": memory,
+}

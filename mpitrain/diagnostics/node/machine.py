@@ -1,0 +1,234 @@
+"""What a machine says of itself: its names and addresses, its clock, its memory, disks and processors."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import re
+import socket
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from mpitrain.diagnostics.node import children, interfaces
+
+_RESOLVE_SECONDS = 4.0
+_SAMPLE_SECONDS = 0.5
+_LOGIND = ("org.freedesktop.login1", "/org/freedesktop/login1", "org.freedesktop.login1.Manager")
+_TIME_DAEMONS = ("chrony", "chronyd", "systemd-timesyncd", "ntp", "ntpd", "ntpsec", "openntpd")
+# A process that computes: it has done so for longer than any check takes, for a good part of its life, and does now.
+_BUSY_CPU_SECONDS = 5.0
+_BUSY_SHARE = 0.2
+
+
+def names(wish: dict[str, Any]) -> dict[str, Any]:
+    """Who this machine is, and whom it takes the others for. wish: names."""
+    return {
+        "hostname": socket.gethostname(),
+        "resolved": resolve([*wish["names"], socket.gethostname()]),
+        "hosts": children.text("/etc/hosts").splitlines(),
+        "set_up": Path("/etc/mpitrain/hosts").is_file(),
+        "cloud_init": _cloud_init(),
+        "links": [
+            {
+                "name": link["ifname"],
+                "is_up": "UP" in link["flags"],
+                "mac": link.get("address", ""),
+                "addresses": [info["local"] for info in link["addr_info"] if "local" in info],
+            }
+            for link in interfaces.addresses()
+        ],
+        "machine_id": children.text("/etc/machine-id").strip(),
+        "host_keys": [
+            " ".join(children.text(str(path)).split()[:2])
+            for path in sorted(Path("/etc/ssh").glob("ssh_host_*_key.pub"))
+        ],
+    }
+
+
+def resolve(wanted: list[str]) -> dict[str, list[str] | None]:
+    """Name -> its addresses in their order; empty where it has none, None where no answer came in time."""
+    addresses: dict[str, list[str] | None] = dict.fromkeys(wanted)
+
+    def ask(name: str) -> None:
+        try:
+            answers = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+            addresses[name] = list(dict.fromkeys(str(answer[4][0]) for answer in answers))
+        except socket.gaierror as error:
+            if error.errno != socket.EAI_AGAIN:
+                addresses[name] = []
+        except UnicodeError:
+            addresses[name] = []
+
+    # A dead DNS server takes its time for every name; the threads that still wait end with this process.
+    threads = [threading.Thread(target=ask, args=(name,), daemon=True) for name in addresses]
+    end = time.monotonic() + _RESOLVE_SECONDS
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    return dict(addresses)
+
+
+def _cloud_init() -> str | None:
+    """What cloud-init is told of /etc/hosts, "" for nothing; None where there is no cloud-init. The last file wins."""
+    if not Path("/etc/cloud").is_dir():
+        return None
+    value = ""
+    for path in ["/etc/cloud/cloud.cfg", *map(str, sorted(Path("/etc/cloud/cloud.cfg.d").glob("*.cfg")))]:
+        for match in re.finditer(r"^manage_etc_hosts:\s*(\S+)", children.text(path), re.M):
+            value = match.group(1).strip("\"'")
+    return value
+
+
+def clock(_wish: dict[str, Any]) -> float:
+    """The time of day, in seconds since 1970."""
+    return time.time()
+
+
+def time_service(_wish: dict[str, Any]) -> dict[str, Any]:
+    """Who keeps the clock. `synchronized` is None where nobody can say."""
+    shown = children.output("timedatectl", "show", "--property=NTPSynchronized", "--value").strip()
+    if shown not in ("yes", "no"):
+        leap = re.search(r"^Leap status\s*:\s*(.+)$", children.output("chronyc", "-n", "tracking"), re.M)
+        shown = "" if leap is None else "no" if leap.group(1) == "Not synchronised" else "yes"
+    _, states, _ = children.run(["systemctl", "is-active", *_TIME_DAEMONS])
+    active = [_TIME_DAEMONS[number] for number, state in enumerate(states.split()) if state == "active"]
+    return {"synchronized": {"yes": True, "no": False}.get(shown), "daemons": active, "container": _container()}
+
+
+def _container() -> str:
+    """The kind of container, as docker; empty on a machine."""
+    if Path("/.dockerenv").exists():
+        return "docker"
+    kind = children.run(["systemd-detect-virt", "--container"])[1].strip()
+    return "" if kind in ("none", "wsl") else kind
+
+
+def resources(_wish: dict[str, Any]) -> dict[str, Any]:
+    """Memory, disks, and what holds for all processes."""
+    memory = {
+        match.group(1): int(match.group(2)) * 1024
+        for match in re.finditer(r"^(\w+):\s+(\d+) kB", children.text("/proc/meminfo"), re.M)
+    }
+    removes = children.output("busctl", "get-property", *_LOGIND, "RemoveIPC").strip()
+    governors = {children.text(str(path)).strip() for path in _cpufreq("scaling_governor")}
+    drivers = {children.text(str(path)).strip() for path in _cpufreq("scaling_driver")}
+    return {
+        "container": _container(),
+        "memory_bytes": memory.get("MemTotal"),
+        "available_bytes": memory.get("MemAvailable"),
+        "places": {path: _room(path) for path in ("/", "/tmp", "/dev/shm")},
+        "removes_ipc": {"b true": True, "b false": False}.get(removes),
+        "governors": sorted(governors),
+        "governor_drivers": sorted(drivers),
+    }
+
+
+def _cpufreq(name: str) -> list[Path]:
+    return sorted(Path("/sys/devices/system/cpu").glob(f"cpu[0-9]*/cpufreq/{name}"))
+
+
+def _room(path: str) -> dict[str, Any] | None:
+    try:
+        status = os.statvfs(path)
+    except OSError:
+        return None
+    return {
+        "size_bytes": status.f_blocks * status.f_frsize,
+        "free_bytes": status.f_bavail * status.f_frsize,
+        "files": status.f_files,
+        "free_files": status.f_favail,
+        "is_read_only": bool(status.f_flag & os.ST_RDONLY),
+        "is_writable": os.access(path, os.W_OK),
+    }
+
+
+def processors(_wish: dict[str, Any]) -> dict[str, Any]:
+    """How much of the processors a job gets: which it may use, and who else computes."""
+    before = _cpu_seconds()
+    started = time.monotonic()
+    time.sleep(_SAMPLE_SECONDS)
+    after = _cpu_seconds()
+    ancestors = _ancestors()
+    seconds = time.monotonic() - started
+    busy = []
+    for process, (used, life) in after.items():
+        now = (used - before.get(process, (used, life))[0]) / seconds
+        if process not in ancestors and used >= _BUSY_CPU_SECONDS and used >= _BUSY_SHARE * life and now > 0.0:
+            # While all nodes are looked at at once, it gets less than it had before.
+            busy.append({"pid": process, "cores": max(now, used / life), **_owner_and_program(process)})
+    return {
+        "machine": len(os.sched_getaffinity(1)),  # those of a container, in a container
+        "usable": len(os.sched_getaffinity(0)),
+        "quota": _quota(),
+        "busy": sorted(busy, key=lambda one: -float(one["cores"])),
+    }
+
+
+def _cpu_seconds() -> dict[int, tuple[float, float]]:
+    """Process -> the processor time that it has used, and its age, in seconds."""
+    tick = os.sysconf("SC_CLK_TCK")
+    up = float(children.text("/proc/uptime").split()[0])
+    seconds = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        fields = children.text(f"{path}/stat").rpartition(")")[2].split()
+        if len(fields) > 19:
+            used = (int(fields[11]) + int(fields[12])) / tick
+            seconds[int(path.name)] = (used, max(0.1, up - int(fields[19]) / tick))
+    return seconds
+
+
+def _ancestors() -> set[int]:
+    """This process and those above it, which on a slow machine compute for longer than a check should take."""
+    ancestors: set[int] = set()
+    process = os.getpid()
+    while process > 1:
+        ancestors.add(process)
+        fields = children.text(f"/proc/{process}/stat").rpartition(")")[2].split()
+        process = int(fields[1]) if fields else 0
+    return ancestors
+
+
+def _owner_and_program(process: int) -> dict[str, Any]:
+    """Without arguments: what people put there is not for everybody who reads a report."""
+    user = "?"
+    with suppress(OSError):
+        uid = Path(f"/proc/{process}").stat().st_uid
+        user = str(uid)
+        with suppress(KeyError):
+            user = pwd.getpwuid(uid).pw_name
+    return {"user": user, "program": children.text(f"/proc/{process}/comm").strip()}
+
+
+def _quota() -> float | None:
+    """Processor time by cgroup (version 2, else 1), in processors; None without a limit."""
+    least = None
+    for line in children.text("/proc/self/cgroup").splitlines():
+        number, controllers, place = line.split(":", 2)
+        if number != "0" and "cpu" not in controllers.split(","):
+            continue
+        root = Path("/sys/fs/cgroup") if number == "0" else Path("/sys/fs/cgroup/cpu")
+        folder = root / place.lstrip("/")
+        for path in [folder, *folder.parents]:
+            if root not in (path, *path.parents):
+                break
+            limit = children.text(f"{path}/cpu.max").split() or [
+                children.text(f"{path}/cpu.cfs_quota_us").strip(),
+                children.text(f"{path}/cpu.cfs_period_us").strip(),
+            ]
+            if limit[0] not in ("", "max", "-1"):
+                own = int(limit[0]) / int(limit[1])
+                least = own if least is None else min(least, own)
+    return least
+
+
+CALLS = {
+    "names": names,
+    "clock": clock,
+    "time_service": time_service,
+    "resources": resources,
+    "processors": processors,
+}

@@ -1,0 +1,245 @@
+"""The shared folder as this node sees it. Whatever touches it is a child with a deadline: it may never come back."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from typing import Any
+
+from mpitrain.diagnostics.node import children
+from mpitrain.diagnostics.node.machine import resolve
+
+_TOUCH_SECONDS = 5.0
+_VISIBLE_SECONDS = 5.0
+_NFS_PORT = 2049
+
+# Each is run by a Python of its own with the folder as its first argument, and prints one JSON value.
+_BEGIN = """
+import errno, json, os, sys, time
+share, *rest = sys.argv[1:]
+started = time.monotonic()
+def tell(value):
+    print(json.dumps(value), flush=True)
+"""
+_KIND = """
+try:
+    os.stat(os.path.join(share, "."))  # this brings an automount to mount
+    tell({"kind": "folder" if os.path.isdir(share) else "file", "why": ""})
+except OSError as error:
+    tell({"kind": "missing" if error.errno == errno.ENOENT else "folder", "why": error.strerror})
+"""
+_LIST = """
+try:
+    os.listdir(share)
+    tell({"seconds": time.monotonic() - started, "why": ""})
+except OSError as error:
+    tell({"seconds": time.monotonic() - started, "why": error.strerror, "code": errno.errorcode.get(error.errno, "")})
+"""
+_ROOM = """
+room = os.statvfs(share)
+tell({"bytes": room.f_blocks * room.f_frsize, "free_bytes": room.f_bavail * room.f_frsize, "files": room.f_files,
+      "free_files": room.f_favail})
+"""
+# A folder for each run, right in the share: with one above it for all, the first to end would take it from the others.
+_WRITE = """
+folder = os.path.join(share, ".mpitrain-check-" + rest[0])
+content = os.urandom(2048).hex()
+done = "making a folder"
+why, code = "", ""
+try:
+    os.mkdir(folder)
+    path = os.path.join(folder, "file")
+    done = "writing a file"
+    with open(path, "x") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    done = "reading it back"
+    with open(path) as file:
+        if file.read() != content:
+            why = "other content than was written"
+    done = "removing it" if not why else done
+    os.unlink(path)
+except OSError as error:
+    why, code = error.strerror, errno.errorcode.get(error.errno, "")
+for remove, what in ((os.unlink, os.path.join(folder, "file")), (os.rmdir, folder)):
+    try:
+        remove(what)
+    except OSError:
+        pass
+tell({"doing": done, "why": why, "code": code, "uid": os.geteuid()})
+"""
+_STEP = """
+action, run, token = rest
+folder = os.path.join(share, ".mpitrain-check-" + run)
+path = os.path.join(folder, "token")
+def content():
+    with open(path) as file:
+        return file.read()
+if action == "begin":
+    os.mkdir(folder)
+    tell("")
+elif action == "miss":  # from now on this node may believe for a while that there is no such file
+    tell(os.path.exists(path))
+elif action == "write":
+    with open(path, "x") as file:
+        file.write(token)
+        file.flush()
+        os.fsync(file.fileno())
+    tell("")
+elif action == "wait":
+    by_name = listed = None
+    while time.monotonic() - started < SECONDS and (by_name is None or listed is None):
+        if by_name is None and os.path.exists(path):
+            by_name = time.monotonic() - started
+        if listed is None and "token" in os.listdir(folder):
+            listed = time.monotonic() - started
+            same = content() == token
+        time.sleep(0.02)
+    tell({"by_name_seconds": by_name, "listed_seconds": listed, "is_same": listed is not None and same})
+elif action == "end":
+    for remove, what in ((os.unlink, path), (os.rmdir, folder)):
+        try:
+            remove(what)
+        except OSError:
+            pass
+    tell("")
+""".replace("SECONDS", str(_VISIBLE_SECONDS - 1.5))
+
+
+def _ask(script: str, *arguments: str, seconds: float = _TOUCH_SECONDS, as_root: bool = False) -> Any:
+    """Run one of the scripts. {"slow": seconds} where it does not come back."""
+    command = [sys.executable, "-I", "-c", _BEGIN + script, *arguments]
+    try:
+        code, out, error = children.run((["sudo", "-n"] if as_root else []) + command, seconds)
+    except children.SlowError:
+        return {"slow": seconds}
+    if code != 0:
+        raise RuntimeError(" ".join(error.strip().splitlines()[-1:]) or f"a child ended with code {code}")
+    return json.loads(out)
+
+
+def mount(wish: dict[str, Any]) -> dict[str, Any]:
+    """What is mounted on wish["share"], after a touch that brings an automount to mount, and how it would come back.
+
+    `mounts` are those of the path, the last one on top, with the one that it lies in where it has none of its own.
+    """
+    share = wish["share"]
+    # The shared user's home may be closed to whoever logged in.
+    try:
+        touched = _ask(_KIND, share, as_root=children.as_root("true") is not None)
+    except RuntimeError as error:
+        touched = {"kind": "unknown", "why": str(error)}
+    mounts = _mounts(share)
+    is_nfs = bool(mounts) and "nfs" in mounts[-1]["type"]
+    at = mounts[-1]["path"] if is_nfs else share  # it may be a folder of a larger share
+    unit = children.output("systemd-escape", "--path", at).strip()
+    states = {}
+    for kind in ("automount", "mount"):
+        shown = children.output(
+            "systemctl", "show", "-p", "LoadState,UnitFileState,ActiveState,FragmentPath", f"{unit}.{kind}"
+        )
+        states[kind] = dict(line.split("=", 1) for line in shown.splitlines() if "=" in line)
+    # A stand-in for NFS, such as a FUSE client, does not show the options that it was given.
+    given = re.search(r"(?m)^Options=(.*)$", children.text(states["mount"].get("FragmentPath", "") or "/dev/null"))
+    return {
+        **touched,
+        "mounts": mounts,
+        "server_addresses": _server_addresses(mounts[-1]["source"]) if is_nfs else [],
+        "units": states,
+        "unit_options": given[1].split(",") if given else [],
+        "fstab": _fstab(at),
+    }
+
+
+def _server_addresses(source: str) -> list[str]:
+    server = source.rpartition(":")[0].strip("[]")
+    return resolve([server])[server] or [] if server else []
+
+
+def _mounts(share: str) -> list[dict[str, Any]]:
+    mounts: list[dict[str, Any]] = []
+    for line in children.text("/proc/self/mountinfo").splitlines():
+        left, _, right = line.partition(" - ")
+        path = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), left.split()[4])
+        kind, source, super_options = (right.split(" ", 2) + ["", ""])[:3]
+        if path == share.rstrip("/") or share.startswith(path.rstrip("/") + "/"):
+            options = [*left.split()[5].split(","), *super_options.split(",")]
+            mounts.append({"path": path, "type": kind, "source": source, "options": options})
+    longest = max((len(one["path"]) for one in mounts), default=0)
+    return [one for one in mounts if len(one["path"]) == longest]
+
+
+def _fstab(share: str) -> list[str]:
+    """The options of the share in /etc/fstab; none where it is not there."""
+    for line in children.text("/etc/fstab").splitlines():
+        words = line.split()
+        if len(words) >= 4 and not words[0].startswith("#") and words[1].rstrip("/") == share.rstrip("/"):
+            return [str(word) for word in words[3].split(",")]
+    return []
+
+
+def use(wish: dict[str, Any]) -> dict[str, Any]:
+    """List the share, look at its room, write and read back: as whoever asks. Stops at what does not come back."""
+    answers = {"list": _ask(_LIST, wish["share"])}
+    if answers["list"].get("seconds", 0.0) > 1.0:  # the first one may have had to wait for an automount
+        answers["list"] = _ask(_LIST, wish["share"])
+    for name, script, arguments in (("room", _ROOM, ()), ("write", _WRITE, (wish["run"],))):
+        before = list(answers.values())[-1]
+        if "slow" in before or answers["list"].get("why"):
+            break
+        folder = _folder(wish)
+        children.makes(folder)
+        answers[name] = _ask(script, wish["share"], *arguments)
+        if "slow" not in answers[name]:
+            children.removed(folder)
+    return answers
+
+
+def _folder(wish: dict[str, Any]) -> str:
+    return "{share}/.mpitrain-check-{run}".format(**wish)
+
+
+def step(wish: dict[str, Any]) -> Any:
+    """One step of a file's way from node to node: begin, miss, write, wait, end. Says why where it fails."""
+    if wish["action"] == "begin":
+        children.makes(_folder(wish))
+    try:
+        answer = _ask(
+            _STEP, wish["share"], wish["action"], wish["run"], wish.get("token", ""), seconds=_VISIBLE_SECONDS
+        )
+    except RuntimeError as error:
+        return {"why": str(error)}
+    if wish["action"] == "end" and answer == "":
+        children.removed(_folder(wish))
+    return answer
+
+
+def serving(_wish: dict[str, Any]) -> dict[str, Any]:
+    """What the head serves: its export table, asked for as root, and its server.
+
+    "exports" is None where sudo may not be used; empty too where there is no exportfs.
+    """
+    may_ask = children.as_root("true") is not None
+    table = (children.as_root("exportfs", "-s") if may_ask else None) or ""
+    lines = [line.split(None, 1) for line in table.splitlines() if line.startswith("/")]
+    states = {}
+    for unit in ("nfs-server", "nfs-kernel-server"):
+        shown = children.output("systemctl", "show", "-p", "LoadState,ActiveState,UnitFileState", f"{unit}.service")
+        states[unit] = dict(line.split("=", 1) for line in shown.splitlines() if "=" in line)
+    known = next((state for state in states.values() if state.get("LoadState") == "loaded"), {})
+    sockets = children.text("/proc/net/tcp") + children.text("/proc/net/tcp6")
+    exports = []
+    for path, clients in (line for line in lines if len(line) == 2):
+        for client, options in re.findall(r"(\S+)\(([^)]*)\)", clients):
+            exports.append({"path": path, "client": client, "options": options.split(",")})
+    return {
+        "exports": exports if may_ask else None,
+        "server": known.get("ActiveState", "missing"),
+        "enabled": known.get("UnitFileState", ""),
+        "is_listening": bool(re.search(rf":{_NFS_PORT:04X} [0-9A-F]+:0000 0A ", sockets)),
+    }
+
+
+CALLS = {"share_mount": mount, "share_use": use, "share_step": step, "share_serving": serving}

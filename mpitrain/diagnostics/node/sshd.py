@@ -1,0 +1,91 @@
+"""What a node says of its ssh: the settings of sshd, the keys of the user, and a login to another node."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import time
+from pathlib import Path
+from typing import Any
+
+from mpitrain.diagnostics.node import children
+
+_SETTINGS = "/etc/ssh/sshd_config.d"
+# What ssh writes to stderr, and what kind of failure that is.
+_SSH_SAYS = (
+    ("unprotected private key|bad permissions", "mode"),
+    ("identification has changed|host key verification failed|no .* host key is known", "host key"),
+    ("permission denied", "key"),
+    ("could not resolve|name or service not known", "name"),
+    ("timed out", "timeout"),
+    ("connection refused", "refused"),
+    ("no route to host|network is unreachable", "unreachable"),
+    ("connection reset|connection closed|kex_exchange_identification", "reset"),
+)
+
+
+def ssh_server(wish: dict[str, Any]) -> dict[str, Any]:
+    """What sshd's settings come to: for all, for the shared `user`, for root; and who "sets" each: [file, value]."""
+    settings: dict[str, Any] = {"is_known": True, "sets": {}}
+    connections = {"all": [], "user": ["-C", "user={user},host={peer},addr={peer}".format(**wish)]}
+    connections["root"] = ["-C", "user=root,host={peer},addr={peer}".format(**wish)]
+    for name, options in connections.items():
+        out = children.as_root("sshd", "-T", *options)
+        if out is None:
+            return {"is_known": False}
+        settings[name] = dict((line.split(" ", 1) + [""])[:2] for line in out.splitlines())
+    files = sorted(Path(_SETTINGS).glob("*.conf")) + [Path("/etc/ssh/sshd_config")]
+    for path in files:
+        for line in (children.as_root("cat", str(path)) or "").splitlines():
+            word, _, value = line.strip().partition(" ")
+            if word and not word.startswith("#"):
+                settings["sets"].setdefault(word.lower(), []).append([str(path), value.strip()])
+    return settings
+
+
+def ssh_keys(wish: dict[str, Any]) -> dict[str, Any]:
+    """The private keys that this user offers on the way to `peer`."""
+    asked = children.output("ssh", "-G", wish["peer"])
+    paths = [Path(line.split(" ", 1)[1]).expanduser() for line in asked.splitlines() if line.startswith("identityfile")]
+    keys = []
+    for path in paths:
+        try:
+            status = path.stat()
+        except OSError:
+            continue
+        words = children.output("ssh-keygen", "-lf", str(path)).split()
+        keys.append(
+            {
+                "path": str(path),
+                "mode": f"{stat.S_IMODE(status.st_mode):04o}",
+                "is_own": status.st_uid == os.getuid(),
+                "is_readable": os.access(str(path), os.R_OK),
+                "bits": int(words[0]) if words else 0,
+                "fingerprint": words[1] if words else "",
+                "kind": words[-1].strip("()") if words else "",
+            }
+        )
+    home = Path.home()
+    places = [place for place in (home, home / ".ssh") if place.exists()]
+    loose = [str(place) for place in places if place.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH)]
+    return {"offers": [str(path) for path in paths], "keys": keys, "writable_by_others": loose}
+
+
+def log_in(wish: dict[str, Any]) -> dict[str, Any]:
+    """`ssh peer true` as jobs do it."""
+    started = time.monotonic()
+    command = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5", wish["peer"], "true"]
+    try:
+        code, _out, err = children.run(command, 8.0)
+    except children.SlowError:
+        return {"failed": "timeout", "found": "the login hangs", "seconds": time.monotonic() - started}
+    seconds = time.monotonic() - started
+    if code == 0:
+        return {"failed": "", "found": "", "seconds": seconds}
+    kind = next((kind for pattern, kind in _SSH_SAYS if re.search(pattern, err, re.I)), "other")
+    lines = [line.strip() for line in err.splitlines() if line.strip()]
+    return {"failed": kind, "found": lines[-1] if lines else f"exit code {code}", "seconds": seconds}
+
+
+CALLS = {"ssh server": ssh_server, "ssh keys": ssh_keys, "log in": log_in}

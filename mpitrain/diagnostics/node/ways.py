@@ -1,0 +1,139 @@
+"""Tries of the way to another node: a listener on the one, connections, messages and pings from the other."""
+
+from __future__ import annotations
+
+import re
+import socket
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+from mpitrain.diagnostics.node import children
+
+_CONNECT_SECONDS = 3.0
+_ECHOES = 20
+_LARGE_BYTES = 1 << 17
+_NO_ANSWER = re.compile(r"100% packet loss|, 0 received")
+
+
+def listen(wish: dict[str, Any]) -> int:
+    """Take a connection at a port for `seconds`: of `range` (low, high) if one is given and free; returns the port."""
+    low, high = wish.get("range") or (0, -1)
+    family, *_, own = socket.getaddrinfo(wish["address"], None, type=socket.SOCK_STREAM)[0]
+    server = socket.socket(family)
+    for port in [*range(low, high + 1), 0]:
+        with suppress(OSError):
+            server.bind((own[0], port, *own[2:]))
+            break
+    server.listen(8)
+    server.settimeout(wish["seconds"])
+    threading.Thread(target=_serve, args=(server,), daemon=True).start()
+    port_number: int = server.getsockname()[1]
+    return port_number
+
+
+def _serve(server: socket.socket) -> None:
+    """One connection: of what comes, `e` + bytes are sent back, `s` + a length are swallowed and acknowledged."""
+    with server, suppress(OSError):
+        connection, _ = server.accept()
+        with connection:
+            connection.settimeout(10.0)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            mode = connection.recv(1)
+            buffer = bytearray(1 << 20)
+            while mode == b"e":
+                data = connection.recv(1 << 16)
+                if not data:
+                    return
+                connection.sendall(data)
+            while mode == b"s":
+                left = int.from_bytes(receive(connection, 8), "big")
+                while left:
+                    count = connection.recv_into(buffer, min(left, len(buffer)))
+                    if not count:
+                        return
+                    left -= count
+                connection.sendall(b"k")
+
+
+def receive(connection: socket.socket, count: int) -> bytes:
+    """Exactly that many bytes."""
+    data = b""
+    while len(data) < count:
+        part = connection.recv(min(count - len(data), 1 << 16))
+        if not part:
+            raise ConnectionError("the connection was closed")
+        data += part
+    return data
+
+
+def connect(address: str, port: int, mode: bytes) -> socket.socket:
+    """A connection to what `listen` opened."""
+    connection = socket.create_connection((address, port), _CONNECT_SECONDS)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.sendall(mode)
+    return connection
+
+
+def reach(wish: dict[str, Any]) -> dict[str, Any]:
+    """Whether a connection to `port` comes about, how long small messages take there and back, and if large ones do."""
+    answer: dict[str, Any] = {"connect": "ok", "found": ""}
+    try:
+        try:
+            connection = connect(wish["address"], wish["port"], b"e")
+        except (TimeoutError, socket.timeout):  # noqa: UP041 (as below): one try proves nothing
+            connection = connect(wish["address"], wish["port"], b"e")
+    except (TimeoutError, socket.timeout):  # noqa: UP041 (the same from Python 3.10 only)
+        return {"connect": "timeout", "found": f"twice no answer within {_CONNECT_SECONDS:g} s"}
+    except ConnectionRefusedError as error:
+        return {"connect": "refused", "found": error.strerror}
+    except OSError as error:
+        return {"connect": "unreachable", "found": error.strerror or str(error)}
+    with connection:
+        try:
+            answer["round_trips_seconds"] = [round_trip(connection, 64) for _ in range(_ECHOES)]
+        except OSError as error:
+            return {"connect": "lost", "found": str(error)}
+        # Sent by a thread: what comes back must be taken meanwhile.
+        sender = threading.Thread(target=_send, args=(connection, bytes(_LARGE_BYTES)), daemon=True)
+        sender.start()
+        answer["large_bytes"] = 0
+        with suppress(OSError):
+            while answer["large_bytes"] < _LARGE_BYTES:
+                answer["large_bytes"] += len(connection.recv(1 << 16)) or _LARGE_BYTES
+        answer["large_is_complete"] = answer["large_bytes"] == _LARGE_BYTES
+    return answer
+
+
+def round_trip(connection: socket.socket, count: int) -> float:
+    """How long `count` bytes take there and back."""
+    started = time.perf_counter()
+    connection.sendall(bytes(count))
+    receive(connection, count)
+    return time.perf_counter() - started
+
+
+def _send(connection: socket.socket, data: bytes) -> None:
+    with suppress(OSError):
+        connection.sendall(data)
+
+
+def ping(wish: dict[str, Any]) -> dict[str, Any]:
+    """Whether packets of the route's full size (`mtu_bytes`) get there whole, and if not, whether small ones do."""
+    payload_bytes = wish["mtu_bytes"] - (48 if ":" in wish["address"] else 28)  # without the headers of IP and ICMP
+    large = _ping(wish["address"], payload_bytes, 1)
+    if large is False:  # one may get lost
+        large = _ping(wish["address"], payload_bytes, 2)
+    small = True if large else _ping(wish["address"], 56, 2)
+    return {"large": large, "small": small}
+
+
+def _ping(address: str, payload_bytes: int, count: int) -> bool | None:
+    """Whether any comes back; None where it cannot be tried."""
+    options = ["-n", "-M", "do", "-i", "0.3", "-W", "1", "-c", str(count), "-s", str(payload_bytes)]
+    code, out, _err = children.run(["ping", *options, address], count * 2.0 + 1.0)
+    return None if code == 127 or "packets transmitted" not in out else not _NO_ANSWER.search(out)
+
+
+CALLS = {"listen": listen, "reach": reach, "ping": ping}

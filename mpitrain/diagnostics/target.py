@@ -1,0 +1,195 @@
+"""Which nodes are checked, and what they are meant to be: the inventory, and the variables of its group_vars."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from getpass import getuser
+from pathlib import Path
+from typing import Any
+
+from mpitrain.diagnostics.check import Target
+from mpitrain.diagnostics.ssh_settings import LoginError, ssh_settings
+from mpitrain.errors import ConfigError
+from mpitrain.launch.hostfile import (
+    NODE_INVENTORY,
+    PROJECT_INVENTORY,
+    Host,
+    find_inventory,
+    group_variables,
+    read_inventory,
+)
+from mpitrain.launch.variables import read_env_file
+
+# As in cluster/group_vars/all.yml; a test compares them. These are used where that file is not at hand.
+DEFAULTS: dict[str, Any] = {
+    "mpitrain_user": "cluster",
+    "mpitrain_uid": 1900,
+    "mpitrain_gid": 1900,
+    "mpitrain_share": "/home/cluster/nfs",
+    "mpitrain_venv": "{{ mpitrain_share }}/venv",
+    "mpitrain_nfs_options": "vers=4.2,hard,nconnect=4,noatime,nosuid,nodev,lookupcache=positive",
+    "mpitrain_mpi": "wheel",
+    "mpitrain_sshd_max_startups": "100:30:400",
+    "mpitrain_nofile": 65536,
+    "mpitrain_memlock": "unlimited",
+    "mpitrain_firewall": "auto",
+    "mpitrain_time": "auto",
+    "mpitrain_tuning": False,
+}
+# What jobs and tools take from the user's environment to choose a network.
+_VARIABLES = re.compile(r"(UCX|FI|OMPI_MCA|PRTE_MCA|I_MPI|HYDRA|NCCL|GLOO|MPIEXEC)_\w+")
+_REFERENCE = re.compile(r"\{\{\s*(\w+)\s*\}\}")
+
+
+def find_target(inventory: Path | None, hosts: str | None, script: str | None, environ: Mapping[str, str]) -> Target:
+    """The target of a command line.
+
+    Args:
+        inventory: of `-i`; None for that of ANSIBLE_INVENTORY, else ./cluster/hosts, else /etc/mpitrain/hosts.
+        hosts: of `--hosts a,b`: names or addresses; as whom the command runs there is the shared user.
+        script: of `--script`.
+        environ: the user's environment.
+
+    Raises:
+        ConfigError: there is no inventory; it, or what it stands beside, says what cannot be.
+    """
+    named = environ.get("ANSIBLE_INVENTORY", "")
+    if inventory is None and "," in named:
+        raise ConfigError(f"ANSIBLE_INVENTORY is {named!r}; it must be one file, or give the inventory by -i")
+    path = inventory or (Path(named).expanduser() if named else find_inventory())
+    if path is None:
+        if hosts is None:
+            raise ConfigError(
+                f"there is no inventory: looked for {PROJECT_INVENTORY} and {NODE_INVENTORY}; `mpitrain cluster init` "
+                "writes one, --hosts a,b does without"
+            )
+        nodes: tuple[Host, ...] = ()
+    else:
+        common = {**_login(_given(path)), **group_variables(path)}
+        nodes = tuple(replace(host, variables={**common, **host.variables}) for host in read_inventory(path).hosts)
+    head = nodes[0] if nodes else None
+    if hosts is not None:
+        nodes = _named(hosts, nodes)
+        nodes = tuple(sorted(nodes, key=lambda host: host != head))  # the others stay as they are
+    # Named by hand and without an inventory: somebody else's cluster, so it is this user and this Python that matter.
+    settings = _settings(path) if path else {**DEFAULTS, **_here()}
+    share = settings["mpitrain_share"]
+    file = environ.get("MPITRAIN_ENV_FILE", "")  # as `mpitrain run` takes it
+    variables = {**(read_env_file(Path(file)) if file else {}), **environ}
+    return Target(
+        hosts=nodes,
+        user=settings["mpitrain_user"],
+        share=share,
+        venv=settings["mpitrain_venv"],
+        settings=settings,
+        set_up=_set_up(path),
+        script=None if script is None else str(Path(script).absolute()),
+        environ=network_variables(variables),
+        inventory_head=None if head in nodes else head,
+        inventory=path,
+    )
+
+
+def network_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Those by which jobs and tools choose interfaces and ports."""
+    return {name: value for name, value in environ.items() if _VARIABLES.fullmatch(name)}
+
+
+def _named(hosts: str, known: tuple[Host, ...]) -> tuple[Host, ...]:
+    by_name = {host.name: host for host in known}
+    named_hosts: list[Host] = []
+    for name in (part.strip() for part in hosts.split(",")):
+        if not name or name in {host.name for host in named_hosts}:
+            raise ConfigError(f"--hosts {hosts!r}: {'an empty name' if not name else f'{name} comes twice'}")
+        if name in by_name:
+            named_hosts.append(by_name[name])
+            continue
+        host = _by_hand(name)
+        if host.address in {one.address for one in named_hosts}:
+            raise ConfigError(f"--hosts {hosts!r}: {name} is a second name of {host.address}")
+        named_hosts.append(host)
+    return tuple(named_hosts)
+
+
+def _by_hand(name: str) -> Host:
+    """A node that only --hosts names: as ssh takes the name, which may be one of ssh's own configuration."""
+    real = name
+    with suppress(LoginError):  # which each login will say
+        real = ssh_settings(Host(name, name))["hostname"][0]
+    try:
+        address = _address(real)
+    except OSError as error:
+        raise ConfigError(f"--hosts: {name} is in no inventory and cannot be resolved: {error}") from None
+    try:
+        _address(name)
+    except OSError:  # a name that ssh alone knows, here; what the nodes know is what it stands for
+        return Host(real, address, {"ansible_host": name})
+    return Host(name, address, {"ansible_host": name})
+
+
+def _address(name: str) -> str:
+    return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+
+
+def _here() -> dict[str, Any]:
+    venv = Path(sys.prefix)
+    is_made_by_set_up = (venv / ".mpitrain").is_file()  # set-up writes it
+    return {
+        "mpitrain_user": getuser(),
+        "mpitrain_share": str(venv.parent) if is_made_by_set_up else None,
+        "mpitrain_venv": str(venv),
+    }
+
+
+def _login(given: Mapping[str, Any]) -> dict[str, str]:
+    names = ("ansible_user", "ansible_port", "ansible_ssh_private_key_file", "ansible_ssh_common_args")
+    return {name: str(given[name]) for name in names if name in given}
+
+
+def _settings(inventory: Path) -> dict[str, Any]:
+    """DEFAULTS, overridden by group_vars/all.yml beside the inventory or in the project's folder."""
+    given = _given(inventory)
+    settings = {**DEFAULTS, **{name: value for name, value in given.items() if name in DEFAULTS}}
+
+    def filled(value: Any) -> Any:
+        return _REFERENCE.sub(lambda m: str(settings.get(m[1], m[0])), value) if isinstance(value, str) else value
+
+    settings = {name: filled(value) for name, value in settings.items()}
+    for name, value in settings.items():
+        if isinstance(value, str) and "{{" in value:
+            raise ConfigError(
+                f"group_vars/all.yml: {name} is the template {value!r}, which only Ansible fills in; write its value"
+            )
+    return settings
+
+
+def _given(inventory: Path) -> dict[str, Any]:
+    places = [inventory.parent / "group_vars/all.yml", PROJECT_INVENTORY.parent / "group_vars/all.yml"]
+    path = next((place for place in places if place.is_file()), None)
+    return _read(path) if path else {}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: holds no variables")
+    return content
+
+
+def _set_up(inventory: Path | None) -> str:
+    """How a repairing line begins; an inventory that ansible.cfg does not name is named."""
+    is_default = inventory is None or inventory in (PROJECT_INVENTORY, NODE_INVENTORY)
+    if is_default or str(inventory) == os.environ.get("ANSIBLE_INVENTORY"):
+        return "ansible-playbook cluster/setup.yml"
+    return f"ansible-playbook -i {inventory} cluster/setup.yml"

@@ -1,0 +1,61 @@
+"""What a codec has left out on this rank so far: it goes into a checkpoint, and comes back from one."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy
+
+from mpitrain.exchange.bucket import Bucket, Layout
+from mpitrain.exchange.exchange import Exchange
+from mpitrain.exchange.slot import Slot
+from mpitrain.world import World
+
+
+class LeftOut:
+    """The residuals of a reducer's slots; GradientReducer.state and restore say what a state holds."""
+
+    def __init__(
+        self,
+        world: World,
+        layout: Layout,
+        buckets: Sequence[Bucket],
+        exchange: Exchange,
+        slots: Mapping[numpy.dtype, Slot],
+    ) -> None:
+        """`slots` are those of `exchange` that hold the buckets, by dtype."""
+        self._world = world
+        self._layout = layout
+        self._buckets = buckets
+        self._exchange = exchange
+        self._slots = slots
+
+    def state(self, carried: dict[numpy.dtype, numpy.ndarray]) -> dict[str, Any]:
+        """What there is, with `carried`, which has not been sent yet; {} where nothing is left out."""
+        if self._world.num_nodes == 1:
+            return {}
+        flats = {dtype: residual for dtype, slot in self._slots.items() if (residual := slot.left_out()) is not None}
+        if not flats:
+            return {}
+        state = {"place": self._placement(), "residual": self._layout.named(flats)}
+        return {**state, "carried": self._layout.named(carried)} if carried else state
+
+    def restore(self, state: Mapping[str, Any]) -> dict[numpy.dtype, numpy.ndarray]:
+        """Overwrite the residuals; returns what is carried.
+
+        Raises:
+            CheckpointError: it is of other parameters. Nothing has changed.
+        """
+        residual, carried = (self._layout.flats_of(state.get(key, {})) for key in ("residual", "carried"))
+        self._exchange.reset()
+        for dtype, slot in self._slots.items():
+            if slot.residual is not None and residual:
+                slot.restore(residual[dtype])
+        return carried
+
+    def _placement(self) -> str:
+        """Equal where every rank leaves out the same elements: which those are follows from nodes and buckets."""
+        buckets = [(str(bucket.dtype), bucket.begin, bucket.end) for bucket in self._buckets]
+        return hashlib.sha256(repr((self._world.node_ranks, buckets, self._exchange.division)).encode()).hexdigest()

@@ -1,0 +1,1 @@
+"""How a World comes to be, and how a job ends."""

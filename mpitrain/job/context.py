@@ -1,0 +1,67 @@
+"""What the launcher tells a rank: in variables of the environment with a prefix of their own, which users do not set.
+
+`mpitrain run` writes them for each rank that it starts, and removes those that it has been given itself. A program
+that another launcher started has none. What all ranks share and users may set is in mpitrain.config.
+
+Sent to the guards as text, so it imports nothing of ours and does with an old Python.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+PREFIX = "_MPITRAIN_"
+# By these two a guard knows the processes of its job; the daemons of mpiexec have them too.
+JOB, LAUNCHER = PREFIX + "JOB", PREFIX + "LAUNCHER"
+EXPECTED_SIZE = PREFIX + "EXPECTED_SIZE"
+
+
+@dataclass(frozen=True)
+class JobContext:
+    """Each field is a variable: `roll_call` is _MPITRAIN_ROLL_CALL. A field that was not told has its default.
+
+    Attributes:
+        job: the id that `mpitrain ps` shows.
+        launcher: which process that is; roster.launcher_name makes it.
+        expected_size: ranks that the launcher started; 0: not known.
+        roll_call: socket of the guard of its host, at which every rank calls; "": there is no guard.
+        devices: of the ranks in order, such as ("cuda:0", "cuda:1", "cpu"); none where --hosts names none.
+        verify_record: folder on rank 0 for a record of what the script computes; "": none is wanted.
+        verify_steps: how many steps are recorded; then the script ends.
+    """
+
+    job: str = ""
+    launcher: str = ""
+    expected_size: int = 0
+    roll_call: str = ""
+    devices: tuple[str, ...] = ()
+    verify_record: str = ""
+    verify_steps: int = 0
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> JobContext:
+        """The context in `environ` (all of os.environ will do). What cannot be one of ours counts as not told."""
+        told: dict[str, Any] = {}
+        for field in dataclasses.fields(cls):
+            text = environ.get(PREFIX + field.name.upper(), "")
+            if isinstance(field.default, int):
+                told[field.name] = int(text) if text.isdecimal() else field.default
+            else:
+                told[field.name] = tuple(text.split(",") if text else ()) if isinstance(field.default, tuple) else text
+        return cls(**told)
+
+    def variables(self) -> dict[str, str]:
+        """What `read` reads: the variables of the fields that differ from their defaults."""
+        told = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value != field.default:
+                told[PREFIX + field.name.upper()] = ",".join(value) if isinstance(value, tuple) else str(value)
+        return told
+
+    def device(self, rank: int) -> str:
+        """The device that `mpitrain run --hosts` gave to a rank, such as "cuda:1" or "cpu"; "" where it gave none."""
+        return self.devices[rank] if self.devices else ""

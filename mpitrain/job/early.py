@@ -1,0 +1,61 @@
+"""Before init(): a rank that fails alone must not leave the others waiting in MPI_Init, or in init(), for ever.
+
+`import mpitrain` installs this in processes that an MPI launcher started; the Job (job.py) takes over in init().
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+# The process that the launcher started. Its helpers inherit the launcher's variables, and are no ranks.
+# (config.read_config would refuse a name that begins with MPITRAIN_.)
+_RANK_PID = "_MPITRAIN_RANK_PID"
+# How long what a rank wrote may take to be read: the launcher drops the rest when the job ends.
+_READING_SECONDS = 0.1
+
+
+def watch() -> None:
+    """End the job at an uncaught exception of this process, if a launcher has started it."""
+    if "PMI_RANK" not in os.environ and "PMIX_RANK" not in os.environ:
+        return
+    os.environ.setdefault(_RANK_PID, str(os.getpid()))
+    if not is_helper():
+        sys.excepthook = _uncaught
+
+
+def is_helper() -> bool:
+    """Whether a rank has started this process, or has forked it."""
+    return os.environ.get(_RANK_PID, str(os.getpid())) != str(os.getpid())
+
+
+def abort(comm: MPI.Comm, code: int) -> None:
+    """End all processes of the job. What MPICH would add about it is left out: the failure's report stays last."""
+    with suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    comm.Abort(code)
+
+
+def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    sys.__excepthook__(kind, error, trace)
+    time.sleep(_READING_SECONDS)
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized():
+        if not mpi.Is_finalized() and mpi.COMM_WORLD.size > 1:
+            sys.stdout.flush()
+            abort(mpi.COMM_WORLD, 1)
+    elif os.environ.get("PMI_SIZE", "1") != "1":
+        # To Hydra (MPICH, Intel MPI) an exit code before MPI_Init says nothing, and it lets the others wait in there.
+        # The end by a signal does: it ends them all.
+        sys.stdout.flush()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,155 @@
+"""How a job ends: all ranks together, or at once when one fails.
+
+An uncaught exception on one rank would leave the others waiting for it. Here it ends the whole job: the rank that
+failed first prints its traceback last, and aborts. A rank that ends normally says so and waits for the others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from contextlib import suppress
+from typing import NoReturn
+
+from mpitrain.errors import MpitrainError
+from mpitrain.job.early import abort
+from mpitrain.launch.shared_files import remove_mine
+from mpitrain.waiting.notes import FAILED, FINISHED
+from mpitrain.watching.activity import own_activity
+from mpitrain.watching.rank_record import ENDED
+from mpitrain.world import World
+
+# Ranks that fail for one reason fail at about the same time. The first one waits this long, so that it hears of the
+# others' failures and speaks last.
+_ARBITRATION_SECONDS = 0.5
+# How long what a rank wrote may take to be read. (Open MPI's mpiexec ends a job at once, and drops the rest.)
+_READING_SECONDS = 0.1
+# A rank that was not the first waits this long to be ended, then ends by itself.
+_LAST_RESORT_SECONDS = 10.0
+
+# `mpitrain run` looks for these two lines to repeat the first failure as a job's last words.
+BEGIN, END = "mpitrain: {name} failed:", "mpitrain: end of the failure of {name}"
+
+
+def end_job(world: World, error: BaseException, ending: threading.Lock) -> NoReturn:
+    """Report `error` and end every process of the job with a non-zero code. Never returns.
+
+    `ending` is one lock for all threads of this process: the first one that fails ends the job.
+    """
+    from mpi4py import MPI
+
+    if not ending.acquire(blocking=False):
+        time.sleep(2 * _LAST_RESORT_SECONDS)  # another thread of this rank failed before and ends the job
+    is_first = is_news = True  # also where MPI itself is what is broken, and nobody can be asked
+    failed_seconds = time.time()
+    try:
+        with suppress(ValueError):  # a thread may not
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not take the report away
+        with suppress(Exception):
+            sys.stdout.flush()
+        finalized = MPI.Is_finalized()  # after it a call would end this process before it has said anything
+        with suppress(Exception):
+            if not finalized:
+                is_first, is_news, failed_seconds = _compare(world, error)
+        if activity := own_activity():
+            activity.fail(_line(error), failed_seconds)
+        if is_first:
+            _write(_report(world, error))
+        else:
+            if is_news:
+                _write(f"mpitrain: {world.control.name()} failed too: {_line(error)}\n")
+            time.sleep(_LAST_RESORT_SECONDS)
+        time.sleep(_READING_SECONDS)
+        if not finalized:
+            remove_mine()
+            abort(MPI.COMM_WORLD, 130 if isinstance(error, KeyboardInterrupt) else 1)
+    finally:  # MPI's launcher ends the others when it sees this code
+        os._exit(1)
+
+
+def _compare(world: World, error: BaseException) -> tuple[bool, bool, float]:
+    """Whether no other rank failed before this one (the lower rank at a tie), and whether its error is another one.
+
+    And when this one failed, for that comparison.
+    """
+    notes = world.control.notes
+    is_repeated = isinstance(error, MpitrainError) and error.is_repeated
+    own = first = notes.tell_all(FAILED, _cause(world, error), last=is_repeated)
+    deadline = time.monotonic() + _ARBITRATION_SECONDS
+    while time.monotonic() < deadline:
+        notes.look()
+        failures = [note for note in tuple(notes.read.values()) if note.kind == FAILED]
+        first = min([own, *failures], key=lambda note: (note.sent_seconds, note.rank))
+        if first is not own:
+            break
+        if len(failures) == notes.size - 1:
+            time.sleep(_READING_SECONDS)  # all have failed, and may still be saying so
+            break
+        time.sleep(0.005)
+    return first is own, not (_is_known_everywhere(error) or first.cause == own.cause), own.sent_seconds
+
+
+def _cause(world: World, error: BaseException) -> int:
+    """The same number for the same error on different ranks, whose messages differ at most in the rank's own name."""
+    text = _text(error).replace(world.control.name(), "this rank")
+    return int.from_bytes(hashlib.blake2b(text.encode(errors="replace"), digest_size=6).digest(), "little")
+
+
+def _is_known_everywhere(error: BaseException) -> bool:
+    return isinstance(error, KeyboardInterrupt) or (isinstance(error, MpitrainError) and error.known_everywhere)
+
+
+def _report(world: World, error: BaseException) -> str:
+    text = "".join(traceback.format_exception(error))
+    if isinstance(error, KeyboardInterrupt):
+        text = "interrupted\n"
+    name = world.control.name()
+    return f"{BEGIN.format(name=name)}\n{text}{END.format(name=name)}\n"
+
+
+def _text(error: BaseException) -> str:
+    try:
+        words = str(error)
+    except Exception:  # a class may have a __str__ that fails; the report must not fail with it
+        words = "<exception str() failed>"  # as tracebacks say it
+    return f"{type(error).__name__}: {words}"
+
+
+def _line(error: BaseException) -> str:
+    return "interrupted" if isinstance(error, KeyboardInterrupt) else _text(error).splitlines()[0]
+
+
+def _write(text: str) -> None:
+    """One write, so that the output of different ranks does not mix."""
+    os.write(2, text.encode(errors="backslashreplace"))
+
+
+def farewell(world: World) -> None:
+    """Say that this rank makes no more calls, and wait for the others to say so too.
+
+    Without it, a rank that leaves early sits in MPI_Finalize while the others wait for it for ever.
+    """
+    from mpi4py import MPI
+
+    if MPI.Is_finalized():
+        return
+    world.control.settle()
+    part: World | None = world
+    while part is not None:
+        for queue in (part.background, part.queue):
+            queue.finish()
+        part = part.parent
+    notes = world.control.notes
+    notes.tell_all(FINISHED)
+    if activity := own_activity():
+        activity.begin(ENDED, "", time.monotonic())
+    request = notes.begin_barrier()
+    # All notes are read, or MPI_Finalize complains of messages that nobody has received.
+    while not request.Test() or len(notes.read) < notes.size - 1:
+        notes.look()
+        time.sleep(0.001)  # another rank may work on alone for long: wait without using a core

@@ -1,0 +1,55 @@
+"""The Job: what this process takes part in, from init() to its end, whichever World is the current one."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+from types import TracebackType
+from typing import NoReturn
+
+from mpitrain.job.failure import end_job, farewell
+from mpitrain.world import World
+
+
+class Job:
+    """One a process; mpitrain.job.start keeps it. An uncaught exception, also in a thread, ends the whole job.
+
+    Attributes:
+        world: the current World, which init() returns. What outlives a World asks for it here.
+    """
+
+    def __init__(self, world: World) -> None:
+        """`world` has all ranks of the job. Collective."""
+        self.world = world
+        self._process = os.getpid()
+        self._ending = threading.Lock()
+        if world.size == 1:
+            return  # Python's own behaviour is right for one process
+        sys.excepthook = self._uncaught
+        threading.excepthook = self._uncaught_in_thread
+        atexit.register(self._at_exit)
+
+    def end(self, error: BaseException) -> NoReturn:
+        """Report `error` and end every process of the job with a non-zero code. Never returns."""
+        end_job(self.world, error, self._ending)
+
+    def _uncaught(self, kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
+        error = (error or kind()).with_traceback(trace)
+        if os.getpid() != self._process:  # a forked child is no rank and must not touch MPI
+            sys.__excepthook__(kind, error, trace)
+            return
+        self.end(error)
+
+    def _uncaught_in_thread(self, arguments: threading.ExceptHookArgs) -> None:
+        if arguments.exc_type is not SystemExit:
+            self._uncaught(arguments.exc_type, arguments.exc_value, arguments.exc_traceback)
+
+    def _at_exit(self) -> None:
+        if os.getpid() != self._process:
+            return
+        try:
+            farewell(self.world)
+        except (KeyboardInterrupt, Exception) as error:
+            self.end(error)

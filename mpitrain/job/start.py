@@ -1,0 +1,241 @@
+"""init(): from a launched process to a World, or a clear refusal."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import multiprocessing
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mpitrain.allreduce import check_name
+from mpitrain.allreduce.device import check_transport
+from mpitrain.config import Config, read_config
+from mpitrain.cuda.device import choose_early
+from mpitrain.errors import ConfigError, LaunchError, MpitrainError, everywhere
+from mpitrain.exchange.exchange import check_compression
+from mpitrain.exchange.trees import ArrayTrees
+from mpitrain.job.context import JobContext
+from mpitrain.job.early import is_helper
+from mpitrain.job.job import Job
+from mpitrain.job.trace import Trace
+from mpitrain.job.worlds import check_containers, make_world
+from mpitrain.launch.launched import check_size, check_vendor, launched_by
+from mpitrain.profile import DEFAULT, Profile, fingerprint, from_json, library_name, measure_anew
+from mpitrain.verify.run_record import RecordedTrees, Recorder
+from mpitrain.waiting.long_wait import Neighbours, watch_over
+from mpitrain.watching.activity import publish
+from mpitrain.watching.rank_record import BEGUN, CALLED, DONE, WAITS
+from mpitrain.world import World
+
+_job: Job | None = None
+
+# Set by the user, each of these already says how many threads a rank may use.
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
+
+
+def init(**settings: Any) -> World:
+    """The current World of this job: all processes that one mpiexec started, or this process alone.
+
+    Every rank calls it once, first; a second call returns the job's current World. It initialises MPI where the script
+    has not, sets the start method of multiprocessing to forkserver (a forked MPI process may crash or hang), shares the
+    machine's cores between its ranks where no OMP_NUM_THREADS is set, and from then on an uncaught exception on any
+    rank ends the whole job.
+
+    Args:
+        settings: fields of mpitrain.config.Config, above the MPITRAIN_* variables.
+
+    Raises:
+        LaunchError: no MPI library; or the processes do not form one job (the wrong mpiexec).
+        ConfigError: an unknown setting or MPITRAIN_* variable, or a value that is not allowed.
+        MismatchError: ranks run different versions of mpitrain or with different settings.
+    """
+    if _job is None:
+        return _begin(settings).world
+    if settings:
+        raise ConfigError("init() has been called before; settings belong to its first call")
+    return _job.world
+
+
+def the_job() -> Job:
+    """The Job of this process. Its first call is init()."""
+    return _begin({}) if _job is None else _job
+
+
+def _begin(settings: dict[str, Any]) -> Job:
+    global _job  # noqa: PLW0603 - MPI itself is one per process
+    stop_waiting = _appear()
+    _choose_gpu(settings)
+    _start_mpi()
+    from mpi4py import MPI
+
+    _use_forkserver()
+    world = make_world(MPI.COMM_WORLD)
+    job = Job(world)
+    job.world = world = replace(world, config=_common_config(world, settings))
+    check_containers(world)
+    if world.size > 1:
+        _publish(world)
+    stop_waiting()
+    job.world = world = replace(world, profile=_common_profile(world))
+    _share_cores(world)
+    if world.config.trace:
+        # Called before the job's farewell: what is registered last is called first.
+        atexit.register(Trace(job, Path(world.config.trace)).finish)
+    if world.size > 1:
+        activity = publish(world.rank)
+        activity.enter(BEGUN)
+        atexit.register(activity.enter, DONE)
+    if world.context.verify_record:
+        recorder = Recorder(world)
+        job.world = replace(
+            world, observer=recorder, make_arrays=lambda tree: RecordedTrees(ArrayTrees(tree), recorder)
+        )
+    _job = job
+    return job
+
+
+def _common_profile(world: World) -> Profile:
+    """What rank 0's file says of this cluster, on all ranks; the default where no file is named. Collective."""
+    path = world.config.profile
+    if not path:
+        return DEFAULT
+    from mpi4py import MPI
+
+    profile = DEFAULT
+    with world.together(f"read the profile {path}"):
+        if world.is_root:
+            here = fingerprint(world.hosts, world.node_ranks, library_name(MPI.Get_library_version()))
+            try:
+                profile = from_json(Path(path).read_text(), path, here)
+            except (OSError, UnicodeDecodeError) as error:
+                problem = f"{world.name()}: the profile {path} cannot be read: {error}"
+                raise ConfigError(f"{problem}. {measure_anew(path, here)}") from None
+    common: Profile = world.broadcast(profile)
+    return common
+
+
+def _appear() -> Callable[[], None]:
+    """Publish that this rank is here: if another one does not come, the wait is in MPI_Init. To be called after it."""
+    launched = launched_by(os.environ)
+    # A helper is no rank: its end would be taken for that of its rank.
+    if launched is None or launched.rank is None or is_helper():
+        return lambda: None
+    is_alone = launched.size == 1
+    context = JobContext.read(os.environ)
+    # Where a script of the job has called another mpiexec, its ranks have other numbers, and check_size refuses them.
+    roll_call = context.roll_call if context.expected_size == launched.size else ""
+    if is_alone and not roll_call:
+        return lambda: None
+    activity = publish(launched.rank)
+    entry = None
+    if not is_alone:  # else nobody is waited for, and the exit code tells how it ended
+        activity.enter(CALLED)
+        entry = activity.begin(WAITS, "init()", time.monotonic())
+    if roll_call:
+        activity.appear(roll_call)
+    return lambda: None if entry is None else activity.end(entry)
+
+
+def _publish(world: World) -> None:
+    """What this rank does is published from now on. Where no guard reads it, the ranks of a host read each other's."""
+    activity = publish(world.rank)
+    activity.set_limits(world.config.stall_seconds, world.config.hang_seconds)
+    if not world.context.roll_call:
+        everywhere = world.allgather((os.getpid(), activity.descriptor))
+        here = {rank: at for rank, at in enumerate(everywhere) if world.node_ranks[rank] == world.node_rank}
+        watch_over(Neighbours(here, world.hosts))
+
+
+def _choose_gpu(settings: dict[str, Any]) -> None:
+    """Where the settings name GPUs, take this rank's before MPI starts. Wrong settings are told later, by all ranks."""
+    with contextlib.suppress(MpitrainError):
+        launched = launched_by(os.environ)
+        rank = launched.rank if launched is not None else 0
+        given = JobContext.read(os.environ).device(rank) if rank is not None else ""
+        choose_early(given, read_config(os.environ, settings).transport, os.environ)
+
+
+def _start_mpi() -> None:
+    """Load and initialise MPI, and refuse a job that is not one."""
+    # While such a process still reads the script, only multiprocessing's own mark tells what it is.
+    starting = getattr(multiprocessing.current_process(), "_inheriting", False)
+    if (starting or multiprocessing.parent_process() is not None) and launched_by(os.environ) is not None:
+        # It would wait in MPI_Init for ever: the launcher has started no such rank.
+        raise LaunchError(
+            f"on {socket.gethostname()}: init() was called in a process that multiprocessing started, which is no "
+            "rank. Such a process runs the script again: put what the ranks do under if __name__ == '__main__':"
+        )
+    try:
+        import mpi4py
+
+        # Whose library it is must be known before MPI_Init, which fails obscurely under a foreign mpiexec.
+        mpi4py.rc.initialize = False
+        mpi4py.rc.finalize = True
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise LaunchError(
+            f"on {socket.gethostname()}: no MPI library can be loaded ({error}); "
+            "install one into this environment: pip install mpi4py mpich"
+        ) from error
+    version = MPI.Get_library_version()
+    check_vendor(version, os.environ)
+    if not MPI.Is_initialized():
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+
+
+def _common_config(world: World, settings: dict[str, Any]) -> Config:
+    """The settings, which all ranks must share, as they must the version of mpitrain. Collective."""
+    from mpi4py import MPI
+
+    from mpitrain import __version__
+
+    config, problem = Config(), None
+    try:
+        check_size(MPI.Get_library_version(), os.environ, world.size)
+        config = read_config(os.environ, settings)
+        check_name(config.algorithm)
+        check_compression(config.compression)
+        check_transport(config.transport)
+    except MpitrainError as error:
+        problem = error
+    for rank, rank_problem in enumerate(world.allgather(problem)):
+        if rank_problem is not None:
+            # The lowest rank's, on every rank; a launch error names the process by itself.
+            common = (
+                rank_problem
+                if isinstance(rank_problem, LaunchError)
+                else type(rank_problem)(f"{world.name(rank)}: {rank_problem}")
+            )
+            raise everywhere(common)
+    lines = [f"mpitrain {__version__}"]
+    lines += [f"{name}={value!r}" for name, value in {**vars(config), **vars(world.context)}.items()]
+    world.agree("init", lines)
+    return config
+
+
+def _use_forkserver() -> None:
+    if multiprocessing.get_start_method(allow_none=True) is None:
+        multiprocessing.set_start_method("forkserver")
+
+
+def _share_cores(world: World) -> None:
+    """Give each rank its share of the machine's cores: NumPy's BLAS would take all of them in every rank."""
+    # Every rank makes this call, whatever its environment. A launcher may have bound each rank to cores of its own:
+    # count those of all ranks of the machine.
+    of_all = world.allgather((world.node_rank, os.sched_getaffinity(0)))
+    cores: set[int] = set().union(*(rank_cores for node_rank, rank_cores in of_all if node_rank == world.node_rank))
+    if world.local_size == 1:
+        return
+    share = max(1, len(cores) // world.local_size)
+    os.environ.setdefault("PJRT_NPROC", str(share))  # XLA's, of JAX, which looks here alone, at its first array
+    if any(variable in os.environ for variable in _THREAD_VARIABLES):
+        return
+    from threadpoolctl import threadpool_limits
+
+    threadpool_limits(share)

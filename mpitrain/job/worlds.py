@@ -1,0 +1,114 @@
+"""make_world: the ranks of a communicator become a World."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpitrain.config import Config
+from mpitrain.errors import LaunchError, everywhere
+from mpitrain.exchange.trees import ArrayTrees
+from mpitrain.job.context import JobContext
+from mpitrain.waiting.background import Background, Queue
+from mpitrain.waiting.control import Control
+from mpitrain.waiting.notes import Notes
+from mpitrain.watching.view import process_numbering
+from mpitrain.world import World
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+# Of one rank: a World's number is made of that of its first rank and of how many that rank had been in.
+_MOST_WORLDS = 2**32
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def make_world(comm: MPI.Comm, config: Config | None = None, generation: int = 0, parent: World | None = None) -> World:
+    """A World over the ranks of `comm`, which stays the caller's own. Collective over `comm`.
+
+    All that is said until the World is there goes over `comm`, and every communicator is made from it: where a rank is
+    lost in the middle of this, nobody waits for it elsewhere.
+
+    Args:
+        parent: a World that has all ranks of `comm`. The new one then hears the notes of the same job, its ranks keep
+            their names, and it is freed before its parent. Default: it is the first of a job.
+    """
+    made_so_far = len(parent.control.notes.made) if parent else 0
+    machine = socket.gethostname(), _boot_id(), process_numbering()
+    machines, serials = zip(*comm.allgather((machine, made_so_far)), strict=True)
+    hosts = tuple(host for host, *_ in machines)
+    here = list(range(comm.size))
+    comms = [comm.Dup() for _ in range(4 if parent else 5)]
+    if parent:
+        notes = parent.control.notes
+        ranks = comm.group.Translate_ranks(here, parent.comm.group)
+        members = [parent.control.members[rank] for rank in ranks]
+        number = members[0] * _MOST_WORLDS + serials[0]
+    else:
+        notes, members, number = Notes(comms[4]), here, 0
+    control = Control(notes, comms[3], hosts, members, number, parent.control if parent else None)
+    return World(
+        comm=comms[0],
+        objects=comms[1],
+        queue=Queue(control),
+        background=Background(comms[2], control),
+        hosts=hosts,
+        node_ranks=numbered(machines),
+        generation=generation,
+        config=config or Config(),
+        context=JobContext.read(os.environ),
+        control=control,
+        make_arrays=ArrayTrees,
+        owned=[duplicate.Free for duplicate in comms],
+        parent=parent,
+    )
+
+
+def numbered(machines: Sequence[Hashable]) -> tuple[int, ...]:
+    """The node rank of every rank, whose machines these are: nodes count in the order of their lowest ranks.
+
+    Ranks that share memory are those of one host name, one boot and one numbering of processes: they find each other's
+    memory through /proc. MPI's own split of a communicator takes two containers for one node, and after a rank has
+    joined or left it may take two nodes for one.
+    """
+    order = list(dict.fromkeys(machines))
+    return tuple(order.index(machine) for machine in machines)
+
+
+def check_containers(world: World) -> None:
+    """Refuse ranks that MPI takes for those of one node, and that cannot see each other's processes. Collective.
+
+    Raises:
+        LaunchError: MPI would read the memory of processes that are not there. On every rank.
+    """
+    if world.num_nodes == 1:
+        return
+    numberings = world.allgather(process_numbering())
+    if len(set(numberings)) == 1:
+        return
+    from mpi4py import MPI
+
+    neighbours = world.comm.Split_type(MPI.COMM_TYPE_SHARED)
+    here = neighbours.group.Translate_ranks(list(range(neighbours.size)), world.comm.group)
+    neighbours.Free()
+    unseen = next((rank for rank in here if numberings[rank] != numberings[world.rank]), None)
+    for rank, other in enumerate(world.allgather(unseen)):
+        if other is not None:
+            raise everywhere(
+                LaunchError(
+                    f"{world.name(rank)} and {world.name(other)} are in different containers on one machine, and MPI "
+                    "takes them for ranks of one node: it would read the memory of processes that it cannot see. Run "
+                    "them in one container, or start the containers with --pid=host"
+                )
+            )
+
+
+def _boot_id() -> str:
+    try:
+        return _BOOT_ID.read_text()
+    except OSError:  # no Linux, or a /proc without it: the other two have to do
+        return ""

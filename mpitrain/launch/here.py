@@ -1,0 +1,49 @@
+"""A job on this machine alone, from its start to its end: nothing to compare, one guard without a connection."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from mpitrain.errors import LaunchError
+from mpitrain.launch.dialects import JobSpec, command_for
+from mpitrain.launch.ending import Ended
+from mpitrain.launch.facts import devices
+from mpitrain.launch.job import run_job
+from mpitrain.launch.variables import absent
+from mpitrain.launch.watch import Guards
+from mpitrain.launch.watched import WatchedJob, identified
+
+
+def show(job: JobSpec, from_file: Mapping[str, str]) -> None:
+    """Print the line for mpiexec. The arguments are those of run."""
+    _refuse_absent(from_file)
+    print(command_for(job, os.environ))
+
+
+def run(job: JobSpec, from_file: Mapping[str, str]) -> Ended:
+    """Start the job and see to its end.
+
+    Args:
+        job: what is to be started.
+        from_file: variables of --env-file, set already; the devices that they name must be there.
+
+    Raises:
+        LaunchError: the job cannot be started.
+    """
+    _refuse_absent(from_file)
+    own, context = job.placement.own, identified(job.context, Path(tempfile.gettempdir()))
+    # Without a limit of silence: a launcher that is stopped (Ctrl-Z) stops the reports, not the job.
+    wish = {"token": context.job, "roll_call": context.roll_call, "peers": {}, "silence_seconds": 0}
+    with Guards(own, [own], {own: wish}) as guards:
+        guards.facts()
+        watched = WatchedJob(job.placement.places, guards, Path(context.roll_call), start_seconds=0.0)
+        return run_job(replace(job, context=context), watched)
+
+
+def _refuse_absent(from_file: Mapping[str, str]) -> None:
+    if missing := absent(from_file, devices()):
+        raise LaunchError(f"the file of variables does not fit this machine: {missing[0]}, which is not there")

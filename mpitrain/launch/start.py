@@ -1,0 +1,139 @@
+"""The way of a job, from what the user asks for to its exit code.
+
+Request ─> environment ─> Placement ─> mpiexec ─> JobSpec ─> supervise ─┬─> here.run ───────┬─> exit code
+                                                      ^                 └─> over_hosts.run ─┘
+                                                      └── with fewer hosts after a failure ─┘
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from mpitrain.config import ENV_FILE
+from mpitrain.errors import ConfigError
+from mpitrain.job.context import PREFIX, JobContext
+from mpitrain.launch import here, over_hosts
+from mpitrain.launch.dialects import JobSpec
+from mpitrain.launch.ending import Ended
+from mpitrain.launch.hosts import place_ranks
+from mpitrain.launch.launched import check_mpiexec
+from mpitrain.launch.libraries import describe_mpiexec, find_library, find_mpiexec
+from mpitrain.launch.placement import Placement
+from mpitrain.launch.supervisor import Limits, supervise
+from mpitrain.launch.tuning import glibc_version
+from mpitrain.launch.variables import read_env_file
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is asked of the launcher. Fields with a default may be left out.
+
+    Attributes:
+        program: what each rank's Python is given: a script, or -m and a module; and arguments.
+        script: the file that is run; hosts that have another one, or other code beside it, are refused.
+        typed: the subcommand, and what the user typed behind its launch options; for a command that repairs.
+        num_ranks: of the whole job; None where `ranks_per_host` or devices in `hosts` say it.
+        hosts: as --hosts has them, with or without devices; None: those of the inventory, or this machine.
+        ranks_per_host: None where `num_ranks` or devices in `hosts` say it.
+        inventory: the cluster's hosts; None: ./cluster/hosts, else /etc/mpitrain/hosts.
+        start_seconds: on several hosts: within which all ranks must have started; 0: no limit.
+        env_file: variables for the ranks, which give way to those of this process; None: MPITRAIN_ENV_FILE.
+        variables: for the ranks, which override those of this process.
+        mpiexec: None: the one beside this Python, else the one on PATH.
+        limits: how often the job may be started again after a failure, and on how few hosts.
+        verify_record: folder on rank 0 for a record of what the script computes; "": none is wanted.
+        verify_steps: how many steps are recorded; then the script ends.
+        show: print the mpiexec command, do not run it.
+        shows_ranks: print the ranks in front of what they print.
+    """
+
+    program: Sequence[str]
+    script: str
+    typed: Sequence[str]
+    num_ranks: int | None = None
+    hosts: str | None = None
+    ranks_per_host: int | None = None
+    inventory: Path | None = None
+    start_seconds: float = 60.0
+    env_file: str | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
+    mpiexec: Path | None = None
+    limits: Limits = field(default_factory=Limits)
+    verify_record: str = ""
+    verify_steps: int = 0
+    show: bool = False
+    shows_ranks: bool = True
+
+
+def start(request: Request) -> int:
+    """Start a job and see to its end; returns its exit code. For the main thread of a process that does little else.
+
+    Raises:
+        ConfigError: the request contradicts itself, or names what is not there.
+        LaunchError: the ranks cannot be started.
+    """
+    with _environment(request) as from_file:
+        placement = place_ranks(request.hosts, request.inventory, request.num_ranks, request.ranks_per_host)
+        mpiexec = describe_mpiexec(request.mpiexec) if request.mpiexec else find_mpiexec()
+        check_mpiexec(mpiexec, find_library(), placement.num_ranks, request.typed)
+        if placement.note:
+            print(f"mpitrain: {placement.note}", file=sys.stderr)
+        if request.limits.min_nodes > len(placement.places):
+            least, most = request.limits.min_nodes, len(placement.places)
+            raise ConfigError(f"--min-nodes is {least}, but the job runs on {most} hosts")
+        job = JobSpec(
+            mpiexec=mpiexec,
+            program=[sys.executable, *request.program],
+            placement=placement,
+            num_cores=len(os.sched_getaffinity(0)),
+            as_root=os.geteuid() == 0,
+            shows_ranks=request.shows_ranks,
+            context=JobContext(verify_record=request.verify_record, verify_steps=request.verify_steps),
+            glibc=glibc_version(
+                os.confstr("CS_GNU_LIBC_VERSION") if "CS_GNU_LIBC_VERSION" in os.confstr_names else None
+            ),
+        )
+
+        def run(where: Placement) -> Ended:
+            if where.is_here:
+                return here.run(replace(job, placement=where), from_file)
+            return over_hosts.run(replace(job, placement=where), request.script, request.start_seconds, from_file)
+
+        try:
+            if not request.show:
+                return supervise(run, placement, request.limits)
+            if placement.is_here:
+                here.show(job, from_file)
+            else:
+                over_hosts.show(job, request.script, from_file)
+            return 0
+        except KeyboardInterrupt:  # between jobs, or while the hosts are asked; a job that runs sees to it by itself
+            print("mpitrain: interrupted", file=sys.stderr)
+            return 128 + signal.SIGINT
+
+
+@contextmanager
+def _environment(request: Request) -> Iterator[dict[str, str]]:
+    """Set the job's variables in this process, where mpiexec, ssh and what looks at MPI inherit them.
+
+    Gives those of the file that the user has not set. Where this launcher is itself started by a rank, what that rank
+    was told is not for the ranks of this job: it is taken out.
+    """
+    before = dict(os.environ)
+    path = before.get(ENV_FILE, "") if request.env_file is None else request.env_file
+    from_file = {name: value for name, value in read_env_file(Path(path)).items() if name not in before} if path else {}
+    for name in before:
+        if name.startswith(PREFIX):
+            del os.environ[name]
+    os.environ.update({**from_file, **request.variables})
+    try:
+        yield from_file
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

@@ -1,0 +1,78 @@
+"""The tensors of one call as flat arrays on the host."""
+
+from __future__ import annotations
+
+import numpy
+import torch
+
+from mpitrain.adapters.torch_arrays import array_of
+
+
+class FlatTensors:
+    """Flat arrays over tensors; where a tensor is elsewhere or in no order of its own, over a copy on the host.
+
+    A contiguous tensor on the host is its own buffer: nothing is copied. A tensor on a GPU is copied to pinned memory
+    when the call begins, after what its current stream has to do, and back when the call ends; both are waited for,
+    so every stream sees the result. (Written for CUDA's rules; it has only run on hosts.)
+    """
+
+    def __init__(self) -> None:
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # a tensor, and the copy that holds its result
+        self.kept: list[torch.Tensor] = []  # read until the call ends
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A flat tensor on the host with its values, which are not written."""
+        flat = _flat(tensor)
+        if flat is None:
+            flat = _copy(tensor, filled=True)
+        self.kept.append(flat)
+        return flat
+
+    def write(self, tensor: torch.Tensor, *, filled: bool = False) -> torch.Tensor:
+        """A flat tensor on the host for its new values; with `filled` it begins with the old ones."""
+        flat = _flat(tensor)
+        if flat is None:
+            flat = _copy(tensor, filled)
+            self._copies.append((tensor.detach(), flat))
+        self.kept.append(flat)
+        return flat
+
+    def finish(self) -> None:
+        """The results are there: bring them to the tensors that have a copy."""
+        for tensor, flat in self._copies:
+            if tensor.is_cuda:
+                # On a stream of its own: what this thread's current stream has to do is not ours to wait for.
+                stream = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
+                with torch.cuda.stream(stream):
+                    tensor.copy_(flat.view(tensor.shape), non_blocking=True)
+                stream.synchronize()
+            else:
+                tensor.copy_(flat.view(tensor.shape))
+
+
+def values(flat: torch.Tensor) -> numpy.ndarray:
+    """The array over a flat host tensor, in its own dtype, for arithmetic."""
+    return array_of(flat)
+
+
+def raw(flat: torch.Tensor) -> numpy.ndarray:
+    """The array over a flat host tensor as bytes, for any dtype."""
+    return flat.view(torch.uint8).numpy()
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor itself as a flat one, where it lies in its order on the host."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return None
+    # Not a view: an empty tensor, or one of a single element, may have strides that cannot be viewed as bytes.
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+def _copy(tensor: torch.Tensor, filled: bool) -> torch.Tensor:
+    flat = torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    if tensor.is_cuda:
+        # Also where nothing is read: what is written must not be overwritten by what was asked for before.
+        torch.cuda.current_stream(tensor.device).synchronize()
+    if filled:
+        flat.view(tensor.shape).copy_(tensor.detach())
+    return flat

@@ -1,0 +1,37 @@
+"""Parts: what a Trainer is built from, in one World."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from mpitrain.adapters.adapter import Adapter
+from mpitrain.strategies import Strategy
+from mpitrain.tree import Tree
+
+
+class Data(Protocol):
+    """An endless source of batches, such as ArrayData."""
+
+    @property
+    def steps_per_epoch(self) -> int: ...
+
+    @property
+    def epoch(self) -> int: ...
+
+    def __next__(self) -> tuple[Tree, int]:
+        """This rank's part of the next global batch, and its number of samples."""
+        ...
+
+    def state(self) -> dict[str, Any]: ...
+
+    def restore(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What `build(world)` returns: everything that may hold a communicator, so that all can be built anew."""
+
+    adapter: Adapter
+    strategy: Strategy
+    data: Data

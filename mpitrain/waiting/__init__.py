@@ -1,0 +1,1 @@
+"""How ranks wait for each other: every wait can say what it waits for, and hears of ranks that fail."""

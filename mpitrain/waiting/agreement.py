@@ -1,0 +1,146 @@
+"""An agreement: every rank says what it is about to do, and all compare before any data moves.
+
+One MPI_Iallgather of 40 bytes a rank. It turns ranks that disagree into an error on every rank instead of a
+hang or a wrong sum, and carries along the few numbers a step needs from everybody (sample weights, votes).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from typing import TYPE_CHECKING
+
+import numpy
+
+from mpitrain.errors import MismatchError, everywhere
+from mpitrain.waiting.control import until
+from mpitrain.waiting.transfer import gather_bytes
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from mpitrain.waiting.control import Control
+
+RECORD = numpy.dtype(
+    [("signature", "u8"), ("value", "f8"), ("weight", "f8"), ("code", "i8"), ("detail", "i8")], align=True
+)
+
+
+def signature(operation: str, lines: Sequence[str]) -> int:
+    """64 bits that are equal on two ranks when the operation and the lines are. (Python's hash() is salted.)"""
+    digest = hashlib.blake2b(operation.encode(), digest_size=8)
+    for line in lines:
+        digest.update(b"\n" + line.encode())
+    return int.from_bytes(digest.digest(), "little")
+
+
+class Agreement:
+    """Begun by every rank, in the same order. `test()` until true; then `records` has one row a rank."""
+
+    def __init__(
+        self,
+        comm: MPI.Comm,
+        control: Control,
+        operation: str,
+        lines: Sequence[str] = (),
+        *,
+        signed: int | None = None,
+        value: float = 0.0,
+        weight: float = 0.0,
+        code: int = 0,
+        detail: int = 0,
+    ) -> None:
+        """`lines` describe the data, one item a line; `signed` is their signature, where the caller keeps it."""
+        control.check()
+        control.settle()
+        control.count_call()
+        self.operation = operation
+        self._problem: MismatchError | None = None
+        self._lines = lines
+        self._comm = comm
+        self._control = control
+        self._request: MPI.Request | None = None
+        if control.size == 1:
+            self.records = numpy.array([(0, value, weight, code, detail)], RECORD)
+            return
+        from mpi4py import MPI
+
+        signed = signature(operation, lines) if signed is None else signed
+        self._own = numpy.array([(signed, value, weight, code, detail)], RECORD)
+        self.records = numpy.empty(control.size, RECORD)
+        self._request = comm.Iallgather([self._own, MPI.BYTE], [self.records, MPI.BYTE])
+        self._testing = threading.Lock()
+        control.open_tests.append(self._look)
+
+    def test(self) -> bool:
+        """True when every rank's record is here and all are about to do the same.
+
+        Raises:
+            MismatchError: on every rank, naming the first difference.
+        """
+        if self._problem is not None:
+            raise self._problem
+        if self._request is None:
+            return True
+        # Not free: another thread is here, or this one is below in _explain, whose wait looks at all that is open.
+        if not self._testing.acquire(blocking=False):
+            return False
+        try:
+            return self._test()
+        finally:
+            self._testing.release()
+
+    def _look(self) -> None:
+        """What `test` does, for a rank that waits in another call: a mismatch in this one may be why it waits."""
+        if self._problem is None:
+            self.test()
+
+    def _test(self) -> bool:
+        if self._request is None:
+            return True
+        if not self._request.Test():
+            return False
+        self._control.open_tests.remove(self._look)
+        if (self.records["signature"] != self.records["signature"][0]).any():
+            self._explain()
+        self._request = None  # not before: until then nobody may take it for agreed
+        return True
+
+    def wait(self) -> numpy.ndarray:
+        """The records, shape (size,), dtype RECORD, once all are here. Raises as `test` does."""
+        self._control.wait(until(self.test), self.operation)
+        return self.records
+
+    def _explain(self) -> None:
+        """Gather what every rank was about to do, in words. All ranks come here or none: all saw the records.
+
+        On a communicator of its own: ranks may come here at different points between other calls.
+        """
+        text = "\n".join([self.operation, *self._lines]).encode()
+        texts = gather_bytes(self._control.disputes, text, self._control.wait)
+        self._problem = mismatch([text.decode().split("\n") for text in texts], self._control.name)
+        raise self._problem
+
+
+def mismatch(texts: Sequence[Sequence[str]], name: Callable[[int], str]) -> MismatchError:
+    """The error for the first rank that differs from rank 0, and the first line in which it does."""
+    for rank, lines in enumerate(texts):
+        if lines == texts[0]:
+            continue
+        if lines[0] != texts[0][0]:
+            line, expected = lines[0], texts[0][0]
+            hint = "do all ranks make the same calls in the same order?"
+        else:
+            line, expected = _first_difference(lines[1:], texts[0][1:])
+            hint = f"they must be equal in: {lines[0]}"
+        return everywhere(MismatchError(f"{name(rank)}: {line}; {name(0)}: {expected}; {hint}"))
+    raise AssertionError("equal texts with different signatures")
+
+
+def _first_difference(lines: Sequence[str], expected: Sequence[str]) -> tuple[str, str]:
+    for line, other in zip_longest(lines, expected, fillvalue="nothing more"):
+        if line != other:
+            return line, other
+    raise AssertionError("equal lines in different texts")

@@ -1,0 +1,235 @@
+"""Every wait in mpitrain: it drives what is waited for, looks for notes of the job, and says what it waits in."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from mpitrain.errors import MismatchError, MpitrainError
+from mpitrain.waiting.long_wait import PUBLISH_SECONDS, LongWait
+from mpitrain.waiting.notes import FAILED, FINISHED, Notes
+from mpitrain.watching.activity import own_activity
+from mpitrain.watching.rank_record import BUSY, WAITS
+from mpitrain.watching.spans import Spans
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+# How often a wait looks at the clock, and for notes. A look costs some microseconds.
+_SPINS_BETWEEN_LOOKS = 64
+_SECONDS_BETWEEN_LOOKS = 1e-3
+# A failed rank ends the whole job at once; should that not reach us, we end by ourselves after this long.
+_ABORT_GRACE_SECONDS = 10.0
+
+
+def until(test: Callable[[], bool], nap: Callable[[], float] = float) -> Iterator[float]:
+    """Steps for `Control.wait` that end when `test()` is true; in between one may sleep for `nap()` seconds."""
+    while not test():
+        yield nap()
+
+
+class Control:
+    """The waits of one World, and the count of the calls that all its ranks begin: agreements, allreduces.
+
+    Attributes:
+        notes: of the whole job.
+        members: the ranks here by their numbers in the whole job, which are their names in messages.
+    """
+
+    def __init__(
+        self,
+        notes: Notes,
+        disputes: MPI.Comm,
+        hosts: tuple[str, ...],
+        members: Sequence[int],
+        number: int = 0,
+        parent: Control | None = None,
+    ) -> None:
+        """
+        Args:
+            disputes: carries the explanations of ranks that disagree, and nothing else.
+            hosts: of the ranks here.
+            number: of the World; all its ranks know it by the same, and no other World of the job has it.
+            parent: of the World that this one is a part of.
+        """
+        self.notes = notes
+        self.disputes = disputes
+        self.members = tuple(members)
+        self.rank, self.size = int(disputes.rank), int(disputes.size)  # here also when MPI is gone
+        self._place_of = {member: place for place, member in enumerate(self.members)}
+        self._number = number
+        self._made = notes.made
+        self._made[number] = 0
+        self._counting = threading.Lock()
+        self._hosts = hosts
+        self.open_tests: list[Callable[[], object]] = []  # move on what has begun and is not complete
+        # Each waits for the calls that a library makes in its threads.
+        self.elsewhere: list[Callable[[], object]] = parent.elsewhere if parent else []
+        self.posted: BaseException | None = None  # an error of a thread, for the main one to raise
+        self.spans: Spans | None = parent.spans if parent else None  # where a trace is kept
+        self._wreck: BaseException | None = None
+        self._broken_in = ""
+
+    def name(self, rank: int | None = None) -> str:
+        """`rank 3 on node7`; default: this rank."""
+        rank = self.rank if rank is None else rank
+        return f"rank {self.members[rank]} on {self._hosts[rank]}"
+
+    @property
+    def calls(self) -> int:
+        """How many calls this rank has begun here."""
+        return self._made[self._number]
+
+    def wait(
+        self,
+        steps: Iterable[float | None],
+        doing: object,
+        peers: Collection[int] | None = None,
+        *,
+        call: int | None = None,
+        status: int = WAITS,
+    ) -> None:
+        """Drive `steps` to its end. The text of `doing` names what is waited for, in reports.
+
+        Args:
+            steps: does what can be done without waiting at every `next`, and ends when there is nothing to wait for.
+                It yields the seconds that one may sleep before the next, or None.
+            doing: its str() is only made when it is needed.
+            peers: the ranks waited for in a send or receive, none where any will do; default: all take part.
+            call: which of the calls that all ranks begin is waited in; default: the last one.
+            status: WAITS, for other ranks; BUSY, for this rank's own disk, which the others may have to wait for;
+                ENDED, for others that have not come to their end. Only WAITS can be reported as a hang.
+
+        Raises:
+            MismatchError: another rank has finished without making the call that this one waits in.
+            MpitrainError: another rank failed and could not end this process.
+        """
+        self.check()
+        begun, started, looked = time.perf_counter(), 0.0, 0.0
+        long_wait: LongWait | None = None
+        try:
+            for spins, nap in enumerate(steps, 1):
+                if nap:
+                    time.sleep(nap)
+                else:
+                    os.sched_yield()  # lets the other ranks run where there are more ranks than cores
+                    if spins % _SPINS_BETWEEN_LOOKS:
+                        continue
+                now = time.monotonic()
+                if not started:
+                    started = looked = now
+                if now - looked < _SECONDS_BETWEEN_LOOKS:
+                    continue
+                looked = now
+                self.notes.look()
+                self.judge(doing, peers, call)
+                if not self._can_wait(self.posted):
+                    self.raise_posted()
+                for test in tuple(self.open_tests):
+                    test()
+                if long_wait is not None:
+                    long_wait.look(now)
+                elif now - started > PUBLISH_SECONDS and (activity := own_activity()):
+                    long_wait = LongWait(activity, self.job_rank, doing, started, status)
+        except BaseException as error:
+            self.leave(doing, error)
+            raise
+        finally:
+            if long_wait is not None:
+                long_wait.end()
+        if self.spans:
+            self.spans.add("wait", str(doing), begun, time.perf_counter())
+
+    @contextmanager
+    def busy(self, doing: str) -> Iterator[None]:
+        """A block that other ranks are to wait for, however long it takes: such a wait is reported, and ends no job."""
+        activity = own_activity()
+        entry = activity.begin(BUSY, doing, time.monotonic()) if activity else None
+        try:
+            yield
+        finally:
+            if activity and entry:
+                activity.end(entry)
+
+    def _can_wait(self, error: BaseException | None) -> bool:
+        """Whether the ranks still make the same calls: then the one that the error belongs to will raise it."""
+        return isinstance(error, MpitrainError) and error.known_everywhere and not isinstance(error, MismatchError)
+
+    @contextmanager
+    def unbroken(self, doing: object) -> Iterator[None]:
+        """A block that must not be left in the middle of a communication.
+
+        Where it is, by Ctrl-C or an error of this rank alone, messages are still on their way, and what follows would
+        meet them. So the world is broken from then on, and every later block raises.
+        """
+        self.check()
+        try:
+            yield
+        except BaseException as error:
+            self.leave(doing, error)
+            raise
+
+    def leave(self, doing: object, error: BaseException) -> None:
+        """An error ends a communication in the middle: the world is broken, unless every rank raises the same."""
+        if not (isinstance(error, MpitrainError) and error.known_everywhere):
+            self._broken_in = str(doing)
+            self._wreck = error  # its traceback keeps the buffers that MPI still writes into
+
+    def settle(self) -> None:
+        """Wait until the calls that the program has left to other libraries' threads are made: they come before."""
+        for wait in self.elsewhere:
+            wait()
+
+    def raise_posted(self) -> None:
+        """Raise what a thread has posted, once."""
+        error, self.posted = self.posted, None
+        if error is not None:
+            raise error
+
+    def count_call(self) -> None:
+        """One more call that all ranks make."""
+        with self._counting:  # threads make calls too
+            self._made[self._number] = calls = self._made[self._number] + 1
+            if activity := own_activity():
+                activity.count_call(calls)
+
+    @property
+    def job_rank(self) -> int:
+        """This rank's number in the whole job."""
+        return self.members[self.rank]
+
+    @property
+    def is_broken(self) -> bool:
+        """True when a communication was left half done: nothing more can be sent."""
+        return self._wreck is not None
+
+    def check(self) -> None:
+        """Raise MpitrainError in a broken world."""
+        if self._wreck is not None:
+            raise MpitrainError(
+                f"{self.name()}: {self._broken_in} ended by {self._wreck!r}; this world cannot communicate any more. "
+                "Save what this rank has and end the job"
+            )
+
+    def judge(self, doing: object, peers: Collection[int] | None = None, call: int | None = None) -> None:
+        """Raise where a note means that `doing` cannot end; arguments and errors as for `wait`."""
+        for note in tuple(self.notes.read.values()):  # a thread that fails adds to them
+            rank = self._place_of.get(note.rank)
+            if rank is None:
+                continue
+            age = time.perf_counter() - note.seen_seconds
+            if note.kind == FAILED and age > _ABORT_GRACE_SECONDS:
+                raise MpitrainError(f"{self.name()}: {self.name(rank)} failed; stopped in {doing}")
+            made, needed = note.made.get(self._number, 0), self.calls if call is None else call
+            # What a peer sent before it finished may still be on its way: give it a second.
+            left_out = made < needed if peers is None else rank in peers and age > 1.0
+            if note.kind == FINISHED and left_out:
+                raise MismatchError(
+                    f"{self.name()}: waits in {doing} (its call {needed}), but "
+                    f"{self.name(rank)} has finished (after {made} calls); "
+                    "do all ranks run the same number of steps?"
+                )

@@ -1,0 +1,90 @@
+"""Short notes between all ranks of a job beside the collectives: "I failed", "I have finished".
+
+A rank that waits in a collective for a rank that has left would wait for ever, and MPI has no word for it. So every
+wait in mpitrain, in whichever World of the job, goes through `Control.wait`, which now and then looks for such notes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+FAILED, FINISHED = 1, 2
+
+
+@dataclass(frozen=True)
+class Note:
+    """What a rank tells all others, and when (seconds since the epoch, its clock).
+
+    Attributes:
+        rank: in the World that the job began with.
+        made: of FINISHED: how many calls the rank had begun in each World, by the World's number.
+        cause: of a failure: equal for equal errors; 0 to 2^52.
+        seen_seconds: this rank's perf_counter() when the note was read.
+    """
+
+    kind: int
+    rank: int
+    made: Mapping[int, int]
+    sent_seconds: float
+    cause: int
+    seen_seconds: float
+
+
+class Notes:
+    """Those of one job: all its Worlds share them.
+
+    Attributes:
+        rank, size: of the World that the job began with; known here also when MPI is gone.
+        read: the notes that have come in, by rank.
+        made: how many calls this rank has begun in each World so far, by the World's number; also in those that are
+            freed, where other ranks may still be waiting.
+    """
+
+    def __init__(self, comm: MPI.Comm) -> None:
+        """`comm` has all ranks of the job, and is for the notes alone."""
+        self.rank, self.size = int(comm.rank), int(comm.size)
+        self.read: dict[int, Note] = {}
+        self.made: dict[int, int] = {}
+        self._comm = comm
+        self._in_flight: list[tuple[MPI.Request, numpy.ndarray]] = []
+
+    def tell_all(self, kind: int, cause: int = 0, *, last: bool = False) -> Note:
+        """Send a note to every other rank. Does not wait: a short message leaves at once, whatever the receiver does.
+
+        `last` dates it later than all others.
+        """
+        sent_seconds = float("inf") if last else time.time()
+        made = dict(self.made) if kind == FINISHED else {}
+        pairs = [number for pair in made.items() for number in pair]
+        message = numpy.array([kind, sent_seconds, cause, *pairs], numpy.float64)
+        for rank in range(self.size):
+            if rank != self.rank:
+                self._in_flight.append((self._comm.Isend(message, rank, tag=0), message))
+        return Note(kind, self.rank, made, sent_seconds, cause, time.perf_counter())
+
+    def look(self) -> None:
+        """Read the notes that have come in."""
+        from mpi4py import MPI
+
+        # A matched probe: a thread that fails looks for notes too, and each must be received by the one that found it.
+        while (message := self._comm.Improbe(MPI.ANY_SOURCE, 0, status := MPI.Status())) is not None:
+            numbers = numpy.empty(status.Get_count(MPI.DOUBLE))
+            message.Recv(numbers)
+            kind, sent_seconds, cause, *pairs = numbers.tolist()
+            made = {int(number): int(calls) for number, calls in zip(pairs[::2], pairs[1::2], strict=True)}
+            # A failure after a farewell replaces it; the reverse cannot happen.
+            self.read[status.source] = Note(
+                int(kind), status.source, made, sent_seconds, int(cause), time.perf_counter()
+            )
+
+    def begin_barrier(self) -> MPI.Request:
+        """A barrier of its own, beside the Worlds' collectives, which other ranks may still be in."""
+        return self._comm.Ibarrier()

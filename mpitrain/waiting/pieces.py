@@ -1,0 +1,163 @@
+"""Arrays from rank to rank in pieces: some at a time, both ways at once, no message a large one.
+
+Over TCP, MPI libraries send large messages one way at a time (docs/traps.md), and none counts beyond 2^31 bytes
+everywhere. Pieces avoid both, and additions overlap transfers.
+
+Mover.run is the one loop that sends and receives pieces, for arrays on the host and on a GPU:
+
+    sends      0 1 2 3 | 4 5 6 ...      at most `ahead` under way; each may wait for receives (after)
+    receives   0 1 2 3 | 4 5 6 ...      at most `ahead` posted; each may wait for sends (after)
+    a receive is ready when what came is in its place, or has been added there
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy
+
+from mpitrain.waiting.pace import Pace
+from mpitrain.watching.activity import count_moved
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+PIECE_BYTES = 2**18
+AHEAD = 4  # pieces posted for receiving, and at most in sending, at one time
+
+# The other rank, and the array for it or from it: flat and contiguous.
+Part: TypeAlias = tuple[int, numpy.ndarray]
+# Puts the result of two arrays in the first one. Where the work goes on after the call, it returns a function that says
+# whether the work is over.
+Combine: TypeAlias = Callable[[Any, Any], "Callable[[], bool] | None"]
+
+_NOTHING = numpy.empty(0, numpy.uint8)  # in place of an empty array on a GPU, which has no address
+
+
+# One message to another rank: the rank; the bytes, which must not change before the message is complete; how many
+# receives must be ready before it is sent. Plain tuples, as a short exchange is over in some ten microseconds.
+Send: TypeAlias = tuple[int, Any, int]
+# One message from another rank: the rank; what is overwritten, as bytes, or what is added to, in its dtype; whether
+# what comes is added; how many sends must be complete before that place changes. Those that add come first.
+Receive: TypeAlias = tuple[int, Any, bool, int]
+
+
+def add(total: numpy.ndarray, arrived: numpy.ndarray) -> None:
+    """`total` becomes the sum."""
+    # Infinity is a value like any other here; whoever must not have it looks at the sum.
+    with numpy.errstate(all="ignore"):
+        numpy.add(total, arrived, out=total)
+
+
+class Mover:
+    """Moves arrays over one communicator. Its scratch memory is made once, and grows to `ahead` pieces."""
+
+    def __init__(self, comm: MPI.Comm, tag: int, ahead: int = AHEAD, slots: Sequence[Any] | None = None) -> None:
+        """`slots`: for arrays on a GPU, `ahead` arrays of bytes there, each as long as the longest piece."""
+        self._comm = comm
+        self._tag = tag
+        self._ahead = ahead
+        self._slots: Sequence[Any] = slots or [_NOTHING] * ahead
+        self._pace = Pace()
+
+    def move(
+        self,
+        sends: Sequence[Part],
+        receives: Sequence[Part],
+        *,
+        add: Combine | None = None,
+        same: bool = False,
+        forward: bool = False,
+    ) -> Iterator[float]:
+        """Send and receive all of these, in this order on each side; yields while it has to wait.
+
+        Args:
+            sends: what goes to which rank; read until the end.
+            receives: what comes from which rank; overwritten.
+            add: is called for each piece, with what is there and with what has come, in place of overwriting.
+            same: what is added to is what is sent. What has been added to would arrive changed.
+            forward: what is sent is what is received.
+        """
+        to_send = [
+            (target, piece.view(numpy.uint8), number if forward else 0)
+            for number, (target, piece) in enumerate(_cut(sends), 1)
+        ]
+        to_receive = [
+            (source, piece if add else piece.view(numpy.uint8), add is not None, number if same else 0)
+            for number, (source, piece) in enumerate(_cut(receives), 1)
+        ]
+        return self.run(to_send, to_receive, add)
+
+    def run(self, sends: Sequence[Send], receives: Sequence[Receive], add: Combine | None = add) -> Iterator[float]:
+        """All these messages, in this order on each side, on the host or on a GPU; yields while it has to wait.
+
+        Args:
+            sends, receives: no longer than a piece each. What is sent to a rank is what that rank receives, in order.
+            add: is called for each receive that adds, with its place and with what has come.
+        """
+        comm, tag, ahead = self._comm, self._tag, self._ahead
+        num_sends, num_receives = len(sends), len(receives)
+        sizes = [part.nbytes for _, part, _, _ in receives]
+        longest = max(sizes, default=0)
+        slots = self._slots
+        if longest > slots[0].nbytes and receives[0][2]:
+            slots = self._slots = _make_slots(longest, ahead)
+        sending: deque[MPI.Request] = deque()
+        receiving: deque[MPI.Request] = deque()
+        adding: deque[Callable[[], bool] | None] = deque()  # says when it is over; None where it is
+        started = posted = arrived = 0
+        sent = ready = 0  # sends that are complete; receives whose place has its values
+        self._pace.begin(sum(sizes), longest)
+        while ready < num_receives or sent < num_sends:
+            while posted < num_receives and posted < ready + ahead:
+                source, into, adds, after = receives[posted]
+                if adds:
+                    into = slots[posted % ahead][: sizes[posted]]
+                elif after > sent:
+                    break
+                receiving.append(comm.Irecv(into if into.size else _NOTHING, source, tag))
+                posted += 1
+            while started < num_sends and started < sent + ahead and sends[started][2] <= ready:
+                target, part, _ = sends[started]
+                sending.append(comm.Isend(part if part.size else _NOTHING, target, tag))
+                started += 1
+            progress = False
+            while sending and sending[0].Test():
+                sending.popleft()
+                sent += 1
+                progress = True
+            if receiving and receives[arrived][3] <= sent and receiving[0].Test():
+                receiving.popleft()
+                _, total, adds, _ = receives[arrived]
+                over = None
+                if adds and add is not None and total.size:
+                    over = add(total, slots[arrived % ahead][: sizes[arrived]].view(total.dtype))
+                adding.append(over)
+                arrived += 1
+                progress = True
+            while adding and (adding[0] is None or adding[0]()):
+                adding.popleft()
+                ready += 1
+                progress = True
+            if progress:
+                count_moved()
+            else:
+                yield self._pace.nap()
+        self._pace.end()
+
+
+def _make_slots(nbytes: int, number: int) -> list[numpy.ndarray]:
+    each = -(-nbytes // 64) * 64  # so that every one is aligned
+    scratch = numpy.empty(number * each, numpy.uint8)
+    return [scratch[i * each : (i + 1) * each] for i in range(number)]
+
+
+def _cut(parts: Sequence[Part]) -> list[Part]:
+    return [
+        (rank, whole[begin : begin + length])
+        for rank, whole in parts
+        for length in [max(1, PIECE_BYTES // whole.itemsize)]
+        for begin in range(0, whole.size, length)
+    ]

@@ -1,0 +1,162 @@
+"""Who waits for whom, in words, from what every rank does. Pure functions.
+
+no progress for 10 s: ranks 0-2 on node1,node2 wait in allreduce ring of 4096 float32 (call 381); rank 3 on node2 runs
+in dataloader.py:88 (load)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence, Set
+from pathlib import Path
+
+from mpitrain.watching.ranges import rank_ranges
+from mpitrain.watching.rank_record import BUSY, ENDED, WAITS
+from mpitrain.watching.view import RankView
+
+_MOST_STACKS = 3
+_MOST_FRAMES = 30
+_FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
+# Where a line is not the user's own: of Python, of a package, of this one.
+_FOREIGN = re.compile(r"/(site-packages|dist-packages|lib/python3[^/]*|lib64/python3[^/]*)/|^<")
+_OWN = f"{Path(__file__).parents[1]}/"
+
+_PLURALS = {"is": "are", "has": "have"}
+_STATES = {"R": "runs", "S": "sleeps", "I": "sleeps"}
+
+
+def report(
+    views: Sequence[RankView],
+    absent: Mapping[int, str],
+    *,
+    unseen: str = "cannot be asked",
+    answered: Set[str] = frozenset(),
+    silent: Mapping[str, float] | None = None,
+    hang_seconds: float = 0.0,
+) -> list[str]:
+    """The report, a line each: who waits for whom, then the stacks of those that are waited for and of one that waits.
+
+    Args:
+        views: what the ranks do that could be asked.
+        absent: the hosts of the ranks that could not.
+        unseen: what is said of those.
+        answered: the hosts among them that know of no such rank.
+        silent: since how many seconds their hosts have been silent.
+        hang_seconds: the job is ended because nothing has moved for so long; 0: it goes on.
+    """
+    waiting = [view for view in views if view.waits]
+    culprits = [view for view in views if not view.waits]
+    groups: dict[tuple[str, int], list[RankView]] = {}
+    for view in waiting:
+        groups.setdefault((_doing(view), view.record.calls), []).append(view)
+    parts = [
+        f"{_ranks(group)} {_verb(group, doing)}" for (doing, _), group in sorted(groups.items(), key=_size_of_group)
+    ]
+    together: dict[str, list[RankView]] = {}
+    for view in culprits:
+        together.setdefault(_culprit(view), []).append(view)
+    parts += [f"{_ranks(group)} {_plural(text) if len(group) > 1 else text}" for text, group in together.items()]
+    for host in dict.fromkeys(absent.values()):
+        ranks = sorted(rank for rank, rank_host in absent.items() if rank_host == host)
+        seconds = (silent or {}).get(host, 0.0)
+        said = f"nothing has been heard from it for {seconds:.0f} s: its power, its network, or it is frozen"
+        has = "have" if len(ranks) > 1 else "has"
+        state = f"{has} not called init(), or {has} ended before it" if host in answered else unseen
+        parts.append(f"{_numbers(ranks)} on {host}{f': {said}' if seconds else f' {state}'}")
+    if not culprits and not absent:
+        if len(groups) > 1:
+            parts.append("they wait for each other: do all ranks make the same calls in the same order?")
+        elif all(view.record.status == WAITS for view in waiting):
+            parts.append("all are there, and what they send does not arrive: a cable, a switch, a firewall?")
+    shown = [view for view in culprits if view.stack][:_MOST_STACKS]
+    shown += [view for view in waiting if view.stack][:1]
+    longest = max((view.seconds for view in waiting), default=0.0)
+    head = f"no progress for {longest:.{0 if longest >= 5 else 1}f} s"
+    if not any(view.record.status == WAITS for view in waiting):
+        head = "not all have ended yet"
+    if hang_seconds:
+        head = f"nothing has moved for {hang_seconds:g} s (hang_seconds), and the job is ended"
+    lines = [f"{head}: {'; '.join(parts)}"]
+    for view in shown:
+        lines.append(f"    rank {view.record.rank} on {view.host}, most recent call first:")
+        lines += [f"      {line.strip()}" for line in main_thread(view.stack)[:_MOST_FRAMES]]
+    return lines
+
+
+def is_by_design(views: Iterable[RankView]) -> bool:
+    """Whether nobody may be blamed: some rank does what the others are to wait for, or all that wait have ended."""
+    views = list(views)
+    works = [view for view in views if view.record.status == BUSY and view.state in ("R", "S", "D")]
+    return bool(works) or not any(view.record.status == WAITS for view in views)
+
+
+def main_thread(stack: str) -> list[str]:
+    """The lines of the main thread's frames, the innermost first. faulthandler writes that thread last."""
+    lines: list[str] = []
+    for line in stack.splitlines():
+        if line.startswith(("Thread ", "Current thread ")):
+            lines = []
+        elif _FRAME.match(line):
+            lines.append(line)
+    return lines
+
+
+def place_of(stack: str) -> str:
+    """The innermost line of the user's own code, such as `dataloader.py:88 (load)`; "" where there is none."""
+    frames = [match for line in main_thread(stack) if (match := _FRAME.match(line))]
+    own = [match for match in frames if not _FOREIGN.search(match[1]) and not match[1].startswith(_OWN)]
+    if not (own or frames):
+        return ""
+    path, line, function = (own or frames)[0].groups()
+    return f"{Path(path).name}:{line} ({function})"
+
+
+def _doing(view: RankView) -> str:
+    return "" if view.record.status == ENDED else view.record.words
+
+
+def _verb(group: Sequence[RankView], doing: str) -> str:
+    if not doing:
+        return "have come to their end" if len(group) > 1 else "has come to its end"
+    calls = f" (call {group[0].record.calls})" if group[0].record.calls else ""
+    return f"{'wait' if len(group) > 1 else 'waits'} in {doing}{calls}"
+
+
+def _size_of_group(item: tuple[tuple[str, int], list[RankView]]) -> tuple[int, int]:
+    return -len(item[1]), item[1][0].record.rank
+
+
+def _culprit(view: RankView) -> str:
+    """What a rank does that does not wait."""
+    place = place_of(view.stack)
+    where = f" in {place}" if place else ""
+    words = f" in {view.record.words}" if view.record.words else ""
+    if view.state == "gone" or view.state in ("Z", "X"):
+        return f"has no process any more ({view.pid} has ended)"
+    if view.state == "T":
+        return f"is stopped{words} (SIGSTOP?): kill -CONT {view.pid}"
+    if view.state == "t":
+        return f"is held{words} by a debugger"
+    if view.state == "D":
+        kernel = f" ({view.kernel})" if view.kernel not in ("", "0") else ""
+        return f"is stuck in the kernel{kernel}{where or words}: a disk or a network share that does not answer?"
+    if view.record.status == BUSY:
+        return f"is in {view.record.words}, which the others are to wait for{', now' if where else ''}{where}"
+    after = f", after call {view.record.calls}" if view.record.calls else ""
+    return (
+        f"{_STATES.get(view.state, f'is in state {view.state}')}{where}{after or ('' if where else ', before init()')}"
+    )
+
+
+def _plural(text: str) -> str:
+    verb, _, rest = text.partition(" ")
+    return " ".join([_PLURALS.get(verb, verb.removesuffix("s")), rest])
+
+
+def _ranks(group: Sequence[RankView]) -> str:
+    hosts = ",".join(dict.fromkeys(view.host for view in sorted(group, key=lambda view: view.record.rank)))
+    return f"{_numbers(sorted(view.record.rank for view in group))} on {hosts}"
+
+
+def _numbers(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {rank_ranges(ranks)}"

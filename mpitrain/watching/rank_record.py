@@ -1,0 +1,175 @@
+"""What a rank says of itself: one record, where its own process writes and others read.
+
+The record is a page of memory that has a name only below its process, /proc/PID/fd/N. It is memory and no file: a write
+costs no system call, and neither a full disk nor a dead one can hold up a rank. Nothing is left of it when the last
+process that has it open has gone. The guard of the host gets the page's descriptor from the rank (roll_call.py). So it
+can read what a rank said last when the rank has been killed, and what a rank says in a container, where it has another
+/proc. Under a bare mpiexec the ranks of a host read each other's pages by name.
+
+No other module knows how the page is laid out. This one is sent to other hosts as text: it imports nothing of ours, and
+runs with an old Python.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+# How far a rank has come. STARTED: its process runs. CALLED: it is in init(). BEGUN: init() has returned.
+# DONE: its program has come to its end. FAILED: an error ends it, and the job with it.
+STARTED, CALLED, BEGUN, DONE, FAILED = PHASES = ("started", "called", "begun", "done", "failed")
+
+# What a rank does. BUSY: the others wait for it, and that is as it should be. ENDED: it has come to its end.
+WORKS, WAITS, BUSY, ENDED = range(4)
+
+# A rank writes its stacks at this signal. Nobody else uses it: UCX has SIGHUP and SIGALRM, batch systems SIGUSR1 and
+# SIGUSR2, glibc the first two.
+STACK_SIGNAL = signal.SIGRTMIN + 11
+
+NAME = "mpitrain-rank-"
+
+_BYTES = 4096
+# Words of 8 bytes: each is written at once, and by itself.
+_EDITION, _CALLS, _MOVED, _FIRST_STEP, _STEP, _METRICS, _EDITION_AGAIN = 0, 1, 2, 3, 4, 16, _BYTES // 8 - 1
+_MOST_METRICS = 16
+# since, stall_seconds, hang_seconds, failed_seconds, pid, stacks, phase, status, lengths of words, error and names
+_TEXTS = struct.Struct("<ddddiiBBHHH400s400s800s")
+_TEXTS_AT = 512
+_MOST_TEXT, _MOST_NAMES = 400, 800
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """What a rank says of itself.
+
+    Attributes:
+        rank: whose it is.
+        phase: one of PHASES.
+        pid: its process, as it is called where it runs.
+        first_step: that it began; 1, unless it went on from a checkpoint. 0: it began none.
+        step: the last one that it began.
+        metrics: the last value of each, by name; "loss" and "samples/s" of the last step among them.
+        calls: that all ranks make, so many.
+        moved: how often something has come or gone.
+        status: WORKS, WAITS, BUSY or ENDED.
+        words: what it waits in, or is busy with.
+        since: when that began, by time.monotonic() of its host.
+        stall_seconds, hang_seconds: see mpitrain.config.Config.
+        stacks: its process's descriptor of what it writes at STACK_SIGNAL; -1: it does not.
+        failed_seconds: when it failed, by time.time().
+        error: that it failed with, in a line.
+    """
+
+    rank: int
+    phase: str = STARTED
+    pid: int = 0
+    first_step: int = 0
+    step: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    calls: int = 0
+    moved: int = 0
+    status: int = WORKS
+    words: str = ""
+    since: float = 0.0
+    stall_seconds: float = 30.0  # until init() knows better: a cold start takes its time
+    hang_seconds: float = 0.0
+    stacks: int = -1
+    failed_seconds: float = 0.0
+    error: str = ""
+
+
+class Page:
+    """The page of this process. A number costs 0.1 us to write, `write` some 7 us.
+
+    Attributes:
+        descriptor: for those who read it.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.descriptor = os.memfd_create(f"{NAME}{rank}")
+        os.ftruncate(self.descriptor, _BYTES)
+        self._memory = mmap.mmap(self.descriptor, _BYTES)
+        self._numbers = memoryview(self._memory).cast("Q")
+        self._reals = memoryview(self._memory).cast("d")
+        self._places: dict[str, int] = {}  # of the metrics
+
+    def write(self, record: RankRecord, status: int, words: str, since: float) -> None:
+        """Write all but the numbers that have functions of their own; the last three arguments replace the record's."""
+        doing, error = words.encode(errors="replace")[:_MOST_TEXT], record.error.encode(errors="replace")[:_MOST_TEXT]
+        names = "\n".join(self._places).encode(errors="replace")
+        edition = self._numbers[_EDITION] + 1
+        self._numbers[_EDITION] = edition
+        times = since, record.stall_seconds, record.hang_seconds, record.failed_seconds
+        numbers = record.pid, record.stacks, PHASES.index(record.phase), status
+        lengths = len(doing), len(error), len(names)
+        _TEXTS.pack_into(self._memory, _TEXTS_AT, *times, *numbers, *lengths, doing, error, names)
+        self._numbers[_EDITION_AGAIN] = edition
+
+    def set_calls(self, calls: int) -> None:
+        """So many calls that all ranks make have begun."""
+        self._numbers[_CALLS] = calls
+
+    def set_moved(self, moved: int) -> None:
+        """So often has something come or gone."""
+        self._numbers[_MOVED] = moved
+
+    def set_step(self, first: int, step: int) -> None:
+        """A step has begun."""
+        self._numbers[_FIRST_STEP] = first
+        self._numbers[_STEP] = step
+
+    def set_metrics(self, metrics: Mapping[str, float]) -> bool:
+        """Set these; whether one of them is new, so that `write` must follow. What finds no room is left out."""
+        is_new = False
+        for name, value in metrics.items():
+            place = self._places.get(name)
+            if place is None:
+                room = _MOST_NAMES - sum(len(known.encode(errors="replace")) + 1 for known in self._places)
+                if len(self._places) == _MOST_METRICS or len(name.encode(errors="replace")) > room or "\n" in name:
+                    continue
+                place = self._places[name] = len(self._places)
+                is_new = True
+            self._reals[_METRICS + place] = value
+        return is_new
+
+
+def read_record(path: str, rank: int) -> RankRecord | None:
+    """The record of `rank` at `path`, /proc/PID/fd/N; None where there is none, or it is another user's."""
+    try:
+        if not os.readlink(path).startswith(f"/memfd:{NAME}{rank} "):  # noqa: PTH115 (Path.readlink is of Python 3.9)
+            return None  # another process has been given the number
+        for _ in range(5):
+            data = Path(path).read_bytes()
+            numbers = memoryview(data).cast("Q")
+            if numbers[_EDITION] == numbers[_EDITION_AGAIN]:  # else it was being written
+                break
+        fields = _TEXTS.unpack_from(data, _TEXTS_AT)
+    except (OSError, struct.error, TypeError, IndexError):
+        return None
+    since, stall_seconds, hang_seconds, failed_seconds, pid, stacks, phase, status, *lengths = fields[:11]
+    texts = zip(fields[11:], lengths)  # noqa: B905 (strict is of Python 3.10)
+    words, error, names = (text[:length].decode(errors="replace") for text, length in texts)
+    reals = memoryview(data).cast("d")
+    return RankRecord(
+        rank=rank,
+        phase=PHASES[phase],
+        pid=pid,
+        first_step=numbers[_FIRST_STEP],
+        step=numbers[_STEP],
+        metrics={name: reals[_METRICS + place] for place, name in enumerate(names.split("\n") if names else ())},
+        calls=numbers[_CALLS],
+        moved=numbers[_MOVED],
+        status=status,
+        words=words,
+        since=since,
+        stall_seconds=stall_seconds,
+        hang_seconds=hang_seconds,
+        stacks=stacks,
+        failed_seconds=failed_seconds,
+        error=error,
+    )

@@ -1,0 +1,118 @@
+"""How the ranks of a host make themselves known to the job's guard there: each calls at a socket that the guard made.
+
+With its number a rank hands over descriptors: of its own process, and of its record (rank_record.py). So the guard
+can read what the rank says, and see it end, whatever number its process has: in a container that mostly is another
+one, or none.
+The line stays open as long as the process lives. It breaks when the kernel closes the files of the process, together
+with the process's line to mpiexec, which then ends the other ranks.
+
+Sent to other hosts as text: it imports nothing of ours, and runs with an old Python.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import json
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+_MOST_BYTES = 108 - 1  # of a socket's path: unix(7)
+_MOST_WAITING = 4096
+_MESSAGE_BYTES = 1024
+
+
+@dataclass(frozen=True)
+class Appearance:
+    """What came over a line.
+
+    Attributes:
+        rank: who called.
+        pid: its process, as it is called here; 0: it has no number here.
+        process: a descriptor that becomes readable when the process ends; None where the kernel has none.
+        record: descriptor of its record; None: it has not called init().
+    """
+
+    rank: int
+    pid: int
+    process: int | None
+    record: int | None
+
+
+def appear(path: str, rank: int, record: int | None = None) -> socket.socket | None:
+    """Call at the socket of a guard; the line to it. None where there is none.
+
+    Args:
+        path: of the socket.
+        rank: of this process.
+        record: descriptor of its record, if it has one.
+    """
+    line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        with _address(path) as address:
+            line.connect(address)
+    except (FileNotFoundError, ConnectionRefusedError):  # the path is another machine's, or the guard has gone
+        line.close()
+        return None
+    descriptors = {} if record is None else {"record": record}
+    with contextlib.suppress(OSError, AttributeError):  # an old kernel, or a Python that was built on one
+        descriptors["process"] = os.pidfd_open(os.getpid())
+    message = json.dumps({"rank": rank, "descriptors": list(descriptors)}).encode()
+    rights = array.array("i", descriptors.values())
+    line.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if rights else [])
+    if "process" in descriptors:
+        os.close(descriptors["process"])
+    return line
+
+
+def listen(path: str) -> socket.socket:
+    """The socket at which ranks of this user can call.
+
+    Raises:
+        OSError: it cannot be made, or there is something at this path.
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    before = os.umask(0o177)
+    try:
+        with _address(path) as address:
+            listener.bind(address)
+    finally:
+        os.umask(before)
+    listener.listen(_MOST_WAITING)
+    listener.setblocking(False)
+    return listener
+
+
+def receive(line: socket.socket) -> Appearance | None:
+    """What a rank has said on a line that `listen` got; None: it has hung up."""
+    room = socket.CMSG_SPACE(2 * struct.calcsize("i"))
+    try:
+        data, extra, _, _ = line.recvmsg(_MESSAGE_BYTES, room)
+    except OSError:
+        return None
+    if not data:
+        return None
+    message = json.loads(data)
+    numbers = array.array("i")
+    for _, _, rights in extra:
+        numbers.frombytes(rights[: len(rights) - len(rights) % numbers.itemsize])
+    descriptors = dict(zip(message["descriptors"], numbers))  # noqa: B905 (strict is of Python 3.10)
+    (pid,) = struct.unpack_from("i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return Appearance(message["rank"], pid, descriptors.get("process"), descriptors.get("record"))
+
+
+@contextlib.contextmanager
+def _address(path: str) -> Iterator[str]:
+    """A name of this path that is short enough for a socket."""
+    if len(os.fsencode(path)) <= _MOST_BYTES:
+        yield path
+        return
+    folder, name = os.path.split(path)
+    descriptor = os.open(folder, os.O_PATH)
+    try:
+        yield f"/proc/self/fd/{descriptor}/{name}"
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,146 @@
+"""A rank as others see it: its record, and what the kernel says of its process.
+
+Sent to other hosts as text: it imports nothing of ours but what comes with it, and runs with an old Python.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mpitrain.watching.rank_record import ENDED, STACK_SIGNAL, WAITS, RankRecord
+
+_STACK_SECONDS = 1.0
+_STACK_BYTES = 16384
+
+
+@dataclass(frozen=True)
+class RankView:
+    """What is known of a rank on its host.
+
+    Attributes:
+        record: what it has said last.
+        pid: its process, as it is called on the host; 0: it has no number there.
+        seconds: for how long it has waited without that anything moved; 0: it does not wait.
+        state: of its process, as ps names it; "": nobody has looked.
+        kernel: where in the kernel it is, in state D.
+        stack: faulthandler's text of all its threads.
+        ended_seconds: how long ago its process has ended; None: it has not.
+        is_orphan: the process that started it has ended, and it has not.
+        host: where it runs; "": where this was written.
+    """
+
+    record: RankRecord
+    pid: int
+    seconds: float = 0.0
+    state: str = ""
+    kernel: str = ""
+    stack: str = ""
+    ended_seconds: float | None = None
+    is_orphan: bool = False
+    host: str = ""
+
+    @property
+    def waits(self) -> bool:
+        """It waits for other ranks, and could go on if they came."""
+        return self.record.status in (WAITS, ENDED) and self.state in ("R", "S")
+
+
+def to_json(view: RankView) -> dict[str, Any]:
+    """For the way to another host."""
+    return {**vars(view), "record": vars(view.record)}
+
+
+def from_json(fields: Mapping[str, Any], host: str) -> RankView:
+    """A rank of `host`, as it has come from there."""
+    return RankView(**{**fields, "record": RankRecord(**fields["record"]), "host": host})
+
+
+def waited(record: RankRecord, now: float) -> float:
+    """For how long it has waited, in seconds."""
+    return now - record.since if record.status in (WAITS, ENDED) else 0.0
+
+
+def look_at(views: Iterable[RankView]) -> list[RankView]:
+    """These ranks of this host once more, in order, with what the kernel says of their processes, and with stacks.
+
+    All ranks that do not wait are asked for a stack, and the first one that does.
+    """
+    views = sorted(views, key=lambda view: view.record.rank)
+    asked: dict[int, tuple[int, int]] = {}
+    has_one_that_waits = False
+    for view in views:
+        # The number of one that has ended may be another's by now.
+        if view.ended_seconds is not None or (view.record.status in (WAITS, ENDED) and has_one_that_waits):
+            continue
+        has_one_that_waits = has_one_that_waits or view.record.status == WAITS
+        asked[view.record.rank] = (view.pid, view.record.stacks)
+    stacks = read_stacks(asked)
+    seen = []
+    for view in views:
+        # A process without a number here is not to be found in /proc, and may be well.
+        state = "gone" if view.ended_seconds is not None else process_state(view.pid) if view.pid else "S"
+        kernel = _read(f"/proc/{view.pid}/wchan").decode(errors="replace") if state == "D" else ""
+        stack = stacks.get(view.record.rank, "")
+        seen.append(replace(view, seconds=round(view.seconds, 1), state=state, kernel=kernel, stack=stack))
+    return seen
+
+
+def read_stacks(asked: dict[int, tuple[int, int]]) -> dict[int, str]:
+    """The Python stacks of these ranks' processes, (pid, descriptor) each; those that answer, within a second."""
+    begun = {}
+    for rank, (pid, descriptor) in asked.items():
+        # Without a handler the signal would end the process; a stopped one cannot answer.
+        if descriptor < 0 or process_state(pid) in ("T", "t", "gone") or not _catches(pid, int(STACK_SIGNAL)):
+            continue
+        path = Path(f"/proc/{pid}/fd/{descriptor}")
+        with contextlib.suppress(OSError):
+            begun[rank] = (path, path.stat().st_size)
+            os.kill(pid, STACK_SIGNAL)
+    texts: dict[int, str] = {}
+    sizes: dict[int, int] = {}
+    deadline = time.monotonic() + _STACK_SECONDS
+    while len(texts) < len(begun) and time.monotonic() < deadline:
+        time.sleep(0.03)
+        for rank, (path, before) in begun.items():
+            with contextlib.suppress(OSError):
+                size = path.stat().st_size
+                if rank not in texts and size > before and sizes.get(rank) == size:  # nothing more has come
+                    with path.open("rb") as file:
+                        file.seek(before)
+                        texts[rank] = file.read(_STACK_BYTES).decode(errors="replace")
+                sizes[rank] = size
+    return texts
+
+
+def process_state(pid: int) -> str:
+    """A process's state as ps names it: R runs, S sleeps, D waits for a disk or a network share, T is stopped."""
+    stat = _read(f"/proc/{pid}/stat")
+    return stat.rpartition(b")")[2].split()[0].decode() if stat else "gone"
+
+
+def process_numbering() -> int:
+    """Which numbers this process knows others by: in a container they mostly are not those of its machine."""
+    try:
+        return Path("/proc/self/ns/pid").stat().st_ino
+    except OSError:  # /proc is another container's
+        return 0
+
+
+def _catches(pid: int, number: int) -> bool:
+    for line in _read(f"/proc/{pid}/status").splitlines():
+        if line.startswith(b"SigCgt:"):
+            return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
+
+
+def _read(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError:
+        return b""

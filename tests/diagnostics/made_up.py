@@ -1,0 +1,52 @@
+"""Clusters and checks that are made up, for tests of pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from mpitrain.diagnostics.check import Check, Finding, Seen, Target
+from mpitrain.diagnostics.target import DEFAULTS
+from mpitrain.launch.hostfile import Host
+
+
+def target(num_nodes: int = 4, **fields: Any) -> Target:
+    """node1 to nodeN at 10.0.0.1 and so on, with the defaults of set-up."""
+    hosts = tuple(Host(f"node{number}", f"10.0.0.{number}") for number in range(1, num_nodes + 1))
+    settings = {**DEFAULTS, "mpitrain_venv": "/home/cluster/nfs/venv", **fields.pop("settings", {})}
+    values: dict[str, Any] = {
+        "user": "cluster",
+        "share": "/home/cluster/nfs",
+        "venv": "/home/cluster/nfs/venv",
+        "set_up": "ansible-playbook cluster/setup.yml",
+        **fields,
+    }
+    return Target(hosts=hosts, settings=settings, **values)
+
+
+def seen(num_nodes: int = 4, **fields: Any) -> Seen:
+    """Nothing was seen yet of such a cluster."""
+    return Seen(target(num_nodes, **fields))
+
+
+def here(sections: dict[str, Any], **fields: Any) -> Seen:
+    """What was seen of one machine, looked at by itself."""
+    made = Seen(target(1, set_up="", share=None, venv="/v", python_here="/v/bin/python", **fields))
+    made.nodes["node1"] = sections
+    return made
+
+
+def by_node(section: str) -> Any:
+    """A judge for a node: fails with what the section holds, if it holds anything."""
+
+    def judge(seen: Seen, name: str) -> Iterator[Finding]:
+        if found := seen.node(name, section):
+            yield Finding("fail", (name,), found)
+
+    return judge
+
+
+def check(name: str, judge: Any, scope: Any = "node", **fields: Any) -> Check:
+    """A check with all that a check must have."""
+    values = {"title": "t", "level": "quick", "looks": "l", "why": "w.", "remedy": "mend {node}", **fields}
+    return Check(name, scope=scope, judge=judge, **values)

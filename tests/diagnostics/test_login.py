@@ -1,0 +1,111 @@
+"""The judges of the login from this machine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from diagnostics.made_up import seen
+from mpitrain.diagnostics.check import Result, Seen
+from mpitrain.diagnostics.checks import CHECKS, login
+from mpitrain.diagnostics.judge import judge
+from mpitrain.diagnostics.run import select
+
+
+def looked(**of_node2: Any) -> Seen:
+    """Three nodes that were logged in to, but for what is given of the second."""
+    found = seen(3)
+    for number, name in enumerate(found.target.names, 1):
+        login = {"failed": "", "hello": "admin", "host_keys": {"known": f"SHA256:{number}"}}
+        sections = {"login": login, "sudo": {"hangs": False}, "become": "cluster", "account": {"uid": 1900}}
+        found.nodes[name] = sections
+    found.nodes["node2"] |= of_node2
+    return found
+
+
+def judged(id_: str, found: Seen) -> list[Result]:
+    return [one for one in judge([CHECKS[id_]], found) if one.verdict != "pass"]
+
+
+def other_key(got: str, known: str) -> dict[str, Any]:
+    text = f"its host key is {got} (ssh-ed25519); known is {known}"
+    return {"failed": "host key", "found": text, "host_keys": {"got": got, "known": known}}
+
+
+def test_a_host_key_of_nobody() -> None:
+    (one,) = judged("SSH03", looked(login=other_key("SHA256:9", "SHA256:2")))
+    assert (one.verdict, one.where) == ("fail", ("node2",))
+    assert "that is the key of" not in one.observed
+    assert "ssh-keygen -R 10.0.0.2 && mpitrain cluster trust node2" in one.remedy
+
+
+def test_the_host_key_of_another_node() -> None:
+    (one,) = judged("SSH03", looked(login=other_key("SHA256:3", "SHA256:2")))
+    assert one.observed.endswith("; that is the key of node3, which answers at this address")
+    assert "correct ansible_host" in one.remedy and "ssh-keygen -R" not in one.remedy
+    found = looked(login=other_key("SHA256:3", "SHA256:2"))
+    found.nodes["node3"]["login"] = other_key("SHA256:2", "SHA256:3")  # swapped
+    first, second = judged("SSH03", found)
+    assert "that is the key of node3," in first.observed and "that is the key of node2," in second.observed
+
+
+def test_a_host_key_that_is_not_known_here() -> None:
+    found = looked(login={"failed": "host key", "found": "its host key is not known on this machine", "host_keys": {}})
+    assert "mpitrain cluster trust node2" in judged("SSH03", found)[0].remedy
+
+
+def test_a_locked_key() -> None:
+    words = "it refuses ada with /home/ada/.ssh/id; /home/ada/.ssh/id has a passphrase, and ssh-agent does not hold it"
+    (one,) = judged("SSH02", looked(login={"failed": "key", "found": words}))
+    assert one.remedy.startswith("ssh-add ")
+
+
+def test_a_sudo_that_hangs_is_the_one_cause() -> None:
+    """As it comes from a node: what needs root is not known, what needs the shared user was not answered."""
+    late = {"error": "admin cannot become cluster: sudo hangs"}
+    sections = ("shell", "ssh keys", "use", "programs", "processors", "leftovers", "variables")
+    account = {
+        "uid": 1900,
+        "gid": 1900,
+        "uid_owner": "cluster",
+        "shell": "/bin/sh",
+        "shell_works": True,
+        "home": "/h",
+        "home_owner": 1900,
+        "expired": None,
+    }
+    answers = {"sudo": {"hangs": True}, "become": late, **dict.fromkeys(sections, late), "account": account}
+    found = looked(**answers, **{"ssh server": {"is_known": False}, "serving": {"exports": None}})
+    ours = [
+        check
+        for check in select("quick")
+        if {*check.uses} & {*sections, "sudo", "ssh server", "account"} and check.scope == "node"
+    ]
+    results = [one for one in judge(ours, found) if one.where == ("node2",)]
+    assert len(results) > 12
+    assert [one.check.id for one in results if one.verdict == "fail"] == ["PRB02"]
+    assert {one.verdict for one in results} == {"fail", "blocked", "skip"}
+    assert {one.blocked_by for one in results if one.verdict == "blocked"} == {"PRB02"}
+    (cause,) = (one for one in results if one.verdict == "fail")
+    assert cause.observed == "sudo, asked by admin, hangs" and "  # on the console of node2: " in cause.remedy
+    assert cause.remedy.startswith("time getent ")
+
+
+def test_a_login_that_may_not_become_the_shared_user() -> None:
+    words = "admin cannot become cluster: sudo: a password is required"
+    (one,) = judged("PRB02", looked(become={"error": words}))
+    assert (one.verdict, one.observed) == ("fail", words)
+    assert one.remedy.startswith("ssh -t 10.0.0.2 sudo -l  #")
+    (one,) = judged("PRB02", looked(become={"error": words}, account={"uid": None}))
+    assert (one.verdict, one.observed) == ("skip", "there is no user cluster")  # which is USR01's
+    (one,) = judged("PRB02", looked(become={"error": "no answer in time"}))
+    assert one.verdict == "unknown"
+
+
+@pytest.mark.parametrize("remedy", [login._LOOK, login._SUDO_HANGS, *login._REMEDIES.values()])
+def test_a_remedy_is_a_line_that_a_shell_takes(remedy: str) -> None:
+    """Where it is to be typed, if not here, a comment says."""
+    line = remedy.partition("  # ")[0]
+    assert line.split()[0] in ("ping", "time", "sudo", "ssh-add")
+    assert "console" not in line

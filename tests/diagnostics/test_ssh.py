@@ -1,0 +1,207 @@
+"""The judges of logins between nodes."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+import pytest
+
+from diagnostics.made_up import seen
+from mpitrain.diagnostics.check import Result, Seen
+from mpitrain.diagnostics.checks import CHECKS
+from mpitrain.diagnostics.judge import judge
+
+KEY = {
+    "path": "/etc/ssh/mpitrain/id_ed25519",
+    "mode": "0600",
+    "is_own": True,
+    "is_readable": True,
+    "bits": 256,
+    "fingerprint": "SHA256:a",
+    "kind": "ED25519",
+}
+OURS = "/etc/ssh/sshd_config.d/10-mpitrain.conf"
+
+
+def judged(id_: str, looked: Seen) -> list[Result]:
+    """Those of a check, as if those that it needs had passed."""
+    return [one for one in judge([CHECKS[id_]], looked) if one.verdict != "pass"]
+
+
+def of_node(section: str, answer: Any) -> Seen:
+    looked = seen(2)
+    looked.nodes = {"node1": {section: answer}, "node2": {}}
+    return looked
+
+
+def first(id_: str, looked: Seen) -> Result | None:
+    """Of node1."""
+    return next((one for one in judged(id_, looked) if one.where and one.where[0] == "node1"), None)
+
+
+def server(**fields: str) -> dict[str, Any]:
+    settings = {"maxstartups": "100:30:400", "passwordauthentication": "no", "permitrootlogin": "without-password"}
+    settings.update(fields)
+    return {"is_known": True, "all": settings, "user": settings, "root": settings, "sets": {}}
+
+
+def login(failed: str, found: str = "", seconds: float = 0.2) -> Seen:
+    looked = seen(2)
+    looked.pairs[("node1", "node2")] = {"login between": {"failed": failed, "found": found, "seconds": seconds}}
+    return looked
+
+
+def test_any_to_any() -> None:
+    assert first("SSH04", login("")) is None
+    slow = first("SSH04", login("", seconds=2.5))
+    assert slow is not None and slow.verdict == "warn" and "over 2 s" in slow.observed
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "mend"),
+    [
+        ("key", "cluster@node2: Permission denied (publickey).", ("node2",)),
+        ("host key", "Host key verification failed.", ("node1",)),
+    ],
+)
+def test_set_up_mends_keys_at_the_right_end(kind: str, words: str, mend: tuple[str, ...]) -> None:
+    result = first("SSH04", login(kind, words))
+    assert result is not None and result.verdict == "fail" and result.where == ("node1", "node2")
+    assert result.mend == mend
+    assert words.replace("node2", "there") in result.observed
+    assert result.remedy == "ansible-playbook cluster/setup.yml --tags ssh --limit {limit}"
+
+
+def test_what_set_up_does_not_mend_is_looked_at_by_hand() -> None:
+    result = first("SSH04", login("timeout", "ssh: connect to host 10.0.0.2 port 22: Connection timed out"))
+    assert result is not None
+    assert "to host there port 22" in result.observed
+    assert result.remedy == "ssh 10.0.0.1 sudo -u cluster ssh -v node2 true"
+
+
+def test_a_quiet_shell() -> None:
+    def looked(login_noise: str, shell_noise: str) -> Seen:
+        found = of_node("shell", {"noise": shell_noise})
+        found.nodes["node1"]["login"] = {"failed": "", "hello": "admin", "noise": login_noise}
+        return found
+
+    assert first("SSH05", looked("", "\n")) is None
+    result = first("SSH05", looked("Welcome!\n", ""))
+    assert result is not None and result.verdict == "fail"
+    assert "of admin" in result.observed and "'Welcome!'" in result.observed and result.allowed == "nothing"
+    result = first("SSH05", looked("", "Hello"))
+    assert result is not None and "of cluster" in result.observed and "~cluster/.bashrc" in result.remedy
+
+
+def test_capacity() -> None:
+    assert first("SSH06", of_node("ssh server", server())) is None
+    result = first("SSH06", of_node("ssh server", server(maxstartups="3:30:100")))
+    assert result is not None and result.verdict == "warn"
+    assert "MaxStartups 3:30:100" in result.observed and result.allowed == "4 or more, for 2 nodes"
+    assert "--tags ssh" in result.remedy
+    result = first("SSH06", of_node("ssh server", server(maxstartups="1:30:100")))
+    assert result is not None and result.verdict == "fail"
+
+
+def test_a_file_that_is_read_before_ours_is_named() -> None:
+    site = "/etc/ssh/sshd_config.d/05-site.conf"
+    found = {**server(maxstartups="1:30:100"), "sets": {"maxstartups": [[site, "1:30:100"], [OURS, "100:30:400"]]}}
+    result = first("SSH06", of_node("ssh server", found))
+    assert result is not None and site in result.observed and site in result.remedy and "--tags" not in result.remedy
+    found["sets"] = {"maxstartups": [[site, "1:30:100"]]}  # before the first set-up, whose file would come too late
+    result = first("SSH06", of_node("ssh server", found))
+    assert result is not None and site in result.remedy
+    found["sets"] = {"maxstartups": [["/etc/ssh/sshd_config", "1:30:100"]]}
+    result = first("SSH06", of_node("ssh server", found))
+    assert result is not None and "--tags ssh" in result.remedy
+
+
+def test_the_file_whose_value_holds_is_named() -> None:
+    """Of MaxStartups some versions of sshd take the last value, of all else the first."""
+    main = "/etc/ssh/sshd_config"
+    found = {**server(maxstartups="1:30:100"), "sets": {"maxstartups": [[OURS, "100:30:400"], [main, "1:30:100"]]}}
+    result = first("SSH06", of_node("ssh server", found))
+    assert result is not None and f"by {main}" in result.observed and f" {main} &&" in result.remedy
+
+
+def test_penalties() -> None:
+    on = {"persourcepenalties": "authfail:5 noauth:1"}
+    result = first("SSH06", of_node("ssh server", server(**on)))
+    assert result is not None and result.verdict == "warn" and "PerSourcePenalties" in result.observed
+    exempt = {"persourcepenaltyexemptlist": "10.0.0.1,10.0.0.2"}
+    assert first("SSH06", of_node("ssh server", server(**on, **exempt))) is None
+
+
+def test_without_sudo_sshd_is_skipped() -> None:
+    for id_ in ("SSH06", "SSH07"):
+        result = first(id_, of_node("ssh server", {"is_known": False}))
+        assert result is not None and result.verdict == "skip" and "root" in result.observed
+
+
+@pytest.mark.parametrize(
+    ("settings", "verdict", "words"),
+    [
+        ({"passwordauthentication": "yes"}, "warn", "passwords for cluster"),
+        ({"kbdinteractiveauthentication": "yes"}, "warn", "passwords for cluster"),
+        ({"pubkeyauthentication": "no"}, "fail", "no keys for cluster"),
+        ({"permitrootlogin": "yes", "passwordauthentication": "yes"}, "warn", "root may log in by a password"),
+    ],
+)
+def test_policy(settings: dict[str, str], verdict: str, words: str) -> None:
+    results = [one for one in judged("SSH07", of_node("ssh server", server(**settings))) if one.where == ("node1",)]
+    assert any(one.verdict == verdict and words in one.observed and one.remedy for one in results)
+
+
+def test_a_safe_policy_passes() -> None:
+    assert first("SSH07", of_node("ssh server", server(permitrootlogin="yes"))) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "verdict", "words", "allowed"),
+    [
+        ({"mode": "0644"}, "fail", "has mode 0644", "0600"),
+        ({"is_own": False, "is_readable": False}, "fail", "may not read", "its own, mode 0600"),
+        ({"fingerprint": ""}, "fail", "no key that ssh can read", ""),
+        ({"kind": "RSA", "bits": 2048}, "warn", "RSA key of 2048 bits", "ed25519, or RSA of 3072 bits or more"),
+    ],
+)
+def test_keys(fields: dict[str, Any], verdict: str, words: str, allowed: str) -> None:
+    looked = of_node("ssh keys", {"offers": [], "keys": [{**KEY, **fields}], "writable_by_others": []})
+    result = first("SSH08", looked)
+    assert result is not None
+    assert (result.verdict, result.allowed) == (verdict, allowed)
+    assert words in result.observed and "--tags ssh" in result.remedy
+
+
+def test_no_key_and_a_home_that_others_may_write() -> None:
+    looked = of_node("ssh keys", {"offers": ["/x/key"], "keys": [], "writable_by_others": ["/home/cluster"]})
+    missing, home = (one for one in judged("SSH08", looked) if one.where == ("node1",))
+    assert "there is no /x/key" in missing.observed
+    assert missing.remedy == "ansible-playbook cluster/setup.yml --tags ssh"  # all nodes must learn it
+    assert (home.verdict, home.remedy) == ("warn", "ssh 10.0.0.1 'sudo chmod go-w /home/cluster'")
+
+
+def test_the_same_key_on_two_nodes() -> None:
+    answer = {"offers": [], "keys": [KEY], "writable_by_others": []}
+    looked = of_node("ssh keys", answer)
+    assert first("SSH08", looked) is None
+    looked.nodes["node2"] = {"ssh keys": answer}
+    assert [one.where for one in judged("SSH08", looked)] == [("node1",), ("node2",)]
+
+
+def test_paths_get_through_both_shells() -> None:
+    path = "/home/cluster/.ssh/my key;reboot"
+    looked = of_node(
+        "ssh keys", {"offers": [], "keys": [{**KEY, "path": path, "mode": "0644"}], "writable_by_others": []}
+    )
+    found = first("SSH08", looked)
+    assert found is not None
+    assert shlex.split(shlex.split(found.remedy)[2]) == ["sudo", "chmod", "600", path]
+
+
+def test_a_refused_shell_is_for_one_check_to_judge() -> None:
+    looked = of_node("shell", {"refused": "ended with code 255: Connection reset"})
+    looked.nodes["node1"]["login"] = {"hello": "admin", "noise": ""}
+    verdicts = {id_: found.verdict for id_ in ("SSH05", "SSH09") if (found := first(id_, looked))}
+    assert verdicts == {"SSH05": "unknown", "SSH09": "fail"}

@@ -1,0 +1,92 @@
+"""Many worlds, one after the other, in one process: nothing of them is left."""
+
+from __future__ import annotations
+
+import pytest
+
+from faults.outcome import succeeded
+from jobs import run_job
+
+SOURCE = """
+import os, sys
+from dataclasses import replace
+from pathlib import Path
+import numpy
+from mpi4py import MPI
+import mpitrain as mt
+from mpitrain.job.worlds import make_world
+
+world = mt.init()
+count = [0, 0]  # communicators made, and given back: MPI itself calls these for each one that descends from `base`
+
+
+def made(comm, key, value):
+    count[0] += 1
+    return value
+
+
+def given_back(comm, key, value):
+    count[1] += 1
+
+
+base = MPI.COMM_WORLD.Dup()
+base.Set_attr(MPI.Comm.Create_keyval(made, given_back), 0)
+
+
+def build(world):
+    def loss_and_gradients(w, batch, on_gradient):
+        x, y = batch
+        error = x @ w["w"] - y
+        on_gradient("w", 2 * x.T @ error / len(x))
+        return (error**2).mean()
+
+    adapter = mt.ArrayFunction(loss_and_gradients, {"w": numpy.zeros((3, 1))}, mt.Sgd(0.1))
+    x = numpy.arange(30.0).reshape(10, 3) / 30
+    return mt.Parts(adapter, mt.Sync(), mt.ArrayData(world, (x, x.sum(1, keepdims=True)), global_batch=5))
+
+
+def new_world(number):
+    # Between nodes a thread drives the exchange; every other time it is pretended that there are two.
+    nodes = tuple(min(rank, number % 2) for rank in range(world.size))
+    return replace(make_world(base, parent=world), node_ranks=nodes)
+
+
+def held():
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return {
+        "communicators": count[0] - count[1],
+        "threads": len(os.listdir("/proc/self/task")),
+        "shared": sum("memfd:" in line or "/dev/shm" in line for line in maps),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+    }
+
+
+here = new_world(0)
+trainer = mt.Trainer(build, world=here)
+seen = []
+for number in range(1, 201):
+    there = new_world(number)
+    trainer.rebuild(there)
+    here.free()
+    here = there
+    trainer.step()
+    seen.append(held())
+# The two kinds of World hold different things: each is compared with its kind, when MPI has settled.
+assert seen[20] == seen[40] == seen[198], (seen[20], seen[40], seen[198])
+assert seen[21] == seen[41] == seen[199], (seen[21], seen[41], seen[199])
+assert seen[199]["communicators"] == 5, seen[199]
+assert trainer.step_number == 200
+trainer.close()
+here.free()
+assert count == [201 * 5, 201 * 5], count
+assert held()["communicators"] == 0
+world.print("200 worlds", trainer.adapter.parameters()["w"].ravel().round(3).tolist())
+"""
+
+
+@pytest.mark.parametrize("launcher", ["mpich", "openmpi"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_two_hundred_worlds(ranks: int, launcher: str) -> None:
+    job = run_job(ranks, SOURCE, launcher=launcher, python=launcher, timeout=120)
+    succeeded(job)
+    assert job.stdout.startswith("200 worlds ["), job.output

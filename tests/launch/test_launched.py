@@ -1,0 +1,47 @@
+"""Who launched a process: told from variables as they were really seen."""
+
+from __future__ import annotations
+
+import pytest
+
+from mpitrain.errors import LaunchError
+from mpitrain.launch.launched import Launched, expected_sizes, launched_by
+
+OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3"}
+HYDRA = {"PMI_SIZE": "2", "PMI_RANK": "1"}
+STEP = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "8", "SLURM_PROCID": "5"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "launched"),
+    [
+        ({}, None),
+        ({"PATH": "/bin", "I_MPI_ROOT": "/opt"}, None),
+        (OPEN_MPI, Launched("mpiexec of Open MPI", "openmpi", 4, 3, "OMPI_COMM_WORLD_SIZE")),
+        (HYDRA, Launched("mpiexec of MPICH", "mpich-like", 2, 1, "PMI_SIZE")),
+        (HYDRA | {"I_MPI_HYDRA_UUID": "x"}, Launched("mpiexec of Intel MPI", "mpich-like", 2, 1, "PMI_SIZE")),
+        (STEP, Launched("srun", None, 8, 5, "SLURM_NTASKS")),
+        (STEP | {"SLURM_STEP_NUM_TASKS": "3"}, Launched("srun", None, 3, 5, "SLURM_STEP_NUM_TASKS")),
+        # mpiexec in an allocation starts its daemons as a step with one task a node.
+        (STEP | HYDRA, Launched("mpiexec of MPICH", "mpich-like", 2, 1, "PMI_SIZE")),
+        # The batch script and an interactive shell are not steps of the user's.
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, None),
+        (STEP | {"SLURM_STEP_ID": "4294967291"}, None),
+        (STEP | {"SLURM_STEP_ID": "4294967290"}, None),
+        ({"_MPITRAIN_EXPECTED_SIZE": "4"}, Launched("mpitrain run", None, 4, None, "_MPITRAIN_EXPECTED_SIZE")),
+        (HYDRA | {"_MPITRAIN_EXPECTED_SIZE": "4"}, Launched("mpiexec of MPICH", "mpich-like", 2, 1, "PMI_SIZE")),
+    ],
+)
+def test_launched_by(environ: dict[str, str], launched: Launched | None) -> None:
+    assert launched_by(environ) == launched
+
+
+def test_every_announced_size_is_compared() -> None:
+    sizes = expected_sizes(HYDRA | {"_MPITRAIN_EXPECTED_SIZE": "4"})
+    assert sizes == {"PMI_SIZE": 2, "_MPITRAIN_EXPECTED_SIZE": 4}
+    assert expected_sizes({}) == {}
+
+
+def test_a_size_that_is_no_number() -> None:
+    with pytest.raises(LaunchError, match="PMI_SIZE is 'two'"):
+        launched_by({"PMI_SIZE": "two"})

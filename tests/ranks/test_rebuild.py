@@ -1,0 +1,148 @@
+"""A training that goes on in another World ends with the bits of one that did not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+
+from models import mlp
+from mpitrain import (
+    ArrayData,
+    ArrayFunction,
+    Checkpoint,
+    Hook,
+    Parts,
+    Prefetch,
+    Sgd,
+    Step,
+    StopAtStep,
+    Sync,
+    Trainer,
+    World,
+)
+from mpitrain.errors import GradientError
+from mpitrain.job.worlds import make_world
+
+from .placements import placed
+from .test_training import CLASSES, HIDDEN, INPUTS, bits, builder, samples_of
+
+STEPS = 9
+
+
+class Rebuild(Hook):
+    """Goes on in a new World after some steps."""
+
+    def __init__(self, steps: tuple[int, ...], new_world: Callable[[World], World]) -> None:
+        self._steps = steps
+        self._new_world = new_world
+        self.told = 0
+
+    def after_step(self, trainer: Trainer, step: Step) -> None:
+        if step.number in self._steps:
+            old = trainer.world
+            trainer.rebuild(self._new_world(old))
+            old.free()
+
+    def world_changed(self, trainer: Trainer) -> None:
+        self.told += 1
+
+
+def build_in_float32(world: World) -> Parts:
+    """What codecs are for."""
+    rng = numpy.random.default_rng(1)
+    sizes: Any = {"inputs": INPUTS, "hidden": (HIDDEN,), "classes": CLASSES}
+    parameters = mlp.initial(rng, numpy, dtype="float32", **sizes)
+    x, labels = samples_of(71)
+    data = ArrayData(world, (x.astype(numpy.float32), labels), global_batch=23)
+    return Parts(ArrayFunction(mlp.loss_and_gradients, parameters, Sgd(0.1, momentum=0.9)), Sync(), data)
+
+
+def read_ahead(build: Callable[[World], Parts]) -> Callable[[World], Parts]:
+    def build_with_a_thread(world: World) -> Parts:
+        parts = build(world)
+        return replace(parts, data=Prefetch(parts.data))
+
+    return build_with_a_thread
+
+
+@pytest.mark.parametrize(("compression", "placement"), [("none", "one node"), ("int8", "dealt out over 2 nodes")])
+def test_the_same_bits(world: World, compression: str, placement: str) -> None:
+    """At batches that no number of ranks divides, across the end of an epoch, with momentum and with residuals."""
+
+    def new_world(old: World) -> World:
+        config = replace(world.config, compression=compression)
+        made = make_world(world.comm, config, old.generation + 1)
+        return made if placement == "one node" else placed(made, placement)
+
+    build = read_ahead(build_in_float32 if compression == "int8" else builder(71, 23))
+    whole = Trainer(build, [StopAtStep(STEPS)], new_world(world))
+    whole.run()
+    hook = Rebuild((1, 4, 7), new_world)
+    rebuilt = Trainer(build, [hook, StopAtStep(STEPS)], new_world(world))
+    rebuilt.run()
+    assert rebuilt.world.generation == whole.world.generation + 3
+    assert hook.told == 3
+    assert rebuilt.step_number == STEPS
+    assert bits(rebuilt) == bits(whole)
+    own, expected = (trainer.strategy.own_state() for trainer in (rebuilt, whole))
+    assert (
+        own.keys() == expected.keys() == ({"place", "residual"} if compression == "int8" and world.size > 1 else set())
+    )
+    for name, value in expected.get("residual", {}).items():
+        numpy.testing.assert_array_equal(own["residual"][name], value)
+    for trainer in (whole, rebuilt):
+        trainer.close()
+        trainer.world.free()
+    assert world.sum(1) == world.size
+
+
+def test_what_was_left_out_goes_along_to_other_places(world: World) -> None:
+    """Where ranks are placed anew, the sum of what they have left to send is put into the next means."""
+    if world.size < 3:
+        pytest.skip("two ranks have one placement on two nodes")
+    config = replace(world.config, compression="int8")
+    before = placed(make_world(world.comm, config), "dealt out over 2 nodes")
+    after = placed(make_world(world.comm, config), "alone on each node")
+    trainer = Trainer(build_in_float32, [], before)
+    for _ in range(3):
+        trainer.step()
+    left = world.allgather(trainer.strategy.own_state()["residual"])
+    trainer.rebuild(after)
+    carried = world.allgather(trainer.strategy.own_state()["carried"])
+    for name in left[0]:
+        numpy.testing.assert_array_equal(
+            sum(numpy.float64(part[name]) for part in carried), sum(numpy.float64(part[name]) for part in left)
+        )
+    assert any(part[name].any() for part in left for name in part)
+    trainer.close()
+
+
+def test_a_closed_trainer_makes_no_step(world: World) -> None:
+    own = make_world(world.comm)
+    trainer = Trainer(builder(24, 8), [], own)
+    trainer.step()
+    trainer.close()
+    trainer.close()
+    with pytest.raises(GradientError, match=r"begin\(\) after close\(\); make another GradientReducer"):
+        trainer.step()
+    own.free()
+
+
+def test_checkpoints_go_on(world: World, shared: Path) -> None:
+    """What is saved after the change goes on as what was saved before it."""
+    build = builder(71, 23)
+    whole = Trainer(build, [StopAtStep(STEPS)])
+    whole.run()
+    hooks = [Rebuild((3,), lambda old: make_world(world.comm)), Checkpoint(shared, steps=2), StopAtStep(6)]
+    first = Trainer(build, hooks, make_world(world.comm))
+    first.run()
+    resumed = Trainer(build, [Checkpoint(shared, steps=2), StopAtStep(STEPS)])
+    resumed.run()
+    assert bits(resumed) == bits(whole)
+    first.close()
+    first.world.free()

@@ -1,0 +1,200 @@
+"""What every strategy of the registry must do, and the one of tests/added.
+
+A model with one weight vector w and the loss mean((w - x)^2) / 2: its gradient on some samples is w - mean(x).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+
+from mpitrain import ArrayFunction, Sgd, World, make_strategy
+from mpitrain.errors import ConfigError, MissingGradientError, NonFiniteError
+from mpitrain.exchange.bucket import plan_layout
+from mpitrain.exchange.remarks import Remarks
+from mpitrain.job.worlds import make_world
+from mpitrain.strategies import STRATEGIES, Strategy
+from tests.added.together import Together
+
+from .common import assert_same_bits, error_on_all
+
+WIDTH, RATE, MOMENTUM, STEPS = 7, 0.25, 0.5, 6
+
+
+def adapter(function: Any = None, *, seed: int = 0, dtype: str = "float64") -> ArrayFunction:
+    rng = numpy.random.default_rng(seed)
+    parameters = {"w": rng.standard_normal(WIDTH).astype(dtype), "v": rng.standard_normal((2, 3)).astype(dtype)}
+    return ArrayFunction(function or quadratic, parameters, Sgd(lambda step: RATE / (1 + step), momentum=MOMENTUM))
+
+
+def quadratic(parameters: Any, batch: Any, on_gradient: Any) -> float:
+    w, v = parameters["w"], parameters["v"]
+    if not len(batch):
+        on_gradient("v", numpy.zeros_like(v))
+        on_gradient("w", numpy.zeros_like(w))
+        return 0.0
+    on_gradient("v", v - v.dtype.type(batch.mean()))
+    on_gradient("w", w - batch.mean(axis=0))
+    return float(((w - batch) ** 2).sum() / 2 / len(batch))
+
+
+def samples(rank: int, step: int, count: int) -> numpy.ndarray:
+    return numpy.random.default_rng((rank, step)).standard_normal((count, WIDTH))
+
+
+def count_of(rank: int, step: int, size: int) -> int:
+    """Uneven, and another rank without samples in every step, where there are several."""
+    return 0 if size > 1 and (rank + step) % size == 0 else 1 + (3 * rank + step) % 5
+
+
+def one_step(strategy: Strategy, model: ArrayFunction, batch: numpy.ndarray) -> tuple[Any, float]:
+    """As the Trainer makes it."""
+    strategy.begin_step(len(batch))
+    loss = model.loss_and_gradients(batch, strategy.on_gradient)
+    return strategy.finish_step(model, loss)
+
+
+def train(world: World, strategy: Strategy, model: ArrayFunction, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        batch = samples(world.rank, step, count_of(world.rank, step, world.size))
+        means, rate = one_step(strategy, model, batch)
+        assert means.weight == sum(count_of(rank, step, world.size) for rank in range(world.size))
+        assert rate == RATE / (1 + step)
+        losses.append(means.loss)
+    return losses
+
+
+def values(model: ArrayFunction) -> list[numpy.ndarray]:
+    return list(model.parameters().values())
+
+
+def one_rank_is_plain_training(world: World, name: str) -> None:
+    """Bit for bit, in float32 too: every rank by itself, beside a loop without a strategy."""
+    from mpi4py import MPI
+
+    for dtype in ("float64", "float32"):
+        alone = make_world(MPI.COMM_SELF)
+        strategy, model = make_strategy(name), adapter(dtype=dtype)
+        strategy.begin(alone, model)
+        plain = adapter(dtype=dtype)
+        plan = plan_layout(plain.layout)
+        for step in range(STEPS):
+            batch = samples(world.rank, step, 1 + world.rank).astype(dtype)
+            means, _ = one_step(strategy, model, batch)
+            flats = {kind: numpy.empty(count, kind) for kind, count in plan.counts.items()}
+            views = plan.views(flats)
+            loss = plain.loss_and_gradients(
+                batch, lambda index, gradient, views=views: numpy.copyto(views[index], gradient)
+            )
+            plain.apply_gradients(flats, Remarks())
+            assert means.loss == loss
+            assert [one.tobytes() for one in values(model)] == [one.tobytes() for one in values(plain)]
+        strategy.close()
+        alone.free()
+
+
+def means_are_by_samples(world: World, name: str) -> None:
+    """Against float64, worked out from all ranks' samples at once; replicas that begin unequal have equal bits."""
+    strategy, model = make_strategy(name), adapter(seed=world.rank)
+    strategy.begin(world, model)
+    losses = []
+    w, v = (value.copy() for value in values(adapter(seed=0)))  # rank 0's
+    speed = [numpy.zeros_like(w), numpy.zeros_like(v)]
+    for step in range(STEPS):
+        every = [samples(rank, step, count_of(rank, step, world.size)) for rank in range(world.size)]
+        x = numpy.concatenate(every)
+        losses.append(((w - x) ** 2).sum() / 2 / len(x))
+        speed = [MOMENTUM * old + new for old, new in zip(speed, (w - x.mean(axis=0), v - x.mean()), strict=True)]
+        w, v = w - RATE / (1 + step) * speed[0], v - RATE / (1 + step) * speed[1]
+        assert train(world, strategy, model, range(step, step + 1)) == pytest.approx([losses[-1]], rel=1e-13)
+        assert_same_bits(world, *values(model))
+    for found, expected in zip(values(model), (w, v), strict=True):
+        numpy.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-13)
+    strategy.close()
+
+
+def a_resume_has_the_same_bits(world: World, name: str) -> None:
+    whole, model = make_strategy(name), adapter()
+    whole.begin(world, model)
+    train(world, whole, model, range(STEPS))
+    whole.close()
+    first, begun = make_strategy(name), adapter()
+    first.begin(world, begun)
+    train(world, first, begun, range(STEPS // 2))
+    state, own, saved = first.state(), first.own_state(), begun.state()
+    assert len({repr(one) for one in world.allgather(state)}) == 1
+    second, resumed = make_strategy(name), adapter(seed=99)
+    second.begin(world, resumed)
+    second.restore(state)
+    second.restore_own(own)
+    resumed.restore(saved)
+    first.close()
+    train(world, second, resumed, range(STEPS // 2, STEPS))
+    second.close()
+    assert [one.tobytes() for one in values(resumed)] == [one.tobytes() for one in values(model)]
+
+
+def errors_come_on_every_rank(world: World, name: str) -> None:
+    """With the parameters of the step before; afterwards training goes on."""
+    odd = world.size - 1
+    bad = ""
+
+    def function(parameters: Any, batch: Any, on_gradient: Any) -> float:
+        def hand_in(which: str, gradient: Any) -> None:
+            if bad == "missing" and which == "w":
+                return
+            on_gradient(which, gradient * numpy.nan if bad == "NaN" and which == "w" else gradient)
+
+        return quadratic(parameters, batch, hand_in)
+
+    strategy, model = make_strategy(name), adapter(function)
+    strategy.begin(world, model)
+    batch = samples(world.rank, 0, 2)
+    one_step(strategy, model, batch)
+    before = [one.tobytes() for one in values(model)]
+    for what, kind in (("missing", MissingGradientError), ("NaN", NonFiniteError)):
+        bad = what if world.rank == odd else ""
+        text = error_on_all(world, kind, lambda: one_step(strategy, model, batch))
+        assert world.name(odd) in text
+        assert "w" in text
+        assert [one.tobytes() for one in values(model)] == before
+    bad = ""
+    one_step(strategy, model, batch)
+    assert [one.tobytes() for one in values(model)] != before
+    assert_same_bits(world, *values(model))
+    strategy.close()
+
+
+CONTRACT: list[Callable[[World, str], None]] = [
+    one_rank_is_plain_training,
+    means_are_by_samples,
+    a_resume_has_the_same_bits,
+    errors_come_on_every_rank,
+]
+
+
+@pytest.mark.parametrize("holds", CONTRACT, ids=lambda holds: holds.__name__)
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_contract(world: World, name: str, holds: Callable[[World, str], None]) -> None:
+    holds(world, name)
+
+
+def test_a_name_that_is_none() -> None:
+    with pytest.raises(ConfigError, match=r"there is no strategy 'sink'; known: .*sync"):
+        make_strategy("sink")
+
+
+def test_a_strategy_that_is_added(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It inherits the contract: also its failures."""
+    together = type("Together", (Together,), {})
+    monkeypatch.setitem(STRATEGIES, "together", together)
+    for holds in CONTRACT:
+        holds(world, "together")
+    if world.size > 1:
+        monkeypatch.setattr(together, "begin_step", lambda self, weight: vars(self).update(weight=1, gradients={}))
+        with pytest.raises(AssertionError):
+            means_are_by_samples(world, "together")

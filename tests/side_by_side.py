@@ -1,0 +1,169 @@
+"""Run commands side by side, each with a deadline, and with nothing of any left afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import tempfile
+import time
+import uuid
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from xml.etree import ElementTree
+
+from jobs import REPOSITORY, RUN_TOKEN, clean_environment, kill_all, processes_of
+
+# After SIGTERM, before SIGKILL.
+GRACE_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Part:
+    """A command, and what it takes.
+
+    Attributes:
+        name: is printed, and names its files.
+        command: in the repository's root.
+        deadline_seconds: far above what it takes; one that reaches it hangs, and is ended.
+        is_pytest: it is given --junit-xml, and counts its tests.
+        cores: that it keeps busy; 0 if it mostly waits.
+    """
+
+    name: str
+    command: Sequence[str]
+    deadline_seconds: float = 3600.0
+    is_pytest: bool = True
+    cores: int = 1
+
+
+@dataclass
+class Running:
+    """A part that has begun."""
+
+    part: Part
+    folder: Path
+    started: float = field(default_factory=time.monotonic)
+    token: str = field(default_factory=lambda: uuid.uuid4().hex)
+    cpu_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        report = [f"--junit-xml={self.report}"] if self.part.is_pytest else []
+        with self.output.open("wb") as output:
+            self.process = subprocess.Popen(
+                [*self.part.command, *report],
+                cwd=REPOSITORY,
+                env=clean_environment({RUN_TOKEN: self.token}),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def report(self) -> Path:
+        """Its tests, as XML."""
+        return self.folder / "report.xml"
+
+    @property
+    def output(self) -> Path:
+        """All that it printed."""
+        return self.folder / "output"
+
+    @property
+    def seconds(self) -> float:
+        """Since it began."""
+        return time.monotonic() - self.started
+
+    def has_ended(self) -> bool:
+        """Whether it has. Notes the CPU seconds of all its processes that were waited for."""
+        if self.process.returncode is None:
+            pid, status, usage = os.wait4(self.process.pid, os.WNOHANG)
+            if pid:
+                self.process.returncode = os.waitstatus_to_exitcode(status)
+                self.cpu_seconds = usage.ru_utime + usage.ru_stime
+        return self.process.returncode is not None
+
+    def end(self) -> None:
+        """End it and all the jobs in it, also those in sessions of their own."""
+        self.signal(signal.SIGTERM)
+        processes_of(self.token, patience=GRACE_SECONDS)
+        self.signal(signal.SIGKILL)
+        while processes_of(self.token):  # again: one may have started another in between
+            kill_all(self.token)
+            time.sleep(0.05)
+        while not self.has_ended():
+            time.sleep(0.02)
+
+    def signal(self, number: signal.Signals) -> None:
+        """To all of it that is in its session."""
+        if self.process.returncode is None:  # not waited for, so that its number cannot be another's by now
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
+
+    def counts(self) -> Counter[str]:
+        """Of its tests. A part that ends badly without a failed test counts as one failure."""
+        counts: Counter[str] = Counter()
+        code = self.process.returncode
+        if self.part.is_pytest and self.report.exists():
+            suite = next(ElementTree.parse(self.report).iter("testsuite")).attrib
+            bad = int(suite["failures"]) + int(suite["errors"])
+            skipped = int(suite["skipped"])
+            counts.update(failed=bad, skipped=skipped, passed=int(suite["tests"]) - bad - skipped)
+        elif not self.part.is_pytest:
+            counts["failed" if code else "passed"] += 1
+        if code and not counts["failed"]:
+            print(f"exit code {code} from {' '.join(self.part.command)}")
+            counts["failed"] += 1
+        return counts
+
+    def print_output(self) -> None:
+        """All of it in one piece, so that those of different parts are not mixed."""
+        print(f"\n=== {self.part.name}\n{self.output.read_text(errors='replace')}", end="", flush=True)
+
+
+def run(parts: Sequence[Part], cores: int) -> dict[str, Counter[str]]:
+    """Run the parts, as many at once as the cores are for, the first ones first. Prints each one's output at its end.
+
+    Returns:
+        By name: the numbers of tests that passed, failed and were skipped.
+    """
+    waiting, running = list(parts), list[Running]()
+    counts: dict[str, Counter[str]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            while waiting or running:
+                for part in list(waiting):
+                    busy = sum(min(other.part.cores, cores) for other in running)
+                    if busy + min(part.cores, cores) <= cores:
+                        waiting.remove(part)
+                        own = Path(folder, str(len(waiting)))
+                        own.mkdir()
+                        print(f"... {part.name} begins", flush=True)
+                        running.append(Running(part, own))
+                time.sleep(0.05)
+                for one in list(running):
+                    is_late = one.seconds > one.part.deadline_seconds
+                    if not is_late and not one.has_ended():
+                        continue
+                    if is_late:
+                        one.end()
+                    running.remove(one)
+                    one.print_output()
+                    if is_late:
+                        print(f"ended: it ran longer than {one.part.deadline_seconds:.0f} s")
+                    counts[one.part.name] = ended = one.counts()
+                    took = f"{one.seconds:.0f} s, {one.cpu_seconds:.0f} s of CPU time"
+                    print(f"--- {one.part.name}: {dict(ended)}, {took}", flush=True)
+        except BaseException:  # Ctrl-C comes to this process alone
+            for one in running:
+                one.signal(signal.SIGTERM)
+            for one in running:
+                one.end()
+                one.print_output()
+                print(f"--- {one.part.name}: interrupted after {one.seconds:.0f} s", flush=True)
+            raise
+    return counts

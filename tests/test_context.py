@@ -1,0 +1,51 @@
+"""What the launcher tells a rank: what is written is what is read, and nothing else is."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from mpitrain.job.context import JobContext
+
+FULL = JobContext(
+    job="1a2b3c4d",
+    launcher="node1 4711 815",
+    expected_size=3,
+    roll_call="/tmp/mpitrain-roll-call-1a2b3c4d",
+    devices=("cuda:0", "cuda:0", "cpu"),
+    verify_record="/tmp/a record",
+    verify_steps=7,
+)
+
+
+def test_what_is_written() -> None:
+    assert FULL.variables() == {
+        "_MPITRAIN_JOB": "1a2b3c4d",
+        "_MPITRAIN_LAUNCHER": "node1 4711 815",
+        "_MPITRAIN_EXPECTED_SIZE": "3",
+        "_MPITRAIN_ROLL_CALL": "/tmp/mpitrain-roll-call-1a2b3c4d",
+        "_MPITRAIN_DEVICES": "cuda:0,cuda:0,cpu",
+        "_MPITRAIN_VERIFY_RECORD": "/tmp/a record",
+        "_MPITRAIN_VERIFY_STEPS": "7",
+    }
+    assert JobContext().variables() == {}
+
+
+def test_what_is_read() -> None:
+    assert all(getattr(FULL, field.name) != field.default for field in dataclasses.fields(JobContext))
+    assert JobContext.read({"PATH": "/bin", "MPITRAIN_JOB": "x", **FULL.variables()}) == FULL
+    for field in dataclasses.fields(JobContext):
+        context = JobContext(**{field.name: getattr(FULL, field.name)})
+        assert JobContext.read(context.variables()) == context
+    assert JobContext.read({}) == JobContext()
+
+
+@pytest.mark.parametrize("text", ["", "two", "-1", "2.5"])
+def test_a_number_that_is_none_counts_as_not_told(text: str) -> None:
+    assert JobContext.read({"_MPITRAIN_EXPECTED_SIZE": text, "_MPITRAIN_JOB": "a"}) == JobContext(job="a")
+
+
+def test_the_device_of_a_rank() -> None:
+    assert [FULL.device(rank) for rank in range(3)] == ["cuda:0", "cuda:0", "cpu"]
+    assert JobContext().device(2) == ""

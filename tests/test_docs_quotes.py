@@ -1,0 +1,198 @@
+"""What the documents quote of the code is so: constants, commands with their options, the table of what is there."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from typing import cast
+
+import pytest
+
+from mpitrain.allreduce import ALGORITHMS
+from mpitrain.cli import COMMANDS, Command
+from mpitrain.compression import CODECS
+from mpitrain.config import Config
+from mpitrain.strategies import STRATEGIES
+from test_docs import TEXTS
+
+KIB, MIB, MILLI, MICRO = 2**10, 2**20, 1e-3, 1e-6
+
+
+def constant(place: str, unit: float = 1) -> Callable[[], float]:
+    """The value of `module.NAME` of the package, in a unit."""
+    module, _, name = place.rpartition(".")
+    return lambda: getattr(import_module(f"mpitrain.{module}"), name) / unit
+
+
+def setting(name: str) -> Callable[[], float]:
+    """The default of a setting."""
+    return lambda: getattr(Config(), name)
+
+
+# Document, a pattern of the sentence with its number as a group, and where the number comes from.
+QUOTES: list[tuple[str, str, Callable[[], float]]] = [
+    ("algorithms", r"A segment travels in pieces of at most (\d+) KiB", constant("allreduce.ring.PIECE_BYTES", KIB)),
+    ("algorithms", r"k = pieces of a segment = N / p / (\d+) KiB", constant("allreduce.ring.PIECE_BYTES", KIB)),
+    ("algorithms", r"It goes in blocks of (\d+) KiB", constant("allreduce.shared_memory._BLOCK_BYTES", KIB)),
+    (
+        "algorithms",
+        r"it is copied in and out, (\d+) MiB at a time",
+        constant("allreduce.shared_memory._SLAB_BYTES", MIB),
+    ),
+    ("algorithms", r"one exchange in (\d+) is made without naps", constant("waiting.pace._WITHOUT_NAPS")),
+    ("algorithms", r"Exchanges of less than (\d+) KiB are over", constant("waiting.pace._LEAST_BYTES", KIB)),
+    ("algorithms", r"beside the backward pass sleeps ([\d.]+) ms", constant("exchange.driver._NAP_SECONDS", MILLI)),
+    ("architecture", r"Between two looks it sleeps for ([\d.]+) ms", constant("exchange.driver._NAP_SECONDS", MILLI)),
+    ("architecture", r"drives it for up to ([\d.]+) s too", constant("torch.channel._HERE_SECONDS")),
+    ("architecture", r"The first (\d+) calls of a group are compared", constant("torch.channel.COMPARED_CALLS")),
+    ("pytorch", r"The first (\d+) calls of a group are compared", constant("torch.channel.COMPARED_CALLS")),
+    ("architecture", r"waits up to ([\d.]+) s to hear whether", constant("job.failure._ARBITRATION_SECONDS")),
+    ("architecture", r"hears nothing from its guard there for (\d+) s", constant("launch.watch.SILENCE_SECONDS")),
+    ("run", r"after (\d+) s without a word from it, the job is ended", constant("launch.watch.SILENCE_SECONDS")),
+    ("run", r"ends by itself, (\d+) s after", constant("launch.watch.GUARD_SILENCE_SECONDS")),
+    ("architecture", r"what has not ended after (\d+) s, or at a second signal", constant("launch.job.GRACE_SECONDS")),
+    ("traps", r"gives the ranks (\d+) s after a Ctrl-C", constant("launch.job.GRACE_SECONDS")),
+    ("run", r"When nothing has moved for (\d+) s", setting("stall_seconds")),
+    ("cuda", r"arrays go through (\d+) MiB of its own", constant("allreduce.device.peer.SLAB_BYTES", MIB)),
+    ("cuda", r"for buffers below (\d+) KiB", constant("allreduce.device.select.LIMIT_BYTES", KIB)),
+    ("checkpoints", r"disk in pieces of (\d+) MiB", constant("training.checkpoint.tensors._PIECE_BYTES", MIB)),
+    ("bench", r"the nodes send (\d+) MiB around", constant("bench.link._BURST_BYTES", MIB)),
+    ("traps", r"pieces of (\d+) KiB, which with MPICH stay", constant("allreduce.ring.PIECE_BYTES", KIB)),
+    (
+        "traps",
+        r"the ring works in (\d+) MiB of its own",
+        lambda: constant("allreduce.ring.PIECE_BYTES", MIB)() * constant("allreduce.ring.AHEAD")(),
+    ),
+    (
+        "algorithms",
+        r"The scratch memory is (\d+) MiB, made once",
+        lambda: constant("allreduce.ring.PIECE_BYTES", MIB)() * constant("allreduce.ring.AHEAD")(),
+    ),
+]
+
+
+@pytest.mark.parametrize(("document", "sentence", "value"), QUOTES, ids=[f"{row[0]}: {row[1]}" for row in QUOTES])
+def test_constants(document: str, sentence: str, value: Callable[[], float]) -> None:
+    quoted = re.findall(sentence.replace(" ", r"\s+"), TEXTS[f"docs/{document}.md"])
+    assert quoted, "the document does not say so any more: change this row with it"
+    for number in quoted:
+        assert float(number.replace(",", "")) == pytest.approx(value())
+
+
+def parser_of(command: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(command)
+    cast(Command, import_module(COMMANDS[command])).add_arguments(parser)
+    return parser
+
+
+def subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    for action in parser._actions:  # argparse has no public list
+        if isinstance(action, argparse._SubParsersAction):
+            return dict(action.choices)
+    return {}
+
+
+def lines_of_commands(document: str) -> Iterator[tuple[str, list[str]]]:
+    """Each `mpitrain COMMAND ...` that a document shows, and the words behind the command."""
+    text = re.sub(r"\\\n\s*", "", TEXTS[document])
+    shown = re.findall(r"^(?:\$ )?mpitrain [a-z].*$", text, re.M) + re.findall(r"`(mpitrain [a-z][^`]*)`", text)
+    for line in shown:
+        words = shlex.split(line.removeprefix("$ ").replace("\n", " ").replace("'", ""), comments=True)
+        if words[1] in COMMANDS:
+            yield words[1], words[2:]
+
+
+def unknown_options(command: str, words: list[str]) -> list[str]:
+    """Those options among the words that the command does not have. What comes after a script is the script's."""
+    parser, unknown = parser_of(command), []
+    words = list(words)
+    while words:
+        word = words.pop(0)
+        if word in ("--", "|", "&&", ";", ">", "&"):
+            break
+        if word in subcommands(parser):
+            parser = subcommands(parser)[word]
+        elif word.startswith("-") and len(word) > 1:
+            action = parser._option_string_actions.get(word.partition("=")[0])
+            if action is None:
+                unknown.append(word)
+            elif "=" not in word and action.nargs is None and words:
+                words.pop(0)
+        elif word.endswith(".py"):
+            break
+    return unknown
+
+
+@pytest.mark.parametrize("document", TEXTS)
+def test_options_of_shown_commands_exist(document: str) -> None:
+    wrong = {
+        f"mpitrain {command} {' '.join(words)}": unknown
+        for command, words in lines_of_commands(document)
+        if (unknown := unknown_options(command, words))
+    }
+    assert not wrong
+
+
+def test_wrong_options_are_found() -> None:
+    assert unknown_options("run", ["-n", "2", "--hots", "a", "train.py", "--lr", "1"]) == ["--hots"]
+    assert unknown_options("cluster", ["init", "--user", "admin", "--nodse", "a"]) == ["--nodse"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_says_what_it_is(command: str) -> None:
+    for parser in [parser_of(command), *subcommands(parser_of(command)).values()]:
+        for action in parser._actions:
+            assert action.help or not action.option_strings, f"mpitrain {command} {action.option_strings} has no help"
+
+
+def status() -> dict[str, str]:
+    """The rows of README's table of what is there: part and state."""
+    table = TEXTS["README.md"].partition("## Status")[2].partition("\n## ")[0]
+    return dict(re.findall(r"^\| (.+?) \| (.+?) \|$", table, re.M)[1:])
+
+
+def test_status_has_every_algorithm_codec_and_strategy() -> None:
+    there = " ".join(part for part, state in status().items() if "not there" not in state)
+    for name in [*ALGORITHMS.keys() - {"auto"}, *CODECS, *STRATEGIES]:
+        assert re.search(rf"\b{name}\b", there), f"README's table of what is there lacks {name}"
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_each_algorithm_has_a_section(name: str) -> None:
+    text = TEXTS["docs/algorithms.md"]
+    assert f"\n## {name}\n" in text
+    assert f"\n- [{name}](#{name})\n" in text
+
+
+def test_the_table_of_codecs_has_each_of_them() -> None:
+    section = TEXTS["docs/algorithms.md"].partition("\n## Codecs\n")[2].partition("\n## ")[0]
+    assert sorted(re.findall(r"^\| `(\w+)` \|", section, re.M)) == sorted(CODECS)
+
+
+def test_the_setting_for_compression_names_each_codec() -> None:
+    (meaning,) = re.findall(r"^\| `MPITRAIN_COMPRESSION` \| `none` \| (.*) \|$", TEXTS["docs/first_run.md"], re.M)
+    assert set(re.findall(r"`(\w+)`", meaning)) == {*CODECS, "none", "auto"}
+
+
+def test_status_has_every_command_and_no_other() -> None:
+    for part, state in status().items():
+        for name in re.findall(r"`(?:mpitrain )?([a-z][a-z-]+)`", part):
+            if name in COMMANDS:
+                assert not state.startswith("not there"), f"mpitrain {name} exists: {part}"
+        if state.startswith("not there"):
+            planned = set(re.findall(r"`mpitrain ([a-z-]+)`", part))
+            assert not planned & set(COMMANDS)
+    named = {name for part in status() for name in re.findall(r"`mpitrain ([a-z-]+)`", part)}
+    assert named >= COMMANDS.keys(), f"README's table of what is there lacks {COMMANDS.keys() - named}"
+
+
+def test_nothing_that_exists_is_called_planned() -> None:
+    for document, text in TEXTS.items():
+        if document in ("CHANGELOG.md", "docs/log.md"):
+            continue
+        for sentence in re.findall(r"[^.|]*\bplanned\b[^.|]*", text):
+            for name in [*COMMANDS, *ALGORITHMS, *CODECS, *STRATEGIES]:
+                assert f"`{name}`" not in sentence, f"{document}: {sentence.strip()}"

@@ -1,0 +1,122 @@
+"""One noun, one class; and an identifier is a noun or a verb, never a pronoun."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "mpitrain"
+SOURCES = {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
+
+# A reader has to look up what they stand for. So has the reader of `found`.
+PRONOUNS = """
+    it its they them their theirs this that these those what which who whom whose mine ours yours
+    everything something anything thing things found
+"""
+
+
+def bound(source: str) -> Iterator[tuple[int, str]]:
+    """Line and name of everything that gets a name here: variables, attributes, parameters, functions, classes."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.lineno, node.name
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name is not None:
+            yield node.lineno, node.name
+        elif isinstance(node, ast.MatchMapping) and node.rest is not None:
+            yield node.lineno, node.rest
+        elif isinstance(node, ast.alias):
+            yield node.lineno, node.asname or ""
+
+
+def pronouns(source: str) -> list[str]:
+    return [f"line {line}: {name}" for line, name in sorted(bound(source)) if name.strip("_") in PRONOUNS.split()]
+
+
+def doubles(sources: Mapping[str, str]) -> dict[str, list[str]]:
+    """Classes that are defined more than once: the files, by name."""
+    files: dict[str, list[str]] = defaultdict(list)
+    for file, source in sources.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef):
+                files[node.name].append(file)
+    return {name: there for name, there in files.items() if len(there) > 1}
+
+
+def proxies(source: str) -> list[str]:
+    """Classes that find their attributes by a function, so that neither a reader nor mypy sees what they have."""
+    hooks = ("__getattr__", "__getattribute__")
+    return [
+        node.name
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ClassDef)
+        and any(name in hooks for part in node.body for _, name in bound(ast.unparse(part)))
+    ]
+
+
+def test_no_pronoun_is_an_identifier() -> None:
+    assert {file: lines for file, source in SOURCES.items() if (lines := pronouns(source))} == {}
+
+
+def test_no_two_classes_of_one_name() -> None:
+    assert doubles(SOURCES) == {}
+
+
+def test_no_class_forwards_by_getattr() -> None:
+    assert {file: names for file, source in SOURCES.items() if (names := proxies(source))} == {}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "found = 1",
+        "self._found = 1",
+        "found: int = 1",
+        "self.found: int",
+        "def f(what): pass",
+        "def f(*, what=1): pass",
+        "def f(*these, **those): pass",
+        "def whose(): pass",
+        "async def this(): pass",
+        "class It: pass\nclass it: pass",
+        "for a, (its, b) in c: pass",
+        "[0 for its in them]",
+        "lambda its: 0",
+        "if (found := 1): pass",
+        "with a as that: pass",
+        "try: pass\nexcept E as it: pass",
+        "from a import b as them",
+        "match a:\n    case [1, *theirs]: pass",
+        "match a:\n    case {'b': 1, **everything}: pass",
+        "match a:\n    case C(b=it): pass",
+    ],
+)
+def test_a_pronoun_is_seen(source: str) -> None:
+    assert len(pronouns(source)) == (2 if "these" in source else 1)
+
+
+def test_what_is_no_binding_of_a_pronoun() -> None:
+    assert pronouns("record = {'found': 1, **its}\nf(what=found.what)\nfounded = items = that_one = 1  # it") == []
+
+
+def test_a_class_of_a_taken_name_is_seen() -> None:
+    sources = {"a.py": "class Group: pass", "b/c.py": "if True:\n    class Group: pass", "d.py": "class Groups: pass"}
+    assert doubles(sources) == {"Group": ["a.py", "b/c.py"]}
+    assert doubles({"a.py": "class _A: pass\ndef f():\n    class _A: pass"}) == {"_A": ["a.py", "a.py"]}
+
+
+def test_a_proxy_is_seen() -> None:
+    of_a_class = "class Proxy:\n    def __getattr__(self, name): return getattr(self.real, name)"
+    assert proxies(of_a_class) == ["Proxy"]
+    assert proxies("class Proxy:\n    __getattribute__ = forward") == ["Proxy"]
+    # A module's own is that of lazy names (PEP 562).
+    assert proxies("def __getattr__(name): ...\nclass A:\n    def get(self): ...") == []

@@ -1,0 +1,201 @@
+"""What a rank publishes, read by another process; and its stacks."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from mpitrain.watching.rank_record import FAILED, STARTED, WAITS, WORKS, RankRecord, read_record
+from mpitrain.watching.view import RankView, look_at, process_state, waited
+
+RANK = """
+import os, sys, threading, time
+from mpitrain.watching.activity import publish
+from mpitrain.watching.rank_record import BUSY, DONE, WAITS
+mine = publish(3)
+mine.set_limits(10.0, 600.0)
+mine.count_call(380)
+def load():
+    while True:
+        words = sys.stdin.readline().split()
+        if words[0] == "wait":
+            mine.begin(WAITS, "allreduce " + "x" * 500, 12.5)
+        elif words[0] == "nest":
+            outer = mine.begin(BUSY, "save", 1.0)
+            inner = mine.begin(WAITS, "mean", 2.0)
+            mine.end(outer)
+        elif words[0] == "move":
+            mine.count_moved()
+        elif words[0] == "step":
+            mine.begin_step(int(words[1]))
+            mine.report({"loss": 1 / int(words[1]), "samples/s": 100.5})
+        elif words[0] == "many":
+            mine.report({f"metric {number} " + "x" * 60: float(number) for number in range(20)})
+        elif words[0] == "fork":
+            child = os.fork()
+            if child == 0:
+                mine.enter(DONE)
+                os._exit(0)
+            os.waitpid(child, 0)
+        elif words[0] == "fail":
+            mine.fail("ValueError: bang", 123.25)
+            mine.enter(DONE)
+        elif words[0] == "loop":
+            print("ok", flush=True)
+            while True: pass
+        print("ok", flush=True)
+threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+print(mine.descriptor, flush=True)
+load()
+"""
+
+
+class Rank:
+    """A process that publishes what it does as rank 3."""
+
+    def __init__(self) -> None:
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen([sys.executable, "-c", RANK], stdin=pipe, stdout=pipe, text=True)
+        self.at = (self.process.pid, int(self._answer()))
+
+    def _answer(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline()
+
+    def do(self, word: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(word + "\n")
+        self.process.stdin.flush()
+        assert self._answer() == "ok\n"
+
+
+@pytest.fixture
+def rank() -> Iterator[Rank]:
+    """One, until the end of the test."""
+    rank = Rank()
+    with rank.process:
+        yield rank
+        rank.process.kill()
+
+
+def record_of(rank: Rank) -> RankRecord:
+    """What rank 3 says."""
+    pid, descriptor = rank.at
+    record = read_record(f"/proc/{pid}/fd/{descriptor}", 3)
+    assert record is not None
+    return record
+
+
+def view_of(rank: Rank, seconds: float = 0.0) -> RankView:
+    """The only one, looked at."""
+    (view,) = look_at([RankView(record_of(rank), rank.at[0], seconds=seconds)])
+    return view
+
+
+def test_what_it_waits_in(rank: Rank) -> None:
+    before = record_of(rank)
+    assert (before.rank, before.phase, before.pid) == (3, STARTED, rank.at[0])
+    assert (before.status, before.words, before.calls, before.moved) == (WORKS, "", 380, 0)
+    assert (before.stall_seconds, before.hang_seconds) == (10.0, 600.0)
+    assert waited(before, time.monotonic()) == 0.0
+    rank.do("wait")
+    rank.do("move")
+    after = record_of(rank)
+    assert (after.status, after.since, after.moved) == (WAITS, 12.5, 1)
+    assert after.words == "allreduce " + "x" * 390  # the rest is cut off
+    assert waited(after, 15.0) == 2.5
+
+
+def test_its_steps_and_metrics(rank: Rank) -> None:
+    assert (record_of(rank).first_step, record_of(rank).step, record_of(rank).metrics) == (0, 0, {})
+    for step in (99, 100, 101):
+        rank.do(f"step {step}")
+    record = record_of(rank)
+    assert (record.first_step, record.step) == (99, 101)
+    assert record.metrics == {"loss": 1 / 101, "samples/s": 100.5}
+
+
+def test_metrics_that_find_no_room_are_left_out(rank: Rank) -> None:
+    rank.do("many")  # names of 69 bytes, or 70, and one that separates: 800 hold 11
+    assert list(record_of(rank).metrics.values()) == [float(number) for number in range(11)]
+    rank.do("step 1")  # 800 - (10 * 70 + 71) bytes are left for the names
+    assert list(record_of(rank).metrics)[11:] == ["loss", "samples/s"]
+
+
+def test_its_end(rank: Rank) -> None:
+    rank.do("fork")
+    assert record_of(rank).phase == STARTED  # a forked child is no rank
+    rank.do("fail")
+    record = record_of(rank)
+    assert (record.phase, record.error, record.failed_seconds) == (FAILED, "ValueError: bang", 123.25)
+
+
+def test_a_record_outlives_its_rank(rank: Rank) -> None:
+    rank.do("step 7")
+    pid, descriptor = rank.at
+    kept = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDONLY)
+    rank.process.kill()
+    rank.process.wait()
+    record = read_record(f"/proc/self/fd/{kept}", 3)
+    os.close(kept)
+    assert record is not None
+    assert (record.pid, record.step) == (pid, 7)
+
+
+def test_waits_that_end_in_another_order(rank: Rank) -> None:
+    rank.do("nest")
+    record = record_of(rank)
+    assert (record.status, record.words, record.since) == (WAITS, "mean", 2.0)
+
+
+def test_another_process_is_not_taken_for_it(rank: Rank) -> None:
+    pid, descriptor = rank.at
+    path = f"/proc/{pid}/fd/{descriptor}"
+    assert read_record(path, 4) is None
+    assert read_record(f"/proc/{os.getpid()}/fd/{descriptor}", 3) is None
+    rank.process.kill()
+    rank.process.wait()
+    assert read_record(path, 3) is None
+    assert process_state(pid) == "gone"
+
+
+def test_the_stack_of_a_loop(rank: Rank) -> None:
+    rank.do("loop")
+    view = view_of(rank)
+    assert (view.state, view.kernel, view.seconds) == ("R", "", 0.0)
+    blocks = view.stack.split("\n\n")
+    assert len(blocks) == 2  # of two threads, the main one last
+    line = next(number for number, text in enumerate(RANK.split("\n"), 1) if "while True: pass" in text)
+    assert re.search(rf'File "<string>", line ({line - 1}|{line}) in load', blocks[-1])
+    assert rank.process.poll() is None
+    assert view_of(rank).stack.count("most recent call first") == 2  # without what was written before
+
+
+def test_a_stopped_rank_is_not_asked(rank: Rank) -> None:
+    os.kill(rank.at[0], signal.SIGSTOP)
+    deadline = time.monotonic() + 10.0
+    while process_state(rank.at[0]) != "T":
+        assert time.monotonic() < deadline
+    view = view_of(rank, seconds=7.0)
+    assert (view.state, view.seconds, view.stack) == ("T", 7.0, "")
+
+
+def test_a_process_without_a_handler_gets_no_signal() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        (view,) = look_at([RankView(RankRecord(0, stacks=0), other.pid)])
+        assert view.stack == ""
+        assert other.poll() is None
+
+
+def test_another_process_has_the_number_of_one_that_has_ended(rank: Rank) -> None:
+    ended = RankView(record_of(rank), rank.at[0], ended_seconds=5.0)
+    (view,) = look_at([ended])
+    assert (view.state, view.stack) == ("gone", "")
+    assert view_of(rank).state == "S"

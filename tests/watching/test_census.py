@@ -1,0 +1,230 @@
+"""Who has ended, in which order, of real processes that call at a roll call."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import pytest
+
+from mpitrain.watching.census import Census
+from mpitrain.watching.rank_record import BEGUN
+from mpitrain.watching.roll_call import appear
+
+# Starts ranks as its children, says their processes, and stays.
+PARENT = """
+import os, subprocess, sys
+path, numbers = sys.argv[1], sys.argv[2:]
+for number in numbers:
+    child = subprocess.Popen([sys.executable, "-c", os.environ["RANK"], path, number])
+    print(number, child.pid, flush=True)
+sys.stdin.read()
+"""
+RANK = """
+import os, sys, time
+from mpitrain.watching.activity import publish
+from mpitrain.watching.rank_record import BEGUN, DONE, WAITS
+activity = publish(int(sys.argv[2]))
+activity.begin_step(int(sys.argv[2]) + 10)
+activity.enter(DONE if int(sys.argv[2]) == 8 else BEGUN)
+activity.begin(WAITS, "mean", 1.0)
+if int(sys.argv[2]) == 9 and os.fork() == 0:
+    time.sleep(1000)
+activity.appear(sys.argv[1])
+time.sleep(1000)
+"""
+DEADLINE_SECONDS = 60.0
+
+
+class Job:
+    """Ranks under parents, and the census of them."""
+
+    def __init__(self, path: Path, stack: ExitStack) -> None:
+        self.path, self._stack = path, stack
+        self.census = Census(str(path))
+        self.pids: dict[int, int] = {}
+        stack.callback(self.census.close)
+
+    def start(self, *numbers: int) -> subprocess.Popen[str]:
+        """A process that has these ranks as children."""
+        command = [sys.executable, "-c", PARENT, str(self.path), *map(str, numbers)]
+        environment = {**os.environ, "RANK": RANK}
+        pipe = subprocess.PIPE
+        parent = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, text=True, start_new_session=True)
+        self._stack.callback(end, parent)
+        assert parent.stdout is not None
+        for _ in numbers:
+            number, pid = parent.stdout.readline().split()
+            self.pids[int(number)] = int(pid)
+        self.until(lambda: {view.record.rank for view in self.census.views()} >= set(numbers))
+        return parent
+
+    def until(self, there: Callable[[], bool]) -> None:
+        """Look until it is so."""
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        self.census.look()
+        while not there():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+            self.census.look()
+
+    def kill(self, pid: int) -> None:
+        """Kill a process, and wait until it has gone or is a zombie; nobody looks meanwhile."""
+        os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while Path(f"/proc/{pid}").exists() and "State:\tZ" not in Path(f"/proc/{pid}/status").read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    @property
+    def ended(self) -> list[int]:
+        """The ranks that have ended."""
+        return [view.record.rank for view in self.census.views() if view.ended_seconds is not None]
+
+
+def end(parent: subprocess.Popen[str]) -> None:
+    """End it and all below it."""
+    with suppress(ProcessLookupError):  # the test has
+        os.killpg(parent.pid, signal.SIGKILL)
+    parent.communicate()
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    """One, in a folder whose name is too long for a socket's."""
+    folder = tmp_path / ("x" * 120)
+    folder.mkdir()
+    with ExitStack() as stack:
+        yield Job(folder / "roll_call", stack)
+
+
+def test_who_ended_first_and_what_it_had_said(job: Job) -> None:
+    job.start(0, 1, 2, 3)
+    assert job.census.first_end() is None
+    before = time.monotonic()
+    for rank in (2, 0, 3):
+        job.kill(job.pids[rank])
+    job.until(lambda: job.ended == [0, 2, 3])
+    first = job.census.first_end()
+    assert first is not None
+    assert (first.rank, first.parent_of) == (2, ())
+    assert before < first.seconds < time.monotonic()
+    views = job.census.views()
+    assert [(view.record.phase, view.record.step, view.pid) for view in views] == [
+        (BEGUN, rank + 10, job.pids[rank]) for rank in range(4)
+    ]
+    assert not any(view.is_orphan for view in views)
+
+
+def test_a_child_of_a_rank_does_not_hide_its_end(job: Job) -> None:
+    """It has all files of the rank open that the rank had when it forked; those that came later are its own."""
+    job.start(9, 1)
+    job.kill(job.pids[9])
+    job.kill(job.pids[1])
+    job.until(lambda: job.ended == [1, 9])
+    first = job.census.first_end()
+    assert first is not None
+    assert first.rank == 9
+
+
+def test_a_rank_that_had_come_to_its_end_is_not_to_blame(job: Job) -> None:
+    job.start(8, 1)
+    job.kill(job.pids[8])
+    job.until(lambda: job.ended == [8])
+    job.kill(job.pids[1])
+    job.until(lambda: job.ended == [1, 8])
+    first = job.census.first_end()
+    assert first is not None
+    assert first.rank == 1
+
+
+def test_what_had_started_the_ranks_ended_first(job: Job) -> None:
+    job.start(3)
+    parent = job.start(0, 1)
+    job.kill(parent.pid)
+    parent.wait()
+    job.until(lambda: job.census.first_end() is not None)
+    for rank in (1, 3):
+        job.kill(job.pids[rank])
+    job.until(lambda: job.ended == [1, 3])
+    first = job.census.first_end()
+    assert first is not None
+    assert (first.rank, first.parent_of) == (None, (0, 1))
+
+
+def test_a_rank_that_has_lost_its_parent(job: Job) -> None:
+    """It is one from a second later on: at a job's end all are, for a moment."""
+    parent, _ = job.start(1), job.start(2)
+    job.kill(parent.pid)
+    parent.wait()
+    job.until(lambda: job.census.first_end() is not None)
+    begun = time.monotonic()
+    job.until(lambda: any(view.is_orphan for view in job.census.views()))
+    assert time.monotonic() - begun > 0.9
+    assert [view.record.rank for view in job.census.views() if view.is_orphan] == [1]
+    job.kill(job.pids[1])
+    job.until(lambda: job.ended == [1])
+    assert not any(view.is_orphan for view in job.census.views())
+
+
+def test_for_how_long_a_rank_has_waited(job: Job) -> None:
+    """Since the wait began, by its own words; here that was at the start of this machine."""
+    job.start(0)
+    (view,) = job.census.views()
+    assert view.seconds == pytest.approx(time.monotonic(), abs=5.0)
+
+
+def test_who_had_ended_before_anybody_looked_is_not_known(job: Job) -> None:
+    job.start(0)
+    program = RANK.replace("time.sleep(1000)", "print('there', flush=True); time.sleep(1000)")
+    command = [sys.executable, "-c", program, str(job.path), "1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as late:
+        assert late.stdout is not None
+        assert late.stdout.readline() == "there\n"
+        job.kill(job.pids[0])
+        job.kill(late.pid)
+    job.until(lambda: job.ended == [0, 1])
+    assert job.census.first_end() is None
+
+
+def test_hundreds_of_ranks(job: Job) -> None:
+    """Descriptors are above 1023 then, which select() does not take."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 1100:
+        pytest.skip(f"at most {hard} files can be open here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1100), hard))
+    opened = [os.open(os.devnull, os.O_RDONLY)]
+    try:
+        while opened[-1] < 1023:
+            opened.append(os.dup(opened[0]))
+        job.start(0, 1)
+        job.kill(job.pids[1])
+        job.until(lambda: job.ended == [1])
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    first = job.census.first_end()
+    assert first is not None
+    assert first.rank == 1
+
+
+def test_a_python_without_descriptors_of_processes(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was built on an old kernel; the order of ends is not known then."""
+    monkeypatch.setitem(globals(), "RANK", "import os; del os.pidfd_open\n" + RANK)
+    job.start(0, 1)
+    job.kill(job.pids[1])
+    job.until(lambda: job.ended == [1])
+    assert job.census.first_end() is None
+
+
+def test_without_a_guard_nothing_is_made(tmp_path: Path) -> None:
+    assert appear(str(tmp_path / "roll_call"), 0) is None
+    assert list(tmp_path.iterdir()) == []
