@@ -158,8 +158,9 @@ def test_the_shared_user_logs_in_from_any_to_any_with_host_keys_checked(cluster:
 
 def test_another_host_key_is_refused(cluster: Cluster) -> None:
     key = "/etc/ssh/ssh_host_ed25519_key"
+    # Not reload: that ends before sshd listens again; a restart ends when it does.
     renew = (
-        f"cp -a {key} {key}.pub /root/ && rm {key} && ssh-keygen -q -t ed25519 -N '' -f {key} && systemctl reload ssh"
+        f"cp -a {key} {key}.pub /root/ && rm {key} && ssh-keygen -q -t ed25519 -N '' -f {key} && systemctl restart ssh"
     )
     assert root(cluster.bed, "node3", renew).returncode == 0
     try:
@@ -167,7 +168,8 @@ def test_another_host_key_is_refused(cluster: Cluster) -> None:
         assert done.returncode == 255
         assert "REMOTE HOST IDENTIFICATION HAS CHANGED" in done.stderr
     finally:
-        root(cluster.bed, "node3", "mv /root/ssh_host_ed25519_key* /etc/ssh/ && systemctl reload ssh")
+        back = root(cluster.bed, "node3", "mv /root/ssh_host_ed25519_key* /etc/ssh/ && systemctl restart ssh")
+        assert back.returncode == 0, back.stderr
 
 
 def test_a_file_written_on_one_node_is_read_on_the_others(cluster: Cluster) -> None:
