@@ -37,7 +37,7 @@ class Reduction:
     Attributes:
         name: torch's, such as SUM.
         ufunc: of two arrays.
-        averages: what comes out of all ranks is divided by their number.
+        averages: what comes out of all ranks is divided by their number; integers toward zero.
     """
 
     name: str
@@ -51,7 +51,13 @@ class Reduction:
 
     def end(self, flat: numpy.ndarray, size: int) -> None:
         """`flat` holds the result of all ranks; what is still to be done with it."""
-        if self.averages:
+        if not self.averages:
+            return
+        if flat.dtype.kind in "iu":
+            # As NCCL has it: the sum, whole, divided toward zero. NumPy's own division of integers goes down.
+            divisor = numpy.array(size, numpy.result_type(flat.dtype, numpy.min_scalar_type(size)))
+            flat[:] = (flat - numpy.fmod(flat, divisor)) // divisor
+        else:
             numpy.divide(flat, size, out=flat)
 
 
@@ -72,8 +78,10 @@ def reduction(kind: Any, dtype: torch.dtype) -> Reduction:
     whole = not (dtype.is_floating_point or dtype.is_complex)
     if name in _BITWISE and not whole:
         raise ProcessGroupError(f"ReduceOp.{name} of {dtype}: it is for integers and bool")
-    if name == "AVG" and whole:
-        raise ProcessGroupError(f"ReduceOp.AVG of {dtype}: a mean is no integer; use SUM, or convert to a float")
+    if name == "AVG" and dtype == torch.bool:
+        raise ProcessGroupError(
+            "ReduceOp.AVG of torch.bool: there is no mean of them; use MAX or MIN, or convert to a float"
+        )
     if name in ("MIN", "MAX") and dtype.is_complex:
         raise ProcessGroupError(f"ReduceOp.{name} of {dtype}: complex numbers have no order")
     if dtype.itemsize == 1 and dtype.is_floating_point:

@@ -187,11 +187,7 @@ REFUSED: dict[str, tuple[Callable[[int], Any], type[Exception], str]] = {
         "can be on cpu or cuda",
     ),
     "bits of floats": (lambda n: dist.all_reduce(ones(), ReduceOp.BAND), ProcessGroupError, "integers"),
-    "a mean of integers": (
-        lambda n: dist.all_reduce(ones(3, torch.int64), ReduceOp.AVG),
-        ProcessGroupError,
-        "a mean is no integer",
-    ),
+    "a mean of truths": (lambda n: dist.all_reduce(ones(3, torch.bool), ReduceOp.AVG), ProcessGroupError, "no mean"),
     "a factor": (
         lambda n: dist.all_reduce(ones(), dist._make_nccl_premul_sum(2.0)),
         ProcessGroupError,

@@ -79,16 +79,6 @@ def test_what_is_not_finite(world: World) -> None:
     assert mine[2].isnan()
 
 
-def test_average(world: World, ours: None) -> None:
-    for dtype in FLOATS:
-        for count in (0, 1, 7 * world.size + 3):
-            mine = tensor(count, dtype, world.rank)
-            dist.all_reduce(mine, ReduceOp.AVG)
-            wanted = numpy.mean([pattern(count, rank) for rank in range(world.size)], axis=0)
-            bound = (world.size + 2) * torch.finfo(dtype).eps / 2 * numpy.abs(wanted)
-            assert (numpy.abs(mine.double().numpy() - wanted) <= bound).all(), (dtype, count)
-
-
 @pytest.mark.parametrize("strided", [False, True])
 def test_layouts_of_memory(world: World, strided: bool, ours: None) -> None:
     """Tensors that are not contiguous: what lies between their elements stays as it is."""
