@@ -63,11 +63,12 @@ def parts(full: bool) -> Iterator[Part]:
     first, second = ON_NODES.values()
     ignored = [f"--ignore={path}" for path in first]
     for name, words in zip(ON_NODES, (first, [*second, *ignored]), strict=True):
-        yield Part(name, [*pytest, *words], cores=0)
+        yield Part(name, [*pytest, *words], cores=0, again=True)
     ignored = [f"--ignore={path}" for path in [*ON_RANKS, *first, *second]]
-    folders = [Part(f"tests/{name}", [*pytest, f"tests/{name}", *ignored]) for name in LONG_FOLDERS]
+    folders = [Part(f"tests/{name}", [*pytest, f"tests/{name}", *ignored], again=True) for name in LONG_FOLDERS]
     yield folders[0]
-    yield Part("other tests", [*pytest, "tests", *ignored, *(f"--ignore=tests/{name}" for name in LONG_FOLDERS)])
+    others = [*pytest, "tests", *ignored, *(f"--ignore=tests/{name}" for name in LONG_FOLDERS)]
+    yield Part("other tests", others, again=True)
     yield Part("lint and types", ["scripts/check"], is_pytest=False)
     yield from folders[1:]
     yield from on_ranks(slow, full)

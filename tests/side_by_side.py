@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
 import os
 import signal
 import subprocess
@@ -10,7 +12,7 @@ import tempfile
 import time
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
@@ -19,6 +21,9 @@ from jobs import REPOSITORY, RUN_TOKEN, clean_environment, kill_all, processes_o
 
 # After SIGTERM, before SIGKILL.
 GRACE_SECONDS = 10.0
+# With more failed tests than these in a run, the load of the machine is not what they have in common.
+MOST_AGAIN = 3
+TESTS_FAILED = 1  # pytest's exit code: the run itself came to its end
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,7 @@ class Part:
         deadline_seconds: far above what it takes; one that reaches it hangs, and is ended.
         is_pytest: it is given --junit-xml, and counts its tests.
         cores: that it keeps busy; 0 if it mostly waits.
+        again: a test of it that failed is tried once more at the end, when nothing else runs. The command is pytest's.
     """
 
     name: str
@@ -38,6 +44,7 @@ class Part:
     deadline_seconds: float = 3600.0
     is_pytest: bool = True
     cores: int = 1
+    again: bool = False
 
 
 @dataclass
@@ -52,6 +59,7 @@ class Running:
 
     def __post_init__(self) -> None:
         report = [f"--junit-xml={self.report}"] if self.part.is_pytest else []
+        report += ["-o", f"cache_dir={self.cache}"] if self.part.again else []
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
                 [*self.part.command, *report],
@@ -72,6 +80,18 @@ class Running:
     def output(self) -> Path:
         """All that it printed."""
         return self.folder / "output"
+
+    @property
+    def cache(self) -> Path:
+        """pytest's, of a part that may be tried again."""
+        return self.folder / "cache"
+
+    @property
+    def failed_tests(self) -> list[str]:
+        """Those that may be tried again, by pytest's names; none of a part that did not come to its end."""
+        names = self.cache / "v/cache/lastfailed"
+        ended = self.process.returncode == TESTS_FAILED and names.exists()
+        return sorted(json.loads(names.read_text())) if ended else []
 
     @property
     def seconds(self) -> float:
@@ -104,6 +124,7 @@ class Running:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, number)
 
+    @functools.cached_property
     def counts(self) -> Counter[str]:
         """Of its tests. A part that ends badly without a failed test counts as one failure."""
         counts: Counter[str] = Counter()
@@ -128,42 +149,63 @@ class Running:
 def run(parts: Sequence[Part], cores: int) -> dict[str, Counter[str]]:
     """Run the parts, as many at once as the cores are for, the first ones first. Prints each one's output at its end.
 
+    A test of a part with `again` that failed beside the others may have met the load of the machine: it runs alone
+    then. What passes there counts as passed, and the last lines name it: it has a race, or too short a deadline.
+
     Returns:
         By name: the numbers of tests that passed, failed and were skipped.
     """
-    waiting, running = list(parts), list[Running]()
-    counts: dict[str, Counter[str]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        try:
-            while waiting or running:
-                for part in list(waiting):
-                    busy = sum(min(other.part.cores, cores) for other in running)
-                    if busy + min(part.cores, cores) <= cores:
-                        waiting.remove(part)
-                        own = Path(folder, str(len(waiting)))
-                        own.mkdir()
-                        print(f"... {part.name} begins", flush=True)
-                        running.append(Running(part, own))
-                time.sleep(0.05)
-                for one in list(running):
-                    is_late = one.seconds > one.part.deadline_seconds
-                    if not is_late and not one.has_ended():
-                        continue
-                    if is_late:
-                        one.end()
-                    running.remove(one)
-                    one.print_output()
-                    if is_late:
-                        print(f"ended: it ran longer than {one.part.deadline_seconds:.0f} s")
-                    counts[one.part.name] = ended = one.counts()
-                    took = f"{one.seconds:.0f} s, {one.cpu_seconds:.0f} s of CPU time"
-                    print(f"--- {one.part.name}: {dict(ended)}, {took}", flush=True)
-        except BaseException:  # Ctrl-C comes to this process alone
-            for one in running:
-                one.signal(signal.SIGTERM)
-            for one in running:
-                one.end()
-                one.print_output()
-                print(f"--- {one.part.name}: interrupted after {one.seconds:.0f} s", flush=True)
-            raise
+        ended = list(_side_by_side(parts, cores, folder))
+        counts = {one.part.name: one.counts for one in ended}
+        if sum(counts.values(), Counter[str]())["failed"] <= MOST_AGAIN:
+            for one in ended:
+                if one.failed_tests and (passed := _passed_alone(one, folder)):
+                    counts[one.part.name] = one.counts + Counter(passed=passed, failed=-one.counts["failed"])
     return counts
+
+
+def _passed_alone(first: Running, folder: str) -> int:
+    """The number of the part's failed tests, if all of them pass now that nothing else runs; else 0."""
+    names = first.failed_tests
+    command = [*first.part.command, "--last-failed", "-o", f"cache_dir={first.cache}"]
+    (second,) = _side_by_side([Part(f"{first.part.name}, again", command, first.part.deadline_seconds)], 1, folder)
+    if second.counts["failed"] or second.counts["passed"] < len(names):
+        return 0
+    print(f"\nfailed beside other parts and passed alone, so mend it: {', '.join(names)}", flush=True)
+    return second.counts["passed"]
+
+
+def _side_by_side(parts: Sequence[Part], cores: int, folder: str) -> Iterator[Running]:
+    """Those that have ended and were printed."""
+    waiting, running = list(parts), list[Running]()
+    try:
+        while waiting or running:
+            for part in list(waiting):
+                busy = sum(min(other.part.cores, cores) for other in running)
+                if busy + min(part.cores, cores) <= cores:
+                    waiting.remove(part)
+                    print(f"... {part.name} begins", flush=True)
+                    running.append(Running(part, Path(tempfile.mkdtemp(dir=folder))))
+            time.sleep(0.05)
+            for one in list(running):
+                is_late = one.seconds > one.part.deadline_seconds
+                if not is_late and not one.has_ended():
+                    continue
+                if is_late:
+                    one.end()
+                running.remove(one)
+                one.print_output()
+                if is_late:
+                    print(f"ended: it ran longer than {one.part.deadline_seconds:.0f} s")
+                took = f"{one.seconds:.0f} s, {one.cpu_seconds:.0f} s of CPU time"
+                print(f"--- {one.part.name}: {dict(one.counts)}, {took}", flush=True)
+                yield one
+    except BaseException:  # Ctrl-C comes to this process alone
+        for one in running:
+            one.signal(signal.SIGTERM)
+        for one in running:
+            one.end()
+            one.print_output()
+            print(f"--- {one.part.name}: interrupted after {one.seconds:.0f} s", flush=True)
+        raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -119,6 +120,54 @@ def test_failed_tests_are_counted(tmp_path: Path) -> None:
         "bad": {"failed": 1},
         "worse": {"failed": 1},
     }
+
+
+# Each of them fails beside the others and leaves a note; where there is a note, the first two pass.
+AGAIN = """
+import pathlib, pytest
+@pytest.mark.parametrize("name", ["first", "second", "third", "fourth"])
+def test_it(name):
+    note = pathlib.Path(__file__).with_name(name)
+    has_failed = note.exists()
+    note.touch()
+    assert has_failed and name in {passing}
+def test_fine(): pass
+"""
+
+
+def run_again(folder: Path, names: list[str], passing: list[str], **options: Any) -> Counter[str]:
+    """The counts of a part whose tests of these names fail; those that are passing do so the second time."""
+    test = folder / "test_again.py"
+    test.write_text(AGAIN.replace("{passing}", repr(passing)))
+    chosen = ["-k", " or ".join([*names, "fine"])]
+    part = Part("tests", [sys.executable, "-m", "pytest", "-q", str(test), *chosen], **{"again": True, **options})
+    return run([part, Part("other", ["true"], is_pytest=False)], cores=2)["tests"]
+
+
+def test_a_failed_test_is_tried_again_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_again(tmp_path, ["first", "second"], ["first", "second"]) == {"passed": 3}
+    printed = capfd.readouterr().out
+    assert printed.index("--- other") < printed.index("... tests, again begins")
+    last = printed.splitlines()[-1]
+    assert last.startswith("failed beside other parts and passed alone, so mend it: ")
+    assert re.findall(r"test_again.py::test_it\[\w+\]", last) == [
+        "test_again.py::test_it[first]",
+        "test_again.py::test_it[second]",
+    ]
+
+
+def test_a_failed_test_stays_failed(tmp_path: Path) -> None:
+    """Where one fails again, where many fail, and where the part may not be tried again."""
+    for number, (names, passing, options) in enumerate(
+        [
+            (["first", "second"], ["first"], {}),
+            (["first", "second", "third", "fourth"], ["first", "second", "third", "fourth"], {}),
+            (["first"], ["first"], {"again": False}),
+        ]
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        assert run_again(folder, names, passing, **options) == Counter(passed=1, failed=len(names))
 
 
 def test_a_part_that_hangs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
