@@ -90,7 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _refuse(parser: argparse.ArgumentParser, argument: str, advice: str) -> None:
     """`advice` is what an action has set as its parser's default `if_unknown`."""
     # argparse has no public list of a parser's options.
-    hint = _near(argument.partition("=")[0], parser._option_string_actions) or (f"; {advice}" if advice else "")
+    known = [name for name, action in parser._option_string_actions.items() if action.help != argparse.SUPPRESS]
+    hint = _near(argument.partition("=")[0], known) or (f"; {advice}" if advice else "")
     parser.error(f"unknown argument {argument}{hint}")
 
 

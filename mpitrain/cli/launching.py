@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import shutil
+import sys
 from collections.abc import Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +14,23 @@ from mpitrain.errors import ConfigError
 
 if TYPE_CHECKING:
     from mpitrain.launch.start import Request
+
+# What other launchers call it, and what it is here.
+_A_HOSTS = "--hosts A,B, with --ppn N for the ranks on each host, or --hosts A/cpux2,B/cpux1"
+_A_FILE = "--hosts A,B, or an Ansible inventory with -i PATH"
+_ELSEWHERE = {
+    **dict.fromkeys(("-H", "-host", "--host", "-hosts"), _A_HOSTS),
+    **dict.fromkeys(("-hostfile", "--hostfile", "-machinefile", "--machinefile", "-f"), _A_FILE),
+    **dict.fromkeys(("-ppn", "--nproc-per-node", "--nproc_per_node", "--npernode", "-N"), "--ppn N"),
+    **dict.fromkeys(("--nnodes", "--num-nodes"), "--hosts A,B, or --ppn N for all hosts of the inventory"),
+}
+
+
+class _Elsewhere(argparse.Action):
+    """An option of another launcher: an error that says what it is called here."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        parser.error(f"{self.option_strings[0]} is another launcher's; here it is {_ELSEWHERE[self.option_strings[0]]}")
 
 
 def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +55,8 @@ def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
         help="variables for the ranks, as check-cluster --write-env writes them (MPITRAIN_ENV_FILE); yours win",
     )
     parser.add_argument("--mpiexec", type=Path, metavar="PATH", help="use this mpiexec")
+    for name in _ELSEWHERE:
+        parser.add_argument(name, action=_Elsewhere, nargs="?", dest=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
 def add_inventory_argument(parser: argparse.ArgumentParser) -> None:
@@ -67,18 +89,55 @@ def request_of(arguments: argparse.Namespace, program: Sequence[str], script: st
 
 
 def request_of_script(arguments: argparse.Namespace) -> Request:
-    """The same, where the positional arguments are a script and those of the script."""
-    if not Path(arguments.script).is_file():
-        raise ConfigError(f"there is no script {arguments.script!r} in {Path.cwd()}")
-    words = [arguments.script, *arguments.arguments]
-    return request_of(arguments, words, arguments.script, [arguments.command, *words])
+    """The same, where the other arguments are a script, or -m and a module, and those of the script."""
+    words = ["-m", *arguments.module] if arguments.module is not None else [arguments.script, *arguments.arguments]
+    words = _without_python([word for word in words if word is not None])
+    if not words or words == ["-m"]:
+        raise ConfigError("name a script, as in `mpitrain run -n 4 train.py`, or -m MODULE")
+    script = _file_of(words[1]) if words[0] == "-m" else words[0]
+    if not Path(script).is_file():
+        raise ConfigError(f"there is no script {script!r} in {Path.cwd()}")
+    return request_of(arguments, words, script, [arguments.command, *words])
+
+
+def _without_python(words: list[str]) -> list[str]:
+    """`python train.py`, as mpiexec is given it, is train.py where that is the Python that the ranks run anyway."""
+    if not words or words[0] not in ("python", "python3") or Path(words[0]).exists():
+        return words
+    path = shutil.which(words[0])
+    # Not samefile(): the Pythons of two environments are links to the same file.
+    if path is None or Path(path).parent != Path(sys.executable).parent:
+        raise ConfigError(
+            f"the ranks run {sys.executable}, and {words[0]!r} is {path or 'not to be path'}; leave it out, or use "
+            "the mpitrain of the other Python"
+        )
+    return words[1:]
+
+
+def _file_of(module: str) -> str:
+    """The file that `python -m` runs; nothing is imported."""
+    path = [str(Path.cwd()), *sys.path]
+    names = module.split(".")
+    for number in range(1, len(names) + 1):
+        spec = PathFinder.find_spec(".".join(names[:number]), path)
+        path = list(spec.submodule_search_locations or []) if spec else []
+        if spec and path and number == len(names):
+            names.append("__main__")
+            spec = PathFinder.find_spec(".".join(names), path)
+    if not spec or not spec.origin:
+        raise ConfigError(
+            f"there is no module {module!r} to run in {Path.cwd()} or in the packages of {sys.executable}"
+        )
+    return spec.origin
 
 
 def add_script_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the positional arguments: a script and its arguments."""
-    parser.add_argument("script", help="Python script")
-    rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's arguments")
-    rest.required = False  # else Python 3.11 names it too where the script is missing
+    """Declare the script, or a module, and its arguments."""
+    parser.add_argument(
+        "-m", nargs=argparse.REMAINDER, dest="module", metavar="MODULE ...", help="run a module, as python -m does"
+    )
+    parser.add_argument("script", nargs="?", help="Python script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's arguments")
 
 
 def positive(text: str) -> int:

@@ -98,12 +98,24 @@ def test_the_command_loads_no_array_and_no_mpi_library() -> None:
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["run", "-n", "2"], "mpitrain run: error: the following arguments are required: script\n"),
-        (["verify"], "mpitrain verify: error: the following arguments are required: script\n"),
         (["run", "-np", "4", "train.py"], "argument -n: -np is mpiexec's; here it is -n N, or --ppn N for the "),
+        (["run", "-H", "a:2,b:2", "train.py"], "-H is another launcher's; here it is --hosts A,B, with --ppn N for"),
+        (["bench", "-hosts", "a,b"], "-hosts is another launcher's; here it is --hosts A,B, with --ppn N for the "),
+        (["run", "--hostfile", "f", "x.py"], "--hostfile is another launcher's; here it is --hosts A,B, or an Ansible"),
+        (["run", "--nproc-per-node=4", "x.py"], "--nproc-per-node is another launcher's; here it is --ppn N\n"),
+        (["verify", "-ppn", "1", "x.py"], "-ppn is another launcher's; here it is --ppn N\n"),
+        (["run", "--nnodes", "2", "x.py"], "--nnodes is another launcher's; here it is --hosts A,B, or --ppn N for"),
+        (["run", "--hots", "a,b", "x.py"], "unknown argument --hots; did you mean --hosts?"),
     ],
 )
 def test_what_is_wrong_is_named(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(argv)
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [["run", "-n", "2"], ["verify"], ["run", "-n", "2", "-m"]])
+def test_a_script_is_asked_for(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 2
+    said = f"mpitrain {argv[0]}: name a script, as in `mpitrain run -n 4 train.py`, or -m MODULE\n"
+    assert capsys.readouterr().err == said

@@ -12,17 +12,23 @@ from mpitrain.launch.tuning import SETTINGS, Conditions, glibc_version, settings
 ONE_HOST = Conditions("mpich", num_hosts=1, has_rdma=False, is_oversubscribed=False, glibc=(2, 36))
 TWO_HOSTS = replace(ONE_HOST, num_hosts=2)
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "8589934592"}
+WITHOUT_OFI = {"OMPI_MCA_btl": "^ofi"}
 DOCUMENT = Path(__file__).parents[2] / "docs/run.md"
 
 
 def test_on_one_host_no_network_is_tuned() -> None:
-    for vendor in ("mpich", "impi", "openmpi"):
+    for vendor in ("mpich", "impi"):
         assert settings(replace(ONE_HOST, vendor=vendor), {}) == MALLOC
+    assert settings(replace(ONE_HOST, vendor="openmpi"), {}) == {**WITHOUT_OFI, **MALLOC}
 
 
 def test_over_tcp_each_mpi_has_its_own() -> None:
     assert settings(TWO_HOSTS, {}) == {"UCX_RNDV_THRESH": "inf", **MALLOC}
-    assert settings(replace(TWO_HOSTS, vendor="openmpi"), {}) == {"OMPI_MCA_btl_tcp_flags": "send", **MALLOC}
+    assert settings(replace(TWO_HOSTS, vendor="openmpi"), {}) == {
+        "OMPI_MCA_btl_tcp_flags": "send",
+        **WITHOUT_OFI,
+        **MALLOC,
+    }
     assert settings(replace(TWO_HOSTS, vendor="impi"), {}) == MALLOC
 
 
@@ -33,7 +39,7 @@ def test_rdma_hardware_is_left_alone() -> None:
 
 def test_only_open_mpi_must_be_told_to_yield() -> None:
     found = settings(replace(ONE_HOST, vendor="openmpi", is_oversubscribed=True), {})
-    assert found == {"OMPI_MCA_mpi_yield_when_idle": "1", **MALLOC}
+    assert found == {"OMPI_MCA_mpi_yield_when_idle": "1", **WITHOUT_OFI, **MALLOC}
     assert settings(replace(ONE_HOST, is_oversubscribed=True), {}) == MALLOC
 
 
