@@ -8,6 +8,8 @@ from collections.abc import Mapping
 
 from mpitrain.launch.hostfile import Host
 
+# Of a node: arguments for ssh, which may name commands to run here.
+SSH_ARGUMENTS = ("ansible_ssh_common_args", "ansible_ssh_extra_args")
 _SECONDS = 5.0
 
 
@@ -36,7 +38,7 @@ def _options(host: Host) -> list[str]:
     options: list[str] = []
     for option, name in (("-p", "ansible_port"), ("-i", "ansible_ssh_private_key_file")):
         options += [option, host.variables[name]] if host.variables.get(name) else []
-    for name in ("ansible_ssh_common_args", "ansible_ssh_extra_args"):
+    for name in SSH_ARGUMENTS:
         options += shlex.split(host.variables.get(name, ""))
     return options
 

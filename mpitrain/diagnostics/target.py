@@ -6,7 +6,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from getpass import getuser
@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.diagnostics.check import Target
-from mpitrain.diagnostics.ssh_settings import LoginError, ssh_settings
+from mpitrain.diagnostics.ssh_settings import SSH_ARGUMENTS, LoginError, ssh_settings
 from mpitrain.errors import ConfigError
+from mpitrain.launch.foreign_files import refuse_foreign
 from mpitrain.launch.hostfile import (
     NODE_INVENTORY,
     PROJECT_INVENTORY,
@@ -57,7 +58,8 @@ def find_target(inventory: Path | None, hosts: str | None, script: str | None, e
         environ: the user's environment.
 
     Raises:
-        ConfigError: there is no inventory; it, or what it stands beside, says what cannot be.
+        ConfigError: there is no inventory; it, or what it stands beside, says what cannot be; a file that was found
+            and not named may be written by somebody else, or has arguments of ssh.
     """
     named = environ.get("ANSIBLE_INVENTORY", "")
     if inventory is None and "," in named:
@@ -71,8 +73,10 @@ def find_target(inventory: Path | None, hosts: str | None, script: str | None, e
             )
         nodes: tuple[Host, ...] = ()
     else:
-        common = {**_login(_given(path)), **group_variables(path)}
+        given = _login(_given(path))
+        common = {**given, **group_variables(path)}
         nodes = tuple(replace(host, variables={**common, **host.variables}) for host in read_inventory(path).hosts)
+        _refuse_commands(path, given, nodes, is_named=inventory is not None or bool(named))
     head = nodes[0] if nodes else None
     if hosts is not None:
         nodes = _named(hosts, nodes)
@@ -148,7 +152,7 @@ def _here() -> dict[str, Any]:
 
 
 def _login(given: Mapping[str, Any]) -> dict[str, str]:
-    names = ("ansible_user", "ansible_port", "ansible_ssh_private_key_file", "ansible_ssh_common_args")
+    names = ("ansible_user", "ansible_port", "ansible_ssh_private_key_file", *SSH_ARGUMENTS)
     return {name: str(given[name]) for name in names if name in given}
 
 
@@ -170,9 +174,42 @@ def _settings(inventory: Path) -> dict[str, Any]:
 
 
 def _given(inventory: Path) -> dict[str, Any]:
+    path = _group_vars(inventory)
+    if path is None:
+        return {}
+    refuse_foreign(path)  # which is found, also where the inventory is named
+    return _read(path)
+
+
+def _group_vars(inventory: Path) -> Path | None:
     places = [inventory.parent / "group_vars/all.yml", PROJECT_INVENTORY.parent / "group_vars/all.yml"]
-    path = next((place for place in places if place.is_file()), None)
-    return _read(path) if path else {}
+    return next((place for place in places if place.is_file()), None)
+
+
+def _refuse_commands(inventory: Path, given: Mapping[str, str], nodes: Iterable[Host], *, is_named: bool) -> None:
+    """Refuse arguments of ssh, which may be commands to run here, in a file that was found and not named.
+
+    The group_vars beside an inventory are named with it; those of the current folder are not.
+
+    Args:
+        given: what the group_vars say of the login.
+        is_named: the user has named the inventory.
+    """
+    group_vars = _group_vars(inventory)
+    is_beside = group_vars is not None and group_vars.parent.parent == inventory.parent
+    unnamed = [] if group_vars is None or (is_named and is_beside) else [(group_vars, given)]
+    unnamed += [] if is_named else [(inventory, host.variables) for host in nodes]
+    for file, variables in unnamed:
+        for name in SSH_ARGUMENTS:
+            if name in variables:
+                remedy = f"name the inventory: -i {inventory}"
+                if file == group_vars and not is_beside:
+                    remedy = f"write it into {inventory}, and name that: -i {inventory}"
+                raise ConfigError(
+                    f"{file}, which was found and not named, sets {name} to {variables[name]!r}. With it ssh may run "
+                    f"commands on this machine. Allowed is it only in an inventory that you name. If you trust the "
+                    f"file, {remedy}"
+                )
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpitrain.errors import ConfigError
+from mpitrain.launch.foreign_files import refuse_foreign
 
 PROJECT_INVENTORY = Path("cluster/hosts")  # in a project's folder
 NODE_INVENTORY = Path("/etc/mpitrain/hosts")  # on every node that was set up
@@ -63,8 +64,20 @@ class Inventory:
 
 
 def find_inventory() -> Path | None:
-    """./cluster/hosts, else /etc/mpitrain/hosts, else None."""
-    return next((path for path in (PROJECT_INVENTORY, NODE_INVENTORY) if path.is_file()), None)
+    """./cluster/hosts, else /etc/mpitrain/hosts, else None.
+
+    Raises:
+        ConfigError: somebody else may write the file, or it cannot be looked for.
+    """
+    for path in (PROJECT_INVENTORY, NODE_INVENTORY):
+        try:
+            is_there = path.is_file()
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be looked at: {error.strerror}; name the inventory: -i FILE") from None
+        if is_there:
+            refuse_foreign(path, instead=f"name it: -i {path}")
+            return path
+    return None
 
 
 def read_inventory(path: Path) -> Inventory:

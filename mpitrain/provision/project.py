@@ -11,9 +11,12 @@ from pathlib import Path
 
 import mpitrain
 from mpitrain.errors import ClusterError, ConfigError
+from mpitrain.launch.foreign_files import refuse_foreign
 from mpitrain.launch.hostfile import PROJECT_INVENTORY, Inventory, read_inventory
 
 _SETUP = Path("cluster/setup.yml")
+# What Ansible finds there by itself; it may name programs to run.
+_CONFIGURATION, _GROUP_VARS = Path("ansible.cfg"), Path("cluster/group_vars/all.yml")
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ def find_project(inventory: Path | None = None) -> Project:
 
     Raises:
         ClusterError: there are no playbooks in either place.
-        ConfigError: ANSIBLE_INVENTORY is a list; `inventory` is not there.
+        ConfigError: ANSIBLE_INVENTORY is a list; `inventory` is not there; somebody else may write what was found.
     """
     places = [Path.cwd(), Path(mpitrain.__file__).resolve().parents[1]]
     folder = next((place for place in places if (place / _SETUP).is_file()), None)
@@ -55,6 +58,9 @@ def find_project(inventory: Path | None = None) -> Project:
             f"there are no playbooks here: looked for {looked}. An installed mpitrain has none; "
             "change to the folder of a checkout of mpitrain, or of your copy of its cluster/ and ansible.cfg"
         )
+    for name in (_SETUP, _CONFIGURATION, _GROUP_VARS):
+        if (folder / name).is_file():
+            refuse_foreign(folder / name)
     if inventory is not None:
         if not inventory.is_file():
             raise ConfigError(
@@ -64,7 +70,12 @@ def find_project(inventory: Path | None = None) -> Project:
     named = os.environ.get("ANSIBLE_INVENTORY", "")
     if "," in named:
         raise ConfigError(f"ANSIBLE_INVENTORY is {named!r}; it must be one file, or unset for cluster/hosts")
-    return Project(folder, Path(named).expanduser().absolute() if named else folder / PROJECT_INVENTORY)
+    if named:
+        return Project(folder, Path(named).expanduser().absolute())
+    path = folder / PROJECT_INVENTORY
+    if path.is_file():
+        refuse_foreign(path, instead=f"name it: --inventory {path}")
+    return Project(folder, path)
 
 
 def ansible_program(name: str) -> str:

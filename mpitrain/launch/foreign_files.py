@@ -1,0 +1,114 @@
+"""Refuse a file that was found, not named, where somebody else may have written it.
+
+The rule is ssh's for its own files, with user-private groups as Debian has it (safe_path of OpenSSH;
+user-group-modes.patch of Debian): the file and every folder above it, up to the home directory or /, belong to this
+user or root, and nobody else may write there. Two things are added. A folder with the sticky bit, such as /tmp, may be
+written by all, since nobody can replace what others have there. The owner of mpitrain's own code counts as this user:
+whoever may change this file needs no other.
+"""
+
+from __future__ import annotations
+
+import grp
+import os
+import pwd
+import shlex
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from mpitrain.errors import ConfigError
+
+
+def refuse_foreign(path: Path, *, instead: str = "") -> None:
+    """Refuse the file at `path` where somebody else may write it, or a folder above it.
+
+    Args:
+        path: of a file that is there.
+        instead: what a user does who trusts the file as it is, such as "name it: -i cluster/hosts"; "": nothing.
+
+    Raises:
+        ConfigError: has each such place with owner and mode, and the command that repairs it.
+    """
+    owners = {os.geteuid(), 0, Path(__file__).stat().st_uid}
+    faults, strange, loose = [], [], []
+    for place in _places(path):
+        status = place.lstat()
+        is_strange, is_loose = status.st_uid not in owners, _is_loose(status, owners)
+        strange += [place] * is_strange
+        loose += [place] * is_loose
+        if is_strange or is_loose:
+            mode = f"mode {stat.S_IMODE(status.st_mode):04o}"
+            faults.append(f"{place} has owner {_user(status.st_uid)}, group {_group(status.st_gid)}, {mode}")
+    if not faults:
+        return
+    allowed = " or ".join(_user(owner) for owner in sorted(owners, reverse=True))
+    raise ConfigError(
+        f"{path} is not used, since others than this user may write there: {'; '.join(faults)}. Allowed is owner "
+        f"{allowed}, and no write permission for anybody else. See what {path} says. Then repair it: "
+        f"{_repair(strange, loose)}" + (f"  # or, where you trust it as it is, {instead}" if instead else "")
+    )
+
+
+def _places(path: Path) -> Iterator[Path]:
+    """The file and the folders above it, by its name and by where links lead; from the home directory or / down."""
+    home = _home()
+    places: dict[Path, None] = {}
+    for way in (Path.cwd() / path, path.resolve()):
+        above = [way, *way.parents]
+        if home in above:
+            above = above[: above.index(home) + 1]
+        places.update(dict.fromkeys(reversed(above)))
+    return iter(places)
+
+
+def _is_loose(status: os.stat_result, owners: set[int]) -> bool:
+    """Others than the owners may write: into the file, or put another file in its place."""
+    mode = status.st_mode
+    if stat.S_ISLNK(mode) or (stat.S_ISDIR(mode) and mode & stat.S_ISVTX):
+        return False
+    return bool(mode & stat.S_IWOTH or (mode & stat.S_IWGRP and not _is_private(status.st_gid, owners)))
+
+
+def _is_private(gid: int, owners: set[int]) -> bool:
+    """Whether the group has members, and all of them are owners: a user's own group, for which umask 002 is safe."""
+    try:
+        named = {pwd.getpwnam(name).pw_uid for name in grp.getgrgid(gid).gr_mem}
+    except KeyError:  # a group, or a member, that this machine does not know
+        return False
+    members = named | {entry.pw_uid for entry in pwd.getpwall() if entry.pw_gid == gid}
+    return bool(members) and members <= owners
+
+
+def _repair(strange: list[Path], loose: list[Path]) -> str:
+    user = os.geteuid()
+    commands = []
+    if strange:
+        words = ["chown", "-h", _user(user), *map(str, strange)]
+        commands.append(shlex.join(words if user == 0 else ["sudo", *words]))
+    if loose:
+        is_own = all(place in strange or place.lstat().st_uid == user for place in loose)
+        words = ["chmod", "go-w", *map(str, loose)]
+        commands.append(shlex.join(words if is_own or user == 0 else ["sudo", *words]))
+    return " && ".join(commands)
+
+
+def _home() -> Path | None:
+    try:
+        return Path(pwd.getpwuid(os.geteuid()).pw_dir)
+    except KeyError:
+        return None
+
+
+def _user(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def _group(gid: int) -> str:
+    try:
+        return grp.getgrgid(gid).gr_name
+    except KeyError:
+        return str(gid)

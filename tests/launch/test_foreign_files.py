@@ -1,0 +1,254 @@
+"""What was found and may be written by somebody else does not count: owner, mode, every folder above, links."""
+
+from __future__ import annotations
+
+import grp
+import os
+import pwd
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpitrain.errors import ConfigError
+from mpitrain.launch.foreign_files import refuse_foreign
+
+NOBODY = 65534
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to others")
+ME = pwd.getpwuid(os.geteuid()).pw_name
+INVENTORY = """\
+[head]
+a ansible_host=192.0.2.1 {}
+[workers]
+[cluster:children]
+head
+workers
+"""
+
+
+@pytest.fixture
+def found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An inventory as a user keeps it; its name is relative to the current folder."""
+    monkeypatch.chdir(tmp_path)
+    path = Path("cluster/hosts")
+    path.parent.mkdir(mode=0o755)
+    path.write_text(INVENTORY.format("note=mine"))
+    path.chmod(0o644)
+    return path
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        refuse_foreign(path, instead="do without")
+    return str(caught.value)
+
+
+def repair(message: str) -> str:
+    """The command of a refusal, as printed."""
+    command = re.search(r"Then repair it: (.*)  # or, where you trust it as it is, do without$", message)
+    assert command is not None, message
+    return command[1]
+
+
+def described(place: Path) -> str:
+    status = place.lstat()
+    group = next((entry.gr_name for entry in grp.getgrall() if entry.gr_gid == status.st_gid), status.st_gid)
+    owner = next((entry.pw_name for entry in pwd.getpwall() if entry.pw_uid == status.st_uid), status.st_uid)
+    return f"{place} has owner {owner}, group {group}, mode {status.st_mode & 0o7777:04o}"
+
+
+def test_a_file_of_ones_own_counts(found: Path) -> None:
+    refuse_foreign(found)
+
+
+@pytest.mark.parametrize("place", ["cluster/hosts", "cluster", "."])
+@pytest.mark.parametrize("mode", [0o777, 0o702])
+def test_all_may_write(found: Path, place: str, mode: int) -> None:
+    """The file, its folder, or a folder above. The command that is printed is run, and is all that it takes."""
+    Path(place).chmod(mode)
+    message = refusal(found)
+    allowed = "root" if os.geteuid() == 0 else f"{ME} or root"
+    assert message == (
+        f"cluster/hosts is not used, since others than this user may write there: {described(Path(place).resolve())}. "
+        f"Allowed is owner {allowed}, and no write permission for anybody else. See what cluster/hosts says. "
+        f"Then repair it: chmod go-w {Path(place).resolve()}  # or, where you trust it as it is, do without"
+    )
+    subprocess.run(repair(message), shell=True, check=True)
+    refuse_foreign(found)
+
+
+def test_several_places_are_one_command(found: Path) -> None:
+    for place in (found, found.parent):
+        place.chmod(0o777)
+    message = refusal(found)
+    assert f"{described(found.parent.resolve())}; {described(found.resolve())}. Allowed" in message
+    subprocess.run(repair(message), shell=True, check=True)
+    assert [place.stat().st_mode & 0o777 for place in (found, found.parent)] == [0o755, 0o755]
+    refuse_foreign(found)
+
+
+def test_all_may_write_beside_it_where_nobody_can_replace_it(found: Path) -> None:
+    """As in /tmp."""
+    found.parent.chmod(0o1777)
+    refuse_foreign(found)
+
+
+@needs_root
+@pytest.mark.parametrize("place", ["cluster/hosts", "cluster", "."])
+def test_somebody_else_owns_it(found: Path, place: str) -> None:
+    os.chown(place, NOBODY, -1)
+    message = refusal(found)
+    assert f"may write there: {described(Path(place).resolve())}. Allowed is owner root, and" in message
+    assert repair(message) == f"chown -h root {Path(place).resolve()}"
+    subprocess.run(repair(message), shell=True, check=True)
+    refuse_foreign(found)
+
+
+@needs_root
+def test_somebody_else_has_put_a_link_there(found: Path) -> None:
+    found.rename("own")
+    found.symlink_to("../own")
+    refuse_foreign(found)
+    os.chown(found, NOBODY, -1, follow_symlinks=False)
+    assert described(Path.cwd() / found) in refusal(found)
+    subprocess.run(repair(refusal(found)), shell=True, check=True)
+    refuse_foreign(found)
+
+
+@needs_root
+def test_a_link_leads_to_a_file_of_somebody_else(found: Path) -> None:
+    found.rename("theirs")
+    os.chown("theirs", NOBODY, -1)
+    found.symlink_to("../theirs")
+    assert described(Path("theirs").resolve()) in refusal(found)
+
+
+def group(monkeypatch: pytest.MonkeyPatch, primary: list[int], others: list[str]) -> None:
+    """Make the group of the test's files one with these members."""
+    gid = os.getegid()
+    users = [pwd.struct_passwd((f"user{uid}", "x", uid, gid, "", "/nowhere", "/bin/sh")) for uid in primary]
+    monkeypatch.setattr("pwd.getpwall", lambda: users)
+    monkeypatch.setattr("grp.getgrgid", lambda _: grp.struct_group(("group", "x", gid, others)))
+
+
+def test_umask_002_with_a_group_of_ones_own(found: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An ordinary checkout on Debian."""
+    found.parent.chmod(0o775)
+    found.chmod(0o664)
+    group(monkeypatch, [os.geteuid()], [])
+    refuse_foreign(found)
+    group(monkeypatch, [os.geteuid()], [ME])
+    refuse_foreign(found)
+    group(monkeypatch, [], [ME])
+    refuse_foreign(found)
+
+
+@pytest.mark.parametrize(
+    ("primary", "others"),
+    [([os.geteuid(), NOBODY], []), ([os.geteuid()], ["nobody"]), ([os.geteuid()], ["who-is-this"]), ([], [])],
+)
+def test_umask_002_with_a_group_of_others(
+    found: Path, monkeypatch: pytest.MonkeyPatch, primary: list[int], others: list[str]
+) -> None:
+    found.chmod(0o664)
+    group(monkeypatch, primary, others)
+    message = refusal(found)
+    assert f"{found.resolve()} has owner {ME}, group group, mode 0664. Allowed" in message
+    subprocess.run(repair(message), shell=True, check=True)
+    refuse_foreign(found)
+
+
+def test_above_the_home_directory_nobody_looks(found: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ssh: what is above is the administrator's."""
+    Path.cwd().chmod(0o777)
+    home = pwd.struct_passwd((ME, "x", os.geteuid(), os.getegid(), "", str(Path("cluster").resolve()), "/bin/sh"))
+    monkeypatch.setattr("pwd.getpwuid", lambda _: home)
+    refuse_foreign(found)
+    found.parent.chmod(0o777)  # the home directory itself counts
+    assert described(found.parent.resolve()) in refusal(found)
+
+
+def mpitrain(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mpitrain", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
+COMMANDS = {
+    "check-cluster": ["--only", "SSH01"],
+    "run": ["-n", "1", "script.py"],
+    "bench": ["-n", "1"],
+    "ps": [],
+    "kill": ["1a2b3c4d"],
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_refuses_it(found: Path, command: str) -> None:
+    Path("script.py").write_text("print('it ran')")
+    found.parent.chmod(0o777)
+    done = mpitrain(command, *COMMANDS[command])
+    assert (done.returncode, "it ran" in done.stdout) == (2, False)
+    assert "cluster/hosts is not used, since others than this user may write there: " in done.stderr
+    assert done.stderr.endswith("  # or, where you trust it as it is, name it: -i cluster/hosts\n")
+
+
+def test_a_command_in_it_runs_only_where_it_is_named(found: Path) -> None:
+    """As the one who put the file there would have it: root's check-cluster runs a program of theirs."""
+    pytest.importorskip("fabric")
+    program = shlex.quote(f"ProxyCommand=touch {found.resolve().with_name('theirs-ran')}")
+    found.write_text(INVENTORY.format(f'ansible_ssh_common_args="-o {program}"'))
+    found.parent.chmod(0o777)
+    words = ["check-cluster", "--level", "quick", "--only", "SSH01"]
+    done = mpitrain(*words)
+    assert done.returncode == 2
+    command = re.search(r"Then repair it: (.*)  # or, ", done.stderr)
+    assert command is not None
+    subprocess.run(command[1], shell=True, check=True)
+    done = mpitrain(*words)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "mpitrain check-cluster: cluster/hosts, which was found and not named, sets ansible_ssh_common_args to "
+        f"{f'-o {program}'!r}. With it ssh may run commands on this machine. Allowed is it only in an inventory that "
+        "you name. If you trust the file, name the inventory: -i cluster/hosts\n"
+    )
+    assert not found.with_name("theirs-ran").exists()
+    mpitrain(*words, "-i", "cluster/hosts")
+    assert found.with_name("theirs-ran").exists()
+
+
+def test_the_group_vars_of_the_current_folder(found: Path) -> None:
+    """They are found, also where the inventory is named; and arguments of ssh count only beside a named one."""
+    pytest.importorskip("fabric")
+    found.rename("mine")
+    group_vars = Path("cluster/group_vars/all.yml")
+    group_vars.parent.mkdir()
+    group_vars.write_text("ansible_ssh_extra_args: -o ProxyCommand=true\n")
+    group_vars.chmod(0o666)
+    words = ["check-cluster", "--level", "quick", "--only", "INV01", "-i", "mine"]
+    done = mpitrain(*words)
+    assert (done.returncode, f"{described(group_vars.resolve())}. Allowed" in done.stderr) == (2, True)
+    command = re.search(r"Then repair it: (.*)$", done.stderr)
+    assert command is not None
+    subprocess.run(command[1], shell=True, check=True)
+    done = mpitrain(*words)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "mpitrain check-cluster: cluster/group_vars/all.yml, which was found and not named, sets "
+        "ansible_ssh_extra_args to '-o ProxyCommand=true'. With it ssh may run commands on this machine. Allowed is it "
+        "only in an inventory that you name. If you trust the file, write it into mine, and name that: -i mine\n"
+    )
+    Path("mine").rename(found)
+    assert mpitrain(*words[:-1], "cluster/hosts").returncode == 0
+
+
+@pytest.mark.parametrize("name", ["ansible.cfg", "cluster/setup.yml", "cluster/group_vars/all.yml", "cluster/hosts"])
+def test_the_playbooks_of_the_current_folder(found: Path, name: str) -> None:
+    for file in ("ansible.cfg", "cluster/setup.yml", "cluster/group_vars/all.yml"):
+        Path(file).parent.mkdir(exist_ok=True)
+        Path(file).touch(mode=0o644)
+    Path(name).chmod(0o666)
+    done = mpitrain("cluster", "setup", "--check")
+    assert (done.returncode, f"{described(Path(name).resolve())}. Allowed" in done.stderr) == (2, True)
