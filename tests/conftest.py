@@ -64,7 +64,7 @@ def provisioned() -> Iterator[str]:
     name = f"tests{os.getpid()}"
     with up(4, name=name) as bed:
         line = ["ansible-playbook", "cluster/setup.yml"]
-        done = bed.run(line, timeout_seconds=600, cwd=REPOSITORY)
+        done = bed.run(line, timeout_seconds=1500, cwd=REPOSITORY)
         assert done.returncode == 0, done.stdout + done.stderr
         bed.save(name)
     try:

@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 
-QUESTION_SECONDS = 150.0
+QUESTION_SECONDS = 400.0
 
 
 def main(answers: list[tuple[str, str]], command: list[str]) -> int:

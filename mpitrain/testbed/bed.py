@@ -55,7 +55,7 @@ class Bed:
         self,
         command: Sequence[str],
         *,
-        timeout_seconds: float = 60.0,
+        timeout_seconds: float = 120.0,
         env: Mapping[str, str] | None = None,
         input: str | None = None,
         cwd: Path | None = None,
@@ -72,14 +72,14 @@ class Bed:
         )
 
     def ssh(
-        self, node: str, command: str, *, user: str = "admin", timeout_seconds: float = 30.0
+        self, node: str, command: str, *, user: str = "admin", timeout_seconds: float = 120.0
     ) -> subprocess.CompletedProcess[str]:
         """Run a line of shell on a node, by ssh from the controller, host keys checked, never asking."""
         login = f"{user}@{self.record.checked(node)}"
         return self.run(["ssh", "-o", "BatchMode=yes", login, command], timeout_seconds=timeout_seconds)
 
     def node_run(
-        self, node: str, command: Sequence[str], *, timeout_seconds: float = 30.0
+        self, node: str, command: Sequence[str], *, timeout_seconds: float = 120.0
     ) -> subprocess.CompletedProcess[str]:
         """Run a command as root on a node; container nodes need no network for it."""
         if "freeze" in self.faults(node):
@@ -116,7 +116,7 @@ class Bed:
     def reboot(self, node: str) -> None:
         """Have a node reboot in good order, and wait until users can log in."""
         before = self.node(node).boot_id()
-        self.node(node).run(["systemctl", "reboot"], timeout_seconds=30)
+        self.node(node).run(["systemctl", "reboot"], timeout_seconds=120)
         limit = self.node(node).boot_seconds
         if not wait_until(lambda: self.node(node).boot_id() not in ("", before), timeout_seconds=limit):
             raise not_up(self.record, node, limit)

@@ -63,7 +63,7 @@ def is_populated(path: Path) -> bool:
     return _event(path, "populated")
 
 
-def kill(path: Path, *, timeout_seconds: float = 20.0) -> None:
+def kill(path: Path, *, timeout_seconds: float = 60.0) -> None:
     """SIGKILL every process of a group, and wait until they are gone.
 
     Raises:
@@ -81,7 +81,7 @@ def _killed(path: Path) -> bool:
     return not is_populated(path)
 
 
-def freeze(path: Path, frozen: bool, *, timeout_seconds: float = 10.0) -> None:
+def freeze(path: Path, frozen: bool, *, timeout_seconds: float = 60.0) -> None:
     """Stop every process of a group where it is, or let it go on.
 
     Raises:
@@ -92,7 +92,7 @@ def freeze(path: Path, frozen: bool, *, timeout_seconds: float = 10.0) -> None:
         raise LaunchError(f"not {'frozen' if frozen else 'thawed'} within {timeout_seconds:g} s: {path}")
 
 
-def remove(path: Path, *, timeout_seconds: float = 20.0) -> None:
+def remove(path: Path, *, timeout_seconds: float = 60.0) -> None:
     """Remove a group and the groups below it, and end what is still in there; with the last bed also what all share.
 
     Who comes later finds no group, and ends by itself.

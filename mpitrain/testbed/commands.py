@@ -16,7 +16,7 @@ _POLL_SECONDS = 0.02
 def execute(
     command: Sequence[str | Path],
     *,
-    timeout_seconds: float = 30.0,
+    timeout_seconds: float = 120.0,
     input: str | None = None,
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,

@@ -39,7 +39,7 @@ _ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root", "LANG"
 class Container:
     """A node that is a container."""
 
-    boot_seconds = 60.0
+    boot_seconds = 120.0
 
     def __init__(self, record: BedRecord, name: str) -> None:
         """The node of that name, whether it runs or not."""
@@ -94,7 +94,9 @@ class Container:
     def boot_id(self) -> str:
         """Another one after each boot; empty while it is off."""
         pid = self.pid()
-        return "" if pid is None else f"{pid} {_start_time(pid)}"
+        with suppress(OSError):  # it ends just now
+            return "" if pid is None else f"{pid} {_start_time(pid)}"
+        return ""
 
     def host_key(self) -> str:
         """Its public ssh host key, read from its disk."""

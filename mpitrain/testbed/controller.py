@@ -11,7 +11,7 @@ from pathlib import Path
 from mpitrain.errors import LaunchError
 from mpitrain.testbed import cgroup
 from mpitrain.testbed.bed_record import BedRecord
-from mpitrain.testbed.commands import last_lines, start_in_background
+from mpitrain.testbed.commands import last_lines, start_in_background, wait_until
 from mpitrain.testbed.network import REPOSITORY_PORT
 
 # In a mount namespace of its own (ip netns exec makes one): names, no name server, and how to reach the nodes by ssh.
@@ -26,11 +26,27 @@ _NO_WAY_OUT = {"http_proxy", "https_proxy", "all_proxy", "ftp_proxy"}
 
 def start_repository(record: BedRecord) -> None:
     """Serve packages and wheels to the nodes."""
-    command = ["ip", "netns", "exec", record.namespace, sys.executable, "-m", "http.server", str(REPOSITORY_PORT)]
+    python = [sys.executable, "-u"]  # so that its log says at once that it listens
+    command = ["ip", "netns", "exec", record.namespace, *python, "-m", "http.server", str(REPOSITORY_PORT)]
     command += ["--bind", record.controller, "--directory", str(record.image_folder / "repository")]
-    start_in_background(
-        cgroup.in_group(cgroup.group(record.name, "repository"), command), record.folder / "repository.log"
-    )
+    start_in_background(cgroup.in_group(cgroup.group(record.name, "repository"), command), _repository_log(record))
+
+
+def wait_for_repository(record: BedRecord) -> None:
+    """Wait until packages and wheels are served.
+
+    Raises:
+        LaunchError: not in time; with the end of the server's log.
+    """
+    log = _repository_log(record)
+    if not wait_until(lambda: "Serving HTTP" in log.read_text(), timeout_seconds=60):
+        raise LaunchError(
+            f"the packages' server of test bed {record.name} did not start:\n{last_lines(log.read_text())}"
+        )
+
+
+def _repository_log(record: BedRecord) -> Path:
+    return record.folder / "repository.log"
 
 
 def write_files(record: BedRecord, host_keys: Mapping[str, str]) -> None:
@@ -137,7 +153,7 @@ def run(
             stdout, stderr = process.communicate(input, timeout=timeout_seconds)
         except subprocess.TimeoutExpired as late:
             cgroup.kill(group)
-            stdout, stderr = process.communicate(timeout=10)
+            stdout, stderr = process.communicate(timeout=60)
             raise LaunchError(
                 f"did not end within {timeout_seconds:g} s on test bed {record.name}: {' '.join(command)}\n"
                 f"{last_lines(stdout + stderr)}"

@@ -118,6 +118,7 @@ def _bring_up(record: BedRecord) -> Bed:
         bed.node(name).create()
         bed.node(name).start()
     bed.wait(record.names)
+    controller.wait_for_repository(record)
     controller.write_files(record, bed.host_keys())
     for name in record.names:
         bed.restore_network(name)

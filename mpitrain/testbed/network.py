@@ -59,7 +59,7 @@ def _make_slow_cable(record: BedRecord, node: str) -> None:
     command = [str(record.image_folder / "wire"), record.node_namespace(node), "eth0", record.namespace, node]
     command.append(str(record.delay_microseconds))
     start_in_background(cgroup.in_group(cgroup.group(record.name, "wires"), command), log)
-    if not wait_until(lambda: log.read_text().endswith("up\n"), timeout_seconds=10):
+    if not wait_until(lambda: log.read_text().endswith("up\n"), timeout_seconds=60):
         raise LaunchError(f"{node}: the cable with a delay did not come up: {log.read_text()}")
 
 

@@ -64,7 +64,7 @@ TEARDOWN = """\
 """
 QUESTION = "[yes/no/fingerprint]"
 
-pytestmark = pytest.mark.timeout(400)  # some wait for a dead node
+pytestmark = pytest.mark.timeout(1500)  # some wait for a dead node
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ class Operator:
         )
 
     def __call__(
-        self, *arguments: str, typing: list[tuple[str, str]] | None = None, timeout_seconds: float = 120.0
+        self, *arguments: str, typing: list[tuple[str, str]] | None = None, timeout_seconds: float = 600.0
     ) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "mpitrain", "cluster", *arguments]
         if typing is not None:
@@ -139,7 +139,7 @@ class Operator:
             f"admin@{self.bed.address(node)}",
             "true",
         ]
-        return self.bed.run(command, timeout_seconds=100).returncode == 0
+        return self.bed.run(command, timeout_seconds=300).returncode == 0
 
     def nodes_of(self, node: str) -> str | None:
         """What set-up has written there."""

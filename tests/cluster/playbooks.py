@@ -77,7 +77,7 @@ def checkout_copy(folder: Path) -> Path:
     return folder
 
 
-def playbook(bed: Bed, *arguments: str, inventory: Path, checkout: Path, timeout_seconds: float = 400) -> Run:
+def playbook(bed: Bed, *arguments: str, inventory: Path, checkout: Path, timeout_seconds: float = 1200) -> Run:
     """Run ansible-playbook on the bed's controller from the root of a checkout."""
     line = ["ansible-playbook", "-i", str(inventory), *arguments]
     return Run(bed.run(line, timeout_seconds=timeout_seconds, cwd=checkout))
@@ -93,7 +93,7 @@ def inventory_of(bed: Bed, path: Path, names: tuple[str, ...]) -> Path:
 
 def etc(bed: Bed, node: str) -> dict[str, list[object]]:
     """The tree under /etc on a node, without what is not ours."""
-    done = bed.node_run(node, ["/usr/bin/python3", "-c", _TREE], timeout_seconds=180)
+    done = bed.node_run(node, ["/usr/bin/python3", "-c", _TREE], timeout_seconds=400)
     assert done.returncode == 0, done.stderr
     return {path: what for path, what in json.loads(done.stdout).items() if path not in _NOT_OURS}
 
@@ -107,11 +107,11 @@ def difference(before: dict[str, list[object]], after: dict[str, list[object]]) 
     }
 
 
-def root(bed: Bed, node: str, script: str, timeout_seconds: float = 120) -> subprocess.CompletedProcess[str]:
+def root(bed: Bed, node: str, script: str, timeout_seconds: float = 400) -> subprocess.CompletedProcess[str]:
     """Run a shell script as root on a node."""
     return bed.node_run(node, ["bash", "-c", script], timeout_seconds=timeout_seconds)
 
 
-def shared_user(bed: Bed, node: str, script: str, timeout_seconds: float = 120) -> subprocess.CompletedProcess[str]:
+def shared_user(bed: Bed, node: str, script: str, timeout_seconds: float = 400) -> subprocess.CompletedProcess[str]:
     """Run a shell script in a login shell of the shared user, as `sudo -iu cluster` gives one."""
     return bed.node_run(node, ["su", "-", USER, "-c", script], timeout_seconds=timeout_seconds)

@@ -12,7 +12,7 @@ from playbooks import SETUP, SHARE, USER, checkout_copy, difference, etc, invent
 from mpitrain.testbed import up
 from mpitrain.testbed.bed import Bed
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(3000)
 NODES = ("node1", "node2")
 ARCHITECTURE_32 = "printf '#!/bin/sh\\nexec setarch i686 /usr/bin/python3 \"$@\"\\n' > /usr/local/bin/python32"
 # Sets $to, node1's address, and $by, the interface to it.
@@ -111,7 +111,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def refused(bed: Bed, checkout: Path, *arguments: str, inventory: Path, says: tuple[str, ...]) -> None:
     """Run the set-up, which must end in preflight with these words and leave node1 as it was."""
     before = etc(bed, "node1")
-    run = playbook(bed, SETUP, *arguments, inventory=inventory, checkout=checkout, timeout_seconds=120)
+    run = playbook(bed, SETUP, *arguments, inventory=inventory, checkout=checkout)
     assert run.code not in (0, None), run.output
     for words in ("Nothing was changed.", *says):
         assert words in run.text, run.output
@@ -259,7 +259,7 @@ def test_a_run_that_was_cut_off_is_mended_by_the_next(bed: Bed, checkout: Path, 
             until grep -qF '[{task}]' {tmp_path}/log; do kill -0 $run || exit 3; sleep 0.02; done
             sleep 0.1; kill -KILL $run; wait $run; exit 0
         """
-        cut = bed.run(["bash", "-c", script], timeout_seconds=300, cwd=checkout)
+        cut = bed.run(["bash", "-c", script], timeout_seconds=1200, cwd=checkout)
         assert cut.returncode == 0, (tmp_path / "log").read_text()
     mended = playbook(bed, SETUP, inventory=inventory, checkout=checkout)
     assert mended.code == 0, mended.output
@@ -272,7 +272,7 @@ def test_a_run_that_was_cut_off_is_mended_by_the_next(bed: Bed, checkout: Path, 
     assert second.code == 0 and second.changed() == {}, second.output
 
 
-WAIT_FOR_LISTENER = "for i in {1..50}; do (exec 3<>/dev/tcp/127.0.0.1/5555) && exit 0; sleep 0.1; done; exit 1"
+WAIT_FOR_LISTENER = "for i in {1..600}; do (exec 3<>/dev/tcp/127.0.0.1/5555) && exit 0; sleep 0.1; done; exit 1"
 
 
 @pytest.mark.parametrize("firewall", ["ufw", pytest.param("firewalld", marks=pytest.mark.slow)])
@@ -286,10 +286,10 @@ def test_an_active_firewall_lets_the_nodes_in_and_nobody_else(
         "firewalld": "apt-get -q install -y firewalld && systemctl start firewalld && firewall-cmd --state",
     }[firewall]
     stop = {"ufw": "ufw --force disable", "firewalld": "systemctl stop firewalld"}[firewall]
-    begun = root(bed, "node2", f"apt-get -q update && {start}", timeout_seconds=120)
+    begun = root(bed, "node2", f"apt-get -q update && {start}")
     assert begun.returncode == 0, begun.stdout + begun.stderr
     listen = "systemd-run --unit=listener python3 -m http.server 5555"
-    ask = ["timeout", "3", "bash", "-c", f"exec 3<>/dev/tcp/{bed.address('node2')}/5555"]
+    ask = ["timeout", "10", "bash", "-c", f"exec 3<>/dev/tcp/{bed.address('node2')}/5555"]
     try:
         assert root(bed, "node2", listen).returncode == 0
         open_here = root(bed, "node2", WAIT_FOR_LISTENER)

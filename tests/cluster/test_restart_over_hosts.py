@@ -13,9 +13,10 @@ from launching import PYTHONS, SHARE, Job, as_user, install_open_mpi, left, writ
 
 from mpitrain.testbed import Bed, find, up
 
-GUARD_SECONDS = 45.0
+pytestmark = pytest.mark.timeout(900)
 
-# 200 steps of 0.05 s, a checkpoint every 20. Each rank writes its process into a file of its host.
+# Steps of 0.05 s, a checkpoint every 20. Each rank writes its process into a file of its host. Step 75 does not end
+# before there is a file `go_on`: however slow a test is, what it breaks it breaks before that step has ended.
 SCRIPT = """
 import os, pathlib, sys, time
 import numpy
@@ -29,6 +30,8 @@ class Show(mt.Hook):
         time.sleep(0.05)
         if step.number % 10 == 0:
             world.print("made step", step.number, "on", world.size, "ranks")
+        while step.number == 75 and world.rank == 0 and not pathlib.Path("go_on").exists():
+            time.sleep(0.05)
 
 def regression(parameters, batch, on_gradient):
     x, y = batch
@@ -94,11 +97,11 @@ MOSTLY_MPICH = pytest.mark.parametrize(
 @pytest.fixture(autouse=True)
 def healed(bed: Bed) -> Iterator[None]:
     """Whatever a test broke is whole again after it, and nothing of its job is left."""
-    as_user(bed, "node1", "rm -rf checkpoints")
+    as_user(bed, "node1", "rm -rf checkpoints go_on")
     yield
     for node in bed.names:
         bed.heal(node)
-    assert left(bed, GUARD_SECONDS) == []
+    assert left(bed) == []
 
 
 @MOSTLY_MPICH
@@ -106,13 +109,15 @@ def test_a_rank_is_killed(bed: Bed, python: str) -> None:
     job = Job(bed, "-n 4 --restarts 2 train.py 100", python=python)
     job.wait_for("made step 50 ")
     bed.node_run("node3", ["bash", "-c", "kill -9 $(cat /tmp/rank)"])
+    job.wait_for("starting again")
+    write(bed, "node1", "go_on", "")
     end = job.end()
     assert end.code == 0, end.output
     found = re.search(r"mpitrain: try 1 of 3 failed at step (\d+): rank 2 on node3 was killed(.*); (.*)\n", end.output)
     assert found, end.output
-    assert 50 < int(found[1]) < 100
+    assert 50 <= int(found[1]) <= 76  # the others may be a step ahead of rank 0
     assert found[3] == "starting again on node1, node2, node3, node4"
-    assert re.search(r"resumed from .* at step (40|60|80)\n", end.output), end.output
+    assert re.search(r"resumed from .* at step (40|60)\n", end.output), end.output
     assert "mpitrain: try 2 of 3 came to its end\n" in end.output
     assert end.output.count("made step 100 on 4 ranks") == 1
 
@@ -124,12 +129,14 @@ def test_a_daemon_is_killed_beside_another_job(bed: Bed, python: str) -> None:
     job = Job(bed, "-n 4 --restarts 1 train.py 200", python=python)
     job.wait_for("made step 50 ")
     bed.node_run("node3", ["bash", "-c", "kill -9 $(ps -o ppid= -p $(cat /tmp/rank))"])
+    job.wait_for("starting again")
+    write(bed, "node1", "go_on", "")
     end = job.end()
     assert end.code == 0, end.output
     assert re.search(
         r"mpitrain: try 1 of 2 failed at step \d+: .*; starting again on node1, node2, node3, node4\n", end.output
     )
-    assert re.search(r"resumed from .* at step (40|[68]0|1[02468]0)\n", end.output), end.output
+    assert re.search(r"resumed from .* at step (40|60)\n", end.output), end.output
     assert "mpitrain: try 2 of 2 came to its end\n" in end.output
     assert other.is_running, other.output()
     other.signal("TERM")
@@ -141,6 +148,7 @@ def test_a_cable_is_plugged_in_again(bed: Bed, python: str) -> None:
     job = Job(bed, "-n 4 --restarts 1 train.py 100", python=python)
     job.wait_for("made step 50 ")
     bed.cut("node3")
+    write(bed, "node1", "go_on", "")
     time.sleep(5)
     bed.heal("node3")
     end = job.end()

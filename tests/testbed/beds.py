@@ -24,7 +24,7 @@ def command(*words: str) -> list[str]:
     return [sys.executable, "-m", "mpitrain", "testbed", *words]
 
 
-def cli(*words: str, timeout_seconds: float = 100.0, **options: object) -> subprocess.CompletedProcess[str]:
+def cli(*words: str, timeout_seconds: float = 400.0, **options: object) -> subprocess.CompletedProcess[str]:
     """Run `mpitrain testbed`, as a user does."""
     return subprocess.run(
         command(*words),

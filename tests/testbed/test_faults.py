@@ -13,14 +13,14 @@ from mpitrain.testbed import Bed
 
 def ping(bed: Bed, *options: str) -> subprocess.CompletedProcess[str]:
     """One ping from node1 to node2."""
-    return bed.node_run("node1", ["ping", "-c", "1", "-W", "1", *options, bed.address("node2")])
+    return bed.node_run("node1", ["ping", "-c", "1", "-W", "5", *options, bed.address("node2")])
 
 
 def connect(bed: Bed, port: int) -> str:
     """What becomes of a connection from node1 to node2: open, refused or timeout."""
     program = (
         "import socket, sys\n"
-        "try: socket.create_connection((sys.argv[1], int(sys.argv[2])), 2); print('open')\n"
+        "try: socket.create_connection((sys.argv[1], int(sys.argv[2])), 5); print('open')\n"
         "except ConnectionRefusedError: print('refused')\n"
         "except TimeoutError: print('timeout')\n"
     )
@@ -31,8 +31,8 @@ def test_kill_is_a_power_cut(healthy: Bed) -> None:
     bed = healthy
     assert bed.ssh("node2", "echo kept | sudo tee /etc/kept; sync").returncode == 0
     program = (
-        "import socket, sys\ns = socket.create_connection((sys.argv[1], 22), 5)\ns.recv(100)\nprint('on', flush=True)\n"
-        "s.settimeout(4)\ntry: print('end' if s.recv(100) == b'' else 'more')\nexcept TimeoutError: print('silence')"
+        "import socket, sys\ns = socket.create_connection((sys.argv[1], 22), 60)\ns.recv(100)\nprint('on', flush=True)"
+        "\ns.settimeout(4)\ntry: print('end' if s.recv(100) == b'' else 'more')\nexcept TimeoutError: print('silence')"
     )
     inside = ["ip", "netns", "exec", bed.record.namespace, "python3", "-c"]
     watcher = subprocess.Popen([*inside, program, bed.address("node2")], stdout=subprocess.PIPE, text=True)

@@ -18,13 +18,14 @@ def _same_host_key(bed: Bed) -> None:
 
 _ECDSA = "/etc/ssh/ssh_host_ecdsa_key"
 _NO_ECDSA = f"rm -f {_ECDSA} {_ECDSA}.pub"
+_LOGIND = "org.freedesktop.login1 /org/freedesktop/login1 org.freedesktop.login1.Manager"
 _KEEP_HOSTS = "cp -p /etc/hosts /run/hosts.kept"
 _PUT_HOSTS_BACK = "cat /run/hosts.kept >/etc/hosts; rm /run/hosts.kept"
 _KEEP_ID = "cp -p /etc/machine-id /run/machine-id.kept"
 _PUT_ID_BACK = "cat /run/machine-id.kept >/etc/machine-id; rm /run/machine-id.kept"
 _JOB = (
     "cd /; runuser -u cluster -- sh -c '/home/cluster/nfs/venv/bin/mpiexec -n 2 sleep 3333 >/dev/null 2>&1 &'; "
-    "for i in $(seq 50); do [ $(pgrep -c -u cluster -x sleep) = 2 ] && break; sleep 0.1; done; "
+    "for i in $(seq 600); do [ $(pgrep -c -u cluster -x sleep) = 2 ] && break; sleep 0.1; done; "
     "pkill -9 -u cluster -x hydra_pmi_proxy; pkill -9 -u cluster mpiexec; sleep 6; pgrep -u cluster -x sleep"
 )
 
@@ -149,7 +150,11 @@ FAULTS: dict[str, Fault] = {
     ),
     "shared memory removed at logout": Fault(
         "RemoveIPC=yes on node3",
-        {"node3": "rm /etc/systemd/logind.conf.d/90-mpitrain.conf; systemctl kill -s HUP systemd-logind; sleep 0.5"},
+        {
+            "node3": "rm /etc/systemd/logind.conf.d/90-mpitrain.conf; systemctl kill -s HUP systemd-logind; "
+            f"for i in $(seq 600); do busctl get-property {_LOGIND} RemoveIPC | grep -q true && exit 0; sleep 0.1; "
+            "done; exit 1"
+        },
         {
             "node3": "printf '[Login]\\nRemoveIPC=no\\n' >/etc/systemd/logind.conf.d/90-mpitrain.conf;"
             "systemctl kill -s HUP systemd-logind"

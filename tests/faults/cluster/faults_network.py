@@ -9,7 +9,8 @@ from faults.cluster.matrix import Fault
 from mpitrain.testbed.bed import Bed
 
 _OURS = "/etc/ssh/sshd_config.d/10-mpitrain.conf"
-_RELOAD = "systemctl reload ssh"
+# Not `reload`, which ends before sshd listens again; a restart ends when it does.
+_READ_ANEW = "systemctl restart ssh"
 _PYTHON = "/usr/bin/python3"
 _HIGH = "tcp flags & (syn | ack) == syn tcp dport 32768-65535"
 # A limit on what eth0 sends to one address or port; the rest is as fast as before.
@@ -25,7 +26,7 @@ _NO_LIMIT = "tc qdisc del dev eth0 root"
 def _in_network(bed: Bed, node: str, line: str) -> None:
     """A line of shell in the node's network, with the programs of this machine."""
     command = ["ip", "netns", "exec", bed.record.node_namespace(node), "sh", "-c", line]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -69,7 +70,7 @@ def _swap_addresses(bed: Bed) -> None:
     for node, other in (("node2", "node3"), ("node3", "node2")):
         _in_network(bed, node, f"ip addr add {before[other]} dev eth0")
     for namespace in (bed.record.namespace, *map(bed.record.node_namespace, bed.names)):
-        subprocess.run(["ip", "-n", namespace, "neigh", "flush", "all"], timeout=10, check=True)
+        subprocess.run(["ip", "-n", namespace, "neigh", "flush", "all"], timeout=60, check=True)
 
 
 def _own_address(bed: Bed, node: str) -> str:
@@ -220,7 +221,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "MaxStartups 1": Fault(
         "MaxStartups 1 in our file on node3",
-        {"node3": f"sed -i 's/^MaxStartups.*/MaxStartups 1/' {_OURS} && {_RELOAD}"},
+        {"node3": f"sed -i 's/^MaxStartups.*/MaxStartups 1/' {_OURS} && {_READ_ANEW}"},
         {},
         {"SSH06": ("fail", "node3")},
         repair="ssh",
@@ -229,7 +230,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "passwords on": Fault(
         "PasswordAuthentication yes in our file on node2",
-        {"node2": f"sed -i 's/PasswordAuthentication no/PasswordAuthentication yes/' {_OURS} && {_RELOAD}"},
+        {"node2": f"sed -i 's/PasswordAuthentication no/PasswordAuthentication yes/' {_OURS} && {_READ_ANEW}"},
         {},
         {"SSH07": ("warn", "node2")},
         repair="ssh",
@@ -239,9 +240,9 @@ FAULTS: dict[str, Fault] = {
         "PasswordAuthentication yes for the shared user in a file that sshd reads before ours, on node2",
         {
             "node2": "printf 'Match User cluster\\n PasswordAuthentication yes\\n' >/etc/ssh/sshd_config.d/05-site.conf"
-            f" && {_RELOAD}"
+            f" && {_READ_ANEW}"
         },
-        {"node2": f"rm /etc/ssh/sshd_config.d/05-site.conf && {_RELOAD}"},
+        {"node2": f"rm /etc/ssh/sshd_config.d/05-site.conf && {_READ_ANEW}"},
         {"SSH07": ("warn", "node2")},
         shows=["by /etc/ssh/sshd_config.d/05-site.conf"],
         is_slow=True,
@@ -307,7 +308,10 @@ FAULTS: dict[str, Fault] = {
     ),
     "port taken": Fault(
         "a program listens on node3 on the only port that MPIEXEC_PORT_RANGE allows",
-        {"node3": "systemd-run --unit fault-port python3 -m http.server 50200 && sleep 1"},
+        {
+            "node3": "systemd-run --unit fault-port python3 -m http.server 50200 && "
+            "for i in $(seq 600); do (exec 3<>/dev/tcp/127.0.0.1/50200) && exit 0; sleep 0.1; done; exit 1"
+        },
         {"node3": "systemctl stop fault-port"},
         {"NET08": ("fail", "node3")},
         shows=["python3", "50200"],

