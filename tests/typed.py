@@ -14,6 +14,7 @@ import select
 import signal
 import sys
 import time
+from pathlib import Path
 
 QUESTION_SECONDS = 400.0
 
@@ -37,12 +38,19 @@ def main(answers: list[tuple[str, str]], command: list[str]) -> int:
             shown += new.decode(errors="replace").replace("\r\n", "\n")
         if waiting and (found := shown.find(waiting[0][0], behind)) >= 0:
             behind = found + len(waiting[0][0])
-            time.sleep(0.3)  # as a person; a Ctrl-C just before the command reads would not wake it
+            time.sleep(0.3)  # as a person
+            while is_on_its_way(pid) and time.monotonic() < deadline:
+                time.sleep(0.05)
             os.write(terminal, waiting.pop(0)[1].encode())
             deadline = time.monotonic() + QUESTION_SECONDS
     os.kill(pid, signal.SIGKILL)
     print(shown)
     return unasked(waiting)
+
+
+def is_on_its_way(pid: int) -> bool:
+    """Whether it does something, and so does not read yet: a Ctrl-C just before it reads would not wake it."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("R", "D")
 
 
 def unasked(waiting: list[tuple[str, str]]) -> int:

@@ -126,7 +126,7 @@ class UserModeLinux:
         """The same at each boot, as a card's: others remember it. Locally administered, with the address in it."""
         return "02:00:" + ":".join(f"{int(number):02x}" for number in self.record.address(self.name).split("."))
 
-    def _do(self, script: str, *, timeout_seconds: float = 30.0) -> None:
+    def _do(self, script: str, *, timeout_seconds: float = 120.0) -> None:
         done = self.run(["sh", "-ec", script], timeout_seconds=timeout_seconds)
         if done.returncode != 0:
             raise LaunchError(f"{self.name}: {script}: {done.stderr}")
