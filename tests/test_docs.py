@@ -198,7 +198,7 @@ def test_settings() -> None:
 
 def test_extras() -> None:
     extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert set(re.findall(r"'\.\[(\w+)\]'", TEXTS["README.md"])) == set(extras)
+    assert set(re.findall(r"'\.\[(\w+)\]'", TEXTS["docs/first_run.md"])) == set(extras)
 
 
 def test_subcommands() -> None:
