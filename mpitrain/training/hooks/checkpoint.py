@@ -200,7 +200,7 @@ class Checkpoint(Hook):
             prune(self._directory, self._keep, self._trusted)
 
     def _wait(self, world: World, patience_seconds: float) -> None:
-        """Until nothing is being written, or what is has taken so long; says so where that is long."""
+        """Wait until the write finishes or has lasted `patience_seconds`; report a long wait."""
 
         say_at = world.config.stall_seconds
 
@@ -209,7 +209,7 @@ class Checkpoint(Hook):
             seconds = self._writer.seconds
             if not self._writer.is_busy or seconds > patience_seconds:
                 return True
-            # Said here, for where all ranks wait for disks nobody waits for another rank, and no guard reports that.
+            # Reported here: all ranks wait for disks, none for another rank, so no guard reports the wait.
             if seconds > say_at:
                 say(world, f"{self._writer.doing} has been under way for {seconds:.0f} s; is the disk there?")
                 while say_at <= seconds:
