@@ -14,8 +14,8 @@ from mpitrain.watching.rank_record import BUSY, ENDED, WAITS
 from mpitrain.watching.view import RankView, from_json
 
 _ROSTER = (*GUARD, "launch.roster")
-_ANSWER_SECONDS = 15.0
-_END_SECONDS = 40.0
+_ANSWER_SECONDS = 45.0  # hosts with jobs are busy: a login and a Python take seconds there
+_END_SECONDS = 70.0  # after that, a job is given 17 s to end
 
 
 @dataclass
