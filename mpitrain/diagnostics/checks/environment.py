@@ -144,7 +144,7 @@ def _wish(target: Target, host: Host) -> dict[str, str]:
 _SHELL = ("PRB01", "PRB02", "USR01", "USR02", "SSH09")
 
 ASKS: tuple[Ask, ...] = (
-    Ask("programs", "job_programs", "job", _wish, seconds=33.0),
+    Ask("programs", "job_programs", "job", _wish, seconds=61.0),
     Ask("numpy", "numpy", "job", lambda target, _host: {"python": target.python}, seconds=33.0),
 )
 PAIRS: dict[str, PairStep] = {}

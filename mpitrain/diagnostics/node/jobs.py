@@ -54,8 +54,8 @@ def shell(wish: dict[str, Any]) -> dict[str, Any]:
 
 # mpitrain's own commands on a node that set-up made; each starts the one of its name in the virtual environment.
 _COMMANDS = "/usr/local/lib/mpitrain/bin"
-_PYTHON_SECONDS = 10
-_MPIEXEC_SECONDS = 6
+_PYTHON_SECONDS = 30  # 10 were too few on four nodes of one machine with a load of 30
+_MPIEXEC_SECONDS = 10
 _MOST_OUTPUT = 1 << 20
 _MOST_ERROR = 2000
 
