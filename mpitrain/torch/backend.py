@@ -18,12 +18,14 @@ from mpitrain.torch import checks, reductions
 from mpitrain.torch.bare_group import Tensors
 from mpitrain.torch.flat_tensors import raw, values
 from mpitrain.torch.pair_calls import PairCalls
+from mpitrain.torch.uncompiled import uncompiled
 from mpitrain.torch.versions import with_old_names
 from mpitrain.torch.work import Call
 from mpitrain.waiting.control import until
 
 
 @with_old_names
+@uncompiled
 class MpiProcessGroup(PairCalls):
     """What `init_process_group("mpitrain")` and `new_group` make. Its methods are called by torch."""
 

@@ -17,12 +17,14 @@ from mpitrain.allreduce.algorithm import Progress
 from mpitrain.errors import ProcessGroupError
 from mpitrain.torch import checks, reductions
 from mpitrain.torch.channel import Channel
+from mpitrain.torch.uncompiled import uncompiled
 from mpitrain.torch.versions import is_awaited
 from mpitrain.torch.work import Call
 
 Tensors: TypeAlias = Sequence[torch.Tensor]
 
 
+@uncompiled
 class BareGroup(dist.ProcessGroup):
     """What backend.py adds the calls to."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy
 import torch
 
@@ -52,12 +54,33 @@ class FlatTensors:
 
 def values(flat: torch.Tensor) -> numpy.ndarray:
     """The array over a flat host tensor, in its own dtype, for arithmetic."""
-    return array_of(flat)
+    return raw(flat).view(_dtype_of(flat.dtype))
 
 
 def raw(flat: torch.Tensor) -> numpy.ndarray:
     """The array over a flat host tensor as bytes, for any dtype."""
-    return flat.view(torch.uint8).numpy()
+    return numpy.asarray(_Memory(flat))
+
+
+class _Memory:
+    """A flat host tensor as NumPy takes it.
+
+    After `tensor.numpy()` torch never lets the tensor's storage be resized again, which FSDP does after each use.
+    """
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        self._flat = flat  # the array keeps this object, which keeps the memory
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (flat.nbytes,),
+            "data": (flat.data_ptr(), False),
+        }
+
+
+@cache
+def _dtype_of(dtype: torch.dtype) -> numpy.dtype:
+    return array_of(torch.empty(0, dtype=dtype)).dtype
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -32,6 +32,7 @@ from mpitrain.exchange.reducer import GradientReducer
 from mpitrain.exchange.remarks import Remarks
 from mpitrain.torch.buffer_means import BufferMeans
 from mpitrain.torch.sharded import ShardedData, Share
+from mpitrain.torch.uncompiled import uncompiled
 from mpitrain.world import World
 
 _GONE = (
@@ -48,6 +49,7 @@ class _Note(NamedTuple):
     others: Values = ()
 
 
+@uncompiled
 class Gradients:
     """Of one model, on one rank. All ranks make the same backward passes."""
 

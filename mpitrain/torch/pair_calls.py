@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from mpitrain.torch.bare_group import BareGroup, Tensors
 from mpitrain.torch.flat_tensors import raw
+from mpitrain.torch.uncompiled import uncompiled
 from mpitrain.torch.work import Call
 
 
+@uncompiled
 class PairCalls(BareGroup):
     """Its methods are called by torch."""
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from mpitrain.errors import ProcessGroupError
 from mpitrain.torch.flat_tensors import FlatTensors
+from mpitrain.torch.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from mpitrain.torch.channel import Channel
@@ -21,6 +22,7 @@ _NEVER = timedelta(0)
 _futures = threading.Lock()  # a call ends in one thread while another asks for its future
 
 
+@uncompiled
 class Call(dist.Work):
     """A call that has begun on a process group.
 
@@ -128,6 +130,7 @@ class Call(dist.Work):
         return future
 
 
+@uncompiled
 class CallFuture(torch.futures.Future):  # type: ignore[type-arg]
     """The future of a call. Waiting for it drives the call."""
 
