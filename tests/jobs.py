@@ -22,6 +22,12 @@ TOKEN = "TEST_JOB_TOKEN"
 # The same for a part of tests/everything.py and all the jobs in it, which have TOKENs of their own.
 RUN_TOKEN = "TEST_RUN_TOKEN"
 
+# Deadlines guard against a hang, also on a machine that is ten times slower than a quiet one.
+HANG_SECONDS = 300.0
+# Tests give run_job and run_command the deadline of a quiet machine; it is multiplied by this.
+_PATIENCE = 10.0
+_NO_START = "The PMIx server's listener thread failed to start"
+
 
 @dataclass(frozen=True)
 class Job:
@@ -95,11 +101,6 @@ def run_command(
     return job
 
 
-# Tests give the deadline of a quiet machine; this is for those on which much else runs beside them.
-_PATIENCE = 4.0
-_NO_START = "The PMIx server's listener thread failed to start"
-
-
 def _run_once(
     command: list[str],
     timeout: float,
@@ -127,9 +128,17 @@ def _run_once(
         kill_all(token)
         stdout, stderr = process.communicate()
         raise AssertionError(f"{command} ended by {type(error).__name__}: {error}\n{stdout}\n{stderr}") from error
-    left = processes_of(token, patience=5.0)
+    left = processes_of(token, patience=60.0)
     kill_all(token)
     return Job(process.returncode, stdout, stderr, left)
+
+
+def until(condition: Callable[[], object], what: str = "it did not come to that") -> None:
+    """Wait until the condition holds; fail with these words where it never does."""
+    deadline = time.monotonic() + HANG_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
 
 
 def processes_of(token: str, patience: float = 0.0) -> list[str]:

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,7 @@ import pytest
 
 import everything
 import side_by_side
-from jobs import REPOSITORY
+from jobs import HANG_SECONDS, REPOSITORY, until
 from side_by_side import Part, run
 
 # A part that will not end by SIGTERM, with a job in a session of its own, as the tests start them.
@@ -59,10 +58,7 @@ def files_of(command: list[str]) -> set[Path]:
 
 
 def pids(folder: Path) -> list[int]:
-    deadline = time.monotonic() + 30
-    while not (folder / "job").exists():
-        assert time.monotonic() < deadline, "the job did not start"
-        time.sleep(0.02)
+    until((folder / "job").exists, "the job did not start")
     return [int((folder / name).read_text()) for name in ("part", "job")]
 
 
@@ -97,7 +93,7 @@ print("second line", file=sys.stderr)
         (tmp_path / name).mkdir()
     parts = []
     for (name, count), other in zip(cores.items(), "badc", strict=True):
-        given = part(source, tmp_path / name, cores=count, deadline_seconds=60.0)
+        given = part(source, tmp_path / name, cores=count, deadline_seconds=HANG_SECONDS)
         parts.append(replace(given, command=[*given.command, other]))
     counts = run(parts, cores=2)
     assert counts == {name: {"passed": 1} for name in cores}
@@ -170,7 +166,9 @@ def test_a_failed_test_stays_failed(tmp_path: Path) -> None:
         assert run_again(folder, names, passing, **options) == Counter(passed=1, failed=len(names))
 
 
-def test_a_part_that_hangs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_part_that_hangs(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its time is up when its job runs."""
+    monkeypatch.setattr(side_by_side.Running, "seconds", property(lambda _: 9.0 * (tmp_path / "job").exists()))
     counts = run([part(PART, tmp_path, deadline_seconds=5.0)], cores=1)
     assert counts == {tmp_path.name: {"failed": 1}}
     assert "ended: it ran longer than 5 s" in capfd.readouterr().out
@@ -190,7 +188,7 @@ def test_ctrl_c(tmp_path: Path) -> None:
     thread = threading.Thread(target=interrupt)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
-        run([part(PART, folder, deadline_seconds=60.0) for folder in folders], cores=2)
+        run([part(PART, folder, deadline_seconds=HANG_SECONDS) for folder in folders], cores=2)
     thread.join()
     assert [is_alive(pid) for folder in folders for pid in pids(folder)] == [False] * 4
 
@@ -204,7 +202,7 @@ signal.signal(signal.SIGINT, signal.SIG_IGN)
 import everything, side_by_side
 side_by_side.GRACE_SECONDS = 0.3
 command = [sys.executable, "-c", {PART!r}, {str(tmp_path)!r}]
-everything.parts = lambda full: [side_by_side.Part("a part", command, 60.0, is_pytest=False)]
+everything.parts = lambda full: [side_by_side.Part("a part", command, is_pytest=False)]
 sys.argv = ["everything"]
 everything.main()
 """
@@ -215,6 +213,6 @@ everything.main()
         started = pids(tmp_path)
         assert len(list(temporary.iterdir())) == 1
         process.terminate()
-        assert process.wait(timeout=120) == 128 + signal.SIGTERM
+        assert process.wait(timeout=HANG_SECONDS) == 128 + signal.SIGTERM
     assert [is_alive(pid) for pid in started] == [False, False]
     assert list(temporary.iterdir()) == []

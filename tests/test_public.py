@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import mpitrain
+from jobs import HANG_SECONDS
 
 INIT = Path(mpitrain.__file__)
 # Present in the fresh interpreters below, so that whoever imports one of them is seen.
@@ -86,7 +87,12 @@ def loaded_after(code: str, stubs: Path) -> set[str]:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(stubs), str(INIT.parents[1])])}
     program = f"{code}\nimport sys\nprint(*sorted(name.partition('.')[0] for name in sys.modules))"
     done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return set(done.stdout.split())

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from jobs import HANG_SECONDS
+
 
 def say(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "mpitrain", "check-cluster", *words]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=HANG_SECONDS, check=False)
 
 
 @pytest.mark.parametrize(

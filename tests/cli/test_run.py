@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs import VENVS, Job, run_command
+from jobs import VENVS, Job, run_command, until
 
 DEADLINE_SECONDS = 60.0
 
@@ -62,10 +62,7 @@ def script(folder: Path, source: str) -> Path:
 
 
 def wait_until_ready(folder: Path, num_ranks: int) -> None:
-    deadline = time.monotonic() + DEADLINE_SECONDS / 2
-    while len(list(folder.glob("ready.*"))) < num_ranks:
-        assert time.monotonic() < deadline, "the ranks did not start"
-        time.sleep(0.05)
+    until(lambda: len(list(folder.glob("ready.*"))) == num_ranks, "the ranks did not start")
 
 
 def test_success(python: Path, tmp_path: Path) -> None:
@@ -203,17 +200,19 @@ def test_the_first_failure_is_the_last_word(python: Path, tmp_path: Path) -> Non
 def test_a_reported_failure_is_a_failure_whatever_mpiexec_says(python: Path, tmp_path: Path) -> None:
     """Every rank leaves with 0, and MPICH's mpiexec says 0 then; the failure stands in the rank's record."""
     source = """
-import os, time
+import os, pathlib, sys, time
 import mpitrain as mt
 from mpitrain.job import failure
-failure.abort = lambda comm, code: os._exit(0)
+reported = pathlib.Path(sys.argv[1], "reported")
+failure.abort = lambda comm, code: reported.touch() or os._exit(0)
 world = mt.init()
 if world.rank == 1:
     raise RuntimeError("this one")
-time.sleep(2)
+while not reported.exists():
+    time.sleep(0.02)
 os._exit(0)
 """
-    job = run(python, "-n", "2", script(tmp_path, source))
+    job = run(python, "-n", "2", script(tmp_path, source), tmp_path)
     assert job.code == 1, job.output
     assert "RuntimeError: this one" in job.stderr
 

@@ -267,7 +267,7 @@ def test_nccl_goes_with_its_last_reference_and_with_its_world(world: World) -> N
     gc.collect()
     apart.free()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     assert [thread.is_alive() for thread in threads] == [False, False]
     del kept
 

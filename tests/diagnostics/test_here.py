@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from diagnostics.made_up import here, seen, target
+from jobs import HANG_SECONDS
 from mpitrain.diagnostics.check import Check, Result, Seen
 from mpitrain.diagnostics.checks import CHECKS
 from mpitrain.diagnostics.judge import judge
@@ -203,7 +204,7 @@ def test_the_remedy_for_127_0_1_1_repairs_the_file(tmp_path: Path) -> None:
     names = {"names": {"hostname": "node1", "resolved": {"node1": ["127.0.1.1"]}}}
     (result,) = judged("NAM02", here(names))
     command = re.sub(r"\bsudo ", "", result.remedy).replace("/etc/hosts", str(hosts))
-    subprocess.run(["sh", "-c", command], check=True, stdout=subprocess.DEVNULL, timeout=120)
+    subprocess.run(["sh", "-c", command], check=True, stdout=subprocess.DEVNULL, timeout=HANG_SECONDS)
     assert hosts.read_text() == "127.0.0.1 localhost\n10.0.0.6 node10\n10.0.0.1 node1\n"
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from diagnostics.made_up import seen as made_up
+from jobs import until
 from mpitrain.diagnostics.check import Result, Seen
 from mpitrain.diagnostics.checks import CHECKS
 from mpitrain.diagnostics.judge import judge
@@ -137,15 +138,17 @@ def test_an_expiry_that_may_not_be_read_is_no_pass() -> None:
 def test_no_arguments_of_other_peoples_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a rank that has lost its parent, and of whoever computes."""
     secret = "--password=hunter2"
-    line = f"PMI_RANK=0 {sys.executable} -c 'import time; time.sleep(30)' {secret} >/dev/null 2>&1 & echo $!"
+    line = f"PMI_RANK=0 {sys.executable} -c 'import time; time.sleep(1000)' {secret} >/dev/null 2>&1 & echo $!"
     number = int(subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=True).stdout)
     monkeypatch.setattr(account, "_YOUNG_PROCESS_SECONDS", -1.0)
+    name = Path(sys.executable).name[:15]
     try:
+        until(lambda: Path(f"/proc/{number}/comm").read_text() == f"{name}\n")  # before, it is still a shell
         found = machine._owner_and_program(number)
         ranks = [one for one in account.leftovers({"patterns": []})["processes"] if one["pid"] == number]
     finally:
         os.kill(number, signal.SIGKILL)
-    assert found == {"user": getpass.getuser(), "program": Path(sys.executable).name[:15]}
+    assert found == {"user": getpass.getuser(), "program": name}
     assert [one["program"] for one in ranks] == [found["program"]]
 
 

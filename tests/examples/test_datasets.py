@@ -9,6 +9,7 @@ import numpy
 import pytest
 
 import datasets
+from jobs import HANG_SECONDS
 from mpitrain.errors import ConfigError, DataError
 
 GET_DATA = Path(__file__).parents[2] / "scripts" / "get-data"
@@ -132,7 +133,7 @@ def get_data(*arguments, path=None) -> subprocess.CompletedProcess:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_SECONDS,
         check=False,
     )
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 import subprocess
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -203,32 +200,28 @@ def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
 # -- kill -9 ----------------------------------------------------------------------------------------------------------
 
 
-def kill_in_the_write_of(step: int, folder: Path, pid: Path) -> Callable[[subprocess.Popen[str]], None]:
-    """Kill rank 0 as soon as that checkpoint is under way."""
+# Rank 0 is killed when it has written the tensors of step 4, and not yet what says that they are whole.
+KILL = """
+import signal
+from mpitrain.training.checkpoint import store
 
-    def during(_: subprocess.Popen[str]) -> None:
-        deadline = time.monotonic() + 30
-        while not list(folder.glob(f".writing-step-{step:08d}-*")):
-            assert time.monotonic() < deadline
-            time.sleep(0.0005)
-        os.kill(int(pid.read_text()), signal.SIGKILL)
-
-    return during
+to_text = store.to_text
+def kill(manifest):
+    if manifest.step == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return to_text(manifest)
+store.to_text = kill
+"""
 
 
 def test_kill_in_the_middle_of_a_write(tmp_path: Path) -> None:
-    folder, pid = tmp_path / "checkpoints", tmp_path / "pid"
-    source = (
-        BEGIN
-        + "width, samples, checkpoints = 1_000_000, 6, sys.argv[1]\nglobal_batch, steps = 6, 6\n"
-        + "dtype = 'float32'\nif rank == 0:\n    pathlib.Path(sys.argv[2]).write_text(str(os.getpid()))\n"
-        + TRAIN
-    )
-    job = run_job(2, source, str(folder), str(pid), during=kill_in_the_write_of(4, folder, pid))
+    folder = tmp_path / "checkpoints"
+    large = "width, samples, checkpoints = 1_000_000, 6, sys.argv[1]\nglobal_batch, steps = 6, 6\ndtype = 'float32'\n"
+    job = run_job(2, BEGIN + large + KILL + TRAIN, str(folder))
     failed(job)
     assert [name for name in names_in(folder) if name.startswith("step")] == ["step-00000002"]
     (remains,) = folder.glob(".writing-step-00000004-*")
-    job = run_job(3, source, str(folder), str(pid))
+    job = run_job(3, BEGIN + large + TRAIN, str(folder))
     succeeded(job)
     assert f"{remains} was not written to its end; it is passed over" in job.stderr
     assert f"resumed from {folder}/step-00000002 at step 2" in job.stdout

@@ -18,7 +18,7 @@ import pytest
 
 from faults.conftest import need
 from faults.outcome import failed, report_of, succeeded
-from jobs import VENVS, Job, mpiexec, run_command, run_job
+from jobs import VENVS, Job, mpiexec, run_command, run_job, until
 
 START = """
 import atexit, os, pathlib, signal, sys, threading, time
@@ -54,6 +54,16 @@ def others_and(rank: int, ending: str, doing: str) -> str:
     return START + REDUCER + f"if rank == {rank}:\n    time.sleep(0.3)\n    {ending}\nelse:\n{body}\n"
 
 
+# The other ranks go on when they know of the first one's failure. That one hears of theirs, whatever time they take.
+AFTER = """
+import mpitrain.job.failure as its
+
+its._ARBITRATION_SECONDS, its._READING_SECONDS = 60.0, 1.0
+while rank != {first} and {first} not in world.control.notes.read:
+    world.control.notes.look()
+"""
+
+
 # -- exceptions ------------------------------------------------------------------------------------------------
 
 
@@ -81,7 +91,7 @@ def test_an_exception_with_open_mpi(doing: str) -> None:
 
 
 def test_the_first_of_several_failures_is_the_last_word(vendor: str) -> None:
-    source = START + "time.sleep([0.2, 0, 0.1][rank])\nraise RuntimeError(f'bang {rank}')"
+    source = START + AFTER.format(first=1) + "raise RuntimeError(f'bang {rank}')"
     job = run_job(3, source, launcher=vendor, python=vendor)
     assert report_of(job, "RuntimeError: bang 1\n").rank == 1
     for rank in (0, 2):
@@ -100,7 +110,7 @@ def test_an_error_that_all_ranks_know_is_printed_once(ranks: int) -> None:
 
 def test_the_same_error_on_all_ranks_is_printed_once() -> None:
     # The user's own error, with the rank's own name in it, and not even at the same time.
-    job = run_job(3, START + "time.sleep(0.1 * rank)\nraise OSError(f'{world.name()}: the disk is gone')")
+    job = run_job(3, START + AFTER.format(first=0) + "raise OSError(f'{world.name()}: the disk is gone')")
     report_of(job, "OSError: rank 0 on ", ": the disk is gone")
     assert job.stderr.count("the disk is gone") == 1 + job.stderr.count("raise OSError"), job.output
     assert "failed too" not in job.stderr
@@ -117,7 +127,7 @@ def test_what_failed_on_one_rank_is_reported_by_that_rank() -> None:
 
 
 def test_a_failure_says_more_than_one_line_only_once() -> None:
-    job = run_job(2, START + "time.sleep(0.1 * rank)\nraise OSError(f'bang {rank}\\nsecond line of {rank}')")
+    job = run_job(2, START + AFTER.format(first=0) + "raise OSError(f'bang {rank}\\nsecond line of {rank}')")
     report_of(job, "OSError: bang 0\nsecond line of 0\n")
     assert job.stderr.count("failed too: OSError: bang 1\n") == 1, job.output
     assert "second line of 1" not in job.stderr
@@ -250,13 +260,26 @@ mt.init().barrier()
     assert job.stderr.count("RuntimeError: in a helper\n") == 2, job.output
 
 
-def test_a_long_wait_is_reported() -> None:
-    source = START + "time.sleep(1.5 * rank)\nworld.barrier()"
-    job = run_job(2, source, env={"MPITRAIN_STALL_SECONDS": "0.5"})
+def test_a_long_wait_is_reported(tmp_path: Path) -> None:
+    """Rank 1 waits for the other end of a pipe, which is opened when the report is there."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    said: list[str] = []
+
+    def during(process: subprocess.Popen[str]) -> None:
+        assert process.stderr is not None
+        for line in process.stderr:
+            said.append(line)
+            if "no progress" in line:
+                pipe.write_text("")
+                break
+
+    source = START + "if rank:\n    open(sys.argv[1]).close()\nworld.barrier()"
+    job = run_job(2, source, str(pipe), env={"MPITRAIN_STALL_SECONDS": "2"}, during=during)
     succeeded(job)
     name = re.escape(socket.gethostname())
-    said = rf"no progress for 0\.\d s: rank 0 on {name} waits in barrier \(call \d+\); rank 1 on {name} sleeps in "
-    assert re.search(said, job.stderr), job.output
+    words = rf"no progress for [\d.]+ s: rank 0 on {name} waits in barrier \(call \d+\); rank 1 on {name} sleeps in "
+    assert said and re.search(words, said[-1]), (said, job.output)
 
 
 # -- calls that nobody waits for ---------------------------------------------------------------------------------
@@ -347,10 +370,7 @@ def signalled(doing: str, folder: Path, vendor: str, number: int, times: int) ->
     """A job of three ranks that gets a signal as from a terminal: mpiexec and all of its process group."""
 
     def during(process: subprocess.Popen[str]) -> None:
-        deadline = time.monotonic() + 30
-        while len(list(folder.glob("ready.*"))) < 3:
-            assert time.monotonic() < deadline, "the ranks did not start"
-            time.sleep(0.02)
+        until(lambda: len(list(folder.glob("ready.*"))) == 3, "the ranks did not start")
         time.sleep(0.2)
         for _ in range(times):
             os.killpg(process.pid, number)

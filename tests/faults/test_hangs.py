@@ -12,10 +12,11 @@ import time
 from pathlib import Path
 
 from faults.outcome import failed, report_of, succeeded
-from jobs import Job, run_command, run_job
+from jobs import Job, run_command, run_job, until
 
 HOST = re.escape(socket.gethostname())
-LIMITS = {"MPITRAIN_STALL_SECONDS": "1.5", "MPITRAIN_HANG_SECONDS": "4"}
+# Far above what ranks that are well wait for each other, on a machine that does much else too.
+LIMITS = {"MPITRAIN_STALL_SECONDS": "5", "MPITRAIN_HANG_SECONDS": "15"}
 
 START = """
 import os, pathlib, signal, subprocess, sys, tempfile, time
@@ -72,7 +73,7 @@ def test_every_rank_that_stands_still_is_named_and_the_job_is_ended(tmp_path: Pa
             rf"rank 4 on {HOST} is stuck in the kernel \(\w+\) in script\.py:18 \(load\): {stuck}\?\n",
         ]
     )
-    heads = [r"no progress for [12]\.\d s", r"nothing has moved for 4 s \(hang_seconds\), and the job is ended"]
+    heads = [r"no progress for \d+ s", r"nothing has moved for 15 s \(hang_seconds\), and the job is ended"]
     found = [re.search(rf"^mpitrain: {head}: {expected}", job.stderr, re.M) for head in heads]
     assert all(found), job.output
     assert found[1] is not None
@@ -89,14 +90,14 @@ def test_under_a_bare_mpiexec_the_ranks_see_to_it() -> None:
         rf"ranks 0,2 on {HOST} wait in barrier \(call \d+\); rank 1 on {HOST} waits in receive from rank 2 on {HOST} "
         r"\(call \d+\); they wait for each other: do all ranks make the same calls in the same order\?"
     )
-    assert len(re.findall(rf"^mpitrain: no progress for 1\.\d s: {waits}$", job.stderr, re.M)) == 1, job.output
+    assert len(re.findall(rf"^mpitrain: no progress for [5-9] s: {waits}$", job.stderr, re.M)) == 1, job.output
     report = report_of(job, "MpitrainError: ")
-    assert re.search(rf"nothing has moved for 4 s \(hang_seconds\), and the job is ended: {waits}$", report.text, re.M)
+    assert re.search(rf"nothing has moved for 15 s \(hang_seconds\), and the job is ended: {waits}$", report.text, re.M)
 
 
 def test_what_the_others_are_to_wait_for_ends_no_job(tmp_path: Path) -> None:
-    source = START + "with world.together('save it'):\n    time.sleep(4 if world.is_root else 0)\nprint('saved')"
-    job = run(tmp_path, 2, source, MPITRAIN_STALL_SECONDS="1", MPITRAIN_HANG_SECONDS="1.5")
+    source = START + "with world.together('save it'):\n    time.sleep(20 if world.is_root else 0)\nprint('saved')"
+    job = run(tmp_path, 2, source, MPITRAIN_STALL_SECONDS="5", MPITRAIN_HANG_SECONDS="10")
     succeeded(job)
     expected = rf"rank 0 on {HOST} is in save it, which the others are to wait for, now in script\.py:6 \(<module>\)"
     assert re.search(expected, job.stderr), job.output
@@ -107,21 +108,21 @@ def test_nothing_is_ended_while_messages_move(tmp_path: Path) -> None:
     source = START + (
         "import numpy\nfrom mpitrain.allreduce import make_algorithm\nalgorithm = make_algorithm(world, 'ring')\n"
         "took, mib = 0.0, 60\n"
-        "while took < 1.5 and mib < 1000:\n"
+        "while took < 7.5 and mib < 1000:\n"
         "    mib *= 2\n"
         "    flat = algorithm.allocate(2**18 * mib, numpy.dtype(numpy.float32))\n"
         "    flat[:] = 1\n"
         "    begun = time.monotonic()\n"
         "    handle = algorithm.start(flat)\n"
-        "    while world.rank == 1 and not handle.test():\n        time.sleep(0.3)\n"
+        "    while world.rank == 1 and not handle.test():\n        time.sleep(1.5)\n"
         "    handle.wait()\n"
         "    took = world.broadcast(time.monotonic() - begun)\n"
         "    assert flat.min() == flat.max() == 2\n"
         "world.print('took', took)"
     )
-    job = run(tmp_path, 2, source, MPITRAIN_STALL_SECONDS="0.5", MPITRAIN_HANG_SECONDS="1")
+    job = run(tmp_path, 2, source, MPITRAIN_STALL_SECONDS="2.5", MPITRAIN_HANG_SECONDS="5")
     succeeded(job)
-    assert float(job.stdout.split()[-1]) >= 1.5, job.output
+    assert float(job.stdout.split()[-1]) >= 7.5, job.output
     assert "the job is ended" not in job.stderr, job.output
 
 
@@ -134,10 +135,7 @@ def test_a_launcher_that_is_killed_leaves_no_stopped_rank_and_no_shared_memory(t
     seen: set[str] = set()
 
     def kill(launcher: subprocess.Popen[str]) -> None:
-        deadline = time.monotonic() + 30.0
-        while not ready.exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        until(ready.exists)
         time.sleep(1.0)
         seen.update(name for name in shared_memory() - before if _has_mapped(launcher.pid, name))
         launcher.send_signal(signal.SIGKILL)
@@ -149,10 +147,7 @@ def test_a_launcher_that_is_killed_leaves_no_stopped_rank_and_no_shared_memory(t
     job = run_command(command, during=kill)
     failed(job)
     assert seen, "the ranks had no shared memory"
-    deadline = time.monotonic() + 10.0
-    while seen & shared_memory():
-        assert time.monotonic() < deadline, seen & shared_memory()
-        time.sleep(0.1)
+    until(lambda: not seen & shared_memory(), f"shared memory is left of {seen}")
 
 
 def _has_mapped(ancestor: int, name: str) -> bool:

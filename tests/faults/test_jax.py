@@ -16,7 +16,6 @@ from mpitrain.errors import DeviceError
 from mpitrain.jax.distributed import Sight, share_of_gpus
 
 
-@pytest.mark.timeout(240)
 def test_the_example_on_one_and_two_ranks() -> None:
     """127 samples a step: the ranks' parts differ."""
     command = [str(VENVS["mpich"] / "bin/python"), "examples/jax_mlp.py", "--data", "digits", "--steps", "8"]

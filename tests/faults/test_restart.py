@@ -8,7 +8,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +16,7 @@ import numpy
 import pytest
 
 from faults.outcome import failed, succeeded
-from jobs import VENVS, Job, run_command
+from jobs import HANG_SECONDS, VENVS, Job, run_command, until
 
 HERE = socket.gethostname()
 
@@ -26,8 +25,10 @@ SCRIPT = """
 import os, pathlib, signal, sys, time
 import numpy
 import mpitrain as mt
+import mpitrain.training.hooks.checkpoint as its
 
 folder = pathlib.Path(sys.argv[1])
+its._PATIENCE_SECONDS = float("inf")  # every save that is due is there, also on a slow disk
 world = mt.init()
 rank = world.rank
 
@@ -38,7 +39,13 @@ def once(name):
         return False
     return True
 
+def saved():  # what was to be saved until now is on the disk
+    last = trainer.step_number // 4 * 4
+    while last and not (folder / "checkpoints" / f"step-{last:08d}").exists():
+        time.sleep(0.02)
+
 def kill():
+    saved()
     time.sleep(1)  # the launcher looks for new ranks twice a second
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -113,7 +120,9 @@ def test_a_killed_rank(tmp_path: Path, vendor: str, uninterrupted: bytes) -> Non
 
 
 def test_an_exception_on_a_rank(tmp_path: Path, uninterrupted: bytes) -> None:
-    wrong = "if rank == 2 and step in (10, 15) and once(f'raised-{step}'): raise OSError('the disk is gone')"
+    wrong = """if rank == 2 and step in (10, 15) and once(f"raised-{step}"):
+        saved()
+        raise OSError("the disk is gone")"""
     job = train(tmp_path, wrong)
     succeeded(job)
     cause = f"rank 2 on {HERE} failed: OSError: the disk is gone"
@@ -144,14 +153,17 @@ def around(owner, name, before=lambda *_: None, after=lambda *_: None):
     setattr(owner, name, wrapped)
 
 def wait_for_rank_1(*_):
-    if rank == 0 and trainer.step_number + 1 == 11:
-        time.sleep(3)
+    if rank == 0 and trainer.step_number + 1 == 11 and once("waited"):
+        time.sleep(1000)
     if dies("exchange"):
         threading.Timer(0.5, kill).start()
 
 def write(path):
     if path.name.startswith(".writing-step-00000016") and once("write"):
-        kill()
+        while trainer.step_number < 18:
+            time.sleep(0.02)
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 around(mt.ArrayData, "__next__", lambda *_: dies("data") and kill())
 around(mt.Sync, "on_gradient", after=lambda *_: dies("backward") and kill())
@@ -259,7 +271,9 @@ def test_a_clock_that_jumps(tmp_path: Path, vendor: str, uninterrupted: bytes) -
     # All that the job starts sees it; the clock of the machine itself stays.
     library, jump = tmp_path / "jump.so", tmp_path / "jump"
     (tmp_path / "jump.c").write_text(JUMPING_CLOCK)
-    subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", library, tmp_path / "jump.c"], check=True, timeout=60)
+    subprocess.run(
+        ["gcc", "-shared", "-fPIC", "-O1", "-o", library, tmp_path / "jump.c"], check=True, timeout=HANG_SECONDS
+    )
     wrong = f"""if rank == 0 and step in (5, 9) and once(f"jump-{{step}}"):
         before = time.time()
         pathlib.Path({str(jump)!r}).write_text("7200" if step == 5 else "-86400")
@@ -300,9 +314,7 @@ def test_an_error_before_the_first_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_the_launcher(tmp_path: Path, number: signal.Signals) -> None:
     def interrupt(process: subprocess.Popen[str]) -> None:
-        deadline = time.monotonic() + 30
-        while not (tmp_path / "there").exists() and time.monotonic() < deadline:
-            time.sleep(0.05)
+        until((tmp_path / "there").exists)
         os.kill(process.pid, number)
 
     wrong = "if step == 10:\n        once('there')\n        time.sleep(100)"

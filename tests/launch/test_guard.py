@@ -17,13 +17,12 @@ from unittest.mock import ANY
 
 import pytest
 
+from jobs import HANG_SECONDS, until
 from mpitrain.job.context import JOB
 from mpitrain.launch.connections import Connection, connect, explain
 from mpitrain.launch.watch import Guards, HostReport
 from mpitrain.watching.rank_record import DONE, PHASES, STARTED, RankRecord
 from mpitrain.watching.view import RankView
-
-DEADLINE_SECONDS = 20.0
 
 
 @pytest.fixture
@@ -40,7 +39,7 @@ def wish(tmp_path: Path) -> dict[str, Any]:
         "peers": {"self": "127.0.0.1"},
         "token": uuid.uuid4().hex,
         "roll_call": str(tmp_path / "roll_call"),
-        "silence_seconds": DEADLINE_SECONDS,
+        "silence_seconds": HANG_SECONDS,
     }
 
 
@@ -51,7 +50,7 @@ def connections() -> Iterator[list[Connection]]:
     yield opened
     for connection in opened:
         connection.hang_up()
-        connection.close(DEADLINE_SECONDS)
+        connection.close(HANG_SECONDS)
 
 
 @pytest.fixture
@@ -71,7 +70,7 @@ def job(wish: dict[str, Any]) -> Iterator[subprocess.Popen[str]]:
 
 def wait_for(connection: Connection, key: str, fits: Callable[[Any], bool] = lambda _: True) -> Any:
     """The message with this key."""
-    deadline = time.monotonic() + DEADLINE_SECONDS
+    deadline = time.monotonic() + HANG_SECONDS
     while time.monotonic() < deadline and not connection.is_closed:
         for message in connection.receive(time.monotonic()):
             if key in message and fits(message[key]):
@@ -95,10 +94,7 @@ def is_alive(pid: int) -> bool:
 
 
 def wait_until_gone(*pids: int) -> None:
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while any(map(is_alive, pids)):
-        assert time.monotonic() < deadline, "still there"
-        time.sleep(0.05)
+    until(lambda: not any(map(is_alive, pids)), "still there")
 
 
 def test_facts(wish: dict[str, Any], connections: list[Connection], tmp_path: Path) -> None:
@@ -224,28 +220,25 @@ def test_when_the_launcher_is_gone_it_ends_the_job(
     connection = begin(wish, connections)
     connection.hang_up()
     wait_until_gone(job.pid, below)
-    assert connection.process.wait(DEADLINE_SECONDS) == 0
+    assert connection.process.wait(HANG_SECONDS) == 0
     assert not Path(wish["roll_call"]).exists()
 
 
 def test_when_the_launcher_is_silent_it_ends_the_job(
     wish: dict[str, Any], connections: list[Connection], job: subprocess.Popen[str]
 ) -> None:
-    wish["silence_seconds"] = 3.0
+    wish["silence_seconds"] = 8.0
     connection = begin(wish, connections)
-    for _ in range(5):
+    for _ in range(20):
         connection.send({"beat": 1})
-        time.sleep(1.0)
+        time.sleep(0.5)
     assert is_alive(job.pid)
     wait_until_gone(job.pid)
-    assert connection.process.wait(DEADLINE_SECONDS) == 0
+    assert connection.process.wait(HANG_SECONDS) == 0
 
 
 def wait_for_trouble(guards: Guards) -> None:
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while guards.trouble is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: guards.trouble is not None)
 
 
 def test_it_may_open_as_many_files_as_there_may_be(wish: dict[str, Any], connections: list[Connection]) -> None:
@@ -281,10 +274,7 @@ def test_reports_do_not_change_while_they_are_read(wish: dict[str, Any]) -> None
         before = guards.reports["here"].ranks
         guards.start()
         with rank_of(wish, 5):
-            deadline = time.monotonic() + DEADLINE_SECONDS
-            while not guards.reports["here"].ranks:
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
+            until(lambda: guards.reports["here"].ranks)
         assert before == {}
 
 

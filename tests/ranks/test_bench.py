@@ -222,7 +222,7 @@ def test_the_limit_of_native_is_measured(
         assert isinstance(made, Sequential)
 
         def steps(flat: numpy.ndarray, *_: object) -> Iterator[None]:
-            time.sleep(0.003 + 0.02 * flat.nbytes / 2**20)
+            time.sleep(0.03 + 0.02 * flat.nbytes / 2**20)
             yield from made.steps(flat, None)
 
         return Sequential(world, slow, steps)

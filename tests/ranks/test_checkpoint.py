@@ -265,10 +265,10 @@ def test_a_disk_that_hangs(world: World, shared: Path, monkeypatch: pytest.Monke
 def test_a_disk_that_hangs_at_the_end(
     world: World, shared: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The wait is said, after stall_seconds, twice as long, and so on; here for 1 s."""
+    """The wait is said, after stall_seconds, twice as long, and so on; here for 3 s."""
 
     def hanging(directory: Path, name: str, *rest: Any) -> Path:
-        time.sleep(1)
+        time.sleep(3)
         return write(directory, name, *rest)
 
     monkeypatch.setattr("mpitrain.training.hooks.checkpoint.write", hanging)

@@ -252,7 +252,7 @@ def test_a_group_that_was_destroyed(world: World) -> None:
 def test_a_receive_that_nothing_comes_for(world: World) -> None:
     """After its timeout it is given up, and says so; the group works on."""
     skip_alone(world)
-    quick = dist.new_group(timeout=timedelta(seconds=0.3))
+    quick = dist.new_group(timeout=timedelta(seconds=3))
     other = (world.rank + 1) % world.size
     with pytest.raises(ProcessGroupError, match=r"timeout.*") as caught:
         dist.recv(ones(), other, group=quick)
@@ -269,8 +269,8 @@ def test_monitored_barrier(world: World) -> None:
     skip_alone(world)
     late = [0] if world.size == 2 else [0, world.size - 1]
     if world.rank not in late:
-        with pytest.raises(ProcessGroupError, match=r"not come within 0.3 s") as caught:
-            monitored_barrier(timeout=timedelta(seconds=0.3), wait_all_ranks=True)
+        with pytest.raises(ProcessGroupError, match=r"not come within 3 s") as caught:
+            monitored_barrier(timeout=timedelta(seconds=3), wait_all_ranks=True)
         for rank in late:
             assert world.name(rank) in str(caught.value)
         for rank in set(range(world.size)) - set(late):
@@ -279,7 +279,7 @@ def test_monitored_barrier(world: World) -> None:
             )
     world.barrier()
     if world.rank in late:
-        monitored_barrier(timeout=timedelta(seconds=10))
+        monitored_barrier(timeout=timedelta(seconds=60))
     monitored_barrier()
     some = dist.new_group([0])
     if world.rank == 0:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from jobs import REPOSITORY, clean_environment
+from jobs import HANG_SECONDS, REPOSITORY, clean_environment
 from mpitrain import Csv, JsonLines, TensorBoard
 from mpitrain.errors import DataError
 from mpitrain.training.writers.json_lines import read_rows
@@ -119,7 +119,9 @@ def test_flushed_and_killed(tmp_path: Path) -> None:
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     environment = clean_environment() | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], env=environment, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], env=environment, timeout=HANG_SECONDS, check=False
+    )
     assert done.returncode == -signal.SIGKILL
     rows = [{"step": 1, "loss": 0.5}]
     assert read_rows(tmp_path / "metrics.jsonl") == read_csv(tmp_path / "metrics.csv") == rows
@@ -133,7 +135,7 @@ def test_killed_while_writing_and_gone_on(tmp_path: Path) -> None:
     for _ in range(2):
         process = subprocess.Popen([sys.executable, str(program), str(tmp_path), "1000000"], env=environment)
         begun = size = _size(tmp_path)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + HANG_SECONDS
         while size <= begun + 3000 and time.monotonic() < deadline:
             time.sleep(0.01)
             size = _size(tmp_path)
@@ -141,7 +143,9 @@ def test_killed_while_writing_and_gone_on(tmp_path: Path) -> None:
         assert process.wait() == -signal.SIGKILL
         assert size > begun
     steps = int(max(read_rows(tmp_path / "metrics.jsonl")[-1]["step"], 10)) + 7
-    subprocess.run([sys.executable, str(program), str(tmp_path), str(steps)], env=environment, timeout=60, check=True)
+    subprocess.run(
+        [sys.executable, str(program), str(tmp_path), str(steps)], env=environment, timeout=HANG_SECONDS, check=True
+    )
     rows = read_rows(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, steps + 1))
     assert [row["samples"] for row in rows] == [2 * step for step in range(1, steps + 1)]
@@ -170,7 +174,9 @@ def test_a_disk_that_is_full_for_a_while(tmp_path: Path, limit: int) -> None:
     program = (REPOSITORY / "tests/training/recorded_training.py").read_text()
     program = FULL + program.replace("[mt.StopAtStep", "[Full(), mt.StopAtStep")
     command = [sys.executable, "-c", program, str(tmp_path), "12", str(limit)]
-    done = subprocess.run(command, env=clean_environment(), timeout=60, check=False, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env=clean_environment(), timeout=HANG_SECONDS, check=False, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     for name in ("metrics.jsonl", "metrics.csv"):
         path = tmp_path / name

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from jobs import until
 from mpitrain.watching.rank_record import FAILED, STARTED, WAITS, WORKS, RankRecord, read_record
 from mpitrain.watching.view import RankView, look_at, process_state, waited
 
@@ -180,9 +181,7 @@ def test_the_stack_of_a_loop(rank: Rank) -> None:
 
 def test_a_stopped_rank_is_not_asked(rank: Rank) -> None:
     os.kill(rank.at[0], signal.SIGSTOP)
-    deadline = time.monotonic() + 10.0
-    while process_state(rank.at[0]) != "T":
-        assert time.monotonic() < deadline
+    until(lambda: process_state(rank.at[0]) == "T")
     view = view_of(rank, seconds=7.0)
     assert (view.state, view.seconds, view.stack) == ("T", 7.0, "")
 

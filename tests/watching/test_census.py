@@ -40,7 +40,7 @@ if int(sys.argv[2]) == 9 and os.fork() == 0:
 activity.appear(sys.argv[1])
 time.sleep(1000)
 """
-DEADLINE_SECONDS = 60.0
+DEADLINE_SECONDS = 300.0
 
 
 class Job:
@@ -177,8 +177,9 @@ def test_a_rank_that_has_lost_its_parent(job: Job) -> None:
 def test_for_how_long_a_rank_has_waited(job: Job) -> None:
     """Since the wait began, by its own words; here that was at the start of this machine."""
     job.start(0)
+    before = time.monotonic()
     (view,) = job.census.views()
-    assert view.seconds == pytest.approx(time.monotonic(), abs=5.0)
+    assert round(before - 1.0, 3) <= view.seconds <= round(time.monotonic() - 1.0, 3)
 
 
 def test_who_had_ended_before_anybody_looked_is_not_known(job: Job) -> None:

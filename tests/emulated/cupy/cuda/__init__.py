@@ -233,7 +233,7 @@ def alloc_pinned_memory(size: int) -> Any:
 
 # Work that cannot be done yet returns this, and is tried again.
 BLOCKED = object()
-_DEADLINE_SECONDS = 30.0
+_DEADLINE_SECONDS = 120.0
 # One for all streams: with one each, two threads that follow events across them would wait for each other.
 _gpu_lock = threading.RLock()
 

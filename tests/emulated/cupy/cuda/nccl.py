@@ -31,7 +31,7 @@ _DTYPES = [
     numpy.dtype(one) for one in ("i1", "u1", "i4", "u4", "i8", "u8", "f2", "f4", "f8", ml_dtypes.bfloat16)
 ]  # fmt: skip
 _MOST_BYTES, _MOST_RANKS = 2**26, 8
-_DEADLINE_SECONDS = 30.0
+_DEADLINE_SECONDS = 120.0
 _mine: list[int] = []
 
 
