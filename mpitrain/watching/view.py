@@ -16,6 +16,8 @@ from typing import Any
 from mpitrain.watching.rank_record import ENDED, STACK_SIGNAL, WAITS, RankRecord
 
 _STACK_SECONDS = 1.0
+# A stack is whole when nothing more of it has come for so long: its writer may have to wait on a busy machine.
+_QUIET_SECONDS = 0.15
 _STACK_BYTES = 16384
 
 
@@ -103,18 +105,19 @@ def read_stacks(asked: dict[int, tuple[int, int]]) -> dict[int, str]:
             begun[rank] = (path, path.stat().st_size)
             os.kill(pid, STACK_SIGNAL)
     texts: dict[int, str] = {}
-    sizes: dict[int, int] = {}
+    grown: dict[int, tuple[int, float]] = {}  # by rank: the size of its file, and since when it is that
     deadline = time.monotonic() + _STACK_SECONDS
     while len(texts) < len(begun) and time.monotonic() < deadline:
         time.sleep(0.03)
         for rank, (path, before) in begun.items():
             with contextlib.suppress(OSError):
-                size = path.stat().st_size
-                if rank not in texts and size > before and sizes.get(rank) == size:  # nothing more has come
+                size, now = path.stat().st_size, time.monotonic()
+                if size != grown.get(rank, (before, now))[0]:
+                    grown[rank] = (size, now)
+                elif rank in grown and rank not in texts and now - grown[rank][1] >= _QUIET_SECONDS:
                     with path.open("rb") as file:
                         file.seek(before)
                         texts[rank] = file.read(_STACK_BYTES).decode(errors="replace")
-                sizes[rank] = size
     return texts
 
 

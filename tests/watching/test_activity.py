@@ -9,12 +9,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from jobs import until
-from mpitrain.watching.rank_record import FAILED, STARTED, WAITS, WORKS, RankRecord, read_record
-from mpitrain.watching.view import RankView, look_at, process_state, waited
+from jobs import HANG_SECONDS, until
+from mpitrain.watching import view
+from mpitrain.watching.rank_record import FAILED, STACK_SIGNAL, STARTED, WAITS, WORKS, RankRecord, read_record
+from mpitrain.watching.view import RankView, look_at, process_state, read_stacks, waited
 
 RANK = """
 import os, sys, threading, time
@@ -177,6 +179,28 @@ def test_the_stack_of_a_loop(rank: Rank) -> None:
     assert re.search(rf'File "<string>", line ({line - 1}|{line}) in load', blocks[-1])
     assert rank.process.poll() is None
     assert view_of(rank).stack.count("most recent call first") == 2  # without what was written before
+
+
+def test_a_stack_that_comes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the rank has to wait for a core in between."""
+    monkeypatch.setattr(view, "_STACK_SECONDS", HANG_SECONDS)
+    monkeypatch.setattr(view, "_QUIET_SECONDS", 3.0)
+    source = f"""
+import signal, sys, time
+file = open({str(tmp_path / "stack")!r}, "ab", buffering=0)
+def write(*_):
+    file.write(b"first ")
+    time.sleep(0.5)
+    file.write(b"second")
+signal.signal({int(STACK_SIGNAL)}, write)
+print(file.fileno(), flush=True)
+sys.stdin.read()
+"""
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", source], stdin=pipe, stdout=pipe, text=True) as other:
+        assert other.stdout is not None
+        descriptor = int(other.stdout.readline())
+        assert read_stacks({0: (other.pid, descriptor)}) == {0: "first second"}
 
 
 def test_a_stopped_rank_is_not_asked(rank: Rank) -> None:

@@ -139,6 +139,7 @@ class _Reader:
         self._free = threading.Semaphore(batches)
         self._ready: SimpleQueue[_Read] = SimpleQueue()
         self._ending = False
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mpitrain prefetch", daemon=True)
         self._thread.start()
 
@@ -152,10 +153,19 @@ class _Reader:
         """Read nothing more. When this returns, nothing is being read, or the patience was at its end."""
         self._ending = True
         self._free.release()
-        if threading.current_thread() is not self._thread:  # it may be the one that collects the Prefetch
-            self._thread.join(patience_seconds)
+        if threading.current_thread() is self._thread:  # it may be the one that collects the Prefetch
+            return
+        # Where Ctrl-C breaks off a join(), Python takes the thread for ended from then on; so that comes last.
+        if self._ended.wait(patience_seconds):
+            self._thread.join()
 
     def _run(self) -> None:
+        try:
+            self._read()
+        finally:
+            self._ended.set()
+
+    def _read(self) -> None:
         while True:
             self._free.acquire()
             if self._ending:
