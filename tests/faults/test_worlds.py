@@ -8,7 +8,7 @@ from faults.outcome import succeeded
 from jobs import run_job
 
 SOURCE = """
-import os, sys
+import os, sys, threading, time
 from dataclasses import replace
 from pathlib import Path
 import numpy
