@@ -18,7 +18,7 @@ from mpitrain.allreduce.device.sequential import DeviceSequential
 from mpitrain.arrays import Array
 from mpitrain.cuda import peers
 from mpitrain.errors import ConfigError, DeviceError, MismatchError
-from tests.ranks.common import assert_same_bits, error_on_all, expected_sum, pattern, skip_alone
+from tests.ranks.common import assert_equal, assert_same_bits, error_on_all, expected_sum, pattern, skip_alone
 from tests.ranks.placements import PLACEMENTS, placed
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
@@ -50,7 +50,7 @@ def fill(world: World, flat: Array) -> Array:
 
 def expect(world: World, flat: Array, factor: int = 1) -> None:
     expected = expected_sum(flat.size, world.size).astype(flat.dtype)
-    numpy.testing.assert_array_equal(flat.get(), expected * numpy.array(factor, flat.dtype))
+    assert_equal(flat.get(), expected * numpy.array(factor, flat.dtype))
 
 
 def both_kinds(transport: DeviceSequential, length: int, dtype: numpy.dtype) -> list[Array]:

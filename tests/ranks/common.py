@@ -42,6 +42,12 @@ def assert_same_bits(world: World, *arrays: numpy.ndarray) -> None:
     assert len(set(world.allgather(b"".join(array.tobytes() for array in arrays)))) == 1
 
 
+def assert_equal(found: numpy.ndarray, expected: numpy.ndarray) -> None:
+    """Every element; of large arrays a tenth of assert_array_equal's time, which looks for NaNs first."""
+    if not numpy.array_equal(found, expected):
+        numpy.testing.assert_array_equal(found, expected)
+
+
 @lru_cache
 def pattern(length: int, rank: int) -> numpy.ndarray:
     """Small integers that differ from rank to rank and place to place; their sums are exact in every dtype."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,10 +13,16 @@ import pytest
 
 import mpitrain
 
+# How long a rank that waits leaves its core to those that it waits for, where there are more ranks than cores.
+NAP_SECONDS = 50e-6
+
 
 def run(folder: Path, arguments: Sequence[str]) -> int:
     """This rank's exit code."""
-    if mpitrain.init().rank:
+    world = mpitrain.init()
+    if world.size > len(os.sched_getaffinity(0)):
+        os.sched_yield = functools.partial(time.sleep, NAP_SECONDS)
+    if world.rank:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         arguments = [argument for argument in arguments if not argument.startswith("--junit-xml")]
     # A folder for each rank: in pytest's usual one the ranks would clear away each other's files.

@@ -16,7 +16,7 @@ from mpitrain.allreduce.hierarchical import hierarchical_steps
 from mpitrain.allreduce.shared_memory import NodeArrays
 from mpitrain.errors import ConfigError, MismatchError
 from mpitrain.shard import part_of
-from tests.ranks.common import assert_same_bits, error_on_all, expected_sum, pattern, skip_alone
+from tests.ranks.common import assert_equal, assert_same_bits, error_on_all, expected_sum, pattern, skip_alone
 
 from .placements import PLACEMENTS, placed
 
@@ -37,7 +37,7 @@ def test_sum_is_exact(world: World, algorithm: Algorithm, length: int, dtype: nu
     flat = pattern(length, world.rank).astype(dtype)
     algorithm.start(flat).wait()
     assert flat.dtype == dtype
-    numpy.testing.assert_array_equal(flat, expected_sum(length, world.size).astype(dtype))
+    assert_equal(flat, expected_sum(length, world.size).astype(dtype))
 
 
 def check_sums(world: World, algorithm: Algorithm) -> None:
@@ -47,7 +47,7 @@ def check_sums(world: World, algorithm: Algorithm) -> None:
             for flat in (algorithm.allocate(length, dtype), numpy.empty(length, dtype)):
                 flat[:] = pattern(length, world.rank)
                 algorithm.start(flat).wait()
-                numpy.testing.assert_array_equal(flat, expected_sum(length, world.size).astype(dtype))
+                assert_equal(flat, expected_sum(length, world.size).astype(dtype))
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -88,7 +88,7 @@ def test_over_a_part_of_the_ranks(world: World, name: str, dtype: numpy.dtype) -
         flat = pattern(length, world.rank).astype(dtype)
         world.control.wait(steps(flat), "a sum of some ranks")
         total = sum(pattern(length, rank).astype(int) for rank in group.members)
-        numpy.testing.assert_array_equal(flat, numpy.asarray(total).astype(dtype))
+        assert_equal(flat, numpy.asarray(total).astype(dtype))
         whole = world.allgather(flat.tobytes())
         assert {whole[rank] for rank in group.members} == {flat.tobytes()}
 
@@ -115,12 +115,12 @@ def test_reduce_scatter_and_allgather_by_themselves(world: World, name: str, len
             total = sum(pattern(length, rank).astype(int) for rank in group.members)
             flat = pattern(length, world.rank).astype(numpy.float32)
             world.control.wait(reduce_scatter(flat, lengths), "a reduce-scatter")
-            numpy.testing.assert_array_equal(flat[own], numpy.asarray(total)[own])
+            assert_equal(flat[own], numpy.asarray(total)[own])
             # What the other parts hold is not promised; they must come from their owners.
             gathered = numpy.full(length, numpy.nan, numpy.float32)
             gathered[own] = flat[own]
             world.control.wait(allgather(gathered, lengths), "an allgather")
-            numpy.testing.assert_array_equal(gathered, total)
+            assert_equal(gathered, total)
 
 
 @pytest.mark.parametrize("name", HALVES)
@@ -139,7 +139,7 @@ def test_halves_with_handles_on_allocated_memory(world: World, name: str) -> Non
         handle = AllreduceHandle(world, "allgather", flat, allgather(flat))
         while not handle.test():
             pass
-        numpy.testing.assert_array_equal(flat, expected_sum(length, world.size) * 0.5)
+        assert_equal(flat, expected_sum(length, world.size) * 0.5)
 
 
 def values(rank: int, places: numpy.ndarray) -> numpy.ndarray:
@@ -196,7 +196,7 @@ def test_long_and_short_ones_in_flight(world: World, algorithm: Algorithm) -> No
     handles[3].wait()
     handles[-1].wait()
     for flat in flats:
-        numpy.testing.assert_array_equal(flat, expected_sum(flat.size, world.size))
+        assert_equal(flat, expected_sum(flat.size, world.size))
 
 
 def test_a_buffer_in_flight_cannot_be_taken_away(world: World, algorithm: Algorithm) -> None:
