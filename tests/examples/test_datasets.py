@@ -3,6 +3,7 @@ import hashlib
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy
@@ -77,7 +78,12 @@ def test_a_damaged_file(fashion, file, damage):
 
 
 def test_digits():
+    """scikit-learn's own, divided: every image and its class once."""
     train_x, train_y, test_x, test_y = datasets.load_images("digits")
+    x, y = pytest.importorskip("sklearn.datasets").load_digits(return_X_y=True)
+    expected = numpy.column_stack((x / 16, y)).astype("float32")
+    found = numpy.vstack((numpy.column_stack((train_x, train_y)), numpy.column_stack((test_x, test_y))))
+    assert sorted(map(bytes, found.astype("float32"))) == sorted(map(bytes, expected))
     assert (train_x.shape, test_x.shape) == ((1442, 64), (355, 64))
     assert (train_y.shape, test_y.shape) == ((1442,), (355,))
     assert {train_x.dtype.name, test_x.dtype.name} == {"float32"}
@@ -87,6 +93,12 @@ def test_digits():
     assert abs(in_test - in_all / 5).max() < 1
     again = datasets.load_images("digits")
     assert all((a == b).all() for a, b in zip(again, (train_x, train_y, test_x, test_y), strict=True))
+
+
+def test_digits_without_scikit_learn(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    with pytest.raises(DataError, match="get it with: pip install scikit-learn"):
+        datasets.load_images("digits")
 
 
 def test_unknown_names():
