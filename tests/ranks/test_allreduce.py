@@ -32,19 +32,19 @@ def algorithm(request: pytest.FixtureRequest, world: World) -> Iterator[Algorith
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("length", LENGTHS)
-def test_sum_is_exact(world: World, algorithm: Algorithm, length: int, dtype: numpy.dtype) -> None:
-    flat = pattern(length, world.rank).astype(dtype)
-    algorithm.start(flat).wait()
-    assert flat.dtype == dtype
-    assert_equal(flat, expected_sum(length, world.size).astype(dtype))
+def test_sum_is_exact(world: World, algorithm: Algorithm, dtype: numpy.dtype) -> None:
+    for length in LENGTHS:
+        flat = pattern(length, world.rank).astype(dtype)
+        algorithm.start(flat).wait()
+        assert flat.dtype == dtype
+        assert_equal(flat, expected_sum(length, world.size).astype(dtype))
 
 
 def check_sums(world: World, algorithm: Algorithm) -> None:
     """Exact in memory of the algorithm's own and in other memory, one after the other."""
-    for dtype in (numpy.dtype(numpy.float32), numpy.dtype(numpy.int16), numpy.dtype(numpy.float64)):
-        for length in (*LENGTHS, 1_500_007):
-            for flat in (algorithm.allocate(length, dtype), numpy.empty(length, dtype)):
+    for dtype, longest in ((numpy.float32, 1_500_007), (numpy.int16, 200_003), (numpy.float64, 200_003)):
+        for length in (*(length for length in LENGTHS if length < longest), longest):
+            for flat in (algorithm.allocate(length, numpy.dtype(dtype)), numpy.empty(length, dtype)):
                 flat[:] = pattern(length, world.rank)
                 algorithm.start(flat).wait()
                 assert_equal(flat, expected_sum(length, world.size).astype(dtype))
