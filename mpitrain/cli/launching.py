@@ -108,7 +108,7 @@ def _without_python(words: list[str]) -> list[str]:
     # Not samefile(): the Pythons of two environments are links to the same file.
     if path is None or Path(path).parent != Path(sys.executable).parent:
         raise ConfigError(
-            f"the ranks run {sys.executable}, and {words[0]!r} is {path or 'not to be path'}; leave it out, or use "
+            f"the ranks run {sys.executable}, and {words[0]!r} is {path or 'not to be found'}; leave it out, or use "
             "the mpitrain of the other Python"
         )
     return words[1:]
