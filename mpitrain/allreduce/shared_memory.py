@@ -42,6 +42,7 @@ from mpitrain.allreduce.node_memory import NodeMemory, meet
 from mpitrain.arrays import Array
 from mpitrain.errors import ConfigError
 from mpitrain.shard import part_of
+from mpitrain.watching.activity import count_moved
 from mpitrain.world import World
 
 _BLOCK_BYTES = 128 * 1024
@@ -106,8 +107,8 @@ def shared_memory_steps(memory: NodeArrays) -> Steps:
             return
         yield memory.make_slab()
         count = _SLAB_BYTES // 2 // flat.itemsize
-        for begin in range(0, flat.size, count):
-            part = flat[begin : begin + count]
+        for piece in _pieces(0, flat.size, count):
+            part = flat[piece]
             yield add_elsewhere(part, memory.half_slabs(part))
 
     return steps
@@ -169,11 +170,11 @@ class NodeArrays:
             yield self.make_slab()
             assert self._slab is not None
             count = _SLAB_BYTES // flat.itemsize
-            for begin in range(0, flat.size, count):
-                part = flat[begin : begin + count]
+            for piece in _pieces(0, flat.size, count):
+                part = flat[piece]
                 slab = self._slab.view(flat.dtype)[: part.size]
                 slab[:] = part
-                yield work(self._find_all(slab), None if residual is None else residual[begin : begin + count])
+                yield work(self._find_all(slab), None if residual is None else residual[piece])
                 part[:] = slab
 
         return steps
@@ -184,10 +185,17 @@ class NodeArrays:
         return shared
 
 
-def blocks(part: slice, itemsize: int) -> list[slice]:
+def blocks(part: slice, itemsize: int) -> Iterator[slice]:
     """`part` in pieces that stay in a core's cache while they are added up."""
-    count = _BLOCK_BYTES // itemsize
-    return [slice(begin, min(begin + count, part.stop)) for begin in range(part.start, part.stop, count)]
+    return _pieces(part.start, part.stop, _BLOCK_BYTES // itemsize)
+
+
+def _pieces(start: int, stop: int, count: int) -> Iterator[slice]:
+    """From `start` to `stop`, `count` at a time. Each that is done and not the last one counts as progress."""
+    for begin in range(start, stop, count):
+        yield slice(begin, min(begin + count, stop))
+        if begin + count < stop:
+            count_moved()
 
 
 def add_block(arrays: list[numpy.ndarray], block: slice, into: numpy.ndarray) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import sys
 from collections.abc import Sequence
@@ -102,11 +103,11 @@ def request_of_script(arguments: argparse.Namespace) -> Request:
 
 def _without_python(words: list[str]) -> list[str]:
     """`python train.py`, as mpiexec is given it, is train.py where that is the Python that the ranks run anyway."""
-    if not words or words[0] not in ("python", "python3") or Path(words[0]).exists():
+    if not words or not re.fullmatch(r"python[0-9.]*", Path(words[0]).name):
         return words
     path = shutil.which(words[0])
     # Not samefile(): the Pythons of two environments are links to the same file.
-    if path is None or Path(path).parent != Path(sys.executable).parent:
+    if path is None or Path(path).absolute().parent != Path(sys.executable).parent:
         raise ConfigError(
             f"the ranks run {sys.executable}, and {words[0]!r} is {path or 'not to be found'}; leave it out, or use "
             "the mpitrain of the other Python"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from mpitrain.errors import MismatchError, MpitrainError
 from mpitrain.waiting.long_wait import PUBLISH_SECONDS, LongWait
 from mpitrain.waiting.notes import FAILED, FINISHED, Notes
-from mpitrain.watching.activity import own_activity
+from mpitrain.watching.activity import num_moved, own_activity
 from mpitrain.watching.rank_record import BUSY, WAITS
 from mpitrain.watching.spans import Spans
 
@@ -109,7 +109,7 @@ class Control:
             MpitrainError: another rank failed and could not end this process.
         """
         self.check()
-        begun, started, looked = time.perf_counter(), 0.0, 0.0
+        begun, started, looked, moved = time.perf_counter(), 0.0, 0.0, 0
         long_wait: LongWait | None = None
         try:
             for spins, nap in enumerate(steps, 1):
@@ -121,7 +121,7 @@ class Control:
                         continue
                 now = time.monotonic()
                 if not started:
-                    started = looked = now
+                    started, looked, moved = now, now, num_moved()
                 if now - looked < _SECONDS_BETWEEN_LOOKS:
                     continue
                 looked = now
@@ -134,7 +134,9 @@ class Control:
                 if long_wait is not None:
                     long_wait.look(now)
                 elif now - started > PUBLISH_SECONDS and (activity := own_activity()):
-                    long_wait = LongWait(activity, self.job_rank, doing, started, status)
+                    # Looks are far apart where the steps themselves take long: something may have moved since.
+                    since = started if moved == activity.moved else now
+                    long_wait = LongWait(activity, self.job_rank, doing, since, status)
         except BaseException as error:
             self.leave(doing, error)
             raise

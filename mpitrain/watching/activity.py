@@ -139,6 +139,11 @@ def count_moved() -> None:
         _activity.count_moved()
 
 
+def num_moved() -> int:
+    """How often something has come or gone in this process."""
+    return 0 if _activity is None else _activity.moved
+
+
 def publish(rank: int) -> Activity:
     """Begin to publish what this process does; once a process."""
     global _activity  # noqa: PLW0603 - a process is one rank

@@ -67,7 +67,7 @@ def report(
         if len(groups) > 1:
             parts.append("they wait for each other: do all ranks make the same calls in the same order?")
         elif all(view.record.status == WAITS for view in waiting):
-            parts.append("all are there, and what they send does not arrive: a cable, a switch, a firewall?")
+            parts.append(_all_wait({view.host for view in waiting}))
     shown = [view for view in culprits if view.stack][:_MOST_STACKS]
     shown += [view for view in waiting if view.stack][:1]
     longest = max((view.seconds for view in waiting), default=0.0)
@@ -124,6 +124,13 @@ def _verb(group: Sequence[RankView], doing: str) -> str:
 
 def _size_of_group(item: tuple[tuple[str, int], list[RankView]]) -> tuple[int, int]:
     return -len(item[1]), item[1][0].record.rank
+
+
+def _all_wait(hosts: Set[str]) -> str:
+    """What is said where all ranks wait in one call."""
+    if len(hosts) > 1:
+        return "all are there, and what they send does not arrive: a cable, a switch, a firewall?"
+    return "all are there, on one machine: too much load, too little memory, or a long call of MPI's own?"
 
 
 def _culprit(view: RankView) -> str:

@@ -38,6 +38,7 @@ def project(tmp_path: Path) -> Path:
         (["-m", "train"], "-"),
         (["python", "train.py"], "-"),
         (["python3", "-m", "pack"], "pack"),
+        ([sys.executable, "train.py"], "-"),
     ],
 )
 def test_it_runs(project: Path, words: list[str], package: str) -> None:

@@ -11,6 +11,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from faults.outcome import failed, report_of, succeeded
 from jobs import Job, run_command, run_job, until
 
@@ -124,6 +126,26 @@ def test_nothing_is_ended_while_messages_move(tmp_path: Path) -> None:
     succeeded(job)
     assert float(job.stdout.split()[-1]) >= 7.5, job.output
     assert "the job is ended" not in job.stderr, job.output
+
+
+@pytest.mark.parametrize("allocates", [True, False])
+def test_nothing_is_reported_while_arrays_are_added_in_shared_memory(tmp_path: Path, allocates: bool) -> None:
+    """Block by block, which takes much longer than the limit."""
+    source = START + (
+        "import numpy\nfrom mpitrain.allreduce import make_algorithm\n"
+        "shared_memory = sys.modules['mpitrain.allreduce.shared_memory']\n"
+        "add_block = shared_memory.add_block\n"
+        "shared_memory.add_block = lambda *arguments: (time.sleep(0.2), add_block(*arguments))\n"
+        "algorithm = make_algorithm(world, 'shared_memory')\n"
+        f"make = algorithm.allocate if {allocates} else numpy.empty\n"
+        "flat = make(2**21, numpy.dtype(numpy.float32))\n"
+        "flat[:] = world.rank + 1\n"
+        "algorithm.start(flat).wait()\n"
+        "assert flat.min() == flat.max() == 3\n"
+    )
+    job = run(tmp_path, 2, source, MPITRAIN_STALL_SECONDS="3")
+    succeeded(job)
+    assert "no progress" not in job.stderr, job.output
 
 
 def test_a_launcher_that_is_killed_leaves_no_stopped_rank_and_no_shared_memory(tmp_path: Path) -> None:

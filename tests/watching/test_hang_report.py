@@ -85,10 +85,18 @@ def test_ranks_that_wait_for_each_other() -> None:
 
 
 def test_all_wait_in_the_same() -> None:
+    (line,) = report([waits(1), waits(2, host="node2")], {})
+    assert line == (
+        "no progress for 10 s: ranks 1,2 on node1,node2 wait in mean (call 381); all are there, and what they send "
+        "does not arrive: a cable, a switch, a firewall?"
+    )
+
+
+def test_all_wait_on_one_machine_where_there_is_no_cable() -> None:
     (line,) = report([waits(0), waits(1)], {})
     assert line == (
-        "no progress for 10 s: ranks 0,1 on node1 wait in mean (call 381); all are there, and what they send does not "
-        "arrive: a cable, a switch, a firewall?"
+        "no progress for 10 s: ranks 0,1 on node1 wait in mean (call 381); all are there, on one machine: too much "
+        "load, too little memory, or a long call of MPI's own?"
     )
 
 
