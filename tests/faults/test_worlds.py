@@ -94,7 +94,7 @@ world.print("200 worlds", trainer.adapter.parameters()["w"].ravel().round(3).tol
 
 
 @pytest.mark.parametrize("launcher", ["mpich", "openmpi"])
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])  # three have all that two have
 def test_two_hundred_worlds(ranks: int, launcher: str) -> None:
     job = run_job(ranks, SOURCE, launcher=launcher, python=launcher, timeout=120)
     succeeded(job)
