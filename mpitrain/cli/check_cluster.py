@@ -60,8 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--explain", metavar="ID", help="say what a check looks at, why, and what repairs it; `all` lists them")
     add("--fix", action="store_true", help="run the set-up with the tags that repair what failed, and check again")
     add("--yes", action="store_true", help="with --fix: do not ask")
-    add("--save-baseline", type=Path, metavar="FILE", help="write down what the nodes are like now")
-    add("--baseline", type=Path, metavar="FILE", help="compare with what was written down")
+    add("--save-baseline", type=Path, metavar="FILE", help="record the present state of the nodes")
+    add("--baseline", type=Path, metavar="FILE", help="compare with the state that --save-baseline recorded")
     add("--write-env", type=Path, metavar="FILE", help="write the measured interface settings for every library")
     add("-v", "--verbose", action="store_true", help="show what was skipped too")
 

@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     trust.add_argument("nodes", nargs="*", metavar="NODE", help="name of a node (default: all)")
     _add_fingerprints(trust)
 
-    setup = action("setup", "set the nodes of cluster/hosts up; changes only what is not right yet")
+    setup = action("setup", "set up the nodes of cluster/hosts; changes only what is wrong or missing")
     _add_playbook_options(setup)
 
     add = action("add", "take workers into cluster/hosts and set them up")
@@ -139,7 +139,7 @@ def _add_fingerprints(parser: argparse.ArgumentParser) -> None:
 def _add_playbook_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--check", action="store_true", help="show what would change, change nothing")
     parser.add_argument("--ask-become-pass", action="store_true", help="ask for the password of sudo")
-    parser.add_argument("ansible", nargs="*", metavar="ARGUMENT", help="behind --: for ansible-playbook")
+    parser.add_argument("ansible", nargs="*", metavar="ARGUMENT", help="after --: arguments for ansible-playbook")
     parser.set_defaults(
         if_unknown="options of ansible-playbook go behind --, as in: mpitrain cluster setup -- --tags ssh"
     )

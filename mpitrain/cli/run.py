@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--restarts", type=_count, default=0, metavar="N", help="after a failure start again, so many times at most (0)"
     )
     parser.add_argument(
-        "--min-nodes", type=positive, metavar="M", help="with --restarts: on how few hosts it may go on (1)"
+        "--min-nodes", type=positive, metavar="M", help="with --restarts: start again on at least M hosts (1)"
     )
     parser.add_argument("--show", action="store_true", help="print the mpiexec command, do not run it")
     add_script_arguments(parser)

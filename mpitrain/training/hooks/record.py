@@ -212,8 +212,8 @@ class _Output:
         except OSError as error:
             if was_well:
                 print(
-                    f"mpitrain: {name}: {self.writer} cannot be written: {error}. Training goes on; it is tried again "
-                    "with the next row",
+                    f"mpitrain: {name}: {self.writer} cannot be written: {error}. Training goes on; the next "
+                    "row is written with all missing rows",
                     file=sys.stderr,
                     flush=True,
                 )
