@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mpitrain.errors import ConfigError, DataError, MpitrainError
 
-HELP = "draw loss, throughput and communication share of a run"
+HELP = "draw the metrics of a run over its steps"
 
 _EPILOG = """\
 Reads DIRECTORY/metrics.jsonl, which mpitrain.JsonLines(DIRECTORY) writes, and

@@ -49,13 +49,13 @@ class HostReport:
 
     def orphans(self) -> list[int]:
         """The ranks that live on though what started them, a daemon of mpiexec, has ended."""
-        return [rank for rank, view in self.ranks.items() if view.is_orphan]
+        return [rank for rank, view in sorted(self.ranks.items()) if view.is_orphan]
 
     def vanished(self) -> list[int]:
         """The ranks that ended before their program did, which mpiexec has not seen."""
         return [
             rank
-            for rank, view in self.ranks.items()
+            for rank, view in sorted(self.ranks.items())
             if view.ended_seconds is not None
             and view.ended_seconds > _VANISHED_SECONDS
             and view.record.phase in (CALLED, BEGUN, FAILED)

@@ -6,14 +6,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mpitrain.errors import ConfigError
+from mpitrain.training.writers.json_lines import RESUMED_AFTER
+
+# Where the run is; not drawn over the steps. RESUMED_AFTER is drawn as a line.
+_PLACES = {"step", "epoch", "samples", "seconds", RESUMED_AFTER}
+_SHARE = "communication_share"
 
 
 def plot(path: Path, rows: Sequence[Mapping[str, float]], title: str) -> None:
-    """Loss, throughput and communication share over the steps, one below the other.
+    """Loss, throughput, communication share and every other metric over the steps; a dashed line where a run resumed.
 
     Args:
         path: of the picture; overwritten.
-        rows: of a record, at least one. What they have not got is said in the picture.
+        rows: of a record, at least one. What they have not got of the first three is said in the picture.
         title: above it.
 
     Raises:
@@ -26,28 +31,53 @@ def plot(path: Path, rows: Sequence[Mapping[str, float]], title: str) -> None:
     except ImportError as error:
         raise ConfigError(f"the picture needs matplotlib ({error}); pip install matplotlib") from None
 
-    figure = Figure(figsize=(9, 9), layout="constrained")
+    panels = _panels(rows)
+    columns = 1 if len(panels) <= 4 else 2
+    lines = -(-len(panels) // columns)
+    figure = Figure(figsize=(9 if columns == 1 else 14, 3 * lines), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize="medium")
-    losses, speeds, shares = figure.subplots(3, 1, sharex=True)
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    # Losses of evaluations beside the one of training: they are to be compared.
-    for name in [name for name in names if name == "loss" or name.endswith(" loss")]:
-        _draw(losses, rows, name)
-    speed = "tokens_per_second" if "tokens_per_second" in names else "samples_per_second"
-    _draw(speeds, rows, speed)
-    _draw(shares, rows, "communication_share")
-    losses.set(ylabel="loss")
-    speeds.set(ylabel=f"{speed.partition('_')[0]}/s", ylim=(0, None))
-    shares.set(ylabel="waiting for the exchange", xlabel="step", ylim=(0, 1))
-    shares.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    for axes in (losses, speeds, shares):
+    places = figure.subplots(lines, columns, sharex=True, squeeze=False).T.ravel()
+    resumed = [row[RESUMED_AFTER] for row in rows if RESUMED_AFTER in row]
+    for axes, (label, names) in zip(places, panels.items(), strict=False):
+        for name in names:
+            _draw(axes, rows, name)
+        for step in resumed:
+            label_once = "resumed" if step == resumed[0] else None
+            axes.axvline(step, color="gray", linestyle="--", linewidth=1, label=label_once)
+        alone = len(names) == 1 and label == names[0].rpartition(" ")[2]
+        axes.set(ylabel=(names[0] if alone else label).replace("_", " "))
+        if names == [_SHARE]:
+            axes.set(ylim=(0, 1))
+            axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        elif label.endswith("/s"):
+            axes.set(ylim=(0, None))
         axes.grid(True, alpha=0.3)
         if len(axes.lines) > 1:
-            axes.legend()
+            # Above the axes, where no curve is.
+            axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False, fontsize="small")
         elif not axes.lines:
             axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center")
+        axes.tick_params(labelbottom=True)
+    for axes in places[len(panels) :]:
+        axes.remove()
+    figure.supxlabel("step", fontsize="medium")
     figure.savefig(path, dpi=110, format="png")
+
+
+def _panels(rows: Sequence[Mapping[str, float]]) -> dict[str, list[str]]:
+    """The names that are drawn together, by the label of their axis.
+
+    A metric of an evaluation is in the panel of the one of training: "test loss" and "loss" are to be compared.
+    """
+    names = list(dict.fromkeys(name for row in rows for name in row if name not in _PLACES))
+    speed = "tokens_per_second" if "tokens_per_second" in names else "samples_per_second"
+    panels = {"loss": ["loss"] if "loss" in names else [], f"{speed.partition('_')[0]}/s": [speed]}
+    panels["waiting for the exchange"] = [_SHARE]
+    for name in names:
+        if name not in ("loss", speed, _SHARE):
+            panels.setdefault(name.rpartition(" ")[2], []).append(name)
+    return panels
 
 
 def _draw(axes: object, rows: Sequence[Mapping[str, float]], name: str) -> None:

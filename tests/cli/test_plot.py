@@ -50,14 +50,18 @@ def test_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert capsys.readouterr().out == f"{picture}: 19 rows, steps 10 to 190\n"
     content = picture.read_bytes()
     assert content[:8] == b"\x89PNG\r\n\x1a\n"
-    assert struct.unpack(">II", content[16:24]) == (990, 990)
-    losses, speeds, shares = figures[0].axes
+    assert struct.unpack(">II", content[16:24]) == (990, 1320)
+    losses, speeds, shares, accuracies = figures[0].axes
     lines = {line.get_label(): [list(its) for its in line.get_data()] for line in losses.lines}
     steps = [row["step"] for row in ROWS]
     assert lines["loss"] == [steps, [row["loss"] for row in ROWS]]
     assert lines["validation loss"] == [[40, 80, 120, 160], [2.5 / step for step in (40, 80, 120, 160)]]
     assert list(lines) == ["loss", "validation loss"]
     assert list(speeds.lines[0].get_ydata()) == [1000.0 + step for step in steps]
+    assert accuracies.get_ylabel() == "accuracy"
+    assert [list(line.get_ydata()) for line in accuracies.lines] == [[0.5] * 4]
+    legend = losses.get_legend()
+    assert legend.get_window_extent().y0 >= losses.get_window_extent().y1  # no curve is there
     assert (speeds.get_ylabel(), list(shares.lines[0].get_ydata())) == ("samples/s", [0.25] * 19)
 
 
@@ -68,6 +72,24 @@ def test_other_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     losses, speeds, shares = figures[0].axes
     assert (len(losses.lines), speeds.get_ylabel(), len(shares.lines)) == (1, "tokens/s", 0)
     assert [text.get_text() for text in shares.texts] == ["not recorded"]
+
+
+def test_every_metric_and_where_it_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Metrics of one kind share a panel; more than four panels are in two columns."""
+    figures = drawn(monkeypatch)
+    rows = [
+        {"step": step, "epoch": 1, "samples": 2 * step, "seconds": 0.1, "loss": 1.0, "test loss": 2.0}
+        | {"learning_rate": 0.1, "accuracy": 0.5, "test accuracy": 0.25, "test bleu": 7.0}
+        | ({"resumed_after": step - 1} if step in (2, 5) else {})
+        for step in range(1, 7)
+    ]
+    assert main(["plot", str(record(tmp_path, rows))]) == 0
+    panels = {axes.get_ylabel(): axes for axes in figures[0].axes}
+    assert set(panels) == {"loss", "samples/s", "waiting for the exchange", "learning rate", "accuracy", "test bleu"}
+    for axes in panels.values():
+        assert [list(line.get_xdata()) for line in axes.lines[-2:]] == [[1, 1], [4, 4]]
+    drawn_lines = [line.get_label() for line in panels["accuracy"].lines[:-1]]
+    assert drawn_lines == ["accuracy", "test accuracy", "resumed"]
 
 
 def test_what_cannot_be_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

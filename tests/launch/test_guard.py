@@ -261,7 +261,7 @@ def test_who_has_vanished() -> None:
         for rank, phase in enumerate(PHASES)
     }
     assert (views[0].record.phase, views[3].record.phase) == (STARTED, DONE)
-    assert HostReport(views).vanished() == [1, 2, 4]
+    assert HostReport(dict(reversed(views.items()))).vanished() == [1, 2, 4]  # in the order of ranks, not of arrival
     for ended_seconds in (9.9, None):
         recent = {rank: replace(view, ended_seconds=ended_seconds) for rank, view in views.items()}
         assert HostReport(recent).vanished() == []

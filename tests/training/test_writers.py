@@ -18,7 +18,7 @@ import pytest
 from jobs import HANG_SECONDS, REPOSITORY, clean_environment
 from mpitrain import Csv, JsonLines, TensorBoard
 from mpitrain.errors import DataError
-from mpitrain.training.writers.json_lines import read_rows
+from mpitrain.training.writers.json_lines import RESUMED_AFTER, read_rows
 from mpitrain.training.writers.writer import LineFile
 
 ROWS: list[dict[str, float]] = [
@@ -49,6 +49,11 @@ def read_events(directory: Path) -> list[dict[str, Any]]:
             elif event.HasField("summary"):
                 rows.append({"step": event.step} | {value.tag: value.simple_value for value in event.summary.value})
     return rows
+
+
+def unmarked(rows: list[dict[str, float]]) -> list[dict[str, float]]:
+    """Without the mark of a run that resumed, which JsonLines alone makes."""
+    return [{name: value for name, value in row.items() if name != RESUMED_AFTER} for row in rows]
 
 
 def written(writer: Any, rows: list[dict[str, float]], after_step: int = 0) -> None:
@@ -83,7 +88,8 @@ def test_what_is_cut_away_on_resuming(tmp_path: Path, after_step: int) -> None:
     for writer in (JsonLines(tmp_path), Csv(tmp_path)):
         written(writer, ROWS)
         written(writer, new, after_step)
-    assert read_rows(tmp_path / "metrics.jsonl") == kept + new
+    mark = {RESUMED_AFTER: after_step} if after_step else {}
+    assert read_rows(tmp_path / "metrics.jsonl") == [*kept, {**new[0], **mark}, *new[1:]]
     assert read_csv(tmp_path / "metrics.csv") == kept + new
 
 
@@ -96,7 +102,7 @@ def test_every_place_where_a_process_may_have_been_killed(tmp_path: Path) -> Non
             (tmp_path / name).write_bytes(content[:length])
             whole = max(0, content[:length].count(b"\n") - (name == "metrics.csv"))
             written(make(tmp_path), ROWS[whole:], after_step=100)
-            assert read(tmp_path / name) == ROWS, length
+            assert unmarked(read(tmp_path / name)) == ROWS, length
 
 
 def test_tensorboard(tmp_path: Path) -> None:
@@ -149,7 +155,10 @@ def test_killed_while_writing_and_gone_on(tmp_path: Path) -> None:
     rows = read_rows(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, steps + 1))
     assert [row["samples"] for row in rows] == [2 * step for step in range(1, steps + 1)]
-    assert read_csv(tmp_path / "metrics.csv") == rows
+    assert read_csv(tmp_path / "metrics.csv") == unmarked(rows)
+    resumed = [row for row in rows if RESUMED_AFTER in row]
+    assert resumed
+    assert all(row["step"] == row[RESUMED_AFTER] + 1 for row in resumed)
 
 
 def _size(directory: Path) -> int:

@@ -11,6 +11,8 @@ from mpitrain.errors import DataError
 from mpitrain.training.writers.writer import LineFile, Row
 
 FILE = "metrics.jsonl"
+# In the first row of a run that resumes: after which step.
+RESUMED_AFTER = "resumed_after"
 
 
 class JsonLines:
@@ -23,6 +25,7 @@ class JsonLines:
     def __init__(self, directory: Path | str) -> None:
         """`directory` is made where it is missing."""
         self._file = LineFile(Path(directory) / FILE)
+        self._resumed: dict[str, float] = {}  # for the next row
 
     def __str__(self) -> str:
         return str(self._file.path)
@@ -31,11 +34,14 @@ class JsonLines:
         """See Writer."""
         lines = self._file.open()
         rows = parse(lines, self._file.path)
+        self._resumed = {RESUMED_AFTER: after_step} if after_step else {}
         self._file.keep([line for line, row in zip(lines, rows, strict=True) if row["step"] <= after_step])
 
     def write(self, row: Row) -> None:
         """See Writer."""
-        self._file.add(json.dumps({name: _plain(value) for name, value in row.items()}).encode())
+        plain = {name: _plain(value) for name, value in {**row, **self._resumed}.items()}
+        self._file.add(json.dumps(plain).encode())
+        self._resumed = {}
 
     def close(self) -> None:
         """See Writer."""
