@@ -18,6 +18,7 @@ from mpitrain.torch import checks, reductions
 from mpitrain.torch.bare_group import Tensors
 from mpitrain.torch.flat_tensors import raw, values
 from mpitrain.torch.pair_calls import PairCalls
+from mpitrain.torch.sparse_calls import SparseCalls
 from mpitrain.torch.uncompiled import uncompiled
 from mpitrain.torch.versions import with_old_names
 from mpitrain.torch.work import Call
@@ -26,7 +27,7 @@ from mpitrain.waiting.control import until
 
 @with_old_names
 @uncompiled
-class MpiProcessGroup(PairCalls):
+class MpiProcessGroup(PairCalls, SparseCalls):
     """What `init_process_group("mpitrain")` and `new_group` make. Its methods are called by torch."""
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> Call:
@@ -44,7 +45,10 @@ class MpiProcessGroup(PairCalls):
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Call:
         """See torch."""
-        return self._allreduce("all_reduce", [self._one("all_reduce", tensors)], opts or dist.AllreduceOptions())
+        opts = opts or dist.AllreduceOptions()
+        if len(tensors) == 1 and tensors[0].layout == torch.sparse_coo:
+            return self._allreduce_sparse(tensors[0], opts)
+        return self._allreduce("all_reduce", [self._one("all_reduce", tensors)], opts)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Call:
         """See torch."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import deque
 from collections.abc import Callable, Collection, Generator
@@ -20,6 +21,8 @@ from mpitrain.waiting.background import Begun
 from mpitrain.waiting.control import until
 
 if TYPE_CHECKING:
+    import torch
+
     from mpitrain.torch.engine import Engine
     from mpitrain.world import World
 
@@ -96,7 +99,7 @@ class Channel:
         if not is_awaited:
             # What is read counts too, and of a part of a tensor, all of it.
             tensors = (*call.results, *call.buffers.kept)
-            if sum(tensor.untyped_storage().nbytes() for tensor in tensors) <= _KEPT_BYTES:
+            if sum(_size(tensor) for tensor in tensors) <= _KEPT_BYTES:
                 self._kept.append(call)
             self.engine.wake()
         return call
@@ -285,3 +288,8 @@ class Channel:
         if future is not None:
             self.engine.ended.append(future)
             self.engine.wake()
+
+
+def _size(tensor: torch.Tensor) -> float:
+    """The bytes of its memory; a sparse tensor may become of any size."""
+    return math.inf if tensor.is_sparse else tensor.untyped_storage().nbytes()

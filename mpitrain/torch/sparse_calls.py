@@ -1,0 +1,61 @@
+"""The call of a process group that takes sparse tensors, such as the gradients of nn.Embedding(sparse=True)."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+
+from mpitrain.allreduce.algorithm import Progress
+from mpitrain.errors import ProcessGroupError
+from mpitrain.exchange import moves
+from mpitrain.torch import checks
+from mpitrain.torch.bare_group import BareGroup
+from mpitrain.torch.flat_tensors import raw
+from mpitrain.torch.uncompiled import uncompiled
+from mpitrain.torch.work import Call
+from mpitrain.waiting.control import until
+from mpitrain.world import World
+
+
+@uncompiled
+class SparseCalls(BareGroup):
+    """What backend.py calls for tensors of layout torch.sparse_coo."""
+
+    def _allreduce_sparse(self, tensor: torch.Tensor, opts: Any) -> Call:
+        name = "all_reduce"
+        if tensor.device.type != "cpu":
+            text = f"a sparse tensor on {tensor.device}; it can be on cpu: use tensor.cpu(), or tensor.to_dense()"
+            self._refuse(name, TypeError(text))
+        if opts.reduceOp.op != dist.ReduceOp.SUM:
+            text = f"ReduceOp.{opts.reduceOp.op.name} of a sparse tensor; it can be SUM: use that, or tensor.to_dense()"
+            self._refuse(name, ProcessGroupError(text))
+        call = self._call(name, [tensor], opts)
+        # A copy: what the caller does with its tensor meanwhile does not matter.
+        own = tensor.detach().coalesce().clone()
+
+        def work() -> Progress:
+            total = yield from _total(self._world, own)
+            with torch.no_grad():
+                tensor.copy_(total)
+
+        shape = f"{tuple(tensor.shape)}, of which {tensor.sparse_dim()} sparse"
+        return self._begin(call, work, lambda: ["SUM", f"{shape}: {checks.kind(tensor)}"], opts)
+
+
+def _total(world: World, own: torch.Tensor) -> Generator[float | None, None, torch.Tensor]:
+    """The sum of all ranks' tensors, in rank order: every rank adds up what all have."""
+    num_elements = numpy.empty(world.size, numpy.int64)
+    own_number = numpy.array([own.values().shape[0]])
+    yield from until(world.background.comm.Iallgather(own_number, num_elements).Test)
+    indices = [torch.empty(own.sparse_dim(), count, dtype=torch.int64) for count in num_elements.tolist()]
+    values = [own.values().new_empty(count, *own.values().shape[1:]) for count in num_elements.tolist()]
+    indices[world.rank], values[world.rank] = own.indices().contiguous(), own.values().contiguous()
+    for parts in (indices, values):
+        yield from moves.allgather(world, [raw(part.view(-1)) for part in parts])
+    # Checked: an index beyond the shape, from a rank whose tensor has another one, would be written outside of it.
+    whole = torch.sparse_coo_tensor(torch.cat(indices, 1), torch.cat(values), own.shape, check_invariants=True)
+    return whole.coalesce()
