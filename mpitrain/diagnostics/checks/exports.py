@@ -96,7 +96,7 @@ CHECKS = (
         _served,
         uses=("serving", "mount", "names"),
         looks="On the head, as root: exportfs -s, systemctl show nfs-server, /proc/net/tcp for port 2049.",
-        why="Without it every other node has no share, or waits for it for ever.",
+        why="Without it no other node has the share, or each waits for it forever.",
         tag="nfs",
         needs=("PRB01", "PRB02"),
         fault="the export removed; nfs-server stopped",

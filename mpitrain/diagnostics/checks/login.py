@@ -120,7 +120,7 @@ CHECKS = (
         _key,
         uses=("login",),
         looks="The same login: public keys only, no password is ever asked for.",
-        why="A job cannot type a password; it would wait for ever.",
+        why="A job cannot type a password and would wait forever.",
         remedy="ssh-copy-id {login}",
         needs=("SSH01", "SSH03"),
         fault="authorized_keys emptied",

@@ -194,7 +194,7 @@ CHECKS = (
         _doubles,
         uses=("network",),
         looks="`ip address` of all nodes: interfaces that are up and that no route to a node uses.",
-        why="MPI that is not told its interface may take docker0 and wait for ever; mpitrain run tells it, plain "
+        why="MPI that is not told its interface may take docker0 and wait forever; mpitrain run tells it, plain "
         "mpiexec does not.",
         remedy=_WRITE_ENV,
         needs=("PRB01",),
@@ -209,7 +209,7 @@ CHECKS = (
         uses=("network",),
         alone=True,
         looks="Of one machine: interfaces that are up and have an IPv4 address, and which of them are cards.",
-        why="In a job over several machines MPI may choose a virtual network, which leads nowhere, and wait for ever.",
+        why="In a job over several machines MPI may choose a virtual network, which leads nowhere, and wait forever.",
         needs=("PRB01",),
         fault="none on a bed, whose nodes NET02 compares: judged on made-up answers",
     ),
@@ -222,7 +222,7 @@ CHECKS = (
         uses=("network", "variables"),
         looks="UCX_NET_DEVICES, FI_TCP_IFACE, NCCL_SOCKET_IFNAME and the like, of this shell (and its "
         "MPITRAIN_ENV_FILE) and of the shared user's login shell, against the interfaces of each node.",
-        why="A wrong name is worse than none: with FI_TCP_IFACE the job waits for ever without a word.",
+        why="A wrong name is worse than none: with FI_TCP_IFACE the job waits forever without a word.",
         remedy="ssh {login} ip -brief link",
         needs=("PRB01", "PRB02", "USR01", "USR02"),
         fault="UCX_NET_DEVICES that no node has; FI_TCP_IFACE in /etc/environment of one node",

@@ -209,7 +209,7 @@ CHECKS = (
         _answers,
         uses=("use",),
         looks="As the shared user: a listing, in a child with a deadline of 5 s; once more where it takes a second.",
-        why="What touches a share whose server does not answer waits for ever, without a word.",
+        why="A program that touches a share whose server does not answer waits forever, without a word.",
         remedy="{set_up} --tags firewall,nfs  # where it is a firewall; TCP port 2049 must be open all the way",
         needs=("PRB02", "NFS01"),
         needs_head=("NFS09",),
