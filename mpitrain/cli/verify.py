@@ -63,12 +63,13 @@ def _verify(request: Request, directory: Path, steps: int, tolerance: float | No
     from mpitrain.launch.start import start
     from mpitrain.verify.compare import compare
     from mpitrain.verify.comparison_report import report
-    from mpitrain.verify.run_record import read_record
+    from mpitrain.verify.run_record import make_record, read_record
 
     one = replace(request, num_ranks=1, hosts="localhost", ranks_per_host=None)
     for name, asked in (("one rank", one), ("several ranks", request)):
         print(f"verify: the run on {name}", flush=True)
         record = directory / name.replace(" ", "-")
+        make_record(record)
         code = start(replace(asked, verify_record=str(record), verify_steps=steps))
         if code:
             print(f"mpitrain verify: the run on {name} failed ({code}); there is nothing to compare", file=sys.stderr)

@@ -138,7 +138,10 @@ def _appear() -> Callable[[], None]:
         activity.enter(CALLED)
         entry = activity.begin(WAITS, "init()", time.monotonic())
     if roll_call:
-        activity.appear(roll_call)
+        try:
+            activity.appear(roll_call)
+        except OSError as error:
+            raise LaunchError(str(error)) from None
     return lambda: None if entry is None else activity.end(entry)
 
 

@@ -32,7 +32,10 @@ def main(arguments: list[str]) -> None:
     if number is not None:
         os.environ.update(settings_of(int(number), json.loads(text)))
         if roll_call := JobContext.read(os.environ).roll_call:
-            appear(roll_call, int(number))
+            try:
+                appear(roll_call, int(number))
+            except OSError as error:
+                sys.exit(f"mpitrain: {error}")
     os.execvp(program[0], program)
 
 

@@ -194,13 +194,13 @@ def _value(
     if alone == other or (math.isnan(alone) and math.isnan(other)):
         relative = 0.0
     else:
-        relative = abs(alone - other) / scale if scale else math.inf
+        relative = _relative(abs(alone - other), scale)
     yield from _judged(comparison, kind, step, name, relative, f"{name} is {alone!r} on 1 rank, {other!r} on several")
 
 
 def _gradients(comparison: Comparison, one: Line, several: Line) -> Iterator[Difference]:
     norms = [max(sketch["norm"], several.tensors[name]["norm"]) for name, sketch in one.tensors.items()]
-    total = math.sqrt(math.fsum(norm**2 for norm in norms))
+    total = math.hypot(*norms)  # no square of it need be a float
     elements = sum(sketch["count"] for sketch in one.tensors.values())
     wrong: list[Difference] = []
     for name, sketch in one.tensors.items():
@@ -208,7 +208,7 @@ def _gradients(comparison: Comparison, one: Line, several: Line) -> Iterator[Dif
         comparison.counts["gradients"] += 1
         apart = distance(sketch, other)
         scale = max(sketch["norm"], other["norm"], total * math.sqrt(sketch["count"] / max(elements, 1)))
-        relative = apart / scale if apart else 0.0
+        relative = _relative(apart, scale)
         text = f"{name}: norm {sketch['norm']:.6g} on 1 rank, {other['norm']:.6g} on several, {apart:.2g} apart"
         wrong += _judged(comparison, "gradients", one.number, name, relative, text)
     if wrong:
@@ -218,6 +218,12 @@ def _gradients(comparison: Comparison, one: Line, several: Line) -> Iterator[Dif
         if one.kind == MEAN and _by_ranks(several) and len(several.weights) > 1:
             text += "; every rank has weight 1: with weight=len(x) it is the mean over samples"
         yield Difference(one.number, "gradients", text)
+
+
+def _relative(apart: float, scale: float) -> float:
+    if apart == 0.0:
+        return 0.0
+    return apart / scale if scale else math.inf
 
 
 def _judged(

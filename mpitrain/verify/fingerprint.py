@@ -54,7 +54,7 @@ def sketch(name: str, array: Array) -> Sketch:
 def distance(one: Sketch, other: Sketch) -> float:
     """About the 2-norm of the difference of two arrays of one size."""
     pairs = zip(one["projections"], other["projections"], strict=True)
-    return math.sqrt(math.fsum((a - b) ** 2 for a, b in pairs) / NUM_PROJECTIONS)
+    return math.hypot(*(a - b for a, b in pairs)) / math.sqrt(NUM_PROJECTIONS)
 
 
 def sample_hashes(batch: Tree) -> list[str]:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import math
+import os
+import stat
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from mpitrain.arrays import Array
 from mpitrain.errors import DataError, TreeError
 from mpitrain.tree import Tree, leaves
-from mpitrain.verify.fingerprint import Sketch, sample_hashes, sketch
+from mpitrain.verify.fingerprint import NUM_PROJECTIONS, Sketch, sample_hashes, sketch
 from mpitrain.world import TreeExchange, World
 
 FILE = "record.jsonl"
+_MODE = 0o600
 STEP, MEAN, SUM = "step", "mean", "sum"
 
 
@@ -64,10 +69,8 @@ class Recorder:
         self._has_trainer = False
         self._seen: list[str] | None = []  # by this rank since the last line
         self._means: dict[str, Array] = {}  # of the step that the Trainer makes
-        self._path = Path(world.context.verify_record) / FILE
         with world.together("begin the record for mpitrain verify"):
             if world.is_root:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
                 self._begin()
 
     @property
@@ -118,8 +121,7 @@ class Recorder:
             tensors={name: sketch(name, value) for name, value in tensors.items()},
             **more,
         )
-        with self._path.open("a") as file:
-            file.write(json.dumps(asdict(line)) + "\n")
+        self._write(asdict(line))
 
     def called(self, kind: str, tree: Tree, weight: float | None) -> None:
         """World.mean or World.sum has given `tree`. Ends the run after the last one that was asked for."""
@@ -134,7 +136,13 @@ class Recorder:
             raise SystemExit(0)
 
     def _begin(self) -> None:
-        self._path.write_text(json.dumps({"num_ranks": self._world.size}) + "\n")
+        self._write({"num_ranks": self._world.size}, anew=True)
+
+    def _write(self, content: Mapping[str, Any], *, anew: bool = False) -> None:
+        with _opened(Path(self._world.context.verify_record)) as file:
+            if anew:
+                file.truncate(0)
+            file.write(json.dumps(content) + "\n")
 
 
 class RecordedTrees:
@@ -161,6 +169,48 @@ class RecordedTrees:
         return result
 
 
+def make_record(directory: Path) -> None:
+    """Make the empty file that rank 0 fills; `mpitrain verify` calls it, on the machine where it was started.
+
+    Raises:
+        DataError: it cannot be made.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / FILE).unlink(missing_ok=True)
+        os.close(os.open(directory / FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, _MODE))
+    except OSError as error:
+        raise DataError(
+            f"cannot make the record {directory / FILE}: {error.strerror}; name a folder that you can write to: "
+            "mpitrain verify --directory PATH"
+        ) from None
+
+
+def _opened(directory: Path) -> TextIO:
+    """The file that make_record has made, and no other: its path comes from the environment.
+
+    Raises:
+        OSError: it is not there, or is another file.
+    """
+    path, problem = directory / FILE, ""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        problem = "is a link" if error.errno == errno.ELOOP else f"cannot be opened ({error.strerror})"
+    else:
+        status = os.fstat(descriptor)
+        described = f"{stat.filemode(status.st_mode)}, owner {status.st_uid}, {status.st_nlink} links"
+        if (status.st_mode, status.st_uid, status.st_nlink) == (stat.S_IFREG | _MODE, os.geteuid(), 1):
+            return os.fdopen(descriptor, "a")
+        os.close(descriptor)
+        problem = f"is {described}"
+    raise OSError(
+        f"the record {path} {problem}. It must be the file that mpitrain verify has made: "
+        f"{stat.filemode(stat.S_IFREG | _MODE)}, owner {os.geteuid()}, 1 links. Where rank 0 runs on another host, use "
+        "mpitrain verify --directory on a file system that both share"
+    )
+
+
 def read_record(directory: Path) -> RunRecord:
     """The record that a run has left in `directory`.
 
@@ -168,10 +218,53 @@ def read_record(directory: Path) -> RunRecord:
         DataError: there is none.
     """
     try:
-        head, *lines = (directory / FILE).read_text().splitlines()
-        return RunRecord(json.loads(head)["num_ranks"], tuple(Line(**json.loads(line)) for line in lines))
-    except (OSError, ValueError) as error:
+        head, *lines = (json.loads(line) for line in (directory / FILE).read_text().splitlines())
+        num_ranks = head["num_ranks"]
+        if type(num_ranks) is not int or num_ranks < 1:
+            raise ValueError(f"num_ranks is {num_ranks!r}; it must be a number of ranks")
+        return RunRecord(num_ranks, tuple(_line(number, fields) for number, fields in enumerate(lines, 1)))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise DataError(
-            f"there is no whole record in {directory} ({error}). Rank 0 writes it on its host: if that is another one, "
-            "use mpitrain verify --directory on a file system that both share"
+            f"there is no whole record in {directory} ({type(error).__name__}: {error}). Rank 0 writes it on its host: "
+            "if that is another one, use mpitrain verify --directory on a file system that both share"
         ) from None
+
+
+def _line(number: int, fields: dict[str, Any]) -> Line:
+    """The line, where each field is what a Recorder writes.
+
+    Raises:
+        ValueError, TypeError, KeyError, AttributeError, OverflowError: one is not.
+    """
+    line = Line(**fields)
+    weights = [_number(weight) for weight in line.weights]
+    samples = line.samples
+    if line.number != number or line.kind not in (STEP, MEAN, SUM) or type(line.precision) is not str:
+        raise ValueError(f"line {number + 1} is of call {line.number!r}, kind {line.kind!r}, dtype {line.precision!r}")
+    if not all(0 <= weight < math.inf for weight in weights):
+        raise ValueError(f"line {number + 1} has the weights {weights}; they must be 0 or more")
+    if samples is not None and not all(type(sample) is str for of_rank in samples for sample in of_rank):
+        raise ValueError(f"line {number + 1} has samples that are no hashes")
+    return replace(
+        line,
+        weights=weights,
+        tensors={name: _sketch(name, entry) for name, entry in line.tensors.items()},
+        loss=None if line.loss is None else _number(line.loss),
+        learning_rate=None if line.learning_rate is None else _number(line.learning_rate),
+        metrics={name: _number(value) for name, value in line.metrics.items()},
+    )
+
+
+def _sketch(name: str, entry: Sketch) -> Sketch:
+    count, projections = entry["count"], [_number(value) for value in entry["projections"]]
+    if type(count) is not int or not 0 <= count < 2**63 or len(projections) != NUM_PROJECTIONS:
+        raise ValueError(f"{name} has {count!r} elements and {len(projections)} projections, not {NUM_PROJECTIONS}")
+    if type(entry["dtype"]) is not str:
+        raise TypeError(f"{name} has the dtype {entry['dtype']!r}")
+    return {"dtype": entry["dtype"], "count": count, "norm": _number(entry["norm"]), "projections": projections}
+
+
+def _number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{value!r} is no number")
+    return float(value)

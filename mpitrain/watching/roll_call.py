@@ -49,14 +49,27 @@ def appear(path: str, rank: int, record: int | None = None) -> socket.socket | N
         path: of the socket.
         rank: of this process.
         record: descriptor of its record, if it has one.
+
+    Raises:
+        OSError: there is something else, or the guard of another user, who must get no descriptor of this process.
     """
     line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         with _address(path) as address:
             line.connect(address)
+        _, user, _ = _peer(line)
+        if user != os.geteuid():
+            raise PermissionError(f"user {user} listens there, and the rank runs as user {os.geteuid()}")
     except (FileNotFoundError, ConnectionRefusedError):  # the path is another machine's, or the guard has gone
         line.close()
         return None
+    except OSError as error:
+        line.close()
+        raise OSError(
+            f"rank {rank} on {socket.gethostname()} cannot answer the roll call: _MPITRAIN_ROLL_CALL is {path!r}: "
+            f"{error.strerror or error}. It must be the socket that mpitrain run has made as the same user; leave the "
+            "variable to mpitrain run: unset _MPITRAIN_ROLL_CALL"
+        ) from None
     descriptors = {} if record is None else {"record": record}
     with contextlib.suppress(OSError, AttributeError):  # an old kernel, or a Python that was built on one
         descriptors["process"] = os.pidfd_open(os.getpid())
@@ -100,8 +113,15 @@ def receive(line: socket.socket) -> Appearance | None:
     for _, _, rights in extra:
         numbers.frombytes(rights[: len(rights) - len(rights) % numbers.itemsize])
     descriptors = dict(zip(message["descriptors"], numbers))  # noqa: B905 (strict is of Python 3.10)
-    (pid,) = struct.unpack_from("i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    pid, _, _ = _peer(line)
     return Appearance(message["rank"], pid, descriptors.get("process"), descriptors.get("record"))
+
+
+def _peer(line: socket.socket) -> tuple[int, int, int]:
+    """Process, user and group of the other end, as it was when it began to listen or connected."""
+    data = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("iII"))
+    pid, user, group = struct.unpack("iII", data)
+    return pid, user, group
 
 
 @contextlib.contextmanager

@@ -248,4 +248,8 @@ def test_a_record_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     job = verify(tmp_path, BEGIN + TRAIN, options=("--directory", str(tmp_path / "file")))
     assert job.code == 1, job.output
-    assert "begin the record for mpitrain verify: NotADirectoryError: " in job.stderr
+    path = tmp_path / "file/one-rank/record.jsonl"
+    assert job.stderr == (
+        f"mpitrain verify: cannot make the record {path}: Not a directory; name a folder that you can write to: "
+        "mpitrain verify --directory PATH\n"
+    )

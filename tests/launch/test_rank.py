@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 from pathlib import Path
 
-from jobs import run_command
+import pytest
+
+from jobs import Job, run_command
 from mpitrain.launch.rank import settings_of
 from mpitrain.watching.roll_call import listen, receive
 
@@ -15,9 +18,13 @@ SETTINGS = {"0-1": {"UCX_NET_DEVICES": "eno1"}, "2-9": {"UCX_NET_DEVICES": "enp3
 PROGRAM = "import os; print(os.getpid(), os.environ.get('UCX_NET_DEVICES'))"
 
 
-def run(roll_call: Path, rank: str) -> str:
+def start(roll_call: Path, rank: str) -> Job:
     command = [sys.executable, "-m", "mpitrain.launch.rank", json.dumps(SETTINGS), sys.executable, "-c", PROGRAM]
-    job = run_command(command, env={"_MPITRAIN_ROLL_CALL": str(roll_call), "PMI_RANK": rank})
+    return run_command(command, env={"_MPITRAIN_ROLL_CALL": str(roll_call), "PMI_RANK": rank})
+
+
+def run(roll_call: Path, rank: str) -> str:
+    job = start(roll_call, rank)
     assert job.code == 0, job.output
     return job.stdout.strip()
 
@@ -45,3 +52,53 @@ def test_it_becomes_the_program_with_the_same_process(tmp_path: Path) -> None:
 def test_without_a_guard_nothing_is_made(tmp_path: Path) -> None:
     assert run(tmp_path / "roll_call", "0").endswith("eno1")
     assert os.listdir(tmp_path) == []  # noqa: PTH208
+
+
+def refusal(path: Path, why: str) -> str:
+    return (
+        f"rank 0 on {socket.gethostname()} cannot answer the roll call: _MPITRAIN_ROLL_CALL is {str(path)!r}: {why}. "
+        "It must be the socket that mpitrain run has made as the same user; leave the variable to mpitrain run: "
+        "unset _MPITRAIN_ROLL_CALL"
+    )
+
+
+def test_a_path_that_cannot_be_a_roll_call(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    path = tmp_path / "file/roll_call"
+    job = start(path, "0")
+    assert (job.code, job.stdout) == (1, "")
+    assert job.stderr == f"mpitrain: {refusal(path, 'Not a directory')}\n"
+    script = "import mpitrain as mt; mt.init(); print('it went on')"
+    environment = {"_MPITRAIN_ROLL_CALL": str(path), "_MPITRAIN_EXPECTED_SIZE": "1", "PMI_RANK": "0", "PMI_SIZE": "1"}
+    job = run_command([sys.executable, "-c", script], env=environment)
+    assert (job.code, job.stdout) == (1, "")
+    assert f"LaunchError: {refusal(path, 'Not a directory')}\n" in job.stderr
+
+
+def test_a_file_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    assert run(tmp_path / "file", "0").endswith("eno1")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can listen as somebody else")
+def test_the_socket_of_somebody_else(tmp_path: Path) -> None:
+    """It gets nothing: no descriptor of the process, no line."""
+    path = tmp_path / "roll_call"
+    os.seteuid(65534)
+    try:
+        # In the parent's folder, as if it were a shared one: only who listens counts.
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        os.seteuid(0)
+        listener.bind(str(path))
+        os.seteuid(65534)
+        listener.listen()
+    finally:
+        os.seteuid(0)
+    with listener:
+        job = start(path, "0")
+        assert job.stderr == f"mpitrain: {refusal(path, 'user 65534 listens there, and the rank runs as user 0')}\n"
+        assert (job.code, job.stdout) == (1, "")
+        line, _ = listener.accept()
+        with line:
+            assert receive(line) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +30,7 @@ from mpitrain.errors import MpitrainError
 from mpitrain.exchange.trees import ArrayTrees
 from mpitrain.shard import part_of
 from mpitrain.verify.fingerprint import distance, sample_hashes, sketch
-from mpitrain.verify.run_record import MEAN, STEP, SUM, RecordedTrees, Recorder, RunRecord, read_record
+from mpitrain.verify.run_record import MEAN, STEP, SUM, RecordedTrees, Recorder, RunRecord, make_record, read_record
 
 from .common import error_on_all
 
@@ -41,6 +42,8 @@ BATCH, RATE = 9, 0.05
 def recording(world: World, folder: Path, steps: int) -> World:
     """The world as `init` makes it with these settings."""
     own = replace(world, context=replace(world.context, verify_record=str(folder), verify_steps=steps))
+    if world.is_root and folder.is_dir():
+        make_record(folder)
     recorder = Recorder(own)
     return replace(own, observer=recorder, make_arrays=lambda its: RecordedTrees(ArrayTrees(its), recorder))
 
@@ -159,7 +162,10 @@ def test_samples_that_are_no_arrays_are_not_seen(world: World, shared: Path) -> 
 
 
 def test_a_record_that_cannot_be_written(world: World, shared: Path) -> None:
-    if world.is_root:
-        (shared / "file").touch()
-    text = error_on_all(world, MpitrainError, lambda: recording(world, shared / "file", 1))
-    assert text.startswith(f"{world.name(0)}, begin the record for mpitrain verify: FileExistsError: ")
+    text = error_on_all(world, MpitrainError, lambda: recording(world, shared / "nowhere", 1))
+    assert text == (
+        f"{world.name(0)}, begin the record for mpitrain verify: OSError: the record {shared}/nowhere/record.jsonl "
+        f"cannot be opened (No such file or directory). It must be the file that mpitrain verify "
+        f"has made: -rw-------, owner {os.geteuid()}, 1 links. Where rank 0 runs "
+        "on another host, use mpitrain verify --directory on a file system that both share"
+    )

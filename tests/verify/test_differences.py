@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+import os
+import stat
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 
+from jobs import run_command
 from mpitrain.errors import DataError
 from mpitrain.verify.compare import Comparison, compare
 from mpitrain.verify.comparison_report import report
 from mpitrain.verify.fingerprint import sketch
-from mpitrain.verify.run_record import MEAN, STEP, SUM, Line, RunRecord, read_record
+from mpitrain.verify.run_record import MEAN, STEP, SUM, Line, RunRecord, make_record, read_record
 
 WEIGHT = numpy.random.default_rng(0).standard_normal((30, 20)).astype("float32")
 BIAS = numpy.random.default_rng(1).standard_normal(20).astype("float32")
@@ -255,3 +260,136 @@ def test_a_record_that_is_not_whole(tmp_path: Path, content: str | None) -> None
         (tmp_path / "record.jsonl").write_text(content)
     with pytest.raises(DataError, match=r"there is no whole record in .* --directory on a file system"):
         read_record(tmp_path)
+
+
+def written(folder: Path, content: list[Any]) -> Path:
+    (folder / "record.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in content))
+    return folder
+
+
+def plain() -> list[Any]:
+    """A record as it is in the file."""
+    return [{"num_ranks": 2}, *(dataclasses.asdict(entry) for entry in records()[1].lines)]
+
+
+def test_a_record_comes_back(tmp_path: Path) -> None:
+    assert read_record(written(tmp_path, plain())) == records()[1]
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "why"),
+    [
+        ((0, "num_ranks"), "2", "ValueError: num_ranks is '2'; it must be a number of ranks"),
+        ((0, "num_ranks"), 0, "ValueError: num_ranks is 0; it must be a number of ranks"),
+        ((0,), {}, "KeyError: 'num_ranks'"),
+        ((0,), [1], "TypeError: list indices must be integers or slices, not str"),
+        ((1,), None, "TypeError: mpitrain.verify.run_record.Line() argument after ** must be a mapping, not NoneType"),
+        ((1, "more"), 1, "TypeError: Line.__init__() got an unexpected keyword argument 'more'"),
+        ((2, "number"), 7, "ValueError: line 3 is of call 7, kind 'step', dtype 'float32'"),
+        ((2, "kind"), "sums", "ValueError: line 3 is of call 2, kind 'sums', dtype 'float32'"),
+        ((2, "precision"), None, "ValueError: line 3 is of call 2, kind 'step', dtype None"),
+        ((2, "weights"), [1.0, -1.0], "ValueError: line 3 has the weights [1.0, -1.0]; they must be 0 or more"),
+        ((2, "weights"), [True], "TypeError: True is no number"),
+        ((2, "samples"), [[1]], "ValueError: line 3 has samples that are no hashes"),
+        ((2, "loss"), "1", "TypeError: '1' is no number"),
+        ((2, "learning_rate"), 10**400, "OverflowError: int too large to convert to float"),
+        ((2, "metrics"), [1], "AttributeError: 'list' object has no attribute 'items'"),
+        ((2, "tensors"), None, "AttributeError: 'NoneType' object has no attribute 'items'"),
+        ((2, "tensors", "w"), {}, "KeyError: 'count'"),
+        ((2, "tensors", "w", "count"), -1, "ValueError: w has -1 elements and 8 projections, not 8"),
+        ((2, "tensors", "w", "projections"), [1.0], "ValueError: w has 600 elements and 1 projections, not 8"),
+        ((2, "tensors", "w", "dtype"), ["float32"], "TypeError: w has the dtype ['float32']"),
+    ],
+)
+def test_a_record_with_other_values(tmp_path: Path, place: tuple[Any, ...], value: Any, why: str) -> None:
+    content: Any = plain()
+    at = content
+    for key in place[:-1]:
+        at = at[key]
+    at[place[-1]] = value
+    with pytest.raises(DataError) as caught:
+        read_record(written(tmp_path, content))
+    assert str(caught.value) == (
+        f"there is no whole record in {tmp_path} ({why}). Rank 0 writes it on its host: "
+        "if that is another one, use mpitrain verify --directory on a file system that both share"
+    )
+
+
+def test_a_record_of_brackets(tmp_path: Path) -> None:
+    (tmp_path / "record.jsonl").write_text("[" * 200_000)
+    with pytest.raises(DataError, match="RecursionError: maximum recursion depth exceeded"):
+        read_record(tmp_path)
+
+
+def test_values_whose_squares_are_no_floats() -> None:
+    huge, more = (sketch("w", numpy.full(4, value)) for value in (1.0, 1.5))
+    for one in (huge, more):
+        one["norm"] *= 2.0**600
+        one["projections"] = [value * 2.0**600 for value in one["projections"]]
+    alone = RunRecord(1, (line(1, [["a"]], tensors={"w": huge}),))
+    assert compare(alone, alone).largest["gradients"] == (0.0, 1, "w")
+    its = compare(alone, RunRecord(2, (line(1, [["a"]], tensors={"w": more}),)))
+    small = [
+        RunRecord(1, (line(1, [["a"]], tensors={"w": sketch("w", numpy.full(4, value))}),)) for value in (1.0, 1.5)
+    ]
+    assert its.largest["gradients"] == compare(*small).largest["gradients"]
+
+
+def test_a_norm_of_zero_with_other_projections() -> None:
+    """No Recorder writes that. It is a difference, not a division by zero."""
+    none, some = (sketch("w", numpy.zeros(3)) for _ in range(2))
+    some["projections"][0] = 1.0
+    alone = RunRecord(1, (line(1, [["a"]], tensors={"w": none}),))
+    together = RunRecord(2, (line(1, [["a"]], tensors={"w": some}),))
+    assert only(compare(alone, together))[:2] == (1, "gradients")
+    assert compare(alone, together).largest["gradients"] == (math.inf, 1, "w")
+
+
+def test_the_file_is_the_launchers(tmp_path: Path) -> None:
+    make_record(tmp_path)
+    status = (tmp_path / "record.jsonl").lstat()
+    assert (stat.filemode(status.st_mode), status.st_size) == ("-rw-------", 0)
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "record.jsonl").unlink()
+    (tmp_path / "record.jsonl").symlink_to("precious")
+    make_record(tmp_path)  # in its place, not through it
+    assert not (tmp_path / "record.jsonl").is_symlink()
+    assert (tmp_path / "precious").read_text() == "mine"
+
+
+SCRIPT = "import mpitrain as mt; world = mt.init(); world.mean(1.0); print('it went on')"
+
+
+@pytest.mark.parametrize("kind", ["link", "hard link", "mode", "fifo", "folder"])
+def test_a_rank_writes_into_no_other_file(tmp_path: Path, kind: str) -> None:
+    """What its environment names may be any file of the user."""
+    make_record(tmp_path)
+    record, precious = tmp_path / "record.jsonl", tmp_path / "precious"
+    record.rename(precious)
+    precious.write_text("mine")
+    links = 1
+    if kind == "link":
+        record.symlink_to("precious")
+    elif kind == "hard link":
+        record.hardlink_to(precious)
+        links = 2
+    elif kind == "mode":
+        precious.rename(record)
+        record.chmod(0o644)
+        precious = record
+    elif kind == "fifo":
+        os.mkfifo(record, 0o600)
+    else:
+        record.mkdir()
+    what = {
+        "link": "is a link",
+        "fifo": "cannot be opened (No such device or address)",
+        "folder": "cannot be opened (Is a directory)",
+    }
+    mode = "-rw-r--r--" if kind == "mode" else "-rw-------"
+    problem = what.get(kind, f"is {mode}, owner {os.geteuid()}, {links} links")
+    environment = {"_MPITRAIN_VERIFY_RECORD": str(tmp_path), "_MPITRAIN_VERIFY_STEPS": "1"}
+    job = run_command([sys.executable, "-c", SCRIPT], env=environment)
+    assert (job.code, job.stdout) == (1, ""), job.output
+    assert f"the record {record} {problem}. It must be the file that mpitrain verify has made" in job.stderr
+    assert precious.read_text() == "mine"
