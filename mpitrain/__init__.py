@@ -138,4 +138,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME, *_OF_FRAMEWORKS, "collectives"})
+    return sorted({*_HOME, *_OF_FRAMEWORKS, "collectives", "__version__"})

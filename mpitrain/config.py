@@ -20,6 +20,21 @@ PREFIX = "MPITRAIN_"
 ENV_FILE = PREFIX + "ENV_FILE"
 
 
+# Of waits, lowest and highest. What waits for the kernel counts milliseconds in 32 bits.
+SECONDS = (1e-3, 1e6)
+
+
+def check_range(name: str, value: float, lowest: float, highest: float, *, or_zero: bool = False) -> None:
+    """Refuse a number that is out of its range: what is computed from it would be no number, or for nobody's good.
+
+    Raises:
+        ConfigError: names the range.
+    """
+    if not (lowest <= value <= highest or (or_zero and value == 0)):
+        zero = "0, or " if or_zero else ""
+        raise ConfigError(f"{name} is {value!r}; it must be {zero}a number from {lowest:g} to {highest:g}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """What can be set for the ranks of a job. Each field is a variable too: `bucket_mib` is MPITRAIN_BUCKET_MIB."""
@@ -34,14 +49,9 @@ class Config:
     trace: str = ""  # directory on rank 0 for a trace of all ranks, written at the end; "": none
 
     def __post_init__(self) -> None:
-        for name, lowest, is_allowed in (
-            ("bucket_mib", "0 or more", self.bucket_mib >= 0),
-            ("stall_seconds", "above 0", self.stall_seconds > 0),
-            ("hang_seconds", "0 or more", self.hang_seconds >= 0),
-        ):
-            value = getattr(self, name)
-            if not is_allowed or value == float("inf"):
-                raise ConfigError(f"{name} is {value!r}; it must be a finite number, {lowest}")
+        check_range("bucket_mib", self.bucket_mib, 1e-6, 1e6, or_zero=True)
+        check_range("stall_seconds", self.stall_seconds, *SECONDS)
+        check_range("hang_seconds", self.hang_seconds, *SECONDS, or_zero=True)
 
 
 def read_config(environ: Mapping[str, str], arguments: Mapping[str, Any]) -> Config:

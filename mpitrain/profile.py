@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -98,7 +97,7 @@ def from_json(text: str, path: str, here: dict[str, Any]) -> Profile:
         schema, measured_on, measured = content["schema"], content["fingerprint"], content["measured"]
         nodes = tuple(str(name) for name in content["nodes"])
         measured_on = {name: measured_on.get(name) for name in here}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"the profile {path} is damaged ({error!r}). {advice}") from None
     if schema != SCHEMA:
         raise ConfigError(f"the profile {path} has format {schema}; this version reads {SCHEMA}. {advice}")
@@ -110,8 +109,8 @@ def from_json(text: str, path: str, here: dict[str, Any]) -> Profile:
     try:
         here_too: dict[str, Any] = {  # also on one node
             "codecs": tuple((str(name), _slowest(rates)) for name, rates in measured["codecs"].items()),
-            "add_bytes_per_second": _above_0(measured["add_bytes_per_second"]),
-            "copy_bytes_per_second": _above_0(measured["copy_bytes_per_second"]),
+            "add_bytes_per_second": _rate(measured["add_bytes_per_second"]),
+            "copy_bytes_per_second": _rate(measured["copy_bytes_per_second"]),
             "native_below_bytes": _limit(measured["native_below_bytes"]),
         }
         if sorted(nodes) != here["hosts"]:
@@ -121,29 +120,31 @@ def from_json(text: str, path: str, here: dict[str, Any]) -> Profile:
             return replace(DEFAULT, origin=path, nodes=nodes, **here_too)
         if {len(row) for row in links} != {len(nodes)} or len(links) != len(nodes):
             raise ValueError("its links do not fit its nodes")
-        rows = tuple(
-            tuple(0.0 if i == j else _above_0(rate) for j, rate in enumerate(row)) for i, row in enumerate(links)
-        )
+        rows = tuple(tuple(0.0 if i == j else _rate(rate) for j, rate in enumerate(row)) for i, row in enumerate(links))
         rates = sorted(rate for i, row in enumerate(rows) for j, rate in enumerate(row) if i != j)
-        return Profile(path, _above_0(latency_us) * 1e-6, rates[len(rates) // 2], rows, nodes, **here_too)
+        return Profile(path, _measured(latency_us, 1e-3, 1e9) * 1e-6, rates[len(rates) // 2], rows, nodes, **here_too)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ConfigError(f"the profile {path} is damaged ({error!r}). {advice}") from None
 
 
 def _slowest(rates: dict[str, Any]) -> float:
     """What encoding, adding and decoding let through one after the other, the work on half of the bytes each."""
-    return 1 / sum(1 / _above_0(rates[f"{operation}_bytes_per_second"]) for operation in ("encode", "add", "decode"))
+    return 1 / sum(1 / _rate(rates[f"{operation}_bytes_per_second"]) for operation in ("encode", "add", "decode"))
 
 
-def _above_0(value: object) -> float:
-    """The number that every measured time and rate must be."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
-        raise ValueError(f"{value!r} is no number above 0")
+def _rate(value: object) -> float:
+    """Bytes a second, from a byte to a thousand times what the fastest memory moves."""
+    return _measured(value, 1.0, 1e16)
+
+
+def _measured(value: object, lowest: float, highest: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not lowest <= value <= highest:
+        raise ValueError(f"{value!r} is no number from {lowest:g} to {highest:g}")
     return float(value)
 
 
 def _limit(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
         raise ValueError(f"{value!r} is no number of bytes")
     return value
 

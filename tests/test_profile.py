@@ -216,3 +216,21 @@ def test_fingerprint_does_not_depend_on_the_order_of_ranks() -> None:
 )
 def test_library_name(text: str, name: str) -> None:
     assert library_name(text) == name
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"add_bytes_per_second": 5e-324}, "5e-324 is no number from 1 to 1e+16"),
+        ({"copy_bytes_per_second": 1e300}, "1e+300 is no number from 1 to 1e+16"),
+        ({"latency_between_nodes_us": 5e-324}, "5e-324 is no number from 0.001 to 1e+09"),
+        ({"codecs": {"bf16": RATES | {"add_bytes_per_second": 5e-324}}}, "5e-324 is no number from 1 to 1e+16"),
+        ({"native_below_bytes": 2**63}, f"{2**63} is no number of bytes"),
+    ],
+)
+def test_a_number_out_of_its_range(changes: dict[str, Any], why: str) -> None:
+    assert f"is damaged (ValueError('{why}'))" in refusal(changed(**changes))
+
+
+def test_brackets() -> None:
+    assert "is damaged (RecursionError(" in refusal("[" * 200_000)

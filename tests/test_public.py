@@ -8,11 +8,13 @@ import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import mpitrain
 from jobs import HANG_SECONDS
+from mpitrain.errors import ConfigError
 
 INIT = Path(mpitrain.__file__)
 # Present in the fresh interpreters below, so that whoever imports one of them is seen.
@@ -129,3 +131,24 @@ def test_a_job_of_one_loads_no_framework(tmp_path: Path) -> None:
 def test_the_codecs_load_no_compiler_before_one_is_made(tmp_path: Path) -> None:
     found = loaded_after("from mpitrain.compression import CODECS; [make(False) for make in CODECS.values()]", tmp_path)
     assert not found & {*DEVICES_AND_FRAMEWORKS}
+
+
+def test_dir_shows_public_names_only() -> None:
+    """Also after modules of ours have been loaded, which Python makes attributes."""
+    import_module("mpitrain.launch.start")
+    assert dir(mpitrain) == sorted({*mpitrain.__all__, "TorchModule", "collectives", "__version__"})
+
+
+def test_a_writer_among_the_hooks(tmp_path: Path) -> None:
+    for hook, kind in (
+        (mpitrain.JsonLines(tmp_path), "a JsonLines"),
+        (mpitrain.Checkpoint, "the class Checkpoint"),
+        (None, "a NoneType"),
+    ):
+        hooks: list[Any] = [mpitrain.StopAtStep(1), hook]
+        with pytest.raises(ConfigError) as caught:
+            mpitrain.Trainer(lambda _: pytest.fail("nothing is made"), hooks)
+        assert str(caught.value) == (
+            f"hooks[1] of Trainer is {kind}; it must be a Hook. What writes or measures goes into mt.Record, as in "
+            "hooks=[mt.Record([mt.JsonLines(directory)])]"
+        )

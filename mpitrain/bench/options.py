@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from mpitrain.config import SECONDS, check_range
 from mpitrain.errors import ConfigError
 
 POINT_TO_POINT = "point_to_point"
@@ -138,9 +140,9 @@ def read_options(arguments: argparse.Namespace) -> Options:
         algorithms=tuple(chosen),
         has_all_algorithms=arguments.algorithms == ALL,
         codecs=tuple(codecs),
-        rounds=None if arguments.rounds is None else int(_number("--rounds", arguments.rounds, whole=True)),
-        seconds=_number("--seconds", arguments.seconds),
-        link_gbit=None if arguments.link_gbit is None else _number("--link-gbit", arguments.link_gbit),
+        rounds=None if arguments.rounds is None else _whole_number("--rounds", arguments.rounds),
+        seconds=_number("--seconds", arguments.seconds, *SECONDS),
+        link_gbit=None if arguments.link_gbit is None else _number("--link-gbit", arguments.link_gbit, 1e-6, 1e6),
         progress=arguments.progress,
         show=arguments.show,
         **files,
@@ -193,14 +195,22 @@ def _names(kind: str, text: str, known: list[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _number(option: str, text: str, whole: bool = False) -> float:
+def _number(option: str, text: str, lowest: float, highest: float) -> float:
     try:
-        value = int(text) if whole else float(text)
+        value = float(text)
     except ValueError:
-        value = 0
-    if not 0 < value < float("inf"):
-        raise ConfigError(f"{option} is {text!r}; it must be a {'whole ' if whole else ''}number above 0")
+        value = math.nan
+    try:
+        check_range(option, value, lowest, highest)
+    except ConfigError:
+        raise ConfigError(f"{option} is {text!r}; it must be a number from {lowest:g} to {highest:g}") from None
     return value
+
+
+def _whole_number(option: str, text: str) -> int:
+    if not text.isdecimal() or len(text) > 9 or int(text) < 1:
+        raise ConfigError(f"{option} is {text!r}; it must be a whole number from 1 to 999999999")
+    return int(text)
 
 
 def _check_files(files: dict[str, Path | None]) -> None:

@@ -122,14 +122,16 @@ def _verify(path: Path) -> int:
 
 
 def _export(path: Path, file: Path) -> int:
+    from mpitrain.arrays import is_array
     from mpitrain.training.checkpoint.store import read
 
     if file.suffix not in (".safetensors", ".npz"):
         raise ConfigError(f"{file} ends in {file.suffix or 'nothing'}; it must be .safetensors or .npz")
     path = _newest(path)
     manifest, state = read(path)
-    parameters = state.get("adapter", {}).get("parameters")
-    if not parameters:
+    adapter = state.get("adapter")
+    parameters = adapter.get("parameters") if isinstance(adapter, dict) else None
+    if not isinstance(parameters, dict) or not parameters or not all(map(is_array, parameters.values())):
         raise CheckpointError(f"{path} holds no parameters; was it written by a Trainer?")
     _write(file, parameters)
     count = sum(value.size for value in parameters.values())

@@ -11,6 +11,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mpitrain.config import SECONDS
 from mpitrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,6 +33,9 @@ class _Elsewhere(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         parser.error(f"{self.option_strings[0]} is another launcher's; here it is {_ELSEWHERE[self.option_strings[0]]}")
+
+
+_MOST_DIGITS = 100  # Python itself turns no more than 4300 into a number
 
 
 def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
@@ -143,7 +147,7 @@ def add_script_arguments(parser: argparse.ArgumentParser) -> None:
 
 def positive(text: str) -> int:
     """The number that an option's text says; above 0."""
-    if not text.isdecimal() or int(text) < 1:
+    if not text.isdecimal() or len(text) > _MOST_DIGITS or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
 
@@ -159,6 +163,7 @@ def _seconds(text: str) -> float:
         seconds = float(text)
     except ValueError:
         seconds = -1.0
-    if not 0 <= seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds, 0 or above")
+    lowest, highest = SECONDS
+    if not (lowest <= seconds <= highest or seconds == 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds, 0 or from {lowest:g} to {highest:g}")
     return seconds

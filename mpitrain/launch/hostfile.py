@@ -97,10 +97,10 @@ def group_variables(path: Path) -> dict[str, str]:
         ConfigError: as read_inventory.
     """
     variables: dict[str, str] = {}
-    for _, group, kind, line in sections(path, read_text(path)):
+    for number, group, kind, line in sections(path, read_text(path)):
         if kind == "vars" and group in ("all", "cluster") and not line.startswith("["):
             name, _, value = line.partition("=")
-            variables[name.strip()] = " ".join(shlex.split(value))
+            variables[name.strip()] = " ".join(_words(path, number, value))
     return variables
 
 
@@ -206,10 +206,7 @@ def _inventory(path: Path, groups: Mapping[str, Sequence[Host]], children: Seque
 
 
 def _host(path: Path, number: int, line: str) -> Host:
-    try:
-        name, *settings = shlex.split(line, comments=True)
-    except ValueError as error:
-        raise _error(path, number, f"{line!r} cannot be split: {error}", "close the quotation") from None
+    name, *settings = _words(path, number, line, comments=True) or [""]
     if "[" in name:
         raise _error(path, number, f"{name!r} is a range of names", "write a line for each node, with its address")
     if not _NAME.fullmatch(name):
@@ -227,6 +224,14 @@ def _host(path: Path, number: int, line: str) -> Host:
             raise _error(path, number, f"{name} sets {key} twice", "keep one of them")
         variables[key] = value
     return Host(name, _address(path, number, name, variables.pop("ansible_host", None)), variables)
+
+
+def _words(path: Path, number: int, text: str, *, comments: bool = False) -> list[str]:
+    try:
+        return shlex.split(text, comments=comments)
+    except ValueError as error:
+        problem = f"{text!r} cannot be split: {error}"
+        raise _error(path, number, problem, """close the quotation, or quote the quote: note="it's mine\"""") from None
 
 
 def _address(path: Path, number: int, name: str, given: str | None) -> str:
@@ -259,7 +264,8 @@ def _child(path: Path, number: int, line: str) -> str:
 
 
 def _check_variable(path: Path, number: int, line: str) -> None:
-    name, equals, _ = line.partition("=")
+    name, equals, value = line.partition("=")
+    _words(path, number, value)
     if not equals or not _VARIABLE.fullmatch(name.strip()):
         raise _error(path, number, f"{line!r} is not of the form variable=value", "one variable a line")
     if name.strip() == "ansible_host":

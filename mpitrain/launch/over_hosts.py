@@ -21,7 +21,7 @@ from mpitrain.launch.dialects import JobSpec, command_for, ssh_agent
 from mpitrain.launch.ending import Ended
 from mpitrain.launch.interfaces import Pinning, pin
 from mpitrain.launch.job import run_job
-from mpitrain.launch.placement import Placement
+from mpitrain.launch.placement import Placement, refuse_crowds
 from mpitrain.launch.variables import absent
 from mpitrain.launch.watch import GUARD_SILENCE_SECONDS, Guards
 from mpitrain.launch.watched import WatchedJob, identified
@@ -140,6 +140,7 @@ def _fitted(job: JobSpec, facts: Mapping[str, HostFacts], pinning: Pinning, adde
     """The job as its hosts need it, with `added` variables. Where guards read a roll call, ranks sign their start."""
     placement = job.placement
     cores = {host: int(facts[host]["cores"]) for host in placement.hosts}
+    refuse_crowds(placement.places, cores)
     common, by_host = _threads(placement, cores)
     settings = {
         f"{place.first_rank}-{place.ranks[-1]}": variables

@@ -18,7 +18,10 @@ from dataclasses import dataclass, field, replace
 from mpitrain.errors import ConfigError
 
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
-_DEVICES = re.compile(r"(?P<kind>cpu|cuda):?(?P<first>(?<=:)\d+)?(-(?P<last>\d+))?(x(?P<each>\d+))?")
+_DEVICES = re.compile(r"(?P<kind>cpu|cuda):?(?P<first>(?<=:)\d{1,9})?(-(?P<last>\d{1,9}))?(x(?P<each>\d{1,9}))?")
+# Ranks of one host: so many a core, and as many as a small machine can hold of small ranks. More than the last number
+# are refused before it is known how many cores a host has.
+_MOST_A_CORE, _ALWAYS_ALLOWED, _MOST_OF_ALL = 16, 64, 16384
 _FORMS = "a, a/cpu, a/cpux4, a/cuda:0, a/cuda:0-3, a/cuda:0-3x2"
 
 
@@ -131,6 +134,7 @@ def _devices(devices: str, item: str, text: str) -> list[str]:
     each = int(parts["each"] or 1)
     if each < 1:
         raise ConfigError(f"{item!r} in --hosts {text} asks for no rank; the number after x must be above 0")
+    _refuse_count(each, item)
     if parts["kind"] == "cpu":
         if parts["last"]:
             raise ConfigError(f"{item!r} in --hosts {text}: cpu has no numbers; for four ranks write cpux4")
@@ -139,6 +143,7 @@ def _devices(devices: str, item: str, text: str) -> list[str]:
     last = int(parts["last"] or first)
     if last < first:
         raise ConfigError(f"{item!r} in --hosts {text}: the devices {first}-{last} run backwards")
+    _refuse_count((last - first + 1) * each, item)
     return [f"cuda:{number}" for number in range(first, last + 1) for _ in range(each)]
 
 
@@ -168,11 +173,37 @@ def place(hosts: Mapping[str, Sequence[str]], num_ranks: int | None, ranks_per_h
         raise ConfigError(
             f"{sum(counts)} ranks leave nothing to do for {', '.join(idle)}; name fewer hosts, or ask for more ranks"
         )
+    for host, count in zip(hosts, counts, strict=True):
+        _refuse_count(count, host)
     firsts = [sum(counts[:number]) for number in range(len(counts))]
     return tuple(
         Place(host, first, count, tuple(devices))
         for (host, devices), first, count in zip(hosts.items(), firsts, counts, strict=True)
     )
+
+
+def refuse_crowds(places: Sequence[Place], cores: Mapping[str, int]) -> None:
+    """Refuse more ranks than a host can hold. `cores` by host.
+
+    Raises:
+        ConfigError: names the first such host.
+    """
+    for place in places:
+        most = max(_ALWAYS_ALLOWED, _MOST_A_CORE * cores[place.host])
+        if place.num_ranks > most:
+            raise ConfigError(
+                f"{place.num_ranks} ranks on {place.host} are too many: it has {cores[place.host]} cores, and allowed "
+                f"are at most {most} ranks there ({_MOST_A_CORE} a core, and {_ALWAYS_ALLOWED} on every machine). Ask "
+                "for fewer by -n or --ppn, or name more hosts by --hosts"
+            )
+
+
+def _refuse_count(num_ranks: int, where: str) -> None:
+    if num_ranks > _MOST_OF_ALL:
+        raise ConfigError(
+            f"{num_ranks} ranks on {where} are too many: allowed are at most {_MOST_OF_ALL} on the largest machine. "
+            "Ask for fewer by -n or --ppn, or name more hosts by --hosts"
+        )
 
 
 def _counts(num_hosts: int, num_ranks: int | None, ranks_per_host: int | None) -> list[int]:

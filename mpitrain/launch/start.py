@@ -24,7 +24,7 @@ from mpitrain.launch.ending import Ended
 from mpitrain.launch.hosts import place_ranks
 from mpitrain.launch.launched import check_mpiexec
 from mpitrain.launch.libraries import describe_mpiexec, find_library, find_mpiexec
-from mpitrain.launch.placement import Placement
+from mpitrain.launch.placement import Placement, refuse_crowds
 from mpitrain.launch.supervisor import Limits, supervise
 from mpitrain.launch.tuning import glibc_version
 from mpitrain.launch.variables import read_env_file
@@ -80,6 +80,9 @@ def start(request: Request) -> int:
     """
     with _environment(request) as from_file:
         placement = place_ranks(request.hosts, request.inventory, request.num_ranks, request.ranks_per_host)
+        num_cores = len(os.sched_getaffinity(0))
+        if placement.is_here:  # else each host says how many it has
+            refuse_crowds(placement.places, {placement.own: num_cores})
         mpiexec = describe_mpiexec(request.mpiexec) if request.mpiexec else find_mpiexec()
         check_mpiexec(mpiexec, find_library(), placement.num_ranks, request.typed)
         if placement.note:
@@ -91,7 +94,7 @@ def start(request: Request) -> int:
             mpiexec=mpiexec,
             program=[sys.executable, *request.program],
             placement=placement,
-            num_cores=len(os.sched_getaffinity(0)),
+            num_cores=num_cores,
             as_root=os.geteuid() == 0,
             shows_ranks=request.shows_ranks,
             context=JobContext(verify_record=request.verify_record, verify_steps=request.verify_steps),

@@ -31,6 +31,7 @@ def add_worker(path: Path, host: Host) -> Inventory:
         ConfigError: its name or address is there already, or cannot be one.
     """
     text = read_text(path)
+    parse(path, text)  # there is a section of workers
     behind = max(number for number, group, kind, _ in sections(path, text) if (group, kind) == ("workers", ""))
     lines = text.splitlines()
     return _replace(path, "\n".join([*lines[:behind], host_line(host), *lines[behind:]]) + "\n")

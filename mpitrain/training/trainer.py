@@ -43,7 +43,11 @@ class Trainer:
             hooks: called in this order after every step (but Checkpoint comes last, before the run first); one of
                 them must end the run (see StopAtStep).
             world: whose ranks train together; default: that of `init()`.
+
+        Raises:
+            ConfigError: one of the hooks is no Hook.
         """
+        _refuse_others(hooks)
         self._build = build
         self._given_hooks = tuple(hooks)
         self._is_running = False
@@ -256,6 +260,16 @@ class Trainer:
         except KeyError as error:
             raise CheckpointError(f"the checkpoint has no entry {error}; was it written by this Trainer?") from error
         self.step_number = step
+
+
+def _refuse_others(hooks: Sequence[object]) -> None:
+    for number, hook in enumerate(hooks):
+        if not isinstance(hook, Hook):
+            kind = f"the class {hook.__name__}" if isinstance(hook, type) else f"a {type(hook).__name__}"
+            raise ConfigError(
+                f"hooks[{number}] of Trainer is {kind}; it must be a Hook. What writes or measures goes into "
+                "mt.Record, as in hooks=[mt.Record([mt.JsonLines(directory)])]"
+            )
 
 
 def _by_name(hooks: Sequence[Hook]) -> dict[str, Hook]:

@@ -280,7 +280,10 @@ def test_the_mpiexec_of_another_mpi_is_refused(tmp_path: Path) -> None:
         (["-n", "two", __file__], "'two' is not a whole number above 0"),
         ([__file__], "how many ranks? Say -n N for the whole job, --ppn N for each host, or name devices"),
         (["--ppn", "0", __file__], "'0' is not a whole number above 0"),
-        (["-n", "2", "--start-seconds", "soon", __file__], "'soon' is not a number of seconds, 0 or above"),
+        (
+            ["-n", "2", "--start-seconds", "soon", __file__],
+            "'soon' is not a number of seconds, 0 or from 0.001 to 1e+06",
+        ),
         (["-n", "2", "--hosts", "a/gpu", __file__], "'a/gpu' in --hosts a/gpu is no device that is known"),
         (["-n", "3", "--hosts", "localhost/cpux2", __file__], "-n is 3, and the devices in --hosts are for 2 ranks"),
         (["-n", "2", "-i", "nowhere", __file__], "nowhere: there is no such file"),

@@ -76,7 +76,7 @@ INIT = "import os\nimport mpitrain as mt\nprint(mt.init({}).size)"
     [
         ("MPITRAIN_ALGORITM", "ring", "there is no setting MPITRAIN_ALGORITM; did you mean MPITRAIN_ALGORITHM? Known"),
         ("MPITRAIN_BUCKET_MIB", "big", "MPITRAIN_BUCKET_MIB is 'big'; it must be a float"),
-        ("MPITRAIN_STALL_SECONDS", "nan", "stall_seconds is nan; it must be a finite number, above 0"),
+        ("MPITRAIN_STALL_SECONDS", "nan", "stall_seconds is nan; it must be a number from 0.001 to 1e+06"),
         ("MPITRAIN_ALGORITHM", "rign", "there is no allreduce algorithm 'rign'; known: auto, "),
         ("MPITRAIN_COMPRESSION", "int9", "there is no compression 'int9'; known: bf16, "),
     ],

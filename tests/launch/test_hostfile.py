@@ -11,7 +11,14 @@ import pytest
 
 from jobs import run_command
 from mpitrain.errors import ConfigError
-from mpitrain.launch.hostfile import PROJECT_INVENTORY, Host, Inventory, find_inventory, read_inventory
+from mpitrain.launch.hostfile import (
+    PROJECT_INVENTORY,
+    Host,
+    Inventory,
+    find_inventory,
+    group_variables,
+    read_inventory,
+)
 from mpitrain.provision.edit_hostfile import add_worker, remove_worker, write_inventory
 
 EVERYTHING = """\
@@ -105,6 +112,8 @@ def ansible_reads(path: Path) -> dict[str, dict]:
         ("10.0.0.2", "10.0.0.2 ansible_user = ada", 4, ["'ansible_user' of b is not", "no space around ="]),
         ("10.0.0.2", "10.0.0.2 ansible_host=10.0.0.3", 4, ["b sets ansible_host twice"]),
         ("10.0.0.2", "10.0.0.2 x='y", 4, ["cannot be split", "quotation"]),
+        ("10.0.0.2", "10.0.0.2 note=it's mine", 4, ["cannot be split: No closing quotation", "quote the quote"]),
+        ("[head]", "[all:vars]\nnote=it's mine\n[head]", 2, ["cannot be split: No closing quotation"]),
         ("[workers]", "[gpu]", 3, ["the section [gpu] is not known", "allowed are [head], [workers]"]),
         ("[cluster:children]", "[workers:children]", 5, ["[workers:children] is not known"]),
         ("[cluster:children]", "[cluster]", 5, ["[cluster] is not known"]),
@@ -237,3 +246,17 @@ def test_what_cannot_be_written_leaves_what_was(hosts: Path) -> None:
     with pytest.raises(ConfigError, match=r"the address 10.0.0.1 of b is in line 2 already"):
         write_inventory(hosts, Inventory(hosts, Host("a", "10.0.0.1"), (Host("b", "10.0.0.1"),)))
     assert hosts.read_text() == PLAIN
+
+
+def test_group_variables_with_a_quotation_that_does_not_end(hosts: Path) -> None:
+    hosts.write_text(PLAIN + "[all:vars]\nnote=it's mine\n")
+    with pytest.raises(ConfigError, match=r"hosts:9: \"it's mine\" cannot be split: No closing quotation"):
+        group_variables(hosts)
+
+
+def test_adding_without_a_section_of_workers(hosts: Path) -> None:
+    hosts.write_text(PLAIN.replace("[workers]\nb ansible_host=10.0.0.2\n", ""))
+    before = hosts.read_text()
+    with pytest.raises(ConfigError, match=r"there is no section \[workers\]; add it"):
+        add_worker(hosts, Host("c", "10.0.0.3"))
+    assert hosts.read_text() == before

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mpitrain.errors import ConfigError
-from mpitrain.launch.placement import parse_hosts, place
+from mpitrain.launch.placement import parse_hosts, place, refuse_crowds
 
 
 @pytest.mark.parametrize(
@@ -91,3 +91,34 @@ def test_numbers_that_contradict_each_other(
     with pytest.raises(ConfigError) as error:
         laid_out(hosts, num_ranks, ranks_per_host)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "num_ranks", "ranks_per_host", "text"),
+    [
+        ("a", 10**20, None, f"{10**20} ranks on a are too many: allowed are at most 16384 on the largest machine. "),
+        ("a,b", None, 10**20, f"{10**20} ranks on a are too many: allowed are at most 16384 on the largest machine. "),
+        ("a/cpux20000", None, None, "20000 ranks on a/cpux20000 are too many: allowed are at most 16384 on the "),
+        ("a/cuda:0-99999", None, None, "100000 ranks on a/cuda:0-99999 are too many: allowed are at most 16384 on "),
+        ("a/cpux99999999999999", None, None, "'a/cpux99999999999999' in --hosts a/cpux99999999999999 is no device "),
+    ],
+)
+def test_more_than_any_host_holds(hosts: str, num_ranks: int | None, ranks_per_host: int | None, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        place(parse_hosts(hosts), num_ranks, ranks_per_host)
+    assert str(caught.value).startswith(text)
+
+
+def test_more_than_a_host_can_hold() -> None:
+    """Small ranks of a learner pass on a small machine."""
+    places = place(parse_hosts("a,b"), 128, None)
+    refuse_crowds(places, {"a": 2, "b": 2})
+    refuse_crowds(places, {"a": 4, "b": 1})
+    places = place(parse_hosts("a,b"), 162, None)
+    refuse_crowds(places, {"a": 6, "b": 6})
+    with pytest.raises(ConfigError) as caught:
+        refuse_crowds(places, {"a": 6, "b": 5})
+    assert str(caught.value) == (
+        "81 ranks on b are too many: it has 5 cores, and allowed are at most 80 ranks there (16 a core, and 64 on "
+        "every machine). Ask for fewer by -n or --ppn, or name more hosts by --hosts"
+    )

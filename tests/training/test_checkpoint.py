@@ -305,3 +305,29 @@ def test_a_writer_reports_and_goes_on() -> None:
     assert said == ["no room"]
     finish(lambda: None)
     assert writer.failed is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("values", [1], "values is a list; it must be a dict"),
+        ("values", None, "values is a NoneType; it must be a dict"),
+        ("step", "5", "step is a str; it must be a int"),
+        ("step", -5, "step is -5, parts is 0; allowed are 0 or more, and 0 to 1048576"),
+        ("parts", 10**20, f"step is 5, parts is {10**20}; allowed are 0 or more, and 0 to 1048576"),
+        ("score", "1", "score is '1'; it must be a number"),
+        ("information", {"loss": "low"}, "loss is 'low'; it must be a number"),
+        ("files", {"a\0b": {"bytes": 1, "sha256": ""}}, "'a\\x00b' is a file; allowed is a name without folders"),
+        ("files", {"../a": {"bytes": 1, "sha256": ""}}, "'../a' is a file; allowed is a name without folders"),
+        ("files", {"a": {"bytes": "1", "sha256": ""}}, "a has '1' bytes and the checksum ''"),
+    ],
+)
+def test_a_manifest_with_other_values(tmp_path: Path, name: str, value: Any, why: str) -> None:
+    """Its checksum is right: it was not the disk that changed it."""
+    path = save(tmp_path, 5, {"x": numpy.ones(3)})
+    content = json.loads((path / "manifest.json").read_text())["manifest"] | {name: value}
+    checksum = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    (path / "manifest.json").write_text(json.dumps({"manifest": content, "sha256": checksum}))
+    with pytest.raises(CheckpointError) as caught:
+        load(path)
+    assert str(caught.value) == f"{path}: manifest.json is damaged: {why}"

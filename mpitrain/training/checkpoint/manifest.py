@@ -23,6 +23,7 @@ from mpitrain.world import World
 
 FILE = "manifest.json"
 _FORMAT = 1
+_MOST_PARTS = 2**20
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,10 @@ def read_manifest(path: Path) -> Manifest:
         if (number := fields.pop("format")) != _FORMAT:
             raise CheckpointError(f"{path} has format {number}; this version of mpitrain reads {_FORMAT}")
         fields["files"] = {name: File(**fields_of_file) for name, fields_of_file in fields["files"].items()}
-        return Manifest(**fields)
+        manifest = Manifest(**fields)
+        if problem := _problem(manifest):
+            raise CheckpointError(f"{path}: {FILE} is damaged: {problem}")
+        return manifest
     except FileNotFoundError:
         raise CheckpointError(f"{path} has no {FILE}; it was not written to its end, or is no checkpoint") from None
     except OSError as error:
@@ -85,6 +89,24 @@ def read_manifest(path: Path) -> Manifest:
         raise CheckpointError(f"{path}: {FILE} cannot be read: {error.strerror or error}") from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: {FILE} is damaged ({type(error).__name__}: {error})") from None
+
+
+def _problem(manifest: Manifest) -> str:
+    """What is of another kind than what is written; empty where nothing is."""
+    for name, kind in (("step", int), ("run", str), ("parts", int), ("values", dict), ("information", dict)):
+        if type(getattr(manifest, name)) is not kind:
+            return f"{name} is a {type(getattr(manifest, name)).__name__}; it must be a {kind.__name__}"
+    if manifest.step < 0 or not 0 <= manifest.parts <= _MOST_PARTS:
+        return f"step is {manifest.step}, parts is {manifest.parts}; allowed are 0 or more, and 0 to {_MOST_PARTS}"
+    for label, number in (("score", manifest.score), ("loss", manifest.information.get("loss"))):
+        if number is not None and type(number) not in (int, float):
+            return f"{label} is {number!r}; it must be a number"
+    for name, file in manifest.files.items():
+        if Path(name).name != name or "\0" in name:
+            return f"{name!r} is a file; allowed is a name without folders"
+        if type(file.bytes) is not int or type(file.sha256) is not str:
+            return f"{name} has {file.bytes!r} bytes and the checksum {file.sha256!r}"
+    return ""
 
 
 def information(world: World) -> dict[str, Any]:
