@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
+import shutil
+import signal
 import threading
 import time
 from concurrent.futures import Future
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,3 +69,26 @@ def test_commands_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     for thread in threads:
         thread.join()
     assert max(most) == 2
+
+
+def test_a_program_on_a_dead_share_holds_up_its_own_question_only(tmp_path: Path) -> None:
+    """To open it never ends. Here a lease does that, which the kernel breaks after 45 s."""
+    program = tmp_path / "program"
+    shutil.copy("/bin/true", program)
+    before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # it tells the holder that somebody opens the file
+    try:
+        with program.open("rb") as held:
+            fcntl.fcntl(held, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+            with pytest.raises(children.SlowError):
+                children.run([str(program)], 0.5)
+    finally:
+        signal.signal(signal.SIGIO, before)
+    assert children.run([str(program)])[0] == 0
+
+
+def test_a_program_that_is_not_there_or_is_none(tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    plain.touch(0o600)
+    assert children.run(["no-such-program"]) == (127, "", "no-such-program: No such file or directory")
+    assert children.run([str(plain)]) == (127, "", f"{plain}: Permission denied")
+    assert children.run(["sh", "-c", "echo it is full >&2; exit 127"]) == (127, "", "it is full\n")

@@ -11,6 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 
 _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+# It opens the program, not we: Popen stands still with all our threads until that is done, and a dead NFS server never
+# says where a program is.
+_ENV = "/usr/bin/env"
 
 _SUDO_SECONDS = 8.0
 _REMOVE_SECONDS = 3.0
@@ -64,7 +67,7 @@ def _run(
             raise EndingError
         try:
             child = subprocess.Popen(
-                command,
+                [_ENV, "--", *command],
                 stdin=subprocess.DEVNULL if input is None else subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -85,7 +88,10 @@ def _run(
     finally:
         with _lock:
             _running.discard(child)
-    return child.returncode, out.decode(errors="replace"), err.decode(errors="replace")
+    words = err.decode(errors="replace")
+    if child.returncode in (126, 127) and words.startswith(f"{_ENV}: "):
+        return 127, "", f"{command[0]}: {words.strip().rpartition(': ')[2]}"
+    return child.returncode, out.decode(errors="replace"), words
 
 
 def output(*command: str, seconds: float = 6.0) -> str:
