@@ -316,6 +316,8 @@ def test_a_writer_reports_and_goes_on() -> None:
         ("step", -5, "step is -5, parts is 0; allowed are 0 or more, and 0 to 1048576"),
         ("parts", 10**20, f"step is 5, parts is {10**20}; allowed are 0 or more, and 0 to 1048576"),
         ("score", "1", "score is '1'; it must be a number"),
+        ("score", 10**400, f"score is {10**400}; it must be a number"),
+        ("files", {"a": {"bytes": 10**400, "sha256": ""}}, f"a has {10**400} bytes and the checksum ''"),
         ("information", {"loss": "low"}, "loss is 'low'; it must be a number"),
         ("files", {"a\0b": {"bytes": 1, "sha256": ""}}, "'a\\x00b' is a file; allowed is a name without folders"),
         ("files", {"../a": {"bytes": 1, "sha256": ""}}, "'../a' is a file; allowed is a name without folders"),

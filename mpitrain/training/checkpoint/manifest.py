@@ -99,12 +99,12 @@ def _problem(manifest: Manifest) -> str:
     if manifest.step < 0 or not 0 <= manifest.parts <= _MOST_PARTS:
         return f"step is {manifest.step}, parts is {manifest.parts}; allowed are 0 or more, and 0 to {_MOST_PARTS}"
     for label, number in (("score", manifest.score), ("loss", manifest.information.get("loss"))):
-        if number is not None and type(number) not in (int, float):
+        if number is not None and (type(number) not in (int, float) or (type(number) is int and abs(number) >= 2**63)):
             return f"{label} is {number!r}; it must be a number"
     for name, file in manifest.files.items():
         if Path(name).name != name or "\0" in name:
             return f"{name!r} is a file; allowed is a name without folders"
-        if type(file.bytes) is not int or type(file.sha256) is not str:
+        if type(file.bytes) is not int or not 0 <= file.bytes < 2**63 or type(file.sha256) is not str:
             return f"{name} has {file.bytes!r} bytes and the checksum {file.sha256!r}"
     return ""
 
