@@ -73,6 +73,7 @@ class Agreement:
         self._request = comm.Iallgather([self._own, MPI.BYTE], [self.records, MPI.BYTE])
         self._testing = threading.Lock()
         control.open_tests.append(self._look)
+        control.agreements.append(self)
 
     def test(self) -> bool:
         """True when every rank's record is here and all are about to do the same.
@@ -102,9 +103,15 @@ class Agreement:
             return True
         if not self._request.Test():
             return False
+        differs = bool((self.records["signature"] != self.records["signature"][0]).any())
+        if differs and self._control.agreements[0] is not self:
+            return False  # ranks that disagree twice explain one thing after the other, all in the same order
         self._control.open_tests.remove(self._look)
-        if (self.records["signature"] != self.records["signature"][0]).any():
-            self._explain()
+        try:
+            if differs:
+                self._explain()
+        finally:
+            self._control.agreements.remove(self)
         self._request = None  # not before: until then nobody may take it for agreed
         return True
 

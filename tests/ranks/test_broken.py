@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy
 import pytest
@@ -44,3 +44,29 @@ def test_a_mismatch_stays_one(world: World) -> None:
         with pytest.raises(MismatchError, match=r"rank 1 on .*: call 1; rank 0 on .*: call 0"):
             agreement.wait()
     assert world.sum(1) == world.size
+
+
+def test_ranks_that_disagree_twice_hear_of_both(world: World) -> None:
+    """Whichever they wait for first: the one begun first is explained first, and neither is mixed up with the other."""
+    agreements = [world.begin_agreement(name, [f"{name} {world.rank}"]) for name in ("first", "second")]
+    order = agreements if world.rank % 2 == 0 else agreements[::-1]
+    told = [str(raised(agreement.wait)) for agreement in order]
+    if world.size == 1:
+        assert told == ["None", "None"]
+        return
+    first, second = (
+        f"{world.control.name(1)}: {name} 1; {world.control.name(0)}: {name} 0; they must be equal in: {name}"
+        for name in ("first", "second")
+    )
+    # A wait for the second one ends with the first one's error too: that may be why it waits.
+    assert told == ([first, second] if world.rank % 2 == 0 else [first, first])
+    assert str(raised(agreements[1].wait)) == second
+    assert world.sum(1) == world.size
+
+
+def raised(call: Callable[[], object]) -> MpitrainError | None:
+    try:
+        call()
+    except MpitrainError as error:
+        return error
+    return None
