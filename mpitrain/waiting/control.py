@@ -67,9 +67,7 @@ class Control:
         self._counting = threading.Lock()
         self._hosts = hosts
         self.open_tests: list[Callable[[], object]] = []  # move on what has begun and is not complete
-        self.agreements: list[
-            object
-        ] = []  # the agreements among them, in the order begun
+        self.agreements: list[object] = []  # the agreements among them, in the order begun
         # Each waits for the calls that a library makes in its threads.
         self.elsewhere: list[Callable[[], object]] = parent.elsewhere if parent else []
         self.posted: BaseException | None = None  # an error of a thread, for the main one to raise
