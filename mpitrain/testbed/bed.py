@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from mpitrain.errors import ConfigError, LaunchError
@@ -13,7 +14,7 @@ from mpitrain.testbed import cgroup, controller, network, snapshots
 from mpitrain.testbed.bed_record import BedRecord
 from mpitrain.testbed.commands import wait_until
 from mpitrain.testbed.container import Container
-from mpitrain.testbed.node import Node, not_up
+from mpitrain.testbed.node import Node, not_up, panic
 from mpitrain.testbed.removal import down
 from mpitrain.testbed.uml import UserModeLinux
 
@@ -206,14 +207,19 @@ class Bed:
         """Wait until users can log in on all of these nodes.
 
         Raises:
-            LaunchError: not in time; with the end of the node's console.
+            LaunchError: not in time, or the kernel of one has ended itself; with the end of the node's console.
         """
         started = time.monotonic()
         for node in nodes:
             limit = self.node(node).boot_seconds
             left = max(0.0, limit + started - time.monotonic())
-            if not wait_until(self.node(node).is_up, timeout_seconds=left):
+            wait_until(partial(self._has_booted, node), timeout_seconds=left)
+            if not self.node(node).is_up():
                 raise not_up(self.record, node, limit)
+
+    def _has_booted(self, node: str) -> bool:
+        """Or never will."""
+        return self.node(node).is_up() or bool(panic(self.record, node))
 
     def host_keys(self) -> dict[str, str]:
         """Each node's public ssh host key, learnt from the node itself."""

@@ -12,6 +12,9 @@ from mpitrain.testbed.bed_record import BedRecord
 from mpitrain.testbed.commands import last_lines
 from mpitrain.testbed.network import REPOSITORY_PORT
 
+# In the last words of User-mode Linux where the CPU has more registers than it keeps for a process.
+_FEW_REGISTERS = "ptrace set fp regs failed"
+
 
 class Node(Protocol):
     """One machine of a bed."""
@@ -76,14 +79,27 @@ def console_log(record: BedRecord, node: str) -> Path:
     return record.node_folder(node) / "console.log"
 
 
+def panic(record: BedRecord, node: str) -> str:
+    """The line of its console with which its kernel ended itself; empty while it has not."""
+    return next((line for line in _console(record, node).splitlines() if line.startswith("Kernel panic")), "")
+
+
 def not_up(record: BedRecord, node: str, timeout_seconds: float) -> LaunchError:
-    """The error for a node on which nobody can log in in time."""
-    log = console_log(record, node)
+    """The error for a node on which nobody can log in in time, or whose kernel ended itself."""
+    log, line = console_log(record, node), panic(record, node)
+    what = f"{node} of test bed {record.name} was not up within {timeout_seconds:g} s."
+    if line:
+        what = f"the kernel of {node} of test bed {record.name} ended itself: {line.rstrip('.')}."
+    if _FEW_REGISTERS in line:
+        what += (
+            " Debian's User-mode Linux has no room for all registers of this CPU (AMX, such as on Intel's Xeons since "
+            "2023); use a fast bed, without --full, or a machine with another CPU."
+        )
+    return LaunchError(f"{what} The end of its console, {log}:\n{last_lines(_console(record, node)) or '    (empty)'}")
+
+
+def _console(record: BedRecord, node: str) -> str:
     try:
-        text = log.read_text(errors="replace")
+        return console_log(record, node).read_text(errors="replace")
     except FileNotFoundError:
-        text = ""
-    return LaunchError(
-        f"{node} of test bed {record.name} was not up within {timeout_seconds:g} s. The end of its console, {log}:\n"
-        f"{last_lines(text) or '    (empty)'}"
-    )
+        return ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from playbooks import (
 )
 
 from faults.cluster.matrix import findings
-from mpitrain.testbed import up
+from testbed.beds import full_bed
 
 NODES = ("node1", "node2", "node3")
 HELLO = "from mpi4py import MPI; w = MPI.COMM_WORLD; print(w.rank, w.size, MPI.Get_processor_name())"
@@ -33,7 +32,7 @@ HELLO = "from mpi4py import MPI; w = MPI.COMM_WORLD; print(w.rank, w.size, MPI.G
 @pytest.mark.timeout(9000)
 def test_the_whole_life_with_real_nfs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkout = checkout_copy(tmp_path / "checkout")
-    with up(3, name=f"full{os.getpid()}", full=True) as bed:
+    with full_bed(3) as bed:
         inventory = inventory_of(bed, tmp_path / "hosts", NODES)
         before = {node: etc(bed, node) for node in NODES}
         plain = {"inventory": inventory, "checkout": checkout, "timeout_seconds": 2400}

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from jobs import REPOSITORY, clean_environment
-from mpitrain.testbed import STATE
+from mpitrain.errors import LaunchError
+from mpitrain.testbed import STATE, Bed, up
 
 _NUMBERS = itertools.count(1)
 
@@ -17,6 +22,21 @@ _NUMBERS = itertools.count(1)
 def new_name() -> str:
     """A name for a bed or a snapshot that no other run of the tests has."""
     return f"t{os.getpid()}-{next(_NUMBERS)}"
+
+
+@contextlib.contextmanager
+def full_bed(num_nodes: int) -> Iterator[Bed]:
+    """Nodes with kernels of their own. The test is skipped where this machine cannot have them."""
+    if os.uname().machine != "x86_64" or not Path("/dev/net/tun").exists():
+        pytest.skip("User-mode Linux is for x86_64 and needs /dev/net/tun")
+    try:
+        bed = up(num_nodes, full=True, name=new_name(), say=print)
+    except LaunchError as error:
+        if "has no room for all registers of this CPU" in str(error):
+            pytest.skip(str(error).splitlines()[0])
+        raise
+    with bed:
+        yield bed
 
 
 def command(*words: str) -> list[str]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from mpitrain.errors import ConfigError, LaunchError
-from mpitrain.testbed import Bed, up
+from mpitrain.testbed import Bed
 
-from .beds import new_name, traces
+from .beds import full_bed, traces
 
 pytestmark = [pytest.mark.timeout(1500), pytest.mark.slow]
 
@@ -20,9 +19,7 @@ pytestmark = [pytest.mark.timeout(1500), pytest.mark.slow]
 @pytest.fixture(scope="module")
 def full(image: str) -> Iterator[Bed]:
     """Two nodes."""
-    if os.uname().machine != "x86_64" or not Path("/dev/net/tun").exists():
-        pytest.skip("User-mode Linux is for x86_64 and needs /dev/net/tun")
-    with up(2, full=True, name=new_name(), say=print) as bed:
+    with full_bed(2) as bed:
         yield bed
     assert traces(bed.name) == []
 
