@@ -82,7 +82,7 @@ def measure_anew(path: str, here: dict[str, Any]) -> str:
         words = ["--hosts", ",".join(hosts), "--ppn", str(numbers[0])]
     else:
         words = ["--hosts", ",".join(f"{host}/cpux{number}" for host, number in zip(hosts, numbers, strict=True))]
-    return "Measure anew: " + shlex.join(["mpitrain", "bench", *words, "--save-profile", path])
+    return "Measure again: " + shlex.join(["mpitrain", "bench", *words, "--save-profile", path])
 
 
 def from_json(text: str, path: str, here: dict[str, Any]) -> Profile:
@@ -139,13 +139,13 @@ def _rate(value: object) -> float:
 
 def _measured(value: object, lowest: float, highest: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not lowest <= value <= highest:
-        raise ValueError(f"{value!r} is no number from {lowest:g} to {highest:g}")
+        raise ValueError(f"{value!r} is not a number from {lowest:g} to {highest:g}")
     return float(value)
 
 
 def _limit(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
-        raise ValueError(f"{value!r} is no number of bytes")
+        raise ValueError(f"{value!r} is not a number of bytes")
     return value
 
 

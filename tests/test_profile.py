@@ -119,7 +119,7 @@ def test_a_part_of_another_kind(key: str, value: object) -> None:
 def test_the_remedy_measures_these_hosts(hosts: str, node_ranks: list[int], options: str) -> None:
     here = fingerprint(hosts, node_ranks, "MPICH Version: 5.0.2")
     advice = measure_anew("my file", here)
-    assert advice == f"Measure anew: mpitrain bench {options} --save-profile 'my file'"
+    assert advice == f"Measure again: mpitrain bench {options} --save-profile 'my file'"
     # It is of as many ranks on as many hosts.
     words = dict(zip(options.split()[::2], options.split()[1::2], strict=True))
     places = place(
@@ -221,11 +221,11 @@ def test_library_name(text: str, name: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"add_bytes_per_second": 5e-324}, "5e-324 is no number from 1 to 1e+16"),
-        ({"copy_bytes_per_second": 1e300}, "1e+300 is no number from 1 to 1e+16"),
-        ({"latency_between_nodes_us": 5e-324}, "5e-324 is no number from 0.001 to 1e+09"),
-        ({"codecs": {"bf16": RATES | {"add_bytes_per_second": 5e-324}}}, "5e-324 is no number from 1 to 1e+16"),
-        ({"native_below_bytes": 2**63}, f"{2**63} is no number of bytes"),
+        ({"add_bytes_per_second": 5e-324}, "5e-324 is not a number from 1 to 1e+16"),
+        ({"copy_bytes_per_second": 1e300}, "1e+300 is not a number from 1 to 1e+16"),
+        ({"latency_between_nodes_us": 5e-324}, "5e-324 is not a number from 0.001 to 1e+09"),
+        ({"codecs": {"bf16": RATES | {"add_bytes_per_second": 5e-324}}}, "5e-324 is not a number from 1 to 1e+16"),
+        ({"native_below_bytes": 2**63}, f"{2**63} is not a number of bytes"),
     ],
 )
 def test_a_number_out_of_its_range(changes: dict[str, Any], why: str) -> None:

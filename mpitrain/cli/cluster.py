@@ -141,7 +141,7 @@ def _add_playbook_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ask-become-pass", action="store_true", help="ask for the password of sudo")
     parser.add_argument("ansible", nargs="*", metavar="ARGUMENT", help="after --: arguments for ansible-playbook")
     parser.set_defaults(
-        if_unknown="options of ansible-playbook go behind --, as in: mpitrain cluster setup -- --tags ssh"
+        if_unknown="options of ansible-playbook go after --, as in: mpitrain cluster setup -- --tags ssh"
     )
 
 

@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     request = request_of_script(arguments)
     if arguments.min_nodes is not None and not arguments.restarts:
-        raise ConfigError("--min-nodes says on how few hosts a job goes on after a failure; it takes --restarts N too")
+        raise ConfigError("--min-nodes sets the least number of hosts for a restart; it needs --restarts N")
     variables = {"MPITRAIN_TRACE": str(arguments.trace.absolute())} if arguments.trace else {}
     limits = Limits(arguments.restarts, arguments.min_nodes or 1)
     return start(replace(request, variables=variables, limits=limits, show=arguments.show))

@@ -72,7 +72,7 @@ def beyond_range(parameter: str) -> NonFiniteError:
     """What every rank raises where a codec has made infinity of finite gradients."""
     return everywhere(
         NonFiniteError(
-            f"the mean gradient of {parameter} is beyond what the compression can express, though every rank's is "
+            f"the mean gradient of {parameter} is too large for the compression, though every rank's is "
             "finite; nothing was changed by this step. Use compression bf16 or int8, gradient clipping or a "
             "smaller learning rate"
         )

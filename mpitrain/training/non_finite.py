@@ -30,7 +30,7 @@ def located(
     else:
         besides = [f"{world.name(rank)}: {text}" for rank, text in enumerate(of_rank) if text]
     text = "; ".join(besides) or "the losses, the batches and the parameters of all ranks are finite"
-    return everywhere(NonFiniteError(f"{error}. Step {step}; looked at besides: {text}"))
+    return everywhere(NonFiniteError(f"{error}. Step {step}; also checked: {text}"))
 
 
 def _of_loss(loss: float) -> Iterator[str]:
@@ -45,7 +45,7 @@ def _of_batch(batch: Tree) -> Iterator[str]:
             if is_array(leaf) and leaf.ndim and (place := _first(leaf)) is not None:
                 yield f"the batch holds {leaf[place]} in {path or 'its array'}, sample {place[0]} of {len(leaf)}"
     except TreeError:
-        yield "the batch is no tree of arrays, and was not looked at"
+        yield "the batch is not a tree of arrays and was not checked"
 
 
 def _of_parameters(parameters: Mapping[str, Array]) -> Iterator[str]:

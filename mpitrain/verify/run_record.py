@@ -266,5 +266,5 @@ def _sketch(name: str, entry: Sketch) -> Sketch:
 
 def _number(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{value!r} is no number")
+        raise TypeError(f"{value!r} is not a number")
     return float(value)

@@ -207,7 +207,7 @@ def test_another_inventory_is_in_the_line(project: Path) -> None:
 def test_an_option_of_ansible_in_the_wrong_place(project: Path) -> None:
     job = cluster(project, "setup", "--tags", "ssh")
     assert job.code == 2, job.output
-    assert "unknown argument --tags; options of ansible-playbook go behind --" in job.stderr
+    assert "unknown argument --tags; options of ansible-playbook go after --" in job.stderr
 
 
 def test_a_failure_is_summed_up(project: Path) -> None:

@@ -98,7 +98,7 @@ def test_what_cannot_be_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main(["plot", str(record(tmp_path, []))]) == 1
     assert "has no row yet" in capsys.readouterr().err
     assert main(["plot", str(record(tmp_path, [], "hello\n"))]) == 1
-    assert "line 1 is no row of a record" in capsys.readouterr().err
+    assert "line 1 is not a row of a record" in capsys.readouterr().err
     record(tmp_path, ROWS)
     (tmp_path / "metrics.png").mkdir()
     assert main(["plot", str(tmp_path)]) == 1

@@ -65,7 +65,7 @@ def test_a_sound_share_passes_all() -> None:
     ("serving", "words"),
     [
         ({"server": "inactive"}, "nfs-server is inactive"),
-        ({"is_listening": False}, "nobody listens on port 2049"),
+        ({"is_listening": False}, "nothing listens on port 2049"),
         ({"exports": []}, f"{SHARE} is not exported to node2"),
         ({"exports": [{**EXPORT, "path": "/other"}]}, f"{SHARE} is not exported to node2"),
         ({"exports": [{**EXPORT, "client": "10.9.0.0/24"}]}, f"{SHARE} is not exported to node2"),

@@ -120,7 +120,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 FILL = "before[3] = lambda: (checkpoints / 'other').write_bytes(bytes(380_000))\n"
-GOES_ON = "training goes on, and the next save tries again. Earlier ones are whole"
+GOES_ON = "training goes on, and the next save tries again. Earlier checkpoints are intact"
 
 
 def test_a_full_disk_that_gets_room_again(tmp_path: Path) -> None:
@@ -223,7 +223,7 @@ def test_kill_in_the_middle_of_a_write(tmp_path: Path) -> None:
     (remains,) = folder.glob(".writing-step-00000004-*")
     job = run_job(3, BEGIN + large + TRAIN, str(folder))
     succeeded(job)
-    assert f"{remains} was not written to its end; it is passed over" in job.stderr
+    assert f"{remains} is incomplete; it is skipped" in job.stderr
     assert f"resumed from {folder}/step-00000002 at step 2" in job.stdout
     assert names_in(folder) == ["step-00000002", "step-00000004", "step-00000006"]
     assert load(folder / "step-00000006")["step"] == 6

@@ -40,7 +40,7 @@ def refused(path: Path, message: str, ranks: int = 2) -> str:
 
 def remedy(path: Path) -> str:
     """What the message ends with, for a job of 2 ranks on this machine."""
-    return f". Measure anew: mpitrain bench --hosts localhost -n 2 --save-profile {path}\n"
+    return f". Measure again: mpitrain bench --hosts localhost -n 2 --save-profile {path}\n"
 
 
 @pytest.mark.parametrize("content", [None, "{"], ids=["missing", "torn"])
@@ -48,7 +48,7 @@ def test_the_remedy_works_with_the_variable_still_set(path: Path, content: str |
     if content is not None:
         path.write_text(content)
     text = refused(path, "")
-    command = shlex.split(text.partition("Measure anew: ")[2])
+    command = shlex.split(text.partition("Measure again: ")[2])
     command[0] = str(VENVS["mpich"] / "bin/python")
     job = run_command([command[0], "-m", "mpitrain", *command[1:]], timeout=300, env={"MPITRAIN_PROFILE": str(path)})
     assert job.code == 0, job.output

@@ -187,7 +187,7 @@ def test_a_rank_is_killed_in_each_phase(tmp_path: Path, uninterrupted: bytes) ->
     assert re.search(r"failed at step (19|20): rank 0 ", found[5]), job.output
     assert found[6:] == ["try 7 of 7 came to its end"]
     assert [int(step) for step in re.findall(r"resumed from .* at step (\d+)", job.stdout)] == [4, 8, 8, 12, 12]
-    assert "was not written to its end; it is passed over" in job.stderr
+    assert "is incomplete; it is skipped" in job.stderr
     assert parameters(tmp_path) == uninterrupted
 
 

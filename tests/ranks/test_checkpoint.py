@@ -207,8 +207,8 @@ def test_what_is_damaged_is_named_and_passed_over(
     if world.is_root:
         assert f"{shared}/step-00000003" in said
         assert text in said
-        assert f"{shared}/.writing-step-00000004-1 was not written to its end; it is passed over" in said
-        assert said.count("passed over") == 2
+        assert f"{shared}/.writing-step-00000004-1 is incomplete; it is skipped" in said
+        assert said.count("skipped") == 2
     else:
         assert said == ""
     assert [step.number for step in record.steps] == [3]
@@ -229,7 +229,7 @@ def test_none_is_whole(world: World, shared: Path) -> None:
     trainer = Trainer(build, [StopAtStep(3), Checkpoint(shared, steps=1)])
     text = error_on_all(world, CheckpointError, trainer.run)
     assert text.startswith(f"none of the checkpoints in {shared} is whole: {shared}/step-00000002/{TENSORS} is damaged")
-    assert "remove them to begin anew" in text
+    assert "remove them to start over" in text
     assert trainer.step_number == 0
     assert names_in(shared) == ["step-00000001", "step-00000002"]
 
@@ -255,7 +255,7 @@ def test_a_disk_that_hangs(world: World, shared: Path, monkeypatch: pytest.Monke
     if world.is_root:
         assert calls == ["step-00000002", *calls[1:-1], "step-00000007"]
         assert len(calls) + len(said) == 4  # steps 2, 4, 6 and 7; at 6 the disk is back, before or after the look
-        assert f"{shared}/step-00000004 is left out: writing {shared}/step-00000002 has been under way for " in said[0]
+        assert f"{shared}/step-00000004 was skipped: writing {shared}/step-00000002 has taken " in said[0]
     else:
         assert said == []
     world.barrier()
@@ -276,7 +276,7 @@ def test_a_disk_that_hangs_at_the_end(
     monkeypatch.setattr("mpitrain.training.trainer.init", lambda: own)
     Trainer(builder(20, 10), [StopAtStep(1), Checkpoint(shared, steps=2)]).run()
     said = [line for line in capfd.readouterr().err.splitlines() if "is the disk there?" in line]
-    begin = f"mpitrain: {world.name()}: writing {shared}/step-00000001 has been under way for "
+    begin = f"mpitrain: {world.name()}: writing {shared}/step-00000001 has taken "
     assert all(line.startswith(begin) for line in said)
     assert len(said) >= 2 if world.is_root else not said
 

@@ -16,7 +16,7 @@ from mpitrain.training.non_finite import _first, located
 
 from .common import error_on_all
 
-FINITE = "looked at besides: the losses, the batches and the parameters of all ranks are finite"
+FINITE = "also checked: the losses, the batches and the parameters of all ranks are finite"
 
 
 def regression(parameters: dict, batch: tuple, on_gradient: Callable[[str, numpy.ndarray], None]) -> float:
@@ -60,7 +60,7 @@ def test_bad_data_are_named_by_rank_sample_and_step(world: World, sample: int, v
     rank, place, count = owner_of(world, sample - 10)
     assert text.startswith(f"{world.name(rank)}: the gradient of w holds NaN or infinity; nothing was changed")
     found = f"the batch holds {value} in [0], sample {place} of {count}"
-    assert text.endswith(f". Step 2; looked at besides: {world.name(rank)}: the loss is {value}, {found}")
+    assert text.endswith(f". Step 2; also checked: {world.name(rank)}: the loss is {value}, {found}")
     assert trainer.step_number == 1
 
 
@@ -76,7 +76,7 @@ def test_a_loss_that_is_no_number_while_the_gradients_are(world: World, value: f
     before = trainer.adapter.parameters()["w"].copy()
     text = error_on_all(world, NonFiniteError, trainer.step)
     assert text.startswith(f"{world.name(odd)}: the loss is NaN or infinity; nothing was changed by this step. ")
-    assert text.endswith(f"Step 1; looked at besides: {world.name(odd)}: the loss is {value}")
+    assert text.endswith(f"Step 1; also checked: {world.name(odd)}: the loss is {value}")
     assert trainer.adapter.parameters()["w"].tobytes() == before.tobytes()
 
 
@@ -135,7 +135,7 @@ def test_a_loss_scale_leaves_it_to_the_gradients(world: World) -> None:
 def test_a_batch_that_is_no_tree(world: World) -> None:
     error = located(world, NonFiniteError("x"), step=7, batch="text", loss=0.5, parameters={})
     who = "on all ranks" if world.size > 1 else world.name()
-    assert str(error) == f"x. Step 7; looked at besides: {who}: the batch is no tree of arrays, and was not looked at"
+    assert str(error) == f"x. Step 7; also checked: {who}: the batch is not a tree of arrays and was not checked"
 
 
 def test_the_first_place() -> None:

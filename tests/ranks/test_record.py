@@ -301,7 +301,7 @@ def test_a_file_that_is_no_record(world: World, shared: Path) -> None:
         (shared / "metrics.jsonl").write_text('{"step": 1}\nhello\n')
     world.barrier()
     hooks = [StopAtStep(2), Record([JsonLines(shared)])]
-    with pytest.raises(DataError, match=r"metrics.jsonl, line 2 is no row of a record .*; move the file away"):
+    with pytest.raises(DataError, match=r"metrics.jsonl, line 2 is not a row of a record .*; move the file away"):
         Trainer(build, hooks).run()
     assert not world.is_root or (shared / "metrics.jsonl").read_text() == '{"step": 1}\nhello\n'
     file = shared / "file"

@@ -239,10 +239,7 @@ def test_the_latest_is_the_one_with_a_whole_manifest(tmp_path: Path) -> None:
     problems = {entry.step: entry.problem for entry in entries(tmp_path)}
     assert list(problems) == [123_456_789, 900, 101, 9]
     assert problems[101] == f"{tmp_path}/step-00000101 holds step 100; was it renamed?"
-    assert (
-        problems[900]
-        == f"{tmp_path}/step-00000900 has no manifest.json; it was not written to its end, or is no checkpoint"
-    )
+    assert problems[900] == f"{tmp_path}/step-00000900 has no manifest.json; it is incomplete, or not a checkpoint"
 
 
 def with_score(directory: Path, step: int, score: float | None) -> None:

@@ -213,7 +213,7 @@ def test_a_disk_that_is_full_for_a_while(tmp_path: Path, limit: int) -> None:
 def test_json_that_is_no_record(tmp_path: Path, text: str, line: int) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(text)
-    with pytest.raises(DataError, match=rf"line {line} is no row of a record .*; move the file away"):
+    with pytest.raises(DataError, match=rf"line {line} is not a row of a record .*; move the file away"):
         written(JsonLines(tmp_path), [], 100)
     with pytest.raises(DataError, match=f"line {line} is no row"):
         read_rows(path)
@@ -224,7 +224,7 @@ def test_json_that_is_no_record(tmp_path: Path, text: str, line: int) -> None:
 def test_csv_that_is_no_record(tmp_path: Path, text: str) -> None:
     path = tmp_path / "metrics.csv"
     path.write_text(text)
-    with pytest.raises(DataError, match="line 2 is no row of a record; move the file away"):
+    with pytest.raises(DataError, match="line 2 is not a row of a record; move the file away"):
         written(Csv(tmp_path), [], 100)
     assert path.read_text() == text
 

@@ -28,7 +28,7 @@ def _served(seen: Seen, head: str) -> Iterator[Finding]:
     if serving["server"] != "active":
         yield Finding("fail", (head,), f"nfs-server is {serving['server']}", "active")
     elif not serving["is_listening"]:
-        yield Finding("fail", (head,), "nobody listens on port 2049", "nfs-server does", _RESTART)
+        yield Finding("fail", (head,), "nothing listens on port 2049", "nfs-server does", _RESTART)
     if not is_known:
         raise NotHereError(_NO_SUDO)
     others = [name for name in seen.target.names if name != head]

@@ -82,7 +82,7 @@ def read_manifest(path: Path) -> Manifest:
             raise CheckpointError(f"{path}: {FILE} is damaged: {problem}")
         return manifest
     except FileNotFoundError:
-        raise CheckpointError(f"{path} has no {FILE}; it was not written to its end, or is no checkpoint") from None
+        raise CheckpointError(f"{path} has no {FILE}; it is incomplete, or not a checkpoint") from None
     except OSError as error:
         if isinstance(error, CheckpointError):
             raise

@@ -119,9 +119,9 @@ def newest(world: World, directory: Path, *, reads: bool) -> Found | None:
             else:
                 problems.append(entry.problem)
         for path in half_written(directory) if reads else []:
-            say(world, f"{path} was not written to its end; it is passed over")
+            say(world, f"{path} is incomplete; it is skipped")
     for problem in problems:
-        say(world, f"{problem}; it is passed over")
+        say(world, f"{problem}; it is skipped")
     claimed = world.allgather((sorted(claims), sorted(runs)))
     _check_one_training(world, [of_rank for _, of_rank in claimed])
     for step in sorted({step for steps, _ in claimed for step in steps}, reverse=True):
@@ -133,7 +133,7 @@ def newest(world: World, directory: Path, *, reads: bool) -> Found | None:
                         content = read(claims[step])
                 except CheckpointError as error:
                     problems.append(str(error))
-                    say(world, f"{error}; it is passed over")
+                    say(world, f"{error}; it is skipped")
             content = world.broadcast(content, root=rank)
             if content is not None:
                 manifest, state = content
@@ -143,7 +143,7 @@ def newest(world: World, directory: Path, *, reads: bool) -> Found | None:
         raise everywhere(
             CheckpointError(
                 f"none of the checkpoints in {directory} is whole: {'; '.join(problems_everywhere)}. "
-                "Put a whole one there, or remove them to begin anew"
+                "Put a whole one there, or remove them to start over"
             )
         )
     return None

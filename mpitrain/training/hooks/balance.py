@@ -42,7 +42,7 @@ class Balance(Hook):
         self.samples_per_second: list[float] = []  # of each rank, as they were shared out last
 
     def measure(self) -> None:
-        """Measure anew, from the next step on. Every rank calls it, between the same steps."""
+        """Measure again, from the next step on. Every rank calls it, between the same steps."""
         self._measured, self._speeds, self._begin = 0, [], 0
 
     def before_run(self, trainer: Trainer) -> None:

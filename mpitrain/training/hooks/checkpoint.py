@@ -113,7 +113,7 @@ class Checkpoint(Hook):
 
         def report(text: str) -> None:
             if not self._is_ending:  # then it is raised
-                say(world, f"{text}; training goes on, and the next save tries again. Earlier ones are whole")
+                say(world, f"{text}; training goes on, and the next save tries again. Earlier checkpoints are intact")
 
         self._writer = BackgroundWriter(report)
         keeper = keepers(world, self._directory, self._copies)
@@ -161,7 +161,7 @@ class Checkpoint(Hook):
         if self._writer.is_busy:
             say(
                 world,
-                f"{path} is left out: {self._writer.doing} has been under way for {self._writer.seconds:.0f} s. "
+                f"{path} was skipped: {self._writer.doing} has taken {self._writer.seconds:.0f} s. "
                 "Save less often, or find out what is wrong with the disk",
             )
             return
@@ -211,7 +211,7 @@ class Checkpoint(Hook):
                 return True
             # Reported here: all ranks wait for disks, none for another rank, so no guard reports the wait.
             if seconds > say_at:
-                say(world, f"{self._writer.doing} has been under way for {seconds:.0f} s; is the disk there?")
+                say(world, f"{self._writer.doing} has taken {seconds:.0f} s; is the disk there?")
                 while say_at <= seconds:
                     say_at *= 2
             return False

@@ -36,7 +36,7 @@ class Csv:
         for number, line in enumerate(lines, 2):
             cells = _cells(line)
             if self._names[:1] != ["step"] or len(cells) != len(self._names) or not cells[0].isdecimal():
-                raise DataError(f"{self}, line {number} is no row of a record; move the file away")
+                raise DataError(f"{self}, line {number} is not a row of a record; move the file away")
             if int(cells[0]) <= after_step:
                 self._lines.append(line)
         self._file.keep([header, *self._lines] if header else [])

@@ -71,8 +71,8 @@ def parse(lines: Sequence[bytes], path: Path) -> list[dict[str, float]]:
                 raise ValueError(f"step {row['step']:g} is not behind that of the line before")
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise DataError(
-                f"{path}, line {number} is no row of a record ({type(error).__name__}: {error}); move the file away, "
-                "or delete that line and what follows"
+                f"{path}, line {number} is not a row of a record ({type(error).__name__}: {error}); move the file "
+                "away, or delete that line and what follows"
             ) from None
         rows.append(row)
     return rows
