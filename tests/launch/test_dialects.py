@@ -25,6 +25,8 @@ HERE = JobSpec(
 )
 
 COMMON = "OMP_NUM_THREADS=2 _MPITRAIN_EXPECTED_SIZE=4 PYTHONUNBUFFERED=1"
+WITHOUT_OFI = "OMPI_MCA_btl='^ofi'"
+OVER_TCP = f"OMPI_MCA_btl_tcp_flags=send {WITHOUT_OFI}"
 PROGRAM = "/v/bin/python train.py --name 'a b'"
 
 
@@ -48,18 +50,19 @@ def test_intel() -> None:
 def test_open_mpi_5() -> None:
     flags = "--map-by :OVERSUBSCRIBE --output tag --bind-to none"
     line = f"{COMMON} /v/bin/mpiexec -n 4 {flags} {PROGRAM}"
-    assert shown(OPEN_MPI_5) == line
+    assert shown(OPEN_MPI_5) == f"{WITHOUT_OFI} {line}"
     root = "OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
-    assert shown(OPEN_MPI_5, as_root=True) == f"{root} {line}"
+    assert shown(OPEN_MPI_5, as_root=True) == f"{root} {WITHOUT_OFI} {line}"
 
 
 def test_open_mpi_4() -> None:
     flags = "--oversubscribe --tag-output --bind-to none"
-    assert shown(OPEN_MPI_4) == f"{COMMON} /usr/bin/mpiexec -n 4 {flags} {PROGRAM}"
+    assert shown(OPEN_MPI_4) == f"{WITHOUT_OFI} {COMMON} /usr/bin/mpiexec -n 4 {flags} {PROGRAM}"
 
 
 def test_open_mpi_yields_when_ranks_share_cores() -> None:
-    assert shown(OPEN_MPI_5, num_cores=2).startswith("OMPI_MCA_mpi_yield_when_idle=1 OMP_NUM_THREADS=1 ")
+    settings = f"{WITHOUT_OFI} OMPI_MCA_mpi_yield_when_idle=1 OMP_NUM_THREADS=1 "
+    assert shown(OPEN_MPI_5, num_cores=2).startswith(settings)
 
 
 def test_the_ssh_that_the_user_has_chosen() -> None:
@@ -97,11 +100,11 @@ def test_open_mpi_over_hosts() -> None:
     job = replace(OVER_HOSTS, mpiexec=OPEN_MPI_5)
     flags = f"--map-by :OVERSUBSCRIBE --output tag --bind-to none --host a:2,b:1 {carried}"
     line = f"{COMMON_OVER_HOSTS} /v/bin/mpiexec -n 3 {flags} {PROGRAM}"
-    assert str(command_for(job, environ)) == f"PRTE_MCA_plm_ssh_args={SSH} OMPI_MCA_btl_tcp_flags=send {line}"
+    assert str(command_for(job, environ)) == f"PRTE_MCA_plm_ssh_args={SSH} {OVER_TCP} {line}"
     job = replace(OVER_HOSTS, mpiexec=OPEN_MPI_4)
     flags = f"--oversubscribe --tag-output --bind-to none --host a:2,b:1 {carried}"
     line = f"{COMMON_OVER_HOSTS} /usr/bin/mpiexec -n 3 {flags} {PROGRAM}"
-    assert str(command_for(job, environ)) == f"OMPI_MCA_plm_rsh_args={SSH} OMPI_MCA_btl_tcp_flags=send {line}"
+    assert str(command_for(job, environ)) == f"OMPI_MCA_plm_rsh_args={SSH} {OVER_TCP} {line}"
 
 
 def test_malloc_is_told_to_keep_its_memory() -> None:
