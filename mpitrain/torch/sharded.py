@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import ConcatDataset, DataLoader, DistributedSampler, IterableDataset, Subset, TensorDataset
 
 from mpitrain.adapters.torch_arrays import array_of
 from mpitrain.errors import ConfigError, DataError, everywhere
@@ -55,7 +55,9 @@ class ShardedData:
 
         Raises:
             ConfigError: it deals samples out to ranks already. On every rank.
-            MismatchError: the ranks have data of different kinds or lengths.
+            MismatchError: the ranks have data of different kinds or lengths, other samples in a Subset, or other first
+                and last samples in a TensorDataset. Other data sets are not read to be compared: a sample may be
+                another one at each reading.
         """
         self.share: Share | None = None
         self.turn = 0
@@ -71,9 +73,10 @@ class ShardedData:
         self.generator: Any = getattr(data, "generator", None)
         self._source = data
         self._parts: _Parts | None = None
-        kind = type(data).__name__
+        kind, lines = type(data).__name__, list[str]()
         if isinstance(data, DataLoader):
-            kind += f" of {type(data.dataset).__name__}, batches of {data.batch_size} samples"
+            kind += f", batches of {data.batch_size} samples, drawn by {type(data.sampler).__name__}"
+            lines = list(_lines_of(data.dataset))
             _refuse_distributed(data)
             if not isinstance(data.dataset, IterableDataset) and data.batch_sampler is not None:
                 self._parts = _Parts(world, data.batch_sampler)
@@ -81,7 +84,7 @@ class ShardedData:
                 vars(loader).update(batch_sampler=self._parts, in_order=True, _iterator=None)
                 self._source = loader
         length = len(data) if _has_length(data) else "an unknown number of"  # type: ignore[arg-type]
-        world.agree("compare the data", [f"{kind}, {length} batches"])
+        world.agree("compare the data", [*lines, f"{kind}, {length} batches"])
 
     def __len__(self) -> int:
         """How many batches: as many as all ranks together have."""
@@ -162,6 +165,36 @@ class _Parts:
                 yield batch[own if count else slice(0, 1)]
 
 
+def _lines_of(dataset: Any) -> Iterator[str]:
+    """What is compared of a data set, an item a line."""
+    text = f"{type(dataset).__name__} of {len(dataset) if _has_length(dataset) else 'an unknown number of'} samples"
+    if isinstance(dataset, Subset):
+        numbers = numpy.asarray(dataset.indices)
+        octets = repr(list(numbers)).encode() if numbers.dtype == object else numbers.tobytes()
+        text += f", checksum of their numbers {zlib.crc32(octets):08x}"
+        yield f"{text} (choose them with the same seed on every rank)"
+        yield from _lines_of(dataset.dataset)
+    elif isinstance(dataset, ConcatDataset):
+        yield text
+        for part in dataset.datasets:
+            yield from _lines_of(part)
+    elif isinstance(dataset, TensorDataset):
+        shapes = [f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in dataset.tensors]
+        yield f"{text}: {', '.join(shapes)}, checksum {_checksum(dataset.tensors):08x} of the first and the last one"
+    else:
+        yield text
+
+
+def _checksum(leaves: Sequence[Any]) -> int:
+    """Of the first and the last sample of each."""
+    checksum = 0
+    for leaf in leaves:
+        for sample in (leaf[0], leaf[-1]) if len(leaf) else ():
+            value = array_of(sample.cpu()) if isinstance(sample, torch.Tensor) else numpy.asarray(sample)
+            checksum = zlib.crc32(numpy.ascontiguousarray(value).tobytes(), checksum)
+    return checksum
+
+
 def _some(drawing: Iterator[Any]) -> list[list[Any]]:
     drawn: list[list[Any]] = []
     room = _DRAWN_AT_ONCE
@@ -184,12 +217,7 @@ def described(batch: Any) -> tuple[int, str]:
             "tensors and arrays of a batch must have the same number of samples along their first dimension; found "
             + (", ".join(str(length) for length in lengths) if leaves else f"none in a {type(batch).__name__}")
         )
-    checksum = 0
-    for leaf in leaves[:1] if lengths[0] else []:
-        for sample in (leaf[0], leaf[-1]):
-            value = array_of(sample.cpu()) if isinstance(sample, torch.Tensor) else numpy.asarray(sample)
-            checksum = zlib.crc32(numpy.ascontiguousarray(value).tobytes(), checksum)
-    return lengths[0], f"{lengths[0]} samples, checksum {checksum:08x}"
+    return lengths[0], f"{lengths[0]} samples, checksum {_checksum(leaves[:1]):08x}"
 
 
 def divided(batch: Any, part: slice, total: int) -> Any:

@@ -141,11 +141,43 @@ def test_data_that_cannot_be_used(world: World) -> None:
             list(data)
 
 
+def test_data_sets_that_are_compared_and_equal(world: World) -> None:
+    """Split by the same seed, joined, and of samples that are other ones at each reading."""
+    x, y = samples()
+    whole = torch.utils.data.TensorDataset(x, y)
+
+    class Noisy(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return 16
+
+        def __getitem__(self, number: int) -> Any:
+            return x[number] + world.rank, y[number]
+
+    split = torch.utils.data.random_split(whole, [16, len(x) - 16], torch.Generator().manual_seed(3))[0]
+    for dataset in (split, torch.utils.data.ConcatDataset([split, whole]), Noisy()):
+        data = prepared(torch.utils.data.DataLoader(dataset, batch_size=8))
+        assert sum(data.share.total for _ in data) == len(dataset)
+
+
 def test_ranks_with_other_data(world: World) -> None:
     skip_alone(world)
     odd = world.rank == world.size - 1
     text = error_on_all(world, MismatchError, lambda: prepared(loader(batch_size=9 if odd else 8)))
     assert "batches of 9 samples" in text
+    own = torch.Generator().manual_seed(int(odd))
+    x, y = samples()
+    halves = [len(x) // 2, len(x) - len(x) // 2]
+    tensors = torch.utils.data.TensorDataset
+    for dataset, said in (
+        (torch.utils.data.random_split(tensors(x, y), halves, own)[0], "choose them with the same seed on every rank"),
+        (torch.utils.data.ConcatDataset([tensors(x[: 5 + odd]), tensors(x[: 6 - odd])]), "TensorDataset of 6 samples"),
+        (torch.utils.data.Subset(tensors(x + int(odd), y), range(20)), "of the first and the last one"),
+        (tensors(x, y.float() if odd else y), "torch.float32, checksum"),
+    ):
+        other = torch.utils.data.DataLoader(dataset, batch_size=8)
+        assert said in error_on_all(world, MismatchError, lambda other=other: prepared(other))
+    drawn = torch.utils.data.RandomSampler(x) if odd else None
+    assert "drawn by RandomSampler" in error_on_all(world, MismatchError, lambda: prepared(loader(sampler=drawn)))
     data = prepared((x + odd, y) for x, y in batches())
     assert "batch 0: 8 samples, checksum" in error_on_all(world, MismatchError, lambda: next(iter(data)))
     data = prepared(iter(batches()[: 2 if odd else 3]))
