@@ -14,8 +14,9 @@ from mpitrain.torch.groups import register
 from mpitrain.torch.monitored import monitored_barrier
 from mpitrain.torch.prepare import accumulate, prepare
 from mpitrain.torch.rendezvous import offer
+from mpitrain.torch.whole_loop import load, save, shard
 
-__all__ = ["accumulate", "compress", "monitored_barrier", "prepare"]
+__all__ = ["accumulate", "compress", "load", "monitored_barrier", "prepare", "save", "shard"]
 
 offer()
 register()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,9 @@ import numpy
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, DistributedSampler, IterableDataset, Subset, TensorDataset
 
-from mpitrain.adapters.torch_arrays import array_of
 from mpitrain.errors import ConfigError, DataError, everywhere
 from mpitrain.shard import part_of
+from mpitrain.torch.batches import checksum, described, divided
 from mpitrain.world import World
 
 # Rank 0 draws so many samples at a time, and tells the others which: one message an epoch for most data sets.
@@ -60,6 +60,7 @@ class ShardedData:
                 another one at each reading.
         """
         self.share: Share | None = None
+        self._newest: Share | None = None  # also behind the last batch
         self.turn = 0
         self._world = world
         self.given = data
@@ -106,10 +107,59 @@ class ShardedData:
                         "ranks; a batch is that of all ranks together: use fewer ranks or larger batches"
                     )
                 )
-            self.share = share
+            self.share = self._newest = share
             self.turn += 1
             yield batch
         self.share = None
+
+    def mean(self, value: Any) -> float:
+        """The mean over all samples of the newest batch of a mean over this rank's part of it, such as a loss.
+
+        Collective: every rank calls it for the same batch, in the loop or behind it.
+
+        Args:
+            value: a number, or a tensor of one element; what it is on a rank without samples does not count.
+
+        Raises:
+            DataError: there was no batch yet, on every rank; or `value` has several elements.
+        """
+        value = float(self._numbers(value, "mean").reshape(()))
+        return float(self._world.mean(value, weight=self._share().count))
+
+    def sum(self, values: Any) -> float:
+        """The sum over all samples of the newest batch of one value a sample, such as whether a guess was right.
+
+        Collective, as `mean`. Each sample counts once, also where a rank without samples computes with one.
+
+        Args:
+            values: a tensor or array of shape (n,), where n is the length of this rank's part. It is added in float64.
+
+        Raises:
+            DataError: there was no batch yet, on every rank; or `values` has another shape.
+        """
+        share, numbers = self._share(), self._numbers(values, "sum")
+        if numbers.shape != (max(share.count, 1),):
+            raise DataError(
+                f"{self._world.name()}: sum(values) takes one value for each of the {max(share.count, 1)} samples of "
+                f"this rank's part; it was given the shape {numbers.shape}"
+            )
+        return float(self._world.sum(float(numbers[: share.count].sum())))
+
+    def _numbers(self, values: Any, call: str) -> numpy.ndarray:
+        if isinstance(values, torch.Tensor):
+            values = values.detach().to("cpu", torch.float64).numpy()
+        numbers = numpy.asarray(values, numpy.float64)
+        if call == "mean" and numbers.size != 1:
+            raise DataError(
+                f"{self._world.name()}: mean(value) takes one number, the mean over this rank's samples; it was given "
+                f"the shape {numbers.shape}"
+            )
+        return numbers
+
+    def _share(self) -> Share:
+        if self._newest is None:
+            raise everywhere(DataError("there was no batch yet: call mean() and sum() in the loop or behind it"))
+        return self._newest
 
     def _drawn(self, parts: _Parts) -> Iterator[tuple[Any, Share]]:
         """From a data set with numbered samples this rank reads only its own."""
@@ -180,19 +230,9 @@ def _lines_of(dataset: Any) -> Iterator[str]:
             yield from _lines_of(part)
     elif isinstance(dataset, TensorDataset):
         shapes = [f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in dataset.tensors]
-        yield f"{text}: {', '.join(shapes)}, checksum {_checksum(dataset.tensors):08x} of the first and the last one"
+        yield f"{text}: {', '.join(shapes)}, checksum {checksum(dataset.tensors):08x} of the first and the last one"
     else:
         yield text
-
-
-def _checksum(leaves: Sequence[Any]) -> int:
-    """Of the first and the last sample of each."""
-    checksum = 0
-    for leaf in leaves:
-        for sample in (leaf[0], leaf[-1]) if len(leaf) else ():
-            value = array_of(sample.cpu()) if isinstance(sample, torch.Tensor) else numpy.asarray(sample)
-            checksum = zlib.crc32(numpy.ascontiguousarray(value).tobytes(), checksum)
-    return checksum
 
 
 def _some(drawing: Iterator[Any]) -> list[list[Any]]:
@@ -202,69 +242,6 @@ def _some(drawing: Iterator[Any]) -> list[list[Any]]:
         drawn.append(list(batch))
         room -= max(len(drawn[-1]), 1)
     return drawn
-
-
-def described(batch: Any) -> tuple[int, str]:
-    """How many samples a batch has, and that as text with a checksum of the first and the last one.
-
-    Raises:
-        DataError: it has no tensor or array with samples along the first dimension, or of unequal numbers.
-    """
-    leaves = [leaf for leaf in _leaves(batch) if _has_samples(leaf)]
-    lengths = sorted({len(leaf) for leaf in leaves})
-    if len(lengths) != 1:
-        raise DataError(
-            "tensors and arrays of a batch must have the same number of samples along their first dimension; found "
-            + (", ".join(str(length) for length in lengths) if leaves else f"none in a {type(batch).__name__}")
-        )
-    return lengths[0], f"{lengths[0]} samples, checksum {_checksum(leaves[:1]):08x}"
-
-
-def divided(batch: Any, part: slice, total: int) -> Any:
-    """These samples of a batch of `total`: of each tensor, array and list of texts or numbers of that length.
-
-    Raises:
-        DataError: it holds something else.
-    """
-
-    def one(leaf: Any) -> Any:
-        if _has_samples(leaf):
-            return leaf[part]
-        if isinstance(leaf, list | tuple) and len(leaf) == total:
-            return leaf[part]
-        if leaf is None or isinstance(leaf, str | bytes | bool | int | float | list | tuple | torch.Tensor):
-            return leaf
-        raise DataError(
-            f"a batch holds a {type(leaf).__name__}, which cannot be divided among ranks; allowed are tensors, arrays "
-            "and lists in dicts, lists and tuples"
-        )
-
-    return _mapped(batch, one)
-
-
-def _mapped(batch: Any, function: Callable[[Any], Any]) -> Any:
-    if isinstance(batch, dict):
-        return {key: _mapped(value, function) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_mapped(value, function) for value in batch))
-    if isinstance(batch, list | tuple) and not _is_column(batch):
-        return type(batch)(_mapped(value, function) for value in batch)
-    return function(batch)
-
-
-def _leaves(batch: Any) -> list[Any]:
-    leaves: list[Any] = []
-    _mapped(batch, leaves.append)
-    return leaves
-
-
-def _is_column(batch: list[Any] | tuple[Any, ...]) -> bool:
-    """One text or number a sample, as the default of a DataLoader leaves texts."""
-    return bool(batch) and all(isinstance(value, str | bytes | bool | int | float) for value in batch)
-
-
-def _has_samples(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor | numpy.ndarray) and leaf.ndim > 0
 
 
 def _has_length(data: Any) -> bool:
