@@ -67,7 +67,7 @@ def test_memory_can_be_given_back(world: World, name: str) -> None:
         assert storage.nbytes() == num_bytes > 0
 
 
-@pytest.mark.filterwarnings("ignore:.*:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*:FutureWarning", "ignore:FSDP is switching to use `NO_SHARD`:UserWarning")
 @pytest.mark.parametrize(
     "strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP], ids=lambda s: s.name
 )
