@@ -92,7 +92,8 @@ def test_no_large_tensor_is_kept(world: World) -> None:
         dist.gather(large, parts, async_op=True).wait()
         dist.all_reduce(large[:1], async_op=True).wait()
         del large, parts
-    assert used_bytes() - before < (5 + world.size) * each
+    # Some buffers of MPI and of malloc stay. If each were kept, it would be 20 times `each` on every rank.
+    assert used_bytes() - before < (10 + world.size) * each
 
 
 def test_timeouts(world: World) -> None:

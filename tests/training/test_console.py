@@ -98,7 +98,7 @@ def test_a_bar_without_a_known_end() -> None:
     code, output = on_a_terminal(120, "time")
     assert code == 0, output
     assert "epoch 1 step 1 " in output  # and no "of how many" before the end is known
-    assert re.search(r"epoch \d step (\d+)/\1 ━+ loss 0.5000", "\n".join(screen(output)))
+    assert re.search(r"epoch \d+ step (\d+)/\1 ━+ loss 0.5000", "\n".join(screen(output)))
 
 
 def test_an_error_leaves_the_terminal_as_it_was() -> None:
@@ -119,6 +119,6 @@ def test_plain_lines_in_a_pipe() -> None:
     )
     assert re.fullmatch(r"epoch 1 step 1 \| loss 0.5000 \| lr 0.1 \| [\d,]+ samples/s", done.stdout.splitlines()[0])
     (end,) = re.findall(r"step (\d+): stopped after 2.5 s", done.stdout)
-    assert int(end) <= 50  # steps of 0.05 s
+    assert int(end) <= 51  # each takes 0.05 s or more, and the stop is seen at the beginning of the hooks
     assert "\x1b" not in done.stdout and "\r" not in done.stdout
     assert done.stderr == ""
