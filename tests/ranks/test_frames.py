@@ -96,7 +96,8 @@ def test_from_the_trainer_to_mpi(world: World, name: str, placement: str) -> Non
         return make_exchange(replace(there, comm=watched(there.comm, watch)), name)
 
     parameters = train(exchange)
-    assert (parameters == -3 * (world.size + 1) / 2).all()
+    # On 5 and 7 ranks a gradient's share of the mean is rounded to float32.
+    numpy.testing.assert_allclose(parameters, -3 * (world.size + 1) / 2, rtol=5e-7)
     assert bool(watch.chains) == (world.size > 1)
     for chain in watch.chains:
         assert len(chain) <= MOST_FRAMES, " > ".join(chain)

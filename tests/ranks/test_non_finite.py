@@ -98,7 +98,7 @@ def test_parameters_that_are_no_numbers_any_more(world: World) -> None:
     with numpy.errstate(invalid="ignore"):
         text = error_on_all(world, NonFiniteError, trainer.step)
     who = "on all ranks" if world.size > 1 else world.name()
-    assert text.endswith(f"besides: {who}: the loss is inf, the parameter w holds inf")
+    assert text.endswith(f"also checked: {who}: the loss is inf, the parameter w holds inf")
 
 
 def test_the_loss_of_a_rank_without_samples_does_not_count(world: World) -> None:
