@@ -37,6 +37,7 @@ SIZES = {
     "mpich": {1: "", 2: "", 3: "", 4: OF_FOUR, 5: BY_SIZE, 7: OF_SEVEN},
     "openmpi": {2: BY_SIZE, 3: ""},
 }
+MOST_RANKS = 7  # too many for the batches of some of the others
 # The same for mpitrain.torch and mpitrain.jax, which are skipped where there is no PyTorch, or no JAX. Its groups and
 # meshes take 4 ranks. JAX hands its arrays to the collectives that tests/ranks tries.
 TORCH_BY_SIZE = (
@@ -90,7 +91,8 @@ def on_ranks(slow: list[str], full: bool) -> Iterator[Part]:
     """Those that run on all ranks of a job."""
     for vendor, sizes in SIZES.items():
         for size, chosen in sizes.items():
-            yield of_ranks("ranks", size, "" if full else chosen, *slow, vendor=vendor)
+            all_of_it = full and size != MOST_RANKS
+            yield of_ranks("ranks", size, "" if all_of_it else chosen, *slow, vendor=vendor)
     for framework, sizes in FRAMEWORKS.items():
         if importlib.util.find_spec(framework) is None:
             print(f"\n=== tests.{framework}_ranks: skipped, {sys.prefix} has no {framework}", flush=True)

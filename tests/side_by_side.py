@@ -170,7 +170,8 @@ def _passed_alone(first: Running, folder: str) -> int:
     names = first.failed_tests
     command = [*first.part.command, "--last-failed", "-o", f"cache_dir={first.cache}"]
     (second,) = _side_by_side([Part(f"{first.part.name}, again", command, first.part.deadline_seconds)], 1, folder)
-    if second.counts["failed"] or second.counts["passed"] < len(names):
+    # Where pytest does not find a name again it runs all tests, and keeps the name.
+    if second.counts["failed"] or second.counts["passed"] < len(names) or first.failed_tests:
         return 0
     print(f"\nfailed beside other parts and passed alone, so mend it: {', '.join(names)}", flush=True)
     return second.counts["passed"]

@@ -95,7 +95,9 @@ def request_of(arguments: argparse.Namespace, program: Sequence[str], script: st
 
 def request_of_script(arguments: argparse.Namespace) -> Request:
     """The same, where the other arguments are a script, or -m and a module, and those of the script."""
-    words = ["-m", *arguments.module] if arguments.module is not None else [arguments.script, *arguments.arguments]
+    # argparse leaves to the script what comes behind a "--".
+    module = ["-m", *arguments.module] if arguments.module is not None else []
+    words = [*module, arguments.script, *arguments.arguments]
     words = _without_python([word for word in words if word is not None])
     if not words or words == ["-m"]:
         raise ConfigError("name a script, as in `mpitrain run -n 4 train.py`, or -m MODULE")
@@ -124,11 +126,11 @@ def _file_of(module: str) -> str:
     path = [str(Path.cwd()), *sys.path]
     names = module.split(".")
     for number in range(1, len(names) + 1):
-        spec = PathFinder.find_spec(".".join(names[:number]), path)
+        # By its last name: with its full name the finder asks for a parent that is imported.
+        spec = PathFinder.find_spec(names[number - 1], path)
         path = list(spec.submodule_search_locations or []) if spec else []
         if spec and path and number == len(names):
-            names.append("__main__")
-            spec = PathFinder.find_spec(".".join(names), path)
+            spec = PathFinder.find_spec("__main__", path)
     if not spec or not spec.origin:
         raise ConfigError(
             f"there is no module {module!r} to run in {Path.cwd()} or in the packages of {sys.executable}"

@@ -64,6 +64,7 @@ def find_target(inventory: Path | None, hosts: str | None, script: str | None, e
     named = environ.get("ANSIBLE_INVENTORY", "")
     if inventory is None and "," in named:
         raise ConfigError(f"ANSIBLE_INVENTORY is {named!r}; it must be one file, or give the inventory by -i")
+    is_named = inventory is not None or bool(named)
     path = inventory or (Path(named).expanduser() if named else find_inventory())
     if path is None:
         if hosts is None:
@@ -73,16 +74,16 @@ def find_target(inventory: Path | None, hosts: str | None, script: str | None, e
             )
         nodes: tuple[Host, ...] = ()
     else:
-        given = _login(_given(path))
+        given = _login(_given(path, is_named=is_named))
         common = {**given, **group_variables(path)}
         nodes = tuple(replace(host, variables={**common, **host.variables}) for host in read_inventory(path).hosts)
-        _refuse_commands(path, given, nodes, is_named=inventory is not None or bool(named))
+        _refuse_commands(path, given, nodes, is_named=is_named)
     head = nodes[0] if nodes else None
     if hosts is not None:
         nodes = _named(hosts, nodes)
         nodes = tuple(sorted(nodes, key=lambda host: host != head))  # the others stay as they are
     # Named by hand and without an inventory: somebody else's cluster, so it is this user and this Python that matter.
-    settings = _settings(path) if path else {**DEFAULTS, **_here()}
+    settings = _settings(path, is_named=is_named) if path else {**DEFAULTS, **_here()}
     share = settings["mpitrain_share"]
     file = environ.get("MPITRAIN_ENV_FILE", "")  # as `mpitrain run` takes it
     variables = {**(read_env_file(Path(file)) if file else {}), **environ}
@@ -156,9 +157,9 @@ def _login(given: Mapping[str, Any]) -> dict[str, str]:
     return {name: str(given[name]) for name in names if name in given}
 
 
-def _settings(inventory: Path) -> dict[str, Any]:
+def _settings(inventory: Path, *, is_named: bool) -> dict[str, Any]:
     """DEFAULTS, overridden by group_vars/all.yml beside the inventory or in the project's folder."""
-    given = _given(inventory)
+    given = _given(inventory, is_named=is_named)
     settings = {**DEFAULTS, **{name: value for name, value in given.items() if name in DEFAULTS}}
 
     def filled(value: Any) -> Any:
@@ -173,12 +174,18 @@ def _settings(inventory: Path) -> dict[str, Any]:
     return settings
 
 
-def _given(inventory: Path) -> dict[str, Any]:
+def _given(inventory: Path, *, is_named: bool) -> dict[str, Any]:
     path = _group_vars(inventory)
     if path is None:
         return {}
-    refuse_foreign(path)  # which is found, also where the inventory is named
+    if not (is_named and _is_beside(path, inventory)):
+        refuse_foreign(path)
     return _read(path)
+
+
+def _is_beside(group_vars: Path, inventory: Path) -> bool:
+    """Those beside an inventory are named with it; those of the current folder are not."""
+    return group_vars.parent.parent == inventory.parent
 
 
 def _group_vars(inventory: Path) -> Path | None:
@@ -189,14 +196,12 @@ def _group_vars(inventory: Path) -> Path | None:
 def _refuse_commands(inventory: Path, given: Mapping[str, str], nodes: Iterable[Host], *, is_named: bool) -> None:
     """Refuse arguments of ssh, which may be commands to run here, in a file that was found and not named.
 
-    The group_vars beside an inventory are named with it; those of the current folder are not.
-
     Args:
         given: what the group_vars say of the login.
         is_named: the user has named the inventory.
     """
     group_vars = _group_vars(inventory)
-    is_beside = group_vars is not None and group_vars.parent.parent == inventory.parent
+    is_beside = group_vars is not None and _is_beside(group_vars, inventory)
     unnamed = [] if group_vars is None or (is_named and is_beside) else [(group_vars, given)]
     unnamed += [] if is_named else [(inventory, host.variables) for host in nodes]
     for file, variables in unnamed:

@@ -30,7 +30,8 @@ def refuse_foreign(path: Path, *, instead: str = "") -> None:
     Raises:
         ConfigError: has each such place with owner and mode, and the command that repairs it.
     """
-    owners = {os.geteuid(), 0, Path(__file__).stat().st_uid}
+    # Whoever owns / can replace everything; in a user namespace root's files have another owner.
+    owners = {os.geteuid(), 0, Path("/").stat().st_uid, Path(__file__).stat().st_uid}
     faults, strange, loose = [], [], []
     for place in _places(path):
         status = place.lstat()
@@ -42,22 +43,24 @@ def refuse_foreign(path: Path, *, instead: str = "") -> None:
             faults.append(f"{place} has owner {_user(status.st_uid)}, group {_group(status.st_gid)}, {mode}")
     if not faults:
         return
+    repair, or_else = _repair(strange, loose), ""
+    if instead:
+        or_else = f"{'  # or' if repair.startswith('repair') else '; or'}, where you trust it as it is, {instead}"
     allowed = " or ".join(_user(owner) for owner in sorted(owners, reverse=True))
     raise ConfigError(
         f"{path} is not used, since others than this user may write there: {'; '.join(faults)}. Allowed is owner "
-        f"{allowed}, and no write permission for anybody else. See what {path} says. Then repair it: "
-        f"{_repair(strange, loose)}" + (f"  # or, where you trust it as it is, {instead}" if instead else "")
+        f"{allowed}, and no write permission for anybody else. See what {path} says. Then {repair}{or_else}"
     )
 
 
 def _places(path: Path) -> Iterator[Path]:
     """The file and the folders above it, by its name and by where links lead; from the home directory or / down."""
-    home = _home()
+    homes = {home, home.resolve()} if (home := _home()) else set()
     places: dict[Path, None] = {}
     for way in (Path.cwd() / path, path.resolve()):
         above = [way, *way.parents]
-        if home in above:
-            above = above[: above.index(home) + 1]
+        if reached := [number for number, place in enumerate(above) if place in homes]:
+            above = above[: reached[0] + 1]
         places.update(dict.fromkeys(reversed(above)))
     return iter(places)
 
@@ -81,16 +84,10 @@ def _is_private(gid: int, owners: set[int]) -> bool:
 
 
 def _repair(strange: list[Path], loose: list[Path]) -> str:
-    user = os.geteuid()
-    commands = []
-    if strange:
-        words = ["chown", "-h", _user(user), *map(str, strange)]
-        commands.append(shlex.join(words if user == 0 else ["sudo", *words]))
-    if loose:
-        is_own = all(place in strange or place.lstat().st_uid == user for place in loose)
-        words = ["chmod", "go-w", *map(str, loose)]
-        commands.append(shlex.join(words if is_own or user == 0 else ["sudo", *words]))
-    return " && ".join(commands)
+    """A command only for what is this user's own: others may need their folders as they are."""
+    if strange or any(place.lstat().st_uid != os.geteuid() for place in loose):
+        return "copy what you need into a folder of your own"
+    return f"repair it: {shlex.join(['chmod', 'go-w', *map(str, loose)])}"
 
 
 def _home() -> Path | None:

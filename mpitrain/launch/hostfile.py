@@ -63,7 +63,7 @@ class Inventory:
         return (self.head, *self.workers)
 
 
-def find_inventory() -> Path | None:
+def find_inventory(otherwise: str = "") -> Path | None:
     """./cluster/hosts, else /etc/mpitrain/hosts, else None.
 
     Raises:
@@ -75,7 +75,7 @@ def find_inventory() -> Path | None:
         except OSError as error:
             raise ConfigError(f"{path} cannot be looked at: {error.strerror}; name the inventory: -i FILE") from None
         if is_there:
-            refuse_foreign(path, instead=f"name it: -i {path}")
+            refuse_foreign(path, instead=f"name it: -i {path}{otherwise}")
             return path
     return None
 

@@ -11,6 +11,7 @@ from mpitrain.launch.hostfile import Inventory, find_inventory, read_inventory
 from mpitrain.launch.placement import Placement, parse_hosts, place
 
 _LOCAL_NAMES = ("localhost", "127.0.0.1")
+_LOCALLY = ", or for this machine alone: --hosts localhost"
 
 
 def place_ranks(
@@ -27,7 +28,7 @@ def place_ranks(
     Raises:
         ConfigError: options that contradict each other, a name that is no host's, an inventory that cannot be read.
     """
-    path = inventory or (find_inventory() if hosts is None or not _is_local(hosts) else None)
+    path = inventory or (find_inventory(_LOCALLY) if hosts is None or not _is_local(hosts) else None)
     cluster = read_inventory(path) if path else None
     note = ""
     devices: dict[str, tuple[str, ...]] = {"localhost": ()}  # of each host that takes part

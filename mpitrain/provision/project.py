@@ -60,7 +60,7 @@ def find_project(inventory: Path | None = None) -> Project:
         )
     for name in (_SETUP, _CONFIGURATION, _GROUP_VARS):
         if (folder / name).is_file():
-            refuse_foreign(folder / name)
+            refuse_foreign(folder / name, instead="copy cluster/ and ansible.cfg into a folder of your own")
     if inventory is not None:
         if not inventory.is_file():
             raise ConfigError(

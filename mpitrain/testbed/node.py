@@ -12,7 +12,7 @@ from mpitrain.testbed.bed_record import BedRecord
 from mpitrain.testbed.commands import last_lines
 from mpitrain.testbed.network import REPOSITORY_PORT
 
-# In the last words of User-mode Linux where the CPU has more registers than it keeps for a process.
+# On the console of User-mode Linux where the CPU has more registers than it keeps for a process.
 _FEW_REGISTERS = "ptrace set fp regs failed"
 
 
@@ -87,15 +87,17 @@ def panic(record: BedRecord, node: str) -> str:
 def not_up(record: BedRecord, node: str, timeout_seconds: float) -> LaunchError:
     """The error for a node on which nobody can log in in time, or whose kernel ended itself."""
     log, line = console_log(record, node), panic(record, node)
-    what = f"{node} of test bed {record.name} was not up within {timeout_seconds:g} s."
+    message = f"{node} of test bed {record.name} was not up within {timeout_seconds:g} s."
     if line:
-        what = f"the kernel of {node} of test bed {record.name} ended itself: {line.rstrip('.')}."
-    if _FEW_REGISTERS in line:
-        what += (
+        message = f"the kernel of {node} of test bed {record.name} ended itself: {line.rstrip('.')}."
+    if _FEW_REGISTERS in _console(record, node):
+        message += (
             " Debian's User-mode Linux has no room for all registers of this CPU (AMX, such as on Intel's Xeons since "
             "2023); use a fast bed, without --full, or a machine with another CPU."
         )
-    return LaunchError(f"{what} The end of its console, {log}:\n{last_lines(_console(record, node)) or '    (empty)'}")
+    return LaunchError(
+        f"{message} The end of its console, {log}:\n{last_lines(_console(record, node)) or '    (empty)'}"
+    )
 
 
 def _console(record: BedRecord, node: str) -> str:

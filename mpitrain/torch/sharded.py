@@ -16,10 +16,12 @@ from torch.utils.data import ConcatDataset, DataLoader, DistributedSampler, Iter
 from mpitrain.errors import ConfigError, DataError, everywhere
 from mpitrain.shard import part_of
 from mpitrain.torch.batches import checksum, described, divided
+from mpitrain.torch.uncompiled import uncompiled
 from mpitrain.world import World
 
 # Rank 0 draws so many samples at a time, and tells the others which: one message an epoch for most data sets.
 _DRAWN_AT_ONCE = 2**16
+_EXACT = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Share:
     total: int
 
 
+@uncompiled
 class ShardedData:
     """This rank's part of every batch; the parts are disjoint and together the whole batch, as `World.shard` has it.
 
@@ -55,9 +58,9 @@ class ShardedData:
 
         Raises:
             ConfigError: it deals samples out to ranks already. On every rank.
-            MismatchError: the ranks have data of different kinds or lengths, other samples in a Subset, or other first
-                and last samples in a TensorDataset. Other data sets are not read to be compared: a sample may be
-                another one at each reading.
+            MismatchError: the ranks have data of different kinds or lengths, other samples in a Subset, or other
+                integers, such as labels, in the first and the last sample of a TensorDataset. Other data sets are not
+                read to be compared: a sample may be another one at each reading.
         """
         self.share: Share | None = None
         self._newest: Share | None = None  # also behind the last batch
@@ -219,9 +222,7 @@ def _lines_of(dataset: Any) -> Iterator[str]:
     """What is compared of a data set, an item a line."""
     text = f"{type(dataset).__name__} of {len(dataset) if _has_length(dataset) else 'an unknown number of'} samples"
     if isinstance(dataset, Subset):
-        numbers = numpy.asarray(dataset.indices)
-        octets = repr(list(numbers)).encode() if numbers.dtype == object else numbers.tobytes()
-        text += f", checksum of their numbers {zlib.crc32(octets):08x}"
+        text += f", checksum of their numbers {_checksum_of_numbers(dataset.indices):08x}"
         yield f"{text} (choose them with the same seed on every rank)"
         yield from _lines_of(dataset.dataset)
     elif isinstance(dataset, ConcatDataset):
@@ -230,9 +231,23 @@ def _lines_of(dataset: Any) -> Iterator[str]:
             yield from _lines_of(part)
     elif isinstance(dataset, TensorDataset):
         shapes = [f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in dataset.tensors]
-        yield f"{text}: {', '.join(shapes)}, checksum {checksum(dataset.tensors):08x} of the first and the last one"
+        # Not of floats: another CPU may round what it has computed to other bits.
+        exact = [tensor for tensor in dataset.tensors if tensor.device.type == "cpu" and tensor.dtype in _EXACT]
+        text += f": {', '.join(shapes)}, checksum {checksum(exact):08x}"
+        yield f"{text} of the integers of the first and the last one"
     else:
         yield text
+
+
+def _checksum_of_numbers(indices: Any) -> int:
+    """Of the samples of a Subset; 0 where they are not numbers or texts, which may look different on each rank."""
+    if isinstance(indices, range):
+        return zlib.crc32(repr(indices).encode())
+    try:
+        numbers = numpy.asarray(indices.cpu() if isinstance(indices, torch.Tensor) else indices)
+    except (TypeError, ValueError):
+        return 0
+    return zlib.crc32(numbers.tobytes()) if numbers.dtype.kind in "iuUS" else 0
 
 
 def _some(drawing: Iterator[Any]) -> list[list[Any]]:
@@ -247,7 +262,7 @@ def _some(drawing: Iterator[Any]) -> list[list[Any]]:
 def _has_length(data: Any) -> bool:
     try:
         len(data)
-    except TypeError:  # what has none, and a DataLoader of a stream
+    except (TypeError, NotImplementedError):  # what has none, and a DataLoader of a stream
         return False
     return True
 

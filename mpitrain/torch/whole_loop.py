@@ -28,7 +28,7 @@ def shard(data: Iterable[Any]) -> ShardedData:
     Raises:
         ConfigError, MismatchError: see `prepare`.
     """
-    return ShardedData(init(), data)
+    return data if isinstance(data, ShardedData) else ShardedData(init(), data)
 
 
 def save(state: Any, path: Path | str) -> None:

@@ -42,6 +42,7 @@ def plot(path: Path, rows: Sequence[Mapping[str, float]], title: str) -> None:
     for axes, (label, names) in zip(places, panels.items(), strict=False):
         for name in names:
             _draw(axes, rows, name)
+        is_empty = not axes.lines
         for step in resumed:
             label_once = "resumed" if step == resumed[0] else None
             axes.axvline(step, color="gray", linestyle="--", linewidth=1, label=label_once)
@@ -53,11 +54,11 @@ def plot(path: Path, rows: Sequence[Mapping[str, float]], title: str) -> None:
         elif label.endswith("/s"):
             axes.set(ylim=(0, None))
         axes.grid(True, alpha=0.3)
-        if len(axes.lines) > 1:
+        if is_empty:
+            axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center")
+        elif len(axes.lines) > 1:
             # Above the axes, where no curve is.
             axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False, fontsize="small")
-        elif not axes.lines:
-            axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center")
         axes.tick_params(labelbottom=True)
     for axes in places[len(panels) :]:
         axes.remove()

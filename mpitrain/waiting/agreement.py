@@ -72,8 +72,8 @@ class Agreement:
         self.records = numpy.empty(control.size, RECORD)
         self._request = comm.Iallgather([self._own, MPI.BYTE], [self.records, MPI.BYTE])
         self._testing = threading.Lock()
+        control.agreements.append(self)  # before a thread may look
         control.open_tests.append(self._look)
-        control.agreements.append(self)
 
     def test(self) -> bool:
         """True when every rank's record is here and all are about to do the same.

@@ -88,6 +88,7 @@ def test_every_metric_and_where_it_resumed(tmp_path: Path, monkeypatch: pytest.M
     assert set(panels) == {"loss", "samples/s", "waiting for the exchange", "learning rate", "accuracy", "test bleu"}
     for axes in panels.values():
         assert [list(line.get_xdata()) for line in axes.lines[-2:]] == [[1, 1], [4, 4]]
+    assert [text.get_text() for text in panels["samples/s"].texts] == ["not recorded"]
     drawn_lines = [line.get_label() for line in panels["accuracy"].lines[:-1]]
     assert drawn_lines == ["accuracy", "test accuracy", "resumed"]
 

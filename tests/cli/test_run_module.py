@@ -22,10 +22,11 @@ def run(folder: Path, *words: str, path: str = "") -> Job:
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    (tmp_path / "pack/inner").mkdir(parents=True)
+    for name in ("pack/inner", "spaces/inner"):
+        (tmp_path / name).mkdir(parents=True)
     for name in ("train.py", "pack/__init__.py", "pack/inner/__init__.py"):
         (tmp_path / name).touch()
-    for name in ("train.py", "pack/inner/fit.py", "pack/__main__.py"):
+    for name in ("train.py", "pack/inner/fit.py", "pack/__main__.py", "spaces/inner/fit.py", "spaces/__main__.py"):
         (tmp_path / name).write_text(SAYS)
     return tmp_path
 
@@ -39,6 +40,8 @@ def project(tmp_path: Path) -> Path:
         (["python", "train.py"], "-"),
         (["python3", "-m", "pack"], "pack"),
         ([sys.executable, "train.py"], "-"),
+        (["-m", "spaces.inner.fit"], "spaces.inner"),  # folders without __init__.py
+        (["-m", "spaces"], "spaces"),
     ],
 )
 def test_it_runs(project: Path, words: list[str], package: str) -> None:
@@ -46,6 +49,12 @@ def test_it_runs(project: Path, words: list[str], package: str) -> None:
     assert job.code == 0, job.output
     said = {line.partition("] ")[2] for line in job.stdout.splitlines()}
     assert said == {f"__main__ {package} ['--epochs', '5', '-n', '3']"}, job.output
+
+
+def test_arguments_behind_two_dashes_are_the_modules(project: Path) -> None:
+    job = run(project, "-m", "pack", "a", "--", "--show", "b")
+    assert job.code == 0, job.output
+    assert {line.partition("] ")[2] for line in job.stdout.splitlines()} == {"__main__ pack ['a', '--show', 'b']"}
 
 
 @pytest.mark.parametrize(

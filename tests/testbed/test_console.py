@@ -10,7 +10,7 @@ import pytest
 
 from mpitrain.testbed.node import not_up, panic
 
-PANIC = "Kernel panic - not syncing: ptrace set fp regs failed, errno = 14"
+PANIC = "Kernel panic - not syncing: Attempted to kill init! exitcode=0x0000000b"
 
 
 LATE = "node1 of test bed b was not up within 180 s. The end of its console"
@@ -27,7 +27,7 @@ NO_INIT = "Kernel panic - not syncing: No working init found."
     [
         (None, "", LATE),
         ("systemd[1]: hello\n", "", LATE),
-        (f"Run /sbin/init\n{PANIC}\nCPU: 0 PID: 1\n", PANIC, REGISTERS),
+        (f"ptrace set fp regs failed, errno = 14\n{PANIC}\nCPU: 0 PID: 1\n", PANIC, REGISTERS),
         (f"{NO_INIT}\n", NO_INIT, f"the kernel of node1 of test bed b ended itself: {NO_INIT} The end of its console"),
     ],
 )

@@ -154,7 +154,10 @@ def test_data_sets_that_are_compared_and_equal(world: World) -> None:
             return x[number] + world.rank, y[number]
 
     split = torch.utils.data.random_split(whole, [16, len(x) - 16], torch.Generator().manual_seed(3))[0]
-    for dataset in (split, torch.utils.data.ConcatDataset([split, whole]), Noisy()):
+    rounded = torch.utils.data.TensorDataset(x + 1e-9 * world.rank, y)  # on another CPU
+    odd_numbers = torch.utils.data.Subset(whole, torch.arange(1, 32, 2))
+    lazy = torch.utils.data.TensorDataset((x[:, :2].to(torch.complex128)).conj().imag, y)
+    for dataset in (split, torch.utils.data.ConcatDataset([split, whole]), Noisy(), rounded, odd_numbers, lazy):
         data = prepared(torch.utils.data.DataLoader(dataset, batch_size=8))
         assert sum(data.share.total for _ in data) == len(dataset)
 
@@ -171,7 +174,7 @@ def test_ranks_with_other_data(world: World) -> None:
     for dataset, said in (
         (torch.utils.data.random_split(tensors(x, y), halves, own)[0], "choose them with the same seed on every rank"),
         (torch.utils.data.ConcatDataset([tensors(x[: 5 + odd]), tensors(x[: 6 - odd])]), "TensorDataset of 6 samples"),
-        (torch.utils.data.Subset(tensors(x + int(odd), y), range(20)), "of the first and the last one"),
+        (torch.utils.data.Subset(tensors(x, y + int(odd)), range(20)), "of the first and the last one"),
         (tensors(x, y.float() if odd else y), "torch.float32, checksum"),
     ):
         other = torch.utils.data.DataLoader(dataset, batch_size=8)

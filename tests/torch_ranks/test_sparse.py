@@ -100,3 +100,6 @@ def test_what_sparse_tensors_cannot(world: World, ours: None) -> None:
     with pytest.raises(TypeError, match="to_dense"):
         dist.reduce(sparse, 0)
     dist.barrier()
+    with pytest.raises(TypeError, match="complex numbers"):
+        dist.all_reduce(torch.ones(3, dtype=torch.complex64).to_sparse())
+    dist.barrier()
