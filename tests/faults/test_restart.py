@@ -328,7 +328,7 @@ def test_wrong_options(tmp_path: Path) -> None:
     for options, message in (
         (["--min-nodes", "2"], "--min-nodes is 2, but the job runs on 1 hosts"),
         (["--restarts", "-1"], "'-1' is not a whole number, 0 or above"),
-        (["--restarts", "0", "--min-nodes", "1"], "--min-nodes says on how few hosts"),
+        (["--restarts", "0", "--min-nodes", "1"], "--min-nodes sets the least number of hosts"),
     ):
         job = train(tmp_path, "pass", *options)
         failed(job, message)

@@ -215,7 +215,7 @@ def test_json_that_is_no_record(tmp_path: Path, text: str, line: int) -> None:
     path.write_text(text)
     with pytest.raises(DataError, match=rf"line {line} is not a row of a record .*; move the file away"):
         written(JsonLines(tmp_path), [], 100)
-    with pytest.raises(DataError, match=f"line {line} is no row"):
+    with pytest.raises(DataError, match=f"line {line} is not a row"):
         read_rows(path)
     assert path.read_text() == text
 
