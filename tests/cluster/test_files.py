@@ -34,6 +34,30 @@ SETTINGS = {
     "python": "/usr/bin/python3",
 }
 
+# What a node that is set up reports.
+HEALTHY = {
+    "family": "Debian",
+    "systemd": True,
+    "architecture": "x86_64",
+    "python": "3.11.2",
+    "mpiexec_found": True,
+    "hostname": "a",
+    "addresses": ["10.0.0.1"],
+    "hosts_lines": [],
+    "sources": {},
+    "sshd_includes": True,
+    "ssh_includes": True,
+    "host_keys": ["ssh-ed25519 A"],
+    "user_uid": 1900,
+    "user_gid": 1900,
+    "uid_user": "cluster",
+    "group_gid": 1900,
+    "gid_group": "cluster",
+    "share": {"kind": "folder", "type": "", "source": "", "owner": 1900, "empty": False, "free_mib": 5},
+    "runtime": "",
+    "venv_foreign": False,
+}
+
 
 @pytest.fixture(scope="module")
 def preflight() -> ModuleType:
@@ -86,30 +110,8 @@ def test_ansible_core_alone_reads_the_playbooks(playbook: str) -> None:
 @pytest.mark.parametrize("kind", [int, str])
 def test_a_node_that_is_set_up_is_not_refused(preflight: ModuleType, kind: type) -> None:
     """Numbers come as text by -e, and from every template before ansible-core 2.19."""
-    node = {
-        "family": "Debian",
-        "systemd": True,
-        "architecture": "x86_64",
-        "python": "3.11.2",
-        "mpiexec_found": True,
-        "hostname": "a",
-        "addresses": ["10.0.0.1"],
-        "hosts_lines": [],
-        "sources": {},
-        "sshd_includes": True,
-        "ssh_includes": True,
-        "host_keys": ["ssh-ed25519 A"],
-        "user_uid": 1900,
-        "user_gid": 1900,
-        "uid_user": "cluster",
-        "group_gid": 1900,
-        "gid_group": "cluster",
-        "share": {"kind": "folder", "type": "", "source": "", "owner": 1900, "empty": False, "free_mib": 5},
-        "runtime": "",
-        "venv_foreign": False,
-    }
     numbers = {name: kind(SETTINGS[name]) for name in ("uid", "gid", "min_free_mib")}
-    reports = {"a": {"ansible_facts": {"mpitrain": node}}}
+    reports = {"a": {"ansible_facts": {"mpitrain": HEALTHY}}}
     assert preflight.problems(reports, {"a": "10.0.0.1"}, {"head": ["a"]}, SETTINGS | numbers) == []
 
 
@@ -144,19 +146,38 @@ def test_all_that_is_wrong_is_said_at_once(preflight: ModuleType) -> None:
         "a": {"unreachable": True, "msg": "Task failed: Failed to connect: Connection refused"},
         "b": {"failed": True, "msg": "Task failed: Incorrect sudo password"},
         "c": {"failed": True, "msg": "ops is not in the sudoers file."},
+        "d": {"unreachable": True, "msg": "Task failed: Timeout (32s) waiting for privilege escalation prompt:"},
     }
-    addresses = {"a": "10.0.0.1", "b": "10.0.0.2", "c": "10.0.0.2"}
-    found = preflight.problems(reports, addresses, {"head": ["a"], "workers": ["b", "c"]}, SETTINGS)
+    addresses = {"a": "10.0.0.1", "b": "10.0.0.2", "c": "10.0.0.2", "d": "10.0.0.4"}
+    found = preflight.problems(reports, addresses, {"head": ["a"], "workers": ["b", "c", "d"]}, SETTINGS)
     assert [sentence.split(":")[0] for sentence in found] == [
         "inventory",
         "a (10.0.0.1)",
         "b (10.0.0.2)",
         "c (10.0.0.2)",
+        "d (10.0.0.4)",
     ]
     assert "b and c have the same address 10.0.0.2" in found[0]
     assert "Connection refused. Is it up" in found[1]
     assert "--ask-become-pass" in found[2]
     assert "group sudo" in found[3]
+    assert "sudo does not answer" in found[4]
+
+
+@pytest.mark.parametrize(
+    ("python", "says"),
+    [
+        ("silent", ["b: /usr/bin/python3 does not answer within 8 s"]),
+        ("", ["b: /usr/bin/python3 is not there; allowed"]),
+        ("3.9.2", ["b: /usr/bin/python3 is 3.9.2; allowed", "b: the minor version of Python is 3.9; allowed: 3.11"]),
+    ],
+)
+def test_a_python_that_does_not_fit(preflight: ModuleType, python: str, says: list[str]) -> None:
+    facts = HEALTHY | {"hostname": "b", "python": python}
+    found = preflight.node_problems("b", facts, SETTINGS)
+    found += preflight.difference_problems({"a": HEALTHY, "c": HEALTHY, "b": facts})
+    assert len(found) == len(says)
+    assert all(sentence.startswith(start) for sentence, start in zip(found, says, strict=True))
 
 
 @pytest.mark.parametrize(

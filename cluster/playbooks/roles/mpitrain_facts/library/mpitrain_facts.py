@@ -37,12 +37,13 @@ author: mpitrain
 """
 
 CHILD_SECONDS = 8
+VERSION = "import sys; print('%d.%d.%d' % sys.version_info[:3])"
 LOGIND = ("org.freedesktop.login1", "/org/freedesktop/login1", "org.freedesktop.login1.Manager")
 TIME_DAEMONS = ("chrony", "chronyd", "systemd-timesyncd", "ntp", "ntpd", "ntpsec", "openntpd")
 
 
-def output(*command: str, merge: bool = False) -> str:
-    """What a command prints; empty where it is missing, fails or takes too long."""
+def output(*command: str, merge: bool = False, late: str = "") -> str:
+    """What a command prints; empty where it is missing or fails, `late` where it takes too long."""
     path = "/usr/sbin:/usr/bin:/sbin:/bin"
     try:
         done = subprocess.run(
@@ -54,8 +55,10 @@ def output(*command: str, merge: bool = False) -> str:
             timeout=CHILD_SECONDS,
             check=False,
         )
-    except (OSError, subprocess.TimeoutExpired):
+    except OSError:
         return ""
+    except subprocess.TimeoutExpired:
+        return late
     return done.stdout.decode(errors="replace") if merge or done.returncode == 0 else ""
 
 
@@ -262,7 +265,7 @@ def main() -> None:
         # Names what this run leaves for a moment on the share.
         "run": uuid.uuid4().hex[:12],
         "share": place,
-        "python": output(given["python"], "-c", "import sys; print('%d.%d.%d' % sys.version_info[:3])").strip(),
+        "python": output(given["python"], "-c", VERSION, late="silent").strip(),
         "mpiexec_found": not given["mpiexec"] or os.access(given["mpiexec"], os.X_OK),
         "time_daemons": [TIME_DAEMONS[number] for number, state in enumerate(active) if state == "active"],
         "installed_by_us": text("/etc/mpitrain/packages").split(),

@@ -79,6 +79,11 @@ def inventory_problems(addresses: dict, groups: dict) -> list[str]:
 def no_answer(name: str, address: str | None, report: dict) -> str:
     message = PREFIX.sub("", str(report.get("msg") or report.get("module_stderr") or "no message")).strip()
     where = f"{name} ({address})"
+    if report.get("unreachable") and re.search(r"(?i)timeout .*privilege escalation prompt", message):
+        return (
+            f"{where}: ssh gets in, but sudo does not answer: {message}. Is the node overloaded, or does sudo wait for"
+            f" a name server? Try: ssh {address} sudo -n true"
+        )
     if report.get("unreachable"):
         return (
             f"{where}: ssh does not get in: {message}. Is it up and is the address right? Try: ssh {address} true."
@@ -102,7 +107,9 @@ def node_problems(name: str, facts: dict, settings: dict) -> list[str]:
         result.append(f"runs {facts['os']}; allowed: Debian, Ubuntu, the RHEL family. Take it out of the inventory")
     if not facts["systemd"]:
         result.append("systemd is not running; allowed: a machine that booted with it")
-    if tuple(int(part) for part in facts["python"].split(".") if part) < PYTHON:
+    if facts["python"] == "silent":
+        result.append(f"{settings['python']} does not answer within 8 s. Is the node overloaded? Run the set-up again")
+    elif tuple(int(part) for part in facts["python"].split(".") if part) < PYTHON:
         result.append(
             f"{settings['python']} is {facts['python'] or 'not there'}; allowed: Python 3.11 or newer (Debian 12,"
             " Ubuntu 24.04; on RHEL 9 install python3.12). Set mpitrain_python to such a one"
@@ -243,9 +250,10 @@ def path_problems(name: str, place: dict, path: str) -> list[str]:
 def difference_problems(facts: dict) -> list[str]:
     """What must be the same everywhere, because one virtual environment serves all nodes."""
     result = []
+    pythons = {name: one["python"] for name, one in facts.items() if one["python"] not in ("", "silent")}
     for property_name, value_of in (
         ("architecture", {name: one["architecture"] for name, one in facts.items()}),
-        ("minor version of Python", {name: ".".join(one["python"].split(".")[:2]) for name, one in facts.items()}),
+        ("minor version of Python", {name: ".".join(python.split(".")[:2]) for name, python in pythons.items()}),
     ):
         names_of = defaultdict(list)
         for name, value in value_of.items():
