@@ -40,6 +40,12 @@ FAULTS = {
         ("node2 (", "sudo refuses", "--ask-become-pass"),
         ("-e", "ansible_become_password=wrong"),
     ),
+    "a login by a password where passwords are to go": (
+        "echo admin:right | chpasswd; mv /home/admin/.ssh/authorized_keys /root/",
+        "mv /root/authorized_keys /home/admin/.ssh/; usermod -p '*' admin",
+        ("node2 (", "a login with a key alone fails", "Permission denied", "It would lock you out", "ssh-copy-id 10."),
+        ("-e", "ansible_password=right", "-e", "mpitrain_sshd_passwords=false"),
+    ),
     "the uid belongs to another": (
         "useradd -u 1900 -M bob",
         "userdel bob; rm -f /var/mail/bob",
@@ -123,6 +129,7 @@ def refused(bed: Bed, checkout: Path, *arguments: str, inventory: Path, says: tu
 USUAL = (
     "another system",
     "a wrong password for sudo",
+    "a login by a password where passwords are to go",
     "the user has another uid",
     "files where the share would be mounted",
     "no include in sshd_config",

@@ -57,6 +57,7 @@ class Cluster:
         variables = {
             "mpitrain_authorized_keys": [self.key.with_suffix(".pub").read_text().strip()],
             "mpitrain_nofile": NOFILE,
+            "mpitrain_sshd_passwords": False,
         }
         return self.play(SETUP, "-e", json.dumps(variables), *arguments, inventory=inventory)
 
@@ -237,6 +238,15 @@ def test_a_host_outside_cannot_log_in_even_with_a_stolen_key(cluster: Cluster) -
 def test_the_shared_user_has_no_password(cluster: Cluster) -> None:
     for node in NODES:
         assert root(cluster.bed, node, f"passwd -S {USER}").stdout.split()[1] == "L"
+
+
+def test_sshd_offers_passwords_to_nobody(cluster: Cluster) -> None:
+    """Whom it knows or not; node5, which is not set up, shows that the question is the right one."""
+    ask = "ssh -F none -o BatchMode=yes -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null"
+    for node, methods in (("node1", "(publickey)"), (OUTSIDER, "(publickey,password)")):
+        for user in ("admin", "root", USER, "nobody"):
+            done = root(cluster.bed, OUTSIDER, f"{ask} {user}@{cluster.bed.address(node)} true")
+            assert f"Permission denied {methods}." in done.stderr
 
 
 def test_what_was_changed_is_what_the_documentation_says(cluster: Cluster) -> None:

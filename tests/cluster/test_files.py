@@ -180,6 +180,15 @@ def test_a_python_that_does_not_fit(preflight: ModuleType, python: str, says: li
     assert all(sentence.startswith(start) for sentence, start in zip(found, says, strict=True))
 
 
+def test_who_would_be_locked_out_is_refused(preflight: ModuleType) -> None:
+    denied = {"unreachable": True, "msg": "Task failed: Failed to connect: admin@10.0.0.1: Permission denied"}
+    assert preflight.key_problems("a", "10.0.0.1", {}) == []
+    assert preflight.key_problems("a", "10.0.0.1", {"skipped": True}) == []
+    (sentence,) = preflight.key_problems("a", "10.0.0.1", denied)
+    assert sentence.startswith("a (10.0.0.1): mpitrain_sshd_passwords is false, and a login with a key alone fails: ")
+    assert "Permission denied" in sentence and "ssh-copy-id 10.0.0.1" in sentence
+
+
 @pytest.mark.parametrize(
     ("facts", "says"),
     [

@@ -43,7 +43,7 @@ def first(id_: str, looked: Seen) -> Result | None:
 def server(**fields: str) -> dict[str, Any]:
     settings = {"maxstartups": "100:30:400", "passwordauthentication": "no", "permitrootlogin": "without-password"}
     settings.update(fields)
-    return {"is_known": True, "all": settings, "user": settings, "root": settings, "sets": {}}
+    return {"is_known": True, "all": settings, "user": settings, "root": settings, "own": settings, "sets": {}}
 
 
 def login(failed: str, found: str = "", seconds: float = 0.2) -> Seen:
@@ -155,6 +155,38 @@ def test_policy(settings: dict[str, str], verdict: str, words: str) -> None:
 
 def test_a_safe_policy_passes() -> None:
     assert first("SSH07", of_node("ssh server", server(permitrootlogin="yes"))) is None
+
+
+def offered(hello: str = "admin", **users: str) -> Result | None:
+    """What SSH10 says of node1: whose passwords sshd offers to take; `file` sets it."""
+    file = users.pop("file", "")
+    answer = {"is_known": True, **{key: {"passwordauthentication": "no"} for key in ("all", "user", "root", "own")}}
+    answer |= {key: {"passwordauthentication": value} for key, value in users.items()}
+    answer["sets"] = {"passwordauthentication": [[OURS, "no"], *([[file, "yes"]] if file else [])]}
+    looked = of_node("ssh server", answer)
+    looked.nodes["node1"]["login"] = {"failed": "", "hello": hello}
+    return first("SSH10", looked)
+
+
+def test_passwords_of_other_users() -> None:
+    switch_off = "ansible-playbook cluster/setup.yml --tags ssh --limit {limit} -e mpitrain_sshd_passwords=false  # and"
+    assert offered() is None
+    found = offered(all="yes", own="yes", root="yes")
+    assert found is not None and found.verdict == "warn" and found.remedy.startswith(switch_off)
+    assert found.observed == "sshd offers passwords to admin, root, others (passwordauthentication yes)"
+    # As the shared user, on the head: SSH07 is about that one.
+    found = offered("cluster", all="yes", own="yes", root="yes", file="/etc/ssh/sshd_config")
+    assert found is not None and found.remedy.startswith(switch_off)
+    assert "to root, others (passwordauthentication yes, by /etc/ssh/sshd_config)" in found.observed
+
+
+def test_passwords_that_set_up_does_not_switch_off() -> None:
+    """A file before ours, and a block of one user's: what is printed takes them away."""
+    early, block = "/etc/ssh/sshd_config.d/05-site.conf", "/etc/ssh/sshd_config.d/60-site.conf"
+    found = offered(all="yes", own="yes", root="yes", file=early)
+    assert found is not None and f"/Id\" {early} && sudo systemctl reload ssh' && ansible-playbook" in found.remedy
+    found = offered(own="yes", file=block)
+    assert found is not None and found.remedy.endswith(f"/Id\" {block} && sudo systemctl reload ssh'")
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from mpitrain.diagnostics.checks import (
     share,
     shell,
     ssh,
+    sshd,
     two_ranks,
     users,
 )
@@ -59,6 +60,7 @@ SUBJECTS = _subjects(
     users,
     network,
     reach,
+    sshd,
     ssh,
     clock,
     limits,

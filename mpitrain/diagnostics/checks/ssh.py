@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mpitrain.diagnostics.check import Ask, Check, Finding, NotHereError, NotSeenError, Seen, Target
+from mpitrain.diagnostics.check import Ask, Check, Finding, Seen
+from mpitrain.diagnostics.checks.sshd import a_peer
 from mpitrain.diagnostics.collect import Cluster, ClusterStep, PairStep
-from mpitrain.diagnostics.remedies import over_ssh, ssh_service, through_ssh
-from mpitrain.launch.hostfile import Host
+from mpitrain.diagnostics.remedies import over_ssh
 
 _SLOW_SECONDS = 2.0
-_FOLDER = "/etc/ssh/sshd_config.d/"
-_OURS = f"{_FOLDER}10-mpitrain.conf"
 _SET_UP = "{set_up} --tags ssh --limit {limit}"
 _RSA_BITS = 3072
 # Without these nothing can be asked as the shared user.
 _JOB = ("PRB01", "PRB02", "USR01", "USR02")
-_NOT_ASKED = "sshd's settings can only be read as root, and the login may not use sudo"
-
-
-def _peer(target: Target, host: Host) -> dict[str, str]:
-    """Another node, for what is set for the way between nodes."""
-    other = next((one for one in target.hosts if one.name != host.name), host)
-    return {"peer": other.address, "user": target.user}
 
 
 def _log_in(cluster: Cluster, a: str, b: str) -> Any:
@@ -77,85 +67,6 @@ def _quiet(seen: Seen, name: str) -> Iterator[Finding]:
             # It may print in a login of a person, where [[ $- == *i* ]].
             remedy = f"ssh {seen.target.login(name)} \"sudo grep -nE 'echo|printf|cat' {files}\"  # only if [ -t 1 ]"
             yield Finding("fail", (name,), observed, "nothing", remedy)
-
-
-def _server(seen: Seen, name: str) -> Mapping[str, Any]:
-    server: Mapping[str, Any] = seen.node(name, "ssh server")
-    if not server["is_known"]:
-        raise NotHereError(_NOT_ASKED)
-    if not server["all"]:
-        raise NotSeenError("`sshd -T` failed")
-    return server
-
-
-def _remedy(seen: Seen, server: Mapping[str, Any], name: str, word: str) -> str:
-    """Set-up writes its own file; what sshd takes may be in another one, before it or, for some words, behind it."""
-    path = _setter(server, word)
-    has_ours = _OURS in [other for other, _ in server["sets"].get(word, [])]
-    if path in ("", _OURS) or not (has_ours or _FOLDER < path < _OURS):
-        return _SET_UP
-    line = f'sudo sed -i "/^ *{word}/Id" {shlex.quote(path)} && sudo systemctl reload {ssh_service(seen, name)}'
-    return through_ssh(seen.target.login(name), line)
-
-
-def _setter(server: Mapping[str, Any], word: str) -> str:
-    """The file with the value that holds, the first one where none has it in those words; empty for a default."""
-    settings = server["sets"].get(word, [])
-    holds = {str(server[user].get(word)) for user in ("user", "root", "all")}
-    return str(next((path for path, value in settings if value in holds), settings[0][0] if settings else ""))
-
-
-def _where(server: Mapping[str, Any], word: str) -> str:
-    path = _setter(server, word)
-    return f", by {path}" if path else ""
-
-
-def _capacity(seen: Seen, name: str) -> Iterator[Finding]:
-    server = _server(seen, name)
-    count = len(seen.target.hosts)
-    text = server["all"].get("maxstartups", "")
-    first = int(text.split(":")[0] or 0)
-    if first < 2 * count:
-        observed = (
-            f"sshd drops logins as soon as {first} are being made (MaxStartups {text}{_where(server, 'maxstartups')})"
-        )
-        allowed = f"{2 * count} or more, for {count} nodes"
-        remedy = _remedy(seen, server, name, "maxstartups")
-        yield Finding("fail" if first < count else "warn", (name,), observed, allowed, remedy)
-    if server["all"].get("persourcepenalties", "no").startswith(("authfail", "crash", "yes")):
-        exempt = server["all"].get("persourcepenaltyexemptlist", "none")
-        missing = [one for one, address in seen.target.addresses.items() if address not in exempt and one != name]
-        if missing:
-            observed = (
-                "sshd locks out addresses from which some logins failed (PerSourcePenalties), also those of nodes"
-            )
-            yield Finding("warn", (name,), observed, "PerSourcePenaltyExemptList with all nodes", _SET_UP)
-
-
-def _policy(seen: Seen, name: str) -> Iterator[Finding]:
-    server = _server(seen, name)
-    settings, root = server["user"], server["root"]
-    user = seen.target.user
-    if settings.get("pubkeyauthentication") == "no":
-        remedy = _remedy(seen, server, name, "pubkeyauthentication")
-        observed = f"sshd takes no keys for {user} (PubkeyAuthentication no{_where(server, 'pubkeyauthentication')})"
-        yield Finding("fail", (name,), observed, "PubkeyAuthentication yes", remedy)
-    for word in ("passwordauthentication", "kbdinteractiveauthentication"):
-        if settings.get(word) == "yes":
-            observed = f"sshd takes passwords for {user} ({word} yes{_where(server, word)})"
-            yield Finding("warn", (name,), observed, "keys only", _remedy(seen, server, name, word))
-    if root.get("permitrootlogin") == "yes" and root.get("passwordauthentication") == "yes":
-        yield Finding(
-            "warn",
-            (name,),
-            f"root may log in by a password (PermitRootLogin yes{_where(server, 'permitrootlogin')})",
-            "PermitRootLogin prohibit-password",
-            through_ssh(
-                seen.target.login(name),
-                'echo "PermitRootLogin prohibit-password" | sudo tee /etc/ssh/sshd_config.d/01-root.conf && '
-                f"sudo systemctl reload {ssh_service(seen, name)}",
-            ),
-        )
 
 
 def _keys(seen: Seen, name: str) -> Iterator[Finding]:
@@ -212,39 +123,10 @@ def _copies(seen: Seen, name: str, keys: list[Mapping[str, Any]]) -> Iterator[Fi
                 break
 
 
-ASKS = (
-    Ask("ssh server", "ssh server", "login", _peer),
-    Ask("ssh keys", "ssh keys", "job", _peer),
-)
+ASKS: tuple[Ask, ...] = (Ask("ssh keys", "ssh keys", "job", a_peer),)
 PAIRS: dict[str, PairStep] = {"login between": _log_in}
 CLUSTER: dict[str, ClusterStep] = {}
 CHECKS = (
-    Check(
-        "SSH06",
-        "sshd takes as many logins at once as a job makes",
-        "quick",
-        "node",
-        _capacity,
-        uses=("ssh server",),
-        looks="MaxStartups and PerSourcePenalties of `sshd -T`.",
-        why="sshd drops what is beyond that, at random, and the launcher says only that a connection was reset.",
-        tag="ssh",
-        needs=("PRB01", "PRB02"),
-        fault="MaxStartups 1",
-    ),
-    Check(
-        "SSH07",
-        "sshd takes keys for the shared user, and no passwords",
-        "quick",
-        "node",
-        _policy,
-        uses=("ssh server",),
-        looks="`sshd -T -C user=...`: what all files of its configuration come to for that user.",
-        why="Where a password will do, one that is guessed opens all nodes; the first file that sets a value wins.",
-        tag="ssh",
-        needs=("PRB01", "PRB02"),
-        fault="passwords switched on in our own file; in a file that is read before it",
-    ),
     Check(
         "SSH08",
         "the shared user's private key is its own, and of a good kind",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import re
 import stat
 import time
@@ -26,10 +27,15 @@ _SSH_SAYS = (
 
 
 def ssh_server(wish: dict[str, Any]) -> dict[str, Any]:
-    """What sshd's settings come to: for all, for the shared `user`, for root; and who "sets" each: [file, value]."""
+    """What sshd's settings come to, for all and for some users, and who "sets" each: [file, value].
+
+    The users: the shared one, root, and "own", whom the login is.
+    """
     settings: dict[str, Any] = {"is_known": True, "sets": {}}
-    connections = {"all": [], "user": ["-C", "user={user},host={peer},addr={peer}".format(**wish)]}
-    connections["root"] = ["-C", "user=root,host={peer},addr={peer}".format(**wish)]
+    users = {"user": wish["user"], "root": "root", "own": pwd.getpwuid(os.getuid()).pw_name}
+    from_peer = "host={peer},addr={peer}".format(**wish)
+    connections: dict[str, list[str]] = {"all": []}
+    connections.update({name: ["-C", f"user={user},{from_peer}"] for name, user in users.items()})
     for name, options in connections.items():
         out = children.as_root("sshd", "-T", *options)
         if out is None:

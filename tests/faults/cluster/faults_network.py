@@ -9,6 +9,7 @@ from faults.cluster.matrix import Fault
 from mpitrain.testbed.bed import Bed
 
 _OURS = "/etc/ssh/sshd_config.d/10-mpitrain.conf"
+_SITE = "/etc/ssh/sshd_config.d/60-site.conf"
 # Not `reload`, which ends before sshd listens again; a restart ends when it does.
 _READ_ANEW = "systemctl restart ssh"
 _PYTHON = "/usr/bin/python3"
@@ -245,6 +246,27 @@ FAULTS: dict[str, Fault] = {
         {"node2": f"rm /etc/ssh/sshd_config.d/05-site.conf && {_READ_ANEW}"},
         {"SSH07": ("warn", "node2")},
         shows=["by /etc/ssh/sshd_config.d/05-site.conf"],
+        is_slow=True,
+    ),
+    "passwords left on": Fault(
+        "set-up with its default, which leaves the passwords of other users on",
+        dict.fromkeys(_EVERY, f"sed -i '/^PasswordAuthentication no/d' {_OURS} && {_READ_ANEW}"),
+        {},
+        {"SSH10": ("warn", "node[1-4]")},
+        repair="ssh",
+        shows=["sshd offers passwords to admin, root, others (passwordauthentication yes)"],
+        is_slow=True,
+    ),
+    "passwords on for one user": Fault(
+        "passwords off on all nodes, but for admin on node3",
+        {
+            **dict.fromkeys(_EVERY, f"sed -i '1i PasswordAuthentication no' {_OURS} && {_READ_ANEW}"),
+            "node3": f"sed -i '1i PasswordAuthentication no' {_OURS} && printf 'Match User admin\n"
+            f"PasswordAuthentication yes\n' >{_SITE} && {_READ_ANEW}",
+        },
+        dict.fromkeys(_EVERY, f"rm -f {_SITE}; sed -i 1d {_OURS}; {_READ_ANEW}"),
+        {"SSH10": ("warn", "node3")},
+        shows=[f"sshd offers passwords to admin (passwordauthentication yes, by {_SITE})"],
         is_slow=True,
     ),
     "key readable by all": Fault(

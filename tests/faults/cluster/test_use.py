@@ -131,8 +131,8 @@ def test_one_dead_node(bed: Bed) -> None:
         assert findings(document) == {"SSH01": ("fail", "node3")}
         elsewhere = [one for one in document["results"] if one["where"] == ["node2"]]
         assert len(elsewhere) > 10
-        # SSH01 may say that a login took long; see above.
-        assert {one["verdict"] for one in elsewhere if one["id"] != "SSH01"} <= {"pass", "skip"}
+        # SSH01 may say that a login took long; SSH10 says what set-up leaves as it is.
+        assert {one["verdict"] for one in elsewhere if one["id"] not in ("SSH01", "SSH10")} <= {"pass", "skip"}
         there = [one for one in document["results"] if one["where"] == ["node3"]]
         # It was asked once: INV01 and INV02 look at this machine alone.
         assert {one["id"] for one in there if one["verdict"] != "blocked"} == {"INV01", "INV02", "SSH01"}

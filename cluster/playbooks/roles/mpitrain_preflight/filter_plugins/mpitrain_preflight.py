@@ -16,11 +16,12 @@ PATH = r"(/[A-Za-z0-9_][A-Za-z0-9._-]*)+"
 PREFIX = re.compile(r"^(Task failed|Module failed)[^:]*:\s*")
 
 
-def problems(reports: dict, addresses: dict, groups: dict, settings: dict) -> list[str]:
+def problems(reports: dict, addresses: dict, groups: dict, settings: dict, logins: dict | None = None) -> list[str]:
     """All that is wrong, so that one run shows it all.
 
     `reports`: node name -> result of mpitrain_facts; `addresses`: node name -> ansible_host; `groups`: the
-    inventory's; `settings`: user, uid, gid, share, venv, min_free_mib, set_hostname, mpi, python.
+    inventory's; `settings`: user, uid, gid, share, venv, min_free_mib, set_hostname, mpi, python;
+    `logins`: node name -> result of a login with a key alone, where one was tried.
     """
     # Before ansible-core 2.19 a template gives text, whatever is in it.
     settings = settings | {key: int(settings[key]) for key in ("uid", "gid", "min_free_mib")}
@@ -34,6 +35,7 @@ def problems(reports: dict, addresses: dict, groups: dict, settings: dict) -> li
             result.append(no_answer(name, addresses.get(name), report))
             continue
         facts[name] = one = report["ansible_facts"]["mpitrain"]
+        result += key_problems(name, addresses.get(name), (logins or {}).get(name, {}))
         result += node_problems(name, one, settings)
         result += network_problems(name, addresses, one)
         result += account_problems(name, one, settings)
@@ -99,6 +101,19 @@ def no_answer(name: str, address: str | None, report: dict) -> str:
     if re.search(r"python3?: (not found|No such file)|interpreter", message):
         return f"{where}: there is no /usr/bin/python3: {message}. Install it: apt-get install python3"
     return f"{where}: the look at it failed: {message}"
+
+
+def key_problems(name: str, address: str | None, login: dict) -> list[str]:
+    """A machine that would lock out whoever sets it up: once passwords are off, only a key opens it."""
+    if not (login.get("unreachable") or login.get("failed")):
+        return []
+    message = PREFIX.sub("", str(login.get("msg") or "no message")).strip()
+    sentence = (
+        f"{name} ({address}): mpitrain_sshd_passwords is false, and a login with a key alone fails: {message}. It would"
+        f" lock you out. Bring your key there: ssh-copy-id {address}, with the user that you log in as; or set"
+        " mpitrain_sshd_passwords: true"
+    )
+    return [sentence]
 
 
 def node_problems(name: str, facts: dict, settings: dict) -> list[str]:

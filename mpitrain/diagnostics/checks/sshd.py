@@ -1,0 +1,180 @@
+"""What sshd of a node takes: how many logins at once, and passwords of whom."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mpitrain.diagnostics.check import Ask, Check, Finding, NotHereError, NotSeenError, Seen, Target
+from mpitrain.diagnostics.collect import ClusterStep, PairStep
+from mpitrain.diagnostics.remedies import ssh_service, through_ssh
+from mpitrain.launch.hostfile import Host
+
+_FOLDER = "/etc/ssh/sshd_config.d/"
+_OURS = f"{_FOLDER}10-mpitrain.conf"
+_SET_UP = "{set_up} --tags ssh --limit {limit}"
+_PASSWORDS = ("passwordauthentication", "kbdinteractiveauthentication")
+_NOT_ASKED = "sshd's settings can only be read as root, and the login may not use sudo"
+
+
+def a_peer(target: Target, host: Host) -> dict[str, str]:
+    """Another node, for what is set for the way between nodes."""
+    other = next((one for one in target.hosts if one.name != host.name), host)
+    return {"peer": other.address, "user": target.user}
+
+
+def _server(seen: Seen, name: str) -> Mapping[str, Any]:
+    server: Mapping[str, Any] = seen.node(name, "ssh server")
+    if not server["is_known"]:
+        raise NotHereError(_NOT_ASKED)
+    if not server["all"]:
+        raise NotSeenError("`sshd -T` failed")
+    return server
+
+
+def _remedy(seen: Seen, server: Mapping[str, Any], name: str, word: str) -> str:
+    """Set-up writes its own file; what sshd takes may be in another one, before it or, for some words, behind it."""
+    path = _setter(server, word)
+    has_ours = _OURS in [other for other, _ in server["sets"].get(word, [])]
+    if path in ("", _OURS) or not (has_ours or _FOLDER < path < _OURS):
+        return _SET_UP
+    return _without(seen, name, word, path)
+
+
+def _without(seen: Seen, name: str, word: str, path: str) -> str:
+    line = f'sudo sed -i "/^ *{word}/Id" {shlex.quote(path)} && sudo systemctl reload {ssh_service(seen, name)}'
+    return through_ssh(seen.target.login(name), line)
+
+
+def _setter(server: Mapping[str, Any], word: str) -> str:
+    """The file with the value that holds, the first one where none has it in those words; empty for a default."""
+    settings = server["sets"].get(word, [])
+    holds = {str(server[user].get(word)) for user in ("user", "root", "all")}
+    return str(next((path for path, value in settings if value in holds), settings[0][0] if settings else ""))
+
+
+def _where(server: Mapping[str, Any], word: str) -> str:
+    path = _setter(server, word)
+    return f", by {path}" if path else ""
+
+
+def _capacity(seen: Seen, name: str) -> Iterator[Finding]:
+    server = _server(seen, name)
+    count = len(seen.target.hosts)
+    text = server["all"].get("maxstartups", "")
+    first = int(text.split(":")[0] or 0)
+    if first < 2 * count:
+        observed = (
+            f"sshd drops logins as soon as {first} are being made (MaxStartups {text}{_where(server, 'maxstartups')})"
+        )
+        allowed = f"{2 * count} or more, for {count} nodes"
+        remedy = _remedy(seen, server, name, "maxstartups")
+        yield Finding("fail" if first < count else "warn", (name,), observed, allowed, remedy)
+    if server["all"].get("persourcepenalties", "no").startswith(("authfail", "crash", "yes")):
+        exempt = server["all"].get("persourcepenaltyexemptlist", "none")
+        missing = [one for one, address in seen.target.addresses.items() if address not in exempt and one != name]
+        if missing:
+            observed = (
+                "sshd locks out addresses from which some logins failed (PerSourcePenalties), also those of nodes"
+            )
+            yield Finding("warn", (name,), observed, "PerSourcePenaltyExemptList with all nodes", _SET_UP)
+
+
+def _policy(seen: Seen, name: str) -> Iterator[Finding]:
+    server = _server(seen, name)
+    settings, root = server["user"], server["root"]
+    user = seen.target.user
+    if settings.get("pubkeyauthentication") == "no":
+        remedy = _remedy(seen, server, name, "pubkeyauthentication")
+        observed = f"sshd takes no keys for {user} (PubkeyAuthentication no{_where(server, 'pubkeyauthentication')})"
+        yield Finding("fail", (name,), observed, "PubkeyAuthentication yes", remedy)
+    for word in ("passwordauthentication", "kbdinteractiveauthentication"):
+        if settings.get(word) == "yes":
+            observed = f"sshd takes passwords for {user} ({word} yes{_where(server, word)})"
+            yield Finding("warn", (name,), observed, "keys only", _remedy(seen, server, name, word))
+    if root.get("permitrootlogin") == "yes" and root.get("passwordauthentication") == "yes":
+        yield Finding(
+            "warn",
+            (name,),
+            f"root may log in by a password (PermitRootLogin yes{_where(server, 'permitrootlogin')})",
+            "PermitRootLogin prohibit-password",
+            through_ssh(
+                seen.target.login(name),
+                'echo "PermitRootLogin prohibit-password" | sudo tee /etc/ssh/sshd_config.d/01-root.conf && '
+                f"sudo systemctl reload {ssh_service(seen, name)}",
+            ),
+        )
+
+
+def _no_passwords(seen: Seen, name: str) -> Iterator[Finding]:
+    server = _server(seen, name)
+    offers = {seen.node(name, "login")["hello"]: "own", "root": "root", "others": "all"}
+    offers.pop(seen.target.user, None)  # whom SSH07 is about
+    for word in _PASSWORDS:
+        users = [user for user, key in offers.items() if server[key].get(word) == "yes"]
+        if users:
+            path = next((path for path, value in server["sets"].get(word, []) if value == "yes"), "")
+            observed = f"sshd offers passwords to {', '.join(users)} ({word} yes{f', by {path}' if path else ''})"
+            yield Finding("warn", (name,), observed, "keys only", _keys_only(seen, server, name, word, path))
+
+
+def _keys_only(seen: Seen, server: Mapping[str, Any], name: str, word: str, path: str) -> str:
+    """Set-up switches passwords off for all; not where an earlier file, or a block of a user's, says otherwise."""
+    is_block = server["all"].get(word) != "yes"
+    if path and (is_block or _FOLDER < path < _OURS):
+        return _without(seen, name, word, path) + ("" if is_block else f" && {_KEYS_ONLY}")
+    return _KEYS_ONLY
+
+
+# Set-up refuses it where a key alone does not open the node.
+_KEYS_ONLY = (
+    f"{_SET_UP} -e mpitrain_sshd_passwords=false"
+    "  # and write mpitrain_sshd_passwords: false into cluster/group_vars/all.yml, so that it stays"
+)
+
+ASKS: tuple[Ask, ...] = (Ask("ssh server", "ssh server", "login", a_peer),)
+PAIRS: dict[str, PairStep] = {}
+CLUSTER: dict[str, ClusterStep] = {}
+CHECKS = (
+    Check(
+        "SSH06",
+        "sshd takes as many logins at once as a job makes",
+        "quick",
+        "node",
+        _capacity,
+        uses=("ssh server",),
+        looks="MaxStartups and PerSourcePenalties of `sshd -T`.",
+        why="sshd drops what is beyond that, at random, and the launcher says only that a connection was reset.",
+        tag="ssh",
+        needs=("PRB01", "PRB02"),
+        fault="MaxStartups 1",
+    ),
+    Check(
+        "SSH07",
+        "sshd takes keys for the shared user, and no passwords",
+        "quick",
+        "node",
+        _policy,
+        uses=("ssh server",),
+        looks="`sshd -T -C user=...`: what all files of its configuration come to for that user.",
+        why="Where a password will do, one that is guessed opens all nodes; the first file that sets a value wins.",
+        tag="ssh",
+        needs=("PRB01", "PRB02"),
+        fault="passwords switched on in our own file; in a file that is read before it",
+    ),
+    Check(
+        "SSH10",
+        "sshd offers passwords to nobody",
+        "quick",
+        "node",
+        _no_passwords,
+        uses=("ssh server", "login"),
+        looks="`sshd -T`, and `sshd -T -C user=...` for the user of the login and for root.",
+        why="Set-up leaves the passwords of admin, root and others as they were; one that is guessed opens the node, "
+        "and with sudo all of them.",
+        tag="ssh",
+        needs=("PRB01", "PRB02"),
+        fault="set-up with its default, which leaves passwords on",
+    ),
+)
