@@ -21,6 +21,7 @@ _MODULES = (
     "sshd",
     "ways",
     "jobs",
+    "start",
     "gpu",
     "rates",
 )

@@ -19,8 +19,9 @@ from mpitrain.launch.hostfile import Host
 Level = Literal["quick", "full", "bench"]
 LEVELS: tuple[Level, ...] = ("quick", "full", "bench")
 Verdict = Literal["pass", "warn", "fail", "skip", "blocked", "unknown"]
-# On what one verdict is given: the whole cluster, a node, the head alone, a pair of nodes in one direction.
-Scope = Literal["cluster", "node", "head", "pair"]
+# On what one verdict is given: the whole cluster, a node, the head alone, a pair of nodes in one direction, the way
+# from the head to a node.
+Scope = Literal["cluster", "node", "head", "pair", "way"]
 # What a check of a node's answers needs: the login works, and Python runs there.
 BY_SSH = ("SSH01", "SSH03", "SSH02", "PRB01")
 
@@ -188,8 +189,8 @@ class Check:
         id: short and stable, as SSH01: what --only, --skip, --explain and the JSON name it by.
         title: what holds where it passes.
         level: the lowest level that includes it.
-        scope: on what a verdict is given; it says what `judge` gets: (seen, name), (seen, (from, to)), or
-            (seen, names) with those nodes that are not blocked.
+        scope: on what a verdict is given; it says what `judge` gets: (seen, name), (seen, (from, to)) for a pair and a
+            way, or (seen, names) with those nodes that are not blocked.
         judge: findings; none is a pass.
         uses: the sections that the judge reads; only those are asked for.
         looks: how it is found out, with the command, for --explain.

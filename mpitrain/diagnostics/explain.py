@@ -12,6 +12,7 @@ _SCOPES = {
     "node": "each node",
     "head": "the head",
     "pair": "each pair of nodes, in both directions",
+    "way": "the way from the head to each other node",
 }
 
 

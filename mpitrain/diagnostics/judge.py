@@ -25,6 +25,8 @@ def places(check: Check, target: Target) -> list[tuple[str, ...]]:
     """Where the check gives a verdict: () stands for the whole cluster."""
     if check.scope == "pair":
         return list(permutations(target.names, 2))
+    if check.scope == "way":
+        return [(target.head, name) for name in target.names if name != target.head]
     if check.scope == "node":
         return [(name,) for name in target.names]
     return [(target.head,)] if check.scope == "head" else [()]
@@ -46,7 +48,7 @@ def cause(check: Check, place: tuple[str, ...], results: Sequence[Result], targe
 
 def _judge_one(check: Check, seen: Seen, results: Sequence[Result]) -> Iterator[Result]:
     names = list(seen.target.names)
-    if check.scope == "head" and seen.target.head not in names:
+    if check.scope in ("head", "way") and seen.target.head not in names:
         yield Result(check, "skip", (), f"the head, {seen.target.head}, is not looked at")
         return
     for place in places(check, seen.target):
@@ -65,7 +67,7 @@ def _judge_one(check: Check, seen: Seen, results: Sequence[Result]) -> Iterator[
             if not subject:
                 continue
         else:
-            subject = place if check.scope == "pair" else place[0]
+            subject = place if len(place) == 2 else place[0]
         yield from _asked(check, seen, subject, place)
 
 

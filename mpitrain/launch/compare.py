@@ -5,29 +5,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mpitrain.launch.conditions import Condition, Refusal
+
 HostFacts = Mapping[str, Any]  # as facts.collect gives them
 
-_MOST_LINES = 30  # a whole environment that differs needs no whole list
 _NOT_THERE = "(not there)"
 
 
-def differences(own: str, facts: Mapping[str, HostFacts]) -> list[str]:
-    """What keeps the job from starting, a line each, beginning with the host.
+def differences(own: str, facts: Mapping[str, HostFacts]) -> list[Refusal]:
+    """What keeps the job from starting.
 
     Args:
         own: the name under which this machine's facts are found.
         facts: of every host, this machine included, as facts.collect gives them.
     """
     here = facts[own]
-    lines = _paths(own, here)
-    if lines or "error" in here.get("environment", {}):
-        return lines or [f"{own}: {here['environment']['error']}"]
+    refusals = _paths(own, here)
+    if refusals or "error" in here.get("environment", {}):
+        return refusals or [Refusal(Condition.PYTHON, own, here["environment"]["error"])]
     for host, there in facts.items():
         if host != own:
-            lines += _paths(host, there) or _environment(host, there["environment"], here["environment"])
-    if len(lines) > _MOST_LINES:
-        lines[_MOST_LINES:] = [f"and {len(lines) - _MOST_LINES} more differences"]
-    return lines
+            refusals += _paths(host, there) or _environment(host, there["environment"], here["environment"])
+    return refusals
 
 
 def without_files(own: str, facts: Mapping[str, HostFacts]) -> tuple[str, ...]:
@@ -35,38 +34,47 @@ def without_files(own: str, facts: Mapping[str, HostFacts]) -> tuple[str, ...]:
     return tuple(host for host, there in facts.items() if host != own and _paths(host, there))
 
 
-def _paths(host: str, facts: HostFacts) -> list[str]:
-    lines = []
+def _paths(host: str, facts: HostFacts) -> list[Refusal]:
+    faults = []
     for path, (how, *details) in facts["paths"].items():
         if how == "missing":
-            lines.append(f"{host}: {details[0]} is not there: is the share mounted?")
+            faults.append(f"{details[0]} is not there: is the share mounted?")
         elif how == "empty":
-            lines.append(f"{host}: {details[0]} is empty, {path} is not there: is the share mounted?")
+            faults.append(f"{details[0]} is empty, {path} is not there: is the share mounted?")
         elif how == "hangs":
-            lines.append(f"{host}: {path} does not answer: is the server of the share up?")
+            faults.append(f"{path} does not answer: is the server of the share up?")
         elif how == "error":
-            lines.append(f"{host}: {details[0]}: {details[1]}")
-    return list(dict.fromkeys(lines))
+            faults.append(f"{details[0]}: {details[1]}")
+    return [Refusal(Condition.FILES, host, fault) for fault in dict.fromkeys(faults)]
 
 
-def _environment(host: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+# Of an environment's facts, those that are one value: their condition, and how a refusal calls them.
+_VALUES = {
+    "python": (Condition.PYTHON, "Python"),
+    "machine": (Condition.PYTHON, "the processor"),
+    "mpitrain": (Condition.PACKAGES, "mpitrain's code"),
+    "mpi": (Condition.PACKAGES, "the MPI library"),
+}
+
+
+def _environment(host: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> list[Refusal]:
     if "error" in there:
-        return [f"{host}: {there['error']}"]
-    names = {"python": "Python", "machine": "the processor", "mpitrain": "mpitrain's code", "mpi": "the MPI library"}
-    lines = []
-    for key, name in names.items():
+        return [Refusal(Condition.PYTHON, host, there["error"])]
+    refusals = []
+    for key, (condition, name) in _VALUES.items():
         value_there, value_here = there.get(key, there.get(f"{key}_error")), here.get(key, here.get(f"{key}_error"))
         if value_there == value_here:
             continue
         is_hash = key == "mpitrain" and value_there and value_here
         values = f"{value_there or _NOT_THERE}, here {value_here or _NOT_THERE}"
-        lines.append(f"{host}: {name} {'differs' if is_hash else values}")
+        refusals.append(Refusal(condition, host, f"{name} {'differs' if is_hash else values}"))
     for name, version_there, version_here in _unequal(there["packages"], here["packages"]):
-        lines.append(f"{host}: {name} {version_there or _NOT_THERE}, here {version_here or _NOT_THERE}")
+        fault = f"{name} {version_there or _NOT_THERE}, here {version_here or _NOT_THERE}"
+        refusals.append(Refusal(Condition.PACKAGES, host, fault))
     for name, hash_there, hash_here in _unequal(there["files"], here["files"]):
         how = "differs" if hash_there and hash_here else "is not there" if hash_here else "is there, but not here"
-        lines.append(f"{host}: {name} {how}")
-    return lines
+        refusals.append(Refusal(Condition.SCRIPT, host, f"{name} {how}"))
+    return refusals
 
 
 def _unequal(there: Mapping[str, str], here: Mapping[str, str]) -> list[tuple[str, str | None, str | None]]:

@@ -3,7 +3,8 @@
 Sent as text over one ssh connection, which stays open as long as the job runs; it imports nothing of ours but what
 comes with it, and does with an old Python. Both sides send a JSON object a line:
 
-    launcher: {"wish": ...}                       guard: {"facts": ...}, or {"error": ...}
+    launcher: {"wish": ...}                       guard: {"facts": ...}, or {"error": ...,
+                                                         "condition": the name of a conditions.Condition}
     launcher: {"beat": 1}, every second           guard: {"beat": 1, "ranks": [view.RankView...],
                                                          "time": now, by its own clock}
                                                   guard: {"first_end": census.FirstEnd or null}
@@ -240,9 +241,11 @@ def main(wish: dict[str, Any], probe: str) -> None:
         census = Census(wish["roll_call"])
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            send({"error": "this is the same machine as another host of the job"})
+            text = "this is the same machine as another host of the job"
+            send({"error": text, "condition": "MACHINES"})
         else:
-            send({"error": "cannot write {}: {}".format(wish["roll_call"], error.strerror)})
+            text = "cannot write {}: {}".format(wish["roll_call"], error.strerror)
+            send({"error": text, "condition": "SOCKETS"})
         return
     try:
         send({"facts": collect(wish, probe) if "python" in wish else {}})

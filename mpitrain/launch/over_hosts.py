@@ -14,11 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from mpitrain.errors import LaunchError
 from mpitrain.job.context import JobContext
 from mpitrain.launch.compare import HostFacts, differences, without_files
+from mpitrain.launch.conditions import Condition, Refusal, listing, refuse
 from mpitrain.launch.dialects import JobSpec, command_for, ssh_agent
 from mpitrain.launch.ending import Ended
+from mpitrain.launch.folders import OF_SOCKETS, why_no_programs
 from mpitrain.launch.interfaces import Pinning, pin
 from mpitrain.launch.job import run_job
 from mpitrain.launch.placement import Placement, refuse_crowds
@@ -26,7 +27,7 @@ from mpitrain.launch.variables import absent
 from mpitrain.launch.watch import GUARD_SILENCE_SECONDS, Guards
 from mpitrain.launch.watched import WatchedJob, identified
 
-_FOLDER = Path("/tmp")  # of the roll call: on every host, of that host alone
+_FOLDER = Path(OF_SOCKETS)  # of the roll call
 _THREADS = "OMP_NUM_THREADS"
 
 # Variables that say which code and libraries Python finds.
@@ -53,7 +54,7 @@ def show(job: JobSpec, script: str, from_file: Mapping[str, str]) -> None:
     with _guards(job.placement, script, identified(job.context, _FOLDER)) as guards:
         facts = _facts(guards, from_file)
         pinning = _pinning(job, facts)
-        _say([*differences(job.placement.own, facts), *([pinning.note] if pinning.note else [])])
+        _say([*listing(differences(job.placement.own, facts)), *([pinning.note] if pinning.note else [])])
         print(command_for(_fitted(job, facts, pinning, {}), os.environ))
 
 
@@ -72,12 +73,13 @@ def run(job: JobSpec, script: str, start_seconds: float, from_file: Mapping[str,
     placement, context = job.placement, identified(job.context, _FOLDER)
     with _guards(placement, script, context) as guards, tempfile.TemporaryDirectory() as folder:
         facts = _facts(guards, from_file)
-        _refuse_different(placement.own, facts)
+        _refuse_different(placement.own, facts, str(Path(script).absolute()))
         pinning = _pinning(job, facts)
         _say([pinning.note] if pinning.note else [])
         variable, ssh = ssh_agent(job.mpiexec, os.environ)
+        marks = JobContext(job=context.job, launcher=context.launcher)
         added = {
-            variable: _marking_ssh(Path(folder), ssh, JobContext(job=context.job, launcher=context.launcher)),
+            variable: _marking_ssh(placement.own, Path(folder), ssh, marks),
             # The script above is on this machine alone, so that all connections must set out from here.
             **({"PRTE_MCA_plm_ssh_no_tree_spawn": "1"} if job.mpiexec.vendor == "openmpi" else {}),
         }
@@ -107,26 +109,30 @@ def _guards(placement: Placement, script: str, context: JobContext) -> Guards:
 def _facts(guards: Guards, from_file: Mapping[str, str]) -> Mapping[str, HostFacts]:
     """What each host is like. LaunchError names every host that cannot be reached, or lacks a device of `from_file`."""
     facts = guards.facts()
-    lines = [
-        f"{host}: {text}, which is not there" for host in facts for text in absent(from_file, facts[host]["devices"])
+    refusals = [
+        Refusal(Condition.DEVICES, host, f"{text}, which is not there")
+        for host in facts
+        for text in absent(from_file, facts[host]["devices"])
     ]
-    if lines:
-        raise LaunchError(
-            "the job was not started: the file of variables does not fit the hosts:\n    "
-            + "\n    ".join(lines)
-            + "\nWrite it anew: mpitrain check-cluster --write-env FILE"
+    if refusals:
+        raise refuse(
+            "the job was not started: the file of variables does not fit the hosts",
+            refusals,
+            script="",
+            advice="Write it anew: mpitrain check-cluster --write-env FILE. ",
         )
     return facts
 
 
-def _refuse_different(own: str, facts: Mapping[str, HostFacts]) -> None:
-    if lines := differences(own, facts):
-        refusal = LaunchError(
-            f"the job was not started: what the hosts have must be as on {own}, and is not:\n    "
-            + "\n    ".join(lines)
-            + "\nOne share for code and Python keeps hosts equal: `ansible-playbook cluster/setup.yml --tags "
-            "nfs,runtime`; it may show the others a change some seconds late. `mpitrain run --show ...` prints the "
-            "line that starts the job unchecked."
+def _refuse_different(own: str, facts: Mapping[str, HostFacts], script: str) -> None:
+    if refusals := differences(own, facts):
+        refusal = refuse(
+            f"the job was not started: what the hosts have must be as on {own}, and is not",
+            refusals,
+            script,
+            "One share for code and Python keeps hosts equal: `ansible-playbook cluster/setup.yml --tags nfs,runtime`; "
+            "it may show the others a change some seconds late. `mpitrain run --show ...` prints the line that starts "
+            "the job unchecked. ",
         )
         refusal.hosts = without_files(own, facts)
         raise refusal
@@ -169,13 +175,15 @@ def _threads(placement: Placement, cores: Mapping[str, int]) -> tuple[dict[str, 
     return (first, {}) if all(other == first for other in others) else ({}, by_host)
 
 
-def _marking_ssh(folder: Path, ssh: Sequence[str], context: JobContext) -> str:
+def _marking_ssh(own: str, folder: Path, ssh: Sequence[str], context: JobContext) -> str:
     path = folder / "ssh"
     exports = " ".join(f"{name}='{value}'" for name, value in context.variables().items())
     path.write_text(_MARKING_SSH.format(ssh=shlex.join(ssh), marks=exports))
     path.chmod(0o700)
-    if not os.access(path, os.X_OK):
-        raise LaunchError(f"no program in {folder} can be run: it is mounted noexec. Set TMPDIR to another folder")
+    if why := why_no_programs(str(folder)):
+        fault = f"no program in {folder} can be run: {why}"
+        refusal = Refusal(Condition.PROGRAMS, own, fault)
+        raise refuse("the job was not started", [refusal], script="", advice="Or set TMPDIR to another folder. ")
     return str(path)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mpitrain.errors import LaunchError
+from mpitrain.launch.conditions import Condition, Refusal, refuse, refuse_here
 from mpitrain.launch.connections import Connection, connect
 from mpitrain.launch.ending import in_order
 from mpitrain.watching.census import FirstEnd
@@ -105,23 +105,25 @@ class Guards:
             LaunchError: names every host that cannot be reached or does not answer in time.
         """
         deadline = time.monotonic() + FACTS_SECONDS
-        wrong: dict[str, str] = {}
+        wrong: dict[str, Refusal] = {}
         while len(self._facts) + len(wrong) < len(self._connections) and time.monotonic() < deadline:
             self._beat(time.monotonic())
             self._exchange(time.monotonic(), BEAT_SECONDS / 4)
             for host, connection in self._connections.items():
                 if connection.is_closed and host not in self._facts and host not in wrong:
-                    wrong[host] = connection.why_closed()
+                    wrong[host] = Refusal(Condition.LOGIN, host, connection.why_closed().removeprefix(f"{host}: "))
         for host in self._connections.keys() - self._facts.keys() - wrong.keys():
-            wrong[host] = f"{host}: no answer within {FACTS_SECONDS:g} s; does `ssh {host} true` come back at once?"
+            fault = f"no answer within {FACTS_SECONDS:g} s; does `ssh {host} true` come back at once?"
+            wrong[host] = Refusal(Condition.LOGIN, host, fault)
         for host, facts in self._facts.items():
             if "error" in facts:
-                wrong[host] = f"{host}: {facts['error']}"
+                wrong[host] = Refusal(Condition[facts["condition"]], host, facts["error"])
         if wrong:
-            lines = [wrong[host] for host in self._connections if host in wrong]
-            refusal = LaunchError("these hosts cannot take part:\n    " + "\n    ".join(lines))
-            refusal.hosts = tuple(wrong)
-            raise refusal
+            refusals = [wrong[host] for host in self._connections if host in wrong]
+            is_here = len(self._connections) == 1
+            error = refuse_here(refusals[0]) if is_here else refuse("these hosts cannot take part", refusals, script="")
+            error.hosts = tuple(wrong)
+            raise error
         return {host: self._facts[host] for host in self._connections}
 
     def start(self) -> None:

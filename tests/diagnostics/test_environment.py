@@ -50,7 +50,7 @@ def test_equal_nodes_pass() -> None:
         ({"path": "python", "why": "python: not found"}, "fail", "does not run: python: not found"),
         ({**PYTHON, "python": "3.12.1"}, "fail", "Python 3.12.1 on x86_64"),
         ({**PYTHON, "machine": "aarch64"}, "fail", "Python 3.11.2 on aarch64"),
-        ({**PYTHON, "python": "3.11.9"}, "warn", "Python 3.11.9 with glibc 2.36"),
+        ({**PYTHON, "python": "3.11.9"}, "fail", "Python 3.11.9 on x86_64"),
         ({**PYTHON, "libc": "glibc 2.31"}, "warn", "Python 3.11.2 with glibc 2.31"),
     ],
 )
@@ -66,8 +66,8 @@ def test_python(python: dict[str, Any], verdict: str, words: str) -> None:
     ("packages", "verdict", "here", "others"),
     [
         ({"mpi4py": "3.1.6"}, "fail", "mpi4py 3.1.6", "mpi4py 4.1.2, as on the others"),
-        ({"pip": "24.0"}, "warn", "pip 24.0", "pip 23.0, as on the others"),
-        ({"rich": "13.0"}, "warn", "rich 13.0", "no rich, as on the others"),
+        ({"pip": "24.0"}, "fail", "pip 24.0", "pip 23.0, as on the others"),  # `mpitrain run` refuses it too
+        ({"rich": "13.0"}, "fail", "rich 13.0", "no rich, as on the others"),
         ({"pip": "24.0", "numpy": "1.0"}, "fail", "numpy 1.0, pip 24.0", "numpy 2.4.6, pip 23.0, as on the others"),
     ],
 )
@@ -79,6 +79,18 @@ def test_packages(packages: dict[str, str], verdict: str, here: str, others: str
 def test_other_files_of_mpitrain_under_the_same_version() -> None:
     (one,) = judged("ENV02", looked({**PYTHON, "mpitrain": "0000000099"}))
     assert (one.verdict, one.observed) == ("fail", "mpitrain files 00000000")
+
+
+def test_another_mpi_library_with_the_same_packages() -> None:
+    """One of the system, which is no package; only among nodes whose packages are the same."""
+    found = looked()
+    for name, version in (("node1", "4.2.1"), ("node2", "4.2.1"), ("node3", "4.1.0")):
+        found.nodes[name]["programs"] = {"python": PYTHON, "mpi": {"library": f"MPICH Version: {version}\nrest"}}
+    (one,) = judged("ENV02", found)
+    assert (one.verdict, one.where, one.observed) == ("fail", ("node3",), "the MPI library MPICH Version: 4.1.0")
+    assert one.allowed == "MPICH Version: 4.2.1, as on the others"
+    found.nodes["node3"]["programs"]["mpi"] = {"why": "no libmpi.so"}  # which is MPI01's
+    assert judged("ENV02", found) == []
 
 
 def test_many_packages_are_counted() -> None:

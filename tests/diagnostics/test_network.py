@@ -275,3 +275,42 @@ def test_a_ping_of_full_size(address: str, payload_bytes: int, monkeypatch: pyte
     monkeypatch.setattr(ways, "_ping", lambda _address, size, _count: sizes.append(size) or True)
     assert ways.ping({"address": address, "mtu_bytes": 1500}) == {"large": True, "small": True}
     assert sizes == [payload_bytes]
+
+
+@pytest.mark.parametrize(
+    ("sent", "came", "verdict", "words"),
+    [
+        (64, 64, None, ""),
+        (128, 127, None, ""),  # below 1 %
+        (128, 126, "warn", "1 % or more of the packets get lost"),
+        (128, 121, "fail", "5 % or more of the packets get lost"),
+        (128, 102, "fail", "20 % or more of the packets get lost"),
+        (64, 0, "skip", "no UDP gets there"),
+    ],
+)
+def test_packets_that_get_lost(sent: int, came: int, verdict: str | None, words: str) -> None:
+    looked = healthy(2)
+    looked.pairs[PAIR]["loss"] = {"sent": sent, "came": came}
+    looked.pairs["node2", "node1"]["loss"] = {"sent": 64, "came": 64}
+    there, back = judge([CHECKS["NET11"]], looked)
+    assert (there.where, back.where, back.verdict) == (PAIR, PAIR[::-1], "pass")
+    assert there.verdict == (verdict or "pass")
+    assert words in there.observed
+
+
+def test_datagrams_are_counted_where_they_come() -> None:
+    """All of them, through the node's own calls; where some got lost, those of a second try alone count."""
+    lost_at_first = [30, 0, 0]
+
+    def ask(_name: str, call: str, wish: dict[str, Any], **_: Any) -> Any:
+        answer = ways.CALLS[call](wish)
+        return answer - lost_at_first.pop(0) if call == "count_datagrams" else answer
+
+    cluster = cast(
+        Cluster, SimpleNamespace(ask=ask, target=SimpleNamespace(addresses=dict.fromkeys(PAIR, "127.0.0.1")))
+    )
+    assert PAIRS["loss"](cluster, *PAIR) == {"sent": 128, "came": 128}
+    lost_at_first[:] = [0]
+    assert PAIRS["loss"](cluster, *PAIR) == {"sent": 64, "came": 64}
+    lost_at_first[:] = [64]  # as where UDP is dropped: that is no loss
+    assert PAIRS["loss"](cluster, *PAIR) == {"sent": 64, "came": 0}

@@ -199,7 +199,7 @@ def test_passwords_that_set_up_does_not_switch_off() -> None:
     ],
 )
 def test_keys(fields: dict[str, Any], verdict: str, words: str, allowed: str) -> None:
-    looked = of_node("ssh keys", {"offers": [], "keys": [{**KEY, **fields}], "writable_by_others": []})
+    looked = of_node("ssh keys", {"offers": [], "keys": [{**KEY, **fields}], "writable_by_others": [], "loose": []})
     result = first("SSH08", looked)
     assert result is not None
     assert (result.verdict, result.allowed) == (verdict, allowed)
@@ -207,15 +207,49 @@ def test_keys(fields: dict[str, Any], verdict: str, words: str, allowed: str) ->
 
 
 def test_no_key_and_a_home_that_others_may_write() -> None:
-    looked = of_node("ssh keys", {"offers": ["/x/key"], "keys": [], "writable_by_others": ["/home/cluster"]})
+    looked = of_node(
+        "ssh keys", {"offers": ["/x/key"], "keys": [], "writable_by_others": ["/home/cluster"], "loose": []}
+    )
     missing, home = (one for one in judged("SSH08", looked) if one.where == ("node1",))
     assert "there is no /x/key" in missing.observed
     assert missing.remedy == "ansible-playbook cluster/setup.yml --tags ssh"  # all nodes must learn it
     assert (home.verdict, home.remedy) == ("warn", "ssh 10.0.0.1 'sudo chmod go-w /home/cluster'")
 
 
+def test_keys_and_lists_that_others_may_write() -> None:
+    loose = ["/etc/ssh/mpitrain", "/etc/ssh/mpitrain/known_hosts"]
+    one = first("SSH08", of_node("ssh keys", {"offers": [], "keys": [KEY], "writable_by_others": [], "loose": loose}))
+    assert one is not None and one.verdict == "fail"
+    assert one.observed.startswith("others than root may write to /etc/ssh/mpitrain, /etc/ssh/mpitrain/known_hosts")
+    assert one.remedy == "ansible-playbook cluster/setup.yml --tags ssh --limit {limit}"
+
+
+def test_the_logins_that_every_job_begins_with() -> None:
+    """The ways from the head, and no others; set-up of the node that refuses the key mends it."""
+    looked = seen(3)
+    refused = {"failed": "key", "found": "cluster@10.0.0.3: Permission denied (publickey).", "seconds": 0.1}
+    looked.cluster["logins of the head"] = {"node2": {"failed": "", "found": "", "seconds": 5.0}, "node3": refused}
+    results = judge([CHECKS["SSH10"]], looked)
+    assert [(one.where, one.verdict) for one in results] == [(("node1", "node2"), "pass"), (("node1", "node3"), "fail")]
+    assert results[1].observed == "cluster's `ssh` fails: cluster@there: Permission denied (publickey)."
+    assert results[1].mend == ("node3",)
+    looked.cluster["logins of the head"]["node3"] = {"error": "no answer in time"}
+    assert [one.verdict for one in judge([CHECKS["SSH10"]], looked)] == ["pass", "unknown"]
+    # A pair that has failed so is not judged again; the others are.
+    looked.cluster["logins of the head"]["node3"] = refused
+    results = judge([CHECKS["SSH10"], CHECKS["SSH04"]], looked)
+    blocked = [one.where for one in results if one.blocked_by == "SSH10"]
+    assert blocked == [("node1", "node3")]
+
+
+def test_a_slow_login_where_packets_get_lost_is_not_told_of() -> None:
+    looked = login("", seconds=2.5)
+    looked.pairs["node2", "node1"] = {"loss": {"sent": 128, "came": 100}}
+    assert first("SSH04", looked) is None
+
+
 def test_the_same_key_on_two_nodes() -> None:
-    answer = {"offers": [], "keys": [KEY], "writable_by_others": []}
+    answer = {"offers": [], "keys": [KEY], "writable_by_others": [], "loose": []}
     looked = of_node("ssh keys", answer)
     assert first("SSH08", looked) is None
     looked.nodes["node2"] = {"ssh keys": answer}
@@ -225,7 +259,8 @@ def test_the_same_key_on_two_nodes() -> None:
 def test_paths_get_through_both_shells() -> None:
     path = "/home/cluster/.ssh/my key;reboot"
     looked = of_node(
-        "ssh keys", {"offers": [], "keys": [{**KEY, "path": path, "mode": "0644"}], "writable_by_others": []}
+        "ssh keys",
+        {"offers": [], "keys": [{**KEY, "path": path, "mode": "0644"}], "writable_by_others": [], "loose": []},
     )
     found = first("SSH08", looked)
     assert found is not None

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from mpitrain.launch.compare import differences
+from mpitrain.launch.compare import HostFacts, differences
+from mpitrain.launch.conditions import listing
+
+
+def lines_of(own: str, facts: Mapping[str, HostFacts]) -> list[str]:
+    return listing(differences(own, facts))
 
 
 def host(**changes: Any) -> dict[str, Any]:
@@ -20,7 +26,7 @@ def host(**changes: Any) -> dict[str, Any]:
 
 
 def test_equal_hosts() -> None:
-    assert differences("a", {"a": host(), "b": host()}) == []
+    assert lines_of("a", {"a": host(), "b": host()}) == []
 
 
 def test_every_difference_is_named() -> None:
@@ -32,7 +38,7 @@ def test_every_difference_is_named() -> None:
     )
     del other["environment"]["mpi"]
     other["environment"]["mpi_error"] = "RuntimeError: cannot load MPI library"
-    assert differences("a", {"a": host(), "b": host(), "c": other}) == [
+    assert lines_of("a", {"a": host(), "b": host(), "c": other}) == [
         "c: Python 3.12.1, here 3.11.2",
         "c: mpitrain's code differs",
         "c: the MPI library RuntimeError: cannot load MPI library, here MPICH 5.0.2",
@@ -56,7 +62,7 @@ def test_missing_paths_come_alone() -> None:
         "d": with_path("hangs"),
         "e": with_path("error", "/share", "Stale file handle"),
     }
-    assert differences("a", facts) == [
+    assert lines_of("a", facts) == [
         "b: /share/venv is not there: is the share mounted?",
         "c: /share is empty, /share/venv/bin/python is not there: is the share mounted?",
         "d: /share/venv/bin/python does not answer: is the server of the share up?",
@@ -66,11 +72,11 @@ def test_missing_paths_come_alone() -> None:
 
 def test_this_machine_comes_first() -> None:
     broken = {"paths": {"/share": ["there"]}, "environment": {"error": "/share/python failed: no module x"}}
-    assert differences("a", {"a": broken, "b": host()}) == ["a: /share/python failed: no module x"]
-    assert differences("b", {"a": broken, "b": host()}) == ["a: /share/python failed: no module x"]
+    assert lines_of("a", {"a": broken, "b": host()}) == ["a: /share/python failed: no module x"]
+    assert lines_of("b", {"a": broken, "b": host()}) == ["a: /share/python failed: no module x"]
 
 
 def test_a_long_list_is_cut() -> None:
-    lines = differences("a", {"a": host(), "b": host(packages={f"p{number}": "1" for number in range(100)})})
+    lines = lines_of("a", {"a": host(), "b": host(packages={f"p{number}": "1" for number in range(100)})})
     assert len(lines) == 31
     assert lines[-1] == "and 72 more differences"

@@ -35,19 +35,19 @@ def _pythons(seen: Seen, names: Sequence[str]) -> Iterator[Finding]:
             pythons[name] = python
     if not pythons:
         return
-    parts = {name: (_minor(one["python"]), one["machine"]) for name, one in pythons.items()}
+    parts = {name: (one["python"], one["machine"]) for name, one in pythons.items()}
     common = usual(parts, seen.target.head)
-    fine = {name: (one["python"], one["libc"]) for name, one in pythons.items() if parts[name] == common}
+    fine = {name: one["libc"] for name, one in pythons.items() if parts[name] == common}
     common_fine = usual(fine, seen.target.head)
     for name, one in pythons.items():
         if parts[name] != common:
             text = f"Python {one['python']} on {one['machine']}"
-            yield Finding("fail", (name,), text, f"Python {common[0]} on {common[1]}, as on the others")
+            is_minor = _minor(one["python"]) == _minor(common[0]) and one["machine"] == common[1]
+            remedy = _upgrade(seen, name) if is_minor else ""
+            yield Finding("fail", (name,), text, f"Python {common[0]} on {common[1]}, as on the others", remedy)
         elif fine[name] != common_fine:
             text = f"Python {one['python']} with {one['libc']}"
-            yield Finding(
-                "warn", (name,), text, f"{common_fine[0]} with {common_fine[1]}, as on the others", _upgrade(seen, name)
-            )
+            yield Finding("warn", (name,), text, f"{common_fine}, as on the others", _upgrade(seen, name))
 
 
 def _minor(version: str) -> str:
@@ -61,6 +61,7 @@ def _packages(seen: Seen, names: Sequence[str]) -> Iterator[Finding]:
     if not by_node:
         return
     common = usual(by_node, seen.target.head)
+    yield from _libraries(seen, {name: answers[name] for name in by_node if by_node[name] == common})
     for name, packages in by_node.items():
         different = [one for one in sorted({*packages, *common}) if packages.get(one) != common.get(one)]
         if not different:
@@ -72,7 +73,21 @@ def _packages(seen: Seen, names: Sequence[str]) -> Iterator[Finding]:
             ", ".join(_say(one, source.get(one)) for one in ordered[:_MOST_NAMED]) + more
             for source in (packages, common)
         )
-        yield Finding("fail" if decisive else "warn", (name,), here, f"{others}, as on the others")
+        # `mpitrain run` refuses any difference.
+        yield Finding("fail", (name,), here, f"{others}, as on the others")
+
+
+def _libraries(seen: Seen, answers: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
+    """Of nodes with the same packages: the MPI library, which may be the system's; one that cannot be loaded is not."""
+    libraries = {
+        name: one["mpi"]["library"].splitlines()[0] for name, one in answers.items() if "library" in one.get("mpi", {})
+    }
+    common = usual(libraries, seen.target.head) if libraries else ""
+    for name, library in libraries.items():
+        if library != common:
+            look = "ssh {login} sudo -u {user} " + f"{seen.target.python} -m mpi4py --mpi-lib-version"
+            look = f"{look}  # then install the same MPI on all nodes"
+            yield Finding("fail", (name,), f"the MPI library {library}", f"{common}, as on the others", look)
 
 
 def _contents(python: Mapping[str, Any]) -> dict[str, str]:
@@ -171,7 +186,7 @@ CHECKS: tuple[Check, ...] = (
         "cluster",
         _packages,
         uses=("programs",),
-        looks="The names and versions of what is installed, and a hash of mpitrain's files, by that Python.",
+        looks="The names and versions of what is installed, a hash of mpitrain's files, and the MPI library.",
         why="Two versions in one job fail in ways that point anywhere else.",
         tag="runtime",
         needs=(*_SHELL, "NFS01", "NFS02", "NFS03", "ENV01"),

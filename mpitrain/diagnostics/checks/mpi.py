@@ -12,7 +12,21 @@ from mpitrain.diagnostics.jobs import GONE_SECONDS, end, run_job, word
 _HELLO_SECONDS = 25
 _SLOW_SECONDS = 15.0
 _DEATH_SECONDS = 40
-_NEEDS = ("SSH04", "NET04", "NET03", "NET07", "ENV01", "ENV02", "ENV03", "NFS01", "NFS02", "NFS03", "MPI01", "MPI05")
+_NEEDS = (
+    "SSH04",
+    "NET04",
+    "NET11",
+    "NET03",
+    "NET07",
+    "ENV01",
+    "ENV02",
+    "ENV03",
+    "NFS01",
+    "NFS02",
+    "NFS03",
+    "MPI01",
+    "MPI05",
+)
 
 
 def _hello(seen: Seen, _names: Sequence[str]) -> Iterator[Finding]:

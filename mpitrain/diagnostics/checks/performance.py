@@ -208,7 +208,7 @@ CHECKS = (
         looks="Bytes a second over TCP between each two nodes, each way, the best of 5; slow ones again, alone. Slow "
         "on all ways of a node is the node; on one way only, the link.",
         why="An allreduce is as fast as the slowest way in its ring.",
-        needs=("PRB01", "NET01", "NET09", "NET03", "NET04", "PRF03"),
+        needs=("PRB01", "NET01", "NET09", "NET11", "NET03", "NET04", "PRF03"),
         fault="one node limited to 100 Mbit/s; one link limited, in one direction",
     ),
     Check(

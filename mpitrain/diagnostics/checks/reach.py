@@ -13,6 +13,9 @@ from mpitrain.launch.variables import port_ranges
 _SLOW_MILLISECONDS = 10.0
 _ODD_MILLISECONDS = 5.0
 _ODD_TIMES = 3.0
+# Of the packets that are sent: what a network may lose, and what TCP cannot make up for any more.
+_LITTLE_LOSS = 0.01
+_MUCH_LOSS = 0.05
 
 
 def _reach(cluster: Cluster, a: str, b: str) -> Any:
@@ -33,6 +36,41 @@ def _reach(cluster: Cluster, a: str, b: str) -> Any:
         "ping": cluster.ask(a, "ping", wish, seconds=14.0, user="login"),
         "mtu_bytes": wish["mtu_bytes"],
     }
+
+
+def _lose(cluster: Cluster, a: str, b: str) -> dict[str, int]:
+    """How many of some datagrams from a came to b. Where one got lost, others are sent, which alone count then."""
+    address = cluster.target.addresses[b]
+    counts = {"sent": 0, "came": 0}
+    for tries in (1, 2):
+        counts = {"sent": 0, "came": 0}
+        for _ in range(tries):
+            port = cluster.ask(b, "open_room", {"address": address}, seconds=5.0, user="login")
+            wish = {"address": address, "port": port}
+            counts["sent"] += cluster.ask(a, "send_datagrams", wish, seconds=8.0, user="login")
+            counts["came"] += cluster.ask(b, "count_datagrams", wish, seconds=8.0, user="login")
+        if counts["came"] in (0, counts["sent"]):
+            break
+    return counts
+
+
+def loss(seen: Seen, pair: tuple[str, str]) -> float:
+    """The part of the packets that get lost on the way; 0 where that was not seen."""
+    datagrams = seen.pairs.get(pair, {}).get("loss", {})
+    came = datagrams.get("came", 0)
+    return 1.0 - came / datagrams["sent"] if came else 0.0
+
+
+def _loses(seen: Seen, pair: tuple[str, str]) -> Iterator[Finding]:
+    if seen.pair(pair, "loss")["came"] == 0:
+        raise NotHereError("no UDP gets there, by which it could be counted")
+    lost = loss(seen, pair)
+    if lost >= _LITTLE_LOSS:
+        # Rough, so that the same trouble on several pairs has the same text.
+        rough = max(limit for limit in (1, 2, 5, 10, 20, 50) if limit <= 100 * lost)
+        text = f"{rough} % or more of the packets get lost on this way, and not all"
+        look = f"{_both_ends(seen, pair, _LOSSES)}  # then try another cable and port"
+        yield Finding("fail" if lost >= _MUCH_LOSS else "warn", pair, text, "none", look)
 
 
 def _gets_there(seen: Seen, pair: tuple[str, str]) -> Iterator[Finding]:
@@ -121,7 +159,8 @@ def _rough(milliseconds: float) -> float:
 
 
 ASKS: tuple[Ask, ...] = ()
-PAIRS: dict[str, PairStep] = {"reach": _reach}
+_LOSSES = "'ip -statistics link; sudo nft list ruleset; tc -s qdisc'"
+PAIRS: dict[str, PairStep] = {"reach": _reach, "loss": _lose}
 CLUSTER: dict[str, ClusterStep] = {}
 CHECKS = (
     Check(
@@ -151,6 +190,18 @@ CHECKS = (
         fault="high ports dropped, and rejected, on one node",
     ),
     Check(
+        "NET11",
+        "no packets get lost on the way",
+        "full",
+        "pair",
+        _loses,
+        uses=("loss",),
+        looks="64 datagrams of 256 bytes over UDP, counted where they come; 128 others where one of them got lost.",
+        why="TCP waits a fifth of a second and more for each packet that gets lost, and all ranks wait with it.",
+        needs=("PRB01", "NET01", "NET09", "NET04"),
+        fault="20 % lost from one node to another",
+    ),
+    Check(
         "NET03",
         "packets of full size get through",
         "full",
@@ -159,7 +210,7 @@ CHECKS = (
         uses=("network", "reach"),
         looks="`ping -M do` with packets as large as the interface sends them, and 128 KiB over TCP.",
         why="Where they are lost on the way, logins and small messages work, and a job hangs with its first large one.",
-        needs=("PRB01", "NET01", "NET09", "NET04"),
+        needs=("PRB01", "NET01", "NET09", "NET04", "NET11"),
         fault="MTU 9000 over a network of 1500, on two nodes, on one",
     ),
     Check(
@@ -171,7 +222,7 @@ CHECKS = (
         uses=("network", "reach"),
         looks="20 echoes of 64 bytes over TCP, of which the quicker quarter counts.",
         why="Each step of a training waits for many small messages.",
-        needs=("PRB01", "NET01", "NET09", "NET04", "NET03"),
+        needs=("PRB01", "NET01", "NET09", "NET04", "NET11", "NET03"),
         fault="32 kbit/s from one node to another",
     ),
 )

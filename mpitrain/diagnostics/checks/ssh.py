@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from mpitrain.diagnostics.check import Ask, Check, Finding, Seen
+from mpitrain.diagnostics.agent import UnansweredError
+from mpitrain.diagnostics.check import Ask, Check, Finding, NotSeenError, Seen
+from mpitrain.diagnostics.checks.reach import loss
 from mpitrain.diagnostics.checks.sshd import a_peer
 from mpitrain.diagnostics.collect import Cluster, ClusterStep, PairStep
 from mpitrain.diagnostics.remedies import over_ssh
 
 _SLOW_SECONDS = 2.0
+# A node runs a few commands at a time.
+_MOST_LOGINS = 5
 _SET_UP = "{set_up} --tags ssh --limit {limit}"
 _RSA_BITS = 3072
 # Without these nothing can be asked as the shared user.
@@ -21,19 +26,47 @@ def _log_in(cluster: Cluster, a: str, b: str) -> Any:
     return cluster.ask(a, "log in", {"peer": b}, seconds=10.0)
 
 
+def _from_head(cluster: Cluster) -> dict[str, Any]:
+    """From the head to each node that answers; what was seen of the pair already is taken from there."""
+    head = cluster.target.head
+    names = [name for name in cluster.agents if name != head]
+    seconds = 10.0 + 8.0 * len(names) / _MOST_LOGINS
+
+    def take(name: str) -> Any:
+        if login := cluster.seen.pairs.get((head, name), {}).get("login between"):
+            return login
+        try:
+            return cluster.ask(head, "log in", {"peer": name}, seconds=seconds)
+        except UnansweredError as error:
+            return {"error": str(error)}
+
+    with ThreadPoolExecutor(_MOST_LOGINS) as pool:
+        return dict(zip(names, pool.map(take, names), strict=True))
+
+
+def _head_to_any(seen: Seen, way: tuple[str, str]) -> Iterator[Finding]:
+    login = seen.whole("logins of the head").get(way[1], {"error": "was not looked at"})
+    if "error" in login:
+        raise NotSeenError(login["error"])
+    if login["failed"]:
+        yield from _failed(seen, way, login)
+
+
 def _any_to_any(seen: Seen, pair: tuple[str, str]) -> Iterator[Finding]:
-    a, b = pair
     login = seen.pair(pair, "login between")
-    kind = login["failed"]
-    if not kind:
-        if login["seconds"] > _SLOW_SECONDS:
-            observed = f"a login takes over {_SLOW_SECONDS:g} s"
-            yield Finding("warn", pair, observed, remedy=f"{_as_user(seen, a)} time ssh -v {b} true")
-        return
+    if login["failed"]:
+        yield from _failed(seen, pair, login)
+    elif login["seconds"] > _SLOW_SECONDS and not (loss(seen, pair) or loss(seen, pair[::-1])):
+        observed = f"a login takes over {_SLOW_SECONDS:g} s"
+        yield Finding("warn", pair, observed, remedy=f"{_as_user(seen, pair[0])} time ssh -v {pair[1]} true")
+
+
+def _failed(seen: Seen, pair: tuple[str, str], login: Mapping[str, Any]) -> Iterator[Finding]:
+    a, b = pair
     observed = (
         f"{seen.target.user}'s `ssh` fails: {login['found'].replace(seen.target.addresses[b], b).replace(b, 'there')}"
     )
-    match kind:
+    match login["failed"]:
         case "host key" | "mode":
             yield Finding("fail", pair, observed, remedy=_SET_UP, mend=(a,))
         case "key":
@@ -92,6 +125,9 @@ def _keys(seen: Seen, name: str) -> Iterator[Finding]:
             remedy = _new_key(seen, name, key["path"])
             yield Finding("warn", (name,), text, f"ed25519, or RSA of {_RSA_BITS} bits or more", remedy)
     yield from _copies(seen, name, answer["keys"])
+    if answer["loose"]:
+        text = f"others than root may write to {', '.join(answer['loose'])}, so sshd takes no key from there"
+        yield Finding("fail", (name,), text, "writable by root alone", _SET_UP)
     for path in answer["writable_by_others"]:
         text = f"others may write to {path}, so sshd ignores the keys in it"
         remedy = over_ssh(seen.target.login(name), "sudo", "chmod", "go-w", path)
@@ -125,7 +161,7 @@ def _copies(seen: Seen, name: str, keys: list[Mapping[str, Any]]) -> Iterator[Fi
 
 ASKS: tuple[Ask, ...] = (Ask("ssh keys", "ssh keys", "job", a_peer),)
 PAIRS: dict[str, PairStep] = {"login between": _log_in}
-CLUSTER: dict[str, ClusterStep] = {}
+CLUSTER: dict[str, ClusterStep] = {"logins of the head": _from_head}
 CHECKS = (
     Check(
         "SSH08",
@@ -134,11 +170,12 @@ CHECKS = (
         "node",
         _keys,
         uses=("ssh keys",),
-        looks="The keys that `ssh -G` of another node names: owner, mode, kind, bits, and whether two nodes share one.",
+        looks="The keys that `ssh -G` of another node names: owner, mode, kind, bits, and whether two nodes share one; "
+        "and who may write to /etc/ssh/mpitrain.",
         why="ssh ignores a key that others can read, and then every login from the node fails.",
         tag="ssh",
         needs=_JOB,
-        fault="mode 0644",
+        fault="mode 0644; /etc/ssh/mpitrain writable by all",
     ),
     Check(
         "SSH09",
@@ -166,6 +203,19 @@ CHECKS = (
         fault="echo at the top of .bashrc",
     ),
     Check(
+        "SSH10",
+        "from the head the shared user logs in to each node",
+        "quick",
+        "way",
+        _head_to_any,
+        uses=("logins of the head",),
+        looks="On the head, as the shared user: ssh -o BatchMode=yes NODE true, once for each other node.",
+        why="`mpitrain run` and mpiexec begin every job by such a login.",
+        tag="ssh",
+        needs=(*_JOB, "NAM03", "SSH06", "SSH08", "NET01", "NET09", "NET03"),
+        fault="the head's key removed on a node; known_hosts of the head without a node",
+    ),
+    Check(
         "SSH04",
         "from each node the shared user logs in to each other one",
         "full",
@@ -175,7 +225,7 @@ CHECKS = (
         looks="On each node, as the shared user: ssh -o BatchMode=yes NODE true, once for each other node.",
         why="mpiexec starts its helpers so, and a question or a refusal on one way keeps the whole job from starting.",
         tag="ssh",
-        needs=(*_JOB, "NAM03", "SSH08", "NET01", "NET09", "NET03"),
+        needs=(*_JOB, "NAM03", "SSH08", "SSH10", "NET01", "NET09", "NET11", "NET03"),
         fault="one node's key removed on another; known_hosts without a node",
     ),
 )

@@ -88,7 +88,10 @@ echo "{_MARK}"
 """
 # Two lines, because loading a broken MPI may kill the process. The first argument is launch/probe.py.
 _FACTS = """
-import hashlib, importlib.util, json, os, platform, sys, types
+import sys
+at_start = set(sys.modules)
+import hashlib, importlib.util, json, os, platform, subprocess, types
+from importlib.machinery import PathFinder
 from pathlib import Path
 text, script = sys.argv[1:]
 probe = types.ModuleType("probe")
@@ -100,7 +103,44 @@ facts = {
     "prefix": sys.prefix, "packages": probe.packages(sys.path), "files": None,
     "mpitrain": hashlib.sha256(json.dumps(probe.python_files(Path(ours[0]))).encode()).hexdigest() if ours else "",
 }
+def inventory():
+    try:
+        from mpitrain.launch.hostfile import find_inventory, read_inventory
+        path = find_inventory()
+        if path is None:
+            return None
+        read_inventory(path)
+        return ""
+    except ImportError:
+        return None
+    except Exception as error:
+        return str(error)
+needed = '''
+import sys
+at_start = set(sys.modules)
+import mpi4py
+mpi4py.rc(initialize=False, finalize=False)
+import numpy, mpitrain
+mpitrain.init, mpitrain.Trainer
+print(*{name.partition(".")[0] for name in set(sys.modules) - at_start})
+'''
+def shadows():
+    beside = {path.stem: path for path in Path(script).parent.iterdir()
+        if path.suffix == ".py" or (path / "__init__.py").is_file()}
+    others = {}
+    for name in beside.keys() - at_start:
+        spec = PathFinder.find_spec(name, [folder for folder in sys.path if folder])
+        library = Path(spec.origin).resolve() if spec and spec.origin else None
+        if library and beside[name].resolve() not in (library, *library.parents):
+            others[name] = str(beside[name])
+    if not others:
+        return {}
+    done = subprocess.run([sys.executable, "-P", "-c", needed], stdout=subprocess.PIPE, text=True)
+    names = {*done.stdout.split(), "torch", "jax", "cupy"}
+    return {name: path for name, path in others.items() if name in names}
+facts["inventory"] = inventory()
 if script and os.path.isfile(script):
+    facts["shadows"] = shadows()
     facts["files"] = probe.python_files(Path(script).parent)
     facts["files"][os.path.basename(script)] = hashlib.sha256(Path(script).read_bytes()).hexdigest()
 print(json.dumps(facts), flush=True)

@@ -75,7 +75,18 @@ def ssh_keys(wish: dict[str, Any]) -> dict[str, Any]:
     home = Path.home()
     places = [place for place in (home, home / ".ssh") if place.exists()]
     loose = [str(place) for place in places if place.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH)]
-    return {"offers": [str(path) for path in paths], "keys": keys, "writable_by_others": loose}
+    return {"offers": [str(path) for path in paths], "keys": keys, "writable_by_others": loose, "loose": _loose()}
+
+
+def _loose() -> list[str]:
+    """What others than root may write where set-up has the keys and lists of the shared user, and the folder itself."""
+    folder = Path("/etc/ssh/mpitrain")
+    try:
+        # A private key is judged more strictly.
+        paths = [folder, *(path for path in sorted(folder.iterdir()) if path.name != "id_ed25519")]
+        return [str(path) for path in paths if path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH)]
+    except OSError:
+        return []
 
 
 def log_in(wish: dict[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,11 @@ from mpitrain.diagnostics.node import children
 _CONNECT_SECONDS = 3.0
 _ECHOES = 20
 _LARGE_BYTES = 1 << 17
+# Few and small enough for a socket's room, so that none is lost on a node which has no time to take them.
+_DATAGRAMS = 64
+_DATAGRAM_BYTES = 256
+_ROOM_BYTES = 1 << 20
+_LATE_SECONDS = 0.5
 _NO_ANSWER = re.compile(r"100% packet loss|, 0 received")
 
 
@@ -123,9 +128,9 @@ def ping(wish: dict[str, Any]) -> dict[str, Any]:
     """Whether packets of the route's full size (`mtu_bytes`) get there whole, and if not, whether small ones do."""
     payload_bytes = wish["mtu_bytes"] - (48 if ":" in wish["address"] else 28)  # without the headers of IP and ICMP
     large = _ping(wish["address"], payload_bytes, 1)
-    if large is False:  # one may get lost
-        large = _ping(wish["address"], payload_bytes, 2)
-    small = True if large else _ping(wish["address"], 56, 2)
+    if large is False:  # some may get lost
+        large = _ping(wish["address"], payload_bytes, 4)
+    small = True if large else _ping(wish["address"], 56, 4)
     return {"large": large, "small": small}
 
 
@@ -136,4 +141,45 @@ def _ping(address: str, payload_bytes: int, count: int) -> bool | None:
     return None if code == 127 or "packets transmitted" not in out else not _NO_ANSWER.search(out)
 
 
-CALLS = {"listen": listen, "reach": reach, "ping": ping}
+_open: dict[int, socket.socket] = {}  # by port, until what came there is counted
+
+
+def open_room(wish: dict[str, Any]) -> int:
+    """Have the kernel keep the datagrams that come to wish["address"], at the port that is returned."""
+    family, *_, own = socket.getaddrinfo(wish["address"], None, type=socket.SOCK_DGRAM)[0]
+    room = socket.socket(family, socket.SOCK_DGRAM)
+    room.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _ROOM_BYTES)
+    room.bind((own[0], 0, *own[2:]))
+    port: int = room.getsockname()[1]
+    _open[port] = room
+    return port
+
+
+def send_datagrams(wish: dict[str, Any]) -> int:
+    """Send some, each with its number, to wish["address"] and "port"; returns how many. Nothing is sent again."""
+    family, *_, peer = socket.getaddrinfo(wish["address"], wish["port"], type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as way:
+        for number in range(_DATAGRAMS):
+            way.sendto(number.to_bytes(_DATAGRAM_BYTES, "big"), peer)
+            time.sleep(0.001)
+    return _DATAGRAMS
+
+
+def count_datagrams(wish: dict[str, Any]) -> int:
+    """How many of them came to wish["port"]."""
+    numbers: set[bytes] = set()
+    with _open.pop(wish["port"]) as room, suppress(OSError):
+        room.settimeout(_LATE_SECONDS)
+        while len(numbers) < _DATAGRAMS:
+            numbers.add(room.recv(_DATAGRAM_BYTES))
+    return len(numbers)
+
+
+CALLS = {
+    "listen": listen,
+    "reach": reach,
+    "ping": ping,
+    "open_room": open_room,
+    "send_datagrams": send_datagrams,
+    "count_datagrams": count_datagrams,
+}

@@ -1,0 +1,99 @@
+"""Whatever `mpitrain run` refuses about a host, `mpitrain check-cluster --level quick` looks for."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import mpitrain.launch
+from mpitrain.diagnostics.checks import CHECKS
+from mpitrain.diagnostics.run import select
+from mpitrain.launch.conditions import Condition, Refusal, refuse
+
+SOURCES = {path.stem: path.read_text() for path in Path(mpitrain.launch.__path__[0]).glob("*.py")}
+# Each function of the launcher that raises an error of its own because of a host, and the condition that fails there.
+# Those that list several hosts (conditions.refuse) name the condition of each line in the code.
+OF_A_HOST = {
+    "foreign_files.refuse_foreign": "INVENTORY",
+    "here._refuse_absent": "DEVICES",
+    "hosts._source_address": "ROUTES",
+    "hosts._resolved": "NAMES",
+    "hosts._refuse_same": "MACHINES",
+    "job._start": "MPI",
+    "launched.check_mpiexec": "MPI",
+    "libraries.describe_mpiexec": "MPI",
+    "libraries.find_mpiexec": "MPI",
+    "libraries.find_library": "MPI",
+}
+# Those that raise because of what was asked for, or of a rank that runs already.
+OF_THE_REQUEST = {
+    "connections.connect",  # there is no ssh on this machine, on which nothing could be checked either
+    "dialects.command_for",
+    "hostfile.find_inventory",
+    "hostfile.read_text",
+    "hostfile._inventory",
+    "hostfile._error",
+    "hosts.place_ranks",
+    "launched.check_vendor",
+    "launched.check_size",
+    "launched._number",
+    "placement.parse_hosts",
+    "placement._devices",
+    "placement.place",
+    "placement.refuse_crowds",
+    "placement._refuse_count",
+    "placement._counts",
+    "start.start",
+    "variables.read_env_file",
+}
+
+
+def raisers() -> set[str]:
+    """The functions, as module.function, that make one of the launcher's errors."""
+    return {
+        f"{module}.{function.name}"
+        for module, source in SOURCES.items()
+        for function in ast.walk(ast.parse(source))
+        if isinstance(function, ast.FunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        if node.func.id in ("LaunchError", "ConfigError")
+    }
+
+
+def test_every_refusal_has_a_place_in_the_list() -> None:
+    assert raisers() - {"conditions.refuse", "conditions.refuse_here"} == OF_A_HOST.keys() | OF_THE_REQUEST
+
+
+def test_every_condition_is_one_that_is_refused() -> None:
+    """And no other is: the guard names its conditions by words, because it runs without this package."""
+    words = {name for source in SOURCES.values() for name in re.findall(r"Condition\.([A-Z]+)\b", source)}
+    of_guards = set(re.findall(r'"condition": "(\w+)"', SOURCES["guard"]))
+    assert of_guards == {"MACHINES", "SOCKETS"}
+    assert words | of_guards | set(OF_A_HOST.values()) == set(Condition.__members__)
+
+
+@pytest.mark.parametrize("condition", Condition)
+def test_the_quick_level_finds_it(condition: Condition) -> None:
+    quick = {check.id for check in select("quick")}
+    assert condition.checks
+    assert set(condition.checks) <= quick
+    assert condition.says
+
+
+def test_a_refusal_names_the_checks() -> None:
+    refusals = [
+        Refusal(Condition.SOCKETS, "node2", "cannot write /tmp/x: Permission denied"),
+        Refusal(Condition.SCRIPT, "node3", "train.py differs"),
+    ]
+    assert str(refuse("these hosts cannot take part", refusals, "/share/train.py")) == (
+        "these hosts cannot take part:\n"
+        "    node2: cannot write /tmp/x: Permission denied\n"
+        "    node3: train.py differs\n"
+        "On the machine that set up the cluster, `mpitrain check-cluster --only RUN01,ENV04 --script /share/train.py` "
+        "names the cause and the command that repairs it."
+    )
+    assert {"RUN01", "ENV04"} <= CHECKS.keys()
