@@ -60,6 +60,7 @@ class Fault:
         fires: id -> (verdict, places) of every finding that is neither a pass, a skip nor blocked: these, and no more.
         level: of the check.
         repair: the tag whose set-up, on the line that the finding itself gives, mends it; then `undo` is not needed.
+        has_line: the line of the finding, run as it stands on the machine that checks, mends it.
         shows: text that must be in the findings.
         options, env: more for the command.
         is_slow: shown by `scripts/test --full` only.
@@ -71,6 +72,7 @@ class Fault:
     fires: Mapping[str, tuple[str, str]]
     level: str = "quick"
     repair: str = ""
+    has_line: bool = False
     shows: Sequence[str] = ()
     options: Sequence[str] = ()
     env: Mapping[str, str] = field(default_factory=dict)
@@ -123,8 +125,9 @@ def table(faults: Mapping[str, Fault]) -> str:
         "Each row is a real fault that was made on a test bed of four nodes, and what `mpitrain check-cluster` said:",
         "these findings and no others; checks that could not be judged because of them are blocked. Where a tag is",
         "named, the line of the finding, `ansible-playbook cluster/setup.yml --tags TAG --limit ...`, was run as it",
-        "stands, and the check passed again. `scripts/test --full` makes all of these faults in one run, checks the",
-        "healthy cluster five times, without a finding, and writes this page anew.",
+        "stands, and the check passed again; the same holds where the line of the finding is named.",
+        "`scripts/test --full` makes all of these faults in one run, checks the healthy cluster five times, without a",
+        "finding, and writes this page anew.",
         "",
         "| fault | level | finding | repaired by |",
         "| --- | --- | --- | --- |",
@@ -134,7 +137,8 @@ def table(faults: Mapping[str, Fault]) -> str:
             f"[{name}](checks.md) {verdict}{f': {places}' if places else ''}"
             for name, (verdict, places) in fault.fires.items()
         ]
-        repair = f"`--tags {fault.repair}`" if fault.repair else "by hand, as the finding says"
+        by_hand = "the line of the finding" if fault.has_line else "by hand, as the finding says"
+        repair = f"`--tags {fault.repair}`" if fault.repair else by_hand
         lines.append(f"| {fault.says} | {fault.level} | {'; '.join(found)} | {repair} |".replace("->", "→"))
     lines += ["", "## Not proved by a fault", "", "Their judges have unit tests with made-up answers.", ""]
     lines += [f"- {name}: {why}" for name, why in UNPROVED.items()]

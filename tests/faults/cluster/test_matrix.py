@@ -7,13 +7,14 @@ import pytest
 from faults.cluster.faults_machine import FAULTS as MACHINE
 from faults.cluster.faults_network import FAULTS as NETWORK
 from faults.cluster.faults_share import FAULTS as SHARE
+from faults.cluster.faults_start import FAULTS as START
 from faults.cluster.matrix import UNPROVED, Fault, apply, check, findings, table
 from jobs import REPOSITORY
 from mpitrain.diagnostics.checks import CHECKS
 from mpitrain.testbed.bed import Bed
 
 pytestmark = pytest.mark.timeout(3000)
-FAULTS: dict[str, Fault] = {**NETWORK, **MACHINE, **SHARE}
+FAULTS: dict[str, Fault] = {**NETWORK, **MACHINE, **SHARE, **START}
 SHOWN: list[str] = []  # names of the faults that were found as they should be, in this run
 
 
@@ -32,8 +33,11 @@ def test_the_right_check_fires(bed: Bed, name: str) -> None:
         for text in fault.shows:
             assert text in str(document["findings"])
         assert all(one["remedy"] for one in document["findings"] if one["verdict"] in ("warn", "fail"))
-        if fault.repair:
-            lines = {one["remedy"] for one in document["findings"] if f"--tags {fault.repair}" in one["remedy"]}
+        if fault.repair or fault.has_line:
+            wanted = f"--tags {fault.repair}" if fault.repair else ""
+            lines = {
+                one["remedy"] for one in document["findings"] if one["verdict"] != "skip" and wanted in one["remedy"]
+            }
             assert lines, document["findings"]
             for line in lines:
                 done = bed.run(["bash", "-c", line], timeout_seconds=1200, cwd=REPOSITORY)
@@ -44,7 +48,7 @@ def test_the_right_check_fires(bed: Bed, name: str) -> None:
             assert not {one["id"] for one in document["findings"]} & {"SSH10"} & fault.fires.keys()
         SHOWN.append(name)
     finally:
-        if not mended:
+        if not mended or fault.has_line:
             apply(bed, fault.undo)
             if fault.repair:  # the test has failed; the next one shall not
                 line = ["ansible-playbook", "cluster/setup.yml", "--tags", fault.repair]

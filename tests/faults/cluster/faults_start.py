@@ -1,0 +1,81 @@
+"""Faults of the matrix: what keeps `mpitrain run` from starting a job, though nothing else is wrong with a node."""
+
+from __future__ import annotations
+
+from faults.cluster.matrix import Fault
+
+_SHARE = "/home/cluster/nfs"
+_CONDA = "/opt/conda/bin"
+_PROFILE = "/home/cluster/.profile"
+_SCRIPT = f"{_SHARE}/work/train.py"
+_AS_USER = "runuser -u cluster --"
+
+FAULTS: dict[str, Fault] = {
+    "/tmp for root alone": Fault(
+        "/tmp of mode 0700 on node3",
+        {"node3": "chmod 0700 /tmp"},
+        {"node3": "chmod 1777 /tmp"},
+        {"RUN01": ("fail", "node3")},
+        has_line=True,
+        shows=["cannot make a file in /tmp, of root, mode 0700: Permission denied"],
+    ),
+    "/tmp that others may read": Fault(
+        "/tmp of mode 0755 on node2",
+        {"node2": "chmod 0755 /tmp"},
+        {"node2": "chmod 1777 /tmp"},
+        {"RUN01": ("fail", "node2")},
+        has_line=True,
+        shows=["mode 0755: Permission denied"],
+        is_slow=True,
+    ),
+    "/tmp noexec": Fault(
+        "/tmp of the head mounted noexec",
+        {"node1": "mount -o remount,noexec /tmp"},
+        {"node1": "mount -o remount,exec /tmp"},
+        {"RUN01": ("fail", "node1")},
+        has_line=True,
+        shows=["programs in /tmp cannot be run: it is mounted noexec"],
+        is_slow=True,
+    ),
+    "conda in .profile": Fault(
+        "the head's .profile puts conda first into PATH",
+        {
+            "node1": f"mkdir -p {_CONDA} && ln -s /usr/bin/python3 {_CONDA}/python && cp /bin/true {_CONDA}/mpiexec && "
+            f"cp -p {_PROFILE} {_PROFILE}.kept && echo 'PATH={_CONDA}:$PATH' >>{_PROFILE}"
+        },
+        {"node1": f"rm -r /opt/conda; mv -f {_PROFILE}.kept {_PROFILE}"},
+        {"RUN02": ("fail", "node1")},
+        has_line=True,
+        shows=[f"in a login shell of cluster, python is {_CONDA}/python and mpiexec is {_CONDA}/mpiexec"],
+    ),
+    "commands not in PATH": Fault(
+        "/etc/profile.d/mpitrain.sh removed on node3",
+        {"node3": "rm /etc/profile.d/mpitrain.sh"},
+        {},
+        {"RUN02": ("fail", "node3")},
+        repair="runtime",
+        shows=["there is no mpitrain"],
+        is_slow=True,
+    ),
+    "inventory writable by all": Fault(
+        "/etc/mpitrain/hosts of the head writable by all",
+        {"node1": "chmod 666 /etc/mpitrain/hosts"},
+        {},
+        {"RUN03": ("fail", "node1")},
+        repair="hosts",
+        shows=["since others than this user may write there", "mode 0666"],
+        is_slow=True,
+    ),
+    "a numpy.py beside the script": Fault(
+        "a numpy.py beside the program, on the share",
+        {
+            "node1": f"{_AS_USER} mkdir -p {_SHARE}/work && {_AS_USER} touch {_SCRIPT} {_SHARE}/work/numpy.py "
+            f"{_SHARE}/work/helpers.py"
+        },
+        {"node1": f"rm -r {_SHARE}/work"},
+        {"RUN04": ("fail", "node[1-4]")},
+        options=["--script", _SCRIPT],
+        has_line=True,
+        shows=[f"Python takes {_SHARE}/work/numpy.py, beside the script, for the library numpy"],
+    ),
+}
