@@ -296,6 +296,9 @@ def test_packets_that_get_lost(sent: int, came: int, verdict: str | None, words:
     assert (there.where, back.where, back.verdict) == (PAIR, PAIR[::-1], "pass")
     assert there.verdict == (verdict or "pass")
     assert words in there.observed
+    if verdict in ("warn", "fail"):
+        line = "'ip -statistics link; sudo nft list ruleset; tc -s qdisc'"
+        assert there.remedy == f"ssh 10.0.0.1 {line}; ssh 10.0.0.2 {line}  # then try another cable and port"
 
 
 def test_datagrams_are_counted_where_they_come() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -11,6 +11,7 @@ from diagnostics.made_up import seen
 from mpitrain.diagnostics.check import Result, Seen
 from mpitrain.diagnostics.checks import CHECKS
 from mpitrain.diagnostics.judge import judge
+from mpitrain.diagnostics.node import children, sshd
 
 KEY = {
     "path": "/etc/ssh/mpitrain/id_ed25519",
@@ -240,6 +241,24 @@ def test_the_logins_that_every_job_begins_with() -> None:
     results = judge([CHECKS["SSH10"], CHECKS["SSH04"]], looked)
     blocked = [one.where for one in results if one.blocked_by == "SSH10"]
     assert blocked == [("node1", "node3")]
+
+
+def test_a_login_that_takes_too_long_is_tried_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine one try proves nothing; a refusal is not tried again."""
+    ends: list[Any] = [children.SlowError("slow"), (0, "", "")]
+
+    def run(*_: Any) -> tuple[int, str, str]:
+        end = ends.pop(0)
+        if isinstance(end, Exception):
+            raise end
+        return cast(tuple[int, str, str], end)
+
+    monkeypatch.setattr(children, "run", run)
+    assert sshd.log_in({"peer": "node2"})["failed"] == ""
+    ends[:] = [children.SlowError("slow"), children.SlowError("slow")]
+    assert sshd.log_in({"peer": "node2"})["failed"] == "timeout"
+    ends[:] = [(255, "", "cluster@node2: Permission denied (publickey).")]
+    assert sshd.log_in({"peer": "node2"})["failed"] == "key"
 
 
 def test_a_slow_login_where_packets_get_lost_is_not_told_of() -> None:

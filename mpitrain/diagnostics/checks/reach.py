@@ -159,7 +159,7 @@ def _rough(milliseconds: float) -> float:
 
 
 ASKS: tuple[Ask, ...] = ()
-_LOSSES = "'ip -statistics link; sudo nft list ruleset; tc -s qdisc'"
+_LOSSES = "ip -statistics link; sudo nft list ruleset; tc -s qdisc"
 PAIRS: dict[str, PairStep] = {"reach": _reach, "loss": _lose}
 CLUSTER: dict[str, ClusterStep] = {}
 CHECKS = (

@@ -14,6 +14,7 @@ from mpitrain.diagnostics.collect import Cluster, ClusterStep, PairStep
 from mpitrain.diagnostics.remedies import over_ssh
 
 _SLOW_SECONDS = 2.0
+_LOGIN_SECONDS = 18.0  # of two tries
 # A node runs a few commands at a time.
 _MOST_LOGINS = 5
 _SET_UP = "{set_up} --tags ssh --limit {limit}"
@@ -23,14 +24,14 @@ _JOB = ("PRB01", "PRB02", "USR01", "USR02")
 
 
 def _log_in(cluster: Cluster, a: str, b: str) -> Any:
-    return cluster.ask(a, "log in", {"peer": b}, seconds=10.0)
+    return cluster.ask(a, "log in", {"peer": b}, seconds=_LOGIN_SECONDS)
 
 
 def _from_head(cluster: Cluster) -> dict[str, Any]:
     """From the head to each node that answers; what was seen of the pair already is taken from there."""
     head = cluster.target.head
     names = [name for name in cluster.agents if name != head]
-    seconds = 10.0 + 8.0 * len(names) / _MOST_LOGINS
+    seconds = _LOGIN_SECONDS * (1 + len(names) // _MOST_LOGINS)
 
     def take(name: str) -> Any:
         if login := cluster.seen.pairs.get((head, name), {}).get("login between"):
