@@ -118,15 +118,22 @@ def test_an_inventory_that_others_may_write() -> None:
 )
 def test_a_file_with_the_name_of_a_library(folder: str, login: str) -> None:
     """On the share it is renamed once, through the head."""
-    shadows = {"numpy": f"{folder}/numpy.py"}
-    looked = of_each("programs", {"python": {"shadows": shadows}}, script=f"{folder}/train.py")
+
+    def looked_at(shadows: dict[str, str] | None) -> Seen:
+        python = {"files": {"train.py": "1"}, "shadows": shadows}
+        return of_each("programs", {"python": python}, script=f"{folder}/train.py")
+
+    looked = looked_at({"numpy": f"{folder}/numpy.py"})
     one, other = judged("RUN04", looked)
     assert (one.verdict, one.where, other.where) == ("fail", ("node1",), ("node2",))
     assert one.observed == f"Python takes {folder}/numpy.py, beside the script, for the library numpy"
     rename = f"sudo -u cluster mv -n {folder}/numpy.py {folder}/my_numpy.py"
     assert other.remedy.startswith(f"ssh {login} '{rename}'  # ")
-    assert judged("RUN04", of_each("programs", {"python": {"shadows": {}}}, script=f"{folder}/train.py")) == []
+    assert judged("RUN04", looked_at({})) == []
+    assert judged("RUN04", looked_at(None))[0].verdict == "unknown"
     assert judged("RUN04", of_each("programs", {"python": {}}))[0].verdict == "skip"
+    nowhere = of_each("programs", {"python": {"files": None, "shadows": None}}, script="/none.py")
+    assert judged("RUN04", nowhere)[0].verdict == "skip"
 
 
 WISH = {"folders": files("mpitrain.launch").joinpath("folders.py").read_text(), "is_here": True}

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import PurePosixPath
 
-from mpitrain.diagnostics.check import BY_SSH, Ask, Check, Finding, NotHereError, Seen, Verdict
+from mpitrain.diagnostics.check import BY_SSH, Ask, Check, Finding, NotHereError, NotSeenError, Seen, Verdict
 from mpitrain.diagnostics.collect import ClusterStep, PairStep
 from mpitrain.diagnostics.remedies import over_ssh, through_ssh
 
@@ -67,7 +67,12 @@ def _shadows(seen: Seen, name: str) -> Iterator[Finding]:
     script, share = seen.target.script, seen.target.share
     if script is None:
         raise NotHereError("no script was named: --script FILE")
-    for library, path in (seen.node(name, "programs")["python"].get("shadows") or {}).items():
+    python = seen.node(name, "programs")["python"]
+    if python["files"] is None:
+        raise NotHereError(f"there is no {script}")  # which is ENV04's to say
+    if python["shadows"] is None:
+        raise NotSeenError("the environment's python did not come to it in time")
+    for library, path in python["shadows"].items():
         text = f"Python takes {path}, beside the script, for the library {library}"
         # What is on the share is renamed once, for all nodes.
         is_shared = share is not None and PurePosixPath(share) in PurePosixPath(path).parents

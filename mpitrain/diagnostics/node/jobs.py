@@ -86,7 +86,8 @@ echo "$on_path"
 [ -z "$on_path" ] || timeout -k 1 {_MPIEXEC_SECONDS} "$on_path" --version 2>&1
 echo "{_MARK}"
 """
-# Two lines, because loading a broken MPI may kill the process. The first argument is launch/probe.py.
+# Three lines: loading a broken MPI may kill the process, and another Python takes its time. The first argument is
+# launch/probe.py.
 _FACTS = """
 import sys
 at_start = set(sys.modules)
@@ -140,7 +141,6 @@ def shadows():
     return {name: path for name, path in others.items() if name in names}
 facts["inventory"] = inventory()
 if script and os.path.isfile(script):
-    facts["shadows"] = shadows()
     facts["files"] = probe.python_files(Path(script).parent)
     facts["files"][os.path.basename(script)] = hashlib.sha256(Path(script).read_bytes()).hexdigest()
 print(json.dumps(facts), flush=True)
@@ -154,6 +154,9 @@ try:
         "mpi4py": mpi4py.__version__, "module": os.path.basename(MPI.__file__)}))
 except Exception as error:
     print(json.dumps({"why": (type(error).__name__ + ": " + str(error)).splitlines()[0][:300]}))
+sys.stdout.flush()
+if facts["files"] is not None:
+    print(json.dumps({"shadows": shadows()}))
 """
 
 
@@ -177,8 +180,9 @@ def programs(wish: dict[str, Any]) -> dict[str, Any]:
     lines = [line for line in parts[1].splitlines() if line.startswith("{")]
     others = [line for line in parts[1].splitlines() if line and not line.startswith("{")]
     why = _why(python_code, "\n".join(others[1:]), _PYTHON_SECONDS)
+    shadows = {"shadows": json.loads(lines[2])["shadows"] if len(lines) > 2 else None}
     return {
-        "python": {"path": others[0], **(json.loads(lines[0]) if lines else {"why": why})},
+        "python": {"path": others[0], **({**json.loads(lines[0]), **shadows} if lines else {"why": why})},
         "mpi": json.loads(lines[1]) if len(lines) > 1 else {"why": why},
         "mpiexec": {
             "path": path,
