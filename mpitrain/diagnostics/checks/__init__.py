@@ -32,4 +32,54 @@ from mpitrain.diagnostics.checks import (
     share,
     shell,
     ssh,
+    sshd,
     start,
+    two_ranks,
+    users,
+)
+from mpitrain.diagnostics.collect import ClusterStep, PairStep
+
+
+class Subject(Protocol):
+    """What a subject's module has. `PAIRS` and `CLUSTER` are the steps that give the sections of those names."""
+
+    ASKS: Sequence[Ask]
+    PAIRS: Mapping[str, PairStep]
+    CLUSTER: Mapping[str, ClusterStep]
+    CHECKS: Sequence[Check]
+
+
+def _subjects(*modules: ModuleType) -> tuple[Subject, ...]:
+    return tuple(cast(Subject, module) for module in modules)
+
+
+SUBJECTS = _subjects(
+    inventory,
+    login,
+    container,
+    names,
+    users,
+    network,
+    reach,
+    sshd,
+    ssh,
+    clock,
+    limits,
+    leftovers,
+    gpu,
+    exports,
+    share,
+    shell,
+    environment,
+    start,
+    launcher,
+    two_ranks,
+    mpi,
+    performance,
+    mpi_rate,
+    drift,
+)
+CHECKS: dict[str, Check] = {check.id: check for subject in SUBJECTS for check in subject.CHECKS}
+ASKS: dict[str, Ask] = {ask.section: ask for subject in SUBJECTS for ask in subject.ASKS}
+PAIRS: dict[str, PairStep] = {name: step for subject in SUBJECTS for name, step in subject.PAIRS.items()}
+CLUSTER: dict[str, ClusterStep] = {name: step for subject in SUBJECTS for name, step in subject.CLUSTER.items()}
