@@ -45,6 +45,7 @@ LAYERS: dict[str, list[str]] = {
     ],
     "job": [
         "job.failure",
+        "job.helpers",
         "job.job",
         "job.start",
         "job.trace",

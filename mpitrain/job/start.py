@@ -22,6 +22,7 @@ from mpitrain.exchange.exchange import check_compression
 from mpitrain.exchange.trees import ArrayTrees
 from mpitrain.job.context import JobContext
 from mpitrain.job.early import is_helper
+from mpitrain.job.helpers import prepare_for_helpers
 from mpitrain.job.job import Job
 from mpitrain.job.trace import Trace
 from mpitrain.job.worlds import check_containers, make_world
@@ -43,9 +44,9 @@ def init(**settings: Any) -> World:
     """The current World of this job: all processes that one mpiexec started, or this process alone.
 
     Every rank calls it once, first; a second call returns the job's current World. It initialises MPI where the script
-    has not, sets the start method of multiprocessing to forkserver (a forked MPI process may crash or hang), shares the
-    machine's cores between its ranks where no OMP_NUM_THREADS is set, and from then on an uncaught exception on any
-    rank ends the whole job.
+    has not, shares the machine's cores between its ranks where no OMP_NUM_THREADS is set, and from then on an uncaught
+    exception on any rank ends the whole job. Where a fork is unsafe, multiprocessing starts processes by forkserver,
+    unless the program chooses (mpitrain/job/helpers.py).
 
     Args:
         settings: fields of mpitrain.config.Config, above the MPITRAIN_* variables.
@@ -74,8 +75,8 @@ def _begin(settings: dict[str, Any]) -> Job:
     _start_mpi()
     from mpi4py import MPI
 
-    _use_forkserver()
     world = make_world(MPI.COMM_WORLD)
+    prepare_for_helpers(world.name() if world.is_root else "")
     job = Job(world)
     job.world = world = replace(world, config=_common_config(world, settings))
     check_containers(world)
@@ -220,11 +221,6 @@ def _common_config(world: World, settings: dict[str, Any]) -> Config:
     lines += [f"{name}={value!r}" for name, value in {**vars(config), **vars(world.context)}.items()]
     world.agree("init", lines)
     return config
-
-
-def _use_forkserver() -> None:
-    if multiprocessing.get_start_method(allow_none=True) is None:
-        multiprocessing.set_start_method("forkserver")
 
 
 def _share_cores(world: World) -> None:

@@ -65,8 +65,8 @@ class Channel:
         if os.getpid() != self._process:
             raise ProcessGroupError(
                 f"{self.world.name()}: {call} in process {os.getpid()}, which was forked from the rank's own "
-                f"({self._process}); MPI works in the process that called init_process_group only. Start such "
-                'processes by "spawn" or "forkserver", and leave communication to the rank'
+                f"({self._process}); MPI works in the process that called init_process_group only: return to "
+                "the rank what it is to send"
             )
         if self._is_closed:
             raise ProcessGroupError(

@@ -55,9 +55,8 @@ def prepare(
         optimizer: of parameters of this model. A hook is added, and the same object is returned. The state it may have
             is the caller's: load the same one on all ranks.
         data: a DataLoader, whose samples rank 0 draws (so shuffling is that of one process) and whose workers then read
-            this rank's samples alone (they are not forked: a script with workers needs `if __name__ == "__main__":`);
-            or any iterable that gives the same batches on every rank, of tensors and arrays with the samples along the
-            first dimension. What a former call returned serves a second model.
+            this rank's samples alone; or any iterable that gives the same batches on every rank, of tensors and arrays
+            with the samples along the first dimension. What a former call returned serves a second model.
         compression: of gradients between nodes, a name in mpitrain.compression.CODECS, "auto" or "none"; default: the
             world's setting.
         algorithm: that sums them, a name in mpitrain.allreduce.ALGORITHMS; default: the world's setting.

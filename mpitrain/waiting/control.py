@@ -74,6 +74,7 @@ class Control:
         self.spans: Spans | None = parent.spans if parent else None  # where a trace is kept
         self._wreck: BaseException | None = None
         self._broken_in = ""
+        self._process = os.getpid()
 
     def name(self, rank: int | None = None) -> str:
         """`rank 3 on node7`; default: this rank."""
@@ -211,7 +212,12 @@ class Control:
         return self._wreck is not None
 
     def check(self) -> None:
-        """Raise MpitrainError in a broken world."""
+        """Raise MpitrainError in a broken world, and in a process that the rank has forked."""
+        if os.getpid() != self._process:
+            raise MpitrainError(
+                f"{self.name()}: process {os.getpid()} was forked from the rank's own ({self._process}), and cannot "
+                "communicate: return to the rank what it is to send"
+            )
         if self._wreck is not None:
             raise MpitrainError(
                 f"{self.name()}: {self._broken_in} ended by {self._wreck!r}; this world cannot communicate any more. "

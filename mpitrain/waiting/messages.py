@@ -31,6 +31,7 @@ class Messages:
         if to == self._control.rank:  # MPI would wait for a receive that this very call holds up
             self._to_myself[tag].append(pickle.dumps(value, protocol=5))
             return
+        self._control.check()
         request = self._comm.isend(value, to, _USER_TAG + tag)
         self._control.wait(until(lambda: request.test()[0]), f"send to {self._control.name(to)}", (to,))
 

@@ -180,7 +180,7 @@ def test_a_pool_of_processes_in_every_rank(tmp_path: Path, vendor: str) -> None:
     (tmp_path / "script.py").write_text(POOL)
     job = run_command([*mpiexec(2, vendor), str(VENVS[vendor] / "bin/python"), str(tmp_path / "script.py")])
     succeeded(job)
-    assert job.stdout == f"forkserver {sum(n**2 for n in [*range(5), *range(10, 15)])}\n"
+    assert job.stdout == f"fork {sum(n**2 for n in [*range(5), *range(10, 15)])}\n"
     assert job.stderr == "", job.output
 
 

@@ -664,12 +664,3 @@ def test_the_cause_is_kept_on_the_rank_that_failed(world: World) -> None:
     with pytest.raises(MpitrainError) as caught:
         failing(world, {0: error})
     assert caught.value.__cause__ is (error if world.rank == 0 else None)
-
-
-# -- start --------------------------------------------------------------------------------------------------------
-
-
-def test_multiprocessing_does_not_fork(world: World) -> None:
-    import multiprocessing
-
-    assert multiprocessing.get_start_method() == "forkserver"

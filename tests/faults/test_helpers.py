@@ -1,0 +1,290 @@
+"""Processes that a rank starts by multiprocessing: forked, as in a program without MPI, or by forkserver."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from faults.outcome import failed, report_of, succeeded
+from jobs import VENVS, Job, mpiexec, run_command
+from mpitrain.job import helpers
+
+Script = Callable[..., Job]
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Script:
+    """Run this source on so many ranks: a file, as a user's is, for forkserver runs it again."""
+
+    def run(ranks: int, source: str, vendor: str = "mpich") -> Job:
+        (tmp_path / "script.py").write_text(source)
+        python = str(VENVS[vendor] / "bin/python")
+        return run_command([*mpiexec(ranks, vendor), python, str(tmp_path / "script.py")], timeout=100)
+
+    return run
+
+
+# No guard, functions inside a function, and sums of the ranks before, between and behind.
+LAMBDAS = """
+import multiprocessing, os
+import numpy
+import mpitrain as mt
+
+world = mt.init()
+BEFORE
+
+def main():
+    values = multiprocessing.Queue()
+    total = world.sum(numpy.full(100_000, 1.0 + world.rank))
+    for number in range(30):
+        helper = multiprocessing.Process(target=lambda: values.put(total[number]))
+        helper.start()
+        total = world.sum(total)
+        assert values.get() == sum(range(1, world.size + 1)) * world.size**number
+        helper.join()
+        assert helper.exitcode == 0
+    world.print(multiprocessing.get_start_method())
+
+main()
+"""
+
+
+def test_functions_inside_a_function_and_no_guard(script: Script, vendor: str) -> None:
+    job = script(2, LAMBDAS.replace("BEFORE", ""), vendor)
+    succeeded(job)
+    assert (job.stdout, job.stderr) == ("fork\n", "")
+
+
+def test_what_the_program_chooses_after_init(script: Script) -> None:
+    source = """
+import multiprocessing
+import mpitrain as mt
+mt.init()
+assert multiprocessing.get_start_method(allow_none=True) is None
+multiprocessing.set_start_method("spawn")
+print(multiprocessing.get_start_method())
+"""
+    job = script(1, source)
+    succeeded(job)
+    assert job.stdout == "spawn\n"
+
+
+REASONS = {
+    "an open device": "device = os.open(NODE, os.O_PATH)",
+    "JAX": "import types, sys; sys.modules['jax'] = types.ModuleType('jax')",
+}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_where_a_fork_is_unsafe(script: Script, reason: str) -> None:
+    """One line, of rank 0, before the error that follows from it."""
+    node = a_device()
+    job = script(2, LAMBDAS.replace("BEFORE", REASONS[reason].replace("NODE", repr(node))))
+    because = {"an open device": f"{node} is open, and a device ", "JAX": "JAX has threads, which "}[reason]
+    begin = rf"mpitrain: rank 0 on \S+: multiprocessing starts processes by forkserver, because {re.escape(because)}"
+    assert re.match(begin, job.stderr), job.output
+    assert job.stderr.count("by forkserver, because") == 1, job.output
+    failed(job, "lambda")
+
+
+def test_where_a_fork_is_unsafe_a_program_that_can_be_pickled_works(script: Script) -> None:
+    source = f"""
+import multiprocessing, os
+import mpitrain as mt
+
+def square(number):
+    return number**2
+
+if __name__ == "__main__":
+    world = mt.init()
+    device = os.open({a_device()!r}, os.O_PATH)
+    with multiprocessing.Pool(1) as pool:
+        world.print(pool.map(square, [1, 2, 3]), multiprocessing.get_start_method())
+"""
+    job = script(2, source)
+    succeeded(job)
+    assert job.stdout == "[1, 4, 9] forkserver\n"
+
+
+def a_device() -> str:
+    """A character device that is neither memory nor a terminal. With O_PATH a descriptor stands for it, unopened."""
+    for path in sorted(Path("/dev").iterdir()):
+        status = path.lstat()
+        if stat.S_ISCHR(status.st_mode) and os.major(status.st_rdev) == 10:
+            return str(path)
+    pytest.skip("/dev has no device")
+
+
+def test_memory_and_terminals_are_no_devices() -> None:
+    before = helpers.open_device()
+    opened = [os.open(path, os.O_PATH) for path in ("/dev/null", "/dev/urandom", "/dev/tty", "/dev/ptmx")]
+    try:
+        assert helpers.open_device() == before
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+
+
+def test_a_forked_process_that_communicates(script: Script, vendor: str) -> None:
+    """Every kind of call is refused before it comes to MPI; the job goes on."""
+    source = """
+import multiprocessing
+import numpy
+import mpitrain as mt
+from mpitrain.errors import MpitrainError
+
+world = mt.init()
+calls = [
+    lambda: world.barrier(),
+    lambda: world.sum(numpy.ones(3)),
+    lambda: world.broadcast("x"),
+    lambda: world.send("x", to=1 - world.rank),
+    lambda: world.receive(1 - world.rank),
+    lambda: mt.collectives.allgather(world, numpy.ones(3)).wait(),
+    lambda: mt.init().agree("a call"),
+]
+
+def communicate(results):
+    for call in calls:
+        try:
+            call()
+        except MpitrainError as error:
+            results.put(str(error))
+        else:
+            results.put("it communicates")
+
+results = multiprocessing.SimpleQueue()
+helper = multiprocessing.Process(target=communicate, args=(results,))
+helper.start()
+expected = f"{world.name()}: process {helper.pid} was forked from the rank's own ("
+texts = [results.get() for _ in calls]
+helper.join()
+assert all(text.startswith(expected) for text in texts), texts
+assert world.sum(1 + world.rank) == 3
+"""
+    succeeded(script(2, source, vendor))
+
+
+def test_a_rank_that_is_killed_while_its_process_lives(script: Script, vendor: str) -> None:
+    """mpiexec hears of it at once. The process ends when nobody is left who would read what it writes."""
+    source = """
+import multiprocessing, os, signal
+import mpitrain as mt
+
+world = mt.init()
+ours, its = multiprocessing.Pipe()
+
+def wait():
+    ours.close()
+    its.send("here")
+    its.recv()  # ends when the rank has ended
+
+if world.rank == 1:
+    helper = multiprocessing.Process(target=wait)
+    helper.start()
+    its.close()
+    assert ours.recv() == "here"
+    os.kill(os.getpid(), signal.SIGKILL)
+world.barrier()
+"""
+    job = script(2, source, vendor)
+    failed(job)
+    assert job.left == []
+
+
+def test_an_exception_of_a_forked_process_is_its_own(script: Script) -> None:
+    source = """
+import multiprocessing
+import mpitrain as mt
+
+world = mt.init()
+
+def fail():
+    raise RuntimeError("in a process")
+
+helper = multiprocessing.Process(target=fail)
+helper.start()
+helper.join()
+assert helper.exitcode == 1
+world.barrier()
+"""
+    job = script(2, source)
+    succeeded(job)
+    assert job.stderr.count("RuntimeError: in a process\n") == 2
+    assert "failed" not in job.stderr
+
+
+# A training whose transform and collate_fn are functions inside a function, with no guard.
+LOADER = """
+import os, signal
+import torch
+import torch.distributed as dist
+import mpitrain.torch
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, transform):
+        self.transform = transform
+
+    def __len__(self):
+        return 120
+
+    def __getitem__(self, number):
+        KILL
+        return self.transform(torch.arange(8.0) * number / 100), torch.tensor([number / 100])
+
+def main(num_workers):
+    def together(rows):
+        assert (torch.utils.data.get_worker_info() is None) == (num_workers == 0)
+        return torch.stack([x for x, _ in rows]), torch.stack([y for _, y in rows])
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    data = torch.utils.data.DataLoader(
+        Rows(lambda x: x + 1), 12, num_workers=num_workers, collate_fn=together, persistent_workers=num_workers > 0
+    )
+    PREPARE
+    for epoch in range(2):
+        for x, y in data:
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+    return [parameter.detach().tolist() for parameter in model.parameters()]
+"""
+PREPARE = """
+    model, optimizer, data = mpitrain.torch.prepare(model, optimizer, data)
+"""
+DDP = """
+    if not dist.is_initialized():
+        dist.init_process_group("mpitrain")
+    model = torch.nn.parallel.DistributedDataParallel(model)
+"""
+
+
+def test_workers_of_a_loader(script: Script) -> None:
+    """They live through two epochs, of a loop over prepare and one over DDP, and the results are those without any."""
+    pytest.importorskip("torch")
+    prepared, averaged = (LOADER.replace("KILL", "pass").replace("    PREPARE", how) for how in (PREPARE, DDP))
+    check = "assert main(2) == main(0)\n"
+    job = script(2, prepared + check + averaged + check + "print('equal')")
+    succeeded(job)
+    assert (job.stdout, job.stderr) == ("equal\nequal\n", "")
+
+
+def test_a_worker_that_is_killed(script: Script) -> None:
+    """PyTorch says so, of the rank whose it was."""
+    pytest.importorskip("torch")
+    kill = """
+        if number == 63 and os.environ.get("PMI_RANK") == "1":
+            os.kill(os.getpid(), signal.SIGKILL)"""
+    source = LOADER.replace("KILL", kill).replace("    PREPARE", DDP)
+    job = script(2, source + "\nmain(2)")
+    failed(job)
+    assert re.search(r"DataLoader worker \(pid.*\d+.*\) (is killed by signal: Killed|exited unexpectedly)", job.stderr)
+    assert report_of(job, "DataLoader worker (pid").rank == 1
+    assert job.left == []
