@@ -1,22 +1,23 @@
-"""Collective calls on arrays that do not wait: each returns a handle. `world.sum` and its like are the simple way.
+"""Collective calls on arrays that return a handle at once. `world.sum` and its like are the simpler way.
 
     handle = mt.collectives.allgather(world, x)     every rank, the same calls in the same order
     ...                                             compute; other calls of the world
     everything = handle.wait()
 
-What holds for all:
+These rules hold for all calls:
 
-- Ranks that disagree (another call, dtype, shape, root) all get a MismatchError from `test` or `wait`.
-- Arrays are NumPy's or CuPy's, of any dtype but Python objects; those that are summed, of one of DTYPES. They are not
-  changed, and must not be until the handle is done. What is summed is copied first, and so is what is not contiguous on
-  the host; all else is sent from where it is. Results are new arrays, on the device that is current for CuPy arrays.
-- Calls run one after the other in the order begun, on a communicator of their own. They may overlap with all else:
-  other calls of the world, a step of a GradientReducer. Handles may be waited for in any order.
-- A call moves on in `test` and `wait` of any handle, and (more slowly) in every other wait of the world. One whose
-  handle is dropped still takes part, and ends at the latest when the program does.
+- If the ranks disagree (on call, dtype, shape or root), all of them get a MismatchError from `test` or `wait`.
+- Arrays are NumPy or CuPy arrays of any dtype except Python objects. Arrays that are summed have one of DTYPES.
+- The call does not change an array. The program must not change it until the handle is done. A call that sums copies
+  its array first, and so does a call with a host array that is not contiguous. All other arrays are sent from where
+  they are. Results are new arrays. Those for CuPy arrays are on the current device.
+- Calls run one after the other, in the order in which they began, on a communicator of their own. They may overlap with
+  other calls of the World and with a step of a GradientReducer. A program may wait for handles in any order.
+- A call makes progress in `test` and `wait` of any handle, and more slowly in every other wait of the World. A call
+  whose handle is dropped still takes part, and ends at the latest when the program does.
 
-p is the number of ranks, N the bytes of the largest array. All go over the ranks in their order, in pieces of at most
-256 KiB, four at a time:
+p is the number of ranks, N the bytes of the largest array. All calls go through the ranks in rank order, in pieces of
+at most 256 KiB, four at a time:
 
     call              how (mpitrain/allreduce, mpitrain/exchange/moves.py)          bytes sent by a rank
     reduce_scatter    that of the algorithm direct                                  (p-1)/p N
@@ -62,7 +63,7 @@ _made: WeakKeyDictionary[Background, dict[Callable[[Group], Any], Any]] = WeakKe
 
 
 class Handle(Begun[Result]):
-    """A call that has begun."""
+    """A collective call that has begun."""
 
     def __init__(self, world: World, operation: str, kind: str, work: Work[Result], first_dimension: int = 0) -> None:
         self._text = f"{operation} of {kind}"
@@ -73,10 +74,10 @@ class Handle(Begun[Result]):
         return self._text
 
     def wait(self) -> Result:
-        """The result, once it is there.
+        """Wait for the call to end, and return its result.
 
         Raises:
-            MismatchError: on every rank, naming the first difference. `test` raises it too.
+            MismatchError: the ranks disagree. Raised on every rank, names the first difference. `test` raises it too.
         """
         return self._drive()
 
@@ -87,14 +88,15 @@ def _agreed(agreement: Agreement, work: Work[Result]) -> Generator[float | None,
 
 
 def reduce_scatter(world: World, array: Array) -> Handle[Array]:
-    """This rank's part of the sum over ranks: that of `mpitrain.shard.part_of` along the first dimension.
+    """Begin to sum an array over ranks. The result is this rank's part of the sum along the first dimension.
 
     Args:
-        world: every rank calls this.
-        array: of one of DTYPES, at least one dimension; shape and dtype equal on all ranks. Integers wrap.
+        world: every rank of it must make the call.
+        array: has one of DTYPES and at least one dimension. Shape and dtype are equal on all ranks. Integers wrap.
 
     Returns:
-        A handle whose result has the dtype, and the shape but for the first dimension.
+        A handle. Its result has the dtype of `array`, and the same shape except for the first dimension, where it is
+        the part that `mpitrain.shard.part_of` gives to this rank.
 
     Raises:
         TreeError: `array` is not such an array.
@@ -116,12 +118,12 @@ def reduce_scatter(world: World, array: Array) -> Handle[Array]:
 
 
 def allgather(world: World, array: Array) -> Handle[Array]:
-    """The ranks' arrays, one after the other in rank order along the first dimension, on every rank.
+    """Begin to join the arrays of all ranks, in rank order along the first dimension, on every rank.
 
     Args:
-        world: every rank calls this.
-        array: at least one dimension. The first may differ from rank to rank, and be 0; the others and the dtype are
-            equal on all ranks.
+        world: every rank of it must make the call.
+        array: has at least one dimension. The first dimension may differ from rank to rank, and be 0. The other
+            dimensions and the dtype are equal on all ranks.
 
     Raises:
         TreeError: `array` is not such an array.
@@ -142,15 +144,15 @@ def allgather(world: World, array: Array) -> Handle[Array]:
 
 
 def alltoall(world: World, arrays: Sequence[Array]) -> Handle[list[Array]]:
-    """From every rank the array that it has for this one, in rank order.
+    """Begin to send each rank its own array. The result is the arrays for this rank from all ranks, in rank order.
 
     Args:
-        world: every rank calls this.
-        arrays: one for each rank, in rank order, this one included. First dimensions may differ and be 0; the others
-            and the dtype are equal for all arrays and on all ranks.
+        world: every rank of it must make the call.
+        arrays: one array for each rank, this rank included, in rank order. First dimensions may differ, and be 0. The
+            other dimensions and the dtype are equal for all arrays and on all ranks.
 
     Raises:
-        ValueError: the number of arrays is not that of the ranks.
+        ValueError: the number of arrays is not the number of ranks.
         TreeError: an array is not such an array.
     """
     if len(arrays) != world.size:
@@ -180,15 +182,15 @@ def alltoall(world: World, arrays: Sequence[Array]) -> Handle[list[Array]]:
 
 
 def broadcast(world: World, array: Array, root: int = 0) -> Handle[Array]:
-    """`root`'s values in a new array on every rank.
+    """Begin to send `root`'s values to every rank, into a new array.
 
     Args:
-        world: every rank calls this.
-        array: shape and dtype equal on all ranks; only `root`'s values count.
+        world: every rank of it must make the call.
+        array: shape and dtype are equal on all ranks. Only `root`'s values are sent.
         root: the same on all ranks.
 
     Raises:
-        TreeError: `array` is not an array, or one of Python objects.
+        TreeError: `array` is not an array, or holds Python objects.
         ValueError: there is no rank `root`.
     """
     world.check_rank(root, "root")
@@ -203,11 +205,11 @@ def broadcast(world: World, array: Array, root: int = 0) -> Handle[Array]:
 
 
 def allreduce(world: World, array: Array) -> Handle[Array]:
-    """The sum over ranks in a new array on every rank, with the same bits on all.
+    """Begin to sum an array over ranks. The result is a new array, with the same bits on every rank.
 
     Args:
-        world: every rank calls this.
-        array: of one of DTYPES; shape and dtype equal on all ranks. Integers wrap.
+        world: every rank of it must make the call.
+        array: has one of DTYPES. Shape and dtype are equal on all ranks. Integers wrap.
 
     Raises:
         TreeError: `array` is not such an array.

@@ -7,7 +7,7 @@
     ├── KernelError            CUDA kernels do not compile; the text has the compiler's log
     ├── MismatchError          ranks disagree: operation, tree, shape, dtype, bucket layout, number of calls
     ├── ProcessGroupError      a torch process group cannot go on: a timeout, a rank that has left, use after destroy
-    ├── DeviceError            a GPU that cannot be used, has not the memory, or cannot do what was asked for
+    ├── DeviceError            a GPU that cannot be used, lacks memory, or cannot do what was asked for
     ├── TreeError              a tree holds something that is neither an array nor a number
     ├── GradientError          a gradient that cannot be used
     │   ├── MissingGradientError   the backward pass ended without it
@@ -16,10 +16,11 @@
     ├── DataError              a data file or data set that cannot be used; a rank without samples
     └── CheckpointError        a checkpoint that cannot be written or read
 
-A message says which rank and host, what was found, what is allowed and what to do. `known_everywhere` is
-true where every rank raises the same error at the same point, so that it is printed once, not once a rank, and breaks
-no World. `everywhere` alone sets it.
-`is_repeated` is true where it came up on another rank, whose traceback is the one to print.
+A message names rank and host, and says what was found, what is allowed and what to do.
+
+`known_everywhere` is true if every rank raises the same error at the same point. Such an error is printed once, not
+once a rank, and breaks no World. Only `everywhere` sets this attribute.
+`is_repeated` is true if the error came up on another rank. The traceback of that rank is the one to print.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ AnError = TypeVar("AnError", bound="MpitrainError")
 
 
 class MpitrainError(Exception):
-    """Base of all errors below; catch this one to catch them all."""
+    """The base class of all errors of mpitrain. Catch MpitrainError to catch them all."""
 
     known_everywhere = False
     is_repeated = False
 
 
 def everywhere(error: AnError, is_known_everywhere: bool = True) -> AnError:
-    """`error`, as one that every rank raises at this point; where not `is_known_everywhere`, as one of this rank alone.
+    """Return `error`, marked as raised by every rank here; or, if not `is_known_everywhere`, as raised by one rank.
 
-    Where ranks have seen the same agreement, vote or gathered values, raise what they show as everywhere(...): an
-    error of one rank alone breaks the World, since the others may go on to another call.
+    If all ranks have seen the same agreement, vote or gathered values, raise an error that follows from them as
+    everywhere(...). An error of one rank alone breaks the World, because the others may go on to another call.
     """
     error.known_everywhere = is_known_everywhere
     return error
@@ -53,7 +54,7 @@ class ConfigError(MpitrainError, ValueError):
 class LaunchError(MpitrainError, RuntimeError):
     """The processes that were launched do not form one MPI job.
 
-    `hosts` are those that cannot take part, where others might go on without them.
+    `hosts` are the hosts that cannot take part, if the other hosts might go on without them.
     """
 
     hosts: tuple[str, ...] = ()
@@ -72,11 +73,11 @@ class MismatchError(MpitrainError, ValueError):
 
 
 class ProcessGroupError(MpitrainError, RuntimeError):
-    """A process group of torch.distributed cannot make a call, or one that it has begun has not ended in time."""
+    """A process group of torch.distributed cannot make a call, or one of its calls has not ended in time."""
 
 
 class DeviceError(MpitrainError, RuntimeError):
-    """A GPU cannot be used, has not the memory, or cannot do what was asked for."""
+    """A GPU cannot be used, lacks memory, or cannot do what was asked for."""
 
 
 class TreeError(MpitrainError, TypeError):
@@ -96,7 +97,7 @@ class NonFiniteError(GradientError):
 
 
 class ReplicaError(MpitrainError, RuntimeError):
-    """The ranks' parameters are no longer the same bits; the text names ranks, parameters and values."""
+    """The parameters of the ranks no longer have the same bits. The text names ranks, parameters and values."""
 
 
 class DataError(MpitrainError, ValueError):

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class TreeExchange(Protocol):
-    """How arrays move between ranks; exchange/trees.py has it. It stands above World, so World is handed it."""
+    """How arrays move between ranks. exchange/trees.py implements it, in a layer above World, so World is handed it."""
 
     def sync(self, tree: Tree, root: int) -> Tree: ...
 
@@ -40,7 +40,7 @@ class TreeExchange(Protocol):
 
 
 class Observer(Protocol):
-    """Who is told which samples this rank gets, and the mean gradients by parameter; verify/run_record.py has it."""
+    """Is told which samples this rank gets, and the mean gradients by parameter. verify/run_record.py implements it."""
 
     def saw(self, batch: Tree) -> None: ...
 
@@ -49,11 +49,11 @@ class Observer(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class World:
-    """The ranks of one job, or some of them. It never changes: after a lost rank there is one of the next generation.
+    """The ranks of one job, or some of them. A World never changes: after a rank is lost, the job gets a new World.
 
-    All methods but `print`, `send`, `receive` and `shard` are collective: every rank calls them, in the same
-    order. Where ranks do not, every rank gets a MismatchError that names the first difference. In a world of one
-    every call works and sends nothing.
+    All methods except `print`, `send`, `receive` and `shard` are collective: every rank must call them, in the same
+    order. If the ranks make different calls, every rank gets a MismatchError that names the first difference. In a
+    World of one rank every call works and sends nothing.
     """
 
     comm: MPI.Comm  # a private duplicate, for array data
@@ -74,37 +74,37 @@ class World:
 
     @cached_property
     def rank(self) -> int:
-        """This process among all, 0 to size - 1."""
+        """The number of this process in the World, 0 to size - 1."""
         return int(self.comm.rank)
 
     @cached_property
     def size(self) -> int:
-        """The world size: how many ranks there are."""
+        """The world size: the number of ranks."""
         return int(self.comm.size)
 
     @property
     def local_rank(self) -> int:
-        """This process among those on this machine."""
+        """The number of this process among those on this machine, from 0."""
         return self.node_ranks[: self.rank].count(self.node_rank)
 
     @property
     def local_size(self) -> int:
-        """How many ranks are on this machine."""
+        """The number of ranks on this machine."""
         return self.node_ranks.count(self.node_rank)
 
     @property
     def node_rank(self) -> int:
-        """This machine among all, by its lowest rank."""
+        """The number of this machine, from 0; machines are in the order of their lowest ranks."""
         return self.node_ranks[self.rank]
 
     @property
     def num_nodes(self) -> int:
-        """How many machines there are."""
+        """The number of machines."""
         return len(set(self.node_ranks))
 
     @property
     def host(self) -> str:
-        """This machine's name."""
+        """The name of this machine."""
         return self.hosts[self.rank]
 
     @property
@@ -114,15 +114,15 @@ class World:
 
     @cached_property
     def arrays(self) -> TreeExchange:
-        """What `sync`, `sum` and `mean` are made of."""
+        """The object that moves the arrays of `sync`, `sum` and `mean`."""
         return self.make_arrays(self)
 
     def name(self, rank: int | None = None) -> str:
-        """`rank 3 on node7`, for messages. Default: this rank."""
+        """The name of a rank in messages, such as `rank 3 on node7`. Default: this rank."""
         return self.control.name(self.rank if rank is None else rank)
 
     def print(self, *values: object, all_ranks: bool = False) -> None:
-        """Print on rank 0, or with `all_ranks` on every rank behind its name. Not collective."""
+        """Print on rank 0. With `all_ranks`, print on every rank, after the rank's name. Not collective."""
         if all_ranks:
             # One write, so that lines of different ranks do not mix.
             sys.stdout.write(f"[{self.name()}] " + " ".join(str(value) for value in values) + "\n")
@@ -133,58 +133,59 @@ class World:
     # -- arrays ---------------------------------------------------------------------------------------------
 
     def sync(self, tree: Tree, root: int = 0) -> Tree:
-        """`root`'s values in a new tree on every rank.
+        """Return `root`'s values in a new tree on every rank.
 
         Args:
             tree: any nesting of dicts, lists, tuples and None around arrays (host or device, any dtype and shape)
-                and numbers; not changed. It must have the same form on every rank.
-            root: the rank whose values count.
+                and numbers. The tree must have the same form on every rank. It is not changed.
+            root: the rank whose values are sent.
 
         Raises:
-            MismatchError: the trees differ in form, shape or dtype. On every rank, before anything is sent.
+            MismatchError: the trees differ in form, shape or dtype. Raised on every rank, before anything is sent.
             TreeError: a leaf is neither an array nor a number.
         """
         return self.arrays.sync(tree, root)
 
     def sum(self, tree: Tree) -> Tree:
-        """The sum over ranks of every leaf, in a new tree on every rank; the same bits on every rank.
+        """Return the sum over ranks of every leaf, in a new tree, with the same bits on every rank.
 
-        Leaves may be of any integer or floating dtype (float16 and bfloat16 too) and keep it; integers wrap as
-        NumPy's do. Otherwise as `sync`.
+        Leaves may have any integer or floating dtype, also float16 and bfloat16. The result has the same dtype.
+        Integers wrap as in NumPy. Arguments and errors are those of `sync`.
         """
         return self.arrays.sum(tree)
 
     def mean(self, tree: Tree, weight: float = 1.0) -> Tree:
-        """The weighted mean over ranks of every leaf, in a new tree on every rank; the same bits on every rank.
+        """Return the weighted mean over ranks of every leaf, in a new tree, with the same bits on every rank.
 
-        mean = sum over ranks of weight x leaf, divided by the sum of the weights. With the number of samples as
-        weight, uneven batches give exactly the mean of the whole batch.
+        mean = sum over ranks of weight x leaf, divided by the sum of the weights. If the weight is the number of
+        samples, uneven batches give exactly the mean of the whole batch.
 
         Args:
-            tree: as for `sync`, but with floating leaves only; numbers become float.
-            weight: this rank's weight, in samples; 0 makes this rank's values count for nothing, NaN included.
+            tree: as for `sync`, but with floating leaves only. Numbers become float.
+            weight: this rank's weight, in samples. With weight 0 this rank's values are ignored, also NaN.
 
         Raises:
             MismatchError: as for `sync`.
-            TreeError: an integer array (its mean would not fit its dtype), or as for `sync`.
-            DataError: a weight is negative or not finite, or all weights are 0. On every rank.
+            TreeError: a leaf is an integer array, whose mean would not fit its dtype; or as for `sync`.
+            DataError: a weight is negative or not finite, or all weights are 0. Raised on every rank.
         """
         return self.arrays.mean(tree, weight)
 
     def shard(self, batches: Iterable[Tree], start: int = 0) -> Iterator[Tree]:
-        """This rank's part of every batch: the ranks' parts are disjoint and together the whole batch.
+        """Iterate over this rank's parts of the batches. The parts of all ranks are disjoint and make up the batch.
 
-        Every rank iterates over the same `batches` and gets a contiguous slice of each one, so the global batch and
-        the loss curve are those of a single process at any world size. The parts differ by at most one sample. A
-        last batch with fewer samples than ranks leaves some ranks an empty part: pass `weight=len(x)` to `mean`.
+        Every rank iterates over the same `batches` and gets a contiguous slice of each one. The global batch and the
+        loss curve are therefore those of a single process, at any world size. The parts differ by at most one sample.
+        If the last batch has fewer samples than there are ranks, some ranks get an empty part: pass `weight=len(x)` to
+        `mean`.
 
         Args:
             batches: global batches: arrays, or trees of arrays, with the samples along the first dimension.
-            start: batches to leave out, to resume where an earlier run stopped.
+            start: the number of batches to skip, to resume where an earlier run stopped.
 
         Raises:
-            DataError: there is no batch at all, fewer than `start`, or the first one has fewer samples than there
-                are ranks.
+            DataError: there is no batch, there are fewer batches than `start`, or the first batch has fewer samples
+                than there are ranks.
             ValueError: `start` is negative.
         """
         return shards(self, batches, start)
@@ -192,11 +193,11 @@ class World:
     # -- Python objects ---------------------------------------------------------------------------------------
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank has made this call."""
         self.agree("barrier")
 
     def broadcast(self, value: Any = None, root: int = 0) -> Any:
-        """`root`'s object on every rank, by pickle; the others' `value` is not looked at."""
+        """Return `root`'s object on every rank, by pickle. The `value` of the other ranks is ignored."""
         self.check_rank(root, "root")
         content = bytearray(pickle.dumps(value, protocol=5) if self.rank == root else b"")
         records = self.agree(f"broadcast from rank {root}", detail=len(content))
@@ -208,13 +209,13 @@ class World:
         return value if self.rank == root else pickle.loads(content)
 
     def gather(self, value: Any, root: int = 0) -> list[Any] | None:
-        """Every rank's object in rank order on `root`, by pickle; None on the others."""
+        """Return the objects of all ranks, in rank order and by pickle, on `root`. Return None on the others."""
         self.check_rank(root, "root")
         values = self._gather(value, f"gather to rank {root}")
         return values if self.rank == root else None
 
     def allgather(self, value: Any) -> list[Any]:
-        """Every rank's object in rank order, on every rank, by pickle."""
+        """Return the objects of all ranks, in rank order and by pickle, on every rank."""
         return self._gather(value, "allgather")
 
     def _gather(self, value: Any, operation: str) -> list[Any]:
@@ -227,7 +228,7 @@ class World:
         return [pickle.loads(content) for content in contents]
 
     def send(self, value: Any, to: int, tag: int = 0) -> None:
-        """Send an object to one rank, by pickle (arrays too). Returns when `value` may be changed again.
+        """Send an object to one rank, by pickle (also an array). Return when the caller may change `value` again.
 
         Messages of one sender, receiver and tag arrive in the order in which they were sent.
         """
@@ -235,7 +236,7 @@ class World:
         self._messages.send(value, to, tag)
 
     def receive(self, source: int, tag: int = 0) -> Any:
-        """The next object that `source` sent to this rank with this tag."""
+        """Return the next object that `source` has sent to this rank with this tag. Wait for it if necessary."""
         self.check_rank(source, "source")
         return self._messages.receive(source, tag)
 
@@ -246,18 +247,19 @@ class World:
     # -- what the rest of the library builds on -----------------------------------------------------------------
 
     def begin_agreement(self, operation: str, lines: Sequence[str] = (), **record: Any) -> Agreement:
-        """Say what this rank is about to do, without waiting; see agreement.py."""
+        """Tell the other ranks what this rank is about to do, without waiting. See agreement.py."""
         return Agreement(self.objects, self.control, operation, lines, **record)
 
     def agree(self, operation: str, lines: Sequence[str] = (), **record: Any) -> numpy.ndarray:
-        """All ranks are about to do the same, or all raise MismatchError. Returns their records, one row a rank."""
+        """Make sure that all ranks are about to do the same; else all raise MismatchError. Return a record a rank."""
         return self.begin_agreement(operation, lines, **record).wait()
 
     @contextmanager
     def together(self, doing: str) -> Iterator[None]:
-        """A block whose failure on any rank is a failure on all: each raises the lowest failing rank's error.
+        """Run a block that fails on all ranks if it fails on any. Each raises the error of the lowest rank that failed.
 
-        Use it around what may fail on one rank alone, such as reading a file. Nothing in the block may be collective.
+        Use this around code that may fail on one rank alone, such as reading a file. Make no collective call in the
+        block.
         """
         problem: BaseException | None = None
         try:
@@ -277,10 +279,12 @@ class World:
         raise common from problem
 
     def apart(self) -> World:
-        """The same ranks on a communicator of their own, whose messages meet no others. Collective, as is its `free`.
+        """Return a World of the same ranks with a communicator of its own, so that messages do not mix.
+
+        Collective, as is the new World's `free`.
 
         Raises:
-            MpitrainError: MPI has no more of them.
+            MpitrainError: MPI has no more communicators.
         """
         from mpi4py import MPI
 
@@ -298,17 +302,17 @@ class World:
         return apart
 
     def free(self) -> None:
-        """Give back what this world owns, the last first. Collective, with nothing in flight; then it is of no use.
+        """Give back what this World owns, in reverse order. Afterwards the World cannot be used.
 
-        What was made `apart` from it and not freed goes too. In a broken world MPI may still use all of it, and it
-        stays.
+        Collective, with nothing in flight. Worlds that were made by `apart` and not freed are freed too. In a broken
+        World nothing is freed, because MPI may still use the memory.
         """
         if not self.control.is_broken:
             while self.owned:
                 self.owned.pop()()
 
     def check_rank(self, rank: int, argument: str) -> None:
-        """Raise ValueError unless `rank`, given as `argument`, is one of this world."""
+        """Raise ValueError unless `rank`, given as `argument`, is a rank of this World."""
         if not 0 <= rank < self.size:
             raise ValueError(f"{self.name()}: {argument}={rank}; ranks are 0 to {self.size - 1}")
 

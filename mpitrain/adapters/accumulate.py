@@ -18,22 +18,22 @@ from mpitrain.tree import Tree, leaves, num_samples, rebuild
 
 
 class Accumulate:
-    """An Adapter that hands the model at most `per_rank_batch` samples at once, and adds up their gradients.
+    """An Adapter that gives the model at most `per_rank_batch` samples at once, and adds up the gradients.
 
-    A step stays one step: the global batch, its mean, the schedule and the optimizer are those without pieces, and the
-    gradients are exchanged once, while the last piece is computed. Each piece counts by its samples. One more copy of
-    the gradients is held while a batch has several pieces.
+    A step is still one step: the global batch, its mean, the schedule and the optimizer do not change. Gradients are
+    exchanged once, while the model computes the last piece. The weight of a piece is its number of samples. While a
+    batch has several pieces, one more copy of the gradients is in memory.
     """
 
     def __init__(self, adapter: Adapter, *, per_rank_batch: int) -> None:
-        """Not collective: ranks may have different `per_rank_batch`, as large as each one's memory allows.
+        """Not collective: ranks may have different `per_rank_batch`, each as large as its memory allows.
 
         Args:
-            adapter: of the model; batches are trees of arrays with the samples along the first dimension.
-            per_rank_batch: the most samples that this rank's model gets at once.
+            adapter: the model's Adapter. Batches are trees of arrays with the samples along the first dimension.
+            per_rank_batch: the most samples that the model of this rank gets at once.
 
         Raises:
-            ConfigError: `per_rank_batch` is not at least 1.
+            ConfigError: `per_rank_batch` is below 1.
         """
         if not isinstance(per_rank_batch, int | numpy.integer) or isinstance(per_rank_batch, bool):
             raise ConfigError(f"Accumulate: per_rank_batch={per_rank_batch!r}; it must be an int")
@@ -104,7 +104,7 @@ class Accumulate:
         return loss
 
     def note(self) -> Any:
-        """See Adapter: that of the last piece."""
+        """See Adapter. The note is that of the last piece."""
         return self._adapter.note()
 
     def apply_gradients(self, flats: Mapping[numpy.dtype, Array], remarks: Remarks) -> float:
@@ -120,7 +120,7 @@ class Accumulate:
         return self._adapter.gradient_norm()
 
     def state(self) -> dict[str, Any]:
-        """See Adapter. The number of pieces is not in it."""
+        """See Adapter. The state does not hold the number of pieces."""
         return self._adapter.state()
 
     def restore(self, state: Mapping[str, Any]) -> None:

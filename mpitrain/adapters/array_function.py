@@ -34,12 +34,12 @@ PRECISIONS: dict[str, numpy.dtype | None] = {
 class ArrayFunction:
     """An Adapter around `function(parameters, batch, on_gradient) -> loss`.
 
-    All parameters live in one flat buffer, so that the optimizer is a few array operations; the function gets views
-    of it by name.
+    All parameters are in one flat buffer, so the optimizer needs only a few array operations. The function gets views
+    of this buffer by name.
 
-    With 16-bit precision it gets views of a rounded copy instead, made anew for every step, and a batch whose floating
-    arrays are rounded as well. Parameters, the optimizer's state, the exchange and checkpoints stay float32: a step is
-    often smaller than what 16 bits can tell apart. Source: Micikevicius et al., Mixed Precision Training (2018).
+    With 16-bit precision the function gets views of a rounded copy, made anew for every step, and a batch with rounded
+    floating arrays. Parameters, the optimizer's state, the exchange and checkpoints stay float32, because an
+    update is often too small for 16 bits. Source: Micikevicius et al., Mixed Precision Training (2018).
     """
 
     def __init__(
@@ -53,20 +53,21 @@ class ArrayFunction:
     ) -> None:
         """
         Args:
-            function: returns the mean loss over the batch's samples and calls `on_gradient(name, gradient)` once for
-                every parameter, as soon as that gradient is final. With a loss scale it is called with the keyword
-                `loss_scale` too, a number that all gradients are to be multiplied by (at the beginning of the
-                backward pass, where that costs nothing and helps), but not the loss.
-            parameters: initial values by name, in the order in which the model uses them; all on the host or all on
-                one device, all of one floating dtype. Copied.
-            optimizer: weight decay, where it has one, applies to parameters of two and more dimensions.
-            precision: a name in PRECISIONS, for float32 parameters: what the function computes in. bf16 and fp16
-                gradients may be handed in in that form or in float32. Default: the parameters' own dtype.
-            loss_scale: default for fp16: `LossScale()`; else none, and NaN or infinity in a gradient is an error.
+            function: returns the mean loss over the samples of the batch, and calls `on_gradient(name, gradient)` once
+                for every parameter, as soon as that gradient is final. With a loss scale, the function also gets the
+                keyword `loss_scale`: a number by which it must multiply all gradients, but not the loss. Multiply at
+                the beginning of the backward pass: there it costs nothing, and avoids gradients that round to 0.
+            parameters: initial values by name, in the order in which the model uses them. All are on the host or all
+                on one device, and all have one floating dtype. They are copied.
+            optimizer: its weight decay, if any, applies to parameters of two and more dimensions.
+            precision: the name in PRECISIONS of the dtype in which the function computes, for float32 parameters.
+                Gradients may be handed in in this dtype or in float32. Default: the dtype of the parameters.
+            loss_scale: default for fp16: `LossScale()`. Default for other precisions: none, so NaN or infinity in a
+                gradient is an error.
 
         Raises:
-            ConfigError: no parameters, or of several dtypes or places; a precision that there is not, or that is not
-                for these parameters.
+            ConfigError: there are no parameters, or they have several dtypes or places; or the precision does not
+                exist, or does not fit the parameters.
         """
         self._function = function
         self._optimizer = optimizer
@@ -145,14 +146,14 @@ class ArrayFunction:
             return float(self._function(self._seen, batch, hand_in, **scaled))
 
     def _as_seen(self, leaf: Leaf) -> Leaf:
-        """A leaf of a batch as the function gets it: rounded before it is copied, which halves the copy."""
+        """A leaf of a batch as the function gets it. Rounding comes before the copy to the device, and halves it."""
         if self._narrow is not None and is_array(leaf) and leaf.dtype.kind == "f":
             with numpy.errstate(over="ignore"):
                 leaf = leaf.astype(self._narrow.dtype)
         return leaf if is_device_array(leaf) else like(leaf, self._flat)
 
     def note(self) -> None:
-        """See Adapter. There is nothing."""
+        """See Adapter. There is no note."""
 
     def apply_gradients(self, flats: Mapping[numpy.dtype, Array], remarks: Remarks) -> float:
         """See Adapter."""
@@ -168,9 +169,10 @@ class ArrayFunction:
         return self._optimizer.gradient_norm()
 
     def state(self) -> dict[str, Any]:
-        """See Adapter: `parameters`, `optimizer` with its buffers by parameter name and its step, and `loss_scale`.
+        """See Adapter. The state has `parameters`, `optimizer` (its step, and its buffers by parameter name) and, if
+        there is one, `loss_scale`.
 
-        The parameters are those in float32, whatever the precision; there is a `loss_scale` where it is used.
+        The parameters are in float32, whatever the precision.
         """
         optimizer: dict[str, Any] = {}
         for key, value in self._optimizer.state().items():
@@ -181,7 +183,7 @@ class ArrayFunction:
     def restore(self, state: Mapping[str, Any]) -> None:
         """See Adapter.
 
-        The state may be one of another precision: one without a loss scale leaves it as it is.
+        The state may be one of another precision. A state without a loss scale leaves the present one unchanged.
         """
         check_fits("parameters", state["parameters"], self._views)
         scale = state.get("loss_scale") if self._loss_scale else None

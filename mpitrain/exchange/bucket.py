@@ -22,7 +22,7 @@ class Parameter:
 
     @property
     def count(self) -> int:
-        """How many elements it has."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     def __str__(self) -> str:
@@ -31,12 +31,12 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Bucket:
-    """A group of gradients that is exchanged at once.
+    """A group of gradients that are exchanged together.
 
     Attributes:
-        members: indices of its parameters, neighbours in parameter order.
-        dtype: the dtype of all of them.
-        begin, end: their place in the flat buffer of that dtype, in elements.
+        members: the indices of the bucket's parameters, neighbours in parameter order.
+        dtype: the dtype of all these parameters.
+        begin, end: the place of the bucket in the flat buffer of that dtype, in elements.
     """
 
     members: tuple[int, ...]
@@ -47,12 +47,12 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where every parameter lies: one flat buffer a dtype, parameters in their own order, nothing between them.
+    """Where every parameter lies. Each dtype has one flat buffer, with the parameters in their order and without gaps.
 
     Attributes:
         parameters: as given.
-        places: begin and end of each one in the flat buffer of its dtype, in elements.
-        counts: elements of the flat buffer of each dtype.
+        places: the begin and end of each parameter in the flat buffer of its dtype, in elements.
+        counts: the number of elements of the flat buffer of each dtype.
     """
 
     parameters: tuple[Parameter, ...]
@@ -60,21 +60,21 @@ class Layout:
     counts: dict[numpy.dtype, int]
 
     def views(self, flats: dict[numpy.dtype, Array]) -> list[Array]:
-        """The parameters as arrays of their shapes inside the flat buffers, which they share memory with."""
+        """The parameters as arrays of their shapes, which share the memory of the flat buffers."""
         return [
             flats[parameter.dtype][begin:end].reshape(parameter.shape)
             for parameter, (begin, end) in zip(self.parameters, self.places, strict=True)
         ]
 
     def named(self, flats: dict[numpy.dtype, Array]) -> dict[str, Array]:
-        """The same by the parameters' names."""
+        """The same arrays by the names of the parameters."""
         return {parameter.name: view for parameter, view in zip(self.parameters, self.views(flats), strict=True)}
 
     def flats_of(self, values: Mapping[str, numpy.ndarray]) -> dict[numpy.dtype, numpy.ndarray]:
-        """New flat buffers with these values, by the parameters' names; {} for none. The reverse of `named`.
+        """New flat buffers with these values, given by the names of the parameters. The reverse of `named`; {} for {}.
 
         Raises:
-            CheckpointError: they are of other parameters.
+            CheckpointError: the values belong to other parameters.
         """
         if not values:
             return {}
@@ -104,10 +104,10 @@ def plan_layout(parameters: Sequence[Parameter]) -> Layout:
 
 
 def plan_buckets(layout: Layout, bucket_bytes: int) -> list[Bucket]:
-    """Buckets in the order in which they are sent: from the last parameter to the first.
+    """The buckets in the order in which they are sent: from the last parameter to the first.
 
-    A backward pass ends with the first layer, so the last layers' gradients are ready first. A bucket is closed
-    once it holds `bucket_bytes`; a larger parameter is a bucket of its own size. A change of dtype closes one too.
+    A backward pass ends with the first layer, so the gradients of the last layers are ready first. A bucket is complete
+    once it holds `bucket_bytes`. A larger parameter makes its bucket larger. A new dtype begins a new bucket.
     """
     buckets: list[Bucket] = []
     members: list[int] = []

@@ -1,9 +1,9 @@
-"""GradientReducer: gradients in, in any order; their sample-weighted mean over ranks out, bucket by bucket.
+"""GradientReducer takes gradients in any order, and makes their sample-weighted means over ranks, bucket by bucket.
 
 A bucket is exchanged as soon as all its gradients are in, while the backward pass still computes the next ones.
-Buckets start strictly in bucket order, whatever the order of the gradients, so all ranks start the same ones.
+Buckets start strictly in bucket order, whatever the order of the gradients, so all ranks start the same buckets.
 
-Who calls into MPI meanwhile is a thread (driver.py), or `ready` and `finish` do.
+Meanwhile a thread (driver.py) calls into MPI. If there is no thread, `ready` and `finish` do.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from mpitrain.world import World
 
 
 class GradientReducer:
-    """One step is: `begin(weight)`, `ready(index, gradient)` for every parameter, `finish(loss)`.
+    """Makes the means of a step: `begin(weight)`, `ready(index, gradient)` for every parameter, `finish(loss)`.
 
     Attributes:
         layout: where each gradient lies.
         flats: buffers by dtype, in layout order, on the host or on this rank's GPU. After `finish` they hold the means.
-        gradients: the same by parameter: views of the flat buffers. A gradient that is computed right into its view
-            is not copied.
+        gradients: views of the flat buffers, one for each parameter. A gradient that is computed directly into its
+            view is not copied.
     """
 
     def __init__(
@@ -53,18 +53,18 @@ class GradientReducer:
         """Collective: all ranks compare the parameters and the bucket layout.
 
         Args:
-            parameters: in the model's order; gradients of the last ones are expected first.
-            exchange: makes the exchange for a World, whose `comm` is then for nothing else.
-            bucket_bytes: exchange about this many bytes at once; default: the world's `bucket_mib`, or by its
-                profile.
-            threaded: move the exchange on from a thread. Default: where the ranks are on several nodes and MPI offers
-                MPI_THREAD_MULTIPLE, which it needs.
+            parameters: in the order of the model. The gradients of the last parameters are expected first.
+            exchange: makes the exchange for a World. From then on, use the `comm` of that World for nothing else.
+            bucket_bytes: exchange about this many bytes at once. Default: the World's `bucket_mib`, or the size that
+                follows from its profile.
+            threaded: drive the exchange from a thread, which requires MPI_THREAD_MULTIPLE. Default: true if the ranks
+                are on several nodes and MPI offers MPI_THREAD_MULTIPLE.
             on_device: gradients are CuPy arrays on this rank's GPU, and so are the buckets.
 
         Raises:
-            MismatchError: the ranks' parameters differ; on every rank, naming the first difference.
-            ConfigError: no parameters, two of one name, or one whose dtype has no mean.
-            DeviceError: `on_device`, and some rank has no GPU or not the memory. On every rank.
+            MismatchError: the parameters of the ranks differ. Raised on every rank, names the first difference.
+            ConfigError: there are no parameters, two have the same name, or one has a dtype without a mean.
+            DeviceError: with `on_device`, some rank has no GPU or too little memory. Raised on every rank.
         """
         self._world = world
         if bucket_bytes is None:
@@ -101,23 +101,23 @@ class GradientReducer:
 
     @property
     def num_buckets(self) -> int:
-        """How many buckets a step exchanges."""
+        """The number of buckets that a step exchanges."""
         return len(self._buckets)
 
     def begin(self, weight: float, loss_scale: float = 1.0, *, turn: int = 0) -> None:
-        """Begin a step in which this rank's gradients count `weight` samples. Does not wait.
+        """Begin a step in which the gradients of this rank have the weight of `weight` samples. Does not wait.
 
-        With weight 0 the gradients must be handed in too, but their values do not count.
+        Hand in the gradients also with weight 0. Their values are then ignored.
 
         Args:
-            weight: of this rank, in samples.
-            loss_scale: what all ranks' gradients are multiplied by; the means are divided by it. A power of two, so
-                that this is exact.
-            turn: number of the batch, or another one that must be equal on all ranks. Where it is not, `ready` or
+            weight: the weight of this rank, in samples.
+            loss_scale: the factor by which the gradients of all ranks are multiplied. The means are divided by it. It
+                is a power of two, so the division is exact.
+            turn: the number of the batch, or another number that must be equal on all ranks. If it differs, `ready` or
                 `finish` raises a MismatchError on every rank.
 
         Raises:
-            GradientError: the step before has not been finished, or the reducer was closed.
+            GradientError: the step before is not finished, or the reducer is closed.
         """
         if self._begun is not None:  # its exchanges may still write into the buffers
             raise GradientError(f"{self._world.name()}: begin() came again without finish()")
@@ -139,16 +139,18 @@ class GradientReducer:
             self._driver.start()
 
     def ready(self, index: int, gradient: Array | None) -> None:
-        """Take in one gradient; called on every rank once a parameter, in any order.
+        """Take in one gradient. Call this on every rank, once for each parameter, in any order.
 
         Args:
-            index: of the parameter.
-            gradient: host or device array of its shape and dtype; copied, so it may be overwritten afterwards (on a
-                device by what its current stream is given from now on). Where the buckets are on a GPU, one on it.
-                None: this rank's loss does not depend on the parameter. Zeros are summed; see `Remarks.unused`.
+            index: the index of the parameter.
+            gradient: a host or device array with the parameter's shape and dtype. If the buckets are on a GPU, the
+                array must be on that GPU. The array is copied, so the caller may overwrite it (on a device, by work
+                that is put into its current stream after this call). None: the loss of this rank does not depend on
+                the parameter, and zeros are summed; see `Remarks.unused`.
 
         Raises:
-            GradientError: no step was begun, the shape, dtype or device is another, or it was handed in before.
+            GradientError: no step has begun; or the gradient has the wrong shape, dtype or device, or was handed in
+                before.
         """
         if self._driver:
             self._world.control.raise_posted()
@@ -167,10 +169,10 @@ class GradientReducer:
             self._sums.collect()
 
     def progress(self) -> bool:
-        """Start the buckets that are complete and move those on their way; true when all have arrived.
+        """Start the buckets that are complete, and advance those that are under way. True when all have arrived.
 
-        For the thread, and, where there is none, for a model that hands in nothing for long: between `begin` and
-        `finish`. `ready` and `finish` do the same by themselves, a frame nearer to MPI.
+        The thread calls this. Without a thread, a model that hands in no gradient for a long time may call it between
+        `begin` and `finish`. `ready` and `finish` do the same by themselves, with one frame less.
         """
         if not self._start():
             return self._refused is not None  # finish() raises it: there all ranks meet, wherever each has heard of it
@@ -178,7 +180,7 @@ class GradientReducer:
         return self._sums.collect()
 
     def _start(self) -> bool:
-        """Start the buckets that are complete; false while this rank's share of the samples is not known."""
+        """Start the buckets that are complete. False while this rank's share of the samples is unknown."""
         self._world.control.check()
         if self._share is None:
             assert self._begun is not None
@@ -200,7 +202,7 @@ class GradientReducer:
         return True
 
     def _knows_share(self) -> bool:
-        """Whether the weights of all ranks have come in: the share is known, or it is known that there is none."""
+        """Whether the weights of all ranks have come in, and so either this rank's share or a refusal is known."""
         return self._share is not None or self._refused is not None
 
     def _drive(self, is_over: Callable[[], bool]) -> Iterator[float | None]:
@@ -213,20 +215,21 @@ class GradientReducer:
             yield nap
 
     def finish(self, loss: float = 0.0, *, may_skip: bool = False, note: Any = None) -> Means:
-        """Wait until every bucket has arrived; afterwards `gradients` and `flats` hold the means.
+        """Wait until every bucket has arrived. Afterwards `gradients` and `flats` hold the means.
 
         Args:
             loss: this rank's mean loss over its samples.
-            may_skip: the caller can do without this step, so NaN or infinity is no error; see `Means.is_finite`.
-                The same on all ranks.
-            note: for all ranks to know: any value that can be pickled and whose repr tells it from others. None for
-                nothing. A rank with weight 0 is not heard. Notes that differ cost a message.
+            may_skip: the caller can skip this step, so NaN or infinity is not an error; see `Means.is_finite`. Give
+                the same value on all ranks.
+            note: a value that all ranks get, or None. It must be picklable, and different values must have different
+                reprs. The note of a rank with weight 0 is ignored. If the notes differ, they cost one more message.
 
         Raises:
-            MissingGradientError: some rank did not hand in a gradient; names rank and parameter. On every rank.
-            NonFiniteError: some rank handed in NaN or infinity; names rank and parameter. Or its loss is that, and
-                the step may not be skipped. On every rank.
-            MismatchError: the ranks differ in `loss_scale` or `may_skip`. On every rank.
+            MissingGradientError: a rank did not hand in a gradient. The error names rank and parameter. Raised on every
+                rank.
+            NonFiniteError: a rank handed in NaN or infinity, or its loss is NaN or infinity, and the step may not be
+                skipped. The error names rank and parameter. Raised on every rank.
+            MismatchError: the ranks differ in `loss_scale` or `may_skip`. Raised on every rank.
         """
         self._stopwatch.finish()
         if self._driver:
@@ -275,33 +278,35 @@ class GradientReducer:
         return Means(loss, self._total, self._stopwatch.end(), cause, remarks)
 
     def state(self) -> dict[str, Any]:
-        """What this rank alone keeps from step to step, for a checkpoint; {} where its exchange keeps nothing.
+        """Return what this rank alone keeps from step to step, for a checkpoint. {} if its exchange keeps nothing.
 
         Returns:
-            `residual`: what the codec has left out so far, float32 host arrays by parameter name. `carried`, where a
-            restored one has not been sent yet. `place`: equal where the ranks are placed alike and have equal buckets.
+            `residual`: what the codec has left out so far, as float32 host arrays by parameter name. `carried`: a
+            restored value that has not been sent yet, if any. `place`: a text that is equal if the ranks are placed
+            alike and have equal buckets.
         """
         return self._left_out.state(self._sums.carried)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`. Not collective, but what the ranks carry adds up.
+        """Go on from `state`. Not collective, but the `carried` values of the ranks add up.
 
         Args:
-            state: of this rank in an equal place; or only `carried`, by parameter name: what is missing from the means
-                so far, as the sum over the ranks that get some. It is put into the next step's means.
+            state: the state of this rank in an equal place. Or only `carried`, by parameter name: the values that are
+                missing from the means so far, as a sum over the ranks that get some. They are added to the means of
+                the next step.
 
         Raises:
-            CheckpointError: it is of other parameters. Nothing has changed.
+            CheckpointError: the state belongs to other parameters. Nothing has changed.
         """
         self._sums.carried = self._left_out.restore(state)
 
     def close(self) -> None:
-        """Give back the thread, the communicator and, with the last view of it, the memory. Collective, between steps.
+        """Give back the thread and the communicator. The memory goes with its last view. Collective, between steps.
 
-        A second call does nothing. In a broken world MPI may still write into the memory, and all but the thread stays.
+        A second call does nothing. In a broken World MPI may still write into the memory, so only the thread ends.
 
         Raises:
-            GradientError: a step has been begun and not finished.
+            GradientError: a step has begun and is not finished.
         """
         if self._is_closed:
             return
@@ -324,14 +329,14 @@ class GradientReducer:
         return f"the gradient of {self.layout.parameters[index].name} came in twice in one step"
 
     def _look(self) -> int:
-        """What was found not to be finite, or -1. The exchange goes on while a GPU gets there."""
+        """The index of what is not finite, or -1. The exchange goes on while a GPU computes the answer."""
         self._place.fetch()
         if not self._place.is_fetched:
             self._world.control.wait(self._drive(lambda: self._place.is_fetched), "compute gradients")
         return self._place.non_finite()
 
     def _look_at_means(self) -> NonFiniteError | None:
-        """What is wrong unless all are finite; they have the same bits on every rank, so no vote is needed."""
+        """The error if a mean is not finite. The means have the same bits on every rank, so no vote is needed."""
         self._place.begin()
         with self._place.behind():
             for number in range(len(self._buckets)):

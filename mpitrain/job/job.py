@@ -1,4 +1,4 @@
-"""The Job: what this process takes part in, from init() to its end, whichever World is the current one."""
+"""The Job that this process takes part in, from init() to the end of the process, whichever World is current."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from mpitrain.world import World
 
 
 class Job:
-    """One a process; mpitrain.job.start keeps it. An uncaught exception, also in a thread, ends the whole job.
+    """A process has one Job, which mpitrain.job.start keeps. An uncaught exception in any thread ends the whole job.
 
     Attributes:
-        world: the current World, which init() returns. What outlives a World asks for it here.
+        world: the current World, which init() returns. An object that outlives a World reads it here.
     """
 
     def __init__(self, world: World) -> None:

@@ -41,20 +41,24 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS
 
 
 def init(**settings: Any) -> World:
-    """The current World of this job: all processes that one mpiexec started, or this process alone.
+    """Return the current World of this job: all processes that one mpiexec started, or this process alone.
 
-    Every rank calls it once, first; a second call returns the job's current World. It initialises MPI where the script
-    has not, shares the machine's cores between its ranks where no OMP_NUM_THREADS is set, and from then on an uncaught
-    exception on any rank ends the whole job. Where a fork is unsafe, multiprocessing starts processes by forkserver,
-    unless the program chooses (mpitrain/job/helpers.py).
+    Call init() once on every rank, before any other call. A second call returns the job's current World. The first
+    call does this:
+
+    - It initialises MPI, unless the script has done so.
+    - It makes multiprocessing start processes by forkserver if a fork is unsafe, unless the program has chosen a start
+      method (mpitrain/job/helpers.py).
+    - It divides the machine's cores between its ranks, unless OMP_NUM_THREADS is set.
+    - It makes an uncaught exception on any rank end the whole job.
 
     Args:
-        settings: fields of mpitrain.config.Config, above the MPITRAIN_* variables.
+        settings: fields of mpitrain.config.Config. They take precedence over the MPITRAIN_* variables.
 
     Raises:
-        LaunchError: no MPI library; or the processes do not form one job (the wrong mpiexec).
-        ConfigError: an unknown setting or MPITRAIN_* variable, or a value that is not allowed.
-        MismatchError: ranks run different versions of mpitrain or with different settings.
+        LaunchError: there is no MPI library, or the processes do not form one job (the wrong mpiexec).
+        ConfigError: a setting or MPITRAIN_* variable is unknown, or its value is not allowed.
+        MismatchError: the ranks run different versions of mpitrain, or have different settings.
     """
     if _job is None:
         return _begin(settings).world
@@ -64,7 +68,7 @@ def init(**settings: Any) -> World:
 
 
 def the_job() -> Job:
-    """The Job of this process. Its first call is init()."""
+    """Return the Job of this process. If there is none yet, call init() first."""
     return _begin({}) if _job is None else _job
 
 

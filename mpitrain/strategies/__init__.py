@@ -21,10 +21,10 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
 
 
 def make_strategy(name: str) -> Strategy:
-    """A new strategy of this name, with its defaults. Not collective; every rank gives the same name.
+    """Return a new strategy of this name, with its defaults. Not collective. Give the same name on every rank.
 
     Raises:
-        ConfigError: there is no strategy of that name.
+        ConfigError: there is no strategy of this name.
     """
     if name not in STRATEGIES:
         raise ConfigError(f"there is no strategy {name!r}; known: {', '.join(sorted(STRATEGIES))}")

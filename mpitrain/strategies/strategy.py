@@ -14,7 +14,7 @@ class Strategy(Protocol):
     """Decides what the ranks exchange. All ranks make the same calls in the same order."""
 
     def begin(self, world: World, adapter: Adapter) -> None:
-        """Make all replicas equal, and get ready for steps. Collective."""
+        """Make all replicas equal, and prepare for steps. Collective."""
         ...
 
     def begin_step(self, weight: float) -> None:
@@ -22,20 +22,20 @@ class Strategy(Protocol):
         ...
 
     def on_gradient(self, index: int, gradient: Array | None) -> None:
-        """One gradient of this rank is final; it may be overwritten when this returns. None: see OnGradient."""
+        """Take in one final gradient of this rank. The caller may overwrite it afterwards. None: see OnGradient."""
         ...
 
     def finish_step(self, adapter: Adapter, loss: float) -> tuple[Means, float]:
-        """End the step: all ranks' mean loss and samples, and the learning rate that was used.
+        """End the step. Return the mean loss and the samples of all ranks, and the learning rate that was used.
 
-        A step that the adapter's loss scale made infinite is skipped: the means say so, and the rate is 0.
+        A step that the adapter's loss scale made infinite is skipped. Then the means say so, and the rate is 0.
 
-        Raises GradientError, on every rank and with the parameters unchanged, where a gradient cannot be used.
+        Raises GradientError if a gradient cannot be used: on every rank, with the parameters unchanged.
         """
         ...
 
     def state(self) -> dict[str, Any]:
-        """What belongs to a checkpoint and is the same on every rank."""
+        """Return what belongs to a checkpoint and is the same on every rank."""
         ...
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -43,9 +43,10 @@ class Strategy(Protocol):
         ...
 
     def own_state(self) -> dict[str, Any]:
-        """What this rank keeps for itself and a checkpoint keeps beside it; see GradientReducer.state.
+        """Return what belongs to this rank alone, for a checkpoint; see GradientReducer.state.
 
-        {} on every rank where there is nothing. With an entry `place`: text that is equal where it fits bit for bit.
+        {} on every rank if there is nothing. Otherwise the entry `place` is a text: if the texts are equal, the state
+        fits bit for bit.
         """
         ...
 
@@ -54,8 +55,8 @@ class Strategy(Protocol):
         ...
 
     def close(self) -> None:
-        """Give back what `begin` has made: communicators, threads, memory. Collective; no step is open, none follows.
+        """Give back the communicators, threads and memory that `begin` has made. Collective, after the last step.
 
-        Parameters, and `state` and `own_state` as they were returned before, stay.
+        The parameters stay valid, and so do results of `state` and `own_state`.
         """
         ...

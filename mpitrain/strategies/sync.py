@@ -17,7 +17,7 @@ class Sync:
     """Synchronous data parallelism; see Strategy for the calls."""
 
     def __init__(self, exchange: Callable[[World], Exchange] = make_exchange) -> None:
-        """`exchange` makes what makes the means, for a World."""
+        """`exchange` makes the object that computes the means, for a World."""
         self._exchange = exchange
 
     def begin(self, world: World, adapter: Adapter) -> None:
@@ -46,14 +46,14 @@ class Sync:
         return means, rate
 
     def state(self) -> dict[str, Any]:
-        """See Strategy. There is nothing."""
+        """See Strategy. The state is empty."""
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:
         """See Strategy."""
 
     def own_state(self) -> dict[str, Any]:
-        """See Strategy: what a codec left out."""
+        """See Strategy. The state is what a codec has left out."""
         return self._reducer.state()
 
     def restore_own(self, state: dict[str, Any]) -> None:

@@ -1,11 +1,11 @@
-"""What every optimizer here shares: one flat buffer for all parameters, and one for each state.
+"""The common part of the optimizers: one flat buffer for all parameters, and one for each state.
 
-On the host a step is a dozen array operations whatever the number of layers, each with `out=`, so that a step allocates
-nothing. They go over the arrays block by block, all operations on one block before the next: the block then stays in
-the cache, where whole arrays would come from memory once an operation.
+On the host a step is a dozen array operations, whatever the number of layers. Each has an `out=`, so a step allocates
+nothing. The operations go over the arrays block by block, all of them on one block before the next. So the block stays
+in the cache. Whole arrays would come from memory for each operation.
 
-On a GPU a step is one kernel, with the same roundings in the same order, so it gives the same bits. The norm for
-clipping is added up in another order, but in one that depends on nothing but the number of parameters.
+On a GPU a step is one kernel, with the same roundings in the same order, so it computes the same bits. The norm for
+clipping is added up in another order, which depends only on the number of parameters.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Block(NamedTuple):
 
 
 class FlatOptimizer:
-    """What the optimizers below share: checks, clipping, the rate of a step, state and restore."""
+    """The common part of the optimizers: checks, clipping, the learning rate of a step, state and restore."""
 
     def __init__(self, learning_rate: float | Schedule, state_names: Sequence[str], clip_norm: float | None) -> None:
         if not callable(learning_rate):
@@ -115,7 +115,7 @@ class FlatOptimizer:
         return math.sqrt(float(self._squared[0])) if self._norm_is_on_device else self._last_norm
 
     def _fused(self, gradients: Array) -> kernels.Fused:
-        """What else the kernel does: weight decay in some ranges, and clipping by a factor that the host never sees."""
+        """The rest of the kernel: weight decay in some ranges, and clipping by a factor that the host never sees."""
         if self._clip_norm is None:
             return kernels.Fused(decayed=self._bounds)
         self._norm_is_on_device = True
@@ -130,7 +130,7 @@ class FlatOptimizer:
     def _apply_on_device(
         self, parameters: Array, gradients: Array, buffers: Sequence[Array], rate: float, fused: kernels.Fused
     ) -> None:
-        """The same on all parameters at once."""
+        """One step on all parameters at once, on a GPU."""
         raise NotImplementedError
 
     def state(self) -> dict[str, Array | int]:
@@ -167,11 +167,11 @@ class FlatOptimizer:
 
 
 def clip_by_global_norm(gradients: Array, max_norm: float) -> float:
-    """Scale `gradients` in place so that their 2-norm is at most `max_norm`; return the norm before that.
+    """Scale `gradients` in place so that their 2-norm is at most `max_norm`. Return the norm before scaling.
 
-    gradients: flat, float32 or float64, host or device. They are left as they are where the norm is at most
-    `max_norm`, infinite or NaN.
-    Raises ConfigError where `max_norm` is not a finite number > 0.
+    gradients: flat, float32 or float64, on the host or a device. They do not change if the norm is at most `max_norm`,
+    infinite or NaN.
+    Raises ConfigError if `max_norm` is not a finite number > 0.
     Source: Pascanu, Mikolov and Bengio, On the difficulty of training recurrent neural networks (2013),
     algorithm 1.
     """

@@ -13,14 +13,15 @@ _LARGEST = 2.0**32
 
 
 class LossScale:
-    """A scale that is halved with every step that is skipped, and doubled after many that are not.
+    """A scale that is halved after every skipped step, and doubled after many good steps.
 
-    fp16 has no numbers between 0 and 6e-8, where many gradients are. Multiplied by the scale at the beginning of the
-    backward pass they are; divided by it again in float32 they are what they were, for the scale is a power of two.
-    Where one of them became too large for fp16, the step is skipped on all ranks: parameters and optimizer stay as
-    they are. At a scale of 1 nothing is skipped: there NaN or infinity is not the scale's doing, and an error.
+    fp16 has no numbers between 0 and 6e-8, but many gradients are that small. Multiplied by the scale at the beginning
+    of the backward pass, these gradients fit into fp16. Divided by the scale in float32, they have their values again,
+    exactly, because the scale is a power of two. If a gradient becomes too large for fp16, all ranks skip the step:
+    parameters and optimizer do not change. At a scale of 1 no step is skipped. There NaN or infinity has another cause,
+    and is an error.
 
-    Every rank makes the same calls, so the scale is the same on all. Source: Micikevicius et al., Mixed Precision
+    Every rank makes the same calls, so the scale is the same on all ranks. Source: Micikevicius et al., Mixed Precision
     Training (2018), section 3.2, with the dynamic scale of NVIDIA's Apex and of PyTorch's GradScaler (doubled after
     2000 good steps).
     """
@@ -28,11 +29,11 @@ class LossScale:
     def __init__(self, initial: float = 65536.0, *, growth_interval: int = 2000) -> None:
         """
         Args:
-            initial: of the first step, a power of two from 1 to 2^32.
-            growth_interval: double the scale after so many steps that were not skipped; up to 2^32.
+            initial: the scale of the first step, a power of two from 1 to 2^32.
+            growth_interval: double the scale after this many good steps, up to 2^32.
 
         Raises:
-            ConfigError: a value that is not allowed.
+            ConfigError: a value is not allowed.
         """
         if not _is_scale(initial):
             raise ConfigError(f"LossScale({initial!r}): it must be a power of two from 1 to 2**32")
@@ -45,21 +46,21 @@ class LossScale:
 
     @property
     def value(self) -> float:
-        """What the loss of this step is multiplied by."""
+        """The factor by which the loss of this step is multiplied."""
         return self._value
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps were skipped since the start of training."""
+        """The number of steps that were skipped since the start of training."""
         return self._skipped_steps
 
     @property
     def may_skip(self) -> bool:
-        """False at a scale of 1, which cannot be lowered."""
+        """Whether a step may be skipped. False at a scale of 1, which cannot be lowered."""
         return self._value > 1
 
     def update(self, *, skipped: bool) -> None:
-        """End a step: halve the scale where it was skipped, or count it as a good one."""
+        """End a step. Halve the scale if the step was skipped; otherwise count the step as good."""
         if skipped:
             self._value, self._good_steps = self._value / 2, 0
             self._skipped_steps += 1
@@ -69,17 +70,17 @@ class LossScale:
             self._value, self._good_steps = min(self._value * 2, _LARGEST), 0
 
     def state(self) -> dict[str, float | int]:
-        """For a checkpoint; numbers by name."""
+        """Return the state for a checkpoint: numbers by name."""
         return {"value": self._value, "good_steps": self._good_steps, "skipped_steps": self._skipped_steps}
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raise CheckpointError unless `state` is one that `state()` can have given."""
+        """Raise CheckpointError unless `state` can be a result of `state()`."""
         value, *counts = (state.get(name) for name in ("value", "good_steps", "skipped_steps"))
         if not (_is_scale(value) and all(isinstance(count, int) and count >= 0 for count in counts)):
             raise CheckpointError(f"the loss scale's state is {dict(state)}; was it written by mpitrain?")
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken. Raises CheckpointError, with nothing changed, where it is none."""
+        """Go on where `state` was taken. Raise CheckpointError, with nothing changed, if it is not a state."""
         self.check(state)
         self._value = float(state["value"])
         # An interval that is shorter now may have passed already.

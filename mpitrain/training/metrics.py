@@ -17,18 +17,18 @@ Metrics = Mapping[str, float]
 def evaluate(
     world: World, metrics: Callable[[Tree], Metrics], arrays: Tree, samples_at_once: int = 1000
 ) -> dict[str, float]:
-    """The mean of each metric over all samples, in float64, the same on every rank. Collective.
+    """Return the mean of each metric over all samples, in float64, the same on every rank. Collective.
 
-    Each rank takes a contiguous part; nothing is padded or counted twice. Ranks without samples are fine.
+    Each rank takes a contiguous part. No sample is padded or counted twice. A rank may have no samples.
 
     Args:
-        metrics: gives the means over one batch of samples, by name.
+        metrics: returns the means over one batch of samples, by name.
         arrays: a tree of arrays with the samples along the first dimension, the same on every rank.
-        samples_at_once: how many samples `metrics` gets in one call.
+        samples_at_once: the number of samples that `metrics` gets in one call.
 
     Raises:
-        MismatchError: the ranks' arrays differ in form, shape or dtype.
-        DataError: there are no samples, or arrays of unequal lengths.
+        MismatchError: the arrays of the ranks differ in form, shape or dtype.
+        DataError: there are no samples, or the arrays differ in length.
         ConfigError: `samples_at_once` is below 1.
     """
     if samples_at_once < 1:

@@ -22,31 +22,31 @@ class Optimizer(Protocol):
         """Keep `parameters` to update them in place, and allocate the state as before step 0.
 
         parameters: one-dimensional, contiguous, float32 or float64, on host or device.
-        decayed: the ranges of `parameters` that weight decay applies to; they must not overlap.
-        Raises ConfigError where either is something else.
+        decayed: the ranges of `parameters` to which weight decay applies. They must not overlap.
+        Raises ConfigError if either argument is different.
         """
 
     def update(self, gradients: Array) -> float:
         """Make one step: overwrite the parameters and return the learning rate that was used.
 
-        gradients: shape, dtype and place as the parameters. Overwritten: what they hold then is undefined.
-        Raises ConfigError where the gradients do not fit or the schedule gives a rate that is not allowed.
+        gradients: have the shape, dtype and place of the parameters. They are overwritten with undefined values.
+        Raises ConfigError if the gradients do not fit, or the schedule returns a rate that is not allowed.
         """
 
     def measure_gradient_norm(self) -> None:
-        """Let the next `update` measure the norm of its gradients, where it does not do so anyway to clip them."""
+        """Let the next `update` measure the norm of its gradients, even if it does not clip them."""
 
     def gradient_norm(self) -> float | None:
-        """The 2-norm of the gradients of the last `update`, before clipping; None where it was not measured."""
+        """The 2-norm of the gradients of the last `update`, before clipping. None if it was not measured."""
 
     def state(self) -> dict[str, Array | int]:
-        """The flat buffers by name, themselves and not copies, and "step", the number of steps made."""
+        """Return the flat buffers by name (not copies), and "step", the number of steps made."""
 
     def restore(self, state: Mapping[str, Array | int]) -> None:
-        """Copy `state` (host or device arrays, as `state()` gives them) into the buffers.
+        """Copy `state` (host or device arrays, as returned by `state()`) into the buffers.
 
-        Raises CheckpointError, before anything is overwritten, that names what is missing, left over or
-        of the wrong size or dtype.
+        Raises CheckpointError, before anything is overwritten. The error names what is missing, is left over, or has
+        the wrong size or dtype.
         """
 
 

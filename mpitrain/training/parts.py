@@ -1,4 +1,4 @@
-"""Parts: what a Trainer is built from, in one World."""
+"""Parts: what a Trainer is made of, in one World."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Data(Protocol):
     def epoch(self) -> int: ...
 
     def __next__(self) -> tuple[Tree, int]:
-        """This rank's part of the next global batch, and its number of samples."""
+        """Return this rank's part of the next global batch, and its number of samples."""
         ...
 
     def state(self) -> dict[str, Any]: ...
@@ -30,7 +30,7 @@ class Data(Protocol):
 
 @dataclass(frozen=True)
 class Parts:
-    """What `build(world)` returns: everything that may hold a communicator, so that all can be built anew."""
+    """The result of `build(world)`: everything that may hold a communicator, so that all of it can be made anew."""
 
     adapter: Adapter
     strategy: Strategy

@@ -12,9 +12,9 @@ Schedule: TypeAlias = Callable[[int], float]
 
 
 def constant(rate: float) -> Schedule:
-    """The same `rate` at every step.
+    """Return a schedule with the same `rate` at every step.
 
-    Raises ConfigError where `rate` is not a finite number >= 0.
+    Raises ConfigError if `rate` is not a finite number >= 0.
     """
     if not (math.isfinite(rate) and rate >= 0):
         raise ConfigError(f"rate is {rate!r}; allowed: a finite number >= 0")
@@ -22,11 +22,11 @@ def constant(rate: float) -> Schedule:
 
 
 def warmup_cosine(peak: float, *, warmup_steps: int, total_steps: int, final: float = 0.0) -> Schedule:
-    """Rise linearly to `peak`, then fall along half a cosine to `final`.
+    """Return a schedule that rises linearly to `peak`, then falls along half a cosine to `final`.
 
-    Step 0 gives peak / (warmup_steps + 1), so that no step is wasted on a rate of zero; step `warmup_steps`
-    gives exactly `peak`; step `total_steps` and every later one give exactly `final`. A run of `total_steps`
-    steps ends at step total_steps - 1, one short of `final`.
+    Step 0 has the rate peak / (warmup_steps + 1), so no step is wasted on a rate of zero. Step `warmup_steps` has
+    exactly `peak`. Step `total_steps` and every later step have exactly `final`. A run of `total_steps` steps ends at
+    step total_steps - 1, one step before `final`.
 
     Raises ConfigError unless 0 <= final <= peak, both finite, and 0 <= warmup_steps < total_steps.
     Source: Loshchilov and Hutter, SGDR: Stochastic Gradient Descent with Warm Restarts (2017), equation 5,

@@ -1,4 +1,4 @@
-"""Step: what a step of a Trainer did, for hooks and meters."""
+"""Step tells hooks and meters what a step of a Trainer did."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from mpitrain.exchange.overlap import Overlap
 
 @dataclass(frozen=True)
 class Step:
-    """What one step did; the same on every rank, but for `seconds`, `overlap` and what is its own.
+    """What one step did. All values except `seconds`, `overlap`, `own_samples` and `own_seconds` agree on all ranks.
 
     Attributes:
-        number: steps made since the start of training, this one included.
-        loss: mean over the samples of all ranks, before the update.
-        samples: of all ranks together.
-        learning_rate: that was used; 0 where the step was skipped.
+        number: the number of steps since the start of training, including this one.
+        loss: the mean loss over the samples of all ranks, before the update.
+        samples: the number of samples of all ranks together.
+        learning_rate: the learning rate that was used. 0 if the step was skipped.
         seconds: this rank's wall time for the step.
-        overlap: what of it the exchange took on this rank, and how much of the exchange was hidden.
-        loss_scale: that the gradients of this step were multiplied by; None without one.
-        skipped: the loss scale made a gradient infinite, so parameters and optimizer stayed as they were.
-        own_samples: of this rank.
-        own_seconds: that this rank took for its batch and gradients, without what it waited for others; on a GPU
-            only while `Trainer.times_own_work`.
+        overlap: the time that the exchange took on this rank, and how much of the exchange was hidden.
+        loss_scale: the factor by which the gradients of this step were multiplied. None without a loss scale.
+        skipped: the loss scale made a gradient infinite, so parameters and optimizer did not change.
+        own_samples: the number of samples of this rank.
+        own_seconds: the time that this rank took for its batch and gradients, without waiting for others. On a GPU it
+            is measured only while `Trainer.times_own_work` is true.
     """
 
     number: int

@@ -1,4 +1,4 @@
-"""Trainer: only loops. What is trained, on what, and how ranks work together, comes from `build`."""
+"""Trainer only loops. `build` says what is trained, on which data, and how the ranks work together."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ from mpitrain.world import World
 
 
 class Trainer:
-    """Runs steps until a hook stops it. Every rank makes the same calls.
+    """Runs steps until a hook stops the run. Every rank must make the same calls.
 
-    A Trainer keeps what it was built from, so that `rebuild` can go on in another World.
+    A Trainer keeps the `build` that it was made with, so that `rebuild` can go on in another World.
 
     Attributes:
         world, adapter, strategy, data: as built.
-        step_number: steps made so far, also before a resume.
-        last_step: the number of the step to stop after; None while no hook has set it.
-        times_own_work: `Step.own_seconds` is asked for: on a GPU a step then waits for its gradients before the rest
-            of their exchange.
+        step_number: the number of steps made so far, including those before a resume.
+        last_step: the number of the step to stop after. None while no hook has set it.
+        times_own_work: a hook or meter asks for `Step.own_seconds`. On a GPU a step then waits for its gradients
+            before it goes on with their exchange.
         hooks: as given.
-        metrics: of the step just made, by name: what hooks gave to `report`.
+        metrics: what hooks have given to `report` for the last step, by name.
     """
 
     def __init__(self, build: Callable[[World], Parts], hooks: Sequence[Hook] = (), world: World | None = None) -> None:
         """Collective over the World.
 
         Args:
-            build: makes model, strategy and data for a World; `rebuild` calls it again.
-            hooks: called in this order after every step (but Checkpoint comes last, before the run first); one of
-                them must end the run (see StopAtStep).
-            world: whose ranks train together; default: that of `init()`.
+            build: makes model, strategy and data for a World. `rebuild` calls it again.
+            hooks: are called in this order after every step, except that Checkpoint comes last. Before the run
+                Checkpoint comes first. One of the hooks must end the run (see StopAtStep).
+            world: its ranks train together. Default: the World of `init()`.
 
         Raises:
-            ConfigError: one of the hooks is no Hook.
+            ConfigError: one of the hooks is not a Hook.
         """
         _refuse_others(hooks)
         self._build = build
@@ -71,16 +71,17 @@ class Trainer:
     def rebuild(self, world: World) -> None:
         """Go on in another World, after the same number of steps, with the same parameters, optimizer and data cursor.
 
-        Collective over both Worlds, between two steps; a hook may call it in `after_step`. The old parts are closed,
-        `build` makes new ones, and they get the training state of the old. The hooks stay, and each is told by
-        `world_changed`. The old World stays the caller's: free it, or keep it for other things.
+        Collective over both Worlds, between two steps. A hook may call `rebuild` in `after_step`. The old parts are
+        closed. `build` makes new parts, which get the training state of the old ones. The hooks stay, and
+        `world_changed` tells each of them. The old World still belongs to the caller: free it, or keep it for other
+        things.
 
         Args:
-            world: where to go on. What a codec has left out so far stays with its rank where the ranks are placed
-                as before; otherwise it goes into the means of the next step.
+            world: the World to go on in. If the ranks are placed as before, what a codec has left out so far stays
+                with its rank. Otherwise it goes into the means of the next step.
 
         Raises:
-            CheckpointError: `build` has made another model or data set than before.
+            CheckpointError: `build` has made a different model or data set than before.
         """
         state = {"data": self.data.state(), "adapter": self.adapter.state(), "strategy": self.strategy.state()}
         own = self.strategy.own_state()
@@ -100,10 +101,10 @@ class Trainer:
                 hook.world_changed(self)
 
     def close(self) -> None:
-        """Give back what the parts hold: communicators, threads, memory. Collective; no step can be made afterwards.
+        """Give back the communicators, threads and memory of the parts. Collective. No step can follow.
 
-        A program that trains once need not call it. One that makes Trainers in a loop does: MPI has only so many
-        communicators.
+        A program that trains once need not call `close`. A program that makes Trainers in a loop must, because MPI
+        has a limited number of communicators.
         """
         self._close_parts()
 
@@ -117,7 +118,7 @@ class Trainer:
 
         Raises:
             ConfigError: no hook ends the run.
-            GradientError: a gradient cannot be used. On every rank, with the parameters of the last good step.
+            GradientError: a gradient cannot be used. Raised on every rank, with the parameters of the last good step.
         """
         # A checkpoint holds what the other hooks have seen of the step, and they begin with what it held.
         keeping_first = sorted(self.hooks, key=lambda hook: not hook.keeps_state)
@@ -143,13 +144,13 @@ class Trainer:
                 hook.close()
 
     def report(self, metrics: Mapping[str, float]) -> None:
-        """Numbers of the step just made, for the hooks that come behind; the same call on every rank.
+        """Give metrics of the last step to the hooks that follow. Every rank must make the same call.
 
         Args:
-            metrics: by name; the same values on every rank.
+            metrics: values by name, the same on every rank.
 
         Raises:
-            ConfigError: a name that another hook has reported, or that cannot be written in one line. On every rank.
+            ConfigError: another hook has reported the name, or the name does not fit in one line. Raised on every rank.
         """
         for name in metrics:
             if name in self.metrics or not name.isprintable():
@@ -164,11 +165,11 @@ class Trainer:
             self._activity.report(metrics)
 
     def step(self) -> Step:
-        """One step: batch, gradients, exchange, update.
+        """Make one step: batch, gradients, exchange, update.
 
         Raises:
-            GradientError: as `run`. For NaN and infinity it names rank, parameter and step, and says whether loss,
-                batch and parameters were finite on all ranks.
+            GradientError: as for `run`. For NaN and infinity, the error names rank, parameter and step, and says
+                whether loss, batch and parameters were finite on all ranks.
         """
         spans = self.world.control.spans
         started = time.perf_counter()
@@ -219,9 +220,9 @@ class Trainer:
         )
 
     def state(self) -> dict[str, Any]:
-        """All that a checkpoint needs to go on from here, by name and free of ranks.
+        """Return all that a checkpoint needs to go on from here, by name. The state does not depend on ranks.
 
-        What a codec has left out on this rank is not in it: see Strategy.own_state.
+        The state does not hold what a codec has left out on this rank: see Strategy.own_state.
         """
         return {
             "step": self.step_number,
@@ -232,12 +233,12 @@ class Trainer:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken; every rank restores the same one.
+        """Go on where `state` was taken. Every rank must restore the same state.
 
-        A hook that the state does not know begins anew; one that is only in the state is not missed.
+        A hook that is not in the state begins anew. A hook that is only in the state is ignored.
 
         Raises:
-            CheckpointError: it was taken from another model or data set, or lacks something. Nothing has changed.
+            CheckpointError: the state belongs to another model or data set, or is incomplete. Nothing has changed.
         """
         data, strategy = self.data.state(), self.strategy.state()
         hooks = [(hook, hook.state()) for hook in self.hooks]

@@ -25,22 +25,22 @@ class ArrayData(IndexedData):
         shuffle: bool = True,
         augment: Augment | None = None,
     ) -> None:
-        """Every rank calls it with the same arrays. Collective: the ranks compare their shapes and these options.
+        """Collective. Give the same arrays on every rank: the ranks compare their shapes and these options.
 
         Args:
             arrays: a tree of host arrays with the samples along the first dimension. Those of
                 `numpy.load(path, mmap_mode="r")` stay on the disk; only the samples of a batch are read.
-            global_batch: samples of all ranks together in one step.
-            seed: of the order of samples, and of `augment`; at least 0.
-            shuffle: draw a new order every epoch, or keep the arrays' own.
-            augment: called with each sample (a copy) and random numbers, a `numpy.random.Generator` that depends on
-                seed, epoch and sample alone; returns the sample to be used.
+            global_batch: the number of samples of all ranks together in one step.
+            seed: for the order of samples and for `augment`, at least 0.
+            shuffle: draw a new order every epoch. False: keep the order of the arrays.
+            augment: is called with a copy of each sample and with a `numpy.random.Generator` that depends only on
+                seed, epoch and sample. Returns the sample to use.
 
         Raises:
-            MismatchError: the ranks' arrays differ in form, shape or dtype, or the options do.
-            DataError: arrays of unequal lengths, no samples, or fewer samples than ranks. On every rank.
-            ConfigError: a global batch that is no int or leaves ranks without samples in every step; a seed below 0.
-                On every rank.
+            MismatchError: the arrays of the ranks differ in form, shape or dtype, or the options differ.
+            DataError: the arrays differ in length, or there are fewer samples than ranks. Raised on every rank.
+            ConfigError: the global batch is not an int, or leaves ranks without samples in every step, or the seed is
+                below 0. Raised on every rank.
         """
         options = f"global_batch={global_batch} seed={seed} shuffle={shuffle}"
         world.agree("compare the data sets", [options, *describe(arrays)])

@@ -18,9 +18,9 @@ class MapStyle(Protocol):
 
 
 class MapData(IndexedData):
-    """Global batches of a map-style data set, and this rank's part of each, for which alone it is asked.
+    """Global batches of a map-style data set, and this rank's part of each. A rank reads only its own samples.
 
-    Order, last batch and state are ArrayData's.
+    Order, last batch and state are those of ArrayData.
     """
 
     def __init__(
@@ -34,20 +34,20 @@ class MapData(IndexedData):
         augment: Augment | None = None,
         by_array: bool = False,
     ) -> None:
-        """Every rank calls it with the same data set. Collective: the ranks compare its length and these options.
+        """Collective. Give the same data set on every rank: the ranks compare its length and these options.
 
         Args:
-            samples: `samples[number]` is one sample: a tree of host arrays and numbers of the same shapes and dtypes
-                for all. With `augment` it may be anything that `augment` makes such a tree of.
+            samples: `samples[number]` is one sample: a tree of host arrays and numbers. All samples have the same
+                shapes and dtypes. With `augment`, a sample may be anything from which `augment` makes such a tree.
             by_array: `samples[numbers]`, with an int64 array of sample numbers in any order, is a whole batch: a tree
                 of new arrays with these samples along the first dimension.
             global_batch, seed, shuffle: as for ArrayData.
-            augment: as for ArrayData, but where `samples` gives one by one, it gets what that gave, and no copy.
+            augment: as for ArrayData. Without `by_array` it gets the sample itself, not a copy.
 
         Raises:
-            MismatchError: the ranks' data sets differ in length, or the options do.
-            DataError: no samples, or fewer samples than ranks. On every rank.
-            ConfigError: as for ArrayData. On every rank.
+            MismatchError: the data sets of the ranks differ in length, or the options differ.
+            DataError: there are fewer samples than ranks. Raised on every rank.
+            ConfigError: as for ArrayData. Raised on every rank.
         """
         options = f"global_batch={global_batch} seed={seed} shuffle={shuffle}"
         with world.together("look at the data set"):

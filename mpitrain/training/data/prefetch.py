@@ -26,7 +26,7 @@ class DataSource(Protocol):
     def epoch(self) -> int: ...
 
     def __next__(self) -> tuple[Tree, int]:
-        """Called in the thread: it must not be collective."""
+        """Is called in the thread, so it must not be collective."""
         ...
 
     def share_out(self, samples_per_second: float) -> None: ...
@@ -48,19 +48,20 @@ class _Read:
 
 
 class Prefetch:
-    """A data source whose batches are read in a thread, some ahead of their use; otherwise as the one it reads.
+    """A data source that reads batches of another data source in a thread, some of them ahead of their use.
 
-    `epoch` and `state` are those of the batch that was handed out last, whatever has been read since. An error in the
-    thread is raised by the `next` that would have given the batch, and that batch is tried again by the one after. The
-    thread ends with `close`, with this object, or with the program; the next batch begins a new one.
+    `epoch` and `state` are those of the batch that was handed out last, whatever has been read since. If the thread
+    fails to read a batch, the `next` for that batch raises the error, and the `next` after it tries the batch again.
+    The thread ends with `close`, with this object, or with the program. After `close`, the next batch starts a new
+    thread.
     """
 
     def __init__(self, data: DataSource, *, batches: int = 2) -> None:
         """Not collective.
 
         Args:
-            data: read by this object alone from now on.
-            batches: how many are read ahead of their use, at most; each one takes its memory.
+            data: from now on, only this object may read it.
+            batches: the most batches to read ahead of their use. Each takes memory.
 
         Raises:
             ConfigError: `batches` is not at least 1.
@@ -82,14 +83,14 @@ class Prefetch:
 
     @property
     def epoch(self) -> int:
-        """Of the batch that was handed out last."""
+        """The epoch of the batch that was handed out last."""
         return self._epoch
 
     def __iter__(self) -> Iterator[tuple[Tree, int]]:
         return self
 
     def __next__(self) -> tuple[Tree, int]:
-        """The next batch and its number of samples; waits until it is there. Raises what went wrong in the thread."""
+        """Wait for the next batch; return it and its number of samples. Raise the error of the thread, if any."""
         if self._interrupted:
             self.close()
         if self._reader is None:
@@ -105,7 +106,7 @@ class Prefetch:
         return read.batch, read.weight
 
     def close(self) -> None:
-        """End the thread, and forget what was read ahead; the next batch is the same as without this call."""
+        """End the thread, and forget the batches that were read ahead. The next batch is the same without this call."""
         if self._reader is None:
             return
         self._interrupted = True
@@ -116,12 +117,12 @@ class Prefetch:
         self._reader, self._interrupted = None, False
 
     def share_out(self, samples_per_second: float) -> None:
-        """See ArrayData. What was read ahead is read again, in other parts. Collective."""
+        """See ArrayData. The batches that were read ahead are read again, in other parts. Collective."""
         self.close()
         self._data.share_out(samples_per_second)
 
     def state(self) -> dict[str, Any]:
-        """Where the data stood when the last batch that was handed out had been read."""
+        """Return where the data stood after the batch that was handed out last had been read."""
         return self._state
 
     def restore(self, state: dict[str, Any]) -> None:

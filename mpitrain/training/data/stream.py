@@ -15,11 +15,11 @@ from mpitrain.world import World
 
 
 class StreamData:
-    """Global batches of a stream of samples, and this rank's part of each, in the stream's own order.
+    """Global batches of a stream of samples, and this rank's part of each, in the order of the stream.
 
-    Every rank reads the whole stream and keeps its part, so a sample should be cheap to read; what is dear, such as
-    decoding, belongs in `augment`, which is called for this rank's samples alone. A rank holds a global batch of
-    samples as the stream gives them.
+    Every rank reads the whole stream and keeps its part, so a sample should be cheap to read. Do expensive work, such
+    as decoding, in `augment`, which is called only for this rank's samples. A rank holds a global batch of samples as
+    the stream yields them.
     """
 
     def __init__(
@@ -32,22 +32,23 @@ class StreamData:
         augment: Augment | None = None,
         num_samples: int | None = None,
     ) -> None:
-        """Every rank calls it. Collective: the ranks compare these options, but not what the streams give.
+        """Collective. The ranks compare these options, but not the samples of their streams.
 
         Args:
-            samples: from the number of an epoch, from 0, to its samples, the same ones in the same order on every rank
-                and at every call: trees of host arrays and numbers, all of the same shapes and dtypes. With `augment`
-                they may be anything that `augment` makes such a tree of.
-            global_batch: samples of all ranks together in one step.
-            seed: of `augment`; at least 0.
-            augment: as for ArrayData; it gets what the stream gave, and no copy.
-            num_samples: of an epoch. Where it is given, an epoch of another number is an error, such as that of a file
-                that is cut short on one machine.
+            samples: is called with the number of an epoch, from 0, and returns the samples of that epoch: the same
+                samples in the same order on every rank and in every call. Samples are trees of host arrays and numbers,
+                all of the same shapes and dtypes. With `augment`, a sample may be anything from which `augment` makes
+                such a tree.
+            global_batch: the number of samples of all ranks together in one step.
+            seed: for `augment`, at least 0.
+            augment: as for ArrayData. It gets the sample itself, not a copy.
+            num_samples: the number of samples of an epoch. If given, an epoch with another number is an error. This
+                finds a file that is cut short on one machine.
 
         Raises:
             MismatchError: the options differ between ranks.
-            DataError: `num_samples` is 0 or fewer than ranks. On every rank.
-            ConfigError: as for ArrayData. On every rank.
+            DataError: `num_samples` is less than the number of ranks. Raised on every rank.
+            ConfigError: as for ArrayData. Raised on every rank.
         """
         world.agree("compare the data sets", [f"global_batch={global_batch} seed={seed} num_samples={num_samples}"])
         with world.together("look at the data set"):
@@ -65,7 +66,7 @@ class StreamData:
 
     @property
     def steps_per_epoch(self) -> int:
-        """How many global batches an epoch has; the last one may be smaller.
+        """The number of global batches of an epoch. The last batch may be smaller.
 
         Raises:
             DataError: `num_samples` was not given.
@@ -78,10 +79,10 @@ class StreamData:
         return self
 
     def __next__(self) -> tuple[Tree, int]:
-        """This rank's part of the next global batch, and its number of samples (0 where there are too few).
+        """Return this rank's part of the next global batch, and its number of samples (0 if there are too few).
 
         Raises:
-            DataError: an epoch without samples, of another number than `num_samples`, or one that ends before the
+            DataError: an epoch has no samples, has another number of samples than `num_samples`, or ends before the
                 cursor that was restored.
         """
         stream, self._open = self._open, None  # one that has failed is not read on: it would seem to have ended
@@ -134,19 +135,19 @@ class StreamData:
         """Give each rank its part of a batch in proportion to its speed, from the next batch on. Collective.
 
         Raises:
-            ConfigError: a speed is not a finite number above 0. On every rank.
+            ConfigError: a speed is not a finite number above 0. Raised on every rank.
         """
         self._shares.measured(samples_per_second)
 
     def state(self) -> dict[str, Any]:
-        """Where the data stands, the same on every rank and for any world size."""
+        """Return where the data stands. The state is the same on every rank and for any world size."""
         return {"epoch": self.epoch, "cursor": self.cursor, "seed": self._seed, "num_samples": self.num_samples}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken: the stream is opened again, and what was used is skipped.
+        """Go on where `state` was taken: open the stream again, and skip the samples that were used.
 
         Raises:
-            CheckpointError: it was taken with another stream or seed, or is out of range.
+            CheckpointError: the state belongs to another stream or seed, or is out of range.
         """
         for key, value in (("num_samples", self.num_samples), ("seed", self._seed)):
             if state[key] != value:

@@ -14,21 +14,21 @@ if TYPE_CHECKING:
 
 
 class Balance(Hook):
-    """Measure how many samples a second each rank does, and give each its part of a global batch in proportion.
+    """Measure each rank's samples per second, and give each rank a part of the global batch in proportion.
 
-    The samples of a step stay the same, and so does their mean, to rounding: only who computes which of them changes.
-    A speed belongs to a machine and not to the training, so no checkpoint has it; each run measures anew. The ranks'
-    parts then depend on the clock: two runs are equal to rounding, and not bit by bit.
+    The samples of a step stay the same, and so does their mean, up to rounding. Only the division between the ranks
+    changes. A speed belongs to a machine, not to the training. So no checkpoint holds it, and each run measures anew.
+    The parts depend on the clock. Two runs therefore agree up to rounding, but not bit for bit.
     """
 
     def __init__(self, steps: int = 20, *, every: int | None = None) -> None:
         """
         Args:
-            steps: of the warm-up, in which speeds are measured; a rank's speed is the median.
-            every: measure again so many steps after the parts were shared out. Default: only when `measure` is called.
+            steps: the number of steps of the warm-up, in which speeds are measured. A rank's speed is the median.
+            every: measure again this many steps after sharing out the parts. Default: only when `measure` is called.
 
         Raises:
-            ConfigError: a value below 1.
+            ConfigError: a value is below 1.
         """
         if steps < 1:
             raise ConfigError(f"Balance over {steps} steps: it takes at least 1")
@@ -42,14 +42,14 @@ class Balance(Hook):
         self.samples_per_second: list[float] = []  # of each rank, as they were shared out last
 
     def measure(self) -> None:
-        """Measure again, from the next step on. Every rank calls it, between the same steps."""
+        """Measure again, from the next step on. Call this on every rank, between the same steps."""
         self._measured, self._speeds, self._begin = 0, [], 0
 
     def before_run(self, trainer: Trainer) -> None:
         """See Hook.
 
         Raises:
-            ConfigError: the data cannot be shared out in unequal parts. On every rank.
+            ConfigError: the data cannot be shared out in unequal parts. Raised on every rank.
         """
         if not hasattr(trainer.data, "share_out"):
             raise everywhere(

@@ -1,4 +1,4 @@
-"""Save, and go on from what was saved."""
+"""Saves checkpoints, and resumes from them."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _PATIENCE_SECONDS = 1.0
 
 
 class Checkpoint(Hook):
-    """Save every `steps` steps and after the last one, and go on from the newest whole checkpoint there is.
+    """Save every `steps` steps and after the last step. Resume from the newest complete checkpoint.
 
-    The step waits for a copy in memory, not for the disk. A save that fails is reported, and training goes on; the last
-    one must succeed, or the run ends with an error. See docs/checkpoints.md.
+    A step waits for a copy in memory, not for the disk. If a save fails, the failure is reported and training goes on.
+    If the last save fails, the run ends with an error. See docs/checkpoints.md.
     """
 
     writes_files = True
@@ -51,15 +51,15 @@ class Checkpoint(Hook):
     ) -> None:
         """
         Args:
-            directory: is made if need be. Where the nodes do not share it, there is a copy in each of those they see.
-            steps: between two saves.
-            keep: of the newest checkpoints; None: all.
-            score: called on every rank at every save, with the same result; the checkpoint with the highest one is
-                kept too.
-            copies: in so many of these directories, those of the first nodes; default: in all.
+            directory: is made if necessary. If the nodes do not share it, each node's directory gets a copy.
+            steps: the number of steps between two saves.
+            keep: the number of newest checkpoints to keep. None: all.
+            score: is called on every rank at every save, and must return the same number on all of them. The checkpoint
+                with the highest score is kept too.
+            copies: the number of directories with a copy, those of the first nodes. Default: all.
 
         Raises:
-            ConfigError: a number below 1.
+            ConfigError: a number is below 1.
         """
         for name, value in (("steps", steps), ("keep", keep), ("copies", copies)):
             if value is not None and value < 1:
@@ -76,8 +76,8 @@ class Checkpoint(Hook):
         """See Hook.
 
         Raises:
-            CheckpointError: the directory cannot be used, none of its checkpoints is whole, or the newest one is of
-                another model. On every rank.
+            CheckpointError: the directory cannot be used, none of its checkpoints is complete, or the newest one
+                belongs to another model. Raised on every rank.
         """
         world = trainer.world
         keeper = self._begin_in(world)
@@ -102,7 +102,7 @@ class Checkpoint(Hook):
         world.print(f"resumed from {path}{there} at step {trainer.step_number}")
 
     def world_changed(self, trainer: Trainer) -> None:
-        """See Hook. What is being written ends first; another rank may write from now on."""
+        """See Hook. A write that is under way ends first. From then on another rank may write."""
         self._wait(trainer.world, float("inf"))
         self._begin_in(trainer.world)
 
@@ -128,7 +128,7 @@ class Checkpoint(Hook):
         """See Hook.
 
         Raises:
-            CheckpointError: the state holds what no checkpoint can hold. On every rank.
+            CheckpointError: the state holds a value that no checkpoint can hold. Raised on every rank.
         """
         is_last = step.number == trainer.last_step
         if step.number % self._steps and not is_last:
@@ -144,7 +144,7 @@ class Checkpoint(Hook):
         """See Hook. Waits until the last checkpoint is on the disk.
 
         Raises:
-            CheckpointError: it could not be written. On every rank; earlier ones are untouched.
+            CheckpointError: the last checkpoint could not be written. Raised on every rank. Earlier ones do not change.
         """
         self._wait(trainer.world, float("inf"))
         with trainer.world.together("save the last checkpoint"):

@@ -1,4 +1,4 @@
-"""The end of a run that no longer gets better."""
+"""Ends a run that no longer improves."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 class EarlyStopping(Hook):
-    """End the run when a metric has not got better `patience` times in a row. All ranks stop after the same step.
+    """End the run when a metric has not improved `patience` times in a row. All ranks stop after the same step.
 
-    A hook before this one reports the metric, such as Evaluate; steps without it do not count. Rank 0's value decides
-    for all. NaN is never better. A checkpoint has the best value, its step and the count.
+    A hook before this one, such as Evaluate, must report the metric. Steps without the metric do not count. Rank 0's
+    value decides for all ranks. NaN is never better. A checkpoint holds the best value, its step and the count.
 
     Attributes:
-        best: the best value so far; None before the first.
-        best_step: the step that had it.
+        best: the best value so far. None before the first value.
+        best_step: the step with the best value.
     """
 
     ends_run = True
@@ -30,13 +30,13 @@ class EarlyStopping(Hook):
     def __init__(self, metric: str, *, patience: int, goal: str = "min", margin: float = 0.0) -> None:
         """
         Args:
-            metric: its name.
-            patience: stop after so many values that are not better, 1 or more.
-            goal: "min", smaller is better; "max", larger is.
-            margin: a value is better only if it is so by more than this, 0 or more.
+            metric: the name of the metric.
+            patience: stop after this many values in a row that are not better, 1 or more.
+            goal: "min": smaller is better. "max": larger is better.
+            margin: a value is better only if it differs from the best by more than this, 0 or more.
 
         Raises:
-            ConfigError: a value that is not allowed.
+            ConfigError: a value is not allowed.
         """
         if goal not in ("min", "max"):
             raise ConfigError(f"EarlyStopping({metric!r}): goal={goal!r}; allowed are min and max")
@@ -53,7 +53,7 @@ class EarlyStopping(Hook):
         self._num_worse = 0
 
     def before_run(self, trainer: Trainer) -> None:
-        """See Hook: a run that had ended here does not go on when it is started again."""
+        """See Hook. A run that this hook has ended does not go on when it is started again."""
         if self._num_worse >= self._patience:
             self._seen.add(self._metric)
             stop(trainer, f"step {trainer.step_number}: had stopped early")

@@ -1,4 +1,4 @@
-"""Metrics every so often."""
+"""Computes metrics at regular intervals."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 class Evaluate(Hook):
-    """Metrics every `steps` steps, and after the last one if the hook that ends the run stands before this one.
+    """Compute metrics every `steps` steps, and after the last step if the hook that ends the run comes before this one.
 
-    They are computed, reported for the hooks behind, and printed by rank 0.
+    This hook reports the metrics to the hooks that follow, and rank 0 prints them.
     """
 
     def __init__(self, steps: int, metrics: Callable[[Trainer], Mapping[str, float]]) -> None:
-        """`metrics` is collective and gives the same on every rank; see metrics.evaluate."""
+        """`metrics` is collective, and returns the same values on every rank; see metrics.evaluate."""
         if steps < 1:
             raise ConfigError(f"Evaluate every {steps} steps: it takes at least 1")
         self._steps = steps

@@ -10,14 +10,15 @@ if TYPE_CHECKING:
 
 
 class Hook:
-    """Empty methods; a hook overrides those it needs. They may make collective calls: all ranks are there.
+    """The base class of hooks. Its methods are empty; a hook overrides those that it needs.
+
+    All ranks run the methods, so the methods may make collective calls. Put hooks that measure (Evaluate) before hooks
+    that decide (StopWhen) or keep (Record).
 
     Attributes:
-        keeps_state: this hook saves and restores the others. So its `before_run` comes first, `after_step` last.
-        writes_files: it reads or writes files of the user's: `mpitrain verify` runs the training without it.
-        ends_run: it ends the run at some time, so that no StopAtStep is needed.
-
-    Of the others those that measure (Evaluate) stand before those that decide (StopWhen) or keep (Record).
+        keeps_state: this hook saves and restores the others. Its `before_run` comes first, its `after_step` last.
+        writes_files: this hook reads or writes files of the user. `mpitrain verify` runs the training without it.
+        ends_run: this hook ends the run at some time, so no StopAtStep is needed.
     """
 
     keeps_state = False
@@ -25,30 +26,30 @@ class Hook:
     ends_run = False
 
     def before_run(self, trainer: Trainer) -> None:
-        """Once, before the first step."""
+        """Is called once, before the first step."""
 
     def before_step(self, trainer: Trainer) -> None:
-        """Before every step; `trainer.step_number` steps have been made, also before a resume."""
+        """Is called before every step. `trainer.step_number` counts the steps so far, also those before a resume."""
 
     def after_step(self, trainer: Trainer, step: Step) -> None:
-        """After every step."""
+        """Is called after every step."""
 
     def world_changed(self, trainer: Trainer) -> None:
-        """During a run, after Trainer.rebuild: `trainer.world` and its parts are others. Rank and size may be too."""
+        """Is called after Trainer.rebuild, during a run. `trainer.world` and its parts are new; rank and size may be."""
 
     def after_run(self, trainer: Trainer) -> None:
-        """Once, after the last step; not after an error."""
+        """Is called once, after the last step. Is not called after an error."""
 
     def close(self) -> None:
-        """Once, at the very end, also after an error: let go of files. Not collective."""
+        """Is called once, at the very end, also after an error. Close files here. Not collective."""
 
     def state(self) -> dict[str, Any]:
-        """What belongs to a checkpoint: nested dicts of numbers, strings and arrays. Not collective; empty: nothing."""
+        """Return what belongs to a checkpoint: nested dicts of numbers, strings and arrays, or {}. Not collective."""
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken, before the first step. Not called where the checkpoint has nothing for it.
+        """Go on where `state` was taken, before the first step. Is not called if the checkpoint has no such state.
 
         Raises:
-            CheckpointError: it is no state of this hook.
+            CheckpointError: `state` is not a state of this hook.
         """

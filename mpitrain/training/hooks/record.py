@@ -1,4 +1,4 @@
-"""A record of the run: rows of numbers, made by meters and hooks, kept by writers."""
+"""Keeps a record of the run: rows of numbers that meters and hooks measure and writers store."""
 
 from __future__ import annotations
 
@@ -31,15 +31,16 @@ _FIRST = ("step", "epoch", "samples", "seconds")
 
 
 class Record(Hook):
-    """A row of numbers every `steps` steps, after the last one, and after each step that a hook before it reports of.
+    """Write a row of numbers every `steps` steps, after the last step, and after steps that earlier hooks report.
 
-    A row has the step, the epoch, the samples and seconds of training so far (also of the runs that this one goes on
-    from), what the meters have measured since the row before, over all ranks (one small message a row), and what the
-    step's hooks have reported. Rank 0 writes; the meters' numbers are reported too, for hooks behind this one.
+    A row has the step, the epoch, and the samples and seconds of training so far, including the runs that this run
+    resumes. It has the numbers that the meters have measured over all ranks since the last row (one small message a
+    row), and the numbers that the hooks have reported for this step. Rank 0 writes. Record also reports the numbers of
+    the meters to the hooks that follow.
 
-    A run that goes on at step k cuts away what an earlier one has written of later steps; so no step stands twice. A
-    run that begins anew cuts away everything. A writer that fails, such as on a full disk, does not end the training:
-    stderr says so, and with the next row it is tried again, with all rows that it lacks.
+    A run that resumes at step k removes rows of later steps that an earlier run has written, so no step has two rows. A
+    run from the beginning removes all rows. If a writer fails, for example because the disk is full, training goes on.
+    stderr says so, and with the next row Record tries the writer again, with all rows that it lacks.
     """
 
     writes_files = True
@@ -54,10 +55,10 @@ class Record(Hook):
     ) -> None:
         """
         Args:
-            writers: such as JsonLines, Csv, TensorBoard.
-            steps: from row to row.
-            meters: default: all in mpitrain.training.meters, GpuUtilisation where the model is on GPUs.
-            tokens_per_sample: the length of each sample, for tokens per second; for the default meters.
+            writers: for example JsonLines, Csv, TensorBoard.
+            steps: the number of steps from row to row.
+            meters: default: all in mpitrain.training.meters, with GpuUtilisation only if the model is on GPUs.
+            tokens_per_sample: the length of each sample. The default meters then measure tokens per second.
 
         Raises:
             ConfigError: `steps` is below 1.
@@ -77,7 +78,7 @@ class Record(Hook):
         """See Hook.
 
         Raises:
-            ConfigError: an Evaluate stands behind this hook. On every rank.
+            ConfigError: an Evaluate comes after this hook. Raised on every rank.
         """
         if any(isinstance(hook, Evaluate) for hook in trainer.hooks[trainer.hooks.index(self) :]):
             raise ConfigError("Record must stand behind Evaluate, whose results it writes; change their order")
@@ -86,7 +87,7 @@ class Record(Hook):
         """See Hook.
 
         Raises:
-            MpitrainError: a writer cannot begin: its files cannot be made or read. On every rank.
+            MpitrainError: a writer cannot begin, because its files cannot be made or read. Raised on every rank.
         """
         if not self._is_open:  # not before_run: a hook behind this one may resume, which says after which step
             self._open(trainer)
@@ -130,13 +131,13 @@ class Record(Hook):
             self._write_row(trainer)
 
     def world_changed(self, trainer: Trainer) -> None:
-        """See Hook. The writers go on where another rank may have left off, and meters begin anew."""
+        """See Hook. The writers go on where another rank may have stopped, and the meters begin anew."""
         state = self.state()
         self.close()
         self.restore(state)
 
     def after_run(self, trainer: Trainer) -> None:
-        """See Hook: a run that a hook behind this one has ended has a last row too."""
+        """See Hook. If a hook after this one has ended the run, write the last row here."""
         if self._is_open and self._num_measured:  # not where the run had ended before its first step
             self._write_row(trainer)
 
@@ -181,7 +182,7 @@ class Record(Hook):
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """See Hook. The meters follow when they are there."""
+        """See Hook. The meters are restored when they are made."""
         try:
             samples, seconds = float(state["samples"]), float(state["seconds"])
             num_measured, restored = int(state["num_measured"]), dict(state.get("meters", {}))

@@ -1,4 +1,4 @@
-"""Are the replicas still equal? A flipped bit, or a step that depends on the rank, goes on unseen otherwise."""
+"""Checks that the replicas are still equal. Otherwise nobody sees a flipped bit, or a step that depends on the rank."""
 
 from __future__ import annotations
 
@@ -23,23 +23,24 @@ _REPAIRS = ("majority", "root")
 
 
 class CompareReplicas(Hook):
-    """Compare a hash of all parameters over the ranks, every `steps` steps and after the last (see docs/metrics.md).
+    """Compare a hash of all parameters over the ranks, every `steps` steps and after the last step (docs/metrics.md).
 
-    It takes one pass over the parameters (those on a GPU are copied to the host for it) and one agreement, 40 bytes a
-    rank. Every flipped bit is found. What the optimizer keeps is not looked at: an error there is one of the parameters
-    after the next step. The parameters of all ranks must be the same bits, as they are with the strategy Sync.
+    The comparison takes one pass over the parameters and one agreement of 40 bytes a rank. Parameters on a GPU are
+    copied to the host first. Every flipped bit is found. The optimizer's state is not compared: an error in it becomes
+    an error of the parameters with the next step. The parameters of all ranks must have the same bits, as with the
+    strategy Sync.
     """
 
     def __init__(self, steps: int = 100, *, repair: str | None = None) -> None:
         """
         Args:
-            steps: how often.
-            repair: None: a difference is an error. "majority": the ranks that differ get parameters and optimizer state
-                of those that most ranks have; of the root's, where two kinds are as frequent. "root": of the root's.
-                The same on all ranks.
+            steps: the number of steps between two comparisons.
+            repair: None: a difference is an error. "majority": the ranks that differ get the parameters and the
+                optimizer state that most ranks have, or the root's if two kinds are equally frequent. "root": they get
+                the root's. Give the same value on all ranks.
 
         Raises:
-            ConfigError: `steps` below 1, or another `repair`.
+            ConfigError: `steps` is below 1, or `repair` is not one of these.
         """
         if steps < 1:
             raise ConfigError(f"CompareReplicas every {steps} steps: it takes at least 1")
@@ -52,8 +53,8 @@ class CompareReplicas(Hook):
         """See Hook.
 
         Raises:
-            ReplicaError: parameters differ and are not to be repaired. On every rank; it names the ranks that differ,
-                the first parameter in which each one does, and the values.
+            ReplicaError: parameters differ, and `repair` is None. Raised on every rank. The error names the ranks that
+                differ, and for each of them the first parameter that differs, with its values.
         """
         if step.number % self._steps and step.number != trainer.last_step:
             return
@@ -84,13 +85,13 @@ class CompareReplicas(Hook):
 
 
 def checksum(value: Array) -> int:
-    """Of the bytes of an array on the host or a device: 32 bits, which any one flipped bit changes."""
+    """32 bits of the bytes of an array on the host or a device. Any single flipped bit changes them."""
     host = numpy.ascontiguousarray(value.get() if is_device_array(value) else value)
     return zlib.crc32(host.reshape(-1).view(numpy.uint8).data)
 
 
 def right_rank(hashes: Sequence[int], *, by_majority: bool) -> int:
-    """The rank whose replica counts: the lowest one with the most frequent hash, the root where that is not one."""
+    """The rank whose replica is right: the lowest one with the most frequent hash, or the root if there are several."""
     if not by_majority:
         return 0
     (most, count), *others = Counter(hashes).most_common()

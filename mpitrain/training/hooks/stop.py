@@ -1,4 +1,4 @@
-"""Ends of a run: at a step, after a time, at a metric."""
+"""Hooks that end a run: at a step, after a time, or at a value of a metric."""
 
 from __future__ import annotations
 
@@ -29,16 +29,15 @@ class StopAtStep(Hook):
         self._number = number
 
     def before_run(self, trainer: Trainer) -> None:
-        """See Hook. Where several hooks stop, the earliest one does."""
+        """See Hook. If there are several such hooks, the earliest step ends the run."""
         trainer.last_step = min(self._number, trainer.last_step or self._number)
 
 
 class StopAfter(Hook):
-    """End the run after the first step that ends `seconds` or more after its beginning; a resumed run counts anew.
+    """End the run after the first step that ends `seconds` or more after the run began. A resumed run counts anew.
 
-    Rank 0's clock decides. It is not asked after every step, which would cost each a message: rank 0 says how many
-    steps there are until half of the time that is left (and no more than have been made), and they are made without
-    asking.
+    Rank 0's clock decides. Asking it after every step would cost a message a step. So rank 0 says how many steps fit
+    into half of the remaining time, but no more than have been made, and the ranks make these steps without asking.
     """
 
     ends_run = True
@@ -77,9 +76,9 @@ class StopAfter(Hook):
 
 
 class StopWhen(Hook):
-    """End the run when a metric that hooks before this one report is at least, or at most, a value.
+    """End the run when a metric is at least, or at most, a value. Hooks before this one must report the metric.
 
-    Rank 0's value decides for all. Where no step has had the metric, stderr says so at the end.
+    Rank 0's value decides for all ranks. If no step has had the metric, stderr says so at the end.
     """
 
     ends_run = True
@@ -106,17 +105,17 @@ class StopWhen(Hook):
 
 
 def stop(trainer: Trainer, why: str) -> None:
-    """End the run after the step just made, unless it ends there anyway. On every rank."""
+    """End the run after the last step made, unless it ends there anyway. Call this on every rank."""
     if trainer.last_step is None or trainer.last_step > trainer.step_number:
         trainer.last_step = trainer.step_number
         trainer.world.print(why)
 
 
 def shared_metric(trainer: Trainer, name: str, seen: set[str]) -> float | None:
-    """Rank 0's value of a metric of the step just made, on every rank; None where this step has none.
+    """Rank 0's value of a metric of the last step made, on every rank. None if this step does not have the metric.
 
     Raises:
-        MismatchError: some ranks have it and some do not. On every rank.
+        MismatchError: some ranks have the metric and some do not. Raised on every rank.
     """
     seen.update(trainer.metrics)
     if name not in trainer.metrics:
@@ -125,7 +124,7 @@ def shared_metric(trainer: Trainer, name: str, seen: set[str]) -> float | None:
 
 
 def say_unseen(trainer: Trainer, hook: str, metric: str, seen: set[str]) -> None:
-    """Tell of a hook that has waited in vain for its metric; `seen` are the metrics that there were."""
+    """Report that a hook has waited in vain for its metric. `seen` are the metrics that there were."""
     if metric not in seen and trainer.world.is_root:
         print(
             f"mpitrain: {hook}: no step had the metric {metric!r}; those reported by hooks before it: "

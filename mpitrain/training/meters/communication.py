@@ -1,4 +1,4 @@
-"""What the exchange of gradients costs."""
+"""Measures the cost of exchanging gradients."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 
 class Communication(Meter):
-    """What the exchange of gradients costs, over the row's steps and all ranks.
+    """The cost of exchanging gradients, over the steps of the row and all ranks.
 
-    `communication_share`: of the steps' time, what they waited for the exchange (also for a rank that is slower).
-    `wire_seconds`: how long gradients of a step were on their way. `wire_hidden_share`: what of that was behind the
-    computation.
+    `communication_share`: the share of the steps' time in which they waited for the exchange, or for a slower rank.
+    `wire_seconds`: the time that the gradients of a step were under way. `wire_hidden_share`: the share of this time
+    that was hidden behind the computation.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Communication(Meter):
         self._wire += step.overlap.wire_seconds
 
     def read(self, trainer: Trainer) -> dict[str, Reading]:
-        """See Meter. A share's mean by its own time is the share of all ranks' times together."""
+        """See Meter. The mean of the shares, weighted by time, is the share of the time of all ranks."""
         if not self._steps:
             return {}
         readings = {

@@ -1,4 +1,4 @@
-"""How busy the GPU is. The only module that imports NVML's bindings."""
+"""Measures how busy the GPU is. No other module imports NVML's bindings."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ _SECONDS = 0.2
 
 
 class GpuUtilisation(Meter):
-    """`gpu_utilisation`: the share of time, 0 to 1, in which a kernel ran on the GPU; mean over the row and the ranks.
+    """`gpu_utilisation`: the share of time, 0 to 1, in which a kernel ran on the GPU. Mean over the row and the ranks.
 
-    As NVML (nvidia-ml-py) measures it: for the whole GPU, whatever process the kernel is of, and however few of its
-    units it uses. Ranks on the host have none; where all are, the meter says so at the beginning.
+    NVML (nvidia-ml-py) measures the utilisation for the whole GPU. Kernels of all processes count, also those that use
+    few of the GPU's units. Ranks on the host have no reading. If all ranks are on the host, the meter says so at the
+    beginning.
     """
 
     def __init__(self) -> None:
@@ -53,7 +54,7 @@ class GpuUtilisation(Meter):
             self._sampled = time.monotonic()
 
     def read(self, trainer: Trainer) -> dict[str, Reading]:
-        """See Meter. A row that is shorter than the time between samples may have none."""
+        """See Meter. A row that is shorter than the time between samples may have no reading."""
         if not self._samples:
             return {}
         samples, self._samples = self._samples, []

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 class GradientNorm(Meter):
-    """`gradient_norm`: the 2-norm of the row's last mean gradient, over all parameters and before clipping.
+    """`gradient_norm`: the 2-norm of the last mean gradient of the row, over all parameters and before clipping.
 
-    The optimizer measures it: it has the mean gradient, and where it clips, the norm too. Otherwise it takes one pass
-    over the gradient, in the last step of a row only. A skipped step has none; nor has a last row that ends early.
+    The optimizer measures the norm. An optimizer that clips has the norm anyway. Any other one makes an extra pass over
+    the gradient, only in the last step of a row. A skipped step has no norm, nor has a last row that ends early.
     """
 
     def after_step(self, trainer: Trainer, step: Step) -> None:

@@ -12,8 +12,9 @@ if TYPE_CHECKING:
 
 
 class LearningRate(Meter):
-    """`learning_rate` of the row's last step (0 where that was skipped); with a loss scale also `loss_scale`, and
-    `skipped_steps` since the start of training.
+    """`learning_rate`: that of the last step of the row, 0 if the step was skipped.
+
+    With a loss scale also `loss_scale`, and `skipped_steps` since the start of training.
     """
 
     def after_step(self, trainer: Trainer, step: Step) -> None:

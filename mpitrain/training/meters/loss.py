@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Loss(Meter):
-    """`loss`: the mean over all samples of the row's steps. A step's loss is the mean over all ranks already."""
+    """`loss`: the mean over all samples of the steps of the row. The loss of a step is already the mean over ranks."""
 
     def __init__(self) -> None:
         self._sum = self._samples = 0.0
@@ -30,7 +30,7 @@ class Loss(Meter):
         return {"loss": reading}
 
     def state(self) -> dict[str, Any]:
-        """See Meter: a resumed run's next row has the steps before the checkpoint too."""
+        """See Meter. So the next row of a resumed run includes the steps before the checkpoint."""
         return {"sum": self._sum, "samples": self._samples}
 
     def restore(self, state: Mapping[str, Any]) -> None:

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 class Memory(Meter):
-    """`host_memory_peak_bytes`: the most that a rank has had in memory since it began, of the rank with most.
+    """`host_memory_peak_bytes`: the most memory that a rank has used since it began; the maximum over the ranks.
 
-    On GPUs also `gpu_memory_bytes`: what is in use on a GPU at the end of the row, of whatever process, of the fullest.
+    On GPUs also `gpu_memory_bytes`: the memory in use on the fullest GPU at the end of the row, by all processes.
     """
 
     def read(self, trainer: Trainer) -> dict[str, Reading]:

@@ -1,4 +1,4 @@
-"""A meter: numbers of the steps since the last row of a record, and how those of the ranks become one."""
+"""A meter measures numbers of the steps since the last row of a record. `combine` makes one number of all ranks'."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Reading:
-    """One rank's number.
+    """The number of one rank.
 
     Attributes:
-        value: of this rank.
-        weight: of it in the mean over ranks, such as a number of samples; 0: it does not count, NaN included.
-        over_ranks: "mean", weighted; "max"; or "root", rank 0's, for what is the same on all.
+        value: the number of this rank.
+        weight: its weight in the mean over ranks, such as a number of samples. With weight 0 the value is ignored, also
+            NaN.
+        over_ranks: "mean" for the weighted mean, "max" for the maximum, "root" for rank 0's value (if all are equal).
     """
 
     value: float
@@ -28,24 +29,27 @@ class Reading:
 
 
 class Meter:
-    """Empty methods; a meter overrides those it needs. Every rank makes the same calls; none is collective."""
+    """The base class of meters. Its methods are empty; a meter overrides those that it needs.
+
+    Every rank makes the same calls. No method is collective.
+    """
 
     def start(self, trainer: Trainer) -> str:
-        """Once, before the first step. Returns why this rank has nothing to measure, or "" where it has."""
+        """Is called once, before the first step. Return why this rank has nothing to measure, or "" if it has."""
         return ""
 
     def before_row(self, trainer: Trainer) -> None:
-        """Before the step that ends a row, for what is too dear to be measured in every step."""
+        """Is called before the step that ends a row, for numbers that are too expensive to measure in every step."""
 
     def after_step(self, trainer: Trainer, step: Step) -> None:
-        """After every step."""
+        """Is called after every step."""
 
     def read(self, trainer: Trainer) -> dict[str, Reading]:
-        """By name, over the steps since the last call; a rank that has nothing leaves it out."""
+        """Return readings by name, over the steps since the last call. Leave out a name without a reading."""
         raise NotImplementedError
 
     def state(self) -> dict[str, Any]:
-        """What belongs to a checkpoint that is taken between two rows; the same on every rank."""
+        """Return what belongs to a checkpoint between two rows. The state is the same on every rank."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -53,9 +57,9 @@ class Meter:
 
 
 def combine(of_ranks: Sequence[Mapping[str, Reading]]) -> dict[str, float]:
-    """Each rank's readings, in rank order, as one number a name; a name that no rank has a value for is left out.
+    """Combine the readings of all ranks, given in rank order, into one number for each name.
 
-    A mean is that of the values by their weights, rounded once, whatever the order of the ranks.
+    A name for which no rank has a value is left out. A mean is weighted and rounded once, whatever the order of ranks.
     """
     combined: dict[str, float] = {}
     for name in dict.fromkeys(name for readings in of_ranks for name in readings):

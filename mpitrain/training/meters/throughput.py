@@ -1,4 +1,4 @@
-"""How fast it goes."""
+"""Measures the speed of training."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 
 class Throughput(Meter):
-    """`samples_per_second` of all ranks together and `step_seconds`, over the row's steps; also `tokens_per_second`.
+    """`samples_per_second` of all ranks together, `tokens_per_second` and `step_seconds`, over the steps of the row.
 
-    The time is that of the steps, data included, without the hooks between them (evaluation, checkpoints).
+    The time includes the steps and their data, but not the hooks between them (evaluation, checkpoints).
     """
 
     def __init__(self, *, tokens_per_sample: int | None = None) -> None:
-        """`tokens_per_sample`, where it is given, is the length of each sample, and makes `tokens_per_second`."""
+        """`tokens_per_sample` is the length of each sample. Without it there is no `tokens_per_second`."""
         if tokens_per_sample is not None and tokens_per_sample < 1:
             raise ConfigError(f"Throughput: tokens_per_sample={tokens_per_sample}; it must be at least 1")
         self._tokens_per_sample = tokens_per_sample

@@ -14,13 +14,13 @@ FILE = "metrics.csv"
 
 
 class Csv:
-    """A Writer of `metrics.csv`: a line of names, then a line a row; empty where the row has no such number.
+    """A Writer of `metrics.csv`: a line of names, then a line for each row. A missing number is an empty field.
 
-    Where a row brings a new name (the first evaluation), the file is replaced by one that has its column.
+    If a row has a new name, as after the first evaluation, the file is replaced by one with a column for this name.
     """
 
     def __init__(self, directory: Path | str) -> None:
-        """`directory` is made where it is missing."""
+        """`directory` is made if it is missing."""
         self._file = LineFile(Path(directory) / FILE)
         self._names: list[str] = []
         self._lines: list[bytes] = []  # without that of names; as long as the file, which is 200 bytes a row

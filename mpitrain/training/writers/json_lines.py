@@ -16,14 +16,14 @@ RESUMED_AFTER = "resumed_after"
 
 
 class JsonLines:
-    """A Writer of `metrics.jsonl`, which `mpitrain plot` reads: a JSON object a row, only with what the row has.
+    """A Writer of `metrics.jsonl`, which `mpitrain plot` reads: a JSON object for each row, without missing numbers.
 
-    JSON has no NaN and no infinity: they are the strings "NaN", "Infinity" and "-Infinity", as in JSON of Protocol
-    Buffers, and float() takes them.
+    JSON has no NaN and no infinity. The file has the strings "NaN", "Infinity" and "-Infinity" instead, as the JSON of
+    Protocol Buffers does. float() accepts these strings.
     """
 
     def __init__(self, directory: Path | str) -> None:
-        """`directory` is made where it is missing."""
+        """`directory` is made if it is missing."""
         self._file = LineFile(Path(directory) / FILE)
         self._resumed: dict[str, float] = {}  # for the next row
 
@@ -49,10 +49,10 @@ class JsonLines:
 
 
 def read_rows(path: Path) -> list[dict[str, float]]:
-    """The rows of a `metrics.jsonl`, also of a run that is still writing it.
+    """Return the rows of a `metrics.jsonl`, also of a run that is still writing the file.
 
     Raises:
-        DataError: it cannot be read, or has a line that is none of a row.
+        DataError: the file cannot be read, or has a line that is not a row.
     """
     try:
         *lines, _ = path.read_bytes().split(b"\n")
@@ -62,7 +62,7 @@ def read_rows(path: Path) -> list[dict[str, float]]:
 
 
 def parse(lines: Sequence[bytes], path: Path) -> list[dict[str, float]]:
-    """The rows that these lines of `path` are. Raises DataError for one that is none."""
+    """Return the rows in these lines of `path`. Raise DataError for a line that is not a row."""
     rows: list[dict[str, float]] = []
     for number, line in enumerate(lines, 1):
         try:

@@ -1,4 +1,4 @@
-"""Rows for TensorBoard. The only module that imports tensorboardX."""
+"""Writes rows for TensorBoard. No other module imports tensorboardX."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from mpitrain.training.writers.writer import Row
 
 
 class TensorBoard:
-    """A Writer of event files: a scalar a name and row, at its step.
+    """A Writer of event files, with a scalar for each name of a row, at the step of the row.
 
-    A run that goes on begins a new file, with the mark that tells TensorBoard to leave out what older ones have of
-    later steps.
+    A run that resumes begins a new file, with the mark that makes TensorBoard ignore later steps in older files.
     """
 
     def __init__(self, directory: Path | str) -> None:
-        """`directory` is what `tensorboard --logdir` is given, or below; it is made where it is missing.
+        """`directory` is the folder for `tensorboard --logdir`, or one below. It is made if it is missing.
 
         Raises:
             ConfigError: tensorboardX is not installed.
