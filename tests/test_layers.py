@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -255,3 +256,13 @@ def test_only_errors_py_says_that_every_rank_raises_an_error() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr == "known_everywhere":
                 assert module == "errors", f"{path}, line {node.lineno}: raise everywhere(error) in its place"
+
+
+def test_types_without_pytorch() -> None:
+    """Where there is no PyTorch, scripts/check leaves out the modules that import it, and checks all others."""
+    (pattern,) = re.findall(r"--exclude '([^']+)'", (PACKAGE.parent / "scripts/check").read_text())
+    for module, path in FILES.items():
+        uses = any(name.partition(".")[0] == "torch" for _, name, _ in imports(path.read_text()))
+        left_out = bool(re.search(pattern, path.relative_to(PACKAGE.parent).as_posix()))
+        assert left_out or not uses, f"{path}: mypy finds what PyTorch lacks"
+        assert not left_out or module.startswith(("torch", "adapters.torch_")), path
