@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpitrain.waiting.pace import Pace
+from mpitrain.waiting.pace import Pace, patient_naps
 
 PIECE_BYTES = 256 * 1024
 # So much that what is taken in at once, 256 KiB, can be left out of the arithmetic below.
@@ -85,3 +85,13 @@ def test_short_exchanges_have_none_and_teach_nothing(clock: Clock) -> None:
     clock.now += 1e-9  # as it seems where all had come before
     pace.end()
     assert exchange(pace, clock, 250e6) == 200e-6
+
+
+def test_a_wait_without_data_naps_once_it_lasts(clock: Clock) -> None:
+    """None for 10 ms, then a 64th of the time so far, up to 500 us."""
+    nap = patient_naps()
+    naps = []
+    for milliseconds in (0, 9, 7, 16, 100_000):
+        clock.now += milliseconds * 1e-3
+        naps.append(nap())
+    assert naps == pytest.approx([0, 0, 250e-6, 500e-6, 500e-6])

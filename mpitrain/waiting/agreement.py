@@ -16,6 +16,7 @@ import numpy
 
 from mpitrain.errors import MismatchError, everywhere
 from mpitrain.waiting.control import until
+from mpitrain.waiting.pace import patient_naps
 from mpitrain.waiting.transfer import gather_bytes
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ class Agreement:
 
     def wait(self) -> numpy.ndarray:
         """The records, shape (size,), dtype RECORD, once all are here. Raises as `test` does."""
-        self._control.wait(until(self.test), self.operation)
+        self._control.wait(until(self.test, patient_naps()), self.operation)
         return self.records
 
     def _explain(self) -> None:

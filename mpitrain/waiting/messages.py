@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpitrain.errors import MismatchError
 from mpitrain.waiting.control import Control, until
+from mpitrain.waiting.pace import patient_naps
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -52,7 +53,7 @@ class Messages:
             message = self._comm.improbe(source, _USER_TAG + tag)
             return message is not None
 
-        control.wait(until(arrived), f"receive from {control.name(source)}", (source,))
+        control.wait(until(arrived, patient_naps()), f"receive from {control.name(source)}", (source,))
         assert message is not None
         return message.recv()
 

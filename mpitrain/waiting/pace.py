@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 # Linux adds some 50 us to any sleep. Measured (docs/log.md): at 1 Gbit/s naps cost no time and save nine tenths of a
 # core; at 10 Gbit/s any nap lets the wire run dry.
@@ -14,6 +15,9 @@ _LEAST_BYTES = 256 * 1024
 _BUFFERED_BYTES = 256 * 1024
 _FORGET = 0.99  # of the best rate, for each exchange; and one in so many is made without naps, to measure it again
 _WITHOUT_NAPS = 32
+# A wait that moves no data looks again at once for so long: other ranks that are as far as this one need some 20 us.
+# Then it sleeps for a share of the time that it has lasted, so that it ends at most that share later.
+_PATIENT_AFTER_SECONDS, _PATIENT_SHARE, _LONGEST_PATIENT_NAP = 10e-3, 1 / 64, 500e-6
 
 
 class Pace:
@@ -52,3 +56,14 @@ class Pace:
         if self._num_bytes >= _LEAST_BYTES:
             rate = (self._num_bytes - _BUFFERED_BYTES) / (time.perf_counter() - self._started)
             self._rate = max(rate, self._rate * _FORGET)
+
+
+def patient_naps() -> Callable[[], float]:
+    """For a wait that moves no data, and that begins now: says how many seconds it may sleep before the next look."""
+    begun = time.perf_counter()
+
+    def nap() -> float:
+        lasted = time.perf_counter() - begun
+        return 0.0 if lasted < _PATIENT_AFTER_SECONDS else min(lasted * _PATIENT_SHARE, _LONGEST_PATIENT_NAP)
+
+    return nap
