@@ -14,12 +14,13 @@ from mpitrain.cli.launching import add_launch_arguments, request_of
 HELP = "measure collectives, between hosts or on one, beside MPI's own"
 
 _EPILOG = """\
-Columns are those of nccl-tests: algbw is size / time, busbw that times a factor
-for the operation (GB/s of 1e9). Then, between nodes: the bound of the link, the
-share of it that was reached, the bytes that crossed the network interface. Every
-result is checked; the exit code is 1 if an element is #wrong.
+The columns are those of nccl-tests: algbw is size / time, and busbw is algbw times
+a factor for the operation (GB/s of 1e9 bytes). Between nodes there are also the
+bound of the link, the share of this bound that was reached, and the bytes that
+crossed the network interface. Every result is checked. The exit code is 1 if an
+element is #wrong.
 
-The ranks start as with `mpitrain run`. The same on ranks that you start yourself:
+The ranks start as with `mpitrain run`. To start the ranks yourself:
 mpiexec -n 4 python -m mpitrain.bench OPTIONS
 
   mpitrain bench -n 2 --sizes 4K,1M --algorithms all

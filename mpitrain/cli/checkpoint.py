@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 HELP = "list, show, verify and export checkpoints"
 
 _EPILOG = """\
-PATH is one checkpoint, or a directory of them: then show and export take the newest
-whole one, and verify looks at all. The exit code is 1 if one of those looked at is
-damaged.
+PATH is a checkpoint, or a directory of checkpoints. For a directory, show and
+export take the newest complete checkpoint, and verify reads all of them. The exit
+code is 1 if a checkpoint that was read is damaged.
 
   mpitrain checkpoint ls runs
   mpitrain checkpoint verify runs
@@ -34,8 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for name, text in (
-        ("ls", "list the checkpoints of a directory, newest first; reads their manifests only"),
-        ("show", "say what a checkpoint holds, and of which job it is"),
+        ("ls", "list the checkpoints of a directory, newest first; reads only their manifests"),
+        ("show", "say what a checkpoint holds, and which job wrote it"),
         ("verify", "compare every file with its checksum"),
         ("export", "write the parameters alone, by name, as FILE.safetensors or FILE.npz"),
     ):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mpitrain.errors import ConfigError
 
-HELP = "make a cluster of bare machines, and change it"
+HELP = "turn bare machines into a cluster, and change the cluster"
 
 _EPILOG = """\
 Runs the playbooks of the folder cluster/ and prints each ansible-playbook line
@@ -31,14 +31,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     def action(name: str, text: str) -> argparse.ArgumentParser:
         made = actions.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False)
-        made.add_argument("--inventory", type=Path, metavar="FILE", help="instead of cluster/hosts")
+        made.add_argument("--inventory", type=Path, metavar="FILE", help="use this file instead of cluster/hosts")
         return made
 
-    init = action("init", "write cluster/hosts, from options or from answers")
+    init = action("init", "write cluster/hosts, from options or from your answers")
     init.add_argument("--nodes", metavar="NAME=ADDRESS,...", help="the nodes with their IP addresses")
     init.add_argument("--head", metavar="NAME", help="the node that holds the share (default: the first)")
-    init.add_argument("--user", help="log in to the nodes as this user, who may use sudo (default: as ssh does)")
-    init.add_argument("--key", metavar="FILE", help="private key for that login (default: as ssh does)")
+    init.add_argument("--user", help="log in to the nodes as this user, who may use sudo (default: that of ssh)")
+    init.add_argument("--key", metavar="FILE", help="private key for that login (default: that of ssh)")
 
     trust = action("trust", "show the nodes' host keys, and make them known to your ssh")
     trust.add_argument("nodes", nargs="*", metavar="NODE", help="name of a node (default: all)")
@@ -49,14 +49,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     add = action("add", "take workers into cluster/hosts and set them up")
     add.add_argument("nodes", metavar="NAME=ADDRESS,...", help="the new workers")
-    add.add_argument("--user", help="log in to it as this user (default: as ssh does)")
-    add.add_argument("--key", metavar="FILE", help="private key for that login (default: as ssh does)")
+    add.add_argument("--user", help="log in to the new workers as this user (default: that of ssh)")
+    add.add_argument("--key", metavar="FILE", help="private key for that login (default: that of ssh)")
     _add_fingerprints(add)
     _add_playbook_options(add)
 
     remove = action("remove", "undo the set-up on a worker, and take it out of cluster/hosts")
     remove.add_argument("node", metavar="NODE", help="name of a worker")
-    remove.add_argument("--offline", action="store_true", help="it is dead: only make the others forget it")
+    remove.add_argument("--offline", action="store_true", help="the worker is dead: only make the others forget it")
     remove.add_argument("--yes", action="store_true", help="do not ask")
     _add_playbook_options(remove)
 

@@ -12,9 +12,9 @@ from datetime import UTC, datetime
 HELP = "say what is wrong with this machine, and the command that repairs it"
 
 _EPILOG = """\
-Makes those checks of `mpitrain check-cluster` that say something of a machine by itself, without ssh. Starts two
-processes to see whether they become one job; changes nothing. The exit code is 1 if something fails. Warnings alone
-leave it 0, and so does what could not be determined.
+Makes the checks of `mpitrain check-cluster` that concern a single machine, without ssh. Starts two processes to see
+whether they become one job. Changes nothing. The exit code is 1 if a check fails. It is 0 if there are only warnings,
+or checks that could not be made.
 """
 
 

@@ -10,8 +10,8 @@ from mpitrain.cli.ps import add_host_arguments
 HELP = "end a running job, by the id that `mpitrain ps` shows"
 
 _EPILOG = """\
-The launcher of the job ends it, as at Ctrl-C: the ranks have 5 s to end by
-themselves. Where the launcher is gone, or does not do it within 12 s, the
+The launcher of the job ends it as after Ctrl-C: the ranks have 5 s to end by
+themselves. If the launcher is gone, or does not end the job within 12 s, the
 processes of the job are killed.
 
   mpitrain kill 1a2b3c4d

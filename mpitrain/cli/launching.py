@@ -52,12 +52,12 @@ def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
         type=_seconds,
         default=60.0,
         metavar="S",
-        help="on several hosts: within which all ranks must be there (60); 0 for no limit",
+        help="on several hosts: the time in which all ranks must have started (60); 0 for no limit",
     )
     parser.add_argument(
         "--env-file",
         metavar="PATH",
-        help="variables for the ranks, as check-cluster --write-env writes them (MPITRAIN_ENV_FILE); yours win",
+        help="variables for the ranks, from check-cluster --write-env; your own win (MPITRAIN_ENV_FILE)",
     )
     parser.add_argument("--mpiexec", type=Path, metavar="PATH", help="use this mpiexec")
     for name in _ELSEWHERE:

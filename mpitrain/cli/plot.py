@@ -20,7 +20,7 @@ makes DIRECTORY/metrics.png. The run may still be going on.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.epilog = _EPILOG
-    parser.add_argument("directory", type=Path, metavar="DIRECTORY", help="of the run, with metrics.jsonl")
+    parser.add_argument("directory", type=Path, metavar="DIRECTORY", help="directory of the run, with metrics.jsonl")
 
 
 def run(arguments: argparse.Namespace) -> int:

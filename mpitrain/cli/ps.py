@@ -11,8 +11,8 @@ from mpitrain.cli.launching import add_inventory_argument
 HELP = "list the jobs that are running"
 
 _EPILOG = """\
-Looks on the hosts of the cluster that this machine is a node of, else on this
-machine. A job's id is for `mpitrain kill ID`.
+Looks on all hosts of the cluster if this machine is a node of a cluster, else
+only on this machine. Give the id of a job to `mpitrain kill ID`.
 
   mpitrain ps
   mpitrain ps --hosts node1,node2

@@ -12,21 +12,23 @@ from mpitrain.errors import ConfigError
 HELP = "start a script on several ranks, here or on several hosts"
 
 _EPILOG = """\
-Options after the script are the script's. The ranks run the Python that runs
-mpitrain, under the mpiexec beside it, else the one on PATH. Equal lines of
-several ranks are printed once, with the ranks in front: "[0-3] loss 0.31".
-The ranks read nothing from stdin. Ctrl-C ends them all.
+Options after the script belong to the script. The ranks run the same Python as
+mpitrain, with the mpiexec beside it, or else the one on PATH. Equal lines of
+several ranks are printed once, after the ranks: "[0-3] loss 0.31".
+The ranks read nothing from stdin. Ctrl-C ends all of them.
 
-On a node of a cluster the job runs on all its nodes; --hosts localhost keeps it
-here. Before it starts, code and packages of all hosts are compared. A host that
-vanishes, or a start that does not come to its end, ends the job on all hosts.
+On a node of a cluster the job runs on all nodes of the cluster. To run it only
+here, give --hosts localhost. Before the start, mpitrain compares the code and
+the packages of all hosts. If a host vanishes, or the start does not finish, the
+job ends on all hosts.
 
-With --restarts a job that fails in its training is started again, on the hosts
-that answer. The script goes on from its newest checkpoint if it has the hook
-mt.Checkpoint. A job that fails three times at the same step is not.
+With --restarts, a job that fails during training starts again on the hosts that
+answer. The script resumes from its newest checkpoint if it has the hook
+mt.Checkpoint. A job that fails three times at the same step does not start
+again.
 
-The exit code is not 0 if any rank failed, and 128 + the signal when a signal
-ended the job.
+The exit code is not 0 if any rank failed. It is 128 + the number of the signal
+if a signal ended the job.
 
   mpitrain run -n 4 train.py --epochs 5
   mpitrain run --hosts node1,node2 --ppn 2 train.py
@@ -44,15 +46,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--trace",
         type=Path,
         metavar="DIR",
-        help="at the end write DIR/trace.json: what each rank computed and waited for (MPITRAIN_TRACE)",
+        help="write DIR/trace.json at the end: what each rank computed and waited for (MPITRAIN_TRACE)",
     )
     parser.add_argument(
-        "--restarts", type=_count, default=0, metavar="N", help="after a failure start again, so many times at most (0)"
+        "--restarts", type=_count, default=0, metavar="N", help="start again after a failure, at most N times (0)"
     )
     parser.add_argument(
         "--min-nodes", type=positive, metavar="M", help="with --restarts: start again on at least M hosts (1)"
     )
-    parser.add_argument("--show", action="store_true", help="print the mpiexec command, do not run it")
+    parser.add_argument("--show", action="store_true", help="print the mpiexec command, but do not run it")
     add_script_arguments(parser)
 
 

@@ -15,7 +15,7 @@ from mpitrain.errors import ConfigError
 if TYPE_CHECKING:
     from mpitrain.testbed import Bed
 
-HELP = "several real nodes on this machine, to try mpitrain on and to break"
+HELP = "make several real nodes on this machine, to try mpitrain and to break things"
 
 _EPILOG = """\
 The nodes are containers that boot: each has its own systemd, sshd, users, /etc
@@ -36,9 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.epilog = _EPILOG
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--name", metavar="BED", help="the test bed, where there are several")
+    common.add_argument("--name", metavar="BED", help="the test bed, if there are several")
     common.add_argument(
-        "--state", type=Path, metavar="DIR", help="images and beds are there (/var/lib/mpitrain/testbed)"
+        "--state", type=Path, metavar="DIR", help="folder of images and beds (/var/lib/mpitrain/testbed)"
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
 
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     new.add_argument("num_nodes", nargs="?", type=int, metavar="N", help="number of nodes")
     new.add_argument("--full", action="store_true", help="nodes with kernels of their own (User-mode Linux)")
     new.add_argument("--snapshot", metavar="NAME", help="start from disks that `save` kept")
-    new.add_argument("--delay-microseconds", type=int, default=0, metavar="US", help="what every cable takes, each way")
+    new.add_argument("--delay-microseconds", type=int, default=0, metavar="US", help="delay of every cable, each way")
     build = action("build", "install what is needed and make the nodes' image; `up` does it too")
     build.add_argument("--full", action="store_true", help="also what `up --full` needs")
     old = action("down", "take a test bed down")
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     breaker.add_argument("--mtu-bytes", type=int, metavar="BYTES", help="for mtu: 576 to 9000; the network's is 1500")
     breaker.add_argument("--seconds", type=float, help="for clock: how far ahead, or back if below 0")
     breaker.add_argument("--delay-microseconds", type=int, metavar="US", help="for delay (full beds): each way")
-    heal = action("heal", "undo all that was broken")
+    heal = action("heal", "mend all that was broken")
     heal.add_argument("nodes", nargs="+", metavar="NODE", help="nodes, or all")
     save = action("save", "keep the disks of a test bed, for up --snapshot")
     save.add_argument("snapshot", metavar="NAME")
