@@ -61,6 +61,8 @@ ON_NODES = {
 }
 # The other tests run in a process for each folder that takes long; what is not named here has one process for all.
 LONG_FOLDERS = ["faults", "cli", "examples", "cuda", "training"]
+# Such a part waits in between, for jobs that start or stand still: two share a core, so that it is not idle then.
+CORES_OF_A_FOLDER = 0.5
 # For a first look: what needs neither nodes nor a job of its own, and of the tests on ranks what most others rest on.
 QUICK_FOLDERS = ["bench", "diagnostics", "launch", "training", "verify"]
 SLOW_FILES = ["tests/test_docs.py", "tests/test_everything.py", "tests/test_one_of_each.py"]
@@ -78,10 +80,13 @@ def parts(full: bool) -> Iterator[Part]:
     for name, words in zip(ON_NODES, (first, [*second, *ignored]), strict=True):
         yield Part(name, [*pytest, *words], cores=0, again=True)
     ignored = [f"--ignore={path}" for path in [*ON_RANKS, *first, *second]]
-    folders = [Part(f"tests/{name}", [*pytest, f"tests/{name}", *ignored], again=True) for name in LONG_FOLDERS]
+    folders = [
+        Part(f"tests/{name}", [*pytest, f"tests/{name}", *ignored], cores=CORES_OF_A_FOLDER, again=True)
+        for name in LONG_FOLDERS
+    ]
     yield folders[0]
     others = [*pytest, "tests", *ignored, *(f"--ignore=tests/{name}" for name in LONG_FOLDERS)]
-    yield Part("other tests", others, again=True)
+    yield Part("other tests", others, cores=CORES_OF_A_FOLDER, again=True)
     yield Part("lint and types", ["scripts/check"], is_pytest=False)
     yield from folders[1:]
     yield from on_ranks(slow, full)
@@ -114,12 +119,13 @@ def of_ranks(module: str, size: int, chosen: str, *options: str, vendor: str = "
 def quick_parts() -> Iterator[Part]:
     """A first look, in less than three minutes."""
     yield Part("lint and types", ["scripts/check"], is_pytest=False)
-    for size, chosen in QUICK_RANKS.items():
-        yield of_ranks("ranks", size, chosen, "-m", "not slow")
     files = sorted(str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "tests").glob("test_*.py"))
     files = [path for path in files if path not in SLOW_FILES]
-    folders = [f"tests/{name}" for name in QUICK_FOLDERS]
-    yield Part("one process", [sys.executable, "-m", "pytest", "-q", "-m", "not slow", *files, *folders])
+    pytest = [sys.executable, "-m", "pytest", "-q", "-m", "not slow"]
+    yield Part("folders", [*pytest, *(f"tests/{name}" for name in QUICK_FOLDERS)])
+    yield Part("files", [*pytest, *files])
+    for size, chosen in QUICK_RANKS.items():
+        yield of_ranks("ranks", size, chosen, "-m", "not slow")
 
 
 def main() -> int:

@@ -35,7 +35,7 @@ class Part:
         command: in the repository's root.
         deadline_seconds: far above what it takes; one that reaches it hangs, and is ended.
         is_pytest: it is given --junit-xml, and counts its tests.
-        cores: that it keeps busy; 0 if it mostly waits.
+        cores: that it keeps busy, on average; 0 if it mostly waits.
         again: a test of it that failed is tried once more at the end, when nothing else runs. The command is pytest's.
     """
 
@@ -43,7 +43,7 @@ class Part:
     command: Sequence[str]
     deadline_seconds: float = 3600.0
     is_pytest: bool = True
-    cores: int = 1
+    cores: float = 1
     again: bool = False
 
 
