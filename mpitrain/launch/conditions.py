@@ -31,7 +31,7 @@ class Condition(Enum):
     NAMES = _Rule("the names of the hosts are known", ("NAM03",))
     ROUTES = _Rule("there is a way to each host", ("NET01",))
     MACHINES = _Rule("each host is a machine of its own", ("NAM01", "NAM07"))
-    LOGIN = _Rule("ssh lets the user in without a question, and /usr/bin/python3 runs", ("SSH01", "PRB01", "SSH10"))
+    LOGIN = _Rule("ssh lets the user in without a question, and /usr/bin/python3 runs", ("SSH01", "PRB01", "SSH11"))
     SOCKETS = _Rule("the user may make a socket in /tmp", ("RUN01",))
     PROGRAMS = _Rule("where the job starts, programs in the temporary folder can be run", ("RUN01",))
     DEVICES = _Rule("the devices that variables name are there", ("NET07",))

@@ -230,16 +230,16 @@ def test_the_logins_that_every_job_begins_with() -> None:
     looked = seen(3)
     refused = {"failed": "key", "found": "cluster@10.0.0.3: Permission denied (publickey).", "seconds": 0.1}
     looked.cluster["logins of the head"] = {"node2": {"failed": "", "found": "", "seconds": 5.0}, "node3": refused}
-    results = judge([CHECKS["SSH10"]], looked)
+    results = judge([CHECKS["SSH11"]], looked)
     assert [(one.where, one.verdict) for one in results] == [(("node1", "node2"), "pass"), (("node1", "node3"), "fail")]
     assert results[1].observed == "cluster's `ssh` fails: cluster@there: Permission denied (publickey)."
     assert results[1].mend == ("node3",)
     looked.cluster["logins of the head"]["node3"] = {"error": "no answer in time"}
-    assert [one.verdict for one in judge([CHECKS["SSH10"]], looked)] == ["pass", "unknown"]
+    assert [one.verdict for one in judge([CHECKS["SSH11"]], looked)] == ["pass", "unknown"]
     # A pair that has failed so is not judged again; the others are.
     looked.cluster["logins of the head"]["node3"] = refused
-    results = judge([CHECKS["SSH10"], CHECKS["SSH04"]], looked)
-    blocked = [one.where for one in results if one.blocked_by == "SSH10"]
+    results = judge([CHECKS["SSH11"], CHECKS["SSH04"]], looked)
+    blocked = [one.where for one in results if one.blocked_by == "SSH11"]
     assert blocked == [("node1", "node3")]
 
 

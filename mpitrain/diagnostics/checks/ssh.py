@@ -204,7 +204,7 @@ CHECKS = (
         fault="echo at the top of .bashrc",
     ),
     Check(
-        "SSH10",
+        "SSH11",
         "from the head the shared user logs in to each node",
         "quick",
         "way",
@@ -226,7 +226,7 @@ CHECKS = (
         looks="On each node, as the shared user: ssh -o BatchMode=yes NODE true, once for each other node.",
         why="mpiexec starts its helpers so, and a question or a refusal on one way keeps the whole job from starting.",
         tag="ssh",
-        needs=(*_JOB, "NAM03", "SSH08", "SSH10", "NET01", "NET09", "NET11", "NET03"),
+        needs=(*_JOB, "NAM03", "SSH08", "SSH11", "NET01", "NET09", "NET11", "NET03"),
         fault="one node's key removed on another; known_hosts without a node",
     ),
 )

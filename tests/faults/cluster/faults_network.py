@@ -293,7 +293,7 @@ FAULTS: dict[str, Fault] = {
         "the head's key taken out of authorized_keys on node3",
         {"node3": "sed -i /@node1$/d /etc/ssh/mpitrain/authorized_keys"},
         {},
-        {"SSH10": ("fail", "node1 -> node3")},
+        {"SSH11": ("fail", "node1 -> node3")},
         repair="ssh",
         shows=["Permission denied"],
         is_slow=True,
