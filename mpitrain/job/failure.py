@@ -21,7 +21,7 @@ from mpitrain.job.early import abort
 from mpitrain.launch.shared_files import remove_mine
 from mpitrain.waiting.notes import FAILED, FINISHED
 from mpitrain.watching.activity import own_activity
-from mpitrain.watching.rank_record import ENDED
+from mpitrain.watching.rank_record import ENDED, INTERRUPTED
 from mpitrain.world import World
 
 # Ranks that fail for one reason fail at about the same time. The first one waits this long, so that it hears of the
@@ -57,7 +57,7 @@ def end_job(world: World, error: BaseException, ending: threading.Lock) -> NoRet
             if not finalized:
                 is_first, is_news, failed_seconds = _compare(world, error)
         if activity := own_activity():
-            activity.fail(_line(error), failed_seconds)
+            activity.fail(_line(error), time.monotonic() - (time.time() - failed_seconds))
         if is_first:
             _write(_report(world, error))
         else:
@@ -107,7 +107,7 @@ def _is_known_everywhere(error: BaseException) -> bool:
 def _report(world: World, error: BaseException) -> str:
     text = "".join(traceback.format_exception(error))
     if isinstance(error, KeyboardInterrupt):
-        text = "interrupted\n"
+        text = f"{INTERRUPTED}\n"
     name = world.control.name()
     return f"{BEGIN.format(name=name)}\n{text}{END.format(name=name)}\n"
 
@@ -121,7 +121,7 @@ def _text(error: BaseException) -> str:
 
 
 def _line(error: BaseException) -> str:
-    return "interrupted" if isinstance(error, KeyboardInterrupt) else _text(error).splitlines()[0]
+    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else _text(error).splitlines()[0]
 
 
 def _write(text: str) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from mpitrain.launch.host_report import HostReport
 from mpitrain.launch.placement import Place
-from mpitrain.launch.watch import HostReport
 from mpitrain.watching.ranges import rank_ranges
 from mpitrain.watching.rank_record import BEGUN, CALLED, FAILED, STARTED
 

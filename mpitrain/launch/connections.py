@@ -31,10 +31,15 @@ GUARD = (
     "watching.view",
     "watching.roll_call",
     "watching.census",
+    "launch.marked",
+    "launch.memory_kills",
     "launch.shared_files",
     "launch.facts",
     "launch.guard",
 )
+
+# And what comes where a guard was killed.
+SWEEP = (*GUARD, "launch.sweep")
 
 # The first line has the modules and what to do. Read byte by byte, to leave the rest for the guard.
 _BOOT = """
@@ -112,6 +117,17 @@ class Connection:
             code = None
         return explain(self.host, words, code)
 
+    def how_killed(self) -> str:
+        """How the guard was killed, if it was: ssh gives 255 for it, and says nothing."""
+        self.errors.seek(0)
+        if self.errors.read().strip():
+            return ""
+        try:
+            code = self.process.wait(2.0)
+        except subprocess.TimeoutExpired:
+            return ""
+        return f"was killed by signal {-code}" if code < 0 else "was killed" if code == 255 else ""
+
     def hang_up(self) -> None:
         """Send no more. The guard then ends what is left of the job there, and itself."""
         assert self.process.stdin is not None
@@ -150,8 +166,9 @@ def connect(
             stdout=subprocess.PIPE,
             stderr=errors,
             start_new_session=True,  # Ctrl-C in the terminal comes to the launcher alone
-            # A guard of this machine outlives the launcher, to clean up; ssh does not.
-            preexec_fn=None if is_this_machine else end_with_parent(),  # noqa: PLW1509 (there are no threads yet)
+            # What cleans up outlives the launcher: a guard of this machine, and what comes in place of one. Other ssh
+            # does not.
+            preexec_fn=None if is_this_machine or modules is SWEEP else end_with_parent(),  # noqa: PLW1509 (no threads)
         )
     except FileNotFoundError:
         raise LaunchError(

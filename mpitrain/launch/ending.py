@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mpitrain.watching.census import FirstEnd
 from mpitrain.watching.ranges import rank_ranges
-from mpitrain.watching.rank_record import RankRecord
+from mpitrain.watching.rank_record import FAILED, RankRecord
 
-_LINE_BYTES = 300  # of a cause
+_LINE_BYTES = 400  # of a cause: the kernel's line on a process that it killed has some 250
 # Measured on 4 hosts on two busy cores: after a rank was killed, MPICH's processes on the other hosts were
 # seen to end 0.2 to 53 ms later; after a daemon of Open MPI was, the first rank 0.28 s later.
 _UNSURE_SECONDS = 0.1
+# A rank that fails ends the job 0.1 s later (mpitrain.job.failure); what ends within half of that ended by itself.
+_ABORT_SECONDS = 0.05
+# The launcher may see the end of mpiexec so late.
+_NOTICED_SECONDS = 1.0
 
 # MPICH names a process, Intel MPI the rank too; both name ranks that they have ended themselves.
 _HYDRA = re.compile(r"=   (?:RANK (\d+) )?PID (\d+) RUNNING AT (\S+)\n=   (EXIT CODE|KILLED BY SIGNAL): (\d+)")
@@ -35,12 +39,13 @@ class Ended:
         is_interrupted: a signal to the launcher ended it.
         trouble: why the launcher ended it, a line each.
         lost: the hosts that vanished.
-        failed: what the rank that failed first has said last.
+        failed: what the rank that failed first has said last; its time is by the clock of `first_ends`.
         mpiexec_said: the last of it.
         mpiexec_signal: that ended mpiexec itself, and was not ours; 0: none.
+        mpiexec_host: where mpiexec ran.
+        mpiexec_seconds: when its end was seen, by the clock of `first_ends`.
         missing: the ranks that began and did not come to their end.
-        first_dead: the rank that died first on each host where that is known; the first of all first.
-        orphaned: ranks of a host where what had started them ended before all of them; the first such host's.
+        first_ends: what ended first on each host where that is known; the first of all first.
         records: what each rank has said last.
     """
 
@@ -51,10 +56,16 @@ class Ended:
     failed: RankRecord | None = None
     mpiexec_said: str = ""
     mpiexec_signal: int = 0
+    mpiexec_host: str = ""
+    mpiexec_seconds: float = 0.0
     missing: tuple[int, ...] = ()
-    first_dead: tuple[int, ...] = ()
-    orphaned: tuple[int, ...] = ()
+    first_ends: tuple[FirstEnd, ...] = ()
     records: Mapping[int, RankRecord] = field(default_factory=dict)
+
+    @property
+    def first_end(self) -> FirstEnd | None:
+        """The first of all."""
+        return self.first_ends[0] if self.first_ends else None
 
 
 def why(ended: Ended, host_of: Callable[[int], str]) -> tuple[str, int | None]:
@@ -63,37 +74,77 @@ def why(ended: Ended, host_of: Callable[[int], str]) -> tuple[str, int | None]:
     return text[:_LINE_BYTES], rank
 
 
+def last_words(ended: Ended, host_of: Callable[[int], str]) -> str:
+    """What is said at the end of a job that nobody had ended; "" where nothing is left to say."""
+    if ended.is_interrupted or ended.trouble or not (ended.missing or ended.mpiexec_signal):
+        return ""
+    if first_failure(ended) is not None:  # which the rank itself has reported
+        return ""
+    cause, rank = why(ended, host_of)
+    if rank is None and cause == _unknown(ended):
+        ranks = _ranks(ended.missing)
+        others = "" if len(ended.missing) == 1 else "; when one rank ends so, mpiexec ends the others"
+        return f"{ranks} ended before the end of the program and did not say why: os._exit, or killed?{others}"
+    others = "" if rank is None or set(ended.missing) <= {rank} else "; mpiexec ended the others"
+    return cause + others
+
+
+def first_failure(ended: Ended) -> RankRecord | None:
+    """The rank whose failure ended the job; None where ranks failed because something else had ended before."""
+    failed, first = ended.failed, ended.first_end
+    if failed is None:
+        return None
+    if ended.mpiexec_signal and failed.failed_seconds > ended.mpiexec_seconds - _NOTICED_SECONDS:
+        return None
+    if first is None or first.seconds > failed.failed_seconds + _ABORT_SECONDS:
+        return failed
+    record = None if first.rank is None else ended.records.get(first.rank)
+    return failed if record is not None and record.phase == FAILED else None
+
+
 def _why(ended: Ended, host_of: Callable[[int], str]) -> tuple[str, int | None]:
     if ended.lost:
         return f"{' and '.join(ended.lost)} fell silent", None
     if ended.trouble:
         return ended.trouble[0], None
-    if ended.failed is not None:
-        failed = ended.failed
+    failed, first = first_failure(ended), ended.first_end
+    if failed is not None:
         return f"rank {failed.rank} on {host_of(failed.rank)} failed: {failed.error}", failed.rank
     if ended.mpiexec_signal:
-        return f"mpiexec itself was killed by signal {ended.mpiexec_signal}", None
+        return f"mpiexec itself was killed on {ended.mpiexec_host}, by signal {ended.mpiexec_signal}", None
     if daemon := _OPEN_MPI_DAEMON.search(ended.mpiexec_said):
         return f"the process of mpiexec on {daemon[1]} was killed, or has crashed, or cannot be reached", None
-    if ended.orphaned:
-        first = ended.orphaned[0]
-        ranks = f"rank{'s' * (len(ended.orphaned) > 1)} {rank_ranges(ended.orphaned)}"
-        return f"the process of mpiexec on {host_of(first)} that started {ranks} was killed, or has crashed", None
+    kernel = f": {first.kernel}" if first is not None and first.kernel else ""
+    if first is not None and first.rank is None:
+        host = host_of(first.parent_of[0])
+        started = f"that started {_ranks(first.parent_of)}"
+        return f"the process of mpiexec on {host} {started} was killed, or has crashed{kernel}", None
     told = _told(ended, host_of)
     rank = _first(ended, set(told))
     if rank is None and len(told) == 1:
         (named,) = told
         return f"rank {named} on {host_of(named)} or another one {told[named]}", None
-    if rank is not None:
-        how = told.get(rank, f"was killed, or left without a word; mpiexec ended with code {ended.code}")
-        return f"rank {rank} on {host_of(rank)} {how}", rank
-    return f"the job ended with exit code {ended.code}", None
+    if rank is None:
+        return _unknown(ended), None
+    how = told.get(rank, "ended without a word (os._exit, or killed?)")
+    if kernel and "killed" in how:
+        how = f"was killed by signal 9{kernel}"
+    return f"rank {rank} on {host_of(rank)} {how}", rank
+
+
+def _unknown(ended: Ended) -> str:
+    return f"the job ended with exit code {ended.code}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {rank_ranges(ranks)}"
 
 
 def _first(ended: Ended, told: set[int]) -> int | None:
     """The rank that failed first, if it is known; `told` are those of which mpiexec speaks."""
-    if ended.first_dead:
-        return ended.first_dead[0]
+    dead = [end.rank for end in ended.first_ends if end.rank is not None]
+    if dead:
+        return dead[0]
     if len(told) == 1 and (len(ended.records) == 1 or not _HYDRA.search(ended.mpiexec_said)):
         return next(iter(told))
     return ended.missing[0] if len(ended.missing) == 1 else None
@@ -144,4 +195,4 @@ def last_step(records: Mapping[int, RankRecord], rank: int | None = None) -> int
 
 def is_kill(cause: str) -> bool:
     """Whether a failure may be the kernel's answer to too little memory."""
-    return "was killed by signal 9" in cause or "was killed, or left" in cause
+    return "was killed by signal 9" in cause or "ended without a word" in cause

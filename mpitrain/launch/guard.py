@@ -5,18 +5,20 @@ comes with it, and does with an old Python. Both sides send a JSON object a line
 
     launcher: {"wish": ...}                       guard: {"facts": ...}, or {"error": ...,
                                                          "condition": the name of a conditions.Condition}
-    launcher: {"beat": 1}, every second           guard: {"beat": 1, "ranks": [view.RankView...],
-                                                         "time": now, by its own clock}
+    launcher: {"beat": number}, every second      guard: {"echo": number, "time": now, by its own clock}
+                                                  guard: {"ranks": [view.RankView...]}, every second
                                                   guard: {"first_end": census.FirstEnd or null}
+                                                  guard: {"files": [[path, inode]...], of the job,
+                                                         "since": when it began, by time.time() there}
     launcher: {"look": 1}                         guard: {"seen": [view.RankView..., with stacks]}
     launcher: {"processes": 1}                    guard: {"processes": [[pid, state, command line]...],
                                                          "unreachable": [host...]}
     launcher: {"end": linger_seconds}             guard: {"ended": [[pid, command line]...], "immortal": [...],
                                                          "lost": whether somebody has removed the roll call}
 
-The job's processes are those with its mark in their environment, and what descends from them. The guard ends them when
-it is told to, when the connection is closed, and when the launcher has been silent for `silence_seconds` (0: never).
-Then it removes the job's files in /dev/shm.
+The guard ends the job's processes (marked.py) when it is told to, when the connection is closed, and when the launcher
+has been silent for `silence_seconds` (0: never). Then it removes the job's files (shared_files.py). Where the guard
+itself is killed, another one comes and does that (sweep.py).
 """
 
 from __future__ import annotations
@@ -35,8 +37,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mpitrain.job.context import JOB
 from mpitrain.launch.facts import collect
+from mpitrain.launch.marked import Marked, command_line, read, remove
+from mpitrain.launch.memory_kills import MemoryKills
 from mpitrain.launch.shared_files import SharedFiles
 from mpitrain.watching.census import Census
 from mpitrain.watching.rank_record import RankRecord
@@ -46,7 +49,6 @@ from mpitrain.watching.view import RankView, look_at, process_state, to_json
 RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK")
 
 _BEAT_SECONDS = 1.0
-_KILL_SECONDS = 5.0
 _REACH_SECONDS = 1.5
 # After such a gap this host, not the launcher, was silent: it was suspended or frozen.
 _GAP_SECONDS = 5.0
@@ -56,7 +58,7 @@ class Guard:
     """One job on this host."""
 
     def __init__(self, wish: dict[str, Any], census: Census) -> None:
-        self._mark = ("{}={}".format(JOB, wish["token"])).encode()
+        self._job = Marked(wish["token"])
         self._roll_call = wish["roll_call"]
         self._peers = wish["peers"]
         self._silence_seconds = wish["silence_seconds"]
@@ -64,7 +66,11 @@ class Guard:
         self._census = census
         self._first_end: dict[str, Any] | None = None
         self._shared_files = SharedFiles()
+        self._num_files = -1
+        self._since = time.time()
         self._files_looked = 0.0
+        self._memory_kills = MemoryKills()
+        self._kernel: dict[int, str] = {}  # by process: what the kernel says of its end
 
     def run(self) -> None:
         """Until the job is over."""
@@ -87,7 +93,7 @@ class Guard:
                 break
             if now - self._files_looked >= _BEAT_SECONDS / 2:  # reads all of /proc
                 self._files_looked = now
-                self._shared_files.look(self._find)
+                self._look_at_files()
             if now - beaten >= _BEAT_SECONDS:
                 beaten = now
                 self._beat()
@@ -95,22 +101,34 @@ class Guard:
 
     def _look_at_ends(self) -> None:
         self._census.look()
+        for pid in self._census.alive():
+            self._memory_kills.watch(pid)
         first = self._census.first_end()
-        first_end = None if first is None else vars(first)
+        if first is not None and first.pid not in self._kernel:
+            self._kernel[first.pid] = self._memory_kills.words(first.pid)
+        first_end = None if first is None else {**vars(first), "kernel": self._kernel[first.pid]}
         if first_end != self._first_end:
             self._first_end = first_end
             send({"first_end": first_end})
+
+    def _look_at_files(self) -> None:
+        self._shared_files.look(self._job.find)
+        if len(self._shared_files.of_job) != self._num_files:
+            self._num_files = len(self._shared_files.of_job)
+            send({"files": sorted(self._shared_files.of_job), "since": self._since})
 
     def _obey(self, data: bytes) -> bool:
         """Do what the launcher says; true when that was the end."""
         *lines, self._received = (self._received + data).split(b"\n")
         for line in lines:
             message = json.loads(line)
+            if "beat" in message:
+                send({"echo": message["beat"], "time": time.monotonic()})
             if "end" in message:
                 self._end(message["end"])
                 return True
             if "processes" in message:
-                processes = [[pid, process_state(pid), command_line(pid)] for pid in sorted(self._find())]
+                processes = [[pid, process_state(pid), command_line(pid)] for pid in sorted(self._job.find())]
                 send({"processes": processes, "unreachable": unreachable(self._peers)})
             if "look" in message:
                 send({"seen": [to_json(view) for view in self._look_at_ranks()]})
@@ -125,7 +143,7 @@ class Guard:
     def _ranks_by_variable(self) -> dict[int, int]:
         """The processes that the launcher started as ranks, also those that have not called init() yet."""
         ranks: dict[int, int] = {}
-        for pid in sorted(self._find()):
+        for pid in sorted(self._job.find()):
             for word in read(f"/proc/{pid}/environ").split(b"\0"):
                 name, _, value = word.decode(errors="replace").partition("=")
                 if name in RANK_VARIABLES:
@@ -135,54 +153,19 @@ class Guard:
         return ranks
 
     def _beat(self) -> None:
-        send({"beat": 1, "ranks": [to_json(view) for view in self._census.views()], "time": time.monotonic()})
+        send({"ranks": [to_json(view) for view in self._census.views()]})
 
     def _end(self, linger_seconds: float) -> None:
-        """Leave the job's processes so long to end by themselves, then kill the rest, and remove its shared memory."""
-        self._shared_files.look(self._find)
-        until = time.monotonic() + linger_seconds
-        while (left := self._find()) and time.monotonic() < until:
-            time.sleep(0.05)
-        named = [[pid, command_line(pid)] for pid in sorted(left)]
-        deadline = time.monotonic() + _KILL_SECONDS
-        while left and time.monotonic() < deadline:
-            for pid in left:
-                with contextlib.suppress(OSError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.02)
-            left = self._find()
+        """Leave the job's processes so long to end by themselves, then kill the rest, and remove the job's files."""
+        self._shared_files.look(self._job.find)
+        ended, immortal = self._job.end(linger_seconds)
+        self._kernel.clear()  # its log may come after the end of a process
         self._look_at_ends()
         self._beat()
         self._shared_files.remove()
         is_lost = not Path(self._roll_call).exists()
         remove(self._roll_call)
-        immortal = [[pid, command_line(pid)] for pid in sorted(left)]
-        send({"ended": named, "immortal": immortal, "lost": is_lost})
-
-    def _find(self) -> set[int]:
-        """The processes of the job, without those that have ended and wait for their parent to notice."""
-        children: dict[int, list[int]] = {}
-        to_do = []
-        for entry in os.listdir("/proc"):  # noqa: PTH208 (names are wanted, many, often)
-            if not entry.isdigit():
-                continue
-            stat, environment = read(f"/proc/{entry}/stat"), read(f"/proc/{entry}/environ")
-            if not stat:
-                continue
-            marked = self._mark in environment.split(b"\0")
-            # "pid (name) state parent ...", where the name may hold spaces and brackets.
-            process_state, parent = stat.rpartition(b")")[2].split()[:2]
-            if process_state not in (b"Z", b"X"):
-                children.setdefault(int(parent), []).append(int(entry))
-                if marked:
-                    to_do.append(int(entry))
-        job: set[int] = set()
-        while to_do:
-            pid = to_do.pop()
-            if pid not in job and pid != os.getpid():
-                job.add(pid)
-                to_do.extend(children.get(pid, []))
-        return job
+        send({"ended": ended, "immortal": immortal, "lost": is_lost})
 
 
 def unreachable(peers: dict[str, str]) -> list[str]:
@@ -204,25 +187,6 @@ def unreachable(peers: dict[str, str]) -> list[str]:
     return sorted(waiting.values())
 
 
-def command_line(pid: int) -> str:
-    """The command line of a process; empty when it is gone."""
-    return read(f"/proc/{pid}/cmdline").replace(b"\0", b" ").decode(errors="replace").strip()
-
-
-def read(path: str) -> bytes:
-    """A file of /proc; empty when the process is gone or another user's."""
-    try:
-        return Path(path).read_bytes()
-    except OSError:
-        return b""
-
-
-def remove(path: str) -> None:
-    """Remove a file, unless it is gone already."""
-    with contextlib.suppress(OSError):
-        Path(path).unlink()
-
-
 def send(message: dict[str, Any]) -> None:
     """A line to the launcher, which may be gone."""
     data = (json.dumps(message) + "\n").encode()
@@ -234,7 +198,11 @@ def send(message: dict[str, Any]) -> None:
 
 
 def main(wish: dict[str, Any], probe: str) -> None:
-    """Run the guard; `probe` is the text of probe.py. A wish for no Python asks for no facts."""
+    """Run the guard; `probe` is the text of probe.py.
+
+    A wish for no Python asks for no facts. `agent` is a file of the launcher's, alone in its folder: both are removed
+    here, too, since the launcher may be killed.
+    """
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     os.set_blocking(1, True)
     try:
@@ -254,4 +222,8 @@ def main(wish: dict[str, Any], probe: str) -> None:
         Guard(wish, census).run()
     finally:
         remove(wish["roll_call"])
+        if "agent" in wish:
+            remove(wish["agent"])
+            with contextlib.suppress(OSError):
+                Path(wish["agent"]).parent.rmdir()
         sys.stdout.flush()

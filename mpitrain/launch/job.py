@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
@@ -16,11 +17,10 @@ from typing import Protocol
 from mpitrain.errors import LaunchError
 from mpitrain.launch import processes
 from mpitrain.launch.dialects import JobSpec, command_for
-from mpitrain.launch.ending import Ended
+from mpitrain.launch.ending import Ended, first_failure, last_words
 from mpitrain.launch.printer import Printer
 from mpitrain.watching.census import FirstEnd
-from mpitrain.watching.ranges import rank_ranges
-from mpitrain.watching.rank_record import RankRecord
+from mpitrain.watching.rank_record import INTERRUPTED, RankRecord
 
 # After a signal the ranks have this long to end by themselves (to close files, say) before they are killed.
 GRACE_SECONDS = 5.0
@@ -96,11 +96,12 @@ class _Run:
     def __init__(self, job: JobSpec, watched: Watched) -> None:
         self._command = command_for(job, os.environ)
         self._watched = watched
-        self._is_here = job.placement.is_here
+        self._is_here, self._own, self._host_of = job.placement.is_here, job.placement.own, job.placement.host_of
         self._trouble: list[str] = []  # why we have ended the job
         self._printer = Printer(self._command.tag, job.placement.num_ranks, job.shows_ranks)
         self._signals: list[int] = []  # that came to this process
         self._kill_at = float("inf")
+        self._mpiexec_ended = 0.0  # when it was seen; 0: it was not
         self._not_ours: set[int] = set()
 
     def run(self) -> Ended:
@@ -127,7 +128,10 @@ class _Run:
                     assert pipe is not None
                     pipe.close()
                 mpiexec.poll()
-        return self._ended(self._exit_code(returncode, left), -min(0, returncode))
+        ended = self._ended(returncode, left)
+        if words := last_words(ended, self._host_of):
+            self._printer.say(words)
+        return ended
 
     def _start(self) -> subprocess.Popen[bytes]:
         arguments = self._command.arguments
@@ -151,6 +155,7 @@ class _Run:
             self._read(pipes, timeout_seconds=0.05 if self._printer.is_waiting else 0.2)
             self._pass_signals_on(mpiexec)
             if mpiexec.poll() is not None:
+                self._mpiexec_ended = self._mpiexec_ended or time.monotonic()
                 if not self._alive():
                     return
                 linger_until = min(linger_until, time.monotonic() + LINGER_SECONDS)
@@ -205,13 +210,8 @@ class _Run:
         for line in beyond:
             self._printer.say(line)
         self._printer.close()
-        missing = self._watched.missing()
         if self._watched.is_gone:
             self._printer.say(f"cannot check that all ranks came to their end: {self._watched.path} has gone")
-        if missing and not self._is_forced and self._watched.failed() is None:
-            names = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {rank_ranges(missing)}"
-            others = "" if len(missing) == 1 else "; where one leaves so, mpiexec ends the others"
-            self._printer.say(f"{names} did not come to the end and did not say why (os._exit, or killed?){others}")
         return left
 
     def _say_trouble(self) -> None:
@@ -223,33 +223,36 @@ class _Run:
         """True when we end the job, so that what is left of it is no surprise."""
         return bool(self._signals or self._trouble)
 
-    def _ended(self, code: int, mpiexec_signal: int) -> Ended:
-        first_ends = self._watched.first_ends()
-        return Ended(
-            code,
+    def _ended(self, returncode: int, left: list[str]) -> Ended:
+        ended = Ended(
+            returncode,
             is_interrupted=bool(self._signals),
             trouble=tuple(self._trouble),
             lost=tuple(self._watched.lost()),
             failed=self._watched.failed(),
             mpiexec_said=self._printer.mpiexec_said.decode(errors="replace"),
-            mpiexec_signal=0 if self._is_forced else mpiexec_signal,
+            mpiexec_signal=0 if self._is_forced else -min(0, returncode),
+            mpiexec_host=self._own,
+            mpiexec_seconds=self._mpiexec_ended,
             missing=tuple(self._watched.missing()),
-            first_dead=tuple(end.rank for end in first_ends if end.rank is not None),
-            orphaned=first_ends[0].parent_of if first_ends else (),
+            first_ends=tuple(self._watched.first_ends()),
             records=self._watched.records(),
         )
+        return replace(ended, code=self._exit_code(ended, returncode, left))
 
-    def _exit_code(self, returncode: int, left: list[str]) -> int:
+    def _exit_code(self, ended: Ended, returncode: int, left: list[str]) -> int:
         if self._signals:
             return 128 + self._signals[0]
         if self._trouble:
             return 1
+        if failed := first_failure(ended):  # mpiexec may tell how it has ended another rank because of it
+            return 128 + signal.SIGINT if failed.error == INTERRUPTED else 1
         if returncode < 0:
             return 128 - returncode
         # MPICH's mpiexec returns the bare number of the signal that ended a rank, and names it only in words.
         if returncode and b"(signal %d)" % returncode in self._printer.mpiexec_said:
             return 128 + returncode
-        return returncode or int(bool(left) or self._watched.failed() is not None or bool(self._watched.missing()))
+        return returncode or int(bool(left or ended.failed or ended.missing))
 
     def _alive(self) -> set[int]:
         return processes.alive_below(self._not_ours)

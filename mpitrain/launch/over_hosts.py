@@ -71,7 +71,10 @@ def run(job: JobSpec, script: str, start_seconds: float, from_file: Mapping[str,
         LaunchError: hosts cannot be reached, or differ from this one.
     """
     placement, context = job.placement, identified(job.context, _FOLDER)
-    with _guards(placement, script, context) as guards, tempfile.TemporaryDirectory() as folder:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        _guards(placement, script, context, agent := Path(folder, "ssh")) as guards,
+    ):
         facts = _facts(guards, from_file)
         _refuse_different(placement.own, facts, str(Path(script).absolute()))
         pinning = _pinning(job, facts)
@@ -79,7 +82,7 @@ def run(job: JobSpec, script: str, start_seconds: float, from_file: Mapping[str,
         variable, ssh = ssh_agent(job.mpiexec, os.environ)
         marks = JobContext(job=context.job, launcher=context.launcher)
         added = {
-            variable: _marking_ssh(placement.own, Path(folder), ssh, marks),
+            variable: _marking_ssh(placement.own, agent, ssh, marks),
             # The script above is on this machine alone, so that all connections must set out from here.
             **({"PRTE_MCA_plm_ssh_no_tree_spawn": "1"} if job.mpiexec.vendor == "openmpi" else {}),
         }
@@ -87,8 +90,8 @@ def run(job: JobSpec, script: str, start_seconds: float, from_file: Mapping[str,
         return run_job(_fitted(replace(job, context=context), facts, pinning, added), watched)
 
 
-def _guards(placement: Placement, script: str, context: JobContext) -> Guards:
-    """Connect to every host; the guards live as long as a `with` of the result."""
+def _guards(placement: Placement, script: str, context: JobContext, agent: Path | None = None) -> Guards:
+    """Connect to every host; the guards live as long as a `with` of the result. The one here removes `agent`."""
     wish = {
         "python": sys.executable,
         "paths": [str(Path.cwd()), sys.executable, str(Path(script).absolute())],
@@ -103,6 +106,8 @@ def _guards(placement: Placement, script: str, context: JobContext) -> Guards:
         host: {**wish, "peers": {peer: address for peer, address in addresses.items() if peer != host}}
         for host in addresses
     }
+    if agent is not None:
+        wishes[placement.own]["agent"] = str(agent)
     return Guards(placement.own, addresses, wishes)
 
 
@@ -175,12 +180,11 @@ def _threads(placement: Placement, cores: Mapping[str, int]) -> tuple[dict[str, 
     return (first, {}) if all(other == first for other in others) else ({}, by_host)
 
 
-def _marking_ssh(own: str, folder: Path, ssh: Sequence[str], context: JobContext) -> str:
-    path = folder / "ssh"
+def _marking_ssh(own: str, path: Path, ssh: Sequence[str], context: JobContext) -> str:
     exports = " ".join(f"{name}='{value}'" for name, value in context.variables().items())
     path.write_text(_MARKING_SSH.format(ssh=shlex.join(ssh), marks=exports))
     path.chmod(0o700)
-    if why := why_no_programs(str(folder)):
+    if why := why_no_programs(folder := str(path.parent)):
         fault = f"no program in {folder} can be run: {why}"
         refusal = Refusal(Condition.PROGRAMS, own, fault)
         raise refuse("the job was not started", [refusal], script="", advice="Or set TMPDIR to another folder. ")

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.job.context import JobContext
-from mpitrain.launch.guard import RANK_VARIABLES, command_line, read, send
+from mpitrain.launch.guard import RANK_VARIABLES, send
+from mpitrain.launch.marked import command_line, read
 from mpitrain.watching.rank_record import RankRecord, read_record
 from mpitrain.watching.view import RankView, process_state, to_json, waited
 

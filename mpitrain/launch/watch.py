@@ -9,16 +9,17 @@ import selectors
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from mpitrain.launch.conditions import Condition, Refusal, refuse, refuse_here
-from mpitrain.launch.connections import Connection, connect
+from mpitrain.launch.connections import SWEEP, Connection, connect
 from mpitrain.launch.ending import in_order
+from mpitrain.launch.host_report import HostReport
 from mpitrain.watching.census import FirstEnd
 from mpitrain.watching.phases import Phases
-from mpitrain.watching.rank_record import BEGUN, CALLED, FAILED, RankRecord
-from mpitrain.watching.view import RankView, from_json
+from mpitrain.watching.rank_record import FAILED, RankRecord
+from mpitrain.watching.view import from_json
 
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 15.0  # a host that has not been heard for so long is lost
@@ -29,37 +30,6 @@ _LOOK_SECONDS = 3.0
 # A host that has been silent for so long is not waited for when the others say what their ranks do.
 _SHORT_SILENCE_SECONDS = 3.0
 _CLOSE_SECONDS = 3.0
-# mpiexec ends a job within milliseconds when a rank's process has; now and then MPICH's does not, and waits for ever.
-_VANISHED_SECONDS = 10.0
-
-
-@dataclass
-class HostReport:
-    """What is known of a host while the job runs."""
-
-    ranks: dict[int, RankView] = field(default_factory=dict)  # that have appeared there, as they were last seen
-    seen: list[RankView] | None = None  # its ranks with their stacks, asked for; None: it has not answered
-    first_end: FirstEnd | None = None  # there, of a rank or of what started ranks
-    processes: list[tuple[int, str, str]] | None = None  # id, state, command line
-    unreachable: list[str] = field(default_factory=list)  # hosts to which it cannot connect on high ports
-    is_lost: bool = False  # somebody has removed the roll call there
-    left: list[tuple[int, str]] | None = None  # that had to be ended; None: it has not said so
-    immortal: list[tuple[int, str]] = field(default_factory=list)
-    has_vanished: bool = False  # it fell silent, or its guard ended
-
-    def orphans(self) -> list[int]:
-        """The ranks that live on though what started them, a daemon of mpiexec, has ended."""
-        return [rank for rank, view in sorted(self.ranks.items()) if view.is_orphan]
-
-    def vanished(self) -> list[int]:
-        """The ranks that ended before their program did, which mpiexec has not seen."""
-        return [
-            rank
-            for rank, view in sorted(self.ranks.items())
-            if view.ended_seconds is not None
-            and view.ended_seconds > _VANISHED_SECONDS
-            and view.record.phase in (CALLED, BEGUN, FAILED)
-        ]
 
 
 class Guards:
@@ -76,7 +46,9 @@ class Guards:
         self.reports = {host: HostReport() for host in hosts}
         self.phases = Phases()
         self.trouble: str | None = None
-        self._clocks: dict[str, float] = {}  # by host: what to add to its times
+        self._wishes, self._own = wishes, own
+        # By host: how long an echo took, and what to add to the host's times, of the echo that took the least.
+        self._clocks: dict[str, tuple[float, float]] = {}
         self._beaten = 0.0
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -84,6 +56,7 @@ class Guards:
         self._facts: dict[str, Any] = {}
         now = time.monotonic()
         self._connections = {host: connect(host, host == own, wishes[host], now) for host in self.reports}
+        self._closed: list[Connection] = []
 
     def __enter__(self) -> Guards:
         return self
@@ -92,10 +65,11 @@ class Guards:
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(END_SECONDS)
-        for connection in self._connections.values():
+        connections = [*self._connections.values(), *self._closed]
+        for connection in connections:
             connection.hang_up()
         deadline = time.monotonic() + _CLOSE_SECONDS
-        for connection in self._connections.values():
+        for connection in connections:
             connection.close(max(0.0, deadline - time.monotonic()))
 
     def facts(self) -> dict[str, dict[str, Any]]:
@@ -150,7 +124,7 @@ class Guards:
         """What ended first on each host where that is known; the first of all first."""
         with self._lock:
             ends = {host: report.first_end for host, report in self.reports.items() if report.first_end is not None}
-            here = [replace(end, seconds=end.seconds + self._clocks.get(host, 0.0)) for host, end in ends.items()]
+            here = [replace(end, seconds=self._here(host, end.seconds)) for host, end in ends.items()]
         return in_order(here)
 
     def records(self) -> dict[int, RankRecord]:
@@ -159,8 +133,14 @@ class Guards:
             return {rank: view.record for report in self.reports.values() for rank, view in report.ranks.items()}
 
     def failed(self) -> RankRecord | None:
-        """Of the rank that failed first; None: none has."""
-        failed = [record for record in self.records().values() if record.phase == FAILED]
+        """Of the rank that failed first; its time is by the clock here. None: none has."""
+        with self._lock:
+            failed = [
+                replace(view.record, failed_seconds=self._here(host, view.record.failed_seconds))
+                for host, report in self.reports.items()
+                for view in report.ranks.values()
+                if view.record.phase == FAILED
+            ]
         return min(failed, key=lambda record: (record.failed_seconds, record.rank), default=None)
 
     def look(self) -> None:
@@ -191,12 +171,30 @@ class Guards:
     def end(self, linger_seconds: float) -> None:
         """End what is left of the job on every host that can be reached, and hear their last reports."""
         self._send_all({"end": linger_seconds})
+        self._sweep(linger_seconds)
         deadline = time.monotonic() + linger_seconds + END_SECONDS
         while time.monotonic() < deadline and any(
             self.reports[host].left is None and self._may_answer(connection)
             for host, connection in self._connections.items()
         ):
             time.sleep(0.05)
+
+    def _sweep(self, linger_seconds: float) -> None:
+        """In place of each guard that was killed another one does what that would have done."""
+        for host, connection in self._connections.items():
+            report, wish = self.reports[host], self._wishes[host]
+            if not connection.is_closed or report.left is not None or not report.since:
+                continue
+            sweep = {key: wish[key] for key in ("token", "roll_call")}
+            sweep |= {"files": report.files, "since": report.since, "linger_seconds": linger_seconds}
+            now = time.monotonic()
+            with self._lock:
+                self._closed.append(connection)
+                self._connections[host] = connect(host, host == self._own, sweep, now, SWEEP)
+
+    def _here(self, host: str, seconds: float) -> float:
+        """A time of that host's by the clock here."""
+        return seconds + self._clocks.get(host, (0.0, 0.0))[1]
 
     def _may_answer(self, connection: Connection) -> bool:
         return not connection.is_closed and time.monotonic() - connection.heard_seconds < SILENCE_SECONDS
@@ -224,7 +222,7 @@ class Guards:
     def _beat(self, now: float) -> None:
         if now - self._beaten >= BEAT_SECONDS:
             self._beaten = now
-            self._send_all({"beat": 1})
+            self._send_all({"beat": now})
 
     def _send_all(self, message: Mapping[str, Any]) -> None:
         with self._lock:
@@ -235,6 +233,8 @@ class Guards:
         for host, connection in self._connections.items():
             if connection.is_closed and self.reports[host].left is None:
                 self.reports[host].has_vanished = True
+                if killed := connection.how_killed():
+                    return f"{host}: the guard of the job there {killed}\nThe job is ended on all hosts"
                 return f"the connection to {connection.why_closed()}\nThe job is ended on all hosts"
             silent_seconds = now - connection.heard_seconds
             if silent_seconds > SILENCE_SECONDS:
@@ -280,18 +280,11 @@ class Guards:
             self.phases.add(view.record, now)
         # A new one each time: the main thread may be going through the one before.
         report.ranks = {**report.ranks, **{view.record.rank: view for view in views}}
-        if "beat" in message:
-            # The beat that took the least time on its way tells best.
-            ahead = self._connections[host].heard_seconds - message["time"]
-            self._clocks[host] = min(self._clocks.get(host, float("inf")), ahead)
-        if "first_end" in message:
-            report.first_end = None if message["first_end"] is None else FirstEnd(**message["first_end"])
+        if "echo" in message:
+            # Its time lies between the two of ours; the echo that took the least tells best.
+            heard = self._connections[host].heard_seconds
+            took, middle = heard - message["echo"], (heard + message["echo"]) / 2
+            self._clocks[host] = min(self._clocks.get(host, (float("inf"), 0.0)), (took, middle - message["time"]))
         if "seen" in message:
             report.seen = [from_json(fields, host) for fields in message["seen"]]
-        if "processes" in message:
-            report.processes = [tuple(entry) for entry in message["processes"]]
-            report.unreachable = message["unreachable"]
-        if "ended" in message:
-            report.is_lost = message["lost"]
-            report.immortal = [tuple(entry) for entry in message["immortal"]]
-            report.left = [tuple(entry) for entry in message["ended"]]
+        report.take(message)

@@ -48,13 +48,15 @@ class WatchedJob:
         for host, report in self._guards.reports.items():
             if lost := report.orphans():
                 orphans = f"rank{'s' * (len(lost) > 1)} {rank_ranges(lost)}"
-                why = "killed by somebody, or for want of memory (`sudo dmesg | grep -i oom` there)"
+                why = report.kernel() or "it was killed, or has crashed"
                 return [f"the process of mpiexec on {host} that started {orphans} has gone: {why}"]
             if lost := report.vanished():
                 vanished = f"rank{'s' * (len(lost) > 1)} {rank_ranges(lost)} on {host}"
-                how = "did not come to the end and did not say why (os._exit, or killed?)"
+                how = "ended without a word (os._exit, or killed?)"
                 if any(report.ranks[rank].record.phase == FAILED for rank in lost):
                     how = "failed"
+                elif report.kernel():
+                    how = f"ended: {report.kernel()}"
                 return [f"{vanished} {how}, and mpiexec goes on: the job is ended"]
         when, gone = self._guards.seen()
         now = time.monotonic()

@@ -55,7 +55,7 @@ class Activity:
             self._change(phase=phase)
 
     def fail(self, error: str, seconds: float) -> None:
-        """It has failed with this, at that time.time()."""
+        """It has failed with this, at that time.monotonic()."""
         self._change(phase=FAILED, error=error, failed_seconds=seconds)
 
     def begin(self, status: int, words: str, since: float) -> tuple[int, str, float]:

@@ -67,11 +67,21 @@ class _Rank:
 
 @dataclass(frozen=True)
 class FirstEnd:
-    """The first end of all: of a rank, or of what had started the ranks `parent_of`. `seconds` by time.monotonic()."""
+    """The first end of all.
+
+    Attributes:
+        rank: that ended; None: a process that had started ranks did.
+        parent_of: the ranks that this process had started.
+        seconds: when, by time.monotonic().
+        pid: of the process, as it is called on its host.
+        kernel: what the kernel says of its end; empty: nothing, or nobody has asked yet.
+    """
 
     rank: int | None
     parent_of: tuple[int, ...]
     seconds: float
+    pid: int = 0
+    kernel: str = ""
 
 
 class Census:
@@ -127,10 +137,17 @@ class Census:
             children = [rank for rank in self._ranks.values() if rank.parent is parent]
             lost = tuple(rank.number for rank in children if _outlived(rank, parent))
             if lost and (first is None or (parent.order or 0) < (first.process.order or 0)):
-                return FirstEnd(None, tuple(sorted(lost)), parent.ended_at)
+                return FirstEnd(None, tuple(sorted(lost)), parent.ended_at, parent.pid)
         if first is None:
             return None
-        return FirstEnd(first.number, (), first.process.ended_at if first.line_order is None else first.line_ended_at)
+        process = first.process
+        seconds = process.ended_at if first.line_order is None else first.line_ended_at
+        return FirstEnd(first.number, (), seconds, process.pid)
+
+    def alive(self) -> list[int]:
+        """The processes that have not ended: of ranks, and those that started them."""
+        processes = [*(rank.process for rank in self._ranks.values()), *self._parents.values()]
+        return [process.pid for process in processes if process.order is None and process.pid]
 
     def close(self) -> None:
         """Look no more."""

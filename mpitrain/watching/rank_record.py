@@ -33,6 +33,8 @@ STACK_SIGNAL = signal.SIGRTMIN + 11
 
 NAME = "mpitrain-rank-"
 
+INTERRUPTED = "interrupted"  # the error of a rank that Ctrl-C has ended
+
 _BYTES = 4096
 # Words of 8 bytes: each is written at once, and by itself.
 _EDITION, _CALLS, _MOVED, _FIRST_STEP, _STEP, _METRICS, _EDITION_AGAIN = 0, 1, 2, 3, 4, 16, _BYTES // 8 - 1
@@ -61,7 +63,7 @@ class RankRecord:
         since: when that began, by time.monotonic() of its host.
         stall_seconds, hang_seconds: see mpitrain.config.Config.
         stacks: its process's descriptor of what it writes at STACK_SIGNAL; -1: it does not.
-        failed_seconds: when it failed, by time.time().
+        failed_seconds: when it failed, by time.monotonic() of its host.
         error: that it failed with, in a line.
     """
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from mpitrain.launch.arrival import diagnosis, misplaced, problem
+from mpitrain.launch.host_report import HostReport
 from mpitrain.launch.placement import Place
-from mpitrain.launch.watch import HostReport
 from mpitrain.watching.rank_record import BEGUN, CALLED, DONE, FAILED, STARTED, RankRecord
 from mpitrain.watching.view import RankView
 

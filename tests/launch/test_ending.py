@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from mpitrain.launch.ending import Ended, in_order, last_step, why
+from mpitrain.launch.ending import Ended, in_order, last_step, last_words, why
 from mpitrain.watching.census import FirstEnd
 from mpitrain.watching.rank_record import FAILED, RankRecord
 
@@ -30,8 +32,9 @@ RECORDS = {rank: RankRecord(rank, pid=1000 + rank, first_step=1, step=7) for ran
 BY_SIGNAL, BY_CODE = "rank 2 on h2 was killed by signal 9", "rank 2 on h2 left with exit code 3"
 
 
-def of(**seen: object) -> tuple[str, int | None]:
-    return why(Ended(5, records=RECORDS, **seen), "h{}".format)  # type: ignore[arg-type]
+def of(first_dead: tuple[int, ...] = (), **seen: object) -> tuple[str, int | None]:
+    ends = tuple(FirstEnd(rank, (), 10.0 + number) for number, rank in enumerate(first_dead))
+    return why(Ended(5, records=RECORDS, **{"first_ends": ends, **seen}), "h{}".format)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -51,7 +54,7 @@ def test_mpiexec_names_who_died_first(said: str, expected: str, first_dead: tupl
 
 
 def test_mpiexec_names_another_one() -> None:
-    unsaid = "rank 1 on h1 was killed, or left without a word; mpiexec ended with code 5"
+    unsaid = "rank 1 on h1 ended without a word (os._exit, or killed?)"
     assert of(mpiexec_said=MPICH, first_dead=(1,)) == (unsaid, 1)
     assert of(mpiexec_said="", first_dead=(1, 0)) == (unsaid, 1)
 
@@ -76,28 +79,88 @@ def test_intel_mpi_names_those_too_that_it_has_ended() -> None:
 
 def test_processes_with_one_number_on_several_hosts() -> None:
     records = {rank: RankRecord(rank, pid=1002, first_step=1, step=7) for rank in (1, 2)}
-    assert why(Ended(9, mpiexec_said=MPICH, records=records, first_dead=(2,)), "h{}".format) == (BY_SIGNAL, 2)
+    assert why(Ended(9, mpiexec_said=MPICH, records=records, first_ends=(FirstEnd(2, (), 10.0),)), "h{}".format) == (
+        BY_SIGNAL,
+        2,
+    )
 
 
 def test_what_a_rank_says_comes_before_what_mpiexec_says() -> None:
-    failed = RankRecord(1, FAILED, error="ValueError: bang: 3")
-    assert of(failed=failed, mpiexec_said=MPICH, mpiexec_signal=9) == ("rank 1 on h1 failed: ValueError: bang: 3", 1)
+    failed = RankRecord(1, FAILED, error="ValueError: bang: 3", failed_seconds=9.0)
+    assert of(failed=failed, mpiexec_said=MPICH) == ("rank 1 on h1 failed: ValueError: bang: 3", 1)
     text, _ = of(failed=RankRecord(1, FAILED, error="ValueError: " + 1000 * "x"))
-    assert len(text) == 300
+    assert len(text) == 400
+
+
+def ended(failed_seconds: float, *ends: FirstEnd, **seen: object) -> Ended:
+    """A job in which rank 1 failed, as it says itself; `ends` were seen."""
+    failed = replace(RECORDS[1], phase=FAILED, error="OSError: reset", failed_seconds=failed_seconds)
+    missing = (0, 1, 2)
+    return Ended(9, failed=failed, first_ends=ends, records={**RECORDS, 1: failed}, missing=missing, **seen)  # type: ignore[arg-type]
+
+
+def test_a_rank_that_failed_because_another_one_had_ended() -> None:
+    """A rank that fails ends the others 0.1 s later or more: who ends before that has not been ended by it."""
+    dead, daemon = FirstEnd(2, (), 10.0), FirstEnd(None, (0, 2), 10.0)
+    unsaid = "rank 2 on h2 ended without a word (os._exit, or killed?)"
+    orphaned = "the process of mpiexec on h0 that started ranks 0,2 was killed, or has crashed"
+    for failed_seconds in (9.96, 10.0, 11.0):
+        assert why(ended(failed_seconds, dead), "h{}".format) == (unsaid, 2)
+        assert last_words(ended(failed_seconds, dead), "h{}".format) == f"{unsaid}; mpiexec ended the others"
+        assert why(ended(failed_seconds, daemon), "h{}".format) == (orphaned, None)
+    for end in (ended(9.94, dead), ended(9.94, daemon), ended(9.0), ended(10.5, FirstEnd(1, (), 10.6))):
+        assert why(end, "h{}".format) == ("rank 1 on h1 failed: OSError: reset", 1)
+        assert last_words(end, "h{}".format) == ""
+
+
+def test_a_rank_that_failed_because_mpiexec_had_been_killed() -> None:
+    killed = {"mpiexec_signal": 9, "mpiexec_host": "h0", "mpiexec_seconds": 10.5}
+    words = "mpiexec itself was killed on h0, by signal 9"
+    for end in (ended(9.6, **killed), ended(9.6, FirstEnd(2, (), 9.7), **killed)):
+        assert why(end, "h{}".format) == (words, None)
+        assert last_words(end, "h{}".format) == words
+    assert why(ended(9.4, **killed), "h{}".format) == ("rank 1 on h1 failed: OSError: reset", 1)
 
 
 def test_what_had_started_the_ranks_ended_first() -> None:
     """No rank is to blame, though some have died, and mpiexec speaks of one."""
-    assert of(mpiexec_signal=9, first_dead=(1,)) == ("mpiexec itself was killed by signal 9", None)
+    killed = ("mpiexec itself was killed on h0, by signal 9", None)
+    assert of(mpiexec_signal=9, mpiexec_host="h0", first_dead=(1,)) == killed
     said = "the process of mpiexec on h1 that started ranks 1,2 was killed, or has crashed"
-    assert of(orphaned=(1, 2), first_dead=(0,), mpiexec_said=MPICH) == (said, None)
+    ends = FirstEnd(None, (1, 2), 10.0), FirstEnd(0, (), 10.5)
+    assert of(first_ends=ends, mpiexec_said=MPICH) == (said, None)
+
+
+def test_what_the_kernel_says_of_the_first_end() -> None:
+    words = "the kernel killed it for want of memory: oom_kill in /proc/vmstat rose from 0 to 1"
+    rank, daemon = FirstEnd(2, (), 10.0, 1002, words), FirstEnd(None, (1, 2), 10.0, 1002, words)
+    assert of(first_ends=(rank,), mpiexec_said=MPICH) == (f"rank 2 on h2 was killed by signal 9: {words}", 2)
+    assert of(first_ends=(rank,)) == (f"rank 2 on h2 was killed by signal 9: {words}", 2)
+    assert of(first_ends=(rank,), mpiexec_said=OPEN_MPI_CODE) == (BY_CODE, 2)
+    started = "the process of mpiexec on h1 that started ranks 1,2 was killed, or has crashed"
+    assert of(first_ends=(daemon,)) == (f"{started}: {words}", None)
+
+
+def test_the_last_words() -> None:
+    ends = (FirstEnd(2, (), 10.0),)
+    end = Ended(137, mpiexec_said=MPICH, records=RECORDS, missing=(2,), first_ends=ends)
+    assert last_words(end, "h{}".format) == BY_SIGNAL
+    assert last_words(replace(end, missing=(0, 2)), "h{}".format) == f"{BY_SIGNAL}; mpiexec ended the others"
+    silent = replace(end, mpiexec_said="", first_ends=())
+    assert last_words(silent, "h{}".format) == "rank 2 on h2 ended without a word (os._exit, or killed?)"
+    assert last_words(replace(silent, missing=(0, 1, 2)), "h{}".format) == (
+        "ranks 0-2 ended before the end of the program and did not say why: os._exit, or killed?; "
+        "when one rank ends so, mpiexec ends the others"
+    )
+    for quiet in ({"missing": ()}, {"trouble": ("said already",)}, {"is_interrupted": True}):
+        assert last_words(replace(end, **quiet), "h{}".format) == ""  # type: ignore[arg-type]
 
 
 def test_open_mpi_names_the_daemon_that_it_lost() -> None:
     """Its own process on the first host may be seen to end before it."""
     said = "  HNP daemon   : [prterun-h0-217@0,0] on node h0\n  Remote daemon: [prterun-h0-217@0,1] on node h2\n"
     named = "the process of mpiexec on h2 was killed, or has crashed, or cannot be reached"
-    assert of(orphaned=(0,), mpiexec_said=said) == (named, None)
+    assert of(first_ends=(FirstEnd(None, (0,), 10.0),), mpiexec_said=said) == (named, None)
 
 
 def test_which_host_was_first() -> None:
@@ -120,5 +183,5 @@ def test_the_step_of_a_job() -> None:
 def test_what_the_launcher_saw() -> None:
     assert of(lost=("h1", "h2"), trouble=("h1: nothing has been heard",)) == ("h1 and h2 fell silent", None)
     assert of(trouble=("the job has not started: x", "y")) == ("the job has not started: x", None)
-    assert of(missing=(1,)) == ("rank 1 on h1 was killed, or left without a word; mpiexec ended with code 5", 1)
+    assert of(missing=(1,)) == ("rank 1 on h1 ended without a word (os._exit, or killed?)", 1)
     assert of(missing=(0, 1)) == ("the job ended with exit code 5", None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -20,7 +21,9 @@ import pytest
 from jobs import HANG_SECONDS, until
 from mpitrain.job.context import JOB
 from mpitrain.launch.connections import Connection, connect, explain
-from mpitrain.launch.watch import Guards, HostReport
+from mpitrain.launch.host_report import HostReport
+from mpitrain.launch.shared_files import FOLDER
+from mpitrain.launch.watch import Guards
 from mpitrain.watching.rank_record import DONE, PHASES, STARTED, RankRecord
 from mpitrain.watching.view import RankView
 
@@ -72,6 +75,7 @@ def wait_for(connection: Connection, key: str, fits: Callable[[Any], bool] = lam
     """The message with this key."""
     deadline = time.monotonic() + HANG_SECONDS
     while time.monotonic() < deadline and not connection.is_closed:
+        connection.flush()  # a pipe takes 64 KiB at once
         for message in connection.receive(time.monotonic()):
             if key in message and fits(message[key]):
                 return message
@@ -179,7 +183,7 @@ def test_it_sees_how_far_ranks_are_and_who_is_gone(wish: dict[str, Any], connect
         ]
         assert [view["ended_seconds"] for view in views] == [None, None]
         started.kill()
-        expected = {"rank": 3, "parent_of": [], "seconds": ANY}
+        expected = {"rank": 3, "parent_of": [], "seconds": ANY, "pid": started.pid, "kernel": ANY}
         assert wait_for(connection, "first_end")["first_end"] == expected
         views = wait_for(connection, "ranks")["ranks"]
         assert [view["ended_seconds"] is None for view in views] == [False, True]
@@ -221,6 +225,49 @@ def test_when_the_launcher_is_gone_it_ends_the_job(
     connection.hang_up()
     wait_until_gone(job.pid, below)
     assert connection.process.wait(HANG_SECONDS) == 0
+    assert not Path(wish["roll_call"]).exists()
+
+
+def test_when_the_launcher_is_gone_it_removes_what_that_had_in_a_folder(
+    wish: dict[str, Any], connections: list[Connection], tmp_path: Path
+) -> None:
+    agent, kept = tmp_path / "agent/ssh", tmp_path / "kept"
+    agent.parent.mkdir()
+    agent.touch()
+    kept.touch()
+    connection = begin({**wish, "agent": str(agent)}, connections)
+    connection.hang_up()
+    assert connection.process.wait(HANG_SECONDS) == 0
+    assert not agent.parent.exists()
+    assert kept.exists()
+
+
+def test_in_place_of_a_killed_guard_another_one_ends_the_job(
+    wish: dict[str, Any], job: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    """Its processes, its roll call, and the files of MPI that came since the guard began."""
+    assert job.stdout is not None
+    below = int(job.stdout.readline())
+    with Guards("here", ["here"], {"here": wish}) as guards:
+        guards.facts()
+        guards.start()
+        until(lambda: guards.reports["here"].since)
+        file = Path(FOLDER) / f"mpich_shm_{uuid.uuid4().hex[:8]}_test"
+        file.write_bytes(bytes(4096))
+        try:
+            os.kill(guards._connections["here"].process.pid, signal.SIGKILL)
+            wait_for_trouble(guards)
+            killed = "here: the guard of the job there was killed by signal 9"
+            assert guards.trouble == f"{killed}\nThe job is ended on all hosts"
+            assert is_alive(job.pid)
+            assert is_alive(below)
+            guards.end(0.0)
+            assert {pid for pid, _ in guards.reports["here"].left or []} == {job.pid, below}
+            assert guards.reports["here"].immortal == []
+            assert not file.exists()
+        finally:
+            file.unlink(missing_ok=True)
+    wait_until_gone(job.pid, below)
     assert not Path(wish["roll_call"]).exists()
 
 

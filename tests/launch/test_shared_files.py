@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mpitrain.launch.shared_files import FOLDER, SharedFiles
+from mpitrain.launch.shared_files import FOLDER, OF_DAEMON, SharedFiles
 
 MAPS = "import mmap, sys; f = open(sys.argv[1], 'r+b'); m = mmap.mmap(f.fileno(), 0); print(flush=True); input()"
 
@@ -47,6 +47,38 @@ def test_what_a_process_of_the_job_has_mapped(path: Path) -> None:
     end(second)
     shared.remove()
     assert not path.exists()
+
+
+OPENS = "import sys; f = open(sys.argv[1], 'r+b'); print(flush=True); input()"
+
+
+def opening(path: Path) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([sys.executable, "-c", OPENS, str(path)], stdin=pipe, stdout=pipe, text=True)
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process
+
+
+def test_what_mpichs_daemon_has_open_in_tmp() -> None:
+    """A daemon of another job has its own; both are killed, and each job's file goes with its job."""
+    ours, theirs = (Path(f"{OF_DAEMON}{uuid.uuid4().hex[:6]}") for _ in range(2))
+    shared = SharedFiles()
+    try:
+        for path in (ours, theirs):
+            path.write_text("<topology/>")
+        our_daemon, their_daemon = opening(ours), opening(theirs)
+        shared.look(lambda: [our_daemon.pid])
+        shared.remove()
+        assert ours.exists()
+        end(our_daemon)
+        shared.remove()
+        assert not ours.exists()
+        assert theirs.exists()
+        end(their_daemon)
+    finally:
+        ours.unlink(missing_ok=True)
+        theirs.unlink(missing_ok=True)
 
 
 def test_a_file_of_the_users_own_stays(path: Path) -> None:

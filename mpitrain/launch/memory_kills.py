@@ -1,0 +1,130 @@
+"""Whether the kernel killed a process of this host for want of memory: its own words, or what its counters say.
+
+The kernel names each process that its out-of-memory killer takes, but on many systems root alone may read that
+(dmesg_restrict of proc(5)). Its counters are open to all: `oom_kill` of a control group (memory.events, or
+memory.oom_control of version 1) is about the processes of that group, that of /proc/vmstat about the whole machine.
+
+Sent to the guards as text, so it imports nothing of ours and does with an old Python.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+_LOG = "/dev/kmsg"
+_VMSTAT = "/proc/vmstat"
+_GROUPS = "/sys/fs/cgroup"
+# Of the first namespace of processes (include/linux/proc_ns.h): in another one the log has other numbers.
+_FIRST_NAMESPACE = 0xEFFFFFFC
+_JOURNAL_SECONDS = 5.0
+_RECORD_BYTES = 8192
+
+
+class MemoryKills:
+    """Those since it was made."""
+
+    def __init__(self) -> None:
+        self._since = time.time()
+        self._log = _open_log()
+        self._lines: list[str] = []  # of the log, read so far
+        self._counted: dict[str, int] = {}
+        self._groups: dict[int, str] = {}  # by process: the file with the counter of its group
+        self._count(_VMSTAT)
+
+    def watch(self, pid: int) -> None:
+        """Remember how often it has happened in the control group of this process, which is alive."""
+        if pid in self._groups:
+            return
+        self._groups[pid] = next((path for path in _counters(pid) if Path(path).exists()), "")
+        self._count(self._groups[pid])
+
+    def words(self, pid: int) -> str:
+        """What the kernel says of the end of this process; empty where it says that it did not kill it."""
+        has_numbers = Path("/proc/self/ns/pid").stat().st_ino == _FIRST_NAMESPACE
+        counters = [path for path in (self._groups.get(pid, ""), _VMSTAT) if path in self._counted]
+        risen = {path: _read_counter(path) for path in counters if _read_counter(path) > self._counted[path]}
+        if counters and counters[0] not in risen:
+            return ""
+        if has_numbers:
+            self._lines += _journal(self._since) if self._log is None else _records(self._log)
+        if line := next((line for line in self._lines if re.search(rf"Killed process {pid}\b", line)), ""):
+            return f'the kernel killed it for want of memory: "{line}"'
+        if self._log is not None and has_numbers:
+            return ""
+        if not risen:
+            return "the kernel may have killed it for want of memory: `sudo dmesg | grep -i 'killed process'` there"
+        may_have = "may have killed" if counters[0] == _VMSTAT else "killed"
+        rose = f"oom_kill in {counters[0]} rose from {self._counted[counters[0]]} to {risen[counters[0]]}"
+        return f"the kernel {may_have} it for want of memory: {rose}"
+
+    def _count(self, path: str) -> None:
+        count = _read_counter(path)
+        if count >= 0:
+            self._counted.setdefault(path, count)
+
+
+def _open_log() -> int | None:
+    """The kernel's log, from here on; None where this user may not read it."""
+    try:
+        log = os.open(_LOG, os.O_RDONLY | os.O_NONBLOCK)
+        os.lseek(log, 0, os.SEEK_END)
+        os.read(log, _RECORD_BYTES)
+    except BlockingIOError:  # there is nothing new in it, as it should be
+        return log
+    except OSError:
+        return None
+    return log
+
+
+def _records(log: int) -> Iterator[str]:
+    """What is new in it: a record each read, "6,1234,98765,-;text" and lines with details."""
+    while True:
+        try:
+            record = os.read(log, _RECORD_BYTES)
+        except BrokenPipeError:  # the oldest ones have been overwritten; the next read has the oldest that is there
+            continue
+        except OSError:
+            return
+        yield record.decode(errors="replace").partition(";")[2].partition("\n")[0].strip()
+
+
+def _journal(since: float) -> list[str]:
+    """The kernel's log as systemd keeps it, for the members of some groups."""
+    command = ["journalctl", "-k", "-q", "-o", "cat", "--no-pager", f"--since=@{since:.0f}"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        quiet = subprocess.DEVNULL
+        done = subprocess.run(
+            command, stdin=quiet, stdout=subprocess.PIPE, stderr=quiet, timeout=_JOURNAL_SECONDS, check=False
+        )
+        return done.stdout.decode(errors="replace").splitlines()
+    return []
+
+
+def _counters(pid: int) -> Iterator[str]:
+    """Where the counter of a process's control group may be: "4:memory:/a/b" of version 1, "0::/a/b" of 2."""
+    try:
+        lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            yield f"{_GROUPS}/memory{path}/memory.oom_control"
+        elif not controllers:
+            yield f"{_GROUPS}{path}/memory.events"
+
+
+def _read_counter(path: str) -> int:
+    """-1: there is none."""
+    try:
+        text = Path(path).read_text()
+    except (OSError, ValueError):
+        return -1
+    line = re.search(r"^oom_kill (\d+)$", text, re.M)
+    return int(line[1]) if line else -1

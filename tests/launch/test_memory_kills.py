@@ -1,0 +1,103 @@
+"""What is said of a kill for want of memory, from each of the places where the kernel tells of it.
+
+tests/faults/test_kills.py has a real one.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from mpitrain.launch import memory_kills
+from mpitrain.launch.memory_kills import MemoryKills
+
+LINE = "Memory cgroup out of memory: Killed process {} (python) total-vm:8kB, anon-rss:4kB"
+MINE = os.getpid()
+
+
+class Kernel:
+    """Files in place of the kernel's own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.group, self.vmstat = folder / "memory.events", folder / "vmstat"
+        self.log: list[str] | None = None
+        self.journal: list[str] = []
+        self.write(self.group, 0)
+        self.write(self.vmstat, 3)
+
+    def write(self, path: Path, count: int) -> None:
+        path.write_text(f"oom_group_kill 7\noom_kill {count}\nother 1\n")
+
+
+@pytest.fixture
+def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    """One that has counted 0 kills in the group of every process, and 3 in all; its log is closed to us."""
+    kernel = Kernel(tmp_path)
+    monkeypatch.setattr(memory_kills, "_VMSTAT", str(kernel.vmstat))
+    monkeypatch.setattr(memory_kills, "_FIRST_NAMESPACE", Path("/proc/self/ns/pid").stat().st_ino)
+    monkeypatch.setattr(memory_kills, "_counters", lambda _: iter([f"{tmp_path}/nothing", str(kernel.group)]))
+    monkeypatch.setattr(memory_kills, "_open_log", lambda: None if kernel.log is None else 0)
+    monkeypatch.setattr(memory_kills, "_records", lambda _: [kernel.log.pop(0) for _ in list(kernel.log or [])])
+    monkeypatch.setattr(memory_kills, "_journal", lambda _: kernel.journal)
+    return kernel
+
+
+def watching() -> MemoryKills:
+    kills = MemoryKills()
+    kills.watch(MINE)
+    return kills
+
+
+def test_nothing_was_killed(kernel: Kernel) -> None:
+    kernel.log = [LINE.format(MINE)]  # of an earlier process of that number, as no counter has risen
+    assert watching().words(MINE) == ""
+
+
+@pytest.mark.parametrize("place", ["log", "journal"])
+def test_the_kernels_own_words(kernel: Kernel, place: str) -> None:
+    setattr(kernel, place, [])
+    kills = watching()
+    setattr(kernel, place, ["something else", LINE.format(f"{MINE}0"), LINE.format(MINE)])
+    kernel.write(kernel.group, 1)
+    for _ in range(2):  # also when it is asked again
+        assert kills.words(MINE) == f'the kernel killed it for want of memory: "{LINE.format(MINE)}"'
+
+
+def test_the_log_speaks_of_another_process(kernel: Kernel) -> None:
+    kernel.log = [LINE.format(f"{MINE}0")]
+    kills = watching()
+    kernel.write(kernel.group, 1)
+    assert kills.words(MINE) == ""
+
+
+def test_in_a_container_the_numbers_of_the_log_are_others(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_kills, "_FIRST_NAMESPACE", 1)
+    kernel.log = [LINE.format(MINE)]
+    kills = watching()
+    kernel.write(kernel.group, 1)
+    rose = f"oom_kill in {kernel.group} rose from 0 to 1"
+    assert kills.words(MINE) == f"the kernel killed it for want of memory: {rose}"
+
+
+def test_a_kill_elsewhere_on_the_machine(kernel: Kernel) -> None:
+    kills = watching()
+    kernel.write(kernel.vmstat, 5)
+    assert kills.words(MINE) == ""
+    kernel.group.unlink()
+    kills = watching()
+    kernel.write(kernel.vmstat, 6)
+    rose = f"oom_kill in {kernel.vmstat} rose from 5 to 6"
+    assert kills.words(MINE) == f"the kernel may have killed it for want of memory: {rose}"
+
+
+def test_where_nothing_can_be_read(kernel: Kernel) -> None:
+    kernel.group.unlink()
+    kernel.vmstat.unlink()
+    hint = "`sudo dmesg | grep -i 'killed process'` there"
+    assert watching().words(MINE) == f"the kernel may have killed it for want of memory: {hint}"
+
+
+def test_this_machines_own_counters() -> None:
+    assert watching().words(MINE) == ""
