@@ -161,7 +161,7 @@ def supervise(run: Callable[[Placement], Ended], placement: Placement, limits: L
             number = f"try {len(failures) + 1} of {limits.restarts + 1}"
             if ended.code == 0:
                 if failures:
-                    _say(f"{number} came to its end")
+                    _say(f"{number} succeeded")
                 return 0
             failures.append(_failure(ended, now_on))
             account = f"{number}{_account(failures[-1])}"

@@ -73,7 +73,7 @@ def report(
     longest = max((view.seconds for view in waiting), default=0.0)
     head = f"no progress for {longest:.{0 if longest >= 5 else 1}f} s"
     if not any(view.record.status == WAITS for view in waiting):
-        head = "not all have ended yet"
+        head = "not all ranks have finished yet"
     if hang_seconds:
         head = f"nothing has moved for {hang_seconds:g} s (hang_seconds), and the job is ended"
     lines = [f"{head}: {'; '.join(parts)}"]
@@ -117,7 +117,7 @@ def _doing(view: RankView) -> str:
 
 def _verb(group: Sequence[RankView], doing: str) -> str:
     if not doing:
-        return "have come to their end" if len(group) > 1 else "has come to its end"
+        return "have finished" if len(group) > 1 else "has finished"
     calls = f" (call {group[0].record.calls})" if group[0].record.calls else ""
     return f"{'wait' if len(group) > 1 else 'waits'} in {doing}{calls}"
 
@@ -148,7 +148,7 @@ def _culprit(view: RankView) -> str:
         kernel = f" ({view.kernel})" if view.kernel not in ("", "0") else ""
         return f"is stuck in the kernel{kernel}{where or words}: a disk or a network share that does not answer?"
     if view.record.status == BUSY:
-        return f"is in {view.record.words}, which the others are to wait for{', now' if where else ''}{where}"
+        return f"is in {view.record.words}, for which the others wait by design{', now' if where else ''}{where}"
     after = f", after call {view.record.calls}" if view.record.calls else ""
     return (
         f"{_STATES.get(view.state, f'is in state {view.state}')}{where}{after or ('' if where else ', before init()')}"
@@ -156,8 +156,8 @@ def _culprit(view: RankView) -> str:
 
 
 def _plural(text: str) -> str:
-    verb, _, rest = text.partition(" ")
-    return " ".join([_PLURALS.get(verb, verb.removesuffix("s")), rest])
+    verb = re.match(r"\w+", text)[0]  # type: ignore[index]  # each begins with one
+    return _PLURALS.get(verb, verb.removesuffix("s")) + text[len(verb) :]
 
 
 def _ranks(group: Sequence[RankView]) -> str:

@@ -118,7 +118,7 @@ def test_a_rank_is_killed(bed: Bed, python: str) -> None:
     assert 50 <= int(found[1]) <= 76  # the others may be a step ahead of rank 0
     assert found[3] == "starting again on node1, node2, node3, node4"
     assert re.search(r"resumed from .* at step (40|60)\n", end.output), end.output
-    assert "mpitrain: try 2 of 3 came to its end\n" in end.output
+    assert "mpitrain: try 2 of 3 succeeded\n" in end.output
     assert end.output.count("made step 100 on 4 ranks") == 1
 
 
@@ -137,7 +137,7 @@ def test_a_daemon_is_killed_beside_another_job(bed: Bed, python: str) -> None:
         r"mpitrain: try 1 of 2 failed at step \d+: .*; starting again on node1, node2, node3, node4\n", end.output
     )
     assert re.search(r"resumed from .* at step (40|60)\n", end.output), end.output
-    assert "mpitrain: try 2 of 2 came to its end\n" in end.output
+    assert "mpitrain: try 2 of 2 succeeded\n" in end.output
     assert other.is_running, other.output()
     other.signal("TERM")
     assert other.end().code == 128 + signal.SIGTERM

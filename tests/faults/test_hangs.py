@@ -101,7 +101,7 @@ def test_what_the_others_are_to_wait_for_ends_no_job(tmp_path: Path) -> None:
     source = START + "with world.together('save it'):\n    time.sleep(20 if world.is_root else 0)\nprint('saved')"
     job = run(tmp_path, 2, source, MPITRAIN_STALL_SECONDS="5", MPITRAIN_HANG_SECONDS="10")
     succeeded(job)
-    expected = rf"rank 0 on {HOST} is in save it, which the others are to wait for, now in script\.py:6 \(<module>\)"
+    expected = rf"rank 0 on {HOST} is in save it, for which the others wait by design, now in script\.py:6 \(<module>\)"
     assert re.search(expected, job.stderr), job.output
 
 

@@ -114,7 +114,7 @@ def test_a_killed_rank(tmp_path: Path, vendor: str, uninterrupted: bytes) -> Non
     found = tries(job)
     how = r"(was killed by signal 9|ended without a word \(os\._exit, or killed\?\))"
     assert re.fullmatch(rf"try 1 of 3 failed at step 7: rank 1 on {HERE} {how}; starting again on {HERE}", found[0])
-    assert found[1:] == ["try 2 of 3 came to its end"]
+    assert found[1:] == ["try 2 of 3 succeeded"]
     assert job.stdout.count("resumed from ") == 1
     assert parameters(tmp_path) == uninterrupted
 
@@ -129,7 +129,7 @@ def test_an_exception_on_a_rank(tmp_path: Path, uninterrupted: bytes) -> None:
     assert tries(job) == [
         f"try 1 of 3 failed at step 10: {cause}; starting again on {HERE}",
         f"try 2 of 3, from step 8, failed at step 15: {cause}; starting again on {HERE}",
-        "try 3 of 3 came to its end",
+        "try 3 of 3 succeeded",
     ]
     assert parameters(tmp_path) == uninterrupted
 
@@ -185,7 +185,7 @@ def test_a_rank_is_killed_in_each_phase(tmp_path: Path, uninterrupted: bytes) ->
         14,
     ]
     assert re.search(r"failed at step (19|20): rank 0 ", found[5]), job.output
-    assert found[6:] == ["try 7 of 7 came to its end"]
+    assert found[6:] == ["try 7 of 7 succeeded"]
     assert [int(step) for step in re.findall(r"resumed from .* at step (\d+)", job.stdout)] == [4, 8, 8, 12, 12]
     assert "is incomplete; it is skipped" in job.stderr
     assert parameters(tmp_path) == uninterrupted

@@ -144,7 +144,7 @@ def test_again_after_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
     assert tries.ran == [{"a": 2, "b": 1, "c": 2}] * 2
     assert capsys.readouterr().err.splitlines() == [
         "mpitrain: try 1 of 6 failed at step 7: rank 2 on b was killed by signal 9; starting again on a, b, c",
-        "mpitrain: try 2 of 6 came to its end",
+        "mpitrain: try 2 of 6 succeeded",
     ]
 
 
@@ -159,7 +159,7 @@ def test_without_a_host_that_vanished_or_does_not_answer(capsys: pytest.CaptureF
     assert capsys.readouterr().err.splitlines() == [
         f"mpitrain: try 1 of 6, from step 4, failed at step 9: b fell silent; {less}",
         "mpitrain: no answer; starting again on a with 2 ranks, without b, c",
-        "mpitrain: try 2 of 6 came to its end",
+        "mpitrain: try 2 of 6 succeeded",
     ]
 
 

@@ -49,7 +49,7 @@ def test_the_innermost_line_of_ones_own() -> None:
         (does(3, "gone"), "has no process any more (103 has ended)"),
         (
             does(3, "S", status=BUSY, words="save a checkpoint"),
-            "is in save a checkpoint, which the others are to wait for, now in dataloader.py:88 (load)",
+            "is in save a checkpoint, for which the others wait by design, now in dataloader.py:88 (load)",
         ),
         (RankView(RankRecord(3), 103, state="S", host="node2"), "sleeps, before init()"),
     ],
@@ -73,6 +73,12 @@ def test_the_rank_that_the_others_wait_for(view: RankView, expected: str) -> Non
 def test_two_in_one_place() -> None:
     first, *_ = report([waits(0), does(1), does(2)], {})
     assert first.endswith("; ranks 1,2 on node2 run in dataloader.py:88 (load), after call 380")
+
+
+def test_two_that_have_not_begun() -> None:
+    views = [RankView(RankRecord(rank), 100 + rank, state="S", host="node2") for rank in (1, 2)]
+    first, *_ = report([waits(0), *views], {})
+    assert first.endswith("; ranks 1,2 on node2 sleep, before init()")
 
 
 def test_ranks_that_wait_for_each_other() -> None:
@@ -130,7 +136,7 @@ def test_the_last_words() -> None:
 def test_ranks_that_have_ended() -> None:
     first, *_ = report([waits(0, "", status=ENDED), waits(1, "", status=ENDED), does(2)], {})
     assert first == (
-        "not all have ended yet: ranks 0,1 on node1 have come to their end; rank 2 on node2 runs in dataloader.py:88 "
+        "not all ranks have finished yet: ranks 0,1 on node1 have finished; rank 2 on node2 runs in dataloader.py:88 "
         "(load), after call 380"
     )
 
