@@ -34,6 +34,8 @@ def pytest_configure() -> None:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
+    # Another one would end what is being torn down. (Ignored, it would be ignored by all programs that this starts.)
+    signal.signal(number, lambda *_: None)
     pytest.exit("SIGTERM", returncode=128 + number)
 
 

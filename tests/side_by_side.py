@@ -19,8 +19,8 @@ from xml.etree import ElementTree
 
 from jobs import REPOSITORY, RUN_TOKEN, clean_environment, kill_all, processes_of
 
-# After SIGTERM, before SIGKILL.
-GRACE_SECONDS = 10.0
+# After SIGTERM, before SIGKILL: on a loaded machine a bed of nodes takes its time to go down.
+GRACE_SECONDS = 60.0
 # With more failed tests than these in a run, the load of the machine is not what they have in common.
 MOST_AGAIN = 3
 TESTS_FAILED = 1  # pytest's exit code: the run itself came to its end
@@ -108,8 +108,7 @@ class Running:
         return self.process.returncode is not None
 
     def end(self) -> None:
-        """End it and all the jobs in it, also those in sessions of their own."""
-        self.signal(signal.SIGTERM)
+        """End it and all the jobs in it, also those in sessions of their own, some time after `ask_to_end`."""
         processes_of(self.token, patience=GRACE_SECONDS)
         self.signal(signal.SIGKILL)
         while processes_of(self.token):  # again: one may have started another in between
@@ -117,6 +116,10 @@ class Running:
             time.sleep(0.05)
         while not self.has_ended():
             time.sleep(0.02)
+
+    def ask_to_end(self) -> None:
+        """By SIGTERM; once, for a second one would end what is just clearing up."""
+        self.signal(signal.SIGTERM)
 
     def signal(self, number: signal.Signals) -> None:
         """To all of it that is in its session."""
@@ -194,6 +197,7 @@ def _side_by_side(parts: Sequence[Part], cores: int, folder: str) -> Iterator[Ru
                 if not is_late and not one.has_ended():
                     continue
                 if is_late:
+                    one.ask_to_end()
                     one.end()
                 running.remove(one)
                 one.print_output()
@@ -204,7 +208,7 @@ def _side_by_side(parts: Sequence[Part], cores: int, folder: str) -> Iterator[Ru
                 yield one
     except BaseException:  # Ctrl-C comes to this process alone
         for one in running:
-            one.signal(signal.SIGTERM)
+            one.ask_to_end()
         for one in running:
             one.end()
             one.print_output()

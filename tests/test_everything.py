@@ -193,6 +193,43 @@ def test_ctrl_c(tmp_path: Path) -> None:
     assert [is_alive(pid) for folder in folders for pid in pids(folder)] == [False] * 4
 
 
+# A part that clears up when it is asked to end, the one called b for longer, and counts how often it is asked.
+CLEARS_UP = """
+import os, pathlib, signal, sys, time
+folder, asked = pathlib.Path(sys.argv[1]), []
+signal.signal(signal.SIGTERM, lambda *_: asked.append("asked"))
+(folder / "part").write_text(str(os.getpid()))
+(folder / "job").touch()
+while not asked:
+    time.sleep(0.02)
+while folder.name == "b" and not (folder.parent / "a/cleared").exists():
+    time.sleep(0.02)
+for _ in range(50):
+    time.sleep(0.02)
+(folder / "cleared").write_text(" ".join(asked))
+"""
+
+
+def test_what_is_clearing_up_is_left_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second SIGTERM came in the middle of it, and a bed of nodes stayed."""
+    monkeypatch.setattr(side_by_side, "GRACE_SECONDS", HANG_SECONDS)
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+
+    def interrupt() -> None:
+        for folder in folders:
+            until((folder / "job").exists)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        run([part(CLEARS_UP, folder, deadline_seconds=HANG_SECONDS) for folder in folders], cores=2)
+    thread.join()
+    assert [(folder / "cleared").read_text() for folder in folders] == ["asked", "asked"]
+
+
 def test_sigterm(tmp_path: Path) -> None:
     """As a user or a CI runner ends it; Ctrl-C is ignored where a script has started it in the background."""
     source = f"""

@@ -67,6 +67,24 @@ def test_the_daemon_of_mpich_was_killed(tmp_path: Path) -> None:
     assert re.search(killed, job.stderr), job.output
 
 
+KILLED = "YOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)"
+
+
+@pytest.mark.parametrize(("what", "code"), [("raise ValueError('bang')", 1), ("raise KeyboardInterrupt", 130)])
+def test_mpiexec_tells_of_a_rank_that_it_has_ended_itself(tmp_path: Path, what: str, code: int) -> None:
+    """MPICH's does so now and then; here it always does. The job's exit code is that of the rank that failed."""
+    mpiexec, path = tmp_path / "mpiexec", tmp_path / "script.py"
+    real = VENVS["mpich"] / "bin/mpiexec"
+    mpiexec.write_text(f"#!/bin/sh\n{real} \"$@\" || {{ echo '{KILLED}'; exit 9; }}\n")
+    mpiexec.chmod(0o755)
+    path.write_text(SCRIPT.replace("BEFORE", "").replace("WHAT", what))
+    command = [str(VENVS["mpich"] / "bin/python"), "-m", "mpitrain", "run", "--mpiexec", str(mpiexec), "-n", "3"]
+    job = run_command([*command, str(path)])
+    failed(job, "mpitrain: rank 1 on ")
+    assert job.code == code, job.output
+    assert KILLED in job.stdout
+
+
 @pytest.fixture
 def small_group() -> Iterator[Path]:
     """A control group of its own that may use 256 MiB; the file that takes its processes."""
