@@ -1,7 +1,7 @@
 """An agreement: every rank says what it is about to do, and all compare before any data moves.
 
-One MPI_Iallgather of 40 bytes a rank. It turns ranks that disagree into an error on every rank instead of a
-hang or a wrong sum, and carries along the few numbers a step needs from everybody (sample weights, votes).
+An agreement is one MPI_Iallgather of 40 bytes a rank. If the ranks disagree, every rank gets an error, not a hang or a
+wrong sum. The agreement also carries the few numbers that a step needs from every rank (sample weights, votes).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RECORD = numpy.dtype(
 
 
 def signature(operation: str, lines: Sequence[str]) -> int:
-    """64 bits that are equal on two ranks when the operation and the lines are. (Python's hash() is salted.)"""
+    """64 bits that are equal on two ranks if the operation and the lines are equal. (Python's hash() is salted.)"""
     digest = hashlib.blake2b(operation.encode(), digest_size=8)
     for line in lines:
         digest.update(b"\n" + line.encode())
@@ -38,7 +38,7 @@ def signature(operation: str, lines: Sequence[str]) -> int:
 
 
 class Agreement:
-    """Begun by every rank, in the same order. `test()` until true; then `records` has one row a rank."""
+    """Every rank begins it, in the same order. Call `test()` until it is true; then `records` has one row a rank."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Agreement:
         code: int = 0,
         detail: int = 0,
     ) -> None:
-        """`lines` describe the data, one item a line; `signed` is their signature, where the caller keeps it."""
+        """`lines` describe the data, one item a line. `signed` is their signature, if the caller has it already."""
         control.check()
         control.settle()
         control.count_call()
@@ -77,16 +77,16 @@ class Agreement:
         control.open_tests.append(self._look)
 
     def test(self) -> bool:
-        """True when every rank's record is here and all are about to do the same.
+        """True when the records of all ranks have arrived, and all ranks are about to do the same.
 
         Raises:
-            MismatchError: on every rank, naming the first difference.
+            MismatchError: the ranks differ. Raised on every rank, names the first difference.
         """
         if self._problem is not None:
             raise self._problem
         if self._request is None:
             return True
-        # Not free: another thread is here, or this one is below in _explain, whose wait looks at all that is open.
+        # If the lock is taken, another thread is here, or this one is in _explain, whose wait looks at all open tests.
         if not self._testing.acquire(blocking=False):
             return False
         try:
@@ -95,7 +95,7 @@ class Agreement:
             self._testing.release()
 
     def _look(self) -> None:
-        """What `test` does, for a rank that waits in another call: a mismatch in this one may be why it waits."""
+        """What `test` does, for a rank that waits in another call. A mismatch here may be the reason for that wait."""
         if self._problem is None:
             self.test()
 
@@ -117,14 +117,14 @@ class Agreement:
         return True
 
     def wait(self) -> numpy.ndarray:
-        """The records, shape (size,), dtype RECORD, once all are here. Raises as `test` does."""
+        """Wait for the records, and return them: shape (size,), dtype RECORD. Raises as `test` does."""
         self._control.wait(until(self.test, patient_naps()), self.operation)
         return self.records
 
     def _explain(self) -> None:
-        """Gather what every rank was about to do, in words. All ranks come here or none: all saw the records.
+        """Gather what every rank was about to do, in words. All ranks come here or none, as all saw the same records.
 
-        On a communicator of its own: ranks may come here at different points between other calls.
+        The messages have a communicator of their own, because ranks may come here at different points between calls.
         """
         text = "\n".join([self.operation, *self._lines]).encode()
         texts = gather_bytes(self._control.disputes, text, self._control.wait)
@@ -133,7 +133,7 @@ class Agreement:
 
 
 def mismatch(texts: Sequence[Sequence[str]], name: Callable[[int], str]) -> MismatchError:
-    """The error for the first rank that differs from rank 0, and the first line in which it does."""
+    """The error for the first rank that differs from rank 0, with the first line that differs."""
     for rank, lines in enumerate(texts):
         if lines == texts[0]:
             continue

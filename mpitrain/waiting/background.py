@@ -1,8 +1,8 @@
-"""Communication that goes on beside a program's other calls: one piece of work after the other, in the order begun.
+"""Communication beside the other calls of a program: one piece of work after the other, in the order begun.
 
-All ranks begin the same work in the same order, each when it gets there. It is moved on by whoever waits for it, by
-every other wait of the same world, and at the end of the program: so ranks may wait in different places, work that
-nobody waits for ends too, and nothing that MPI still writes into can be freed.
+All ranks begin the same work in the same order, each at its own time. Three things drive the work: a wait for the work
+itself, every other wait of the same World, and the end of the program. So ranks may wait in different places, work that
+nobody waits for ends too, and memory that MPI still writes into is never freed.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ Result = TypeVar("Result")
 
 
 class Begun(Generic[Result]):
-    """A piece of work in a queue: what handles are.
+    """A piece of work in a queue. Handles are made of it.
 
     Attributes:
-        steps: do what can be done without waiting at each `next`, yield while they have to wait (None: look again at
-            once; a number: so many seconds one may sleep), and end, a generator with its result.
-        is_done: it has ended, with `result` or with `problem`.
+        steps: a generator. Each `next` does what can be done without waiting. It yields while it has to wait (None:
+            look again at once; a number: the seconds that the wait may sleep), and returns the result.
+        is_done: the work has ended, with `result` or with `problem`.
     """
 
     def __init__(self, queue: Queue, steps: Iterator[float | None], doing: object = "") -> None:
-        """Queues the work. None of it is done yet. str(doing) names it, where a subclass does not."""
+        """Queue the work, and do none of it yet. str(doing) names the work, unless a subclass does."""
         self.steps = steps
         self.is_done = False
         self.result: Result | None = None
@@ -44,14 +44,14 @@ class Begun(Generic[Result]):
         queue.add(self)
 
     def __str__(self) -> str:
-        """What is being done, for messages."""
+        """The name of the work, for messages."""
         return str(self._doing)
 
     def test(self) -> bool:
-        """Do what can be done without waiting; true once the work is done.
+        """Do what can be done without waiting. True once the work is done.
 
         Raises:
-            MpitrainError: it has failed, on every rank.
+            MpitrainError: the work has failed, on every rank.
         """
         if not self.is_done:
             self._queue.control.check()
@@ -60,7 +60,7 @@ class Begun(Generic[Result]):
         return self.is_done
 
     def _drive(self) -> Result:
-        """Its result, once it is there. Raises as `test` does."""
+        """Wait for the work, and return its result. Raises as `test` does."""
         if not self.is_done:
             self._queue.control.wait(self._until_done(), self._queue)
         self._raise()
@@ -80,7 +80,7 @@ class Begun(Generic[Result]):
 
 
 class Queue:
-    """The work on one communicator. Its messages have the same tags, so no two pieces of it may run at one time."""
+    """The work on one communicator. All messages have the same tags, so only one piece of work may run at a time."""
 
     def __init__(self, control: Control) -> None:
         self.control = control
@@ -90,22 +90,22 @@ class Queue:
         self._changing = threading.Lock()
 
     def __str__(self) -> str:
-        """What is being done, for messages."""
+        """The name of the work at the front, for messages."""
         return str(self._waiting[0]) if self._waiting else "calls that have ended"
 
     def add(self, begun: Begun[Any]) -> None:
-        """Put work behind all that is there."""
+        """Put work at the end of the queue."""
         with self._changing:  # a thread may just have come to the end of what there was
             if not self._waiting:
                 self.control.open_tests.append(self.look)
             self._waiting.append(begun)
 
     def look(self) -> float | None:
-        """Do what can be done without waiting; what the work that is left has yielded.
+        """Do what can be done without waiting. Return what the work at the front has yielded.
 
-        An error that only this rank has leaves messages on their way, and breaks the world.
+        An error of this rank alone leaves messages under way, and breaks the World.
         """
-        # Not free: a thread is here, or this is a wait within the work itself.
+        # If the lock is taken, a thread is here, or this is a wait within the work itself.
         if not self._at_work.acquire(blocking=False):
             return None
         try:
@@ -133,10 +133,10 @@ class Queue:
             self._at_work.release()
 
     def finish(self) -> None:
-        """Wait until all work has ended; in a broken world there is none.
+        """Wait until all work has ended. A broken World has no work.
 
         Raises:
-            MpitrainError: a piece of it has failed, and nobody has been told.
+            MpitrainError: a piece of work has failed, and no call has raised the error yet.
         """
         if not self.control.is_broken:
             self.control.wait(until(self._is_idle), self)
@@ -149,7 +149,7 @@ class Queue:
 
 
 class Background(Queue):
-    """The calls of mpitrain.collectives. `comm` and `mover`, which works on it, are for them alone."""
+    """The calls of mpitrain.collectives. Only they use `comm`, and the `mover` on it."""
 
     def __init__(self, comm: MPI.Comm, control: Control) -> None:
         super().__init__(control)

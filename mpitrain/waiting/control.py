@@ -1,4 +1,4 @@
-"""Every wait in mpitrain: it drives what is waited for, looks for notes of the job, and says what it waits in."""
+"""Every wait in mpitrain goes through `Control.wait`: it drives the work, looks for notes, and publishes the wait."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
 # How often a wait looks at the clock, and for notes. A look costs some microseconds.
 _SPINS_BETWEEN_LOOKS = 64
 _SECONDS_BETWEEN_LOOKS = 1e-3
-# A failed rank ends the whole job at once; should that not reach us, we end by ourselves after this long.
+# A failed rank ends the whole job at once. If that does not reach this rank, the rank ends by itself after this time.
 _ABORT_GRACE_SECONDS = 10.0
 
 
 def until(test: Callable[[], bool], nap: Callable[[], float] = float) -> Iterator[float]:
-    """Steps for `Control.wait` that end when `test()` is true; in between one may sleep for `nap()` seconds."""
+    """Steps for `Control.wait` that end when `test()` is true. Between two tests the wait may sleep `nap()` seconds."""
     while not test():
         yield nap()
 
 
 class Control:
-    """The waits of one World, and the count of the calls that all its ranks begin: agreements, allreduces.
+    """Makes the waits of one World, and counts the calls that all its ranks begin: agreements, allreduces.
 
     Attributes:
-        notes: of the whole job.
-        members: the ranks here by their numbers in the whole job, which are their names in messages.
+        notes: the notes of the whole job.
+        members: the numbers of this World's ranks in the whole job. Messages name ranks by these numbers.
     """
 
     def __init__(
@@ -51,10 +51,10 @@ class Control:
     ) -> None:
         """
         Args:
-            disputes: carries the explanations of ranks that disagree, and nothing else.
-            hosts: of the ranks here.
-            number: of the World; all its ranks know it by the same, and no other World of the job has it.
-            parent: of the World that this one is a part of.
+            disputes: carries only the explanations of ranks that disagree.
+            hosts: the hosts of the ranks of this World.
+            number: the number of the World. It is the same on all its ranks, and no other World of the job has it.
+            parent: the Control of the World that this World is a part of.
         """
         self.notes = notes
         self.disputes = disputes
@@ -77,13 +77,13 @@ class Control:
         self._process = os.getpid()
 
     def name(self, rank: int | None = None) -> str:
-        """`rank 3 on node7`; default: this rank."""
+        """The name of a rank in messages, such as `rank 3 on node7`. Default: this rank."""
         rank = self.rank if rank is None else rank
         return f"rank {self.members[rank]} on {self._hosts[rank]}"
 
     @property
     def calls(self) -> int:
-        """How many calls this rank has begun here."""
+        """The number of calls that this rank has begun in this World."""
         return self._made[self._number]
 
     def wait(
@@ -95,16 +95,16 @@ class Control:
         call: int | None = None,
         status: int = WAITS,
     ) -> None:
-        """Drive `steps` to its end. The text of `doing` names what is waited for, in reports.
+        """Drive `steps` to its end. In reports, the text of `doing` names the wait.
 
         Args:
-            steps: does what can be done without waiting at every `next`, and ends when there is nothing to wait for.
-                It yields the seconds that one may sleep before the next, or None.
-            doing: its str() is only made when it is needed.
-            peers: the ranks waited for in a send or receive, none where any will do; default: all take part.
-            call: which of the calls that all ranks begin is waited in; default: the last one.
-            status: WAITS, for other ranks; BUSY, for this rank's own disk, which the others may have to wait for;
-                ENDED, for others that have not come to their end. Only WAITS can be reported as a hang.
+            steps: does at every `next` what can be done without waiting, and ends when there is nothing to wait for.
+                It yields the seconds that the wait may sleep before the next `next`, or None.
+            doing: its str() is made only when it is needed.
+            peers: the ranks that a send or receive waits for, none if any rank will do. Default: all ranks.
+            call: the number of the call that the wait belongs to. Default: the last call.
+            status: WAITS: for other ranks. BUSY: for this rank's own disk, for which the other ranks may have to wait.
+                ENDED: for ranks that have not come to their end. Only WAITS can be reported as a hang.
 
         Raises:
             MismatchError: another rank has finished without making the call that this one waits in.
@@ -150,7 +150,7 @@ class Control:
 
     @contextmanager
     def busy(self, doing: str) -> Iterator[None]:
-        """A block that other ranks are to wait for, however long it takes: such a wait is reported, and ends no job."""
+        """Run a block for which other ranks wait, however long it takes. Such a wait is reported, but ends no job."""
         activity = own_activity()
         entry = activity.begin(BUSY, doing, time.monotonic()) if activity else None
         try:
@@ -160,15 +160,15 @@ class Control:
                 activity.end(entry)
 
     def _can_wait(self, error: BaseException | None) -> bool:
-        """Whether the ranks still make the same calls: then the one that the error belongs to will raise it."""
+        """Whether the ranks still make the same calls. If so, the call that the error belongs to will raise it."""
         return isinstance(error, MpitrainError) and error.known_everywhere and not isinstance(error, MismatchError)
 
     @contextmanager
     def unbroken(self, doing: object) -> Iterator[None]:
-        """A block that must not be left in the middle of a communication.
+        """Run a block that must not be left in the middle of a communication.
 
-        Where it is, by Ctrl-C or an error of this rank alone, messages are still on their way, and what follows would
-        meet them. So the world is broken from then on, and every later block raises.
+        If Ctrl-C or an error of this rank alone ends the block, messages are still under way, and a later call would
+        receive them. So the World is broken from then on, and every later block raises.
         """
         self.check()
         try:
@@ -178,13 +178,13 @@ class Control:
             raise
 
     def leave(self, doing: object, error: BaseException) -> None:
-        """An error ends a communication in the middle: the world is broken, unless every rank raises the same."""
+        """Note that an error has ended a communication. The World is broken, unless all ranks raise the same error."""
         if not (isinstance(error, MpitrainError) and error.known_everywhere):
             self._broken_in = str(doing)
             self._wreck = error  # its traceback keeps the buffers that MPI still writes into
 
     def settle(self) -> None:
-        """Wait until the calls that the program has left to other libraries' threads are made: they come before."""
+        """Wait until the calls that the program has left to threads of other libraries are made. They come first."""
         for wait in self.elsewhere:
             wait()
 
@@ -195,7 +195,7 @@ class Control:
             raise error
 
     def count_call(self) -> None:
-        """One more call that all ranks make."""
+        """Count one more call that all ranks make."""
         with self._counting:  # threads make calls too
             self._made[self._number] = calls = self._made[self._number] + 1
             if activity := own_activity():
@@ -203,12 +203,12 @@ class Control:
 
     @property
     def job_rank(self) -> int:
-        """This rank's number in the whole job."""
+        """The number of this rank in the whole job."""
         return self.members[self.rank]
 
     @property
     def is_broken(self) -> bool:
-        """True when a communication was left half done: nothing more can be sent."""
+        """Whether a communication was left half done. Then nothing more can be sent."""
         return self._wreck is not None
 
     def check(self) -> None:
@@ -225,7 +225,7 @@ class Control:
             )
 
     def judge(self, doing: object, peers: Collection[int] | None = None, call: int | None = None) -> None:
-        """Raise where a note means that `doing` cannot end; arguments and errors as for `wait`."""
+        """Raise if a note means that `doing` cannot end. Arguments and errors are those of `wait`."""
         for note in tuple(self.notes.read.values()):  # a thread that fails adds to them
             rank = self._place_of.get(note.rank)
             if rank is None:

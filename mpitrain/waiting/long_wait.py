@@ -1,4 +1,4 @@
-"""A wait that lasts: it is published, and where no guard watches the job, the ranks report it by themselves."""
+"""Publishes a long wait. If no guard watches the job, the ranks report the wait by themselves."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from mpitrain.watching.hang_report import is_by_design, report
 from mpitrain.watching.rank_record import WAITS, RankRecord, read_record
 from mpitrain.watching.view import RankView, look_at, process_state, waited
 
-# A wait is published after this time. Shorter ones cost nothing, and nobody could read of them in time.
+# A wait is published after this time. A shorter wait costs nothing, and nobody could read of it in time.
 PUBLISH_SECONDS = 0.1
 _LOOK_SECONDS = 0.25
-_NEXT = 2.0  # a report after stall_seconds, then after twice, four times ... as long
-# Of the ranks that wait on a host the first one reports; that of one that began to wait so much later may be later.
+_NEXT = 2.0  # reports come after stall_seconds, then after 2, 4, 8 ... times as long
+# Of the ranks that wait on a host, the lowest one reports, even if it began to wait this much later than the others.
 _LATER_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class Neighbours:
-    """The ranks that this process can look at when no guard does: those of its host."""
+    """The ranks that this process can look at if no guard does: the ranks of its host."""
 
     where: dict[int, tuple[int, int]]  # by rank: process, and descriptor of its record
     hosts: tuple[str, ...]  # of all ranks
 
     def look(self, hang_seconds: float = 0.0) -> tuple[list[RankView], list[str]]:
-        """What they do, and the report of it, a line each."""
+        """Return what these ranks do, and the lines of the report of it."""
         now = time.monotonic()
         views = []
         for rank, (pid, _) in self.where.items():
@@ -40,7 +40,7 @@ class Neighbours:
         return views, report(views, absent, unseen=unseen, hang_seconds=hang_seconds)
 
     def reports_instead(self, rank: int, seconds: float) -> bool:
-        """Whether a rank before this one waits about as long, and so will report."""
+        """Whether a lower rank waits about as long, and so will report."""
         for other, (pid, _) in sorted(self.where.items()):
             if other >= rank:
                 return False
@@ -60,13 +60,13 @@ _neighbours: Neighbours | None = None
 
 
 def watch_over(neighbours: Neighbours) -> None:
-    """From now on this process reports its long waits by itself. Called by `init` where no guard does it."""
+    """Make this process report its long waits by itself. `init` calls this if no guard watches the job."""
     global _neighbours  # noqa: PLW0603 - a process is one rank
     _neighbours = neighbours
 
 
 class LongWait:
-    """A wait since `started`, by time.monotonic(). `look` now and then; `end` it in any case."""
+    """A wait since `started`, by time.monotonic(). Call `look` now and then, and `end` in any case."""
 
     def __init__(self, activity: Activity, rank: int, doing: object, started: float, status: int = WAITS) -> None:
         self._activity, self._rank, self._doing = activity, rank, doing
@@ -76,10 +76,10 @@ class LongWait:
         self._entry = activity.begin(status, self._words, started)
 
     def look(self, now: float) -> None:
-        """Report the wait if it is time.
+        """Report the wait if a report is due.
 
         Raises:
-            MpitrainError: nothing has moved for hang_seconds, and no guard sees to it.
+            MpitrainError: nothing has moved for hang_seconds, and no guard ends the job.
         """
         if now - self._looked < _LOOK_SECONDS:
             return
@@ -95,7 +95,7 @@ class LongWait:
             self._report(_neighbours, now - self._since)
 
     def end(self) -> None:
-        """It is over."""
+        """The wait is over."""
         self._activity.end(self._entry)
 
     def _report(self, neighbours: Neighbours, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""How long a rank may sleep between two looks at the wire."""
+"""Says how long a rank may sleep between two looks at the wire."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Callable
 # core; at 10 Gbit/s any nap lets the wire run dry.
 _SHORTEST_NAP, _LONGEST_NAP = 100e-6, 200e-6
 _NAPS_A_PIECE = 4
-# A shorter exchange is over before a nap would pay.
+# A shorter exchange ends before a nap would pay.
 _LEAST_BYTES = 256 * 1024
-# What switches and sockets take in at once says nothing of the wire's rate.
+# The bytes that switches and sockets take in at once say nothing about the rate of the wire.
 _BUFFERED_BYTES = 256 * 1024
 _FORGET = 0.99  # of the best rate, for each exchange; and one in so many is made without naps, to measure it again
 _WITHOUT_NAPS = 32
@@ -21,9 +21,9 @@ _PATIENT_AFTER_SECONDS, _PATIENT_SHARE, _LONGEST_PATIENT_NAP = 10e-3, 1 / 64, 50
 
 
 class Pace:
-    """Naps from the time that a piece takes at the best rate that was seen.
+    """Computes naps from the time that a piece takes at the best rate so far.
 
-    Not from the time between arrivals: that grows with the naps themselves, and while others use the cores.
+    The time between arrivals is no measure: it grows with the naps, and while other processes use the cores.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Pace:
         self._nap = 0.0
 
     def begin(self, num_bytes: int, piece_bytes: int) -> None:
-        """An exchange begins, in which this rank receives so many bytes, in pieces of so many."""
+        """Begin an exchange in which this rank receives `num_bytes` bytes, in pieces of `piece_bytes`."""
         self._num_bytes = num_bytes
         if num_bytes < _LEAST_BYTES:
             self._nap = 0.0
@@ -48,18 +48,18 @@ class Pace:
         self._nap = 0.0 if nap < _SHORTEST_NAP else min(nap, _LONGEST_NAP)
 
     def nap(self) -> float:
-        """Seconds to sleep; 0: look again at once."""
+        """The number of seconds to sleep. 0: look again at once."""
         return self._nap
 
     def end(self) -> None:
-        """The exchange is over."""
+        """End the exchange."""
         if self._num_bytes >= _LEAST_BYTES:
             rate = (self._num_bytes - _BUFFERED_BYTES) / (time.perf_counter() - self._started)
             self._rate = max(rate, self._rate * _FORGET)
 
 
 def patient_naps() -> Callable[[], float]:
-    """For a wait that moves no data, and that begins now: says how many seconds it may sleep before the next look."""
+    """Return a function for a wait that moves no data and begins now: the seconds to sleep before the next look."""
     begun = time.perf_counter()
 
     def nap() -> float:
