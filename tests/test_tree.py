@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from mpitrain.errors import DataError, TreeError
 from mpitrain.tree import describe, leaves, num_samples, rebuild
-from texts import texts
 
 
 class Pair(NamedTuple):
@@ -29,7 +28,7 @@ class Colour(enum.IntEnum):
 
 
 def keys() -> st.SearchStrategy[Any]:
-    return st.one_of(texts(max_size=5), st.integers(-3, 3), st.tuples(st.integers(0, 2), texts(max_size=2)))
+    return st.one_of(st.text(max_size=5), st.integers(-3, 3), st.tuples(st.integers(0, 2), st.text(max_size=2)))
 
 
 def trees() -> st.SearchStrategy[Any]:
