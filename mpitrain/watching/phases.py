@@ -1,6 +1,6 @@
-"""How far all ranks of a job have come, and when that was seen: mpiexec's exit code does not tell.
+"""How far the ranks of a job have come, and when that was seen. The exit code of mpiexec does not tell.
 
-MPICH's returns 0 where a rank leaves by os._exit(0), and ends the others, which wait for it, without a word.
+If a rank leaves by os._exit(0), MPICH's mpiexec returns 0, and ends the ranks that wait for it without a word.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class Phases:
         self.when: dict[str, dict[int, float]] = {phase: {} for phase in PHASES}
 
     def add(self, record: RankRecord, now: float) -> None:
-        """Take in what a rank says."""
+        """Take in the record of a rank."""
         passed = [FAILED] if record.phase == FAILED else PHASES[: PHASES.index(record.phase) + 1]
         for phase in passed:
             self.when[phase].setdefault(record.rank, now)
 
     def missing(self) -> list[int]:
-        """The ranks that began and did not come to their end, in increasing order."""
+        """The ranks that have begun and have not come to their end, in increasing order."""
         return sorted(self.when[BEGUN].keys() - self.when[DONE].keys())

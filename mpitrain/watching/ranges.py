@@ -1,4 +1,4 @@
-"""Numbers of ranks in few words."""
+"""Writes numbers of ranks in a short form."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import pairwise
 
 
 def rank_ranges(ranks: Iterable[int]) -> str:
-    """Increasing ranks in short: (0, 1, 2, 5) -> "0-2,5", and (0, 1) -> "0,1"."""
+    """The short form of increasing ranks: (0, 1, 2, 5) -> "0-2,5", and (0, 1) -> "0,1"."""
     ranks = list(ranks)
     breaks = [0] + [i + 1 for i, (a, b) in enumerate(pairwise(ranks)) if b != a + 1] + [len(ranks)]
     runs = [ranks[begin:end] for begin, end in pairwise(breaks)]

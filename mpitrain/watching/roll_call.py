@@ -1,12 +1,12 @@
-"""How the ranks of a host make themselves known to the job's guard there: each calls at a socket that the guard made.
+"""The ranks of a host make themselves known to the job's guard there: each calls at a socket that the guard has made.
 
-With its number a rank hands over descriptors: of its own process, and of its record (rank_record.py). So the guard
-can read what the rank says, and see it end, whatever number its process has: in a container that mostly is another
-one, or none.
-The line stays open as long as the process lives. It breaks when the kernel closes the files of the process, together
-with the process's line to mpiexec, which then ends the other ranks.
+With its number a rank hands over two descriptors: of its own process, and of its record (rank_record.py). So the guard
+can read what the rank says, and see its end, whatever number its process has. In a container the number is mostly a
+different one, or there is none.
+The line stays open as long as the process lives. It breaks when the kernel closes the files of the process. At the same
+time the process's line to mpiexec breaks, and mpiexec ends the other ranks.
 
-Sent to other hosts as text: it imports nothing of ours, and runs with an old Python.
+This module is sent to other hosts as text. It imports no other module of mpitrain, and runs with an old Python.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _MESSAGE_BYTES = 1024
 
 @dataclass(frozen=True)
 class Appearance:
-    """What came over a line.
+    """What a rank has sent over a line.
 
     Attributes:
-        rank: who called.
-        pid: its process, as it is called here; 0: it has no number here.
-        process: a descriptor that becomes readable when the process ends; None where the kernel has none.
-        record: descriptor of its record; None: it has not called init().
+        rank: the rank that called.
+        pid: the number of its process here. 0: the process has no number here.
+        process: a descriptor that becomes readable when the process ends. None: the kernel offers no such descriptor.
+        record: the descriptor of its record. None: the rank has not called init().
     """
 
     rank: int
@@ -43,15 +43,15 @@ class Appearance:
 
 
 def appear(path: str, rank: int, record: int | None = None) -> socket.socket | None:
-    """Call at the socket of a guard; the line to it. None where there is none.
+    """Call at the socket of a guard, and return the line to it. None if there is no socket.
 
     Args:
-        path: of the socket.
-        rank: of this process.
-        record: descriptor of its record, if it has one.
+        path: the path of the socket.
+        rank: the rank of this process.
+        record: the descriptor of this process's record, if there is one.
 
     Raises:
-        OSError: there is something else, or the guard of another user, who must get no descriptor of this process.
+        OSError: the path is not a socket, or the guard belongs to another user, who must get no descriptor.
     """
     line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
@@ -82,10 +82,10 @@ def appear(path: str, rank: int, record: int | None = None) -> socket.socket | N
 
 
 def listen(path: str) -> socket.socket:
-    """The socket at which ranks of this user can call.
+    """Make the socket at which ranks of this user can call.
 
     Raises:
-        OSError: it cannot be made, or there is something at this path.
+        OSError: the socket cannot be made, or the path exists.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     before = os.umask(0o177)
@@ -100,7 +100,7 @@ def listen(path: str) -> socket.socket:
 
 
 def receive(line: socket.socket) -> Appearance | None:
-    """What a rank has said on a line that `listen` got; None: it has hung up."""
+    """What a rank has sent on a line to the socket of `listen`. None: the rank has hung up."""
     room = socket.CMSG_SPACE(2 * struct.calcsize("i"))
     try:
         data, extra, _, _ = line.recvmsg(_MESSAGE_BYTES, room)
@@ -118,7 +118,7 @@ def receive(line: socket.socket) -> Appearance | None:
 
 
 def _peer(line: socket.socket) -> tuple[int, int, int]:
-    """Process, user and group of the other end, as it was when it began to listen or connected."""
+    """Process, user and group of the other end, at the time when it began to listen or connected."""
     data = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("iII"))
     pid, user, group = struct.unpack("iII", data)
     return pid, user, group

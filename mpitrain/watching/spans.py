@@ -1,4 +1,4 @@
-"""What this rank did from when to when, kept for a trace."""
+"""Keeps what this rank did, with begin and end, for a trace."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ MOST_SPANS = 200_000
 
 
 class Span(NamedTuple):
-    """`begin` and `end` are this process's time.perf_counter()."""
+    """One thing that this rank did. `begin` and `end` are values of time.perf_counter() in this process."""
 
     lane: str  # "compute", "wait" or "wire"
     name: str
@@ -19,14 +19,14 @@ class Span(NamedTuple):
 
 
 class Spans:
-    """A list of Span that stops growing at MOST_SPANS. Threads may add too."""
+    """A list of Span that stops growing at MOST_SPANS. All threads may add to it."""
 
     def __init__(self) -> None:
         self.kept: list[Span] = []
         self.num_left_out = 0
 
     def add(self, lane: str, name: str, begin: float, end: float, **about: Any) -> None:
-        """Keep one; `about` is shown with it."""
+        """Keep a span. A trace shows `about` with it."""
         if len(self.kept) < MOST_SPANS:
             self.kept.append(Span(lane, name, begin, end, about))
         else:

@@ -1,6 +1,6 @@
-"""A rank as others see it: its record, and what the kernel says of its process.
+"""A rank as other processes see it: its record, and what the kernel says about its process.
 
-Sent to other hosts as text: it imports nothing of ours but what comes with it, and runs with an old Python.
+This module is sent to other hosts as text. It imports only modules that are sent with it, and runs with an old Python.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _STACK_BYTES = 16384
 
 @dataclass(frozen=True)
 class RankView:
-    """What is known of a rank on its host.
+    """What is known about a rank on its host.
 
     Attributes:
-        record: what it has said last.
-        pid: its process, as it is called on the host; 0: it has no number there.
-        seconds: for how long it has waited without that anything moved; 0: it does not wait.
-        state: of its process, as ps names it; "": nobody has looked.
-        kernel: where in the kernel it is, in state D.
-        stack: faulthandler's text of all its threads.
-        ended_seconds: how long ago its process has ended; None: it has not.
-        is_orphan: the process that started it has ended, and it has not.
-        host: where it runs; "": where this was written.
+        record: the last record of the rank.
+        pid: the number of its process on the host. 0: the process has no number there.
+        seconds: how long the rank has waited while nothing moved. 0: the rank does not wait.
+        state: the state of its process, as ps names it. "": nobody has looked.
+        kernel: the place in the kernel where a process in state D waits.
+        stack: faulthandler's text of all threads of the rank.
+        ended_seconds: how long ago its process ended. None: the process has not ended.
+        is_orphan: the process that started the rank has ended, and the rank has not.
+        host: the host of the rank. "": the host that wrote this.
     """
 
     record: RankRecord
@@ -49,29 +49,29 @@ class RankView:
 
     @property
     def waits(self) -> bool:
-        """It waits for other ranks, and could go on if they came."""
+        """Whether the rank waits for other ranks, and could go on if they came."""
         return self.record.status in (WAITS, ENDED) and self.state in ("R", "S")
 
 
 def to_json(view: RankView) -> dict[str, Any]:
-    """For the way to another host."""
+    """The text of a view, to send to another host."""
     return {**vars(view), "record": vars(view.record)}
 
 
 def from_json(fields: Mapping[str, Any], host: str) -> RankView:
-    """A rank of `host`, as it has come from there."""
+    """The view in a text from `host`."""
     return RankView(**{**fields, "record": RankRecord(**fields["record"]), "host": host})
 
 
 def waited(record: RankRecord, now: float) -> float:
-    """For how long it has waited, in seconds."""
+    """How long a rank has waited, in seconds."""
     return now - record.since if record.status in (WAITS, ENDED) else 0.0
 
 
 def look_at(views: Iterable[RankView]) -> list[RankView]:
-    """These ranks of this host once more, in order, with what the kernel says of their processes, and with stacks.
+    """These ranks of this host once more, in order, with what the kernel says about their processes, and with stacks.
 
-    All ranks that do not wait are asked for a stack, and the first one that does.
+    All ranks that do not wait are asked for their stacks, and so is the first rank that waits.
     """
     views = sorted(views, key=lambda view: view.record.rank)
     asked: dict[int, tuple[int, int]] = {}
@@ -94,7 +94,7 @@ def look_at(views: Iterable[RankView]) -> list[RankView]:
 
 
 def read_stacks(asked: dict[int, tuple[int, int]]) -> dict[int, str]:
-    """The Python stacks of these ranks' processes, (pid, descriptor) each; those that answer, within a second."""
+    """The Python stacks of these ranks, given as (pid, descriptor). Ranks that do not answer in a second are left out."""
     begun = {}
     for rank, (pid, descriptor) in asked.items():
         # Without a handler the signal would end the process; a stopped one cannot answer.
@@ -122,13 +122,13 @@ def read_stacks(asked: dict[int, tuple[int, int]]) -> dict[int, str]:
 
 
 def process_state(pid: int) -> str:
-    """A process's state as ps names it: R runs, S sleeps, D waits for a disk or a network share, T is stopped."""
+    """The state of a process as ps names it: R runs, S sleeps, D waits for a disk or network share, T is stopped."""
     stat = _read(f"/proc/{pid}/stat")
     return stat.rpartition(b")")[2].split()[0].decode() if stat else "gone"
 
 
 def process_numbering() -> int:
-    """Which numbers this process knows others by: in a container they mostly are not those of its machine."""
+    """The numbering by which this process knows others. In a container it is mostly not that of the machine."""
     try:
         return Path("/proc/self/ns/pid").stat().st_ino
     except OSError:  # /proc is another container's
