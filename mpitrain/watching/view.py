@@ -94,7 +94,7 @@ def look_at(views: Iterable[RankView]) -> list[RankView]:
 
 
 def read_stacks(asked: dict[int, tuple[int, int]]) -> dict[int, str]:
-    """The Python stacks of these ranks, given as (pid, descriptor). Ranks that do not answer in a second are left out."""
+    """The Python stacks of these ranks, given as (pid, descriptor). A rank that does not answer in 1 s is left out."""
     begun = {}
     for rank, (pid, descriptor) in asked.items():
         # Without a handler the signal would end the process; a stopped one cannot answer.
