@@ -53,6 +53,8 @@ def main() -> None:
                 for one in findings:
                     said[f"{one['id']} {one['verdict']}"] += 1
                     print(f"  {name} {level}: {one['id']} {one['verdict']} {one['places']}: {one['found']}", flush=True)
+                if not findings:
+                    print(f"  {name} {level}: no finding", flush=True)
                 runs += 1
                 quiet += not findings
                 seconds.append(document["seconds"])

@@ -16,7 +16,7 @@ from diagnostics.made_up import here, seen
 from mpitrain.diagnostics.check import Result, Seen
 from mpitrain.diagnostics.checks import CHECKS
 from mpitrain.diagnostics.judge import judge
-from mpitrain.diagnostics.node import jobs, start
+from mpitrain.diagnostics.node import children, jobs, start
 from mpitrain.launch import folders
 
 FOLDERS = {
@@ -184,3 +184,15 @@ def test_the_jobs_python_says_what_stands_beside_a_script(tmp_path: Path) -> Non
         "mpi4py": str(tmp_path / "mpi4py")
     }
     assert "inventory" in python
+
+
+@pytest.mark.parametrize(("load", "expected"), [(0.5, 1.0), (5.0, 2.5), (60.0, 3.0)])
+def test_a_busy_machine_has_more_time(load: float, expected: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(children.os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(children.os, "cpu_count", lambda: 2)
+    assert children.patience() == expected
+
+
+def test_a_deadline_is_that_of_a_machine_that_is_not_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(children, "patience", lambda: 1e5)
+    assert children.run(["sleep", "0.2"], 0.01) == (0, "", "")

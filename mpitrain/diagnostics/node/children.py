@@ -15,6 +15,8 @@ _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 # says where a program is.
 _ENV = "/usr/bin/env"
 
+# Where more wants to run than there are processors, a command gets a part of one, and so many times its deadline.
+_MOST_PATIENCE = 3.0
 _SUDO_SECONDS = 8.0
 _REMOVE_SECONDS = 3.0
 _KILL_SECONDS = 0.5
@@ -38,6 +40,11 @@ class EndingError(Exception):
     """The agent ends, and starts nothing more."""
 
 
+def patience() -> float:
+    """How many times its deadline a command may take on this machine now: it may be busy, and everything slow."""
+    return min(_MOST_PATIENCE, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
+
+
 def run(
     command: list[str],
     seconds: float = 6.0,
@@ -46,6 +53,8 @@ def run(
     cwd: str = "/",
 ) -> tuple[int, str, str]:
     """Run a command; returns (exit code, stdout, stderr). 127 where there is no such program.
+
+    `seconds` is the deadline on a machine that is not busy.
 
     Raises:
         SlowError: it did not end in time. What waits for a dead NFS server may not die either; it is left then.
@@ -79,7 +88,7 @@ def _run(
             return 127, "", f"{command[0]}: {error.strerror}"
         _running.add(child)
     try:
-        out, err = child.communicate(None if input is None else input.encode(), timeout=seconds)
+        out, err = child.communicate(None if input is None else input.encode(), timeout=seconds * patience())
     except subprocess.TimeoutExpired:
         kill(child)
         with suppress(subprocess.TimeoutExpired):

@@ -77,13 +77,13 @@ else
 fi
 echo {_MARK}
 echo "$python"
-timeout -k 1 {_PYTHON_SECONDS} "$python" -c "$2" "$3" "$4" 2>&1
+timeout -k 1 "$6" "$python" -c "$2" "$3" "$4" 2>&1
 echo "{_MARK}$?"
 echo "$mpiexec"
-timeout -k 1 {_MPIEXEC_SECONDS} "$mpiexec" --version 2>&1
+timeout -k 1 "$7" "$mpiexec" --version 2>&1
 echo "{_MARK}$?"
 echo "$on_path"
-[ -z "$on_path" ] || timeout -k 1 {_MPIEXEC_SECONDS} "$on_path" --version 2>&1
+[ -z "$on_path" ] || timeout -k 1 "$7" "$on_path" --version 2>&1
 echo "{_MARK}"
 """
 # Three lines: loading a broken MPI may kill the process, and another Python takes its time. The first argument is
@@ -167,7 +167,10 @@ def programs(wish: dict[str, Any]) -> dict[str, Any]:
     none). Gives "python", with "why" where it does not run; "mpi", the library that mpi4py loads, the same; "mpiexec";
     and "on_path", the mpiexec that a shell would find, where it is another.
     """
-    command = ["sh", "-c", _PROGRAMS, "sh", wish["venv"], _FACTS, wish["probe"], wish["script"], wish["python"]]
+    patience = children.patience()
+    deadlines = [f"{seconds * patience:.0f}" for seconds in (_PYTHON_SECONDS, _MPIEXEC_SECONDS)]
+    arguments = [wish["venv"], _FACTS, wish["probe"], wish["script"], wish["python"], *deadlines]
+    command = ["sh", "-c", _PROGRAMS, "sh", *arguments]
     code, out, error = in_job(wish["address"], command, _SSH_SECONDS + _PYTHON_SECONDS + 2 * _MPIEXEC_SECONDS)
     parts = out.split(_MARK)
     if len(parts) != 5:
