@@ -13,6 +13,7 @@ from uuid import uuid4
 
 from mpitrain.diagnostics.agent import UnansweredError
 from mpitrain.diagnostics.collect import Cluster
+from mpitrain.diagnostics.node.children import MOST_PATIENCE
 from mpitrain.errors import LaunchError
 from mpitrain.launch.dialects import JobSpec, LaunchCommand, command_for
 from mpitrain.launch.libraries import mpiexec_of_text
@@ -96,7 +97,7 @@ def _run(cluster: Cluster, begin: str, command: LaunchCommand, seconds: int) -> 
         "environment": {**shell["environment"], **command.environment},
         "seconds": seconds,
     }
-    ended = cluster.ask(begin, "job_run", wish, seconds=seconds + 8.0)
+    ended = cluster.ask(begin, "job_run", wish, seconds=MOST_PATIENCE * seconds + 8.0)
     decoder = TagDecoder(command.tag)
     written: dict[int, bytes] = {}
     for rank, piece in [*decoder.feed(ended["out"].encode()), *decoder.close()]:

@@ -16,7 +16,7 @@ _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _ENV = "/usr/bin/env"
 
 # Where more wants to run than there are processors, a command gets a part of one, and so many times its deadline.
-_MOST_PATIENCE = 3.0
+MOST_PATIENCE = 3.0
 _SUDO_SECONDS = 8.0
 _REMOVE_SECONDS = 3.0
 _KILL_SECONDS = 0.5
@@ -42,7 +42,7 @@ class EndingError(Exception):
 
 def patience() -> float:
     """How many times its deadline a command may take on this machine now: it may be busy, and everything slow."""
-    return min(_MOST_PATIENCE, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
+    return min(MOST_PATIENCE, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
 
 
 def run(

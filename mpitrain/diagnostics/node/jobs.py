@@ -232,13 +232,13 @@ def numpy(wish: dict[str, Any]) -> dict[str, Any]:
 
 
 def job(wish: dict[str, Any]) -> dict[str, Any]:
-    """Run wish["command"], an mpiexec, for at most wish["seconds"]; what it prints until then is kept.
+    """Run wish["command"], an mpiexec, for at most wish["seconds"] where nothing else runs; what it prints is kept.
 
     It is our own child, and not one of an ssh: so it ends with us.
     """
-    seconds = wish["seconds"]
+    seconds = wish["seconds"] * children.patience()
     started = time.monotonic()
-    command = ["timeout", "-k", "1", str(seconds), *wish["command"]]
+    command = ["timeout", "-k", "1", f"{seconds:.0f}", *wish["command"]]
     code, out, error = children.run(command, seconds + 3.0, env=wish["environment"])
     took = time.monotonic() - started
     return {"code": code, "seconds": took, "out": out[-_MOST_OUTPUT:], "error": error[-_MOST_ERROR:]}

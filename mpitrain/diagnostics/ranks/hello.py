@@ -9,7 +9,7 @@ import time
 from array import array
 from typing import Any
 
-signal.alarm(60)  # whatever happens
+signal.alarm(150)  # whatever happens, also on a busy machine
 _SIZES_BYTES = (1, 64 << 10, 4 << 20)  # below, about and above where libraries change how they send
 
 
