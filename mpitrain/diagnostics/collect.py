@@ -13,6 +13,7 @@ from typing import Any
 
 from mpitrain.diagnostics.agent import AgentClient, UnansweredError, wait_for
 from mpitrain.diagnostics.check import Ask, NotSeenError, Seen, Target
+from mpitrain.diagnostics.node.children import patience
 from mpitrain.diagnostics.ssh_settings import LoginError
 from mpitrain.launch.hostfile import Host
 
@@ -67,7 +68,14 @@ class Cluster:
             return {"failed": "login", "found": f"{type(error).__name__}: {error}"}
         self.agents[host.name] = agent
         keys = {"known": agent.host_key}
-        return {"failed": "", "seconds": agent.login_seconds, "noise": agent.noise, "host_keys": keys, **agent.hello}
+        return {
+            "failed": "",
+            "seconds": agent.login_seconds,
+            "patience": patience(),
+            "noise": agent.noise,
+            "host_keys": keys,
+            **agent.hello,
+        }
 
     def ask(self, name: str, call: str, wish: Mapping[str, Any], *, seconds: float, user: str = "job") -> Any:
         """Ask one node; see AgentClient.ask. `user` "job" is the shared user."""

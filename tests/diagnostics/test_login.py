@@ -33,6 +33,13 @@ def other_key(got: str, known: str) -> dict[str, Any]:
     return {"failed": "host key", "found": text, "host_keys": {"got": got, "known": known}}
 
 
+@pytest.mark.parametrize(("patience", "verdicts"), [(1.0, ["warn"]), (3.0, [])])
+def test_a_login_that_takes_long(patience: float, verdicts: list[str]) -> None:
+    """From a busy machine everything takes long, which is no finding."""
+    slow = {"failed": "", "hello": "admin", "seconds": 2.5, "patience": patience}
+    assert [one.verdict for one in judged("SSH01", looked(login=slow))] == verdicts
+
+
 def test_a_host_key_of_nobody() -> None:
     (one,) = judged("SSH03", looked(login=other_key("SHA256:9", "SHA256:2")))
     assert (one.verdict, one.where) == ("fail", ("node2",))

@@ -57,6 +57,9 @@ def test_any_to_any() -> None:
     assert first("SSH04", login("")) is None
     slow = first("SSH04", login("", seconds=2.5))
     assert slow is not None and slow.verdict == "warn" and "over 2 s" in slow.observed
+    busy = login("", seconds=2.5)
+    busy.pairs["node1", "node2"]["login between"]["patience"] = 3.0
+    assert first("SSH04", busy) is None
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,9 @@ def _any_to_any(seen: Seen, pair: tuple[str, str]) -> Iterator[Finding]:
     login = seen.pair(pair, "login between")
     if login["failed"]:
         yield from _failed(seen, pair, login)
-    elif login["seconds"] > _SLOW_SECONDS and not (loss(seen, pair) or loss(seen, pair[::-1])):
+    elif login["seconds"] > _SLOW_SECONDS * login.get("patience", 1.0) and not (
+        loss(seen, pair) or loss(seen, pair[::-1])
+    ):
         observed = f"a login takes over {_SLOW_SECONDS:g} s"
         yield Finding("warn", pair, observed, remedy=f"{_as_user(seen, pair[0])} time ssh -v {pair[1]} true")
 

@@ -104,7 +104,7 @@ def _log_in(peer: str) -> dict[str, Any]:
         return {"failed": "timeout", "found": "the login hangs", "seconds": time.monotonic() - started}
     seconds = time.monotonic() - started
     if code == 0:
-        return {"failed": "", "found": "", "seconds": seconds}
+        return {"failed": "", "found": "", "seconds": seconds, "patience": children.patience()}
     kind = next((kind for pattern, kind in _SSH_SAYS if re.search(pattern, err, re.I)), "other")
     lines = [line.strip() for line in err.splitlines() if line.strip()]
     return {"failed": kind, "found": lines[-1] if lines else f"exit code {code}", "seconds": seconds}
