@@ -14,6 +14,7 @@ FULL = JobContext(
     expected_size=3,
     roll_call="/tmp/mpitrain-roll-call-1a2b3c4d",
     devices=("cuda:0", "cuda:0", "cpu"),
+    columns=132,
     verify_record="/tmp/a record",
     verify_steps=7,
 )
@@ -26,6 +27,7 @@ def test_what_is_written() -> None:
         "_MPITRAIN_EXPECTED_SIZE": "3",
         "_MPITRAIN_ROLL_CALL": "/tmp/mpitrain-roll-call-1a2b3c4d",
         "_MPITRAIN_DEVICES": "cuda:0,cuda:0,cpu",
+        "_MPITRAIN_COLUMNS": "132",
         "_MPITRAIN_VERIFY_RECORD": "/tmp/a record",
         "_MPITRAIN_VERIFY_STEPS": "7",
     }

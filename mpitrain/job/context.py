@@ -17,6 +17,9 @@ PREFIX = "_MPITRAIN_"
 # By these two a guard knows the processes of its job; the daemons of mpiexec have them too.
 JOB, LAUNCHER = PREFIX + "JOB", PREFIX + "LAUNCHER"
 EXPECTED_SIZE = PREFIX + "EXPECTED_SIZE"
+# "Clear the line": a line of a rank that begins with it and ends with a carriage return is the progress bar, which the
+# launcher keeps below all other output.
+BAR_START = b"\x1b[2K"
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class JobContext:
         expected_size: ranks that the launcher started; 0: not known.
         roll_call: socket of the guard of its host, at which every rank calls; "": there is no guard.
         devices: of the ranks in order, such as ("cuda:0", "cuda:1", "cpu"); none where --hosts names none.
+        columns: width of the terminal that the launcher prints to; 0: it prints to none.
         verify_record: folder on rank 0 for a record of what the script computes; "": none is wanted.
         verify_steps: how many steps are recorded; then the script ends.
     """
@@ -38,6 +42,7 @@ class JobContext:
     expected_size: int = 0
     roll_call: str = ""
     devices: tuple[str, ...] = ()
+    columns: int = 0
     verify_record: str = ""
     verify_steps: int = 0
 

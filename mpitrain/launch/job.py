@@ -98,7 +98,9 @@ class _Run:
         self._watched = watched
         self._is_here, self._own, self._host_of = job.placement.is_here, job.placement.own, job.placement.host_of
         self._trouble: list[str] = []  # why we have ended the job
-        self._printer = Printer(self._command.tag, job.placement.num_ranks, job.shows_ranks)
+        self._printer = Printer(
+            self._command.tag, job.placement.num_ranks, job.shows_ranks, shows_bar=job.context.columns > 0
+        )
         self._signals: list[int] = []  # that came to this process
         self._kill_at = float("inf")
         self._mpiexec_ended = 0.0  # when it was seen; 0: it was not

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 from typing import BinaryIO, Literal
 
+from mpitrain.job.context import BAR_START
 from mpitrain.launch.output import LineCutter, Merger, OutputPiece
 from mpitrain.launch.tags import MPIEXEC, Tag, TagDecoder
 from mpitrain.watching.ranges import rank_ranges
@@ -13,6 +15,8 @@ from mpitrain.watching.ranges import rank_ranges
 Stream = Literal["stdout", "stderr"]
 
 _INFINITY = float("inf")
+_TO_MARGIN = b"\r\x1b[K"  # and clear the line
+_STYLE = re.compile(rb"\x1b\[[0-9;]*m")
 
 
 class FirstFailure:
@@ -54,11 +58,45 @@ class FirstFailure:
         return b"" if self._is_last else self.report
 
 
+class _BottomLine:
+    """The progress bar of a rank (mpitrain.training.hooks.log), in the last line of the terminal.
+
+    `take` has its text, `hide` makes room for other output, `show` draws it again.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._text = b""
+        self._is_shown = False
+
+    def take(self, text: bytes) -> None:
+        """Draw another text; an empty one ends the bar."""
+        self.hide()
+        self._text = text
+
+    def hide(self) -> None:
+        if self._is_shown:
+            self._file.write(_TO_MARGIN)
+            self._file.flush()  # the next line may go to the other stream
+            self._is_shown = False
+
+    def show(self) -> None:
+        if self._is_shown or not self._text:
+            return
+        columns = shutil.get_terminal_size().columns
+        plain = _STYLE.sub(b"", self._text).decode(errors="replace")
+        # The terminal may be narrower than when the job began.
+        fitting = self._text if len(plain) < columns else plain[: columns - 1].encode()
+        self._file.write(_TO_MARGIN + fitting + b"\r")
+        self._file.flush()
+        self._is_shown = True
+
+
 class Printer:
     """Prints what comes out of mpiexec's two pipes, each line with its ranks in front."""
 
-    def __init__(self, tag: Tag, num_ranks: int, shows_ranks: bool = True) -> None:
-        """`shows_ranks`: with the ranks in front of each line."""
+    def __init__(self, tag: Tag, num_ranks: int, shows_ranks: bool = True, shows_bar: bool = False) -> None:
+        """`shows_ranks`: with the ranks in front of each line; `shows_bar`: stdout is a terminal, and ranks know it."""
         self.first_failure = FirstFailure()
         self.mpiexec_said = b""  # the last of it
         self._shows_ranks = shows_ranks and num_ranks > 1
@@ -70,6 +108,7 @@ class Printer:
         # A terminal shows both streams, so only one line at a time may be without its end.
         self._unfinished: tuple[Stream, tuple[int, ...]] | None = None
         self._is_at_margin = True
+        self._bar = _BottomLine(self._files["stdout"]) if shows_bar else None
 
     def feed(self, now: float, stream: Stream, data: bytes) -> None:
         """Take in what mpiexec wrote to one of its pipes."""
@@ -85,13 +124,16 @@ class Printer:
             for ranks, piece in merger.ready(now):
                 self._print(stream, ranks, piece)
             self._files[stream].flush()
+        self._show_bar()
 
     def say(self, text: str) -> None:
         """Print a line of mpitrain's own on stderr."""
+        self._hide_bar()
         self._finish_line()
         self._files["stderr"].write(f"mpitrain: {text}\n".encode(errors="backslashreplace"))
         self._files["stderr"].flush()
         self.first_failure.see((), OutputPiece(b"", b"\n"))
+        self._show_bar()
 
     def close(self) -> None:
         """Print all the rest, and the first failure again unless it is the last thing on the screen."""
@@ -99,6 +141,8 @@ class Printer:
             for rank, text in decoder.close():
                 self._cut(0.0, stream, rank, text)
         self.print_due(_INFINITY)
+        self._hide_bar()
+        self._bar = None
         self._finish_line()
         self._files["stderr"].write(self.first_failure.hidden_report)
         self._files["stderr"].flush()
@@ -115,6 +159,13 @@ class Printer:
             self._mergers[stream].feed(now, rank, piece)
 
     def _print(self, stream: Stream, ranks: tuple[int, ...], piece: OutputPiece) -> None:
+        if self._bar is not None and piece.end == b"\r" and BAR_START in piece.text:
+            begun, _, bar = piece.text.rpartition(BAR_START)
+            if begun:  # of a line that the bar came into
+                self._print(stream, ranks, OutputPiece(begun, b""))
+            self._bar.take(bar)
+            return
+        self._hide_bar()
         owner = (stream, ranks)
         if self._unfinished != owner:
             self._finish_line()
@@ -128,6 +179,14 @@ class Printer:
         self._unfinished = None if piece.end == b"\n" else owner
         self._is_at_margin = piece.end != b"" or (self._is_at_margin and not piece.text)
         self.first_failure.see(ranks if stream == "stderr" else (), piece)
+
+    def _hide_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.hide()
+
+    def _show_bar(self) -> None:
+        if self._bar is not None and not self._unfinished:
+            self._bar.show()
 
     def _finish_line(self) -> None:
         if self._unfinished:

@@ -8,6 +8,7 @@ Request ─> environment ─> Placement ─> mpiexec ─> JobSpec ─> supervise
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -97,7 +98,11 @@ def start(request: Request) -> int:
             num_cores=num_cores,
             as_root=os.geteuid() == 0,
             shows_ranks=request.shows_ranks,
-            context=JobContext(verify_record=request.verify_record, verify_steps=request.verify_steps),
+            context=JobContext(
+                columns=_columns(),
+                verify_record=request.verify_record,
+                verify_steps=request.verify_steps,
+            ),
             glibc=glibc_version(
                 os.confstr("CS_GNU_LIBC_VERSION") if "CS_GNU_LIBC_VERSION" in os.confstr_names else None
             ),
@@ -119,6 +124,13 @@ def start(request: Request) -> int:
         except KeyboardInterrupt:  # between jobs, or while the hosts are asked; a job that runs sees to it by itself
             print("mpitrain: interrupted", file=sys.stderr)
             return 128 + signal.SIGINT
+
+
+def _columns() -> int:
+    """Width of the terminal that stdout goes to; 0 where it goes elsewhere, or where no line can be written anew."""
+    if not sys.stdout.isatty() or os.environ.get("TERM", "dumb") == "dumb":
+        return 0
+    return shutil.get_terminal_size().columns
 
 
 @contextmanager

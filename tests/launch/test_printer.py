@@ -15,8 +15,10 @@ def tagged(rank: int, text: bytes) -> bytes:
     return b"".join(b"<%d>%s" % (rank, line) for line in text.splitlines(keepends=True))
 
 
-def printed(capfdbinary: pytest.CaptureFixture[bytes], num_ranks: int, *written: tuple[Stream, bytes]) -> list[bytes]:
-    printer = Printer(TAG, num_ranks)
+def printed(
+    capfdbinary: pytest.CaptureFixture[bytes], num_ranks: int, *written: tuple[Stream, bytes], shows_bar: bool = False
+) -> list[bytes]:
+    printer = Printer(TAG, num_ranks, shows_bar=shows_bar)
     for second, (stream, data) in enumerate(written):
         printer.feed(float(second), stream, data)
         printer.print_due(second + 0.15)
@@ -49,6 +51,42 @@ def test_progress_overwrites_itself_and_nothing_else(capfdbinary: pytest.Capture
     assert printed(capfdbinary, 2, *tqdm)[0] == b"[0] 10 %\r[0] 20 %\n"  # type: ignore[arg-type]
     own = [("stdout", b"<0>10 %\r"), ("stdout", b"<1>hi\n"), ("stdout", b"<0>20 %\r")]
     assert printed(capfdbinary, 2, *own)[0] == b"[0] 10 %\r\n[1] hi\n[0] 20 %\r\n"  # type: ignore[arg-type]
+
+
+def test_a_bar_stays_below_all_other_output(
+    capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    draw, clear = b"\r\x1b[K%s\r", b"\r\x1b[K"
+    # The second text is longer than the terminal is now: it is cut, and loses its colours.
+    long = b"\x1b[31mstep 2\x1b[0m of many, and more"
+    out, err = printed(
+        capfdbinary,
+        2,
+        ("stdout", b"<0>\x1b[2Kstep 1\r"),
+        ("stdout", b"<1>hi\n"),
+        ("stderr", b"<1>a warning\n"),
+        ("stdout", b"<0>half\x1b[2K%s\r" % long),
+        ("stdout", b"<0> a line\n"),
+        ("stdout", b"<0>\x1b[2K\r"),
+        ("stdout", b"<0>end\n"),
+        shows_bar=True,
+    )
+    first, second = draw % b"step 1", draw % b"step 2 of many, and"
+    assert out == (
+        first
+        + clear
+        + b"[1] hi\n"
+        + first
+        + clear
+        + first
+        + clear
+        + b"[0] half a line\n"
+        + second
+        + clear
+        + b"[0] end\n"
+    )
+    assert err == b"[1] a warning\n"
 
 
 def test_the_first_failure_is_the_last_word(capfdbinary: pytest.CaptureFixture[bytes]) -> None:

@@ -10,6 +10,8 @@ import struct
 import subprocess
 import sys
 import termios
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -31,6 +33,9 @@ def build(world):
 class Slow(mt.Hook):
     def after_step(self, trainer, step):
         time.sleep(0.05)
+        if step.number == 4 and trainer.world.rank == trainer.world.size - 1:
+            print("a line", flush=True)
+            print("of the last rank", file=sys.stderr, flush=True)
         if step.number == 9 and "fail" in sys.argv:
             raise ValueError("on purpose")
 
@@ -41,16 +46,16 @@ print("after")
 """
 
 
-def on_a_terminal(columns: int, *arguments: str) -> tuple[int, str]:
-    """Exit code and what came to a terminal of so many columns."""
+def on_a_terminal(columns: int, *arguments: str, under: Sequence[str] = (), **variables: str) -> tuple[int, str]:
+    """Exit code and what came to a terminal of so many columns; `under`: the words of a launcher."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    environment = clean_environment() | {"TERM": "xterm-256color"}
+    environment = clean_environment()
     for name in ("COLUMNS", "LINES", "NO_COLOR"):
         environment.pop(name, None)
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, *arguments], stdin=theirs, stdout=theirs, stderr=theirs, env=environment
-    )
+    environment |= {"TERM": "xterm-256color"} | variables
+    program = [*under, *arguments] if under else [sys.executable, "-c", PROGRAM, *arguments]
+    process = subprocess.Popen(program, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
     os.close(theirs)
     output = b""
     try:
@@ -72,7 +77,7 @@ def screen(output: str) -> list[str]:
             lines += [""] * (row + 1 - len(lines))
         elif part.endswith("A") and part.startswith("\x1b"):
             row -= int(part[2:-1] or 1)
-        elif part == "\x1b[2K":
+        elif part in ("\x1b[2K", "\x1b[K"):
             lines[row] = ""
         elif not part.startswith("\x1b") and part != "\r":
             lines[row] += part
@@ -85,9 +90,10 @@ def test_a_bar_on_a_terminal(columns: int) -> None:
     assert code == 0, output
     assert output.count("\x1b[2K") > 2  # drawn anew
     lines = [line for line in screen(output) if line]
-    assert lines[:2] == ["step 6: accuracy 0.2500", "step 12: accuracy 0.2500"]
+    assert lines[:2] == ["a line", "of the last rank"]
+    assert lines[2:4] == ["step 6: accuracy 0.2500", "step 12: accuracy 0.2500"]
     assert lines[-1] == "after"
-    bar = " ".join(lines[2:-1])
+    bar = " ".join(lines[4:-1])
     assert re.search(r"epoch 3 step\s+12/12 ━+ +loss 0.5000 \| lr 0.1 \| [\d,]+ samples/s\s+\| 0:00:00 left", bar), (
         lines
     )
@@ -108,6 +114,50 @@ def test_an_error_leaves_the_terminal_as_it_was() -> None:
     assert [line for line in screen(output) if line][-1] == "ValueError: on purpose"
 
 
+@pytest.fixture
+def launcher(tmp_path: Path) -> list[str]:
+    """`mpitrain run`, with the program in a file."""
+    (tmp_path / "train.py").write_text(PROGRAM)
+    return [sys.executable, "-m", "mpitrain", "run", "-n", "2", str(tmp_path / "train.py")]
+
+
+BAR = r"epoch \d step\s+(\d+)/12 ?(━*)[╸╺━ ]* ?loss 0.5000 \| lr 0.1 \| [\d,]+ samples/s\s+\| 0:00:0\d left"
+END = r"epoch 3 step 12/12 \| loss 0.5000 \| lr 0.1 \| [\d,]+ samples/s \| 0:00:00 left"
+
+
+def test_a_bar_below_what_the_ranks_print(launcher: list[str]) -> None:
+    """The terminal is that of the launcher; a rank has a pipe."""
+    code, output = on_a_terminal(120, under=launcher, NO_COLOR="1")
+    assert code == 0, output
+    # Each bar has the last line to itself, with no rank in front, and leaves the cursor at the margin.
+    drawn = [found for found in re.findall(r"\r\x1b\[K([^\r\n]*)\r(?!\n)", output) if found and found[0] != "\x1b"]
+    assert drawn, output
+    assert all(re.fullmatch(BAR, bar) and len(bar) == 119 for bar in drawn), drawn
+    shown = [int(re.fullmatch(BAR, bar)[1]) for bar in drawn]  # type: ignore[index]
+    assert shown == sorted(shown)
+    # What stays is whole lines, each with its ranks; the ranks may come in any order.
+    split = [re.fullmatch(r"\[(0-1|0|1)\] (.*)", line) for line in screen(output) if line]
+    assert all(split), output
+    by_rank = {rank: [line[2] for line in split if line and rank in line[1]] for rank in "01"}
+    assert by_rank["0"][:2] == ["step 6: accuracy 0.2500", "step 12: accuracy 0.2500"], output
+    assert re.fullmatch(END, by_rank["0"][2]) and by_rank["0"][3:] == ["after"], output
+    assert sorted(by_rank["1"]) == ["a line", "after", "of the last rank"], output
+
+
+def test_no_bar_below_a_launcher_at_a_dumb_terminal(launcher: list[str]) -> None:
+    code, output = on_a_terminal(120, under=launcher, TERM="dumb")
+    assert code == 0, output
+    assert "\x1b" not in output
+    assert re.search(r"^\[0\] epoch 1 step 1/12 \| loss 0.5000", output, re.M), output
+
+
+def test_an_error_below_a_launcher_takes_the_bar_away(launcher: list[str]) -> None:
+    code, output = on_a_terminal(120, "fail", under=launcher)
+    assert code != 0
+    assert "━" in output
+    assert not any("━" in line for line in screen(output)), screen(output)
+
+
 def test_plain_lines_in_a_pipe() -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, "time"],
@@ -121,4 +171,4 @@ def test_plain_lines_in_a_pipe() -> None:
     (end,) = re.findall(r"step (\d+): stopped after 2.5 s", done.stdout)
     assert int(end) <= 51  # each takes 0.05 s or more, and the stop is seen at the beginning of the hooks
     assert "\x1b" not in done.stdout and "\r" not in done.stdout
-    assert done.stderr == ""
+    assert done.stderr == "of the last rank\n"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from mpitrain.exchange.overlap import hidden_share
+from mpitrain.job.context import BAR_START, JobContext
 from mpitrain.training.hooks.hook import Hook
 
 if TYPE_CHECKING:
@@ -23,8 +26,8 @@ class Log(Hook):
 
     With a loss scale also: what it is, and how many steps it cost since the start of training. Between nodes: how long
     gradients were under way in a step, and how much of that the step did not wait for.
-    Where rank 0 writes to a terminal, that is a bar that is kept up to date, below what is printed; otherwise a line
-    every `seconds`. Ranks that mpiexec started write into pipes.
+    Where rank 0 or its `mpitrain run` writes to a terminal, that is a bar that is kept up to date, below what is
+    printed; otherwise a line every `seconds`. Ranks that plain mpiexec started write into pipes.
     """
 
     def __init__(self, seconds: float = 5.0) -> None:
@@ -34,10 +37,12 @@ class Log(Hook):
 
     def before_run(self, trainer: Trainer) -> None:
         """See Hook."""
+        launcher = JobContext.read(os.environ)
         # Open MPI gives its ranks a terminal of their own, whatever reads what comes out of it.
-        is_terminal = trainer.world.size == 1 and sys.stdout.isatty()
+        is_own = not launcher.job and trainer.world.size == 1 and sys.stdout.isatty()
+        is_terminal = is_own or launcher.columns > 0
         if trainer.world.is_root and is_terminal:
-            self._bar = _Bar(trainer.step_number, trainer.last_step)
+            self._bar = _Bar(trainer.step_number, trainer.last_step, launcher.columns)
         self._interval = _BAR_SECONDS if is_terminal else self._seconds
         self._last = time.perf_counter()
         self._first = True  # the first step is shown at once: training has begun
@@ -88,20 +93,44 @@ class Log(Hook):
 class _Bar:
     """Rich's progress bar; what is printed in the meantime stands above it."""
 
-    def __init__(self, first: int, last: int | None) -> None:
+    def __init__(self, first: int, last: int | None, columns: int) -> None:
+        """`columns`: of the launcher's terminal; 0: stdout is a terminal."""
         # Here, so that only a terminal takes the time to load it.
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
-        columns = [TextColumn("{task.fields[where]}"), BarColumn(bar_width=None), TextColumn("{task.fields[facts]}")]
+        texts = [TextColumn("{task.fields[where]}"), BarColumn(bar_width=None), TextColumn("{task.fields[facts]}")]
+        if columns:
+            # By the encoding Rich knows which characters the bar may have. Nothing is written to the file.
+            file = io.TextIOWrapper(io.BytesIO(), encoding=sys.stdout.encoding)
+            self._console = Console(file=file, force_terminal=True, width=columns - 1)
+        else:
+            self._console = Console(file=sys.stdout)
+        self._is_own = not columns
+        self._last_line = ""
         # Drawn by `show`, so that no thread takes the processor away from a step.
-        self._progress: Any = Progress(*columns, console=Console(file=sys.stdout), auto_refresh=False, expand=True)
+        self._progress: Any = Progress(*texts, console=self._console, auto_refresh=False, expand=True)
         self._task = self._progress.add_task("", total=last, completed=first, where="", facts="")
-        self._progress.start()
+        if self._is_own:
+            self._progress.start()
 
     def show(self, number: int, last: int | None, where: str, facts: list[str]) -> None:
         self._progress.update(self._task, completed=number, total=last, where=where, facts=" | ".join(facts))
-        self._progress.refresh()
+        if self._is_own:
+            self._progress.refresh()
+            return
+        self._last_line = " | ".join([where, *facts])
+        with self._console.capture() as drawn:
+            self._console.print(self._progress.get_renderable(), end="")
+        self._to_launcher(drawn.get().partition("\n")[0])
 
     def stop(self) -> None:
-        self._progress.stop()
+        if self._is_own:
+            self._progress.stop()
+        else:
+            self._to_launcher("")
+            print(self._last_line, flush=True)
+
+    def _to_launcher(self, line: str) -> None:
+        sys.stdout.write(f"{BAR_START.decode()}{line}\r")
+        sys.stdout.flush()
