@@ -14,9 +14,12 @@ from mpitrain.torch.groups import register
 from mpitrain.torch.monitored import monitored_barrier
 from mpitrain.torch.prepare import accumulate, prepare
 from mpitrain.torch.rendezvous import offer
+from mpitrain.torch.uncompiled import uncompiled
 from mpitrain.torch.whole_loop import load, save, shard
+from mpitrain.world import World
 
 __all__ = ["accumulate", "compress", "load", "monitored_barrier", "prepare", "save", "shard"]
 
+uncompiled(World)  # whose calls a compiled function may make
 offer()
 register()

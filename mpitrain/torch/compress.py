@@ -28,7 +28,7 @@ def compress(codec: str) -> Hook:
     The first argument of `register_comm_hook` is the process group, None for that of all ranks. Sums are made in
     float32, and the mean gives every rank the same weight, as DDP's own does. What the codec leaves out of a gradient
     is added to the same one of the next step; it belongs to the buckets, and is lost where DDP makes new ones (after
-    its first step). Sources: mpitrain/allreduce/direct.py.
+    its first step) and where a run resumes: no checkpoint has it. Sources: mpitrain/allreduce/direct.py.
 
     Args:
         codec: a name in mpitrain.compression.CODECS.

@@ -12,8 +12,10 @@ import torch
 
 from mpitrain.job.start import init
 from mpitrain.torch.sharded import ShardedData
+from mpitrain.torch.uncompiled import uncompiled
 
 
+@uncompiled
 def shard(data: Iterable[Any]) -> ShardedData:
     """This rank's part of every batch, to evaluate a model with: as `prepare` gives it, without a model.
 
@@ -31,6 +33,7 @@ def shard(data: Iterable[Any]) -> ShardedData:
     return data if isinstance(data, ShardedData) else ShardedData(init(), data)
 
 
+@uncompiled
 def save(state: Any, path: Path | str) -> None:
     """Write rank 0's `state` with torch.save, whole or not at all: the file is replaced when the new one is complete.
 
@@ -57,6 +60,7 @@ def save(state: Any, path: Path | str) -> None:
                 part.unlink(missing_ok=True)
 
 
+@uncompiled
 def load(path: Path | str) -> Any:
     """What `save` wrote, on every rank; None where rank 0's machine has no such file.
 

@@ -70,6 +70,17 @@ def summed_around(x: torch.Tensor) -> torch.Tensor:
     return total + 1
 
 
+def test_calls_of_mpitrain_in_a_compiled_function(world: World) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        total = torch.from_numpy(world.sum((x * 2).numpy()))
+        world.barrier()
+        return total + 1
+
+    got = compiled(function)(torch.arange(3.0) + world.rank)
+    wanted = 2 * (world.size * torch.arange(3.0) + sum(range(world.size))) + 1
+    assert torch.equal(got, wanted)
+
+
 @pytest.mark.parametrize("function", [summed_later, summed_by_a_future, summed_around], ids=lambda f: f.__name__)
 def test_calls_in_a_compiled_function(world: World, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
     x = torch.arange(3.0) + world.rank
