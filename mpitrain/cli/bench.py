@@ -10,6 +10,7 @@ from pathlib import Path
 from mpitrain.bench.options import add_arguments as add_bench_arguments
 from mpitrain.bench.options import read_options, words_of
 from mpitrain.cli.launching import add_launch_arguments, request_of
+from mpitrain.errors import ConfigError
 
 HELP = "measure collectives, between hosts or on one, beside MPI's own"
 
@@ -33,6 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.epilog = _EPILOG
     add_launch_arguments(parser)
+    # Without it argparse takes -m for the beginning of another launcher's -machinefile.
+    parser.add_argument("-m", dest="module", help=argparse.SUPPRESS)
     add_bench_arguments(parser)
 
 
@@ -40,6 +43,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Check the options, start the ranks; returns the exit code."""
     from mpitrain.launch.start import start
 
+    if arguments.module is not None:
+        raise ConfigError(f"bench runs no module; to run one: mpitrain run -n N -m {arguments.module}")
     read_options(arguments)  # before any rank starts
     arguments.progress |= sys.stdout.isatty()  # the ranks write into pipes
     words = words_of(arguments)

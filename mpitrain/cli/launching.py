@@ -95,10 +95,9 @@ def request_of(arguments: argparse.Namespace, program: Sequence[str], script: st
 
 def request_of_script(arguments: argparse.Namespace) -> Request:
     """The same, where the other arguments are a script, or -m and a module, and those of the script."""
-    # argparse leaves to the script what comes behind a "--".
     module = ["-m", *arguments.module] if arguments.module is not None else []
-    words = [*module, arguments.script, *arguments.arguments]
-    words = _without_python([word for word in words if word is not None])
+    script = arguments.script[1:] if arguments.script[:1] == ["--"] else arguments.script  # the end of our options
+    words = _without_python([*module, *script])
     if not words or words == ["-m"]:
         raise ConfigError("name a script, as in `mpitrain run -n 4 train.py`, or -m MODULE")
     script = _file_of(words[1]) if words[0] == "-m" else words[0]
@@ -143,8 +142,10 @@ def add_script_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-m", nargs=argparse.REMAINDER, dest="module", metavar="MODULE ...", help="run a module, as python -m does"
     )
-    parser.add_argument("script", nargs="?", help="Python script")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's arguments")
+    # One list, for argparse takes a "--" out of a second one, and it may be the script's.
+    parser.add_argument(
+        "script", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="Python script and its arguments"
+    )
 
 
 def positive(text: str) -> int:

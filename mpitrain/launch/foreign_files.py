@@ -5,6 +5,9 @@ user-group-modes.patch of Debian): the file and every folder above it, up to the
 user or root, and nobody else may write there. Two things are added. A folder with the sticky bit, such as /tmp, may be
 written by all, since nobody can replace what others have there. The owner of mpitrain's own code counts as this user:
 whoever may change this file needs no other.
+
+A directory service such as SSSD does not list its users, so who has a group as primary group cannot be asked. There a
+group counts as private if it has this user's own name, as user-private groups have, and no member that is known.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ from pathlib import Path
 
 from mpitrain.errors import ConfigError
 
+_MOST_LINKS = 40  # as the kernel; more are a circle
+
 
 def refuse_foreign(path: Path, *, instead: str = "") -> None:
     """Refuse the file at `path` where somebody else may write it, or a folder above it.
@@ -28,7 +33,7 @@ def refuse_foreign(path: Path, *, instead: str = "") -> None:
         instead: what a user does who trusts the file as it is, such as "name it: -i cluster/hosts"; "": nothing.
 
     Raises:
-        ConfigError: has each such place with owner and mode, and the command that repairs it.
+        ConfigError: has each such place with owner and mode, and what to do: a command, or a sentence where none fits.
     """
     # Whoever owns / can replace everything; in a user namespace root's files have another owner.
     owners = {os.geteuid(), 0, Path("/").stat().st_uid, Path(__file__).stat().st_uid}
@@ -54,15 +59,25 @@ def refuse_foreign(path: Path, *, instead: str = "") -> None:
 
 
 def _places(path: Path) -> Iterator[Path]:
-    """The file and the folders above it, by its name and by where links lead; from the home directory or / down."""
+    """The file, and each link and folder that the way to it leads through; below the home directory, if it is there."""
     homes = {home, home.resolve()} if (home := _home()) else set()
-    places: dict[Path, None] = {}
-    for way in (Path.cwd() / path, path.resolve()):
-        above = [way, *way.parents]
-        if reached := [number for number, place in enumerate(above) if place in homes]:
-            above = above[: reached[0] + 1]
-        places.update(dict.fromkeys(reversed(above)))
-    return iter(places)
+    places: list[Path] = []
+    begun = 0  # the first place since the way last began at /
+    here, rest, num_links = Path("/"), list((Path.cwd() / path).parts), 0
+    while rest:
+        name = rest.pop(0)
+        place = Path("/") if name == "/" else here.parent if name == ".." else here / name
+        if name == "/":
+            begun = len(places)
+        places.append(place)
+        if place in homes:
+            del places[begun:-1]
+        if place.is_symlink() and num_links < _MOST_LINKS:
+            num_links += 1
+            rest = [*place.readlink().parts, *rest]
+        else:
+            here = place
+    return iter(dict.fromkeys(places))
 
 
 def _is_loose(status: os.stat_result, owners: set[int]) -> bool:
@@ -76,10 +91,14 @@ def _is_loose(status: os.stat_result, owners: set[int]) -> bool:
 def _is_private(gid: int, owners: set[int]) -> bool:
     """Whether the group has members, and all of them are owners: a user's own group, for which umask 002 is safe."""
     try:
-        named = {pwd.getpwnam(name).pw_uid for name in grp.getgrgid(gid).gr_mem}
-    except KeyError:  # a group, or a member, that this machine does not know
+        group = grp.getgrgid(gid)
+        named = {pwd.getpwnam(name).pw_uid for name in group.gr_mem}
+        user = pwd.getpwuid(os.geteuid())
+    except KeyError:  # a group, a member or a user that this machine does not know
         return False
     members = named | {entry.pw_uid for entry in pwd.getpwall() if entry.pw_gid == gid}
+    if user.pw_gid == gid and user.pw_name == group.gr_name:  # a directory service does not list its users
+        members.add(user.pw_uid)
     return bool(members) and members <= owners
 
 

@@ -126,6 +126,7 @@ def test_what_is_chosen_by_a_profile(profile: Path) -> None:
         (["-n", "2", "--algorithms", "rign"], "there is no algorithm 'rign'; known: auto"),
         (["-n", "2", "--sizes", "big"], "'big' is no size"),
         (["--sizes", "4K"], "how many ranks?"),
+        (["-n", "2", "-m", "pack"], "bench runs no module; to run one: mpitrain run -n N -m pack"),
         (["-n", "2", "--operation", "point_to_point", "--plot", "r.png"], "has no rows; leave out --plot"),
         (["-n", "2", "--show", "--json", "r.json"], "measures and writes nothing; leave out --json"),
         (["-n", "2", "--device", "gpu"], "--device is 'gpu'; allowed are host and cuda"),

@@ -67,11 +67,13 @@ def wait_until_ready(folder: Path, num_ranks: int) -> None:
 
 def test_success(python: Path, tmp_path: Path) -> None:
     source = START + "print('world of', comm.allreduce(1), os.environ['_MPITRAIN_EXPECTED_SIZE'], sys.argv[1:])"
-    job = run(python, "-n", "3", script(tmp_path, source), "--show", "-n", "--", "a b")
+    job = run(python, "-n", "3", script(tmp_path, source), "--", "--show", "-n", "--", "a b")
     assert job.code == 0, job.output
     # One line if the ranks were not far apart; however many, every rank is in one of them.
     lines = job.stdout.splitlines()
-    assert {line.partition("] ")[2] for line in lines} == {"world of 3 3 ['--show', '-n', '--', 'a b']"}, job.output
+    assert {line.partition("] ")[2] for line in lines} == {"world of 3 3 ['--', '--show', '-n', '--', 'a b']"}, (
+        job.output
+    )
     assert job.left == []
 
 

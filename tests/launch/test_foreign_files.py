@@ -124,6 +124,21 @@ def test_a_link_leads_to_a_file_of_somebody_else(found: Path) -> None:
     assert described(Path("theirs").resolve()) in refusal(found)
 
 
+@pytest.mark.parametrize("absolute", [True, False])
+def test_a_link_that_a_link_leads_to_is_in_a_folder_of_all(found: Path, absolute: bool) -> None:
+    """Neither the name of the file nor where it is in the end is in that folder."""
+    found.parent.rename("own")
+    Path("open").mkdir()
+    Path("open/hop").symlink_to(Path("own").absolute() if absolute else "../own")
+    Path("cluster").symlink_to("open/hop")
+    refuse_foreign(found)
+    Path("open").chmod(0o777)
+    message = refusal(found)
+    assert f"may write there: {described(Path('open').resolve())}. Allowed" in message
+    subprocess.run(repair(message), shell=True, check=True)
+    refuse_foreign(found)
+
+
 def group(monkeypatch: pytest.MonkeyPatch, primary: list[int], others: list[str]) -> None:
     """Make the group of the test's files one with these members."""
     gid = os.getegid()
@@ -157,6 +172,29 @@ def test_umask_002_with_a_group_of_others(
     assert f"{found.resolve()} has owner {ME}, group group, mode 0664. Allowed" in message
     subprocess.run(repair(message), shell=True, check=True)
     refuse_foreign(found)
+
+
+def test_umask_002_where_a_directory_service_does_not_list_its_users(
+    found: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The group has no known member. It is this user's own if it has their name, not if it is one of many users."""
+    found.chmod(0o664)
+    group(monkeypatch, [], [])
+    user = pwd.struct_passwd(("ada", "x", os.geteuid(), os.getegid(), "", "/nowhere", "/bin/sh"))
+    monkeypatch.setattr("pwd.getpwuid", lambda _: user)
+    assert "has owner ada, group group, mode 0664" in refusal(found)
+    for members, is_private in (([], True), (["nobody"], False)):
+        own = grp.struct_group(("ada", "x", os.getegid(), members))
+        monkeypatch.setattr("grp.getgrgid", lambda _, own=own: own)
+        if is_private:
+            refuse_foreign(found)
+        else:
+            assert "has owner ada, group ada, mode 0664" in refusal(found)
+    monkeypatch.setattr("grp.getgrgid", lambda _: grp.struct_group(("ada", "x", os.getegid(), [])))
+    # Somebody's else own group of that name.
+    other = pwd.struct_passwd(("ada", "x", os.geteuid(), os.getegid() + 1, "", "/nowhere", "/bin/sh"))
+    monkeypatch.setattr("pwd.getpwuid", lambda _: other)
+    assert "has owner ada, group ada, mode 0664" in refusal(found)
 
 
 def test_above_the_home_directory_nobody_looks(found: Path, monkeypatch: pytest.MonkeyPatch) -> None:
