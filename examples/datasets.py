@@ -25,6 +25,10 @@ _AUSTEN = {"austen.txt": "65b434d16a8755142bfa95ba19c5f9abd0d30cf3dffe3b6793e834
 Images = tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray, numpy.ndarray]
 
 
+# A cluster's set-up leaves data here, on the share, where every node sees it.
+_BESIDE = Path(__file__).parent / "data"
+
+
 def default_directory() -> Path:
     """Where scripts/get-data puts the files: $XDG_CACHE_HOME/mpitrain, else ~/.cache/mpitrain."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mpitrain"
@@ -36,7 +40,7 @@ def load_images(name: str, directory: Path | None = None) -> Images:
     x is float32 (n, pixels), 0 to 1; y is int64 (n,), 0 to 9.
 
     fashion: Fashion-MNIST (Xiao, Rasul and Vollgraf, 2017), 60,000 + 10,000 images of 28 x 28, from
-        `directory`/fashion (`default_directory()` unless given).
+        `directory`/fashion (unless given: data/ beside this file if fashion is in it, else `default_directory()`).
     digits: scikit-learn's 1,442 + 355 images of 8 x 8, which need no file: the stand-in where Fashion-MNIST
         cannot be had. In every class each fifth image is for testing.
 
@@ -62,8 +66,8 @@ def load_text(name: str, directory: Path | None = None) -> tuple[numpy.ndarray, 
 
     Tokens are int64 (n,); the last tenth of the text is for validation.
 
-    austen: Jane Austen's six novels, 4,025,028 characters of 81 kinds, from `directory`/austen
-        (`default_directory()` unless given), in alphabetical order of their titles.
+    austen: Jane Austen's six novels, 4,025,028 characters of 81 kinds, from `directory`/austen (unless given: as
+        with `load_images`), in alphabetical order of their titles.
 
     Raises DataError where the file is missing or damaged; ConfigError for another name.
     """
@@ -81,9 +85,9 @@ def load_text(name: str, directory: Path | None = None) -> tuple[numpy.ndarray, 
 
 
 def _read(name: str, directory: Path | None, file: str, sha256: str) -> bytes:
-    folder = Path(directory or default_directory())
+    folder = Path(directory or (_BESIDE if (_BESIDE / name).is_dir() else default_directory()))
     path = folder / name / file
-    command = f"scripts/get-data {name}" + (f" {folder}" if directory else "")
+    command = f"scripts/get-data {name}" + ("" if folder == default_directory() else f" {folder}")
     remedy = f"get it with: {command}" + (", or train on the stand-in: --data digits" if name == "fashion" else "")
     try:
         content = path.read_bytes()

@@ -69,7 +69,7 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="A training loop of your own on GPUs.")
     parser.add_argument("--data", choices=("fashion", "digits"), default="fashion")
-    parser.add_argument("--data-directory", type=Path, help="default: ~/.cache/mpitrain")
+    parser.add_argument("--data-directory", type=Path, help="default: data/ here, else ~/.cache/mpitrain")
     parser.add_argument("--steps", type=positive, default=100)
     parser.add_argument("--global-batch", type=positive, default=128, help="samples of all ranks together in a step")
     parser.add_argument("--loss-scale", type=float, default=1024.0)

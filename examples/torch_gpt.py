@@ -94,7 +94,7 @@ def windows(tokens: torch.Tensor, starts: torch.Tensor) -> tuple[torch.Tensor, t
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a small GPT in PyTorch on Jane Austen's novels.")
-    parser.add_argument("--data-directory", type=Path, help="default: ~/.cache/mpitrain")
+    parser.add_argument("--data-directory", type=Path, help="default: data/ here, else ~/.cache/mpitrain")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--global-batch", type=int, default=32, help="of all ranks; a multiple of them")
     parser.add_argument("--save", metavar="FILE", help="the parameters, at the end")

@@ -69,7 +69,7 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a convolutional network in PyTorch on Fashion-MNIST.")
     parser.add_argument("--data", choices=("fashion", "digits"), default="fashion")
-    parser.add_argument("--data-directory", type=Path, help="default: ~/.cache/mpitrain")
+    parser.add_argument("--data-directory", type=Path, help="default: data/ here, else ~/.cache/mpitrain")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--global-batch", type=int, default=128, help="of all ranks; a multiple of them")
     parser.add_argument("--save", metavar="FILE", help="the parameters, at the end")

@@ -80,7 +80,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--framework", choices=MODELS, default="numpy")
     parser.add_argument("--model", choices=MODELS["numpy"], default="mlp")
     parser.add_argument("--data", choices=("fashion", "digits"), default="fashion")
-    parser.add_argument("--data-directory", type=Path, help="default: ~/.cache/mpitrain")
+    parser.add_argument("--data-directory", type=Path, help="default: data/ here, else ~/.cache/mpitrain")
     parser.add_argument("--strategy", choices=STRATEGIES, default="sync", help="what is exchanged, and when")
     parser.add_argument("--epochs", type=positive, default=5)
     parser.add_argument("--steps", type=positive, help="stop after so many steps, whatever the epochs")

@@ -76,7 +76,7 @@ def windows(tokens: numpy.ndarray, context: int) -> tuple[numpy.ndarray, numpy.n
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a small GPT on Jane Austen's novels.")
-    parser.add_argument("--data-directory", type=Path, help="default: ~/.cache/mpitrain")
+    parser.add_argument("--data-directory", type=Path, help="default: data/ here, else ~/.cache/mpitrain")
     parser.add_argument("--steps", type=positive, default=500)
     parser.add_argument("--evaluate-steps", type=positive, default=250)
     parser.add_argument("--context", type=positive, default=64, help="characters of a sample")

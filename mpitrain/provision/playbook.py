@@ -1,4 +1,4 @@
-"""One run of `ansible-playbook`: started, watched, and summed up. Its output goes to the terminal as it is."""
+"""One run of `ansible-playbook`: started, watched, and summed up. What it prints goes to the terminal as it is."""
 
 from __future__ import annotations
 

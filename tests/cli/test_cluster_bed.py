@@ -88,7 +88,7 @@ class Operator:
 
     def __post_init__(self) -> None:
         self.known_hosts = self.folder / "known_hosts"
-        (self.folder / "cluster").mkdir()
+        shutil.copytree(REPOSITORY / "cluster/callback_plugins", self.folder / "cluster/callback_plugins")
         (self.folder / "cluster/setup.yml").write_text(SETUP)
         (self.folder / "cluster/teardown.yml").write_text(TEARDOWN)
         # The checkout's own, whose last section is [ssh_connection].

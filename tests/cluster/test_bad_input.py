@@ -262,7 +262,7 @@ def test_a_run_that_was_cut_off_is_mended_by_the_next(bed: Bed, checkout: Path, 
     inventory = inventory_of(bed, tmp_path / "hosts", NODES)
     for task in CUTS:
         script = f"""
-            ansible-playbook -i {inventory} {SETUP} > {tmp_path}/log 2>&1 & run=$!
+            ansible-playbook -v -i {inventory} {SETUP} > {tmp_path}/log 2>&1 & run=$!
             until grep -qF '[{task}]' {tmp_path}/log; do kill -0 $run || exit 3; sleep 0.02; done
             sleep 0.1; kill -KILL $run; wait $run; exit 0
         """

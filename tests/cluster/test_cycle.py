@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from playbooks import (
+    FASHION,
     SETUP,
     SHARE,
     TEARDOWN,
@@ -106,37 +107,41 @@ def test_from_bare_nodes_to_the_first_training_step(bare: Cluster, capsys: pytes
     run = bare.setup()
     assert run.code == 0, run.output
     seconds = time.monotonic() - started
-    bring_the_example(bare)
-    trained = shared_user(bare.bed, "node1", f"cd ~/nfs && {train(steps=1)}")
+    lines = run.stdout.splitlines()
+    assert len(lines) <= 15, run.output
+    assert re.fullmatch(r"done in \d+:\d\d: 4 nodes, \d+ changes", lines[-1]), run.output
+    needs_fashion()
+    hosts = ",".join(NODES)
+    card = f"sudo -iu {USER} mpiexec -n 4 -ppn 1 -hosts {hosts} python examples/train.py"
+    assert f"To train on all nodes, as a user of node1: {card}" in lines
+    trained = root(bare.bed, "node1", f"{card} --steps 1")
     assert trained.returncode == 0, trained.stdout + trained.stderr
     with capsys.disabled():
         print(f"\n4 bare nodes to a cluster: {seconds:.0f} s; to the first step: {time.monotonic() - started:.0f} s")
 
 
-def bring_the_example(cluster: Cluster) -> None:
-    """Copy examples/ and the data set to the share, logging in as one of mpitrain_authorized_keys."""
-    data = Path.home() / ".cache/mpitrain/fashion"
-    if not data.is_dir():
+def needs_fashion() -> None:
+    if not FASHION.is_dir():
         pytest.skip("Fashion-MNIST is not here: scripts/get-data fashion")
-    options = ["-q", "-r", "-i", str(cluster.key), "-o", "IdentitiesOnly=yes", "-o", "BatchMode=yes"]
-    for source, target in ((REPOSITORY / "examples", "nfs/"), (data, "nfs/data/")):
-        shared_user(cluster.bed, "node1", "mkdir -p nfs/data")
-        done = cluster.bed.run(["scp", *options, str(source), f"{USER}@node1:{target}"], timeout_seconds=400)
-        assert done.returncode == 0, done.stderr
-
-
-def train(steps: int) -> str:
-    options = f"--data-directory {SHARE}/data --steps {steps} --global-batch 64"
-    return f"mpiexec -n 4 -ppn 1 -hosts node1,node2,node3,node4 python examples/train.py {options}"
 
 
 def test_the_line_on_the_card_trains_from_the_head(cluster: Cluster) -> None:
-    bring_the_example(cluster)
-    trained = shared_user(cluster.bed, "node1", f"cd ~/nfs && {train(steps=30)}")
+    """Four ranks on two of the nodes, from the home of the shared user, with nothing copied by hand."""
+    needs_fashion()
+    line = f"sudo -iu {USER} mpiexec -n 4 -ppn 1 -hosts node1,node2 python examples/train.py --steps 30"
+    trained = root(cluster.bed, "node1", line)
     assert trained.returncode == 0, trained.stdout + trained.stderr
-    assert "ranks: 4, nodes: 4" in trained.stdout
+    assert "ranks: 4, nodes: 2, mlp on numpy, fashion" in trained.stdout
     losses = [float(loss) for loss in re.findall(r"loss ([0-9.]+)", trained.stdout)]
     assert losses, trained.stdout
+
+
+def test_examples_that_a_user_has_edited_stay(cluster: Cluster) -> None:
+    needs_fashion()
+    assert shared_user(cluster.bed, "node2", "echo '# mine' >> ~/examples/train.py").returncode == 0
+    run = cluster.setup("--tags", "examples")
+    assert run.code == 0 and run.changed() == {}, run.output
+    assert shared_user(cluster.bed, "node1", "tail -n 1 ~/nfs/examples/train.py").stdout == "# mine\n"
 
 
 def test_a_second_run_changes_nothing(cluster: Cluster) -> None:

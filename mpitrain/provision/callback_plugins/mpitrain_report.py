@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from typing import Any
 
 from ansible.plugins.callback import CallbackBase
@@ -32,17 +31,6 @@ class CallbackModule(CallbackBase):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self._file = open(os.environ["ANSIBLE_MPITRAIN_REPORT"], "a", buffering=1)  # noqa: PTH123, SIM115
-        self._began = time.monotonic()
-        self._num_plays = 0
-        self._plays_begun = 0
-
-    def v2_playbook_on_start(self, playbook: Any) -> None:
-        self._num_plays = len(playbook.get_plays())
-
-    def v2_playbook_on_play_start(self, play: Any) -> None:
-        self._plays_begun += 1
-        seconds = int(time.monotonic() - self._began)
-        self._display.display(f"[{seconds // 60}:{seconds % 60:02}] part {self._plays_begun} of {self._num_plays}")
 
     def v2_runner_on_start(self, host: Any, task: Any) -> None:
         self._write("start", host=host.get_name(), task=task.get_name())

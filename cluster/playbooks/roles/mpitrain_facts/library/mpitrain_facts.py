@@ -205,7 +205,7 @@ def source(address: str) -> str:
 
 def environment(venv: Path, mounted: bool) -> dict:
     """What the environment holds by its own note, and whether there is something that we did not put there."""
-    if mounted:  # on a client it may hang, and only the server's answer is used
+    if mounted:
         return {"runtime": "", "venv_foreign": False}
     noted = note(venv / ".mpitrain")
     # Without a Python it is no environment, whatever its note says: it is made anew.
@@ -255,6 +255,8 @@ def main() -> None:
     given = module.params
     active = output("systemctl", "is-active", *TIME_DAEMONS, merge=True).split()
     place = share(given["share"])
+    # On a client it may hang, and only the server's answer is used.
+    mounted = place["kind"] == "mount" and place["free_mib"] is None
     facts = {
         **system(),
         **account(given["user"], given["uid"], given["gid"]),
@@ -271,7 +273,8 @@ def main() -> None:
         "installed_by_us": text("/etc/mpitrain/packages").split(),
         "made_by_us": text("/etc/mpitrain/account").split(),
         "hostname_before": text("/etc/mpitrain/hostname").strip(),
-        **environment(Path(given["venv"]), mounted=place["kind"] == "mount" and place["free_mib"] is None),
+        **environment(Path(given["venv"]), mounted),
+        "examples": not mounted and os.path.lexists(f"{given['share']}/examples"),
         "hosts_lines": hosts_lines(),
         "sources": {address: source(address) for address in given["peers"]},
         "exports_behind": newer("/etc/exports.d/mpitrain.exports", "/var/lib/nfs/etab"),
