@@ -65,7 +65,7 @@ LONG_FOLDERS = ["faults", "cli", "examples", "cuda", "training"]
 CORES_OF_A_FOLDER = 0.5
 # For a first look: what needs neither nodes nor a job of its own, and of the tests on ranks what most others rest on.
 QUICK_FOLDERS = ["bench", "diagnostics", "launch", "training", "verify"]
-SLOW_FILES = ["tests/test_docs.py", "tests/test_everything.py", "tests/test_one_of_each.py"]
+SLOW_FILES = [f"tests/test_{name}.py" for name in ("docs", "everything", "one_of_each", "trace")]
 QUICK_RANKS = {2: "test_training or test_checkpoint", 3: BY_SIZE}
 # More at once than on so many cores has never been tried.
 MOST_CORES = 4
