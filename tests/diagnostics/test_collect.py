@@ -92,3 +92,7 @@ def test_a_program_that_is_not_there_or_is_none(tmp_path: Path) -> None:
     assert children.run(["no-such-program"]) == (127, "", "no-such-program: No such file or directory")
     assert children.run([str(plain)]) == (127, "", f"{plain}: Permission denied")
     assert children.run(["sh", "-c", "echo it is full >&2; exit 127"]) == (127, "", "it is full\n")
+    for line in ("no-such-interpreter", "no-such-interpreter -u"):  # the script is there, what runs it is not
+        plain.write_text(f"#!/usr/bin/env {line}\n")
+        plain.chmod(0o755)
+        assert children.run([str(plain)]) == (127, "", f"{line}: No such file or directory")

@@ -14,6 +14,7 @@ _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 # It opens the program, not we: Popen stands still with all our threads until that is done, and a dead NFS server never
 # says where a program is.
 _ENV = "/usr/bin/env"
+_QUOTES = "'`\u2018\u2019"
 
 # Where more wants to run than there are processors, a command gets a part of one, and so many times its deadline.
 MOST_PATIENCE = 3.0
@@ -99,7 +100,9 @@ def _run(
             _running.discard(child)
     words = err.decode(errors="replace")
     if child.returncode in (126, 127) and words.startswith(f"{_ENV}: "):
-        return 127, "", f"{command[0]}: {words.strip().rpartition(': ')[2]}"
+        # A script may begin with `#!/usr/bin/env X`: then X is what is missing.
+        program, _, why = words.splitlines()[0][len(_ENV) + 2 :].rpartition(": ")
+        return 127, "", f"{program.strip(_QUOTES)}: {why}"
     return child.returncode, out.decode(errors="replace"), words
 
 
