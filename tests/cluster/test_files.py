@@ -61,8 +61,16 @@ HEALTHY = {
 
 @pytest.fixture(scope="module")
 def preflight() -> ModuleType:
-    path = CLUSTER / "playbooks/roles/mpitrain_preflight/filter_plugins/mpitrain_preflight.py"
-    spec = importlib.util.spec_from_file_location("mpitrain_preflight", path)
+    return loaded(CLUSTER / "playbooks/roles/mpitrain_preflight/filter_plugins/mpitrain_preflight.py")
+
+
+@pytest.fixture(scope="module")
+def facts() -> ModuleType:
+    return loaded(CLUSTER / "playbooks/roles/mpitrain_facts/library/mpitrain_facts.py")
+
+
+def loaded(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -131,6 +139,21 @@ def test_the_network_as_a_node_sees_it(preflight: ModuleType, facts: dict[str, o
     found = preflight.network_problems("b", {"a": "10.0.0.1", "b": "fd00::2"}, usual | facts)
     assert len(found) == (says is not None)
     assert says is None or found[0].startswith(says)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="the module runs as root")
+@pytest.mark.parametrize(("code", "is_damaged"), [(0, False), (1, True)])
+def test_an_environment_that_cannot_be_loaded_is_damaged(
+    facts: ModuleType, tmp_path: Path, code: int, is_damaged: bool
+) -> None:
+    """Its note alone, which says what set-up has installed, does not make it whole."""
+    python = tmp_path / "bin/python"
+    python.parent.mkdir()
+    python.write_text(f"#!/bin/sh\nexit {code}\n")
+    python.chmod(0o755)
+    (tmp_path / ".mpitrain").write_text("numpy==1\n")
+    found = facts.environment(tmp_path, "root", mounted=False)
+    assert found == {"runtime": "numpy==1\n", "runtime_damaged": is_damaged, "venv_foreign": False}
 
 
 def test_the_pinned_versions_are_ones_that_mpitrain_allows() -> None:

@@ -51,6 +51,19 @@ def test_families(found: Seen, verdict: str, words: str) -> None:
     assert "runtime" in one.remedy
 
 
+def test_a_library_that_only_one_node_cannot_load_is_not_the_shares() -> None:
+    found = seen(2)
+    broken = programs(library="ImportError: file too short").nodes["node1"]
+    found.nodes = {"node1": programs().nodes["node1"], "node2": broken}
+    (one,) = judged("MPI01", found)
+    assert one.where == ("node2",)
+    assert "--tags" not in one.remedy and "from mpi4py import MPI" in one.remedy
+    found.nodes["node1"] = broken
+    assert {one.remedy for one in judged("MPI01", found)} == {
+        "ansible-playbook cluster/setup.yml --tags runtime --limit {limit}"
+    }
+
+
 def test_one_family() -> None:
     assert not judged("MPI01", programs())
     assert not judged("MPI01", programs(library="Intel(R) MPI Library 2021.18"))  # its processes speak Hydra's words

@@ -52,15 +52,23 @@ def _one_family(seen: Seen, name: str) -> Iterator[Finding]:
     programs = seen.node(name, "programs")
     verdict, words = family(programs)
     if verdict:
-        remedy = (
-            _pip(seen, programs)
-            if seen.target.is_here
-            else ""
-            if seen.target.settings.get("mpitrain_mpi", "wheel") == "wheel"
-            else _SYSTEM
-        )
         allowed = "launcher and library of one family and version"
-        yield Finding("fail" if verdict == "fail" else "warn", (name,), words, allowed, remedy)
+        yield Finding("fail" if verdict == "fail" else "warn", (name,), words, allowed, _remedy(seen, programs))
+
+
+def _remedy(seen: Seen, programs: Mapping[str, Any]) -> str:
+    """Empty where set-up's own tag repairs it."""
+    if seen.target.is_here:
+        return _pip(seen, programs)
+    if "why" in programs["mpi"] and not _is_broken_everywhere(seen):
+        return _LOOK
+    return "" if seen.target.settings.get("mpitrain_mpi", "wheel") == "wheel" else _SYSTEM
+
+
+def _is_broken_everywhere(seen: Seen) -> bool:
+    """Whether no node can load the library: then it is the share's, and not something of one node's own."""
+    answers = [seen.nodes.get(name, {}).get("programs", {}) for name in seen.target.names]
+    return all("why" in one["mpi"] for one in answers if "mpi" in one)
 
 
 def _on_path(seen: Seen, name: str) -> Iterator[Finding]:
@@ -80,6 +88,7 @@ def _on_path(seen: Seen, name: str) -> Iterator[Finding]:
         yield Finding("warn", (name,), words, "one of the same MPI", f'export PATH="{beside}:$PATH"')
 
 
+_LOOK = "ssh {login} sudo -u {user} {python} -c 'from mpi4py import MPI'  # then the same on a node where it works"
 _SYSTEM = "install one MPI on all nodes, and mpi4py for it; or: {set_up} -e mpitrain_mpi=wheel --tags runtime"
 
 ASKS: tuple[Ask, ...] = ()

@@ -38,6 +38,7 @@ author: mpitrain
 
 CHILD_SECONDS = 8
 VERSION = "import sys; print('%d.%d.%d' % sys.version_info[:3])"
+LOAD_SECONDS = 30
 LOGIND = ("org.freedesktop.login1", "/org/freedesktop/login1", "org.freedesktop.login1.Manager")
 TIME_DAEMONS = ("chrony", "chronyd", "systemd-timesyncd", "ntp", "ntpd", "ntpsec", "openntpd")
 
@@ -203,16 +204,43 @@ def source(address: str) -> str:
     return routes[0].get("prefsrc", "") if routes else ""
 
 
-def environment(venv: Path, mounted: bool) -> dict:
-    """What the environment holds by its own note, and whether there is something that we did not put there."""
+def environment(venv: Path, user: str, mounted: bool) -> dict:
+    """What the environment holds by its own note, whether that still works, and whether there is something not ours."""
     if mounted:
-        return {"runtime": "", "venv_foreign": False}
+        return {"runtime": "", "runtime_damaged": False, "venv_foreign": False}
     noted = note(venv / ".mpitrain")
     # Without a Python it is no environment, whatever its note says: it is made anew.
     held = noted if os.access(venv / "bin/python", os.X_OK) else ""
     is_own = bool(noted) or text("/etc/mpitrain/venv").strip() == str(venv)
     there = venv.is_symlink() or venv.is_file() or (venv.is_dir() and any(venv.iterdir()))
-    return {"runtime": held, "venv_foreign": there and not is_own}
+    return {
+        "runtime": held,
+        "runtime_damaged": bool(held) and damaged(venv, user),
+        "venv_foreign": there and not is_own,
+    }
+
+
+def damaged(venv: Path, user: str) -> bool:
+    """Whether what set-up has put into the environment cannot be loaded; no answer in time does not say so.
+
+    Asked as the shared user, to whom its files belong: root must not run them.
+    """
+    load = "import mpi4py, numpy; mpi4py.rc.initialize = False; from mpi4py import MPI"
+    command = ["runuser", "-u", user, "--", f"{venv}/bin/python", "-c", load]
+    environment = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C", "OMP_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            env=environment,
+            cwd="/",
+            timeout=LOAD_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode != 0
 
 
 def gpu() -> dict:
@@ -273,7 +301,7 @@ def main() -> None:
         "installed_by_us": text("/etc/mpitrain/packages").split(),
         "made_by_us": text("/etc/mpitrain/account").split(),
         "hostname_before": text("/etc/mpitrain/hostname").strip(),
-        **environment(Path(given["venv"]), mounted),
+        **environment(Path(given["venv"]), given["user"], mounted),
         "examples": not mounted and os.path.lexists(f"{given['share']}/examples"),
         "hosts_lines": hosts_lines(),
         "sources": {address: source(address) for address in given["peers"]},
