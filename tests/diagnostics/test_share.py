@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import socket
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from diagnostics.made_up import seen
+from jobs import HANG_SECONDS
 from mpitrain.diagnostics.check import Result, Seen
 from mpitrain.diagnostics.checks import CHECKS
 from mpitrain.diagnostics.judge import judge
 from mpitrain.diagnostics.node import children, share
+from mpitrain.diagnostics.node import share as node_share
 
 SHARE = "/home/cluster/nfs"
 NFS = {"path": SHARE, "type": "nfs4", "source": f"10.0.0.1:{SHARE}", "options": ["rw", "vers=4.2", "hard"]}
 AUTOFS = {"path": SHARE, "type": "autofs", "source": "systemd-1", "options": ["rw"]}
 STATES = {"automount": {"UnitFileState": "enabled"}, "mount": {"UnitFileState": "static"}}
 EXPORT = {"path": SHARE, "client": "10.0.0.2", "options": ["rw", "root_squash"]}
-SERVING = {"exports": [EXPORT], "server": "active", "enabled": "enabled", "is_listening": True}
+SERVING = {"exports": [EXPORT], "server": "active", "enabled": "enabled", "is_listening": True, "answers": True}
 USE = {
     "list": {"seconds": 0.0, "why": ""},
     "room": {"bytes": 100 << 30, "free_bytes": 50 << 30, "files": 1000, "free_files": 900},
@@ -66,6 +70,7 @@ def test_a_sound_share_passes_all() -> None:
     [
         ({"server": "inactive"}, "nfs-server is inactive"),
         ({"is_listening": False}, "nothing listens on port 2049"),
+        ({"answers": False}, "nfs-server takes connections and answers no call"),
         ({"exports": []}, f"{SHARE} is not exported to node2"),
         ({"exports": [{**EXPORT, "path": "/other"}]}, f"{SHARE} is not exported to node2"),
         ({"exports": [{**EXPORT, "client": "10.9.0.0/24"}]}, f"{SHARE} is not exported to node2"),
@@ -126,6 +131,23 @@ def test_a_server_under_another_name_or_address_of_the_head() -> None:
         assert not judged("NFS01", named(looked(mount=other), node1="10.1.0.1")), server
     other = mount({**NFS, "source": f"nas.example.org:{SHARE}"}, server_addresses=["10.9.9.9"])
     assert judged("NFS01", named(looked(mount=other), node1="10.1.0.1"))[0].verdict == "fail"
+
+
+@pytest.mark.parametrize(("reply", "answers"), [(b"\x80\0\0\x18", True), (b"", False)])
+def test_a_server_is_asked_for_an_answer(reply: bytes, answers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is frozen has its connections taken by the kernel."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setattr(node_share, "_NFS_PORT", server.getsockname()[1])
+        monkeypatch.setattr(node_share, "_CALL_SECONDS", HANG_SECONDS if answers else 1.0)
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(node_share._answers)
+            connection, _ = server.accept()
+            with connection:
+                call = connection.recv(44, socket.MSG_WAITALL)
+                assert call[:4] == b"\x80\0\0\x28" and call[8:20] == b"\0\0\0\0\0\0\0\x02\0\x01\x86\xa3"
+                connection.sendall(reply)
+                assert asked.result(HANG_SECONDS) is answers
+    assert node_share._answers() is None  # nothing listens there any more
 
 
 def test_an_export_to_other_addresses_of_the_nodes() -> None:

@@ -29,6 +29,9 @@ def _served(seen: Seen, head: str) -> Iterator[Finding]:
         yield Finding("fail", (head,), f"nfs-server is {serving['server']}", "active")
     elif not serving["is_listening"]:
         yield Finding("fail", (head,), "nothing listens on port 2049", "nfs-server does", _RESTART)
+    elif serving["answers"] is False:
+        text = "nfs-server takes connections and answers no call"
+        yield Finding("fail", (head,), text, "an answer at once", _RESTART)
     if not is_known:
         raise NotHereError(_NO_SUDO)
     others = [name for name in seen.target.names if name != head]
@@ -84,7 +87,7 @@ _EXPORTS = (
 _NO_SUDO = "exports can only be read as root, and the login may not use sudo"
 _RESTART = "ssh {login} sudo systemctl restart nfs-server"
 
-ASKS: tuple[Ask, ...] = (Ask("serving", "share_serving", "login", wish_of_share, head_only=True),)
+ASKS: tuple[Ask, ...] = (Ask("serving", "share_serving", "login", wish_of_share, seconds=14.0, head_only=True),)
 PAIRS: dict[str, PairStep] = {}
 CLUSTER: dict[str, ClusterStep] = {}
 CHECKS = (
@@ -95,11 +98,12 @@ CHECKS = (
         "head",
         _served,
         uses=("serving", "mount", "names"),
-        looks="On the head, as root: exportfs -s, systemctl show nfs-server, /proc/net/tcp for port 2049.",
+        looks="On the head, as root: exportfs -s, systemctl show nfs-server, /proc/net/tcp for port 2049, and a "
+        "call to that port that does nothing.",
         why="Without it no other node has the share, or each waits for it forever.",
         tag="nfs",
         needs=("PRB01", "PRB02"),
-        fault="the export removed; nfs-server stopped",
+        fault="the export removed; nfs-server stopped; nfs-server frozen (SIGSTOP)",
     ),
     Check(
         "NFS06",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import socket
+import struct
 import sys
 from typing import Any
 
@@ -13,6 +15,8 @@ from mpitrain.diagnostics.node.machine import resolve
 _TOUCH_SECONDS = 5.0
 _VISIBLE_SECONDS = 5.0
 _NFS_PORT = 2049
+_NFS_PROGRAM = 100003
+_CALL_SECONDS = 6.0
 
 # Each is run by a Python of its own with the folder as its first argument, and prints one JSON value.
 _BEGIN = """
@@ -239,7 +243,23 @@ def serving(_wish: dict[str, Any]) -> dict[str, Any]:
         "server": known.get("ActiveState", "missing"),
         "enabled": known.get("UnitFileState", ""),
         "is_listening": bool(re.search(rf":{_NFS_PORT:04X} [0-9A-F]+:0000 0A ", sockets)),
+        "answers": _answers(),
     }
+
+
+def _answers() -> bool | None:
+    """Whether the server on this machine answers a call that does nothing (RFC 5531); None where nothing takes it."""
+    # Number, call, version of RPC, NFS, its version, NULL; then neither credentials nor a verifier.
+    call = struct.pack(">10I", 1, 0, 2, _NFS_PROGRAM, 3, 0, 0, 0, 0, 0)
+    try:
+        with socket.create_connection(("127.0.0.1", _NFS_PORT), _CALL_SECONDS) as connection:
+            connection.settimeout(_CALL_SECONDS)
+            connection.sendall(struct.pack(">I", 1 << 31 | len(call)) + call)
+            return bool(connection.recv(4))
+    except (TimeoutError, socket.timeout):  # noqa: UP041 (the same from Python 3.10 only)
+        return False
+    except OSError:
+        return None
 
 
 CALLS = {"share_mount": mount, "share_use": use, "share_step": step, "share_serving": serving}
