@@ -37,6 +37,19 @@ def judged(id_: str, found: Seen) -> list[Result]:
     return [one for one in judge([CHECKS[id_]], found) if one.verdict != "pass"]
 
 
+@pytest.mark.parametrize(
+    ("script", "remedy"),
+    [("/s/train.py", "ssh 10.0.0.3 'sudo chmod a+r /s/train.py'"), ("/home/cluster/nfs/a b.py", "ssh 10.0.0.1 ")],
+)
+def test_a_script_that_may_not_be_read(script: str, remedy: str) -> None:
+    python = {**PYTHON, "files": None, "unreadable": "Permission denied"}
+    (one,) = judged("ENV04", looked(python, script=script))
+    assert (one.verdict, one.where) == ("fail", ("node3",))
+    assert one.observed == f"cluster cannot read {script}: Permission denied"
+    assert one.remedy.startswith(remedy)
+    assert not judged("ENV01", looked(python, script=script))
+
+
 def test_equal_nodes_pass() -> None:
     for id_ in ("ENV01", "ENV02", "ENV03", "ENV05", "ENV06"):
         assert not judged(id_, looked())

@@ -9,7 +9,7 @@ from typing import Any
 from mpitrain.diagnostics.check import Ask, Check, Finding, NotHereError, Seen, Target
 from mpitrain.diagnostics.collect import ClusterStep, PairStep
 from mpitrain.diagnostics.compare import known, usual
-from mpitrain.diagnostics.remedies import as_user, is_red_hat
+from mpitrain.diagnostics.remedies import as_user, is_red_hat, over_ssh
 from mpitrain.launch.hostfile import Host
 
 # A difference in one of these makes other results, or none; in another it may not matter.
@@ -111,7 +111,12 @@ def _script(seen: Seen, names: Sequence[str]) -> Iterator[Finding]:
         python = programs["python"]
         if "why" in python:
             continue
-        if python["files"] is None:
+        if "unreadable" in python:
+            observed = f"{seen.target.user} cannot read {script}: {python['unreadable']}"
+            yield Finding(
+                "fail", (name,), observed, "a file that it may read, on all nodes", _readable(seen, name, script)
+            )
+        elif python["files"] is None:
             yield Finding("fail", (name,), f"there is no {script}", "the same file on all nodes", copy)
         else:
             by_node[name] = python["files"]
@@ -124,6 +129,13 @@ def _script(seen: Seen, names: Sequence[str]) -> Iterator[Finding]:
             more = f" and {len(different) - _MOST_NAMED} more" if len(different) > _MOST_NAMED else ""
             text = f"other content, beside {script} or in it: {', '.join(different[:_MOST_NAMED])}{more}"
             yield Finding("fail", (name,), text, "the same as on the others", copy)
+
+
+def _readable(seen: Seen, name: str, script: str) -> str:
+    """A line that lets everybody read the file; on the share only the head's root may do that for another's file."""
+    share = seen.target.share
+    is_shared = share is not None and script.startswith(f"{share.rstrip('/')}/")
+    return over_ssh(seen.target.login(seen.target.head if is_shared else name), "sudo", "chmod", "a+r", script)
 
 
 def _upgrade(seen: Seen, name: str) -> str:
@@ -204,7 +216,7 @@ CHECKS: tuple[Check, ...] = (
         why="A copy that was not brought up to date runs yesterday's program on one node.",
         needs=(*_SHELL, "NFS01", "NFS02", "NFS03", "ENV01"),
         needs_head=("NFS09",),
-        fault="another script on one node",
+        fault="another script on one node; none there; one of mode 0600 that is root's",
     ),
     Check(
         "ENV07",
