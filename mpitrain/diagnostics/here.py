@@ -14,9 +14,9 @@ from contextlib import suppress
 from mpitrain.diagnostics.agent import AgentClient
 from mpitrain.diagnostics.bundle import BOOT, in_a_word
 from mpitrain.diagnostics.check import Target
-from mpitrain.diagnostics.target import network_variables
 from mpitrain.launch import processes
 from mpitrain.launch.hostfile import Host
+from mpitrain.launch.variables import network_variables
 
 _END_SECONDS = 5.0
 

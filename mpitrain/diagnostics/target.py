@@ -25,7 +25,7 @@ from mpitrain.launch.hostfile import (
     group_variables,
     read_inventory,
 )
-from mpitrain.launch.variables import read_env_file
+from mpitrain.launch.variables import network_variables, read_env_file
 
 # As in cluster/group_vars/all.yml; a test compares them. These are used where that file is not at hand.
 DEFAULTS: dict[str, Any] = {
@@ -43,8 +43,6 @@ DEFAULTS: dict[str, Any] = {
     "mpitrain_time": "auto",
     "mpitrain_tuning": False,
 }
-# What jobs and tools take from the user's environment to choose a network.
-_VARIABLES = re.compile(r"(UCX|FI|OMPI_MCA|PRTE_MCA|I_MPI|HYDRA|NCCL|GLOO|MPIEXEC)_\w+")
 _REFERENCE = re.compile(r"\{\{\s*(\w+)\s*\}\}")
 
 
@@ -99,11 +97,6 @@ def find_target(inventory: Path | None, hosts: str | None, script: str | None, e
         inventory_head=None if head in nodes else head,
         inventory=path,
     )
-
-
-def network_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Those by which jobs and tools choose interfaces and ports."""
-    return {name: value for name, value in environ.items() if _VARIABLES.fullmatch(name)}
 
 
 def _named(hosts: str, known: tuple[Host, ...]) -> tuple[Host, ...]:

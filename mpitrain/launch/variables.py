@@ -24,6 +24,8 @@ _DEVICES = (
 # Variables that tell jobs their ports: lowest and highest in one, or apart.
 _RANGES = ("MPIEXEC_PORT_RANGE", "UCX_TCP_PORT_RANGE")
 _RANGE_ENDS = (("FI_TCP_PORT_LOW_RANGE", "FI_TCP_PORT_HIGH_RANGE"),)
+# What jobs and tools take from an environment to choose a network.
+_CHOOSERS = re.compile(r"(UCX|FI|OMPI_MCA|PRTE_MCA|I_MPI|HYDRA|NCCL|GLOO|MPIEXEC)_\w+")
 _NAME = re.compile(r"[A-Za-z_]\w*")
 
 
@@ -97,6 +99,23 @@ def absent(environ: Mapping[str, str], devices: Mapping[str, list[str]]) -> list
         for variable, device in named_devices(environ)
         if not has_device(variable, device, devices)
     ]
+
+
+def only_loopback(environ: Mapping[str, str]) -> list[str]:
+    """What variables name, where that is the loopback alone, a "VARIABLE names DEVICE" each: no other host is there."""
+    named: dict[str, list[str]] = {}
+    for variable, device in named_devices(environ):
+        named.setdefault(variable, []).append(device.removeprefix("="))
+    return [
+        f"{variable} names {', '.join(devices)}"
+        for variable, devices in named.items()
+        if all(device == "lo" or device.startswith("127.") for device in devices)
+    ]
+
+
+def network_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Those by which jobs and tools choose interfaces and ports."""
+    return {name: value for name, value in environ.items() if _CHOOSERS.fullmatch(name)}
 
 
 def port_ranges(environ: Mapping[str, str]) -> dict[str, tuple[int, int]]:

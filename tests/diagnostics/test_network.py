@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import socket
+import subprocess
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,6 +18,7 @@ from mpitrain.diagnostics.checks import CHECKS, PAIRS
 from mpitrain.diagnostics.collect import Cluster
 from mpitrain.diagnostics.judge import judge
 from mpitrain.diagnostics.node import interfaces, ways
+from mpitrain.launch.variables import only_loopback
 
 PAIR = ("node1", "node2")
 REACH = {
@@ -228,8 +233,61 @@ def test_devices_of_variables() -> None:
     looked.nodes["node2"]["variables"] = {"FI_TCP_IFACE": "eno1"}
     result = next(one for one in judged("NET07", looked) if one.verdict == "fail")
     assert (
-        "cluster's environment there: FI_TCP_IFACE names eno1" in result.observed and "grep -rn FI_TCP" in result.remedy
+        "cluster's environment there: FI_TCP_IFACE names eno1" in result.observed and "FI_TCP_IFACE=/d" in result.remedy
     )
+
+
+def test_a_variable_of_one_nodes_shell_that_names_the_loopback(tmp_path: Path) -> None:
+    looked = healthy()
+    looked.nodes["node3"]["shell"] = {"environment": {"PATH": "/bin", "UCX_NET_DEVICES": "lo"}}
+    (result,) = [one for one in judged("NET07", looked) if one.verdict == "fail"]
+    assert result.where == ("node3",)
+    words = "cluster's environment there: UCX_NET_DEVICES names lo, which leads to no other node"
+    assert (result.observed, result.allowed) == (words, "one of eth0")
+    file = tmp_path / "environment"
+    file.write_text("A=1\nexport UCX_NET_DEVICES=lo\nUCX_NET_DEVICES=lo\nB=UCX_NET_DEVICES\n")
+    line = shlex.split(result.remedy)[2].replace("sudo ", "").replace("/etc/environment", str(file))
+    line = re.sub("(~cluster|/etc/(profile|bash))\\S*", "/no/such", line)
+    subprocess.run(line, shell=True, check=True)
+    assert file.read_text() == "A=1\nB=UCX_NET_DEVICES\n"
+
+
+@pytest.mark.parametrize(
+    ("environ", "says"),
+    [
+        ({"UCX_NET_DEVICES": "lo,eth0"}, []),
+        ({"OMPI_MCA_btl_tcp_if_include": "127.0.0.0/8"}, ["OMPI_MCA_btl_tcp_if_include names 127.0.0.0/8"]),
+        ({"NCCL_SOCKET_IFNAME": "=lo"}, ["NCCL_SOCKET_IFNAME names lo"]),
+        ({"NCCL_SOCKET_IFNAME": "^lo"}, []),
+    ],
+)
+def test_what_names_the_loopback_alone(environ: dict[str, str], says: list[str]) -> None:
+    assert only_loopback(environ) == says
+
+
+def test_a_node_that_reaches_the_others_from_another_address() -> None:
+    looked = healthy(2)
+    looked.nodes["node2"]["network"]["routes"]["node1"]["source"] = "10.0.0.99"
+    (result,) = judged("NET01", looked)
+    assert (result.verdict, result.where) == ("warn", ("node2",))
+    looked.nodes["node2"]["names"] = {"set_up": True}
+    (result,) = judged("NET01", looked)
+    assert result.verdict == "fail"
+    assert result.observed == "it reaches node1 from 10.0.0.99, which is not its address in the inventory"
+    assert result.remedy == "ssh 10.0.0.2 ip route get 10.0.0.1"
+    eth0 = looked.nodes["node2"]["network"]["interfaces"]["eth0"]
+    eth0["addresses"] = ["10.0.0.99/24", "10.0.0.2/24"]
+    (result,) = judged("NET01", looked)
+    line, _, comment = result.remedy.partition("  # ")
+    steps = [
+        "sudo sysctl -qw net.ipv4.conf.eth0.promote_secondaries=1",
+        "sudo ip address del 10.0.0.99/24 dev eth0",
+        "sudo ip address add 10.0.0.99/24 dev eth0",
+    ]
+    assert shlex.split(line) == ["ssh", "10.0.0.2", " && ".join(steps)]
+    assert comment == "until the node restarts; its settings must name 10.0.0.2 first"
+    looked.nodes["node2"]["network"]["interfaces"]["eth0"]["addresses"] = ["192.168.1.5/24"]
+    assert judged("NET01", looked) == []  # behind a translation, which CON02 and set-up look at
 
 
 def test_taken_ports() -> None:

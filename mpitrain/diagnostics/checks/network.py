@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from ipaddress import ip_address, ip_interface
+from ipaddress import IPv4Address, IPv6Address, ip_address, ip_interface
 from typing import Any
 
-from mpitrain.diagnostics.check import Ask, Check, Finding, NotHereError, NotSeenError, Seen, Target
+from mpitrain.diagnostics.check import Ask, Check, Finding, NotHereError, Seen, Target
 from mpitrain.diagnostics.collect import ClusterStep, PairStep
 from mpitrain.diagnostics.fold import fold
+from mpitrain.diagnostics.remedies import through_ssh
 from mpitrain.launch.hostfile import Host
-from mpitrain.launch.variables import absent, port_ranges
+from mpitrain.launch.variables import port_ranges
 
 # Interfaces that lead to containers, virtual machines or tunnels, not to the cluster's network.
 _SIDEWAYS = re.compile(r"(lo|docker|br-|virbr|veth|cni|cali|flannel|podman|lxc|wg|tun|tap|tailscale|zt|ppp)\S*")
@@ -44,6 +45,7 @@ def _routes(seen: Seen, name: str) -> Iterator[Finding]:
         elif _SIDEWAYS.fullmatch(interface) and interface not in own_links:  # a VPN may be the chosen network
             text = f"the route to {where} leaves by {interface}"
             yield Finding("fail", (name,), text, "one by the cluster's network", remedy)
+    yield from _sources(seen, name, own_links)
     real = [way for way in ways if way and (way in own_links or not _SIDEWAYS.fullmatch(way))]
     if len(real) > 1:
         text = f"the other nodes are reached by {len(real)} interfaces: {', '.join(sorted(real))}"
@@ -58,6 +60,40 @@ def _routes(seen: Seen, name: str) -> Iterator[Finding]:
         ):
             text = f"{peer} is on the same network, but the route goes by the gateway {route['gateway']}"
             yield Finding("warn", (name,), text, "no gateway in between", f"ssh {login} ip route")
+
+
+def _sources(seen: Seen, name: str, own_links: set[str]) -> Iterator[Finding]:
+    """From which of its addresses the node reaches the others: what set-up gives them lets in no other."""
+    network, own = seen.node(name, "network"), ip_address(seen.target.addresses[name])
+    peers: dict[tuple[str, str], list[str]] = {}
+    for peer, route in network["routes"].items():
+        if own_links and route.get("source") and ip_address(route["source"]) != own:
+            peers.setdefault((route["source"], route["interface"]), []).append(peer)
+    is_set_up = seen.nodes[name].get("names", {}).get("set_up")
+    for (source, interface), reached in peers.items():
+        login = seen.target.login(name)
+        line = _own_first(network["interfaces"].get(interface, {}).get("addresses", []), interface, own, source)
+        remedy = f"{through_ssh(login, line)}  # until the node restarts; its settings must name {own} first"
+        if not line:
+            remedy = f"ssh {login} ip route get {seen.target.addresses[reached[0]]}"
+        text = f"it reaches {fold(reached)} from {source}, which is not its address in the inventory"
+        allowed = f"from {own}: the others let it in by that"
+        yield Finding("fail" if is_set_up else "warn", (name,), text, allowed, remedy)
+
+
+def _own_first(texts: Sequence[str], interface: str, own: IPv4Address | IPv6Address, source: str) -> str:
+    """A line that gives the first place of an interface from `source` to `own`; empty where they share no network."""
+    links = [ip_interface(text) for text in texts]
+    first = next((link for link in links if str(link.ip) == source), None)
+    if (
+        first is None
+        or first.version != 4
+        or not any(link.ip == own and link.network == first.network for link in links)
+    ):
+        return ""
+    # Deleted, it hands its place to the next; without this setting the kernel would delete that one as well.
+    setting = f"sudo sysctl -qw net.ipv4.conf.{interface}.promote_secondaries=1"
+    return f"{setting} && sudo ip address del {first} dev {interface} && sudo ip address add {first} dev {interface}"
 
 
 def _doubles(seen: Seen, names: Sequence[str]) -> Iterator[Finding]:
@@ -129,27 +165,6 @@ def _beside(seen: Seen, name: str) -> Iterator[Finding]:
         yield Finding("warn", (name,), f"virtual networks are up beside {card}: {text}", allowed, remedy)
 
 
-def _devices(seen: Seen, name: str) -> Iterator[Finding]:
-    network, remote_environ = seen.node(name, "network"), seen.node(name, "variables")
-    if not remote_environ and not seen.target.environ:
-        raise NotHereError("no variable names a device")
-    if not network["interfaces"]:
-        raise NotSeenError("`ip -j address` gives no interfaces")
-    devices = {
-        interface: [str(ip_interface(text).network) for text in link["addresses"]]
-        for interface, link in network["interfaces"].items()
-    } | {device: [] for device in network["rdma"]}
-    there = f"ssh {seen.target.login(name)} grep -rn VARIABLE /etc/environment /etc/profile.d"
-    for origin, environ, remedy in (
-        ("your environment", seen.target.environ, "unset VARIABLE"),
-        (f"{seen.target.user}'s environment there", remote_environ, there),
-    ):
-        for text in absent(environ, devices):
-            has = ", ".join(one for one in devices if one != "lo")
-            observed = f"{origin}: {text}, which is not there"
-            yield Finding("fail", (name,), observed, f"one of {has}", remedy.replace("VARIABLE", text.split()[0]))
-
-
 def _taken(seen: Seen, name: str) -> Iterator[Finding]:
     ranges = port_ranges(seen.target.environ)
     if not ranges:
@@ -168,7 +183,6 @@ ASKS = (
     Ask("network", "network", "login", _peers),
     Ask("counters", "counters", "login", lambda _target, _host: {"seconds": 1.5}),
     Ask("ports", "ports", "login"),
-    Ask("variables", "variables", "job"),
 )
 PAIRS: dict[str, PairStep] = {}
 CLUSTER: dict[str, ClusterStep] = {}
@@ -179,12 +193,13 @@ CHECKS = (
         "quick",
         "node",
         _routes,
-        uses=("network",),
-        looks="`ip route get` of every other node's address.",
-        why="A route into a tunnel or a container's network leads nowhere, or is slow.",
+        uses=("network", "names"),
+        looks="`ip route get` of every other node's address: by which interface, from which address.",
+        why="A route into a tunnel or a container's network leads nowhere, or is slow; the keys of the nodes hold for "
+        "the addresses of the inventory alone.",
         remedy="ssh {login} ip route",
         needs=("PRB01",),
-        fault="a route by docker0",
+        fault="a route by docker0; a second address that comes first",
     ),
     Check(
         "NET02",
@@ -212,20 +227,6 @@ CHECKS = (
         why="In a job over several machines MPI may choose a virtual network, which leads nowhere, and wait forever.",
         needs=("PRB01",),
         fault="none on a bed, whose nodes NET02 compares: judged on made-up answers",
-    ),
-    Check(
-        "NET07",
-        "the devices that variables name are there",
-        "quick",
-        "node",
-        _devices,
-        uses=("network", "variables"),
-        looks="UCX_NET_DEVICES, FI_TCP_IFACE, NCCL_SOCKET_IFNAME and the like, of this shell (and its "
-        "MPITRAIN_ENV_FILE) and of the shared user's login shell, against the interfaces of each node.",
-        why="A wrong name is worse than none: with FI_TCP_IFACE the job waits forever without a word.",
-        remedy="ssh {login} ip -brief link",
-        needs=("PRB01", "PRB02", "USR01", "USR02"),
-        fault="UCX_NET_DEVICES that no node has; FI_TCP_IFACE in /etc/environment of one node",
     ),
     Check(
         "NET08",

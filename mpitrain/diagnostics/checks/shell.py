@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from ipaddress import ip_address, ip_network
+from ipaddress import ip_address, ip_interface, ip_network
 
-from mpitrain.diagnostics.check import Ask, Check, Finding, Seen
+from mpitrain.diagnostics.check import Ask, Check, Finding, NotHereError, NotSeenError, Seen
 from mpitrain.diagnostics.collect import ClusterStep, PairStep
 from mpitrain.diagnostics.compare import known, usual
 from mpitrain.launch.hostfile import Host
+from mpitrain.launch.variables import absent, network_variables, only_loopback
 
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
 # The rest of what the shell shows does not stray: PATH is ENV03's, the proxies are ENV05's.
@@ -62,6 +63,37 @@ def _is_named(host: str, spared: Sequence[str]) -> bool:
     return False
 
 
+def _devices(seen: Seen, name: str) -> Iterator[Finding]:
+    network = seen.node(name, "network")
+    # A login shell's, and what a command over ssh has, where that was seen.
+    shell = network_variables(seen.nodes[name].get("shell", {}).get("environment", {}))
+    remote_environ = {**seen.node(name, "variables"), **shell}
+    if not remote_environ and not seen.target.environ:
+        raise NotHereError("no variable names a device")
+    if not network["interfaces"]:
+        raise NotSeenError("`ip -j address` gives no interfaces")
+    devices = {
+        interface: [str(ip_interface(text).network) for text in link["addresses"]]
+        for interface, link in network["interfaces"].items()
+    } | {device: [] for device in network["rdma"]}
+    own = (f"~{seen.target.user}/{file}" for file in (".bashrc", ".bash_profile", ".profile", ".ssh/environment"))
+    places = " ".join(("/etc/environment /etc/profile /etc/profile.d/* /etc/bash.bashrc", *own))
+    lines = "'^ *(export +)?VARIABLE='"
+    edit = f"sudo grep -lsE {lines} {places} | xargs -r sudo sed -i -E '/^ *(export +)?VARIABLE=/d'"
+    there = f'ssh {seen.target.login(name)} "{edit}"'
+    for origin, environ, remedy in (
+        ("your environment", seen.target.environ, "unset VARIABLE"),
+        (f"{seen.target.user}'s environment there", remote_environ, there),
+    ):
+        wrong = [f"{text}, which is not there" for text in absent(environ, devices)]
+        if len(seen.target.hosts) > 1:
+            wrong += [f"{text}, which leads to no other node" for text in only_loopback(environ)]
+        for text in wrong:
+            has = ", ".join(one for one in devices if one != "lo")
+            line = remedy.replace("VARIABLE", text.split()[0])
+            yield Finding("fail", (name,), f"{origin}: {text}", f"one of {has}", line)
+
+
 def _stray(seen: Seen, names: Sequence[str]) -> Iterator[Finding]:
     shells, unknown = known(seen, names, "shell")
     yield from unknown
@@ -92,7 +124,12 @@ def _find(variable: str) -> str:
 # What a command over ssh has is asked by such a login: it must come about.
 _SHELL = ("PRB01", "PRB02", "USR01", "USR02", "SSH09")
 
-ASKS = (Ask("shell", "shell", "job", lambda target, host: {"address": "" if target.is_here else host.address}),)
+ASKS = (
+    Ask(
+        "shell", "shell", "job", lambda target, host: {"address": "" if target.is_here else host.address}, seconds=26.0
+    ),
+    Ask("variables", "variables", "job"),
+)
 PAIRS: dict[str, PairStep] = {}
 CLUSTER: dict[str, ClusterStep] = {}
 CHECKS = (
@@ -121,6 +158,20 @@ CHECKS = (
         fault="proxy variables without the nodes in no_proxy",
     ),
     Check(
+        "NET07",
+        "the devices that variables name are there",
+        "quick",
+        "node",
+        _devices,
+        uses=("network", "variables", "shell"),
+        looks="UCX_NET_DEVICES, FI_TCP_IFACE, NCCL_SOCKET_IFNAME and the like, of this shell (and its "
+        "MPITRAIN_ENV_FILE) and of the shared user's shells, against the interfaces of each node.",
+        why="A wrong name is worse than none: with FI_TCP_IFACE the job waits forever without a word.",
+        remedy="ssh {login} ip -brief link",
+        needs=_SHELL,
+        fault="UCX_NET_DEVICES that no node has; UCX_NET_DEVICES=lo in /etc/environment of one node",
+    ),
+    Check(
         "ENV06",
         "no variable of MPI or of the loader is set on some nodes only",
         "quick",
@@ -129,7 +180,7 @@ CHECKS = (
         uses=("shell",),
         looks="In a job's shell: OMPI_*, UCX_*, FI_*, I_MPI_*, NCCL_*, GLOO_*, HYDRA_*, LD_*, PYTHONPATH, and more.",
         why="Ranks then use different networks or libraries, and wait for each other.",
-        needs=_SHELL,
+        needs=(*_SHELL, "NET07"),
         fault="UCX_TLS, OMPI_MCA_btl in the shell of one node",
     ),
 )
