@@ -42,7 +42,8 @@ DOCKER0 = {**ETH0, "is_virtual": True, "addresses": ["172.17.0.1/16"], "speed_mb
 NAMES = {"hostname": "node1", "resolved": {"node1": ["10.0.0.1"]}}
 LIMITS = {"nofile": 20000, "nofile_hard": 20000, "memlock_bytes": 8 * MIB}
 SHELL = {"limits": LIMITS, "has_rdma": False, "programs": {}}
-SHM = {"size_bytes": 8192 * MIB, "free_bytes": 8192 * MIB, "is_writable": True}
+SHM = {"size_bytes": 8192 * MIB, "free_bytes": 8192 * MIB, "is_writable": True, "is_read_only": False}
+SHM["mode"] = 0o1777
 PROCESSORS = {"machine": 8, "usable": 8, "quota": None, "busy": []}
 TWO = {"code": 0, "seconds": 1.0, "said": {"0": [{"size": 2}], "1": [{"size": 2}]}, "error_text": ""}
 
@@ -244,6 +245,7 @@ def test_limits() -> None:
     [
         (None, "fail", "there is no /dev/shm", "mount -t tmpfs"),
         ({**SHM, "is_writable": False}, "fail", "/dev/shm may not be written", "mount -t tmpfs"),
+        ({**SHM, "is_writable": False, "mode": 0o755}, "fail", "has mode 0755", "sudo chmod 1777 /dev/shm"),
         ({**SHM, "size_bytes": 64 * MIB}, "warn", "/dev/shm has 64 MiB", "remount,size=50%"),
         ({**SHM, "free_bytes": 200 * MIB}, "warn", "200 MiB free of 8192 MiB", "ls -lt /dev/shm"),
         ({**SHM, "free_bytes": 2 * MIB}, "warn", "2 MiB free of 8192 MiB", "ls -lt /dev/shm"),

@@ -22,6 +22,11 @@ def _shared_memory(seen: Seen, node: str) -> Iterator[Finding]:
     place = resources["places"]["/dev/shm"]
     is_docker = resources["container"] in _KINDS
     remedy = f"{_RUN} --shm-size=8g  # start the container {{node}} anew with it" if is_docker else ""
+    if place is not None and not place["is_read_only"] and not place["mode"] & 0o002:
+        observed = f"/dev/shm has mode {place['mode']:04o}, so jobs may not write to it"
+        remedy = "ssh {login} sudo chmod 1777 /dev/shm"
+        yield Finding("fail", (node,), observed, "a tmpfs that everybody may write, mode 1777", remedy)
+        return
     if place is None or not place["is_writable"]:
         observed = "there is no /dev/shm" if place is None else "/dev/shm may not be written"
         yield Finding("fail", (node,), observed, "a tmpfs that everybody may write", remedy=remedy or _MOUNT)
@@ -84,7 +89,7 @@ CHECKS = (
         why="Ranks of one node exchange their data through it; a full one kills them (SIGBUS).",
         remedy="ssh {login} sudo mount -o remount,size=50% /dev/shm  # and the same in /etc/fstab, if it is there",
         needs=BY_SSH,
-        fault="/dev/shm of 64 MiB",
+        fault="/dev/shm of 64 MiB; /dev/shm of mode 0755",
     ),
     Check(
         "CON02",

@@ -13,6 +13,7 @@ _HELLO_SECONDS = 25
 _SLOW_SECONDS = 15.0
 _DEATH_SECONDS = 40
 _NEEDS = (
+    "CON01",
     "SSH04",
     "NET04",
     "NET11",

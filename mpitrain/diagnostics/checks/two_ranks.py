@@ -77,7 +77,7 @@ CHECKS = (
         looks="As the shared user: mpiexec with 2 ranks on the node, without ssh, with a deadline. Each says its host "
         "and size, and they add up whole numbers.",
         why="Training on several ranks cannot start.",
-        needs=("PRB01", "PRB02", "ENV01", "MPI01"),
+        needs=("PRB01", "PRB02", "CON01", "ENV01", "MPI01"),
         fault="a library told by a variable to use what it has not, on one node",
     ),
     Check(

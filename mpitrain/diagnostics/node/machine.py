@@ -6,6 +6,7 @@ import os
 import pwd
 import re
 import socket
+import stat
 import threading
 import time
 from contextlib import suppress
@@ -143,6 +144,7 @@ def _room(path: str) -> dict[str, Any] | None:
         "free_files": status.f_favail,
         "is_read_only": bool(status.f_flag & os.ST_RDONLY),
         "is_writable": os.access(path, os.W_OK),
+        "mode": stat.S_IMODE(Path(path).stat().st_mode),
     }
 
 
