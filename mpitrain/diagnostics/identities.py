@@ -31,16 +31,14 @@ class Identities:
         """
         agent = Agent() if self._asks_agent else None
         try:
-            for key in self._keys(agent.get_keys() if agent else ()):
+            for number, key in enumerate(self._keys(agent.get_keys() if agent else ())):
                 try:
                     transport.auth_publickey(self._user, key)
                 except AuthenticationException as error:
                     if "imeout" in str(error):
                         raise
                     if not transport.is_active():  # as sshd does after MaxAuthTries
-                        raise AuthenticationException(
-                            f"it refuses {self._user}, and hangs up after some keys"
-                        ) from None
+                        raise AuthenticationException(self._hung_up(transport, number)) from None
                 if transport.is_authenticated():
                     return
         finally:
@@ -51,6 +49,12 @@ class Identities:
         )
         offered = ", ".join(map(str, self._paths)) or "keys of ssh-agent"
         raise AuthenticationException(f"it refuses {self._user} with {offered}{locked}")
+
+    def _hung_up(self, transport: Transport, number: int) -> str:
+        """An sshd ends the login at once where it takes the key and not the account, and after MaxAuthTries keys."""
+        said = transport.auth_handler.banner if transport.auth_handler else None
+        words = f" and says {said.decode(errors='replace').strip()!r}," if said else ","
+        return f"it refuses {self._user}{words} and hangs up" + (f" after {number + 1} keys" if number else "")
 
     def _keys(self, held: Sequence[PKey]) -> Iterator[PKey]:
         named = {path: _fingerprint(path) for path in self._paths}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ class Server:
     def __init__(self, taken: str = "", patience: int = 9) -> None:
         self.taken, self.patience = taken, patience
         self.offered: list[str] = []
+        self.auth_handler: SimpleNamespace | None = None
 
     def auth_publickey(self, user: str, key: PKey) -> None:
         assert user == "ada"
@@ -109,5 +111,12 @@ def test_a_locked_key_that_nobody_holds_is_named(keys: dict[str, str], tmp_path:
 
 def test_a_server_that_hangs_up(keys: dict[str, str], tmp_path: Path) -> None:
     server = Server(patience=2)
-    assert offer(server, tmp_path, "held", "plain") == "it refuses ada, and hangs up after some keys"
+    assert offer(server, tmp_path, "held", "plain") == "it refuses ada, and hangs up after 2 keys"
     assert len(server.offered) == 2
+
+
+def test_a_server_that_says_why_it_hangs_up(keys: dict[str, str], tmp_path: Path) -> None:
+    """As where /etc/nologin is: the key is right, and the account is refused."""
+    server = Server(patience=1)
+    server.auth_handler = SimpleNamespace(banner=b"Back at noon\n")
+    assert offer(server, tmp_path, "held") == "it refuses ada and says 'Back at noon', and hangs up"

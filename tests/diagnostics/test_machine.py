@@ -24,7 +24,7 @@ from mpitrain.diagnostics.node import account, machine
 NODES = ("node1", "node2", "node3")
 MIB = 1 << 20
 ROOM = {"size_bytes": 8192 * MIB, "free_bytes": 4096 * MIB, "files": 1000, "free_files": 900}
-ROOM |= {"is_read_only": False, "is_writable": True}
+ROOM |= {"is_read_only": False, "is_writable": True, "mode": 0o1777}
 
 
 def sections() -> dict[str, Any]:
@@ -39,6 +39,8 @@ def sections() -> dict[str, Any]:
             "home": "/home/cluster",
             "home_owner": 1900,
             "expired": False,
+            "must_change_password": False,
+            "nologin": "",
         },
         "time_service": {"synchronized": True, "daemons": ["chrony"], "container": ""},
         "shell": {"limits": {"nofile": 65536, "memlock_bytes": None}, "has_rdma": True},
@@ -185,10 +187,17 @@ def test_other_numbers_than_ours_on_all_nodes_are_right() -> None:
         ({"home_owner": None}, "/home/cluster, is not there", "--tags users"),
         ({"home_owner": 0}, "belongs to uid 0", "sudo chown cluster: /home/cluster"),
         ({"expired": True}, "has expired", "sudo chage -E -1 cluster"),
+        ({"must_change_password": True}, "must choose another password", "sudo chage -d -1 -M -1 cluster"),
+        ({"nologin": "/etc/nologin"}, "keeps everybody out but root", "sudo rm /etc/nologin"),
     ],
 )
 def test_an_account_that_cannot_log_in(fields: dict[str, Any], found: str, remedy: str) -> None:
     only("USR02", changed("account", **fields), "fail", "node2", found, remedy)
+
+
+def test_root_may_log_in_all_the_same() -> None:
+    account = {"uid": 0, "gid": 0, "home_owner": 0, "nologin": "/etc/nologin"}
+    assert judged("USR02", changed("account", **account)) == []
 
 
 def clocks(uncertain: float = 0.002, **ahead: float) -> Seen:

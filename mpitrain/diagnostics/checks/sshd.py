@@ -1,9 +1,12 @@
-"""What sshd of a node takes: how many logins at once, and passwords of whom."""
+"""What sshd of a node takes: how many logins at once, whom it lets in, and passwords of whom."""
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from ipaddress import ip_address, ip_network
 from typing import Any
 
 from mpitrain.diagnostics.check import Ask, Check, Finding, NotHereError, NotSeenError, Seen, Target
@@ -89,6 +92,7 @@ def _policy(seen: Seen, name: str) -> Iterator[Finding]:
         remedy = _remedy(seen, server, name, "pubkeyauthentication")
         observed = f"sshd takes no keys for {user} (PubkeyAuthentication no{_where(server, 'pubkeyauthentication')})"
         yield Finding("fail", (name,), observed, "PubkeyAuthentication yes", remedy)
+    yield from _shut_out(seen, name, server)
     for word in ("passwordauthentication", "kbdinteractiveauthentication"):
         if settings.get(word) == "yes":
             observed = f"sshd takes passwords for {user} ({word} yes{_where(server, word)})"
@@ -105,6 +109,57 @@ def _policy(seen: Seen, name: str) -> Iterator[Finding]:
                 f"sudo systemctl reload {ssh_service(seen, name)}",
             ),
         )
+
+
+def _shut_out(seen: Seen, name: str, server: Mapping[str, Any]) -> Iterator[Finding]:
+    """By the lists of who may log in, in sshd's own order."""
+    user, account = seen.target.user, seen.nodes[name].get("account", {})
+    group = account.get("group") or user
+    settings, groups = server["user"], [one for one in account.get("groups", [group]) if one]
+    for word, names, own in (
+        ("DenyUsers", [user], user),
+        ("AllowUsers", [user], user),
+        ("DenyGroups", groups, group),
+        ("AllowGroups", groups, group),
+    ):
+        patterns = settings.get(word.lower(), "").split()
+        matching = [one for one in patterns if any(_is_named(seen, one, name_) for name_ in names)]
+        is_denial = word.startswith("Deny")
+        if not patterns or bool(matching) != is_denial:
+            continue
+        files = list(dict.fromkeys(path for path, _ in server["sets"].get(word.lower(), [])))
+        by = f", by {' and '.join(files)}" if files else ""
+        service = ssh_service(seen, name)
+        edit = _edit(word, matching, own, files, service) if files else f"sudo grep -rniw {word} /etc/ssh"
+        what = " ".join(matching if is_denial else patterns)
+        observed = f"sshd does not let {user} in ({word} {what}{by})"
+        remedy = through_ssh(seen.target.login(name), edit)
+        yield Finding("fail", (name,), observed, f"{word} that lets it in", remedy)
+        return
+
+
+def _edit(word: str, matching: list[str], own: str, files: list[str], service: str) -> str:
+    """A line that takes the `matching` patterns out of such a list, or puts `own` into it."""
+    steps = [f"/^ *{word} /I s/$/ {own}/"]
+    if matching:
+        steps = [f"/^ *{word} /I s/ +{re.escape(one)}( |$)/\\1/g" for one in matching]
+        steps.append(f"/^ *{word} *$/I d")  # sshd does not start with an empty one
+    return f"sudo sed -i -E {shlex.quote('; '.join(steps))} {shlex.join(files)} && sudo systemctl reload {service}"
+
+
+def _is_named(seen: Seen, pattern: str, name: str) -> bool:
+    """Whether a pattern of sshd's lists, NAME or USER@HOST, names a user or group who comes from the nodes."""
+    who, at, host = pattern.rpartition("@") if "@" in pattern else (pattern, "", "")
+    if not fnmatchcase(name, who):
+        return False
+    return not at or all(_is_host(address, node, host) for node, address in seen.target.addresses.items())
+
+
+def _is_host(address: str, name: str, pattern: str) -> bool:
+    try:
+        return ip_address(address) in ip_network(pattern, strict=False)
+    except ValueError:
+        return fnmatchcase(address, pattern) or fnmatchcase(name, pattern)
 
 
 def _no_passwords(seen: Seen, name: str) -> Iterator[Finding]:
@@ -156,12 +211,12 @@ CHECKS = (
         "quick",
         "node",
         _policy,
-        uses=("ssh server",),
+        uses=("ssh server", "account"),
         looks="`sshd -T -C user=...`: what all files of its configuration come to for that user.",
         why="Where a password will do, one that is guessed opens all nodes; the first file that sets a value wins.",
         tag="ssh",
         needs=("PRB01", "PRB02"),
-        fault="passwords switched on in our own file; in a file that is read before it",
+        fault="passwords switched on in our own file; in a file that is read before it; AllowUsers without the user",
     ),
     Check(
         "SSH10",

@@ -93,6 +93,14 @@ def _usable(seen: Seen, node: str) -> Iterator[Finding]:
         yield Finding(
             "fail", (node,), f"the account {seen.target.user} has expired", "no date of expiry", remedy=remedy
         )
+    if one["must_change_password"]:
+        observed = f"{seen.target.user} must choose another password before it may do anything"
+        # Set-up gives it none, so there is nothing whose age counts.
+        remedy = "ssh {login} sudo chage -d -1 -M -1 {user}"
+        yield Finding("fail", (node,), observed, "a password without a date", remedy=remedy)
+    if one["nologin"] and one["uid"] != 0:
+        observed = f"{one['nologin']} is there, and keeps everybody out but root"
+        yield Finding("fail", (node,), observed, "no such file", remedy=f"ssh {{login}} sudo rm {one['nologin']}")
 
 
 ASKS = (
@@ -126,10 +134,12 @@ CHECKS = (
         "node",
         _usable,
         uses=("account",),
-        looks="Its entry of getent passwd and shadow: shell, home and its owner, date of expiry.",
+        looks="Its entry of getent passwd and shadow: shell, home and its owner, date of expiry, age of the password; "
+        "/etc/nologin.",
         why="mpiexec logs in as this user on every node.",
         tag="users",
         needs=(*BY_SSH, "USR01"),
-        fault="the shell /usr/sbin/nologin; the home missing; the home of somebody else; the account expired",
+        fault="the shell /usr/sbin/nologin; the home missing; the home of somebody else; the account expired; a "
+        "password to be changed at once",
     ),
 )

@@ -19,6 +19,8 @@ _RANK = re.compile(r"(?:^|\0)(?:PMI_RANK|PMIX_RANK|OMPI_COMM_WORLD_RANK|PMI_FD)=
 _DAEMONS = ("hydra_pmi_proxy", "hydra_bstrap_pr")
 # A job that has just ended or is just starting may look like a dead one.
 _YOUNG_PROCESS_SECONDS = 5.0
+# While one of these is there, pam_nologin lets nobody in but root.
+_NOLOGIN = ("/etc/nologin", "/run/nologin")
 _YOUNG_FILE_SECONDS = 60.0
 
 
@@ -29,7 +31,8 @@ def account(wish: dict[str, Any]) -> dict[str, Any]:
     except KeyError:
         return {"uid": None, "uid_owner": _owner(wish["uid"])}
     shadow = children.as_root("getent", "shadow", wish["user"])
-    expires = (f"{shadow}:::::::").split(":")[7].strip()
+    _, _, changed, _, days, _, _, expires, *_ = f"{shadow or ''}".strip().split(":") + [""] * 8
+    today = time.time() // 86400
     try:
         home = Path(entry.pw_dir).stat()
     except OSError:
@@ -39,11 +42,17 @@ def account(wish: dict[str, Any]) -> dict[str, Any]:
         "gid": entry.pw_gid,
         "uid_owner": _owner(wish["uid"]),
         "group": _group(entry.pw_gid),
+        "groups": [_group(gid) for gid in os.getgrouplist(entry.pw_name, entry.pw_gid)],
         "shell": entry.pw_shell,
         "shell_works": os.access(entry.pw_shell or "/bin/sh", os.X_OK),
         "home": entry.pw_dir,
         "home_owner": home.st_uid if home and stat.S_ISDIR(home.st_mode) else None,
-        "expired": None if shadow is None else expires.isdigit() and int(expires) * 86400 < time.time(),
+        "expired": None if shadow is None else expires.isdigit() and int(expires) < today,
+        # At its next login the user is asked for another one; a command is not run then.
+        "must_change_password": None
+        if shadow is None
+        else changed.isdigit() and (int(changed) == 0 or (days.isdigit() and int(changed) + int(days) < today)),
+        "nologin": next((path for path in _NOLOGIN if Path(path).exists()), ""),
     }
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from mpitrain.diagnostics.node import children
 
+_LET_IN = "/etc/ssh/mpitrain/authorized_keys"
 _SETTINGS = "/etc/ssh/sshd_config.d"
 # What ssh writes to stderr, and what kind of failure that is.
 _SSH_SAYS = (
@@ -40,13 +41,22 @@ def ssh_server(wish: dict[str, Any]) -> dict[str, Any]:
         out = children.as_root("sshd", "-T", *options)
         if out is None:
             return {"is_known": False}
-        settings[name] = dict((line.split(" ", 1) + [""])[:2] for line in out.splitlines())
+        settings[name] = _settings(out)
     files = sorted(Path(_SETTINGS).glob("*.conf")) + [Path("/etc/ssh/sshd_config")]
     for path in files:
         for line in (children.as_root("cat", str(path)) or "").splitlines():
             word, _, value = line.strip().partition(" ")
             if word and not word.startswith("#"):
                 settings["sets"].setdefault(word.lower(), []).append([str(path), value.strip()])
+    return settings
+
+
+def _settings(shown: str) -> dict[str, str]:
+    """Word -> value; of a word with several lines, such as AllowUsers, all values."""
+    settings: dict[str, str] = {}
+    for line in shown.splitlines():
+        word, _, value = line.partition(" ")
+        settings[word] = f"{settings[word]} {value}" if word in settings else value
     return settings
 
 
@@ -75,7 +85,10 @@ def ssh_keys(wish: dict[str, Any]) -> dict[str, Any]:
     home = Path.home()
     places = [place for place in (home, home / ".ssh") if place.exists()]
     loose = [str(place) for place in places if place.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH)]
-    return {"offers": [str(path) for path in paths], "keys": keys, "writable_by_others": loose, "loose": _loose()}
+    # What set-up writes; ssh-keygen shows a line for each key in it.
+    let_in = [line.split()[1] for line in children.output("ssh-keygen", "-lf", _LET_IN).splitlines() if " " in line]
+    offers = [str(path) for path in paths]
+    return {"offers": offers, "keys": keys, "writable_by_others": loose, "loose": _loose(), "let_in": let_in}
 
 
 def _loose() -> list[str]:
