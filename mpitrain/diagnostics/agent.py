@@ -11,7 +11,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from typing import Any, Protocol
 
-from mpitrain.diagnostics.bundle import bundle
+from mpitrain.diagnostics.bundle import BAIT, bundle
 from mpitrain.diagnostics.ssh_settings import LoginError
 from mpitrain.launch.hostfile import Host
 
@@ -85,7 +85,7 @@ class AgentClient:
             connection.open()
             # A far side that ended already does not take it all; what it printed is read below and says why.
             with suppress(OSError):
-                connection.send(json.dumps(bundle()).encode() + b"\n")
+                connection.send(BAIT + json.dumps(bundle()).encode() + b"\n")
             self.noise, self.hello = self._wait_for_hello()
         except BaseException as error:
             connection.close()

@@ -32,13 +32,18 @@ def in_a_word(program: str) -> str:
     return f"import base64;exec(base64.b64decode({base64.b64encode(program.encode()).decode()!r}))"
 
 
-# The first line has the modules. Python reads it byte by byte, to leave the questions to the agent.
+# Sent first, for whatever in the startup files of the login's shell takes a line that is not meant for it.
+BAIT = b"# mpitrain-check\n"
+# The next line has the modules. Python reads it byte by byte, to leave the questions to the agent.
 BOOT = """
 import json, sys, types
 if sys.version_info < (3, 8):
     print(json.dumps({"old": sys.version.split()[0]})); sys.exit()
-bundle = json.loads(open(0, "rb", buffering=0, closefd=False).readline() or "null")
+stream = open(0, "rb", buffering=0, closefd=False)
+first = stream.readline()
+bundle = json.loads((first if first.startswith(b"{") else stream.readline()) or "null")
 if bundle:
+    bundle["swallowed"] = first.startswith(b"{")
     sys.modules[bundle["package"]] = types.ModuleType(bundle["package"])
     for name, text in bundle["modules"] + [bundle["agent"]]:
         module = sys.modules[name] = types.ModuleType(name)

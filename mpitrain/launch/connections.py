@@ -41,10 +41,16 @@ GUARD = (
 # And what comes where a guard was killed.
 SWEEP = (*GUARD, "launch.sweep")
 
-# The first line has the modules and what to do. Read byte by byte, to leave the rest for the guard.
-_BOOT = """
+# Sent first: a `read` in a startup file of the login's shell takes this line, and not what the guard needs.
+_BAIT = b"# mpitrain\n"
+_SWALLOWED = "takes a line of what is sent to a command"
+# The next line has the modules and what to do. Read byte by byte, to leave the rest for the guard.
+_BOOT = f"""
 import json, sys, types
-line = open(0, "rb", buffering=0, closefd=False).readline()
+stream = open(0, "rb", buffering=0, closefd=False)
+if stream.readline().startswith(b"{{"):
+    sys.exit("the shell {_SWALLOWED}")
+line = stream.readline()
 if line:
     bundle = json.loads(line)
     for name, text in bundle["modules"]:
@@ -178,7 +184,7 @@ def connect(
     assert process.stdout is not None
     os.set_blocking(process.stdin.fileno(), False)
     os.set_blocking(process.stdout.fileno(), False)
-    connection = Connection(host, process, errors, now)
+    connection = Connection(host, process, errors, now, _unsent=_BAIT)
     package = Path(__file__).parents[1]
     texts = [
         (f"mpitrain.{name}", package.joinpath(*name.split(".")).with_suffix(".py").read_text()) for name in modules
@@ -227,5 +233,12 @@ _REMEDIES = (
     ("No route to host", "it does not answer. Is it switched on, is its cable in? `ping {host}`"),
     ("not allowed at this time", "it is not ready for logins yet; try again in a moment"),
     ("booting up", "it is not ready for logins yet; try again in a moment"),
+    (
+        _SWALLOWED,
+        (
+            "a startup file there, such as ~/.bashrc with a `read`, must not. `mpitrain check-cluster --only SSH05` "
+            "names it, with the line that repairs it"
+        ),
+    ),
     (_PYTHON, f"there is no Python at {_PYTHON}. Install python3 there"),
 )

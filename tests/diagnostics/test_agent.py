@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from jobs import HANG_SECONDS, until
-from mpitrain.diagnostics.bundle import BOOT, bundle, in_a_word
+from mpitrain.diagnostics.bundle import BAIT, BOOT, bundle, in_a_word
+from mpitrain.diagnostics.node import jobs
 
 # Stands for a sudo that waits for a directory server, or for one that says no.
 _HANGS = '#!/bin/sh\necho asked >> "$0.asked"\nexec sleep 60\n'
@@ -25,7 +26,7 @@ _REFUSES = "#!/bin/sh\necho 'sudo: a password is required' >&2; exit 1\n"
 class Talk:
     """An agent and what it says."""
 
-    def __init__(self, **environment: str) -> None:
+    def __init__(self, *, bait: bytes = BAIT, **environment: str) -> None:
         boot = in_a_word(BOOT)
         self.process = subprocess.Popen(
             [sys.executable, "-I", "-u", "-c", boot],
@@ -34,6 +35,7 @@ class Talk:
             env={**os.environ, **environment},
         )
         assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(bait)
         self._write(bundle())
         self.hello = self._read()
         self._number = 0
@@ -80,6 +82,31 @@ def test_it_says_who_it_is(talk: Talk) -> None:
     assert talk.hello["family"] in ("", "redhat")
     assert talk.answer("become")["result"] == talk.hello["hello"]
     assert talk.answer("nothing of the kind")["error"].startswith("KeyError")
+
+
+def test_a_shell_that_took_the_first_line_is_told_of(talk: Talk) -> None:
+    assert talk.hello["swallowed_by"] == ""
+    other = Talk(bait=b"")
+    assert other.hello["swallowed_by"]
+    assert other.answer("become")["result"] == other.hello["hello"]
+    other.hang_up()
+
+
+@pytest.mark.skipif(not Path("/bin/bash").exists(), reason="no bash")
+@pytest.mark.parametrize("line", ["read answer", "exec no-such-shell", "exec sh", "exit 3"])
+def test_the_startup_file_that_keeps_a_shell_from_its_command(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "_own_shell", lambda: "/bin/bash")
+    monkeypatch.setattr(jobs, "_STARTUP_SECONDS", HANG_SECONDS)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    file = tmp_path / ".bashrc"
+    file.write_text("echo welcome\n")
+    assert jobs.startup() == ""
+    file.write_text(f"{line}\n")
+    assert jobs.startup() == "~/.bashrc"
+    file.write_text(f"[ -t 0 ] || return\n{line}\n")  # the repair
+    assert jobs.startup() == ""
 
 
 def test_a_file_for_another_node_goes_with_the_agent(talk: Talk, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 import pytest
@@ -68,6 +69,62 @@ def test_a_locked_key() -> None:
     assert one.remedy.startswith("ssh-add ")
 
 
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        ("/usr/bin/python3 did not start our probe within 20 s", "ssh -v 10.0.0.2 true  # "),
+        (
+            "/home/admin/.bashrc: line 1: exec: zsh: not found",
+            "1i [ -t 0 ] || return' /home/admin/.bashrc  # on",
+        ),
+        ("bash: line 1: /usr/bin/python3: No such file or directory", "apt-get install -y python3"),
+    ],
+)
+def test_python_is_installed_where_it_is_missing(words: str, remedy: str) -> None:
+    (one,) = judged("PRB01", looked(login={"failed": "agent", "found": words}))
+    assert remedy in one.remedy
+
+
+def test_a_server_that_hangs_up_on_a_login() -> None:
+    words = "it refuses ada and says 'Back at noon', and hangs up"
+    (one,) = judged("SSH02", looked(login={"failed": "key", "found": words}))
+    assert one.remedy.startswith("sudo rm -f /etc/nologin /run/nologin; sudo journalctl -n 20 _COMM=sshd  # ")
+    assert "on the console of node2" in one.remedy
+
+
+@pytest.mark.parametrize(
+    ("wrong", "line"),
+    [
+        ("it has mode 0600", "sudo chmod 666 /dev/null"),
+        ("it is no device", "sudo rm -f /dev/null && sudo mknod /dev/null c 1 3 && sudo chmod 666 /dev/null"),
+    ],
+)
+def test_dev_null(wrong: str, line: str) -> None:
+    found = looked()
+    found.nodes["node2"]["login"]["null"] = wrong
+    (one,) = judged("PRB01", found)
+    assert (one.verdict, one.where) == ("fail", ("node2",))
+    assert one.observed == f"/dev/null is not everybody's: {wrong}"
+    assert shlex.split(one.remedy) == ["ssh", "10.0.0.2", line]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "admin cannot become cluster: RuntimeError: can't start new thread",
+        "admin cannot become cluster: sudo: unable to execute /usr/bin/python3: Resource temporarily unavailable",
+    ],
+)
+def test_a_user_who_may_have_few_processes(words: str) -> None:
+    """Its probe may have answered some questions before."""
+    for answers in ({"become": {"error": words}}, {"shell": {"error": words}}):
+        (one,) = judged("PRB02", looked(**answers))
+        assert (one.verdict, one.where) == ("fail", ("node2",))
+        assert one.observed == f"cluster may not have enough processes: {words.rpartition(': ')[2]}"
+        line = "echo 'cluster - nproc unlimited' | sudo tee /etc/security/limits.d/zz-mpitrain-nproc.conf"
+        assert shlex.split(one.remedy) == ["ssh", "10.0.0.2", line]
+
+
 def test_a_sudo_that_hangs_is_the_one_cause() -> None:
     """As it comes from a node: what needs root is not known, what needs the shared user was not answered."""
     late = {"error": "admin cannot become cluster: sudo hangs"}
@@ -81,6 +138,8 @@ def test_a_sudo_that_hangs_is_the_one_cause() -> None:
         "home": "/h",
         "home_owner": 1900,
         "expired": None,
+        "must_change_password": None,
+        "nologin": "",
     }
     answers = {"sudo": {"hangs": True}, "become": late, **dict.fromkeys(sections, late), "account": account}
     found = looked(**answers, **{"ssh server": {"is_known": False}, "serving": {"exports": None}})
@@ -114,5 +173,5 @@ def test_a_login_that_may_not_become_the_shared_user() -> None:
 def test_a_remedy_is_a_line_that_a_shell_takes(remedy: str) -> None:
     """Where it is to be typed, if not here, a comment says."""
     line = remedy.partition("  # ")[0]
-    assert line.split()[0] in ("ping", "time", "sudo", "ssh-add")
+    assert line.split()[0] in ("ping", "time", "sudo", "ssh", "ssh-add")
     assert "console" not in line

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+import subprocess
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -49,6 +51,7 @@ def server(**fields: str) -> dict[str, Any]:
 
 def login(failed: str, found: str = "", seconds: float = 0.2) -> Seen:
     looked = seen(2)
+    looked.nodes = {"node1": {}, "node2": {}}
     looked.pairs[("node1", "node2")] = {"login between": {"failed": failed, "found": found, "seconds": seconds}}
     return looked
 
@@ -77,6 +80,32 @@ def test_set_up_mends_keys_at_the_right_end(kind: str, words: str, mend: tuple[s
     assert result.remedy == "ansible-playbook cluster/setup.yml --tags ssh --limit {limit}"
 
 
+@pytest.mark.parametrize(("let_in", "words"), [([], "--tags ssh"), (["SHA256:a"], "sudo journalctl -n 20 -u ssh")])
+def test_set_up_is_offered_where_the_key_is_missing(let_in: list[str], words: str) -> None:
+    """With the key in the list it is something else that refuses the login."""
+    looked = login("key", "cluster@node2: Permission denied (publickey).")
+    keys = {"keys": [KEY], "let_in": let_in}
+    looked.nodes = {
+        "node1": {"ssh keys": keys, "shell": {"refused": "ended with code 255: Permission denied"}},
+        "node2": {"ssh keys": keys},
+    }
+    for id_ in ("SSH04", "SSH09"):
+        result = first(id_, looked)
+        assert result is not None and words in result.remedy
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [("Host key verification failed.", "--tags ssh"), ("Connection reset", "sudo -u cluster ssh -v ")],
+)
+def test_other_refusals_of_a_nodes_own_login(said: str, words: str) -> None:
+    keys = {"keys": [KEY], "let_in": ["SHA256:a"]}
+    looked = of_node("shell", {"refused": f"ended with code 255: {said}"})
+    looked.nodes["node1"]["ssh keys"] = keys
+    result = first("SSH09", looked)
+    assert result is not None and words in result.remedy
+
+
 def test_what_set_up_does_not_mend_is_looked_at_by_hand() -> None:
     result = first("SSH04", login("timeout", "ssh: connect to host 10.0.0.2 port 22: Connection timed out"))
     assert result is not None
@@ -86,8 +115,9 @@ def test_what_set_up_does_not_mend_is_looked_at_by_hand() -> None:
 
 def test_a_quiet_shell() -> None:
     def looked(login_noise: str, shell_noise: str) -> Seen:
-        found = of_node("shell", {"noise": shell_noise})
-        found.nodes["node1"]["login"] = {"failed": "", "hello": "admin", "noise": login_noise}
+        found = of_node("shell", {"noise": shell_noise, "swallowed_by": ""})
+        login = {"failed": "", "hello": "admin", "noise": login_noise, "swallowed_by": ""}
+        found.nodes["node1"]["login"] = login
         return found
 
     assert first("SSH05", looked("", "\n")) is None
@@ -96,6 +126,43 @@ def test_a_quiet_shell() -> None:
     assert "of admin" in result.observed and "'Welcome!'" in result.observed and result.allowed == "nothing"
     result = first("SSH05", looked("", "Hello"))
     assert result is not None and "of cluster" in result.observed and "~cluster/.bashrc" in result.remedy
+
+
+@pytest.mark.parametrize(
+    ("login", "shell", "account", "file"),
+    [
+        ("", "~/.bashrc", "cluster", "~cluster/.bashrc"),
+        ("~/.bashrc", "", "admin", "~admin/.bashrc"),
+        ("", "/etc/bash.bashrc", "cluster", "/etc/bash.bashrc"),
+    ],
+)
+def test_a_shell_that_takes_what_is_sent_to_a_command(login: str, shell: str, account: str, file: str) -> None:
+    found = of_node("shell", {"noise": "", "swallowed_by": shell})
+    found.nodes["node1"]["login"] = {"failed": "", "hello": "admin", "noise": "", "swallowed_by": login}
+    (result,) = (one for one in judged("SSH05", found) if one.where == ("node1",))
+    words = f"a login of {account} that runs one command does not get what is sent to it: {file} takes it"
+    assert (result.verdict, result.observed) == ("fail", words)
+    assert result.remedy.startswith(f"ssh 10.0.0.1 \"sudo sed -i '1i [ -t 0 ] || return' {file}\"  # ")
+
+
+@pytest.mark.parametrize(
+    ("refused", "startup", "words"),
+    [
+        (
+            "ended with code 127: exec: zsh: not found",
+            "~/.bashrc",
+            "ended with code 127: exec: zsh: not found, because of ~cluster/.bashrc",
+        ),
+        ("does not end within 10 s", "/etc/bash.bashrc", "does not end within 10 s, because of /etc/bash.bashrc"),
+        ("ended with code 1, without a word", "", "ended with code 1, without a word"),
+    ],
+)
+def test_a_login_whose_shell_runs_no_command(refused: str, startup: str, words: str) -> None:
+    result = first("SSH09", of_node("shell", {"refused": refused, "startup": startup}))
+    assert result is not None
+    assert result.observed == f"`ssh` of cluster to its own node logs in, and runs no command: it {words}"
+    assert ("1i [ -t 0 ] || return" in result.remedy) == bool(startup)
+    assert "--tags" not in result.remedy
 
 
 def test_capacity() -> None:
@@ -155,6 +222,54 @@ def test_without_sudo_sshd_is_skipped() -> None:
 def test_policy(settings: dict[str, str], verdict: str, words: str) -> None:
     results = [one for one in judged("SSH07", of_node("ssh server", server(**settings))) if one.where == ("node1",)]
     assert any(one.verdict == verdict and words in one.observed and one.remedy for one in results)
+
+
+SITE = "/etc/ssh/sshd_config.d/05-site.conf"
+
+
+@pytest.mark.parametrize(
+    ("word", "value", "groups", "before", "after"),
+    [
+        ("AllowUsers", "admin", ["cluster"], "AllowUsers admin", "AllowUsers admin cluster"),
+        ("allowgroups", "sudo", ["cluster"], "  allowgroups sudo", "  allowgroups sudo cluster"),
+        ("DenyUsers", "a cluster b", ["cluster"], "DenyUsers a cluster b", "DenyUsers a b"),
+        ("DenyUsers", "cl*", ["cluster"], "DenyUsers cl*\nPort 22", "Port 22"),
+        ("DenyGroups", "lab", ["cluster", "lab"], "DenyGroups  lab", None),
+        ("AllowUsers", "cluster@192.0.2.*", ["cluster"], "AllowUsers cluster@192.0.2.*", None),
+    ],
+)
+def test_a_user_whom_the_lists_of_sshd_shut_out(
+    word: str, value: str, groups: list[str], before: str, after: str | None, tmp_path: Path
+) -> None:
+    found = {**server(**{word.lower(): value}), "sets": {word.lower(): [[SITE, value]]}}
+    looked = of_node("ssh server", found)
+    looked.nodes["node1"]["account"] = {"group": "cluster", "groups": groups}
+    result = first("SSH07", looked)
+    assert result is not None and result.verdict == "fail"
+    assert f" {value.split()[-1] if word != 'DenyUsers' else ''}" in result.observed and f"by {SITE}" in result.observed
+    remote = shlex.split(result.remedy)[2]
+    edit, reload = remote.split(" && ")
+    assert reload == "sudo systemctl reload ssh"
+    if after is not None:
+        file = tmp_path / "site.conf"
+        file.write_text(f"{before}\n")
+        subprocess.run(edit.removeprefix("sudo ").replace(SITE, str(file)), shell=True, check=True)
+        assert file.read_text() == f"{after}\n"
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        ("allowusers", "admin clu?ter"),
+        ("allowusers", "cluster@10.0.0.0/24"),
+        ("allowgroups", "lab"),
+        ("denyusers", "ada cluster@192.0.2.1"),
+    ],
+)
+def test_a_user_whom_the_lists_of_sshd_let_in(word: str, value: str) -> None:
+    looked = of_node("ssh server", server(**{word: value}))
+    looked.nodes["node1"]["account"] = {"group": "cluster", "groups": ["cluster", "lab"]}
+    assert first("SSH07", looked) is None
 
 
 def test_a_safe_policy_passes() -> None:
@@ -291,6 +406,6 @@ def test_paths_get_through_both_shells() -> None:
 
 def test_a_refused_shell_is_for_one_check_to_judge() -> None:
     looked = of_node("shell", {"refused": "ended with code 255: Connection reset"})
-    looked.nodes["node1"]["login"] = {"hello": "admin", "noise": ""}
+    looked.nodes["node1"]["login"] = {"hello": "admin", "noise": "", "swallowed_by": ""}
     verdicts = {id_: found.verdict for id_ in ("SSH05", "SSH09") if (found := first(id_, looked))}
     assert verdicts == {"SSH05": "unknown", "SSH09": "fail"}

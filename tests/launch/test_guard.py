@@ -128,6 +128,25 @@ def test_paths_that_are_not_there(wish: dict[str, Any], connections: list[Connec
     assert "environment" not in facts
 
 
+def test_a_shell_that_takes_a_line_of_what_is_sent(
+    wish: dict[str, Any], connections: list[Connection], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with a `read` in ~/.bashrc: it is said, and what the guard needs is not taken for something else."""
+    ssh = tmp_path / "ssh"
+    ssh.write_text('#!/bin/sh\n$READ\nfor line; do :; done\nexec sh -c "$line"\n')
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("READ", ":")
+    connection = connect("b", is_this_machine=False, wish=wish, now=0.0)
+    connections.append(connection)
+    wait_for(connection, "facts")
+    monkeypatch.setenv("READ", "read answer")
+    connection = connect("b", is_this_machine=False, wish=wish, now=0.0)
+    connections.append(connection)
+    with pytest.raises(AssertionError, match="b: the shell takes a line of what is sent to a command: a startup file"):
+        wait_for(connection, "facts")
+
+
 def test_a_python_that_fails(wish: dict[str, Any], connections: list[Connection]) -> None:
     wish["variables"] = {"PYTHONHOME": "/nowhere"}
     connection = connect("here", is_this_machine=True, wish=wish, now=0.0)

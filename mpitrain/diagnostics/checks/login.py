@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from mpitrain.diagnostics.check import BY_SSH, Ask, Check, Finding, NotHereError, NotSeenError, Seen
 from mpitrain.diagnostics.collect import ClusterStep, PairStep
+from mpitrain.diagnostics.remedies import through_ssh
 
 _SLOW_SECONDS = 2.0
 
@@ -14,6 +16,9 @@ def _failed(seen: Seen, name: str, *kinds: str) -> Iterator[Finding]:
     login = seen.node(name, "login")
     if login["failed"] in kinds:
         remedy = next((line for words, line in _REMEDIES.items() if words in login["found"]), "")
+        startup = _STARTUP.search(login["found"])
+        if startup:
+            remedy = f"sudo sed -i '1i [ -t 0 ] || return' {startup[1]}  # on the console of {{node}}"
         yield Finding("fail", (name,), login["found"], remedy=remedy)
 
 
@@ -49,8 +54,13 @@ def _key(seen: Seen, name: str) -> Iterator[Finding]:
 
 def _probe(seen: Seen, name: str) -> Iterator[Finding]:
     yield from _failed(seen, name, "agent")
-    if seen.node(name, "login")["failed"] not in ("", "agent"):
+    login = seen.node(name, "login")
+    if login["failed"] not in ("", "agent"):
         raise NotSeenError("there was no login")
+    if login.get("null"):
+        device = "" if "mode" in login["null"] else "sudo rm -f /dev/null && sudo mknod /dev/null c 1 3 && "
+        remedy = through_ssh("{login}", f"{device}sudo chmod 666 /dev/null")
+        yield Finding("fail", (name,), f"/dev/null is not everybody's: {login['null']}", "a device, mode 0666", remedy)
 
 
 def _becomes(seen: Seen, name: str) -> Iterator[Finding]:
@@ -59,6 +69,13 @@ def _becomes(seen: Seen, name: str) -> Iterator[Finding]:
         yield Finding("fail", (name,), f"sudo, asked by {hello}, hangs", "yes or no, at once", _SUDO_HANGS)
         return
     sections = seen.nodes[name]
+    # It may end in the middle of its answers.
+    errors = [str(answer.get("error", "")) for answer in sections.values() if isinstance(answer, dict)]
+    crowded = next((words for words in errors if "cannot become" in words and _TOO_MANY.search(words)), "")
+    if crowded:
+        observed = f"{user} may not have enough processes: {crowded.rpartition(': ')[2]}"
+        yield Finding("fail", (name,), observed, "nproc for a job with all its threads", _MORE_PROCESSES)
+        return
     if sections.get("account", {}).get("uid", 0) is None:
         raise NotHereError(f"there is no user {user}")
     answer = sections.get("become")
@@ -68,14 +85,25 @@ def _becomes(seen: Seen, name: str) -> Iterator[Finding]:
         seen.node(name, "become")  # raises where it was not seen
 
 
+# Of sudo, of Python, of env.
+_TOO_MANY = re.compile("can't start new thread|Resource temporarily unavailable|Cannot fork")
+# The last file that pam_limits reads, and a line for the user itself: it wins over all others.
+_MORE_PROCESSES = (
+    "ssh {login} \"echo '{user} - nproc unlimited' | sudo tee /etc/security/limits.d/zz-mpitrain-nproc.conf\""
+)
 _LOOK = "ping -c 3 {address}  # if it answers, on its console: systemctl status ssh (sshd on Red Hat's family)"
 _SWAPPED = (
     "correct ansible_host in the inventory, or the addresses of the nodes; on the console of {node}: ip -brief address"
 )
 # What it waits for is as a rule another machine.
 _SUDO_HANGS = "time getent group sudo wheel; journalctl -n 20 _COMM=sudo  # on the console of {node}: sssd, LDAP, DNS?"
+# What bash says of a startup file in which it ends before it runs the command.
+_STARTUP = re.compile(r"(/\S*bashrc): line ")
 _REMEDIES = {
+    "did not start our probe": "ssh -v {login} true  # if it hangs, something in .bashrc or /etc/bash.bashrc waits",
     "Connection refused": "sudo systemctl start ssh  # on the console of {node}; sshd on Red Hat's family",
+    "and hangs up": "sudo rm -f /etc/nologin /run/nologin; sudo journalctl -n 20 _COMM=sshd  # on the console of "
+    "{node}: these files keep all but root out; if there was none, sshd says what does",
     "ssh-agent does not hold it": "ssh-add  # here, and type the passphrase once",
     "No route to host": "ping -c 3 {address}  # is {node} switched on, is its cable in?",
 }
@@ -150,6 +178,6 @@ CHECKS = (
         why="What a job finds on a node, its limits, its keys, the share, is asked as the user whom it runs as.",
         remedy="ssh -t {login} sudo -l  # it needs a rule with NOPASSWD; or run this on the head, as {user}",
         needs=BY_SSH,
-        fault="a sudo that hangs",
+        fault="a sudo that hangs; nproc 5 for the shared user",
     ),
 )

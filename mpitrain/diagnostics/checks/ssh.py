@@ -1,4 +1,4 @@
-"""Logins between the nodes as the shared user: from any to any, in silence, many at once, by keys only."""
+"""Logins between the nodes as the shared user: from any to any, in silence, by a key of its own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mpitrain.diagnostics.check import Ask, Check, Finding, NotSeenError, Seen
 from mpitrain.diagnostics.checks.reach import loss
 from mpitrain.diagnostics.checks.sshd import a_peer
 from mpitrain.diagnostics.collect import Cluster, ClusterStep, PairStep
-from mpitrain.diagnostics.remedies import over_ssh
+from mpitrain.diagnostics.remedies import over_ssh, ssh_service
 
 _SLOW_SECONDS = 2.0
 _LOGIN_SECONDS = 30.0  # of two tries, on a busy node
@@ -73,13 +73,26 @@ def _failed(seen: Seen, pair: tuple[str, str], login: Mapping[str, Any]) -> Iter
         case "host key" | "mode":
             yield Finding("fail", pair, observed, remedy=_SET_UP, mend=(a,))
         case "key":
-            yield Finding("fail", pair, observed, remedy=_SET_UP, mend=(b,))
+            yield Finding("fail", pair, observed, remedy=_refused(seen, a, b), mend=(b,))
         case _:
             yield Finding("fail", pair, observed, remedy=f"{_as_user(seen, a)} ssh -v {b} true")
 
 
+def _refused(seen: Seen, a: str, b: str) -> str:
+    """A line that repairs a login from `a` that `b` refuses; set-up's if it has still to give a's key to b."""
+    offered = {key["fingerprint"] for key in seen.nodes.get(a, {}).get("ssh keys", {}).get("keys", [])}
+    if offered.isdisjoint(seen.nodes.get(b, {}).get("ssh keys", {}).get("let_in", [])):
+        return _SET_UP
+    unit = ssh_service(seen, b)
+    return f"ssh {seen.target.login(b)} sudo journalctl -n 20 -u {unit}  # the key is right; sshd says what is not"
+
+
 def _as_user(seen: Seen, name: str) -> str:
     return f"ssh {seen.target.login(name)} sudo -u {seen.target.user}"
+
+
+def _look(seen: Seen, name: str) -> str:
+    return f"{_as_user(seen, name)} ssh -v {seen.target.addresses[name]} true"
 
 
 def _own_node(seen: Seen, name: str) -> Iterator[Finding]:
@@ -87,8 +100,27 @@ def _own_node(seen: Seen, name: str) -> Iterator[Finding]:
     if "refused" not in shell:
         seen.node(name, "shell")  # raises where it was not seen
     else:
-        observed = f"`ssh` of {seen.target.user} to its own node {shell['refused']}"
-        yield Finding("fail", (name,), observed.replace(seen.target.addresses[name], "ADDRESS"), "a login")
+        user, refused = seen.target.user, shell["refused"].replace(seen.target.addresses[name], "ADDRESS")
+        if "startup" not in shell:
+            words = f"`ssh` of {user} to its own node {refused}"
+            if "denied" in refused.lower():
+                remedy = _refused(seen, name, name)
+            else:
+                remedy = _SET_UP if "verification failed" in refused else _look(seen, name)
+            yield Finding("fail", (name,), words, "a login", remedy)
+            return
+        path = shell["startup"].replace("~", f"~{user}")
+        observed = f"`ssh` of {user} to its own node logs in, and runs no command: it {refused}"
+        observed += f", because of {path}" if path else ""
+        yield Finding("fail", (name,), observed, "a shell that runs the command", _without(seen, name, path))
+
+
+def _without(seen: Seen, name: str, path: str) -> str:
+    """A line that keeps a startup file of bash from doing what only a person at a terminal wants."""
+    if not path.startswith(("/", "~")):
+        return _look(seen, name)
+    line = f"ssh {seen.target.login(name)} \"sudo sed -i '1i [ -t 0 ] || return' {path}\""
+    return f"{line}  # what jobs need of it, such as PATH, belongs above this line"
 
 
 def _quiet(seen: Seen, name: str) -> Iterator[Finding]:
@@ -103,6 +135,12 @@ def _quiet(seen: Seen, name: str) -> Iterator[Finding]:
             # It may print in a login of a person, where [[ $- == *i* ]].
             remedy = f"ssh {seen.target.login(name)} \"sudo grep -nE 'echo|printf|cat' {files}\"  # only if [ -t 1 ]"
             yield Finding("fail", (name,), observed, "nothing", remedy)
+    swallowed_by = {login["hello"]: login["swallowed_by"], user: seen.node(name, "shell")["swallowed_by"]}
+    for account, startup in swallowed_by.items():
+        if startup:
+            path = startup.replace("~", f"~{account}")
+            observed = f"a login of {account} that runs one command does not get what is sent to it: {path} takes it"
+            yield Finding("fail", (name,), observed, "all of it", _without(seen, name, path))
 
 
 def _keys(seen: Seen, name: str) -> Iterator[Finding]:
@@ -190,7 +228,7 @@ CHECKS = (
         looks="On the node, as the shared user: ssh -o BatchMode=yes ADDRESS, as mpiexec does for the node it runs on.",
         why="A job begins on each node by such a login, and the checks of a job's shell look through it.",
         tag="ssh",
-        needs=(*_JOB, "SSH06", "SSH08"),
+        needs=(*_JOB, "NET01", "SSH06", "SSH07", "SSH08"),
         fault="the node's own key removed from its own list",
     ),
     Check(
@@ -215,7 +253,7 @@ CHECKS = (
         looks="On the head, as the shared user: ssh -o BatchMode=yes NODE true, once for each other node.",
         why="`mpitrain run` and mpiexec begin every job by such a login.",
         tag="ssh",
-        needs=(*_JOB, "NAM03", "SSH06", "SSH08", "NET01", "NET09", "NET03"),
+        needs=(*_JOB, "NAM03", "SSH06", "SSH07", "SSH08", "SSH09", "NET01", "NET09", "NET03"),
         fault="the head's key removed on a node; known_hosts of the head without a node",
     ),
     Check(
@@ -228,7 +266,7 @@ CHECKS = (
         looks="On each node, as the shared user: ssh -o BatchMode=yes NODE true, once for each other node.",
         why="mpiexec starts its helpers so, and a question or a refusal on one way keeps the whole job from starting.",
         tag="ssh",
-        needs=(*_JOB, "NAM03", "SSH08", "SSH11", "NET01", "NET09", "NET11", "NET03"),
+        needs=(*_JOB, "NAM03", "SSH07", "SSH08", "SSH09", "SSH11", "NET01", "NET09", "NET11", "NET03"),
         fault="one node's key removed on another; known_hosts without a node",
     ),
 )

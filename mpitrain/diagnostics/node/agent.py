@@ -11,15 +11,17 @@ import os
 import pwd
 import queue
 import re
+import stat
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-from mpitrain.diagnostics.node import account, children
+from mpitrain.diagnostics.node import account, children, jobs
 
 # The other agent may have to remove its folder from a share that is slow, or dead.
 _END_SECONDS = 6.0
@@ -51,7 +53,9 @@ class Agent:
         self._heard = time.monotonic()
         threading.Thread(target=self._end_late, daemon=True).start()
         python = "{}.{}.{}".format(*sys.version_info[:3])
-        self._send({"hello": self._me, "python": python, "family": _family()})
+        hello = {"hello": self._me, "python": python, "family": _family(), "null": _null()}
+        swallowed_by = (jobs.startup() or "its shell") if self._bundle["swallowed"] else ""
+        self._send({**hello, "swallowed_by": swallowed_by})
         for line in sys.stdin.buffer:
             self._heard = time.monotonic()
             question = json.loads(line)
@@ -181,6 +185,17 @@ def _family() -> str:
     """Of this system, for what has other names there: "redhat", or "" for Debian's and all else."""
     words = re.findall(r'(?m)^ID(?:_LIKE)?="?([^"\n]*)', children.text("/etc/os-release"))
     return "redhat" if _RED_HAT & set(" ".join(words).split()) else ""
+
+
+def _null() -> str:
+    """What is wrong with /dev/null; empty if nothing."""
+    try:
+        mode = Path("/dev/null").stat().st_mode
+    except OSError as error:
+        return str(error.strerror)
+    if not stat.S_ISCHR(mode):
+        return "it is no device"
+    return "" if mode & 0o666 == 0o666 else f"it has mode {stat.S_IMODE(mode):04o}"
 
 
 def main(bundle: dict[str, Any]) -> None:
