@@ -24,7 +24,7 @@ _LIMIT = (
 _NO_LIMIT = "tc qdisc del dev eth0 root"
 
 
-def _in_network(bed: Bed, node: str, line: str) -> None:
+def in_network(bed: Bed, node: str, line: str) -> None:
     """A line of shell in the node's network, with the programs of this machine."""
     command = ["ip", "netns", "exec", bed.record.node_namespace(node), "sh", "-c", line]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
@@ -35,24 +35,24 @@ def _rules(node: str, rule: str) -> Callable[[Bed], None]:
     def do(bed: Bed) -> None:
         text = rule.format(**{name: bed.address(name) for name in bed.names})
         table = f"table inet fault {{ chain input {{ type filter hook input priority 0; {text}; }}; }}"
-        _in_network(bed, node, f"nft '{table}'")
+        in_network(bed, node, f"nft '{table}'")
 
     return do
 
 
 def _no_rules(node: str) -> Callable[[Bed], None]:
-    return lambda bed: _in_network(bed, node, "nft delete table inet fault")
+    return lambda bed: in_network(bed, node, "nft delete table inet fault")
 
 
 def limit(bed: Bed, node: str, what: str, rate: str, burst: str = "256kb") -> None:
     """Make a part of what a node sends slow: that to an address or a port, in the words of tc's u32."""
     where = what.format(**{name: bed.address(name) for name in bed.names})
-    _in_network(bed, node, _LIMIT.format(rate=rate, burst=burst, what=where))
+    in_network(bed, node, _LIMIT.format(rate=rate, burst=burst, what=where))
 
 
 def no_limit(bed: Bed, node: str) -> None:
     """Undo it."""
-    _in_network(bed, node, _NO_LIMIT)
+    in_network(bed, node, _NO_LIMIT)
 
 
 def _limit(*words: str) -> Callable[[Bed], None]:
@@ -67,9 +67,9 @@ def _swap_addresses(bed: Bed) -> None:
     """Swaps them back as well."""
     before = {node: _own_address(bed, node) for node in ("node2", "node3")}
     for node in before:
-        _in_network(bed, node, f"ip addr del {before[node]} dev eth0")
+        in_network(bed, node, f"ip addr del {before[node]} dev eth0")
     for node, other in (("node2", "node3"), ("node3", "node2")):
-        _in_network(bed, node, f"ip addr add {before[other]} dev eth0")
+        in_network(bed, node, f"ip addr add {before[other]} dev eth0")
     for namespace in (bed.record.namespace, *map(bed.record.node_namespace, bed.names)):
         subprocess.run(["ip", "-n", namespace, "neigh", "flush", "all"], timeout=60, check=True)
 
@@ -327,7 +327,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "route by docker0": Fault(
         "node2's route to node3 leaves by docker0",
-        lambda bed: _in_network(
+        lambda bed: in_network(
             bed,
             "node2",
             f"{_BRIDGE} && ip route add {bed.address('node3')} dev docker0",

@@ -21,10 +21,10 @@ _REMOUNT = f"umount -l {_SHARE}; systemctl restart {_UNIT}.automount; sudo -u cl
 _OPEN, _CLOSE = f"chmod 755 {_SHARE}", f"chmod 750 {_SHARE}"
 _BASHRC = "/home/cluster/.bashrc"
 # Over ssh bash reads .bashrc, though nobody types.
-_UNDO_BASHRC = f"[ ! -e {_BASHRC}.kept ] || mv -f {_BASHRC}.kept {_BASHRC}; [ -s {_BASHRC} ] || rm -f {_BASHRC}"
+UNDO_BASHRC = f"[ ! -e {_BASHRC}.kept ] || mv -f {_BASHRC}.kept {_BASHRC}; [ -s {_BASHRC} ] || rm -f {_BASHRC}"
 
 
-def _in_bashrc(line: str) -> str:
+def in_bashrc(line: str) -> str:
     return (
         f"touch {_BASHRC}; cp -a {_BASHRC} {_BASHRC}.kept; printf '%s\\n' {line} | cat - {_BASHRC}.kept > {_BASHRC}; "
         f"chown cluster: {_BASHRC}"
@@ -224,9 +224,9 @@ FAULTS: dict[str, Fault] = {
         "another mpiexec first in PATH on one node, by its .bashrc",
         {
             "node2": f"mkdir -p /opt/other; cp {_BINS}/../launch /opt/other/mpiexec; "
-            + _in_bashrc("'PATH=/opt/other:$PATH'")
+            + in_bashrc("'PATH=/opt/other:$PATH'")
         },
-        {"node2": f"{_UNDO_BASHRC}; rm -rf /opt/other"},
+        {"node2": f"{UNDO_BASHRC}; rm -rf /opt/other"},
         {"ENV03": ("fail", "node2")},
         shows=("mpiexec is /opt/other/mpiexec",),
     ),
@@ -265,8 +265,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "Open MPI's variable on one node": Fault(
         "OMPI_MCA_btl set by .bashrc on one node",
-        {"node3": _in_bashrc("'export OMPI_MCA_btl=self,tcp'")},
-        {"node3": _UNDO_BASHRC},
+        {"node3": in_bashrc("'export OMPI_MCA_btl=self,tcp'")},
+        {"node3": UNDO_BASHRC},
         {"ENV06": ("warn", "node3")},
         shows=("OMPI_MCA_btl=self,tcp",),
     ),
@@ -290,13 +290,14 @@ FAULTS: dict[str, Fault] = {
         dict.fromkeys(_ALL, _OTHER_LAUNCHER),
         dict.fromkeys(_ALL, _OWN_LAUNCHER),
         {"MPI01": ("fail", "node[1-4]")},
+        repair="runtime",
         shows=("is of Open MPI 4.1.4, mpi4py loads MPICH",),
         is_slow=True,
     ),
     "a rank that does not start": Fault(
         "a shell that holds up mpiexec's helper on one node, and nothing else",
-        {"node3": _in_bashrc("'[[ $BASH_EXECUTION_STRING != *hydra_pmi_proxy* ]] || sleep 60'")},
-        {"node3": _UNDO_BASHRC},
+        {"node3": in_bashrc("'[[ $BASH_EXECUTION_STRING != *hydra_pmi_proxy* ]] || sleep 60'")},
+        {"node3": UNDO_BASHRC},
         {"MPI02": ("fail", "node3")},
         level="full",
         shows=("no rank began",),

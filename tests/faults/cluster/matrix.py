@@ -61,6 +61,7 @@ class Fault:
         level: of the check.
         repair: the tag whose set-up, on the line that the finding itself gives, mends it; then `undo` is not needed.
         has_line: the line of the finding, run as it stands on the machine that checks, mends it.
+        console: the node on whose console that line is typed, instead.
         shows: text that must be in the findings.
         options, env: more for the command.
         is_slow: shown by `scripts/test --full` only.
@@ -73,6 +74,7 @@ class Fault:
     level: str = "quick"
     repair: str = ""
     has_line: bool = False
+    console: str = ""
     shows: Sequence[str] = ()
     options: Sequence[str] = ()
     env: Mapping[str, str] = field(default_factory=dict)

@@ -8,13 +8,14 @@ from faults.cluster.faults_machine import FAULTS as MACHINE
 from faults.cluster.faults_network import FAULTS as NETWORK
 from faults.cluster.faults_share import FAULTS as SHARE
 from faults.cluster.faults_start import FAULTS as START
+from faults.cluster.faults_told_apart import FAULTS as TOLD_APART
 from faults.cluster.matrix import UNPROVED, Fault, apply, check, findings, table
 from jobs import REPOSITORY
 from mpitrain.diagnostics.checks import CHECKS
 from mpitrain.testbed.bed import Bed
 
 pytestmark = pytest.mark.timeout(3000)
-FAULTS: dict[str, Fault] = {**NETWORK, **MACHINE, **SHARE, **START}
+FAULTS: dict[str, Fault] = {**NETWORK, **MACHINE, **SHARE, **START, **TOLD_APART}
 SHOWN: list[str] = []  # names of the faults that were found as they should be, in this run
 
 
@@ -35,12 +36,15 @@ def test_the_right_check_fires(bed: Bed, name: str) -> None:
         assert all(one["remedy"] for one in document["findings"] if one["verdict"] in ("warn", "fail"))
         if fault.repair or fault.has_line:
             wanted = f"--tags {fault.repair}" if fault.repair else ""
-            lines = {
-                one["remedy"] for one in document["findings"] if one["verdict"] != "skip" and wanted in one["remedy"]
-            }
+            own = [one for one in document["findings"] if one["id"] in fault.fires]
+            lines = {one["remedy"] for one in own if wanted in one["remedy"]}
             assert lines, document["findings"]
             for line in lines:
-                done = bed.run(["bash", "-c", line], timeout_seconds=1200, cwd=REPOSITORY)
+                command = ["bash", "-c", line]
+                if fault.console:
+                    done = bed.node_run(fault.console, command, timeout_seconds=1200)
+                else:
+                    done = bed.run(command, timeout_seconds=1200, cwd=REPOSITORY)
                 assert done.returncode == 0, done.stdout + done.stderr
             mended = True
             code, document = check(bed, "--level", fault.level, *fault.options, env=fault.env)
