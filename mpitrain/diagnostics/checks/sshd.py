@@ -131,8 +131,8 @@ def _shut_out(seen: Seen, name: str, server: Mapping[str, Any]) -> Iterator[Find
         by = f", by {' and '.join(files)}" if files else ""
         service = ssh_service(seen, name)
         edit = _edit(word, matching, own, files, service) if files else f"sudo grep -rniw {word} /etc/ssh"
-        what = " ".join(matching if is_denial else patterns)
-        observed = f"sshd does not let {user} in ({word} {what}{by})"
+        listed = " ".join(matching if is_denial else patterns)
+        observed = f"sshd does not let {user} in ({word} {listed}{by})"
         remedy = through_ssh(seen.target.login(name), edit)
         yield Finding("fail", (name,), observed, f"{word} that lets it in", remedy)
         return
@@ -149,8 +149,8 @@ def _edit(word: str, matching: list[str], own: str, files: list[str], service: s
 
 def _is_named(seen: Seen, pattern: str, name: str) -> bool:
     """Whether a pattern of sshd's lists, NAME or USER@HOST, names a user or group who comes from the nodes."""
-    who, at, host = pattern.rpartition("@") if "@" in pattern else (pattern, "", "")
-    if not fnmatchcase(name, who):
+    user, at, host = pattern.rpartition("@") if "@" in pattern else (pattern, "", "")
+    if not fnmatchcase(name, user):
         return False
     return not at or all(_is_host(address, node, host) for node, address in seen.target.addresses.items())
 
