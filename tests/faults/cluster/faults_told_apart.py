@@ -93,7 +93,6 @@ FAULTS: dict[str, Fault] = {
         _another_first,
         _own_first,
         {"NET01": ("fail", "node2")},
-        level="full",
         has_line=True,
         shows=["which is not its address in the inventory"],
         is_slow=True,
