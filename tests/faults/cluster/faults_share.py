@@ -290,7 +290,6 @@ FAULTS: dict[str, Fault] = {
         dict.fromkeys(_ALL, _OTHER_LAUNCHER),
         dict.fromkeys(_ALL, _OWN_LAUNCHER),
         {"MPI01": ("fail", "node[1-4]")},
-        repair="runtime",
         shows=("is of Open MPI 4.1.4, mpi4py loads MPICH",),
         is_slow=True,
     ),
