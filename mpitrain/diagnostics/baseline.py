@@ -45,7 +45,12 @@ def _lasting(interfaces: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     kept = {}
     for name, link in interfaces.items():
         if not _FLEETING.fullmatch(name):
-            lasting = [one for one in link["addresses"] if one.split("/")[0] not in link["temporary"]]
+            # A tunnel gets another link-local address at each start.
+            lasting = [
+                one
+                for one in link["addresses"]
+                if one.split("/")[0] not in link["temporary"] and not one.startswith("fe80:")
+            ]
             kept[name] = {
                 **{attribute: value for attribute, value in link.items() if attribute != "temporary"},
                 "addresses": lasting,

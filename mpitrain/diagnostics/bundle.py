@@ -19,6 +19,7 @@ _MODULES = (
     "account",
     "share",
     "sshd",
+    "tunnel",
     "ways",
     "jobs",
     "start",

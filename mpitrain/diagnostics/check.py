@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from mpitrain.diagnostics.ssh_settings import login_words
+from mpitrain.diagnostics.ssh_settings import destination, login_words
 from mpitrain.launch.hostfile import Host
 
 Level = Literal["quick", "full", "bench"]
@@ -100,7 +100,12 @@ class Target:
         """The node's name in known_hosts, quoted for a shell; other ports than ssh's own are part of it."""
         host = next(host for host in self._all() if host.name == name)
         port = host.variables.get("ansible_port", "22")
-        return shlex.quote(host.address if port == "22" else f"[{host.address}]:{port}")
+        place = destination(host)
+        return shlex.quote(place if port == "22" else f"[{place}]:{port}")
+
+    def destination(self, name: str) -> str:
+        """Where ssh from here goes; not always by the address that the other nodes reach it by."""
+        return destination(next(host for host in self._all() if host.name == name))
 
     def _all(self) -> tuple[Host, ...]:
         return (*self.hosts, self.inventory_head) if self.inventory_head else self.hosts

@@ -123,7 +123,7 @@ def _remedy(check: Check, finding: Finding, seen: Seen) -> str:
     node = finding.where[-1] if finding.where else seen.target.head
     values = {
         "node": node,
-        "address": seen.target.addresses[node],
+        "address": seen.target.destination(node),
         "login": seen.target.login(node),
         "known_as": seen.target.known_as(node),
         "user": seen.target.user,

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from getpass import getuser
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,8 @@ DEFAULTS: dict[str, Any] = {
     "mpitrain_firewall": "auto",
     "mpitrain_time": "auto",
     "mpitrain_tuning": False,
+    "mpitrain_wireguard": False,
+    "mpitrain_wireguard_network": "10.213.0.0/16",
 }
 _REFERENCE = re.compile(r"\{\{\s*(\w+)\s*\}\}")
 
@@ -77,12 +80,17 @@ def find_target(inventory: Path | None, hosts: str | None, script: str | None, e
         nodes = tuple(replace(host, variables={**common, **host.variables}) for host in read_inventory(path).hosts)
         _refuse_commands(path, given, nodes, is_named=is_named)
     head = nodes[0] if nodes else None
+    known = {host.name for host in nodes}
     if hosts is not None:
         nodes = _named(hosts, nodes)
         nodes = tuple(sorted(nodes, key=lambda host: host != head))  # the others stay as they are
     # Named by hand and without an inventory: somebody else's cluster, so it is this user and this Python that matter.
     settings = _settings(path, is_named=is_named) if path else {**DEFAULTS, **_here()}
     share = settings["mpitrain_share"]
+    if settings["mpitrain_wireguard"]:
+        network = settings["mpitrain_wireguard_network"]
+        nodes = tuple(_through_tunnel(host, network) if host.name in known else host for host in nodes)
+        head = _through_tunnel(head, network) if head else None
     file = environ.get("MPITRAIN_ENV_FILE", "")  # as `mpitrain run` takes it
     variables = {**(read_env_file(Path(file)) if file else {}), **environ}
     return Target(
@@ -97,6 +105,28 @@ def find_target(inventory: Path | None, hosts: str | None, script: str | None, e
         inventory_head=None if head in nodes else head,
         inventory=path,
     )
+
+
+def _through_tunnel(host: Host, network: str) -> Host:
+    """The node as the others reach it; from here it is logged in to as the inventory says."""
+    return replace(
+        host,
+        address=tunnel_address(host.address, network),
+        variables={**host.variables, "ansible_host": host.address},
+    )
+
+
+def tunnel_address(address: str, network: str) -> str:
+    """What set-up makes of an address of the inventory: its last bits, in the tunnel's network.
+
+    Raises:
+        ConfigError: there is no such network.
+    """
+    try:
+        whole = ip_network(network)
+    except ValueError as error:
+        raise ConfigError(f"group_vars/all.yml: mpitrain_wireguard_network: {error}") from None
+    return str(whole[int(ip_address(address)) % whole.num_addresses])
 
 
 def _named(hosts: str, known: tuple[Host, ...]) -> tuple[Host, ...]:

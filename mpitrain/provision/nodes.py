@@ -16,7 +16,7 @@ from mpitrain.provision.project import Project, ansible_program
 from mpitrain.provision.trust import Fingerprints, trust
 
 # The files that name every node. They shrink when a node has gone.
-_SHRINK = ("--tags", "hosts,ssh,firewall,nfs")
+_SHRINK = ("--tags", "hosts,ssh,firewall,nfs,wireguard")
 _CHECK = ("--check", "--diff")
 _CONFIRM = ("-e", "confirm=yes")
 

@@ -33,6 +33,8 @@ until "$@"; [ $? -ne 133 ]; do :; done
 _CAPABILITIES = "CAP_NET_ADMIN,CAP_IPC_LOCK"
 # What nspawn forbids: file handles (an NFS server in user space lives on them), keyrings, tracing.
 _SYSTEM_CALLS = "open_by_handle_at name_to_handle_at @keyring perf_event_open bpf"
+# For NFS in user space, for systemd's automounts, and for tunnels in user space.
+_DEVICES = ("/dev/fuse", "/dev/autofs", "/dev/net/tun")
 _ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root", "LANG": "C.UTF-8"}
 
 
@@ -77,8 +79,7 @@ class Container:
             + [f"--machine={self.name}", f"--hostname={self.name}"]
             + [f"--network-namespace-path=/run/netns/{self.record.node_namespace(self.name)}"]
             + ["--resolv-conf=off", "--timezone=off", "--link-journal=no"]
-            # For NFS in user space, and for systemd's automounts.
-            + [f"--bind={device}" for device in ("/dev/fuse", "/dev/autofs") if Path(device).exists()]
+            + [f"--bind={device}" for device in _DEVICES if Path(device).exists()]
             + [f"--capability={_CAPABILITIES}", f"--system-call-filter={_SYSTEM_CALLS}"]
             + ["systemd.show_status=auto"],
             console_log(self.record, self.name),

@@ -40,7 +40,7 @@ _PATHS_LEFT_OUT = ("/usr/share/man/*", "/usr/share/locale/*", "/usr/share/doc/*"
 NODE_PACKAGES = [
     *("acl", "attr", "chrony", "curl", "ethtool", "firewalld", "iperf3", "iptables", "nfs-common", "nfs-kernel-server"),
     *("nftables", "openmpi-bin", "psmisc", "python3-pip", "python3-venv", "rpcbind", "rsync", "strace", "stress-ng"),
-    *("tcpdump", "tree", "ufw"),
+    *("tcpdump", "tree", "ufw", "wireguard-go", "wireguard-tools"),
     *("nfs-ganesha", "nfs-ganesha-vfs"),  # for the stand-in itself
 ]
 # On nodes nothing runs by itself that takes the lock of apt or asks the network.

@@ -267,7 +267,7 @@ def test_set_up_add_remove_and_teardown(operator: Operator) -> None:
     done = operator("remove", "node2", typing=[("Take node2 out", "yes\n")])
     assert done.returncode == 0, done
     assert "$ ansible-playbook cluster/teardown.yml --limit node2 -e confirm=yes" in done.stdout
-    assert "$ ansible-playbook cluster/setup.yml --tags hosts,ssh,firewall,nfs" in done.stdout
+    assert "$ ansible-playbook cluster/setup.yml --tags hosts,ssh,firewall,nfs,wireguard" in done.stdout
     assert operator.nodes_of("node1") == operator.nodes_of("node3") == "node1 node3"
     assert operator.nodes_of("node2") is None
     assert operator.names == ["node1", "node3"]

@@ -43,7 +43,13 @@ FAULTS = {
     "a login by a password where passwords are to go": (
         "echo admin:right | chpasswd; mv /home/admin/.ssh/authorized_keys /root/",
         "mv /root/authorized_keys /home/admin/.ssh/; usermod -p '*' admin",
-        ("node2 (", "a login with a key alone fails", "Permission denied", "It would lock you out", "ssh-copy-id 10."),
+        (
+            "node2 (",
+            "a login with a key alone fails",
+            "Permission denied",
+            "It would lock you out",
+            "ssh-copy-id 10.",
+        ),
         ("-e", "ansible_password=right", "-e", "mpitrain_sshd_passwords=false"),
     ),
     "the uid belongs to another": (

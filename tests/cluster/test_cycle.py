@@ -40,7 +40,7 @@ OUTSIDER = "node5"
 OWN_LINE = "192.0.2.7 printer # the user's own line"
 # Below what a container may have where this machine itself may not raise limits.
 NOFILE = 4096
-CLUSTER_WIDE = "hosts,ssh,firewall,nfs"
+CLUSTER_WIDE = "hosts,ssh,firewall,nfs,wireguard"
 
 
 @dataclass

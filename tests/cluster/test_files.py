@@ -203,6 +203,31 @@ def test_a_python_that_does_not_fit(preflight: ModuleType, python: str, says: li
     assert all(sentence.startswith(start) for sentence, start in zip(found, says, strict=True))
 
 
+def test_what_cannot_be_a_tunnel(preflight: ModuleType) -> None:
+    found = preflight.tunnel_problems({"a": "10.213.1.11", "b": "10.213.1.12"}, "10.213.0.0/16")
+    assert found == []
+    (one,) = preflight.tunnel_problems({"a": "10.213.1.11"}, "10.213.1.0/16")
+    assert one.startswith("mpitrain_wireguard_network is '10.213.1.0/16'; allowed: an IPv4 network")
+    (one,) = preflight.tunnel_problems({"a": "10.9.0.11", "b": "10.9.0.11", "c": "10.9.0.12"}, "10.9.0.0/24")
+    assert one.startswith("inventory: a and b would have the address 10.9.0.11 in the tunnel")
+    (one,) = preflight.tunnel_problems({"a": "10.9.0.255"}, "10.9.0.0/24")
+    assert "neither the first nor the last of 10.9.0.0/24. It has the last 8 bits of ansible_host" in one
+    facts = {"tunnel_possible": True, "routes": ["default", "10.77.0.0/24", "fe80::/64", "10.212.0.0/15"]}
+    (one,) = preflight.way_problems("a", facts, "10.213.0.0/16")
+    assert one.startswith("a: has a route to 10.212.0.0/15; allowed: none into the tunnel's network 10.213.0.0/16")
+    (one,) = preflight.way_problems("a", {"tunnel_possible": False, "routes": []}, "10.213.0.0/16")
+    assert "no WireGuard" in one and "/dev/net/tun" in one
+
+
+def test_names_that_lead_past_the_tunnel(preflight: ModuleType) -> None:
+    """A line of /etc/hosts with the address of the inventory was right before there was a tunnel."""
+    facts = {"addresses": ["10.0.0.2"], "sources": {}, "hosts_lines": ["10.0.0.1 a"]}
+    addresses, inside = {"a": "10.0.0.1", "b": "10.0.0.2"}, {"a": "10.213.0.1", "b": "10.213.0.2"}
+    assert preflight.network_problems("b", addresses, facts) == []
+    (one,) = preflight.network_problems("b", addresses, facts, inside)
+    assert one.startswith("b: /etc/hosts has the line '10.0.0.1 a'; allowed: a at 10.213.0.1")
+
+
 def test_who_would_be_locked_out_is_refused(preflight: ModuleType) -> None:
     denied = {"unreachable": True, "msg": "Task failed: Failed to connect: admin@10.0.0.1: Permission denied"}
     assert preflight.key_problems("a", "10.0.0.1", {}) == []

@@ -64,6 +64,13 @@ def test_containers_and_temporary_addresses_come_and_go() -> None:
     )
 
 
+def test_a_tunnel_has_another_link_local_address_at_each_start() -> None:
+    def having(link_local: str) -> Seen:
+        return saw(network={"interfaces": {"mpitrain": link(1420, addresses=["10.213.0.2/16", f"{link_local}/64"])}})
+
+    assert changes(having("fe80::6cab:f5bc:e8ce:1e1b"), having("fe80::1")) == []
+
+
 def test_nodes_that_came_and_went() -> None:
     one = seen(1)
     one.nodes = {"node1": saw().nodes["node1"]}

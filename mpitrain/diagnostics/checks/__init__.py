@@ -34,6 +34,7 @@ from mpitrain.diagnostics.checks import (
     ssh,
     sshd,
     start,
+    tunnel,
     two_ranks,
     users,
 )
@@ -56,6 +57,7 @@ def _subjects(*modules: ModuleType) -> tuple[Subject, ...]:
 SUBJECTS = _subjects(
     inventory,
     login,
+    tunnel,
     container,
     names,
     users,

@@ -100,7 +100,7 @@ CHECKS = (
         uses=("resources", "names"),
         looks="In a container: whether one of its interfaces has the address of the inventory.",
         why="Ranks tell each other the addresses that they see; a bridge's lead nowhere from outside.",
-        needs=BY_SSH,
+        needs=(*BY_SSH, "WGD01"),
         fault="none on a bed, where only the node's own addresses lead to it: judged on made-up answers",
     ),
 )

@@ -7,6 +7,7 @@ from ipaddress import ip_address, ip_network
 
 from mpitrain.diagnostics.check import Ask, Check, Finding, NotHereError, Seen
 from mpitrain.diagnostics.checks.share import wish_of_share
+from mpitrain.diagnostics.checks.tunnel import has_tunnel
 from mpitrain.diagnostics.collect import ClusterStep, PairStep
 from mpitrain.diagnostics.mounts import addresses_of, is_nfs, the_share
 
@@ -76,7 +77,12 @@ def _safe(seen: Seen, head: str) -> Iterator[Finding]:
 
 
 def _is_ours(client: str, seen: Seen) -> bool:
-    return any(client in (name, *addresses_of(seen, name)) for name in seen.target.names)
+    """With a tunnel, its addresses alone: those outside of it may be anybody's."""
+    for name in seen.target.names:
+        own = {seen.target.addresses[name]} if has_tunnel(seen, name) else addresses_of(seen, name)
+        if client in (name, *own):
+            return True
+    return False
 
 
 # Set-up writes its own file and exports again; the same share in another file is for a person to take out.
@@ -111,8 +117,8 @@ CHECKS = (
         "quick",
         "head",
         _safe,
-        uses=("serving", "names"),
-        looks="On the head, as root: exportfs -s.",
+        uses=("serving", "names", "tunnel"),
+        looks="On the head, as root: exportfs -s. With a tunnel, the nodes' addresses in it alone are right.",
         why="With no_root_squash, or an export to everybody, whoever is root on some machine owns all data.",
         tag="nfs",
         needs=("PRB01", "PRB02", "NFS09"),

@@ -198,7 +198,7 @@ CHECKS = (
         why="A route into a tunnel or a container's network leads nowhere, or is slow; the keys of the nodes hold for "
         "the addresses of the inventory alone.",
         remedy="ssh {login} ip route",
-        needs=("PRB01",),
+        needs=("PRB01", "WGD01"),
         fault="a route by docker0; a second address that comes first",
     ),
     Check(
@@ -212,7 +212,7 @@ CHECKS = (
         why="MPI that is not told its interface may take docker0 and wait forever; mpitrain run tells it, plain "
         "mpiexec does not.",
         remedy=_WRITE_ENV,
-        needs=("PRB01",),
+        needs=("PRB01", "WGD01"),
         fault="a bridge docker0 with the same address on all nodes",
     ),
     Check(

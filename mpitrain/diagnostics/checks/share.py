@@ -197,8 +197,8 @@ CHECKS = (
         looks="A touch, which brings an automount to mount, then /proc/self/mountinfo: what is on the path and whence.",
         why="A node with a local folder of the same name runs old programs and keeps its results to itself.",
         tag="nfs",
-        needs=("PRB01", "NET01"),
-        needs_head=("PRB01", "NFS09"),
+        needs=("PRB01", "WGD01", "NET01"),
+        needs_head=("PRB01", "WGD01", "NFS09"),
         fault="the mount stopped and masked; a local folder in its place; another folder mounted there",
     ),
     Check(

@@ -228,7 +228,7 @@ CHECKS = (
         looks="On the node, as the shared user: ssh -o BatchMode=yes ADDRESS, as mpiexec does for the node it runs on.",
         why="A job begins on each node by such a login, and the checks of a job's shell look through it.",
         tag="ssh",
-        needs=(*_JOB, "NET01", "SSH06", "SSH07", "SSH08"),
+        needs=(*_JOB, "WGD01", "NET01", "SSH06", "SSH07", "SSH08"),
         fault="the node's own key removed from its own list",
     ),
     Check(

@@ -7,6 +7,7 @@ import re
 import subprocess
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from jobs import REPOSITORY
@@ -46,6 +47,8 @@ UNPROVED = {
     "MPI03": "a wrong sum cannot be made here",
     "MPI04": "an MPI that outlives a rank cannot be made here; that one does not is shown on the bed",
     "PRF02": "all nodes share one kernel, so it is skipped",
+    "WGD01": "proved by test_tunnel.py, on a bed with a tunnel",
+    "WGD02": "the same",
     "DRF01": "proved by test_use.py, with a baseline",
 }
 
@@ -91,16 +94,20 @@ def apply(bed: Bed, what: Mapping[str, str] | Callable[[Bed], None]) -> None:
         assert done.returncode == 0, f"{node}: {script}\n{done.stdout}{done.stderr}"
 
 
-def check(bed: Bed, *options: str, env: Mapping[str, str] | None = None) -> tuple[int, dict[str, Any]]:
-    """Run the check on the bed's controller; returns its exit code and its document."""
-    done = check_process(bed, *options, env=env)
+def check(
+    bed: Bed, *options: str, env: Mapping[str, str] | None = None, checkout: Path = REPOSITORY
+) -> tuple[int, dict[str, Any]]:
+    """Run the check on the bed's controller, with a checkout's variables; returns its exit code and its document."""
+    done = check_process(bed, *options, env=env, checkout=checkout)
     assert done.stdout.startswith("{"), done.stdout + done.stderr
     return done.returncode, json.loads(done.stdout)
 
 
-def check_process(bed: Bed, *options: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def check_process(
+    bed: Bed, *options: str, env: Mapping[str, str] | None = None, checkout: Path = REPOSITORY
+) -> subprocess.CompletedProcess[str]:
     """The same, as it ended."""
-    return bed.run([*CHECK, *options], timeout_seconds=600, cwd=REPOSITORY, env=env)
+    return bed.run([*CHECK, *options], timeout_seconds=600, cwd=checkout, env=env)
 
 
 def findings(document: Mapping[str, Any], about: Collection[str] = ()) -> dict[str, tuple[str, str]]:

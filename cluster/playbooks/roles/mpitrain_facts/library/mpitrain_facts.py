@@ -32,6 +32,7 @@ options:
   python: {description: the Python of that environment, type: path, required: true}
   mpiexec: {description: an mpiexec that must be there, type: path, default: ''}
   packages: {description: "by package manager, the packages that must be there", type: dict, required: true}
+  wireguard: {description: whether there is to be a tunnel, type: bool, default: false}
   peers: {description: addresses of all nodes, type: list, elements: str, required: true}
 author: mpitrain
 """
@@ -43,13 +44,13 @@ LOGIND = ("org.freedesktop.login1", "/org/freedesktop/login1", "org.freedesktop.
 TIME_DAEMONS = ("chrony", "chronyd", "systemd-timesyncd", "ntp", "ntpd", "ntpsec", "openntpd")
 
 
-def output(*command: str, merge: bool = False, late: str = "") -> str:
+def output(*command: str, merge: bool = False, late: str = "", given: str = "") -> str:
     """What a command prints; empty where it is missing or fails, `late` where it takes too long."""
     path = "/usr/sbin:/usr/bin:/sbin:/bin"
     try:
         done = subprocess.run(
             command,
-            stdin=subprocess.DEVNULL,
+            input=given.encode(),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT if merge else subprocess.DEVNULL,
             env={"PATH": path, "LC_ALL": "C"},
@@ -254,7 +255,39 @@ def gpu() -> dict:
     return {"nvidia_cards": len(cards), "nvidia_driver": version.group(1) if version else ""}
 
 
-def packages(wanted: dict) -> dict:
+def has_wireguard() -> bool:
+    """Whether the kernel has it, loaded, built in or as a module; else a program stands in."""
+    return Path("/sys/module/wireguard").is_dir() or bool(output("modprobe", "--dry-run", "-v", "wireguard"))
+
+
+def tunnel() -> dict:
+    """What there is of the tunnel and of the gate around it, and what would be in their way."""
+    kept = text("/etc/wireguard/mpitrain.d/1-key").rpartition("PrivateKey = ")[2]
+    key = output("wg", "pubkey", given=kept).strip() if kept else ""
+    written = re.findall(r"^PublicKey = (\S+)$", text("/etc/wireguard/mpitrain.conf"), re.M)
+    runs = output("wg", "show", "mpitrain", "public-key").split() + output("wg", "show", "mpitrain", "peers").split()
+    links = json.loads(output("ip", "-j", "-4", "address", "show", "dev", "mpitrain") or "[]")
+    return {
+        "tunnel": Path("/etc/wireguard/mpitrain.d").is_dir(),
+        "tunnel_key": key,
+        # It runs with other keys than those that are written: somebody changed them, or a run was cut off.
+        "tunnel_behind": sorted(runs) != sorted([key, *written]),
+        "tunnel_addresses": [info["local"] for link in links for info in link.get("addr_info", [])],
+        "tunnel_possible": has_wireguard() or Path("/dev/net/tun").exists(),
+        "gate": Path("/etc/mpitrain/gate.nft").is_file(),
+        "gate_closed": bool(loaded := output("nft", "-s", "list", "table", "inet", "mpitrain"))
+        and loaded == text("/etc/mpitrain/gate.loaded"),
+        "routes": [
+            route["dst"]
+            for route in json.loads(output("ip", "-j", "route", "show", "table", "all") or "[]")
+            if route.get("dev") not in ("mpitrain", "lo") and route.get("type", "unicast") == "unicast"
+        ],
+        "sshd_ports": sorted({int(port) for port in re.findall(r"^port (\d+)$", output("sshd", "-T"), re.M)}),
+    }
+
+
+def packages(wanted: dict, in_user_space: bool) -> dict:
+    """Those that are not there; with the tunnel's program, where the kernel cannot do without."""
     if shutil.which("dpkg-query"):
         manager = "apt"
         shown = output("dpkg-query", "-W", "-f", "${db:Status-Status} ${Package}\n", merge=True)
@@ -262,7 +295,8 @@ def packages(wanted: dict) -> dict:
     else:
         manager = "dnf"
         present = set(output("rpm", "-qa", "--queryformat", "%{NAME}\n").split())
-    return {"packages_missing": [name for name in wanted.get(manager, []) if name not in present]}
+    wanted = wanted.get(manager, []) + (["wireguard-go"] if in_user_space and manager == "apt" else [])
+    return {"packages_missing": [name for name in wanted if name not in present]}
 
 
 def main() -> None:
@@ -276,6 +310,7 @@ def main() -> None:
             "python": {"type": "path", "required": True},
             "mpiexec": {"type": "path", "default": ""},
             "packages": {"type": "dict", "required": True},
+            "wireguard": {"type": "bool", "default": False},
             "peers": {"type": "list", "elements": "str", "required": True},
         },
         supports_check_mode=True,
@@ -291,7 +326,8 @@ def main() -> None:
         **ssh(),
         **firewall(),
         **gpu(),
-        **packages(given["packages"]),
+        **tunnel(),
+        **packages(given["packages"], in_user_space=given["wireguard"] and not has_wireguard()),
         # Names what this run leaves for a moment on the share.
         "run": uuid.uuid4().hex[:12],
         "share": place,

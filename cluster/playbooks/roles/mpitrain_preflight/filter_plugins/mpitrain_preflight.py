@@ -21,14 +21,21 @@ def problems(reports: dict, addresses: dict, groups: dict, settings: dict, login
 
     `reports`: node name -> result of mpitrain_facts; `addresses`: node name -> ansible_host; `groups`: the
     inventory's; `settings`: user, uid, gid, share, venv, min_free_mib, set_hostname, mpi, python;
+    with a tunnel "network" and "inside", which is node name -> address in it;
     `logins`: node name -> result of a login with a key alone, where one was tried.
     """
     # Before ansible-core 2.19 a template gives text, whatever is in it.
     settings = settings | {key: int(settings[key]) for key in ("uid", "gid", "min_free_mib")}
+    inside = settings.get("inside") or addresses
     result = inventory_problems(addresses, groups)
+    if settings.get("network"):
+        result += tunnel_problems(inside, settings["network"])
     head = (groups.get("head") or [""])[0]
-    address = addresses.get(head, "")
-    source = f"[{address}]:{settings['share']}" if ":" in address else f"{address}:{settings['share']}"
+    # What was mounted before a tunnel came or went is mounted anew.
+    sources = [
+        f"[{address}]:{settings['share']}" if ":" in address else f"{address}:{settings['share']}"
+        for address in dict.fromkeys((inside.get(head, ""), addresses.get(head, "")))
+    ]
     facts = {}
     for name, report in sorted(reports.items()):
         if report.get("unreachable") or report.get("failed"):
@@ -37,9 +44,10 @@ def problems(reports: dict, addresses: dict, groups: dict, settings: dict, login
         facts[name] = one = report["ansible_facts"]["mpitrain"]
         result += key_problems(name, addresses.get(name), (logins or {}).get(name, {}))
         result += node_problems(name, one, settings)
-        result += network_problems(name, addresses, one)
+        result += network_problems(name, addresses, one, inside)
+        result += way_problems(name, one, settings["network"]) if settings.get("network") else []
         result += account_problems(name, one, settings)
-        result += head_problems(name, one, settings) if name == head else worker_problems(name, one, settings, source)
+        result += head_problems(name, one, settings) if name == head else worker_problems(name, one, settings, sources)
     return result + difference_problems(facts)
 
 
@@ -148,8 +156,51 @@ def node_problems(name: str, facts: dict, settings: dict) -> list[str]:
     return [f"{name}: {problem}" for problem in result]
 
 
-def network_problems(name: str, addresses: dict, facts: dict) -> list[str]:
+def tunnel_problems(inside: dict, network: str) -> list[str]:
+    """The tunnel's network, and the addresses in it that follow from the inventory's."""
+    try:
+        whole = ipaddress.ip_network(network)
+    except ValueError:
+        whole = None
+    if whole is None or whole.version != 4 or whole.prefixlen > 28:
+        return [f"mpitrain_wireguard_network is {network!r}; allowed: an IPv4 network with room, such as 10.213.0.0/16"]
+    names_of = defaultdict(list)
+    for name, address in sorted(inside.items()):
+        names_of[address].append(name)
+    ends = {str(whole.network_address), str(whole.broadcast_address)}
+    return [
+        f"inventory: {' and '.join(names)} would have the address {address} in the tunnel; allowed: one of its own, and"
+        f" neither the first nor the last of {network}. It has the last {32 - whole.prefixlen} bits of ansible_host:"
+        " change that, or mpitrain_wireguard_network"
+        for address, names in names_of.items()
+        if len(names) > 1 or address in ends
+    ]
+
+
+def way_problems(name: str, facts: dict, network: str) -> list[str]:
+    """What keeps a node from being an end of the tunnel."""
+    result = []
+    if not facts["tunnel_possible"]:
+        result.append(
+            f"{name}: the kernel has no WireGuard, and for the program that stands in there is no /dev/net/tun; needed:"
+            " one of them. Run: sudo modprobe wireguard || sudo modprobe tun"
+        )
+    for route in facts["routes"]:
+        try:
+            overlaps = ipaddress.ip_network(route).overlaps(ipaddress.ip_network(network))
+        except (ValueError, TypeError):  # "default"; or the other version of IP
+            continue
+        if overlaps:
+            result.append(
+                f"{name}: has a route to {route}; allowed: none into the tunnel's network {network}. Choose another"
+                " mpitrain_wireguard_network"
+            )
+    return result
+
+
+def network_problems(name: str, addresses: dict, facts: dict, inside: dict | None = None) -> list[str]:
     """A node's own address, the names of the others in its /etc/hosts, and the way it takes to them."""
+    inside = inside or addresses
     address = addresses.get(name)
     if not any(same(address, one) for one in facts["addresses"]):
         own = [one for one in facts["addresses"] if not one.startswith(("127.", "::1", "fe80"))]
@@ -157,11 +208,11 @@ def network_problems(name: str, addresses: dict, facts: dict) -> list[str]:
         return [f"{name}: the address {address} {seen}; allowed: its own. Correct ansible_host"]
     entries = [(line, line.partition("#")[0].split()) for line in facts["hosts_lines"]]
     result = [
-        f"{name}: /etc/hosts has the line {line!r}; allowed: {other} at {addresses[other]}. Take {other} out of it"
+        f"{name}: /etc/hosts has the line {line!r}; allowed: {other} at {inside[other]}. Take {other} out of it"
         for line, words in entries
-        for other in sorted(addresses.keys() & set(words[1:]))
+        for other in sorted(inside.keys() & set(words[1:]))
         # Debian's line for a node's own name is the role's to take out.
-        if not same(words[0], addresses[other]) and (words[0], other) != ("127.0.1.1", name)
+        if not same(words[0], inside[other]) and (words[0], other) != ("127.0.1.1", name)
     ]
     result += [
         f"{name}: reaches {other} ({there}) from its address {facts['sources'][there]}; allowed: from {address}, since"
@@ -235,14 +286,14 @@ def head_problems(name: str, facts: dict, settings: dict) -> list[str]:
     return result
 
 
-def worker_problems(name: str, facts: dict, settings: dict, source: str) -> list[str]:
+def worker_problems(name: str, facts: dict, settings: dict, sources: list[str]) -> list[str]:
     place, path = facts["share"], settings["share"]
     result = path_problems(name, place, path)
     if place["kind"] == "mount" and place["type"] != "autofs":
-        right = place["type"].startswith(NETWORK_FILE_SYSTEMS) and place["source"] == source
+        right = place["type"].startswith(NETWORK_FILE_SYSTEMS) and place["source"] in sources
         if not right:
             result.append(
-                f"{name}: {path} is a mount of {place['source']} ({place['type']}); allowed: {source}. Unmount it:"
+                f"{name}: {path} is a mount of {place['source']} ({place['type']}); allowed: {sources[0]}. Unmount it:"
                 f" sudo umount {path}"
             )
     if place["kind"] == "folder" and not place["empty"]:

@@ -1,0 +1,89 @@
+"""The tunnel between the nodes, where set-up made one: is it up, with the right keys, behind a closed gate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mpitrain.diagnostics.check import Ask, Check, Finding, NotHereError, Seen
+from mpitrain.diagnostics.collect import ClusterStep, PairStep
+
+
+def has_tunnel(seen: Seen, name: str) -> bool:
+    """Whether the node reaches the others through one, by what set-up was told and by what it has made."""
+    is_wanted = bool(seen.target.settings["mpitrain_wireguard"])
+    return is_wanted or bool(seen.nodes.get(name, {}).get("tunnel", {}).get("is_set_up"))
+
+
+def _tunnel(seen: Seen, name: str) -> Mapping[str, Any]:
+    tunnel: Mapping[str, Any] = seen.node(name, "tunnel")
+    if not tunnel["is_known"]:
+        raise NotHereError("the tunnel can only be looked at as root, and the login may not use sudo")
+    if not has_tunnel(seen, name):
+        raise NotHereError("mpitrain_wireguard is false: the nodes reach each other without a tunnel")
+    return tunnel
+
+
+def _up(seen: Seen, name: str) -> Iterator[Finding]:
+    tunnel = _tunnel(seen, name)
+    own = seen.target.addresses[name]
+    if not tunnel["is_set_up"]:
+        # The others must learn its key too, so no node is named.
+        yield Finding("fail", (name,), "there is no tunnel, and mpitrain_wireguard is true", "the tunnel", _ALL)
+        return
+    if own not in tunnel["addresses"]:
+        has = ", ".join(tunnel["addresses"])
+        observed = f"the tunnel has the address {has}" if has else "the tunnel is down"
+        yield Finding("fail", (name,), observed, f"up, with the address {own}")
+        return
+    others = {other: seen.nodes.get(other, {}).get("tunnel", {}) for other in seen.target.names if other != name}
+    strange = [
+        other
+        for other, seen_there in others.items()
+        if seen_there.get("key") and seen_there.get("peers", {}).get(own) != tunnel["key"]
+    ]
+    if strange:
+        observed = f"the tunnel runs with a key that {', '.join(strange)} do{'' if strange[1:] else 'es'} not know"
+        yield Finding("fail", (name,), observed, "one that all others know", _ALL)
+
+
+def _gate(seen: Seen, name: str) -> Iterator[Finding]:
+    gate = _tunnel(seen, name)["gate"]
+    if gate != "closed":
+        table = "nftables has no table inet mpitrain" if gate == "open" else "the table inet mpitrain was changed"
+        yield Finding("fail", (name,), f"{table}: others than the nodes may reach its services", "as set-up wrote it")
+
+
+_ALL = "{set_up} --tags wireguard"
+
+ASKS: tuple[Ask, ...] = (Ask("tunnel", "tunnel", "login"),)
+PAIRS: dict[str, PairStep] = {}
+CLUSTER: dict[str, ClusterStep] = {}
+CHECKS = (
+    Check(
+        "WGD01",
+        "the tunnel to the other nodes is up, with a key that they know",
+        "quick",
+        "node",
+        _up,
+        uses=("tunnel",),
+        looks="`wg show mpitrain`, as root: the node's own key, against those that the other nodes have of it.",
+        why="Names, logins, the share and jobs all go through the tunnel; without it the node is alone.",
+        tag="wireguard",
+        needs=("PRB01", "PRB02"),
+        fault="the tunnel stopped; a new key on one node",
+    ),
+    Check(
+        "WGD02",
+        "from outside the node answers by ssh and by the tunnel alone",
+        "quick",
+        "node",
+        _gate,
+        uses=("tunnel",),
+        looks="`nft list table inet mpitrain`, as root, against the rules as set-up has loaded them.",
+        why="NFS believes every number that a client sends: who reaches the server writes as the shared user.",
+        tag="gate",
+        needs=("PRB01", "PRB02"),
+        fault="the rules flushed; a rule put before them",
+    ),
+)
