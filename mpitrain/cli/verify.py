@@ -24,8 +24,10 @@ learning rates and metrics of both runs are compared, step by step: samples, wei
 and rates exactly, the rest to half of the digits of the dtype.
 
 Seen are the steps of Trainer.run, and the metrics of Evaluate; without a Trainer the
-calls of world.mean and world.sum, and the samples of world.shard. The script ends
-after the last of them; hooks that write files, such as Checkpoint, are left out.
+steps of PyTorch's optimizers (with prepare(), DistributedDataParallel and others) and
+of a GradientReducer; else the calls of world.mean and world.sum, and of mpitrain.jax.
+The script ends after the last of them. What writes files, such as the hook
+Checkpoint, is left out.
 
 The exit code is 0 if the runs are equal, 1 if they differ or one of them failed.
 
@@ -65,7 +67,7 @@ def _verify(request: Request, directory: Path, steps: int, tolerance: float | No
     from mpitrain.verify.comparison_report import report
     from mpitrain.verify.run_record import make_record, read_record
 
-    one = replace(request, num_ranks=1, hosts="localhost", ranks_per_host=None)
+    one, records = replace(request, num_ranks=1, hosts="localhost", ranks_per_host=None), []
     for name, asked in (("one rank", one), ("several ranks", request)):
         print(f"verify: the run on {name}", flush=True)
         record = directory / name.replace(" ", "-")
@@ -74,13 +76,15 @@ def _verify(request: Request, directory: Path, steps: int, tolerance: float | No
         if code:
             print(f"mpitrain verify: the run on {name} failed ({code}); there is nothing to compare", file=sys.stderr)
             return code if code > 128 else 1
-    alone, together = (read_record(directory / name) for name in ("one-rank", "several-ranks"))
-    if not alone.lines and not together.lines:
-        raise DataError(
-            f"it cannot see what {request.script} computes: there was no step of Trainer.run, and no call of "
-            "world.mean or world.sum. What is exchanged in another way (by a GradientReducer of the script's own, "
-            "mpitrain.collectives, mpi4py) is not recorded"
-        )
+        records.append(read_record(record))
+        if not records[-1].lines:
+            raise DataError(
+                f"it cannot see what {request.script} computes: on {name} there was no step of Trainer.run, of an "
+                "optimizer of PyTorch (where mpitrain.torch is imported) or of a GradientReducer, and no call of "
+                "world.mean or world.sum. What is exchanged in another way (by mpitrain.collectives, mpi4py, JAX's own "
+                "collectives) is not recorded"
+            )
+    alone, together = records
     compared = compare(alone, together, tolerance)
     for line in report(alone, together, compared):
         print(f"verify: {line}")

@@ -270,7 +270,7 @@ class GradientReducer:
         if not cause:
             self._sums.carried = {}
             if self._world.observer:
-                self._world.observer.saw_means(self.layout.named(self.flats))
+                self._world.observer.saw_means(self.layout.named(self.flats), self._weight)
         loss = sum(vote.records["value"].tolist()) / self._total
         # A rank that had a problem has voted with what it was instead of its mark.
         marks = None if codes.any() else vote.records["detail"].tolist()

@@ -33,6 +33,8 @@ def initialize() -> None:
         RuntimeError: by JAX, where it has computed something already.
     """
     world = init()
+    if world.observer:
+        world.print("mpitrain verify: what JAX's own collectives exchange is not seen, only calls of mpitrain.jax are")
     gpus = _gpus(world)
     address = _meeting_point(world)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")

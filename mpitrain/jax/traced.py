@@ -13,7 +13,7 @@ import threading
 from collections.abc import Sequence
 from functools import cache, partial
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ from mpitrain.world import World
 
 _here = threading.local()  # `inside`: this thread is in a callback
 _failed: list[BaseException] = []  # what the last callback that failed has raised
+_leaving: list[bool] = []  # not empty: the program ends by it
 
 
 _new_array = jax.jit(lambda: jnp.zeros((), bool))
@@ -63,7 +64,7 @@ def in_callback(operation: str, names: Sequence[str], arrays: list[jax.Array], w
             allowed = ", ".join(str(dtype) for dtype in (FLOATS if is_mean else DTYPES))
             raise TreeError(f"{operation} of {name}: its dtype is {array.dtype}; allowed are {allowed}")
     is_known = not isinstance(weight, jax.Array)
-    if world.size == 1 and is_known:
+    if world.size == 1 and is_known and world.observer is None:
         exchange("mean", [], [], weight)  # the weight may be wrong
         return arrays
     _prepare(world)
@@ -108,11 +109,30 @@ def _tell_causes() -> None:
 
 def _settle() -> None:
     if not getattr(_here, "inside", False):
-        jax.effects_barrier()
+        try:
+            jax.effects_barrier()
+        except jax.errors.JaxRuntimeError:
+            if not _has_ended():
+                raise
+            if not _leaving:
+                _leave()
+
+
+def _has_ended() -> bool:
+    """Whether a callback has ended the program: `mpitrain verify` has seen enough."""
+    return bool(_failed) and isinstance(_failed[0], SystemExit)
+
+
+def _leave() -> NoReturn:
+    """End the program, as the callback wanted to: JAX has made another error of that."""
+    _leaving.append(True)
+    raise _failed[0] from None
 
 
 def _uncaught(previous: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """JAX raises another error in place of the callback's, with its text. The one to tell is the callback's."""
+    if isinstance(error, jax.errors.JaxRuntimeError) and _has_ended():
+        _leave()  # from a hook, too, Python ends by it
     if _failed and isinstance(error, jax.errors.JaxRuntimeError) and str(_failed[0]) in str(error):
         kind, error = type(_failed[0]), _failed[0].with_traceback(trace)
     previous(kind, error, trace)

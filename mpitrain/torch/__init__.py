@@ -12,6 +12,7 @@ from __future__ import annotations
 from mpitrain.torch.compress import compress
 from mpitrain.torch.groups import register
 from mpitrain.torch.monitored import monitored_barrier
+from mpitrain.torch.observed import watch
 from mpitrain.torch.prepare import accumulate, prepare
 from mpitrain.torch.rendezvous import offer
 from mpitrain.torch.uncompiled import uncompiled
@@ -23,3 +24,4 @@ __all__ = ["accumulate", "compress", "load", "monitored_barrier", "prepare", "sa
 uncompiled(World)  # whose calls a compiled function may make
 offer()
 register()
+watch()

@@ -29,6 +29,12 @@ def described(batch: Any) -> tuple[int, str]:
     return lengths[0], f"{lengths[0]} samples, checksum {checksum(leaves[:1]):08x}"
 
 
+def arrays_of(batch: Any) -> list[numpy.ndarray]:
+    """The tensors and arrays of a batch that have samples along the first dimension, on the host."""
+    leaves = [leaf for leaf in _leaves(batch) if _has_samples(leaf)]
+    return [array_of(leaf.cpu()) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+
 def divided(batch: Any, part: slice, total: int) -> Any:
     """These samples of a batch of `total`: of each tensor, array and list of texts or numbers of that length.
 

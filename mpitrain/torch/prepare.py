@@ -16,6 +16,7 @@ from mpitrain.errors import ConfigError, DeviceError
 from mpitrain.exchange.exchange import make_exchange
 from mpitrain.job.start import init
 from mpitrain.torch.gradients import Gradients
+from mpitrain.torch.observed import expect_steps
 from mpitrain.torch.sharded import ShardedData
 from mpitrain.world import World
 
@@ -77,6 +78,7 @@ def prepare(
     """
     world = init()
     _check(world, model, optimizer)
+    expect_steps()
     _sync(world, model)
     sharded = data if isinstance(data, ShardedData) else ShardedData(world, data)
     exchange = partial(make_exchange, algorithm=algorithm, compression=compression)

@@ -16,6 +16,7 @@ from torch.utils.data import ConcatDataset, DataLoader, DistributedSampler, Iter
 from mpitrain.errors import ConfigError, DataError, everywhere
 from mpitrain.shard import part_of
 from mpitrain.torch.batches import checksum, described, divided
+from mpitrain.torch.observed import samples_come_divided, saw
 from mpitrain.torch.uncompiled import uncompiled
 from mpitrain.world import World
 
@@ -76,6 +77,7 @@ class ShardedData:
         self.collate_fn: Any = getattr(data, "collate_fn", None)
         self.generator: Any = getattr(data, "generator", None)
         self._source = data
+        samples_come_divided()
         self._parts: _Parts | None = None
         kind, lines = type(data).__name__, list[str]()
         if isinstance(data, DataLoader):
@@ -112,6 +114,7 @@ class ShardedData:
                 )
             self.share = self._newest = share
             self.turn += 1
+            saw(batch, share.count)
             yield batch
         self.share = None
 

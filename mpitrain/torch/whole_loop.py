@@ -47,6 +47,9 @@ def save(state: Any, path: Path | str) -> None:
         MpitrainError: it cannot be written. On every rank; an older file is as it was.
     """
     path, world = Path(path), init()
+    if world.observer:
+        world.print(f"mpitrain verify: {path} is not saved")
+        return
     with world.together(f"save {path}"):
         if world.is_root:
             part = path.with_name(f".{path.name}.{os.getpid()}")
@@ -71,6 +74,9 @@ def load(path: Path | str) -> Any:
         MpitrainError: it cannot be read. On every rank.
     """
     path, world = Path(path), init()
+    if world.observer:
+        world.print(f"mpitrain verify: {path} is not loaded, as if there were none")
+        return None
     content = None
     with world.together(f"load {path}"):
         if world.is_root and path.exists():

@@ -34,19 +34,23 @@ def sketch(name: str, array: Array) -> Sketch:
     """Of a host or device array, or of a number; in float64, one pass."""
     flat = numpy.ascontiguousarray(array.get() if is_device_array(array) else array).reshape(-1)
     signs = numpy.random.Philox(key=zlib.crc32(name.encode()))
-    square, projections = 0.0, numpy.zeros(NUM_PROJECTIONS)
+    norm, projections = 0.0, numpy.zeros(NUM_PROJECTIONS)
     for begin in range(0, flat.size, _BLOCK_COUNT):
         block = flat[begin : begin + _BLOCK_COUNT].astype(numpy.float64)
         bits = numpy.unpackbits(signs.random_raw(-(-block.size // 8)).view(numpy.uint8)).reshape(-1, NUM_PROJECTIONS)
+        # So that no square of an element overflows or vanishes.
+        largest = float(numpy.abs(block).max())
+        scale = largest if 0 < largest < math.inf else 1.0
+        block /= scale
         # 2 x bit - 1 is the sign.
-        projections += 2 * (block @ bits[: block.size].astype(numpy.float64)) - block.sum()
-        square += float(block @ block)
+        projections += scale * (2 * (block @ bits[: block.size].astype(numpy.float64)) - block.sum())
+        norm = math.hypot(norm, scale * math.sqrt(float(block @ block)))
     # Nobody knows what a Python number was computed from.
     dtype = str(array.dtype) if hasattr(array, "dtype") else "float32"
     return {
         "dtype": dtype,
         "count": flat.size,
-        "norm": math.sqrt(square),
+        "norm": norm,
         "projections": projections.tolist(),
     }
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from mpitrain.training.hooks.evaluate import Evaluate
 from mpitrain.training.hooks.hook import Hook
-from mpitrain.verify.run_record import Recorder
+from mpitrain.verify.run_record import TRAINER, Recorder
 from mpitrain.world import World
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ def observed(world: World, hooks: Sequence[Hook]) -> tuple[Hook, ...]:
     if recorder is None:
         return tuple(hooks)
     assert isinstance(recorder, Recorder)
-    recorder.attach()
+    recorder.attach(TRAINER)
     silent = [hook for hook in hooks if not hook.writes_files]
     for hook in hooks:
         if hook.writes_files:

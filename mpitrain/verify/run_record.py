@@ -22,10 +22,19 @@ FILE = "record.jsonl"
 _MODE = 0o600
 STEP, MEAN, SUM = "step", "mean", "sum"
 
+# Whose steps are the lines of a record. The last one of these that the script has makes all lines.
+CALLS, REDUCER, TORCH, TRAINER = range(4)
+_SEEN = {
+    REDUCER: "compared are the steps of a GradientReducer: mean gradients, weights, and the samples of world.shard. "
+    "Losses, learning rates and metrics are not seen",
+    TORCH: "compared are the steps of torch.optim's optimizers: gradients, learning rates, and the samples that "
+    "DataLoaders and prepare() give. Losses and metrics are not seen",
+}
+
 
 @dataclass(frozen=True)
 class Line:
-    """One step of a Trainer, or one call of world.mean or world.sum.
+    """One step of a Trainer, an optimizer of PyTorch or a GradientReducer, or one call of world.mean or world.sum.
 
     Attributes:
         number: from 1.
@@ -66,7 +75,7 @@ class Recorder:
         """
         self._world = world
         self._number = 0
-        self._has_trainer = False
+        self._source = CALLS
         self._seen: list[str] | None = []  # by this rank since the last line
         self._means: dict[str, Array] = {}  # of the step that the Trainer makes
         with world.together("begin the record for mpitrain verify"):
@@ -78,16 +87,24 @@ class Recorder:
         """How many are still to be recorded."""
         return self._world.context.verify_steps - self._number
 
-    def attach(self) -> None:
-        """A Trainer is there: its steps are recorded, and no more calls of world.mean and world.sum."""
-        if self._has_trainer:
-            return
-        self._has_trainer, self._number, self._seen = True, 0, []
-        if self._world.is_root:
-            self._begin()  # calls from before it are not what is to be compared
+    def attach(self, source: int) -> bool:
+        """A Trainer, an optimizer or a reducer is there: its steps are recorded from now on, and nothing lower.
+
+        Returns whether they are: not where there is a higher source.
+        """
+        if source > self._source:
+            self._source, self._number = source, 0
+            if source == TRAINER:  # it is there before its first step; the others are known when theirs ends
+                self._seen = []
+            if self._world.is_root:
+                self._begin()  # calls from before it are not what is to be compared
+            if self._world.size == 1 and source in _SEEN:
+                self._world.print(f"mpitrain verify: {_SEEN[source]}")
+        return source == self._source
 
     def saw(self, batch: Tree) -> None:
-        """This rank has got these samples. Not collective."""
+        """This rank has got these samples. Not collective, but behind all calls before."""
+        self._world.control.settle()  # a library that computes ahead has made the calls with the samples before
         if self._seen is None:
             return
         try:
@@ -95,10 +112,13 @@ class Recorder:
         except (TreeError, DataError):
             self._seen = None
 
-    def saw_means(self, means: Mapping[str, Array]) -> None:
-        """The step's mean gradients, by parameter, are these. Not collective."""
-        if self._has_trainer:
+    def saw_means(self, means: Mapping[str, Array], weight: float) -> None:
+        """A GradientReducer has these mean gradients, by parameter; this rank's gradients had that weight."""
+        if self._source == TRAINER:
             self._means = {name: mean.copy() for name, mean in means.items()}  # the optimizer may overwrite them
+        elif self.attach(REDUCER):
+            self.add(STEP, weight, means)
+            self.end_if_done()
 
     def add_step(self, weight: float, **more: Any) -> None:
         """Write a line about a step of the Trainer, with the means seen in it: none where it was skipped."""
@@ -125,7 +145,7 @@ class Recorder:
 
     def called(self, kind: str, tree: Tree, weight: float | None) -> None:
         """World.mean or World.sum has given `tree`. Ends the run after the last one that was asked for."""
-        if self._has_trainer:
+        if self._source != CALLS:
             return
         self.add(kind, weight, {path or "the result": leaf for path, leaf in leaves(tree)})
         self.end_if_done()
@@ -217,8 +237,14 @@ def read_record(directory: Path) -> RunRecord:
     Raises:
         DataError: there is none.
     """
+    path = directory / FILE
+    if path.is_file() and path.stat().st_size == 0:
+        raise DataError(
+            "the script made no World, so there is nothing to compare: it did not come to mpitrain.init(), which "
+            'prepare(), Trainer and init_process_group("mpitrain") call. Does it import mpitrain at all?'
+        )
     try:
-        head, *lines = (json.loads(line) for line in (directory / FILE).read_text().splitlines())
+        head, *lines = (json.loads(line) for line in path.read_text().splitlines())
         num_ranks = head["num_ranks"]
         if type(num_ranks) is not int or num_ranks < 1:
             raise ValueError(f"num_ranks is {num_ranks!r}; it must be a number of ranks")

@@ -27,6 +27,8 @@ from mpitrain import (
     evaluate,
 )
 from mpitrain.errors import MpitrainError
+from mpitrain.exchange.bucket import Parameter
+from mpitrain.exchange.reducer import GradientReducer
 from mpitrain.exchange.trees import ArrayTrees
 from mpitrain.shard import part_of
 from mpitrain.verify.fingerprint import distance, sample_hashes, sketch
@@ -169,3 +171,26 @@ def test_a_record_that_cannot_be_written(world: World, shared: Path) -> None:
         f"has made: -rw-------, owner {os.geteuid()}, 1 links. Where rank 0 runs "
         "on another host, use mpitrain verify --directory on a file system that both share"
     )
+
+
+def test_a_reducer_of_the_scripts_own_is_recorded(world: World, shared: Path) -> None:
+    """Its steps, and no calls of world.mean in between; the last one ends the script."""
+    own = recording(world, shared, 2)
+    reducer = GradientReducer(own, [Parameter("w", (4,), numpy.dtype("float64"))])
+    finished = 0
+    with pytest.raises(SystemExit) as caught:
+        for part in own.shard([X[:9], X[9:18], X[18:]]):
+            reducer.begin(len(part))
+            reducer.ready(0, part.mean(axis=0) if len(part) else numpy.zeros(4))
+            reducer.finish()
+            finished += 1
+            own.mean(1.0)
+    assert (caught.value.code, finished) == (0, 1)
+    reducer.close()
+    lines = record_of(world, shared).lines
+    assert [line.kind for line in lines] == [STEP, STEP]
+    for line, batch in zip(lines, [X[:9], X[9:18]], strict=True):
+        parts = [part_of(len(batch), rank, world.size) for rank in range(world.size)]
+        assert line.weights == [part.stop - part.start for part in parts]
+        assert [sample for of_rank in line.samples or [] for sample in of_rank] == sample_hashes(batch)
+        assert distance(line.tensors["w"], sketch("w", batch.mean(axis=0))) <= 1e-12

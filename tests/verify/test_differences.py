@@ -254,11 +254,17 @@ def test_report_of_a_difference() -> None:
     ]
 
 
-@pytest.mark.parametrize("content", [None, "", '{"num_ranks": 1}\n{"number": 1, "ki'], ids=["none", "empty", "cut off"])
+@pytest.mark.parametrize("content", [None, '{"num_ranks": 1}\n{"number": 1, "ki'], ids=["none", "cut off"])
 def test_a_record_that_is_not_whole(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "record.jsonl").write_text(content)
     with pytest.raises(DataError, match=r"there is no whole record in .* --directory on a file system"):
+        read_record(tmp_path)
+
+
+def test_a_record_that_nobody_has_begun(tmp_path: Path) -> None:
+    make_record(tmp_path)
+    with pytest.raises(DataError, match=r"^the script made no World, so there is nothing to compare"):
         read_record(tmp_path)
 
 

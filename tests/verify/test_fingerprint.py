@@ -59,5 +59,13 @@ def test_sample_hashes() -> None:
         sample_hashes((numpy.zeros(3), numpy.zeros(4)))
 
 
-def test_norms_do_not_overflow() -> None:
-    assert math.isclose(sketch("w", numpy.full(4, 1e30, numpy.float32))["norm"], 2e30, rel_tol=1e-6)
+@pytest.mark.parametrize("size", [1e-180, 1e30, 1e180, 4e307])
+def test_norms_do_not_overflow(size: float) -> None:
+    """Also over blocks of 2^16 elements, and beside a block of zeros."""
+    array = numpy.zeros(3 * 2**16)
+    array[[1, 2, 2**17 + 1, 2**17 + 2]] = size
+    found = sketch("w", array)
+    assert math.isclose(found["norm"], 2 * size, rel_tol=1e-6)
+    assert found["norm"] > 0
+    assert all(value in (-4, -2, 0, 2, 4) for value in numpy.divide(found["projections"], size).round(6))
+    assert distance(found, sketch("w", array)) == 0.0

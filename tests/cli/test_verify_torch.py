@@ -1,0 +1,145 @@
+"""`mpitrain verify` of programs in PyTorch and JAX: what it sees, that it ends them, and what it says at once."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from jobs import Job, run_command
+
+# A regression of 60 samples, 12 in a step, whose loop has no end. What a test wants it puts in between.
+TORCH = """
+import itertools
+import torch
+import torch.distributed as dist
+import mpitrain as mt
+import mpitrain.torch
+
+torch.manual_seed(0)
+x, y = torch.randn(60, 4), torch.randn(60, 1)
+model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+data = torch.utils.data.TensorDataset(x, y)
+
+def train(model, batches):
+    for epoch in itertools.count():
+        for x, y in batches:
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+        evaluate(batches)
+
+def evaluate(batches):
+    with torch.no_grad():
+        for x, y in batches:
+            model(x)
+"""
+PREPARE = """
+loader = torch.utils.data.DataLoader(data, 11, shuffle=True)
+model, optimizer, loader = mpitrain.torch.prepare(model, optimizer, loader)
+train(model, loader)
+"""
+GROUP = """
+dist.init_process_group("mpitrain")
+sampler = torch.utils.data.DistributedSampler(data)
+loader = torch.utils.data.DataLoader(data, 12 // dist.get_world_size(), sampler=sampler)
+"""
+DDP = GROUP + "train(torch.nn.parallel.DistributedDataParallel(model), loader)\n"
+JAX = """
+import itertools
+import jax
+import jax.numpy as jnp
+import numpy
+import mpitrain.jax
+
+random = numpy.random.default_rng(0)
+x, y = random.standard_normal((50, 4)).astype("float32"), random.standard_normal(50).astype("float32")
+
+def loss(w, x, y):
+    return jnp.mean((x @ w - y) ** 2)
+
+def step(w, x, y):
+    value, gradient = mpitrain.jax.mean(jax.value_and_grad(loss), weight=lambda w, x, y: len(x))(w, x, y)
+    return w - 0.05 * gradient
+
+step = jax.jit(step)
+w = mpitrain.jax.sync(jnp.zeros(4))
+batches = [(x[begin : begin + 11], y[begin : begin + 11]) for begin in range(0, 44, 11)]
+for epoch in itertools.count():
+    for x_part, y_part in mpitrain.jax.shard(batches):
+        w = step(w, x_part, y_part)
+"""
+
+
+def verify(folder: Path, source: str, steps: int = 7) -> Job:
+    script = folder / "script.py"
+    script.write_text(source)
+    command = [sys.executable, "-m", "mpitrain", "verify", "-n", "2", "--hosts", "localhost", "--steps", str(steps)]
+    return run_command([*command, str(script)], timeout=100)
+
+
+def lines_of(job: Job) -> list[str]:
+    return re.findall(r"^verify: (.*)$", job.stdout, re.M)
+
+
+def test_a_loop_over_prepare(tmp_path: Path) -> None:
+    """5 batches of 11 and one of 5, an evaluation in between that does not count, and one more batch."""
+    pytest.importorskip("torch")
+    job = verify(tmp_path, TORCH + PREPARE)
+    assert (job.code, job.left) == (0, []), job.output
+    lines = lines_of(job)
+    assert lines[2].startswith("1 rank and 2, 7 steps; allowed relative difference 0.00024 (from float32)")
+    assert lines[3:6] == [
+        "  samples        71 values, the same",
+        "  weights        7 values, the same",
+        "  loss           not seen",
+    ]
+    assert lines[6].startswith("  gradients      28 values, largest relative difference "), job.output
+    assert lines[7] == "  learning rate  7 values, the same"
+    assert lines[-1].endswith("script.py: equal")
+    said = "mpitrain verify: compared are the steps of torch.optim's optimizers: "
+    assert job.stdout.count(said) == 1
+    assert job.stdout.index(said) < job.stdout.index("verify: the run on several ranks")
+
+
+def test_a_loop_over_ddp(tmp_path: Path) -> None:
+    """With parameters' names; the loader of each rank has its part."""
+    pytest.importorskip("torch")
+    job = verify(tmp_path, TORCH + DDP, steps=6)
+    assert (job.code, job.left) == (0, []), job.output
+    assert "  samples        72 values, the same" in job.stdout
+    assert re.search(r"  gradients      24 values, .*, in step \d, module\.[02]\.(weight|bias)\n", job.stdout), (
+        job.output
+    )
+
+
+@pytest.mark.slow
+def test_a_batch_that_grows_with_the_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    job = verify(tmp_path, TORCH + DDP.replace(" // dist.get_world_size()", ""), steps=2)
+    assert (job.code, job.left) == (1, []), job.output
+    (first,) = re.findall(r"^verify: first difference: (.*)$", job.stdout, re.M)
+    assert first.startswith("step 1, samples: 12 samples on 1 rank, 24 on 2; the global batch grows with the number of")
+
+
+def test_a_loop_in_jax(tmp_path: Path) -> None:
+    pytest.importorskip("jax")
+    job = verify(tmp_path, JAX, steps=6)
+    assert (job.code, job.left) == (0, []), job.output
+    assert "1 rank and 2, 6 calls of world.mean or world.sum" in job.stdout
+    assert "  samples        66 values, the same" in job.stdout
+    assert "  weights        6 values, the same" in job.stdout
+    assert "  results        12 values, largest relative difference " in job.stdout
+
+
+def test_a_script_without_a_world(tmp_path: Path) -> None:
+    """It is said after the first run: the second would show no more."""
+    job = verify(tmp_path, "print('trained')")
+    assert job.code == 1, job.output
+    assert job.stdout == "verify: the run on one rank\ntrained\n"
+    assert job.stderr.startswith("mpitrain verify: the script made no World, so there is nothing to compare"), (
+        job.output
+    )
