@@ -9,11 +9,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from mpitrain.diagnostics.agent import AgentClient, UnansweredError, wait_for
 from mpitrain.diagnostics.check import Ask, NotSeenError, Seen, Target
-from mpitrain.diagnostics.node.children import patience
+from mpitrain.diagnostics.node.children import MOST_PATIENCE, patience
 from mpitrain.diagnostics.ssh_settings import LoginError
 from mpitrain.launch.hostfile import Host
 
@@ -82,11 +83,19 @@ class Cluster:
         if name not in self.agents:
             raise UnansweredError(f"there is no login to {name}")
         user = self.target.user if user == "job" else user
+        begun = time.monotonic()
+        answer = self.agents[name].begin(call, wish, user)
+        return self._patiently(name, answer, begun, seconds, lambda: wait_for(answer, seconds))
+
+    def _patiently(self, name: str, answer: Future[Any], begun: float, seconds: float, wait: Callable[[], Any]) -> Any:
+        """What `wait` gives. A node that is busy, but not silent, has as much more time as its commands have."""
         try:
-            return self.agents[name].ask(call, wish, user=user, seconds=seconds)
+            return wait()
         except UnansweredError:
+            if answer.done():
+                raise
             self._give_up_if_silent(name)
-            raise
+            return wait_for(answer, begun + MOST_PATIENCE * seconds - time.monotonic())
 
     def _give_up_if_silent(self, name: str) -> None:
         """A node that was frozen or cut off after its login must cost its deadline once, not at every question."""
@@ -113,11 +122,11 @@ class Cluster:
                 waiting.append((host.name, ask, answer))
         for number, (name, ask, answer) in enumerate(waiting):
             progress(f"looking at the nodes: {number} of {len(waiting)} answers")
+            wait = partial(_wait_while_it_talks, self.agents[name], answer, begun, patience_seconds)
             try:
-                content = _wait_while_it_talks(self.agents[name], answer, begun, patience_seconds)
+                content = self._patiently(name, answer, begun, patience_seconds, wait)
             except UnansweredError as error:
                 content = {"error": str(error)}
-                self._give_up_if_silent(name)
             self.seen.nodes[name][ask.section] = content
 
     def look_at_pairs(self, steps: Mapping[str, PairStep], progress: Callable[[str], None]) -> None:

@@ -1,7 +1,7 @@
 """What must hold on the hosts of a job. Where one of these does not, `mpitrain run` refuses to start.
 
 `mpitrain check-cluster --level quick` must have found it before. So each condition names the checks that find it, and a
-refusal names them to the user. tests/diagnostics/test_conditions.py compares both sides.
+refusal after the hosts were asked names them to the user. tests/diagnostics/test_conditions.py compares both sides.
 """
 
 from __future__ import annotations

@@ -10,12 +10,14 @@ import time
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from diagnostics.made_up import target
 from mpitrain.diagnostics import collect
 from mpitrain.diagnostics.agent import UnansweredError
+from mpitrain.diagnostics.check import Ask
 from mpitrain.diagnostics.collect import _wait_while_it_talks
 from mpitrain.diagnostics.node import children
 
@@ -47,6 +49,47 @@ def test_an_answer_that_failed_is_not_waited_for_again() -> None:
     answer.set_exception(UnansweredError("the connection was lost"))
     with pytest.raises(UnansweredError, match="the connection was lost"):
         _wait_while_it_talks(agent, answer, time.monotonic(), 9.0)
+
+
+class Busy:
+    """An agent that answers questions about the clock, and others when the machine gets to it."""
+
+    def __init__(self, is_alive: bool) -> None:
+        self.heard = time.monotonic()
+        self.late: Future[Any] = Future()
+        self._is_alive = is_alive
+
+    def begin(self, *_: object) -> Future[Any]:
+        return self.late
+
+    def ask(self, *_: object, **__: object) -> float:
+        if not self._is_alive:
+            raise UnansweredError("no answer in time")
+        self.late.set_result("late")  # after the deadline of a machine that is not busy, before that of a busy one
+        return 0.0
+
+    def give_up(self, why: str) -> None:
+        self.late.set_exception(UnansweredError(why))
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_a_busy_node_has_the_time_that_its_commands_have(is_alive: bool) -> None:
+    """One that is silent has not."""
+    expected = "late" if is_alive else {"error": "it does not answer any more"}
+    with collect.Cluster(target(1), lambda _: cast(Any, Busy(is_alive))) as cluster:
+        cluster.agents["node1"] = cast(Any, Busy(is_alive))
+        if is_alive:
+            assert cluster.ask("node1", "way", {}, seconds=0.05) == "late"
+        else:
+            with pytest.raises(UnansweredError, match="it does not answer any more"):
+                cluster.ask("node1", "way", {}, seconds=0.05)
+        cluster.agents["node1"] = cast(Any, Busy(is_alive))
+        cluster.seen.nodes["node1"] = {}
+        cluster.look_at_nodes([Ask("slow", "slow", "job", seconds=0.05 - collect._SLACK_SECONDS)], lambda _: None)
+        assert cluster.seen.nodes["node1"]["slow"] == expected
 
 
 def test_commands_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:

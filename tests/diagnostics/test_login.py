@@ -78,6 +78,14 @@ def test_a_locked_key() -> None:
             "1i [ -t 0 ] || return' /home/admin/.bashrc  # on",
         ),
         ("bash: line 1: /usr/bin/python3: No such file or directory", "apt-get install -y python3"),
+        (
+            "/usr/bin/python3 is version 3.6.8; 3.8 or newer is needed",
+            "ssh 10.0.0.2 'cat /etc/os-release'  # node2 needs a newer release of its system",
+        ),
+        (
+            "something else than our probe answers; it printed 'garbage'",
+            "ssh 10.0.0.2 '/usr/bin/python3 --version | head -c 200'  # ",
+        ),
     ],
 )
 def test_python_is_installed_where_it_is_missing(words: str, remedy: str) -> None:

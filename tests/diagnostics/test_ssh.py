@@ -236,6 +236,15 @@ SITE = "/etc/ssh/sshd_config.d/05-site.conf"
         ("DenyUsers", "cl*", ["cluster"], "DenyUsers cl*\nPort 22", "Port 22"),
         ("DenyGroups", "lab", ["cluster", "lab"], "DenyGroups  lab", None),
         ("AllowUsers", "cluster@192.0.2.*", ["cluster"], "AllowUsers cluster@192.0.2.*", None),
+        ("DenyUsers", "a cluster@10.0.0.0/24", ["cluster"], "DenyUsers a\tcluster@10.0.0.0/24", "DenyUsers a"),
+        # What a block allows was not asked about.
+        (
+            "AllowUsers",
+            "admin",
+            ["cluster"],
+            "\tAllowUsers\tadmin\nMatch Address 192.0.2.0/24\n\tAllowUsers root",
+            "\tAllowUsers\tadmin cluster\nMatch Address 192.0.2.0/24\n\tAllowUsers root",
+        ),
     ],
 )
 def test_a_user_whom_the_lists_of_sshd_shut_out(
@@ -255,6 +264,15 @@ def test_a_user_whom_the_lists_of_sshd_shut_out(
         file.write_text(f"{before}\n")
         subprocess.run(edit.removeprefix("sudo ").replace(SITE, str(file)), shell=True, check=True)
         assert file.read_text() == f"{after}\n"
+
+
+def test_a_block_that_shuts_the_user_out_is_shown() -> None:
+    """Its list is somebody's decision about some logins."""
+    found = {**server(), "sets": {"allowusers": [[SITE, "admin"]]}}
+    looked = of_node("ssh server", {**found, "user": {**found["user"], "allowusers": "admin"}})
+    result = first("SSH07", looked)
+    assert result is not None and result.verdict == "fail"
+    assert shlex.split(result.remedy)[2] == "sudo grep -rniwE 'Match|AllowUsers' /etc/ssh"
 
 
 @pytest.mark.parametrize(
@@ -306,6 +324,26 @@ def test_passwords_that_set_up_does_not_switch_off() -> None:
     assert found is not None and f"/Id\" {early} && sudo systemctl reload ssh' && ansible-playbook" in found.remedy
     found = offered(own="yes", file=block)
     assert found is not None and found.remedy.endswith(f"/Id\" {block} && sudo systemctl reload ssh'")
+
+
+def test_passwords_of_a_block_go_and_a_ban_for_all_stays(tmp_path: Path) -> None:
+    block = "/etc/ssh/sshd_config.d/60-site.conf"
+    found = offered(own="yes", file=block)
+    assert found is not None
+    edit = shlex.split(found.remedy)[2].partition(" && ")[0].removeprefix("sudo ")
+    file = tmp_path / "site.conf"
+    file.write_text("PasswordAuthentication no\nMatch User admin\n\tPasswordAuthentication\tyes\n")
+    subprocess.run(edit.replace(block, str(file)), shell=True, check=True)
+    assert file.read_text() == "PasswordAuthentication no\nMatch User admin\n"
+
+
+def test_a_setting_of_sshd_may_stand_behind_tabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    site = "# none\n\tPasswordAuthentication\tyes\nPort = 22\nAllowUsers a b\n"
+    monkeypatch.setattr(children, "as_root", lambda *words: site if words[0] == "cat" else "")
+    monkeypatch.setattr(sshd.Path, "glob", lambda *_: [])
+    sets = sshd.ssh_server({"user": "cluster", "peer": "10.0.0.2"})["sets"]
+    path = "/etc/ssh/sshd_config"
+    assert sets == {"passwordauthentication": [[path, "yes"]], "port": [[path, "22"]], "allowusers": [[path, "a b"]]}
 
 
 @pytest.mark.parametrize(

@@ -109,8 +109,16 @@ def test_an_inventory_that_others_may_write() -> None:
     one = judged("RUN03", of_each("programs", {"python": {"inventory": text}}))[0]
     assert (one.verdict, one.observed) == ("fail", text.partition(". Allowed")[0])
     assert one.remedy == "ansible-playbook cluster/setup.yml --tags hosts --limit {limit}"
+    assert one.allowed == "files that root alone may write"
     assert judged("RUN03", of_each("programs", {"python": {"inventory": ""}})) == []
     assert judged("RUN03", of_each("programs", {"python": {"inventory": None}}))[0].verdict == "skip"
+
+
+def test_an_inventory_that_cannot_be_read() -> None:
+    text = "/etc/mpitrain/hosts:3: the section [gpu] is not known; allowed are [head], [workers]"
+    one = judged("RUN03", of_each("programs", {"python": {"inventory": text}}))[0]
+    assert (one.observed, one.allowed) == (text, "an inventory as set-up writes it")
+    assert one.remedy == "ansible-playbook cluster/setup.yml --tags hosts --limit {limit}"
 
 
 @pytest.mark.parametrize(
@@ -119,8 +127,8 @@ def test_an_inventory_that_others_may_write() -> None:
 def test_a_file_with_the_name_of_a_library(folder: str, login: str) -> None:
     """On the share it is renamed once, through the head."""
 
-    def looked_at(shadows: dict[str, str] | None) -> Seen:
-        python = {"files": {"train.py": "1"}, "shadows": shadows}
+    def looked_at(shadows: dict[str, str] | None, why: str = "") -> Seen:
+        python = {"files": {"train.py": "1"}, "shadows": shadows, "why_no_shadows": why}
         return of_each("programs", {"python": python}, script=f"{folder}/train.py")
 
     looked = looked_at({"numpy": f"{folder}/numpy.py"})
@@ -130,7 +138,11 @@ def test_a_file_with_the_name_of_a_library(folder: str, login: str) -> None:
     rename = f"sudo -u cluster mv -n {folder}/numpy.py {folder}/my_numpy.py"
     assert other.remedy.startswith(f"ssh {login} '{rename}'  # ")
     assert judged("RUN04", looked_at({})) == []
-    assert judged("RUN04", looked_at(None))[0].verdict == "unknown"
+    one = judged("RUN04", looked_at(None, "it ended with code 134"))[0]
+    assert (one.verdict, one.observed) == (
+        "unknown",
+        "the environment's python did not come to it: it ended with code 134",
+    )
     assert judged("RUN04", of_each("programs", {"python": {}}))[0].verdict == "skip"
     nowhere = of_each("programs", {"python": {"files": None, "shadows": None}}, script="/none.py")
     assert judged("RUN04", nowhere)[0].verdict == "skip"
@@ -186,6 +198,20 @@ def test_the_jobs_python_says_what_stands_beside_a_script(tmp_path: Path) -> Non
     assert "inventory" in python
 
 
+def test_a_python_that_dies_of_its_mpi_is_told_from_a_slow_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mpi4py.py").write_text("import os\nos.abort()\n")
+    (tmp_path / "script").mkdir()
+    (tmp_path / "script/train.py").write_text("")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    probe = files("mpitrain.launch").joinpath("probe.py").read_text()
+    wish = {"address": "", "venv": "", "probe": probe, "script": str(tmp_path / "script/train.py")}
+    answer = jobs.programs({**wish, "python": sys.executable})
+    why = answer["mpi"]["why"]  # some shells have a word for the signal
+    assert "Aborted" in why or why == "it ended with code 134"
+    assert answer["python"]["shadows"] is None
+    assert answer["python"]["why_no_shadows"] == why
+
+
 @pytest.mark.parametrize(("load", "expected"), [(0.5, 1.0), (5.0, 2.5), (60.0, 3.0)])
 def test_a_busy_machine_has_more_time(load: float, expected: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(children.os, "getloadavg", lambda: (load, 0.0, 0.0))
@@ -196,3 +222,21 @@ def test_a_busy_machine_has_more_time(load: float, expected: float, monkeypatch:
 def test_a_deadline_is_that_of_a_machine_that_is_not_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(children, "patience", lambda: 1e5)
     assert children.run(["sleep", "0.2"], 0.01) == (0, "", "")
+
+
+def test_the_deadline_that_is_told_is_the_one_that_was_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(children, "patience", lambda: 3.0)
+    with pytest.raises(children.SlowError, match=r"`sleep 60` did not end within 2 s") as raised:
+        children.run(["sleep", "60"], 0.5)
+    assert raised.value.seconds == 1.5
+    monkeypatch.setattr(jobs, "_SSH_SECONDS", 0.5)
+    monkeypatch.setattr(jobs, "_SHELL", "import time\ntime.sleep(60)")
+    monkeypatch.setattr(jobs, "startup", str)
+    assert jobs.shell({"address": ""}) == {"refused": "does not end within 2 s", "startup": ""}
+    monkeypatch.setattr(
+        jobs,
+        "in_job",
+        lambda *_: (0, f"{jobs._MARK}\n/v/python\n{jobs._MARK}124\n/m\n{jobs._MARK}0\n\n{jobs._MARK}\n", ""),
+    )
+    wish = {"address": "", "venv": "", "probe": "", "script": "", "python": ""}
+    assert jobs.programs(wish)["python"]["why"] == "it does not end within 90 s"

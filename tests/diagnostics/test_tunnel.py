@@ -54,6 +54,22 @@ def test_a_tunnel_that_leads_nowhere(tunnel: dict[str, Any], words: str, tag: st
     assert one.remedy == f"ansible-playbook cluster/setup.yml --tags {tag}"
 
 
+@pytest.mark.parametrize(
+    ("addresses", "words"),
+    [
+        (["10.213.0.2"], "there is a tunnel, with the address 10.213.0.2, and mpitrain_wireguard is false"),
+        ([], "the tunnel is down"),
+    ],
+)
+def test_a_tunnel_that_no_setting_asks_for(addresses: list[str], words: str) -> None:
+    """Set-up would take it away: so from all nodes, never from one."""
+    (one,) = judged("WGD01", looked(False, addresses=addresses))
+    assert (one.verdict, one.where, one.observed) == ("fail", ("node2",), words)
+    line, _, comment = one.remedy.partition("  # ")
+    assert line == "ansible-playbook cluster/setup.yml --tags wireguard"
+    assert ("mpitrain_wireguard: true" in comment) == bool(addresses)
+
+
 def test_a_node_that_has_not_learnt_a_key() -> None:
     """Whoever is down or was not seen has nothing to say of the others' keys."""
     made = looked()

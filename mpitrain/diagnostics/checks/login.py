@@ -99,7 +99,15 @@ _SWAPPED = (
 _SUDO_HANGS = "time getent group sudo wheel; journalctl -n 20 _COMM=sudo  # on the console of {node}: sssd, LDAP, DNS?"
 # What bash says of a startup file in which it ends before it runs the command.
 _STARTUP = re.compile(r"(/\S*bashrc): line ")
+_NO_PYTHON = (
+    "ssh {login} '/usr/bin/python3 --version | head -c 200'  # if that is no Python: "
+    "sudo apt-get install --reinstall -y python3-minimal, or sudo dnf reinstall -y python3"
+)
 _REMEDIES = {
+    "3.8 or newer is needed": "ssh {login} 'cat /etc/os-release'  # {node} needs a newer release of its system: "
+    "Debian 11, Ubuntu 20.04, Red Hat 9",
+    "something else than our probe": _NO_PYTHON,
+    "ended with code": _NO_PYTHON,
     "did not start our probe": "ssh -v {login} true  # if it hangs, something in .bashrc or /etc/bash.bashrc waits",
     "Connection refused": "sudo systemctl start ssh  # on the console of {node}; sshd on Red Hat's family",
     "and hangs up": "sudo rm -f /etc/nologin /run/nologin; sudo journalctl -n 20 _COMM=sshd  # on the console of "

@@ -14,7 +14,7 @@ from mpitrain.diagnostics.collect import Cluster, ClusterStep, PairStep
 from mpitrain.diagnostics.remedies import over_ssh, ssh_service
 
 _SLOW_SECONDS = 2.0
-_LOGIN_SECONDS = 30.0  # of two tries, on a busy node
+_LOGIN_SECONDS = 20.0  # of two tries, of 8 s each
 # A node runs a few commands at a time.
 _MOST_LOGINS = 5
 _SET_UP = "{set_up} --tags ssh --limit {limit}"

@@ -36,18 +36,19 @@ def _server(seen: Seen, name: str) -> Mapping[str, Any]:
     return server
 
 
-def _remedy(seen: Seen, server: Mapping[str, Any], name: str, word: str) -> str:
+def _remedy(seen: Seen, server: Mapping[str, Any], name: str, word: str, value: str = ".*") -> str:
     """Set-up writes its own file; what sshd takes may be in another one, before it or, for some words, behind it."""
     path = _setter(server, word)
     has_ours = _OURS in [other for other, _ in server["sets"].get(word, [])]
     if path in ("", _OURS) or not (has_ours or _FOLDER < path < _OURS):
         return _SET_UP
-    return _without(seen, name, word, path)
+    return _without(seen, name, word, path, value)
 
 
-def _without(seen: Seen, name: str, word: str, path: str) -> str:
-    line = f'sudo sed -i "/^ *{word}/Id" {shlex.quote(path)} && sudo systemctl reload {ssh_service(seen, name)}'
-    return through_ssh(seen.target.login(name), line)
+def _without(seen: Seen, name: str, word: str, path: str, value: str) -> str:
+    """A line that takes out the lines with that value alone: beside a block's `yes` a `no` for all others may stand."""
+    edit = f'sudo sed -i "/^\\s*{word}\\s\\+{value}\\b/Id" {shlex.quote(path)}'
+    return through_ssh(seen.target.login(name), f"{edit} && sudo systemctl reload {ssh_service(seen, name)}")
 
 
 def _setter(server: Mapping[str, Any], word: str) -> str:
@@ -89,14 +90,14 @@ def _policy(seen: Seen, name: str) -> Iterator[Finding]:
     settings, root = server["user"], server["root"]
     user = seen.target.user
     if settings.get("pubkeyauthentication") == "no":
-        remedy = _remedy(seen, server, name, "pubkeyauthentication")
+        remedy = _remedy(seen, server, name, "pubkeyauthentication", "no")
         observed = f"sshd takes no keys for {user} (PubkeyAuthentication no{_where(server, 'pubkeyauthentication')})"
         yield Finding("fail", (name,), observed, "PubkeyAuthentication yes", remedy)
     yield from _shut_out(seen, name, server)
     for word in ("passwordauthentication", "kbdinteractiveauthentication"):
         if settings.get(word) == "yes":
             observed = f"sshd takes passwords for {user} ({word} yes{_where(server, word)})"
-            yield Finding("warn", (name,), observed, "keys only", _remedy(seen, server, name, word))
+            yield Finding("warn", (name,), observed, "keys only", _remedy(seen, server, name, word, "yes"))
     if root.get("permitrootlogin") == "yes" and root.get("passwordauthentication") == "yes":
         yield Finding(
             "warn",
@@ -130,7 +131,10 @@ def _shut_out(seen: Seen, name: str, server: Mapping[str, Any]) -> Iterator[Find
         files = list(dict.fromkeys(path for path, _ in server["sets"].get(word.lower(), [])))
         by = f", by {' and '.join(files)}" if files else ""
         service = ssh_service(seen, name)
-        edit = _edit(word, matching, own, files, service) if files else f"sudo grep -rniw {word} /etc/ssh"
+        # What a block says of some logins is somebody's decision.
+        is_block = server["all"].get(word.lower()) != settings.get(word.lower())
+        look = f"sudo grep -rniwE 'Match|{word}' /etc/ssh"
+        edit = look if is_block or not files else _edit(word, matching, own, files, service)
         listed = " ".join(matching if is_denial else patterns)
         observed = f"sshd does not let {user} in ({word} {listed}{by})"
         remedy = through_ssh(seen.target.login(name), edit)
@@ -139,12 +143,14 @@ def _shut_out(seen: Seen, name: str, server: Mapping[str, Any]) -> Iterator[Find
 
 
 def _edit(word: str, matching: list[str], own: str, files: list[str], service: str) -> str:
-    """A line that takes the `matching` patterns out of such a list, or puts `own` into it."""
-    steps = [f"/^ *{word} /I s/$/ {own}/"]
+    """A line that takes the `matching` patterns out of such a list, or puts `own` into it; not in blocks of Match."""
+    steps = [rf"/^\s*{word}\s/I s/$/ {own}/"]
     if matching:
-        steps = [f"/^ *{word} /I s/ +{re.escape(one)}( |$)/\\1/g" for one in matching]
-        steps.append(f"/^ *{word} *$/I d")  # sshd does not start with an empty one
-    return f"sudo sed -i -E {shlex.quote('; '.join(steps))} {shlex.join(files)} && sudo systemctl reload {service}"
+        patterns = [re.escape(one).replace("/", r"\/") for one in matching]
+        steps = [rf"/^\s*{word}\s/I s/\s+{pattern}(\s|$)/\1/g" for pattern in patterns]
+        steps.append(rf"/^\s*{word}\s*$/I d")  # sshd does not start with an empty one
+    script = "; ".join([r"/^\s*Match\s/I,$ b", *steps])
+    return f"sudo sed -i -E {shlex.quote(script)} {shlex.join(files)} && sudo systemctl reload {service}"
 
 
 def _is_named(seen: Seen, pattern: str, name: str) -> bool:
@@ -178,7 +184,7 @@ def _keys_only(seen: Seen, server: Mapping[str, Any], name: str, word: str, path
     """Set-up switches passwords off for all; not where an earlier file, or a block of a user's, says otherwise."""
     is_block = server["all"].get(word) != "yes"
     if path and (is_block or _FOLDER < path < _OURS):
-        return _without(seen, name, word, path) + ("" if is_block else f" && {_KEYS_ONLY}")
+        return _without(seen, name, word, path, "yes") + ("" if is_block else f" && {_KEYS_ONLY}")
     return _KEYS_ONLY
 
 

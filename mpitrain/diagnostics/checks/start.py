@@ -60,7 +60,9 @@ def _inventory(seen: Seen, name: str) -> Iterator[Finding]:
         raise NotHereError("there is no inventory for `mpitrain run`" if "why" not in python else "no Python runs")
     if inventory:
         # Behind that stands what the user of one machine can do.
-        yield Finding("fail", (name,), inventory.partition(". Allowed is ")[0], "files that root alone may write")
+        observed, is_foreign, _ = inventory.partition(". Allowed is ")
+        allowed = "files that root alone may write" if is_foreign else "an inventory as set-up writes it"
+        yield Finding("fail", (name,), observed, allowed)
 
 
 def _shadows(seen: Seen, name: str) -> Iterator[Finding]:
@@ -71,7 +73,7 @@ def _shadows(seen: Seen, name: str) -> Iterator[Finding]:
     if python["files"] is None:
         raise NotHereError(f"there is no {script}")  # which is ENV04's to say
     if python["shadows"] is None:
-        raise NotSeenError("the environment's python did not come to it in time")
+        raise NotSeenError(f"the environment's python did not come to it: {python['why_no_shadows']}")
     for library, path in python["shadows"].items():
         text = f"Python takes {path}, beside the script, for the library {library}"
         # What is on the share is renamed once, for all nodes.

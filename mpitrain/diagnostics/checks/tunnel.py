@@ -33,8 +33,14 @@ def _up(seen: Seen, name: str) -> Iterator[Finding]:
         return
     if own not in tunnel["addresses"]:
         has = ", ".join(tunnel["addresses"])
+        is_wanted = seen.target.settings["mpitrain_wireguard"]
+        if has and not is_wanted:
+            observed = f"there is a tunnel, with the address {has}, and mpitrain_wireguard is false"
+            yield Finding("fail", (name,), observed, "no tunnel, or mpitrain_wireguard: true", _NOT_WANTED)
+            return
         observed = f"the tunnel has the address {has}" if has else "the tunnel is down"
-        yield Finding("fail", (name,), observed, f"up, with the address {own}")
+        # Where it is not wanted, set-up takes it away: from all nodes, or from none.
+        yield Finding("fail", (name,), observed, f"up, with the address {own}", "" if is_wanted else _ALL)
         return
     others = {other: seen.nodes.get(other, {}).get("tunnel", {}) for other in seen.target.names if other != name}
     strange = [
@@ -55,6 +61,10 @@ def _gate(seen: Seen, name: str) -> Iterator[Finding]:
 
 
 _ALL = "{set_up} --tags wireguard"
+_NOT_WANTED = (
+    f"{_ALL}  # takes it away from all nodes; to keep it, "
+    "first write mpitrain_wireguard: true into cluster/group_vars/all.yml"
+)
 
 ASKS: tuple[Ask, ...] = (Ask("tunnel", "tunnel", "login"),)
 PAIRS: dict[str, PairStep] = {}

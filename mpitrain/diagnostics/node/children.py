@@ -34,7 +34,11 @@ _ending = threading.Event()
 
 
 class SlowError(Exception):
-    """A command did not end in time."""
+    """A command did not end in time: in so many `seconds`."""
+
+    def __init__(self, words: str, seconds: float = 0.0) -> None:
+        super().__init__(words)
+        self.seconds = seconds
 
 
 class EndingError(Exception):
@@ -88,13 +92,14 @@ def _run(
         except OSError as error:
             return 127, "", f"{command[0]}: {error.strerror}"
         _running.add(child)
+    seconds *= patience()
     try:
-        out, err = child.communicate(None if input is None else input.encode(), timeout=seconds * patience())
+        out, err = child.communicate(None if input is None else input.encode(), timeout=seconds)
     except subprocess.TimeoutExpired:
         kill(child)
         with suppress(subprocess.TimeoutExpired):
             child.communicate(timeout=0.5)
-        raise SlowError(f"`{' '.join(command)[:80]}` did not end within {seconds:g} s") from None
+        raise SlowError(f"`{' '.join(command)[:80]}` did not end within {seconds:.0f} s", seconds) from None
     finally:
         with _lock:
             _running.discard(child)

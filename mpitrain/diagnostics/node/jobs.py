@@ -51,8 +51,8 @@ def shell(wish: dict[str, Any]) -> dict[str, Any]:
     python = "/usr/bin/python3" if wish["address"] else sys.executable
     try:
         code, out, error = in_job(wish["address"], [python, "-I", "-c", _SHELL], _SSH_SECONDS, _SENT)
-    except children.SlowError:
-        return {"refused": f"does not end within {_SSH_SECONDS:g} s", "startup": startup()}
+    except children.SlowError as slow:
+        return {"refused": f"does not end within {slow.seconds:.0f} s", "startup": startup()}
     noise, _, answer = out.partition(_MARK)
     if not answer:
         refused = {"refused": _ending(code, error, out)}
@@ -215,8 +215,9 @@ def programs(wish: dict[str, Any]) -> dict[str, Any]:
     and "on_path", the mpiexec that a shell would find, where it is another.
     """
     patience = children.patience()
-    deadlines = [f"{seconds * patience:.0f}" for seconds in (_PYTHON_SECONDS, _MPIEXEC_SECONDS)]
-    arguments = [wish["venv"], _FACTS, wish["probe"], wish["script"], wish["python"], *deadlines]
+    python_seconds, mpiexec_seconds = _PYTHON_SECONDS * patience, _MPIEXEC_SECONDS * patience
+    arguments = [wish["venv"], _FACTS, wish["probe"], wish["script"], wish["python"]]
+    arguments += [f"{python_seconds:.0f}", f"{mpiexec_seconds:.0f}"]
     command = ["sh", "-c", _PROGRAMS, "sh", *arguments]
     code, out, error = in_job(wish["address"], command, _SSH_SECONDS + _PYTHON_SECONDS + 2 * _MPIEXEC_SECONDS)
     parts = out.split(_MARK)
@@ -228,15 +229,15 @@ def programs(wish: dict[str, Any]) -> dict[str, Any]:
     on_path, _, other_version = rest.partition("\n")
     lines = [line for line in parts[1].splitlines() if line.startswith("{")]
     others = [line for line in parts[1].splitlines() if line and not line.startswith("{")]
-    why = _why(python_code, "\n".join(others[1:]), _PYTHON_SECONDS)
-    shadows = {"shadows": json.loads(lines[2])["shadows"] if len(lines) > 2 else None}
+    why = _why(python_code, "\n".join(others[1:]), python_seconds)
+    shadows = json.loads(lines[2]) if len(lines) > 2 else {"shadows": None, "why_no_shadows": why}
     return {
         "python": {"path": others[0], **({**json.loads(lines[0]), **shadows} if lines else {"why": why})},
         "mpi": json.loads(lines[1]) if len(lines) > 1 else {"why": why},
         "mpiexec": {
             "path": path,
             "text": version[:4000],
-            "why": _why(mpiexec_code, version.strip(), _MPIEXEC_SECONDS),
+            "why": _why(mpiexec_code, version.strip(), mpiexec_seconds),
         },
         "on_path": {"path": on_path, "text": other_version[:4000]} if on_path else None,
     }
@@ -247,7 +248,7 @@ def _why(code: str, said: str, seconds: float) -> str:
     if code == "0":
         return ""
     if code in ("124", "137"):
-        return f"it does not end within {seconds:g} s"
+        return f"it does not end within {seconds:.0f} s"
     return (said.splitlines()[-1][:300] if said else "") or f"it ended with code {code}"
 
 

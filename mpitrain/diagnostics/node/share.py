@@ -117,8 +117,8 @@ def _ask(script: str, *arguments: str, seconds: float = _TOUCH_SECONDS, as_root:
     command = [sys.executable, "-I", "-c", _BEGIN + script, *arguments]
     try:
         code, out, error = children.run((["sudo", "-n"] if as_root else []) + command, seconds)
-    except children.SlowError:
-        return {"slow": seconds}
+    except children.SlowError as slow:
+        return {"slow": round(slow.seconds)}
     if code != 0:
         raise RuntimeError(" ".join(error.strip().splitlines()[-1:]) or f"a child ended with code {code}")
     return json.loads(out)

@@ -45,9 +45,9 @@ def ssh_server(wish: dict[str, Any]) -> dict[str, Any]:
     files = sorted(Path(_SETTINGS).glob("*.conf")) + [Path("/etc/ssh/sshd_config")]
     for path in files:
         for line in (children.as_root("cat", str(path)) or "").splitlines():
-            word, _, value = line.strip().partition(" ")
-            if word and not word.startswith("#"):
-                settings["sets"].setdefault(word.lower(), []).append([str(path), value.strip()])
+            setting = re.match(r"\s*(\w+)[\s=]+(.*)", line)
+            if setting:
+                settings["sets"].setdefault(setting[1].lower(), []).append([str(path), setting[2].strip()])
     return settings
 
 

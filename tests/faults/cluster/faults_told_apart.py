@@ -85,7 +85,7 @@ FAULTS: dict[str, Fault] = {
         {"node3": UNDO_BASHRC},
         {"SSH09": ("fail", "node3")},
         has_line=True,
-        shows=["does not end within 10 s, because of ~cluster/.bashrc"],
+        shows=["s, because of ~cluster/.bashrc"],
         is_slow=True,
     ),
     "a new first address": Fault(
