@@ -91,8 +91,8 @@ def no_answer(name: str, address: str | None, report: dict) -> str:
     where = f"{name} ({address})"
     if report.get("unreachable") and re.search(r"(?i)timeout .*privilege escalation prompt", message):
         return (
-            f"{where}: ssh gets in, but sudo does not answer: {message}. Is the node overloaded, or does sudo wait for"
-            f" a name server? Try: ssh {address} sudo -n true"
+            f"{where}: no answer to sudo: {message}. Is the node up, and is it overloaded? Try: ssh {address} sudo -n true."
+            f" If it is gone for good, take {name} out of the inventory"
         )
     if report.get("unreachable"):
         return (
