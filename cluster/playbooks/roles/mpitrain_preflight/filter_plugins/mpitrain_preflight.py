@@ -91,7 +91,7 @@ def no_answer(name: str, address: str | None, report: dict) -> str:
     where = f"{name} ({address})"
     if report.get("unreachable") and re.search(r"(?i)timeout .*privilege escalation prompt", message):
         return (
-            f"{where}: no answer to sudo: {message}. Is the node up, and is it overloaded? Try: ssh {address} sudo -n true."
+            f"{where}: no answer to sudo: {message}. Is the node up, and overloaded? Try: ssh {address} sudo -n true."
             f" If it is gone for good, take {name} out of the inventory"
         )
     if report.get("unreachable"):
