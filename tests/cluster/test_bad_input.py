@@ -48,7 +48,7 @@ FAULTS = {
             "a login with a key alone fails",
             "Permission denied",
             "It would lock you out",
-            "ssh-copy-id 10.",
+            "ssh-copy-id admin@10.",
         ),
         ("-e", "ansible_password=right", "-e", "mpitrain_sshd_passwords=false"),
     ),

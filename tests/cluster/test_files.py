@@ -152,8 +152,23 @@ def test_an_environment_that_cannot_be_loaded_is_damaged(
     python.write_text(f"#!/bin/sh\nexit {code}\n")
     python.chmod(0o755)
     (tmp_path / ".mpitrain").write_text("numpy==1\n")
-    found = facts.environment(tmp_path, "root", mounted=False)
+    found = facts.environment(tmp_path, "root", "", mounted=False)
     assert found == {"runtime": "numpy==1\n", "runtime_damaged": is_damaged, "venv_foreign": False}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="the module runs as root")
+@pytest.mark.parametrize(
+    ("mpiexec", "library"), [("", ""), ("/usr/bin/mpiexec", ""), ("/opt/mpi/bin/mpiexec", "/opt/mpi/lib/libmpi.so")]
+)
+def test_an_environment_is_loaded_with_the_mpi_that_it_is_for(
+    facts: ModuleType, tmp_path: Path, mpiexec: str, library: str
+) -> None:
+    """As /usr/local/lib/mpitrain/launch does: mpi4py looks for an MPI with a prefix nowhere by itself."""
+    python = tmp_path / "bin/python"
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/sh\n[ "$MPI4PY_LIBMPI" = "{library}" ]\n')
+    python.chmod(0o755)
+    assert facts.damaged(tmp_path, "root", mpiexec) is False
 
 
 def test_the_pinned_versions_are_ones_that_mpitrain_allows() -> None:
@@ -232,9 +247,13 @@ def test_who_would_be_locked_out_is_refused(preflight: ModuleType) -> None:
     denied = {"unreachable": True, "msg": "Task failed: Failed to connect: admin@10.0.0.1: Permission denied"}
     assert preflight.key_problems("a", "10.0.0.1", {}) == []
     assert preflight.key_problems("a", "10.0.0.1", {"skipped": True}) == []
-    (sentence,) = preflight.key_problems("a", "10.0.0.1", denied)
+    (sentence,) = preflight.key_problems("a", "10.0.0.1", denied)  # ssh's own user: none is named
     assert sentence.startswith("a (10.0.0.1): mpitrain_sshd_passwords is false, and a login with a key alone fails: ")
-    assert "Permission denied" in sentence and "ssh-copy-id 10.0.0.1" in sentence
+    assert "Permission denied" in sentence and "Bring your key there: ssh-copy-id 10.0.0.1; or" in sentence
+    settings = SETTINGS | {"login_users": {"a": "admin"}, "login_ports": {"a": 2222}}
+    reports = {"a": {"ansible_facts": {"mpitrain": HEALTHY}}}
+    (sentence,) = preflight.problems(reports, {"a": "10.0.0.1"}, {"head": ["a"]}, settings, {"a": denied})
+    assert "Bring your key there: ssh-copy-id -p 2222 admin@10.0.0.1; or" in sentence
 
 
 @pytest.mark.parametrize(

@@ -205,7 +205,7 @@ def source(address: str) -> str:
     return routes[0].get("prefsrc", "") if routes else ""
 
 
-def environment(venv: Path, user: str, mounted: bool) -> dict:
+def environment(venv: Path, user: str, mpiexec: str, mounted: bool) -> dict:
     """What the environment holds by its own note, whether that still works, and whether there is something not ours."""
     if mounted:
         return {"runtime": "", "runtime_damaged": False, "venv_foreign": False}
@@ -216,12 +216,12 @@ def environment(venv: Path, user: str, mounted: bool) -> dict:
     there = venv.is_symlink() or venv.is_file() or (venv.is_dir() and any(venv.iterdir()))
     return {
         "runtime": held,
-        "runtime_damaged": bool(held) and damaged(venv, user),
+        "runtime_damaged": bool(held) and damaged(venv, user, mpiexec),
         "venv_foreign": there and not is_own,
     }
 
 
-def damaged(venv: Path, user: str) -> bool:
+def damaged(venv: Path, user: str, mpiexec: str) -> bool:
     """Whether what set-up has put into the environment cannot be loaded; no answer in time does not say so.
 
     Asked as the shared user, to whom its files belong: root must not run them.
@@ -229,6 +229,8 @@ def damaged(venv: Path, user: str) -> bool:
     load = "import mpi4py, numpy; mpi4py.rc.initialize = False; from mpi4py import MPI"
     command = ["runuser", "-u", user, "--", f"{venv}/bin/python", "-c", load]
     environment = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C", "OMP_NUM_THREADS": "1"}
+    if mpiexec not in ("", "/usr/bin/mpiexec"):  # as the starters of mpitrain_runtime do
+        environment["MPI4PY_LIBMPI"] = str(Path(mpiexec).parent.parent / "lib/libmpi.so")
     try:
         done = subprocess.run(
             command,
@@ -337,7 +339,7 @@ def main() -> None:
         "installed_by_us": text("/etc/mpitrain/packages").split(),
         "made_by_us": text("/etc/mpitrain/account").split(),
         "hostname_before": text("/etc/mpitrain/hostname").strip(),
-        **environment(Path(given["venv"]), given["user"], mounted),
+        **environment(Path(given["venv"]), given["user"], given["mpiexec"], mounted),
         "examples": not mounted and os.path.lexists(f"{given['share']}/examples"),
         "hosts_lines": hosts_lines(),
         "sources": {address: source(address) for address in given["peers"]},

@@ -21,7 +21,8 @@ def problems(reports: dict, addresses: dict, groups: dict, settings: dict, login
 
     `reports`: node name -> result of mpitrain_facts; `addresses`: node name -> ansible_host; `groups`: the
     inventory's; `settings`: user, uid, gid, share, venv, min_free_mib, set_hostname, mpi, python;
-    with a tunnel "network" and "inside", which is node name -> address in it;
+    with a tunnel "network" and "inside", which is node name -> address in it; where the inventory says them
+    "login_users" and "login_ports", by node name;
     `logins`: node name -> result of a login with a key alone, where one was tried.
     """
     # Before ansible-core 2.19 a template gives text, whatever is in it.
@@ -42,7 +43,8 @@ def problems(reports: dict, addresses: dict, groups: dict, settings: dict, login
             result.append(no_answer(name, addresses.get(name), report))
             continue
         facts[name] = one = report["ansible_facts"]["mpitrain"]
-        result += key_problems(name, addresses.get(name), (logins or {}).get(name, {}))
+        user, port = (settings.get(key, {}).get(name, "") for key in ("login_users", "login_ports"))
+        result += key_problems(name, addresses.get(name), (logins or {}).get(name, {}), user, port)
         result += node_problems(name, one, settings)
         result += network_problems(name, addresses, one, inside)
         result += way_problems(name, one, settings["network"]) if settings.get("network") else []
@@ -111,15 +113,15 @@ def no_answer(name: str, address: str | None, report: dict) -> str:
     return f"{where}: the look at it failed: {message}"
 
 
-def key_problems(name: str, address: str | None, login: dict) -> list[str]:
+def key_problems(name: str, address: str | None, login: dict, user: str = "", port: int | str = "") -> list[str]:
     """A machine that would lock out whoever sets it up: once passwords are off, only a key opens it."""
     if not (login.get("unreachable") or login.get("failed")):
         return []
     message = PREFIX.sub("", str(login.get("msg") or "no message")).strip()
+    bring = "ssh-copy-id" + (f" -p {port}" if port else "") + (f" {user}@{address}" if user else f" {address}")
     sentence = (
         f"{name} ({address}): mpitrain_sshd_passwords is false, and a login with a key alone fails: {message}. It would"
-        f" lock you out. Bring your key there: ssh-copy-id {address}, with the user that you log in as; or set"
-        " mpitrain_sshd_passwords: true"
+        f" lock you out. Bring your key there: {bring}; or set mpitrain_sshd_passwords: true"
     )
     return [sentence]
 
