@@ -117,6 +117,16 @@ def test_a_terminal_shows_what_is_being_done(project: Path) -> None:
     assert left[1:] == ["Now train", "[M:SS]  2 of 2  Change: 2 changes", "done in M:SS: 2 nodes, 2 changes"]
 
 
+def test_a_playbook_of_a_users_own_runs_from_here(project: Path) -> None:
+    (project / "own").mkdir()
+    shutil.move(project / "cluster/setup.yml", project / "own/play.yml")
+    job = run_command(
+        [str(Path(sys.executable).with_name("ansible-playbook")), "own/play.yml"], cwd=project, timeout=300.0
+    )
+    assert job.code == 0, job.output
+    assert job.stdout.startswith("All output goes to own/log/play-")
+
+
 def test_mpitrain_cluster_says_the_end_once(project: Path) -> None:
     command = [sys.executable, "-m", "mpitrain", "cluster", "setup"]
     job = run_command(command, cwd=project, timeout=300.0)
