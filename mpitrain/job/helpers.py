@@ -23,7 +23,8 @@ from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
-# Major numbers of the kernel's Documentation/admin-guide/devices.txt: memory, such as /dev/null, and terminals.
+# Major numbers of the kernel's Documentation/admin-guide/devices.txt: memory, such as /dev/null, and most terminals.
+# isatty() knows all consoles, of which there are many kinds.
 _HARMLESS = {1, 4, 5, *range(136, 144)}
 
 
@@ -64,8 +65,22 @@ class StartMethod(BaseContext):
 
 
 def prepare_for_helpers(name: str) -> None:
-    """From now on this rank's processes start as StartMethod decides, unless the program has chosen or chooses."""
+    """From now on this rank's processes start as StartMethod decides, unless the program has chosen or chooses.
+
+    What the program has used of multiprocessing until now counts as a choice: a Lock made for forked processes is of no
+    use to others.
+
+    Args:
+        name: of the rank, at the begin of what is said on stderr about it; "": nothing is said.
+    """
     defaults: Any = context._default_context
+    settled = defaults._actual_context
+    if name and settled is not None and settled.get_start_method() == "fork" and (reason := unsafe_because()):
+        text = (
+            f"mpitrain: {name}: multiprocessing forks processes, though {reason}. The program chose that before "
+            "init(), or used a Lock, a Queue or tqdm before init(), which chooses it. Call init() before these"
+        )
+        print(text, file=sys.stderr, flush=True)
     if not isinstance(defaults._default_context, StartMethod):
         defaults._default_context = StartMethod(defaults._default_context, name)
         os.register_at_fork(after_in_child=_hang_up)
@@ -84,7 +99,9 @@ def open_device() -> str:
     for descriptor in sorted(Path("/proc/self/fd").iterdir(), key=lambda path: int(path.name)):
         with suppress(OSError):  # that of the folder itself has gone by now
             status = descriptor.stat()
-            if stat.S_ISCHR(status.st_mode) and os.major(status.st_rdev) not in _HARMLESS:
+            if not stat.S_ISCHR(status.st_mode) or os.major(status.st_rdev) in _HARMLESS:
+                continue
+            if not os.isatty(int(descriptor.name)):
                 return str(descriptor.readlink())
     return ""
 

@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from mpitrain.exchange.exchange import check_compression
 from mpitrain.exchange.trees import ArrayTrees
 from mpitrain.job.context import JobContext
 from mpitrain.job.early import is_helper
-from mpitrain.job.helpers import prepare_for_helpers
+from mpitrain.job.helpers import prepare_for_helpers, unsafe_because
 from mpitrain.job.job import Job
 from mpitrain.job.trace import Trace
 from mpitrain.job.worlds import check_containers, make_world
@@ -80,7 +80,6 @@ def _begin(settings: dict[str, Any]) -> Job:
     from mpi4py import MPI
 
     world = make_world(MPI.COMM_WORLD)
-    prepare_for_helpers(world.name() if world.is_root else "")
     job = Job(world)
     job.world = world = replace(world, config=_common_config(world, settings))
     check_containers(world)
@@ -88,7 +87,11 @@ def _begin(settings: dict[str, Any]) -> Job:
         _publish(world)
     stop_waiting()
     job.world = world = replace(world, profile=_common_profile(world))
-    _share_cores(world)
+    # Every rank makes this call, whatever its environment.
+    facts = world.allgather((world.node_rank, os.sched_getaffinity(0), unsafe_because()))
+    _share_cores(world, [(node_rank, cores) for node_rank, cores, _ in facts])
+    # Where rank 0 has a reason not to fork by now, its line is enough. Else each rank that gets one tells that itself.
+    prepare_for_helpers(world.name() if world.is_root or not facts[0][2] else "")
     if world.config.trace:
         # Called before the job's farewell: what is registered last is called first.
         atexit.register(Trace(job, Path(world.config.trace)).finish)
@@ -227,11 +230,9 @@ def _common_config(world: World, settings: dict[str, Any]) -> Config:
     return config
 
 
-def _share_cores(world: World) -> None:
+def _share_cores(world: World, of_all: Sequence[tuple[int, set[int]]]) -> None:
     """Give each rank its share of the machine's cores: NumPy's BLAS would take all of them in every rank."""
-    # Every rank makes this call, whatever its environment. A launcher may have bound each rank to cores of its own:
-    # count those of all ranks of the machine.
-    of_all = world.allgather((world.node_rank, os.sched_getaffinity(0)))
+    # A launcher may have bound each rank to cores of its own: count those of all ranks of the machine.
     cores: set[int] = set().union(*(rank_cores for node_rank, rank_cores in of_all if node_rank == world.node_rank))
     if world.local_size == 1:
         return

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from mpitrain.launch.memory_kills import KERNEL_KILLED
 from mpitrain.watching.census import FirstEnd
 from mpitrain.watching.ranges import rank_ranges
 from mpitrain.watching.rank_record import FAILED, RankRecord
@@ -114,11 +115,12 @@ def _why(ended: Ended, host_of: Callable[[int], str]) -> tuple[str, int | None]:
         return f"mpiexec itself was killed on {ended.mpiexec_host}, by signal {ended.mpiexec_signal}", None
     if daemon := _OPEN_MPI_DAEMON.search(ended.mpiexec_said):
         return f"the process of mpiexec on {daemon[1]} was killed, or has crashed, or cannot be reached", None
-    kernel = f": {first.kernel}" if first is not None and first.kernel else ""
+    kernel = first.kernel if first is not None else ""
     if first is not None and first.rank is None:
         host = host_of(first.parent_of[0])
         started = f"that started {_ranks(first.parent_of)}"
-        return f"the process of mpiexec on {host} {started} was killed, or has crashed{kernel}", None
+        why_so = f": {kernel}" if kernel else ""
+        return f"the process of mpiexec on {host} {started} was killed, or has crashed{why_so}", None
     told = _told(ended, host_of)
     rank = _first(ended, set(told))
     if rank is None and len(told) == 1:
@@ -127,8 +129,10 @@ def _why(ended: Ended, host_of: Callable[[int], str]) -> tuple[str, int | None]:
     if rank is None:
         return _unknown(ended), None
     how = told.get(rank, "ended without a word (os._exit, or killed?)")
-    if kernel and "killed" in how:
-        how = f"was killed by signal 9{kernel}"
+    if kernel.startswith(KERNEL_KILLED) and "killed" in how:
+        how = f"was killed by signal 9: {kernel}"
+    elif kernel and (rank not in told or "by signal 9" in how):
+        how = f"{how}: {kernel}"
     return f"rank {rank} on {host_of(rank)} {how}", rank
 
 

@@ -99,13 +99,14 @@ class Guard:
                 self._beat()
         self._end(0.0)
 
-    def _look_at_ends(self) -> None:
+    def _look_at_ends(self, *, is_last: bool = False) -> None:
         self._census.look()
         for pid in self._census.alive():
             self._memory_kills.watch(pid)
         first = self._census.first_end()
-        if first is not None and first.pid not in self._kernel:
-            self._kernel[first.pid] = self._memory_kills.words(first.pid)
+        # The kernel's log may come after the end of a process.
+        if first is not None and (is_last or first.pid not in self._kernel):
+            self._kernel[first.pid] = self._memory_kills.words(first.pid) or self._kernel.get(first.pid, "")
         first_end = None if first is None else {**vars(first), "kernel": self._kernel[first.pid]}
         if first_end != self._first_end:
             self._first_end = first_end
@@ -159,8 +160,7 @@ class Guard:
         """Leave the job's processes so long to end by themselves, then kill the rest, and remove the job's files."""
         self._shared_files.look(self._job.find)
         ended, immortal = self._job.end(linger_seconds)
-        self._kernel.clear()  # its log may come after the end of a process
-        self._look_at_ends()
+        self._look_at_ends(is_last=True)
         self._beat()
         self._shared_files.remove()
         is_lost = not Path(self._roll_call).exists()

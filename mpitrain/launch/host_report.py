@@ -30,9 +30,10 @@ class HostReport:
     files: list[tuple[str, int]] = field(default_factory=list)  # of the job there, path and inode
     since: float = 0.0  # the job's time there, by that host's time.time()
 
-    def kernel(self) -> str:
-        """What the kernel says of the first end there."""
-        return "" if self.first_end is None else self.first_end.kernel
+    def kernel(self, rank: int | None) -> str:
+        """What the kernel says of the end of `rank`, or of what had started ranks (None); "": it was not the first."""
+        first = self.first_end
+        return first.kernel if first is not None and first.rank == rank else ""
 
     def take(self, message: Mapping[str, Any]) -> None:
         """What its guard says of itself; of the ranks and the clock see Guards."""

@@ -17,6 +17,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+# So begins what is said where the kernel's log names the process.
+KERNEL_KILLED = "the kernel killed it"
+
 _LOG = "/dev/kmsg"
 _VMSTAT = "/proc/vmstat"
 _GROUPS = "/sys/fs/cgroup"
@@ -34,6 +37,7 @@ class MemoryKills:
         self._log = _open_log()
         self._lines: list[str] = []  # of the log, read so far
         self._counted: dict[str, int] = {}
+        self._risen: dict[str, int] = {}  # since then, as last read
         self._groups: dict[int, str] = {}  # by process: the file with the counter of its group
         self._count(_VMSTAT)
 
@@ -48,20 +52,23 @@ class MemoryKills:
         """What the kernel says of the end of this process; empty where it says that it did not kill it."""
         has_numbers = Path("/proc/self/ns/pid").stat().st_ino == _FIRST_NAMESPACE
         counters = [path for path in (self._groups.get(pid, ""), _VMSTAT) if path in self._counted]
-        risen = {path: _read_counter(path) for path in counters if _read_counter(path) > self._counted[path]}
-        if counters and counters[0] not in risen:
+        counts = {path: _read_counter(path) for path in counters}
+        self._risen.update((path, count) for path, count in counts.items() if count > self._counted[path])
+        # A group may go with its last process. What its counter has said by then stays; else it says nothing.
+        counters = [path for path in counters if path in self._risen or counts[path] >= 0]
+        if counters and counters[0] not in self._risen:
             return ""
         if has_numbers:
             self._lines += _journal(self._since) if self._log is None else _records(self._log)
         if line := next((line for line in self._lines if re.search(rf"Killed process {pid}\b", line)), ""):
-            return f'the kernel killed it for want of memory: "{line}"'
+            return f'{KERNEL_KILLED} for want of memory: "{line}"'
         if self._log is not None and has_numbers:
             return ""
-        if not risen:
+        if not counters:
             return "the kernel may have killed it for want of memory: `sudo dmesg | grep -i 'killed process'` there"
-        may_have = "may have killed" if counters[0] == _VMSTAT else "killed"
-        rose = f"oom_kill in {counters[0]} rose from {self._counted[counters[0]]} to {risen[counters[0]]}"
-        return f"the kernel {may_have} it for want of memory: {rose}"
+        # It may have been another process of the group, such as a worker of a DataLoader.
+        rose = f"oom_kill in {counters[0]} rose from {self._counted[counters[0]]} to {self._risen[counters[0]]}"
+        return f"the kernel may have killed it for want of memory: {rose}"
 
     def _count(self, path: str) -> None:
         count = _read_counter(path)

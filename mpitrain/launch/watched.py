@@ -48,15 +48,16 @@ class WatchedJob:
         for host, report in self._guards.reports.items():
             if lost := report.orphans():
                 orphans = f"rank{'s' * (len(lost) > 1)} {rank_ranges(lost)}"
-                why = report.kernel() or "it was killed, or has crashed"
+                why = report.kernel(None) or "it was killed, or has crashed"
                 return [f"the process of mpiexec on {host} that started {orphans} has gone: {why}"]
             if lost := report.vanished():
                 vanished = f"rank{'s' * (len(lost) > 1)} {rank_ranges(lost)} on {host}"
                 how = "ended without a word (os._exit, or killed?)"
                 if any(report.ranks[rank].record.phase == FAILED for rank in lost):
                     how = "failed"
-                elif report.kernel():
-                    how = f"ended: {report.kernel()}"
+                elif first := [rank for rank in lost if report.kernel(rank)]:
+                    ended = "ended" if len(lost) == 1 else f"ended, rank {first[0]} first"
+                    how = f"{ended}: {report.kernel(first[0])}"
                 return [f"{vanished} {how}, and mpiexec goes on: the job is ended"]
         when, gone = self._guards.seen()
         now = time.monotonic()

@@ -35,8 +35,9 @@ import multiprocessing, os
 import numpy
 import mpitrain as mt
 
-world = mt.init()
 BEFORE
+world = mt.init()
+AFTER
 
 def main():
     values = multiprocessing.Queue()
@@ -55,7 +56,7 @@ main()
 
 
 def test_functions_inside_a_function_and_no_guard(script: Script, vendor: str) -> None:
-    job = script(2, LAMBDAS.replace("BEFORE", ""), vendor)
+    job = script(2, LAMBDAS.replace("BEFORE", "").replace("AFTER", ""), vendor)
     succeeded(job)
     assert (job.stdout, job.stderr) == ("fork\n", "")
 
@@ -84,12 +85,57 @@ REASONS = {
 def test_where_a_fork_is_unsafe(script: Script, reason: str) -> None:
     """One line, of rank 0, before the error that follows from it."""
     node = a_device()
-    job = script(2, LAMBDAS.replace("BEFORE", REASONS[reason].replace("NODE", repr(node))))
+    source = LAMBDAS.replace("BEFORE", REASONS[reason].replace("NODE", repr(node))).replace("AFTER", "")
+    job = script(2, source)
     because = {"an open device": f"{node} is open, and a device ", "JAX": "JAX has threads, which "}[reason]
     begin = rf"mpitrain: rank 0 on \S+: multiprocessing starts processes by forkserver, because {re.escape(because)}"
     assert re.match(begin, job.stderr), job.output
     assert job.stderr.count("by forkserver, because") == 1, job.output
     failed(job, "lambda")
+
+
+@pytest.mark.parametrize("when", ["BEFORE", "AFTER"])
+def test_where_a_fork_is_unsafe_for_one_rank(script: Script, when: str) -> None:
+    """It says so, whether it opened the device before init() or after."""
+    source = """
+import multiprocessing, os
+import mpitrain as mt
+
+BEFORE
+world = mt.init()
+AFTER
+methods = world.allgather(multiprocessing.get_start_method())
+assert methods == ["fork", "forkserver"], methods
+"""
+    opened = f"device = os.open({a_device()!r}, os.O_PATH) if os.environ['PMI_RANK'] == '1' else None"
+    job = script(2, source.replace(when, opened).replace("BEFORE", "").replace("AFTER", ""))
+    succeeded(job)
+    assert re.findall(r"mpitrain: (.*) on \S+: multiprocessing starts", job.stderr) == ["rank 1"], job.output
+
+
+LOCK = "lock = multiprocessing.Lock()"
+
+
+@pytest.mark.parametrize(("before", "after", "method"), [(LOCK, "", "fork"), ("", LOCK, "forkserver")])
+def test_a_lock_chooses_the_start_method(script: Script, before: str, after: str, method: str) -> None:
+    """One made before init() leaves fork, and rank 0 says what to do; done so, it is forkserver."""
+    source = f"""
+import multiprocessing, os
+import mpitrain as mt
+{before}
+device = os.open({a_device()!r}, os.O_PATH)
+world = mt.init()
+{after}
+world.print(multiprocessing.get_start_method())
+"""
+    job = script(2, source)
+    succeeded(job)
+    assert job.stdout == f"{method}\n"
+    does = {
+        "fork": "multiprocessing forks processes, though /dev/",
+        "forkserver": "multiprocessing starts processes by ",
+    }
+    assert re.fullmatch(rf"mpitrain: rank 0 on \S+: {does[method]}.*\n", job.stderr), job.output
 
 
 def test_where_a_fork_is_unsafe_a_program_that_can_be_pickled_works(script: Script) -> None:
@@ -128,6 +174,19 @@ def test_memory_and_terminals_are_no_devices() -> None:
     finally:
         for descriptor in opened:
             os.close(descriptor)
+
+
+def test_a_console_of_whatever_kind_is_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pseudoterminal stands for one: its number is not among those that are known."""
+    known = helpers._HARMLESS - {5, *range(128, 144)}
+    before = helpers.open_device()
+    ours, theirs = os.openpty()
+    monkeypatch.setattr(helpers, "_HARMLESS", known)
+    try:
+        assert helpers.open_device() == before
+    finally:
+        os.close(ours)
+        os.close(theirs)
 
 
 def test_a_forked_process_that_communicates(script: Script, vendor: str) -> None:

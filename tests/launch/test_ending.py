@@ -132,13 +132,24 @@ def test_what_had_started_the_ranks_ended_first() -> None:
 
 
 def test_what_the_kernel_says_of_the_first_end() -> None:
-    words = "the kernel killed it for want of memory: oom_kill in /proc/vmstat rose from 0 to 1"
+    words = 'the kernel killed it for want of memory: "Killed process 1002 (python)"'
     rank, daemon = FirstEnd(2, (), 10.0, 1002, words), FirstEnd(None, (1, 2), 10.0, 1002, words)
     assert of(first_ends=(rank,), mpiexec_said=MPICH) == (f"rank 2 on h2 was killed by signal 9: {words}", 2)
     assert of(first_ends=(rank,)) == (f"rank 2 on h2 was killed by signal 9: {words}", 2)
     assert of(first_ends=(rank,), mpiexec_said=OPEN_MPI_CODE) == (BY_CODE, 2)
     started = "the process of mpiexec on h1 that started ranks 1,2 was killed, or has crashed"
     assert of(first_ends=(daemon,)) == (f"{started}: {words}", None)
+
+
+def test_a_counter_that_has_risen_names_nobody() -> None:
+    """Where mpiexec tells of another end than by signal 9, it was another process that the kernel killed."""
+    words = "the kernel may have killed it for want of memory: oom_kill in /a/memory.events rose from 0 to 1"
+    ends = (FirstEnd(2, (), 10.0, 1002, words),)
+    unsaid = "rank 2 on h2 ended without a word (os._exit, or killed?)"
+    assert of(first_ends=ends, mpiexec_said=MPICH) == (f"{BY_SIGNAL}: {words}", 2)
+    assert of(first_ends=ends, mpiexec_said=INTEL) == ("rank 2 on h2 was killed by signal 11", 2)
+    assert of(first_ends=ends, mpiexec_said=OPEN_MPI_CODE) == (BY_CODE, 2)
+    assert of(first_ends=ends) == (f"{unsaid}: {words}", 2)
 
 
 def test_the_last_words() -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import ANY
 
@@ -22,9 +23,12 @@ from jobs import HANG_SECONDS, until
 from mpitrain.job.context import JOB
 from mpitrain.launch.connections import Connection, connect, explain
 from mpitrain.launch.host_report import HostReport
+from mpitrain.launch.placement import Place
 from mpitrain.launch.shared_files import FOLDER
 from mpitrain.launch.watch import Guards
-from mpitrain.watching.rank_record import DONE, PHASES, STARTED, RankRecord
+from mpitrain.launch.watched import WatchedJob
+from mpitrain.watching.census import FirstEnd
+from mpitrain.watching.rank_record import BEGUN, DONE, PHASES, STARTED, RankRecord
 from mpitrain.watching.view import RankView
 
 
@@ -331,6 +335,38 @@ def test_who_has_vanished() -> None:
     for ended_seconds in (9.9, None):
         recent = {rank: replace(view, ended_seconds=ended_seconds) for rank, view in views.items()}
         assert HostReport(recent).vanished() == []
+
+
+WORDS = 'the kernel killed it for want of memory: "Killed process 7"'
+
+
+@pytest.mark.parametrize(
+    ("first", "dead", "expected"),
+    [
+        (FirstEnd(1, (), 10.0, 7, WORDS), (1,), f"rank 1 on a ended: {WORDS}"),
+        (FirstEnd(1, (), 10.0, 7, WORDS), (0, 1), f"ranks 0,1 on a ended, rank 1 first: {WORDS}"),
+        (FirstEnd(2, (), 10.0, 7, WORDS), (1,), "rank 1 on a ended without a word (os._exit, or killed?)"),
+        (FirstEnd(None, (0,), 10.0, 7, WORDS), (1,), "rank 1 on a ended without a word (os._exit, or killed?)"),
+    ],
+)
+def test_of_whom_the_kernel_speaks(first: FirstEnd, dead: tuple[int, ...], expected: str) -> None:
+    """Of what ended first on its host, and of nothing else."""
+    views = {rank: RankView(RankRecord(rank, BEGUN), 100 + rank, ended_seconds=10.1) for rank in dead}
+    report = HostReport(views, first_end=first)
+    assert trouble_of(report) == [f"{expected}, and mpiexec goes on: the job is ended"]
+
+
+@pytest.mark.parametrize(("rank", "why"), [(None, WORDS), (1, "it was killed, or has crashed")])
+def test_of_which_process_of_mpiexec_the_kernel_speaks(rank: int | None, why: str) -> None:
+    views = {0: RankView(RankRecord(0, BEGUN), 100, is_orphan=True)}
+    report = HostReport(views, first_end=FirstEnd(rank, (0,) if rank is None else (), 10.0, 7, WORDS))
+    assert trouble_of(report) == [f"the process of mpiexec on a that started rank 0 has gone: {why}"]
+
+
+def trouble_of(report: HostReport) -> list[str]:
+    """What the launcher says of a job on one host, `a`, that its guard reports."""
+    guards: Any = SimpleNamespace(trouble="", reports={"a": report})
+    return WatchedJob([Place("a", 0, 3)], guards, Path("/nowhere"), 0.0).trouble()
 
 
 def test_reports_do_not_change_while_they_are_read(wish: dict[str, Any]) -> None:

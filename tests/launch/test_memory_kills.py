@@ -78,7 +78,7 @@ def test_in_a_container_the_numbers_of_the_log_are_others(kernel: Kernel, monkey
     kills = watching()
     kernel.write(kernel.group, 1)
     rose = f"oom_kill in {kernel.group} rose from 0 to 1"
-    assert kills.words(MINE) == f"the kernel killed it for want of memory: {rose}"
+    assert kills.words(MINE) == f"the kernel may have killed it for want of memory: {rose}"
 
 
 def test_a_kill_elsewhere_on_the_machine(kernel: Kernel) -> None:
@@ -90,6 +90,28 @@ def test_a_kill_elsewhere_on_the_machine(kernel: Kernel) -> None:
     kernel.write(kernel.vmstat, 6)
     rose = f"oom_kill in {kernel.vmstat} rose from 5 to 6"
     assert kills.words(MINE) == f"the kernel may have killed it for want of memory: {rose}"
+
+
+def test_the_group_goes_after_its_counter_has_risen(kernel: Kernel) -> None:
+    """As that of a session on another host does with its last process."""
+    kills = watching()
+    kernel.write(kernel.group, 1)
+    rose = f"oom_kill in {kernel.group} rose from 0 to 1"
+    assert kills.words(MINE) == f"the kernel may have killed it for want of memory: {rose}"
+    kernel.group.unlink()
+    assert kills.words(MINE) == f"the kernel may have killed it for want of memory: {rose}"
+
+
+def test_the_group_goes_before_anybody_asks(kernel: Kernel) -> None:
+    """Its counter is not known then: the log and the machine's counter are asked."""
+    kills = watching()
+    kernel.group.unlink()
+    assert kills.words(MINE) == ""
+    kernel.write(kernel.vmstat, 4)
+    rose = f"oom_kill in {kernel.vmstat} rose from 3 to 4"
+    assert kills.words(MINE) == f"the kernel may have killed it for want of memory: {rose}"
+    kernel.journal = [LINE.format(MINE)]
+    assert kills.words(MINE) == f'the kernel killed it for want of memory: "{LINE.format(MINE)}"'
 
 
 def test_where_nothing_can_be_read(kernel: Kernel) -> None:

@@ -158,10 +158,15 @@ def test_an_error_below_a_launcher_takes_the_bar_away(launcher: list[str]) -> No
     assert not any("━" in line for line in screen(output)), screen(output)
 
 
-def test_plain_lines_in_a_pipe() -> None:
+# What a program of a rank inherits, whose launcher prints to a terminal.
+OF_A_RANK = {"_MPITRAIN_JOB": "1a2b3c4d", "_MPITRAIN_COLUMNS": "120", "_MPITRAIN_RANK_PID": "1"}
+
+
+@pytest.mark.parametrize("inherited", [{}, OF_A_RANK], ids=["alone", "started by a rank"])
+def test_plain_lines_in_a_pipe(inherited: dict[str, str]) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, "time"],
-        env=clean_environment(),
+        env=clean_environment() | inherited,
         timeout=HANG_SECONDS,
         check=True,
         capture_output=True,

@@ -35,7 +35,7 @@ class Hook:
         """Is called after every step."""
 
     def world_changed(self, trainer: Trainer) -> None:
-        """Is called after Trainer.rebuild in a run. `trainer.world` and its parts are new. Rank and size may be."""
+        """Is called after Trainer.rebuild in a run. `trainer.world` and its parts are new; rank and size may be too."""
 
     def after_run(self, trainer: Trainer) -> None:
         """Is called once, after the last step. Is not called after an error."""

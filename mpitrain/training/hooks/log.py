@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpitrain.exchange.overlap import hidden_share
 from mpitrain.job.context import BAR_START, JobContext
+from mpitrain.job.early import is_helper
 from mpitrain.training.hooks.hook import Hook
 
 if TYPE_CHECKING:
@@ -40,9 +41,11 @@ class Log(Hook):
         launcher = JobContext.read(os.environ)
         # Open MPI gives its ranks a terminal of their own, whatever reads what comes out of it.
         is_own = not launcher.job and trainer.world.size == 1 and sys.stdout.isatty()
-        is_terminal = is_own or launcher.columns > 0
+        # What a rank's own programs write may go anywhere, though they inherit what the rank was told.
+        columns = 0 if is_helper() else launcher.columns
+        is_terminal = is_own or columns > 0
         if trainer.world.is_root and is_terminal:
-            self._bar = _Bar(trainer.step_number, trainer.last_step, launcher.columns)
+            self._bar = _Bar(trainer.step_number, trainer.last_step, columns)
         self._interval = _BAR_SECONDS if is_terminal else self._seconds
         self._last = time.perf_counter()
         self._first = True  # the first step is shown at once: training has begun
