@@ -42,7 +42,12 @@ def checkout(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the playbooks use, with the setting, and beside it an inventory without the outsider."""
     folder = tmp_path_factory.mktemp("checkout")
     for name in ("cluster", "mpitrain", "examples", "scripts"):
-        shutil.copytree(REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "hosts", "log"))
+        shutil.copytree(
+            REPOSITORY / name,
+            folder / name,
+            symlinks=True,
+            ignore=shutil.ignore_patterns("__pycache__", "hosts", "log"),
+        )
     for name in ("ansible.cfg", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, folder / name)
     lines = [line for line in bed.inventory.read_text().splitlines() if not line.startswith(OUTSIDER)]
