@@ -243,7 +243,9 @@ def test_a_file_of_variables(python: Path, tmp_path: Path, monkeypatch: pytest.M
     path = script(tmp_path, "import os; print(os.environ['FROM_THE_FILE'], os.environ['MINE'])")
     monkeypatch.setenv("MINE", "mine")
     job = run(python, "--env-file", file, "-n", "2", path)
-    assert (job.code, job.stdout) == (0, "[0,1] yes mine\n"), job.output
+    # Equal lines that come at about the same time are one.
+    assert job.code == 0, job.output
+    assert job.stdout in ("[0,1] yes mine\n", "[0] yes mine\n[1] yes mine\n", "[1] yes mine\n[0] yes mine\n")
     # The variable is read too.
     command = [str(python), "-m", "mpitrain", "run", "-n", "2", "--show", str(path)]
     job = run_command(command, timeout=DEADLINE_SECONDS, env={"MPITRAIN_ENV_FILE": str(tmp_path / "none")})
