@@ -31,6 +31,8 @@ class _TorchWatch:
     def __init__(self) -> None:
         self.is_divided = False  # by prepare() or shard(): what loaders give is not this rank's part
         self._weight: float | None = None  # of the batches since the last step, where they are known
+        self._waiting: list[tuple[list[numpy.ndarray], int | None]] = []  # batches that no model has computed with
+        self._is_evaluated = False  # a model has computed with them, and without gradients
         self._names: dict[int, str] = {}  # of parameters, by id
         self._modules: WeakSet[torch.nn.Module] = WeakSet()  # whose parameters have names
         self._precisions: set[str] = set()  # that autocast has computed in
@@ -45,18 +47,35 @@ class _TorchWatch:
         recorder.attach(TORCH)
 
     def saw(self, batch: Any, count: int | None) -> None:
-        """This rank has got a batch, of which the first samples count; None: all of them do, and weigh nothing."""
+        """This rank has got a batch, of which the first samples count; None: all of them do, and weigh nothing.
+
+        It counts once a model computes with it and keeps gradients, or at the next step.
+        """
+        self._forget_evaluated()
+        if init().observer is not None and torch.is_grad_enabled():
+            self._waiting.append(([array[:count] for array in arrays_of(batch)], count))
+
+    def _forget_evaluated(self) -> None:
+        """The next batch is asked for: one that a model has computed with, but only without gradients, is no sample."""
+        if self._is_evaluated:
+            self._waiting.clear()
+        self._is_evaluated = False
+
+    def _count_waiting(self) -> None:
         observer = init().observer
-        if observer is None or not torch.is_grad_enabled():  # else it is evaluated
-            return
-        observer.saw([array[:count] for array in arrays_of(batch)])
-        if count is not None:
-            self._weight = (self._weight or 0.0) + count
+        assert observer is not None
+        for arrays, count in self._waiting:
+            observer.saw(arrays)
+            if count is not None:
+                self._weight = (self._weight or 0.0) + count
+        self._waiting.clear()
+        self._is_evaluated = False
 
     def _see_loaders(self) -> None:
         take = dataloader._BaseDataLoaderIter.__next__
 
         def take_and_tell(batches: Any) -> Any:
+            self._forget_evaluated()
             batch = take(batches)
             if not self.is_divided:
                 self.saw(batch, None)
@@ -67,6 +86,10 @@ class _TorchWatch:
     def _forward(self, module: torch.nn.Module, _: Any) -> None:
         if torch.compiler.is_compiling():
             return
+        if not torch.is_grad_enabled():
+            self._is_evaluated = True
+        elif self._waiting:
+            self._count_waiting()
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):
                 self._precisions.add(str(torch.get_autocast_dtype(device)).removeprefix("torch."))
@@ -80,6 +103,7 @@ class _TorchWatch:
         assert isinstance(recorder, Recorder)
         if not recorder.attach(TORCH):
             return
+        self._count_waiting()
         gradients = dict(self._gradients(optimizer))
         weight, self._weight = self._weight, None
         narrow = max(self._precisions & ROUNDOFFS.keys(), key=lambda dtype: ROUNDOFFS[dtype], default="")

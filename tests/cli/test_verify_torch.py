@@ -33,8 +33,8 @@ def train(model, batches):
         evaluate(batches)
 
 def evaluate(batches):
-    with torch.no_grad():
-        for x, y in batches:
+    for x, y in batches:
+        with torch.no_grad():  # behind the loader: only the model's call tells that this batch is no sample
             model(x)
 """
 PREPARE = """

@@ -124,6 +124,30 @@ def test_a_node_that_is_set_up_is_not_refused(preflight: ModuleType, kind: type)
 
 
 @pytest.mark.parametrize(
+    ("settings", "source", "is_refused"),
+    [
+        ({}, "10.0.0.1", False),
+        ({}, "10.0.0.9", True),
+        ({}, "10.213.0.1", False),  # switched off: the tunnel is still there
+        ({"network": "10.213.0.0/16", "inside": {"a": "10.213.0.1", "b": "10.213.0.2"}}, "10.0.0.1", False),
+    ],
+)
+def test_a_share_that_a_worker_has_mounted(
+    preflight: ModuleType, settings: dict[str, object], source: str, is_refused: bool
+) -> None:
+    share = {**HEALTHY["share"], "kind": "mount", "type": "nfs4", "source": f"{source}:/srv/share"}
+    tunnelled = {"tunnel_possible": True, "routes": []}
+    worker = HEALTHY | tunnelled | {"hostname": "b", "addresses": ["10.0.0.2"], "share": share}
+    reports = {
+        name: {"ansible_facts": {"mpitrain": one}} for name, one in {"a": HEALTHY | tunnelled, "b": worker}.items()
+    }
+    addresses, tunnel = {"a": "10.0.0.1", "b": "10.0.0.2"}, {"a": "10.213.0.1", "b": "10.213.0.2"}
+    usual = SETTINGS | {"tunnel": tunnel} | settings
+    found = preflight.problems(reports, addresses, {"head": ["a"], "workers": ["b"]}, usual)
+    assert ["is a mount of" in one for one in found] == [True] * is_refused
+
+
+@pytest.mark.parametrize(
     ("facts", "says"),
     [
         ({}, None),

@@ -21,7 +21,8 @@ def problems(reports: dict, addresses: dict, groups: dict, settings: dict, login
 
     `reports`: node name -> result of mpitrain_facts; `addresses`: node name -> ansible_host; `groups`: the
     inventory's; `settings`: user, uid, gid, share, venv, min_free_mib, set_hostname, mpi, python;
-    with a tunnel "network" and "inside", which is node name -> address in it; where the inventory says them
+    "tunnel": node name -> address in the tunnel, whether there is one or not; with a tunnel "network" and "inside",
+    which is the same as "tunnel"; where the inventory says them
     "login_users" and "login_ports", by node name;
     `logins`: node name -> result of a login with a key alone, where one was tried.
     """
@@ -35,7 +36,7 @@ def problems(reports: dict, addresses: dict, groups: dict, settings: dict, login
     # What was mounted before a tunnel came or went is mounted anew.
     sources = [
         f"[{address}]:{settings['share']}" if ":" in address else f"{address}:{settings['share']}"
-        for address in dict.fromkeys((inside.get(head, ""), addresses.get(head, "")))
+        for address in dict.fromkeys(of.get(head, "") for of in (inside, addresses, settings.get("tunnel", {})))
     ]
     facts = {}
     for name, report in sorted(reports.items()):
