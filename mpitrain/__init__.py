@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mpitrain.errors import MpitrainError as MpitrainError
     from mpitrain.exchange.bucket import Parameter as Parameter
     from mpitrain.exchange.reducer import GradientReducer as GradientReducer
+    from mpitrain.job.elastic import elastic as elastic
     from mpitrain.job.start import init as init
     from mpitrain.strategies import Sync as Sync
     from mpitrain.strategies import make_strategy as make_strategy
@@ -114,6 +115,7 @@ _HOME = {
     "World": "world",
     "clip_by_global_norm": "training.flat_optimizer",
     "constant": "training.schedules",
+    "elastic": "job.elastic",
     "evaluate": "training.metrics",
     "init": "job.start",
     "make_strategy": "strategies",

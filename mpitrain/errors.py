@@ -6,6 +6,7 @@
     ├── ClusterError           a machine could not be reached, trusted, set up or taken out of the cluster
     ├── KernelError            CUDA kernels do not compile; the text has the compiler's log
     ├── MismatchError          ranks disagree: operation, tree, shape, dtype, bucket layout, number of calls
+    ├── LostRankError          a rank is gone, and the others can go on without it
     ├── ProcessGroupError      a torch process group cannot go on: a timeout, a rank that has left, use after destroy
     ├── DeviceError            a GPU that cannot be used, lacks memory, or cannot do what was asked for
     ├── TreeError              a tree holds something that is neither an array nor a number
@@ -70,6 +71,10 @@ class KernelError(MpitrainError, RuntimeError):
 
 class MismatchError(MpitrainError, ValueError):
     """Ranks disagree about what they do next; the text names the first difference."""
+
+
+class LostRankError(MpitrainError, RuntimeError):
+    """A rank of the World is gone. With `mpitrain run --recover` the others can go on in a new World."""
 
 
 class ProcessGroupError(MpitrainError, RuntimeError):

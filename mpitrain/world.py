@@ -71,6 +71,7 @@ class World:
     profile: Profile = DEFAULT
     parent: World | None = None  # that this one's ranks are a part of; None for the first of a job
     observer: Observer | None = None  # with `mpitrain verify`
+    committer: Callable[[], None] | None = None  # with `mpitrain run --recover`
 
     @cached_property
     def rank(self) -> int:
@@ -244,6 +245,19 @@ class World:
     def _messages(self) -> Messages:
         return Messages(self.comm, self.control)
 
+    def commit(self) -> None:
+        """Make sure that every rank has what this step has exchanged. Call it before the step changes anything.
+
+        Without `mpitrain run --recover` it does nothing. With it, a rank may be lost at any moment. Either `commit`
+        returns on all other ranks, and the step counts, or it raises on all of them, and the step is to be made again
+        in a new World. So the ranks never differ by a step.
+
+        Raises:
+            LostRankError: a rank has been lost before it called `commit`. Raised on every rank that is left.
+        """
+        if self.committer is not None:
+            self.committer()
+
     # -- what the rest of the library builds on -----------------------------------------------------------------
 
     def begin_agreement(self, operation: str, lines: Sequence[str] = (), **record: Any) -> Agreement:
@@ -296,7 +310,8 @@ class World:
                 "until its close(): close those that are used no more, or make them once, not in a loop"
             ) from None
 
-        apart = replace(self, comm=comm, queue=Queue(self.control), owned=[comm.Free])
+        self.control.comms.append(comm)
+        apart = replace(self, comm=comm, queue=Queue(self.control), owned=[partial(_free, comm, self.control)])
         self.owned.append(apart.free)
         apart.owned.append(partial(_discard, self.owned, apart.free))
         return apart
@@ -315,6 +330,11 @@ class World:
         """Raise ValueError unless `rank`, given as `argument`, is a rank of this World."""
         if not 0 <= rank < self.size:
             raise ValueError(f"{self.name()}: {argument}={rank}; ranks are 0 to {self.size - 1}")
+
+
+def _free(comm: MPI.Comm, control: Control) -> None:
+    control.comms.remove(comm)
+    comm.Free()
 
 
 def _discard(owned: list[Callable[[], None]], closer: Callable[[], None]) -> None:

@@ -15,6 +15,7 @@ FULL = JobContext(
     roll_call="/tmp/mpitrain-roll-call-1a2b3c4d",
     devices=("cuda:0", "cuda:0", "cpu"),
     columns=132,
+    recover=1,
     verify_record="/tmp/a record",
     verify_steps=7,
 )
@@ -28,6 +29,7 @@ def test_what_is_written() -> None:
         "_MPITRAIN_ROLL_CALL": "/tmp/mpitrain-roll-call-1a2b3c4d",
         "_MPITRAIN_DEVICES": "cuda:0,cuda:0,cpu",
         "_MPITRAIN_COLUMNS": "132",
+        "_MPITRAIN_RECOVER": "1",
         "_MPITRAIN_VERIFY_RECORD": "/tmp/a record",
         "_MPITRAIN_VERIFY_STEPS": "7",
     }

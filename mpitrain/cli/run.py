@@ -54,6 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--min-nodes", type=positive, metavar="M", help="with --restarts: start again on at least M hosts (1)"
     )
+    parser.add_argument(
+        "--recover",
+        action="store_true",
+        help="go on without a rank that is lost; needs Open MPI 5",
+    )
     parser.add_argument("--show", action="store_true", help="print the mpiexec command, but do not run it")
     add_script_arguments(parser)
 
@@ -68,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("--min-nodes sets the least number of hosts for a restart; it needs --restarts N")
     variables = {"MPITRAIN_TRACE": str(arguments.trace.absolute())} if arguments.trace else {}
     limits = Limits(arguments.restarts, arguments.min_nodes or 1)
-    return start(replace(request, variables=variables, limits=limits, show=arguments.show))
+    return start(replace(request, variables=variables, limits=limits, recover=arguments.recover, show=arguments.show))
 
 
 def _count(text: str) -> int:

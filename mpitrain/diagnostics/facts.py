@@ -10,6 +10,7 @@ from mpitrain.diagnostics.check import Seen
 from mpitrain.diagnostics.checks.gpu import cuda_version
 from mpitrain.diagnostics.jobs import word
 from mpitrain.diagnostics.report import wrapped
+from mpitrain.launch.dialects import can_recover
 from mpitrain.launch.libraries import VENDOR_NAMES, mpiexec_of_text
 
 Facts = list[tuple[str, str]]
@@ -51,6 +52,9 @@ def _mpi(
         yield "MPI library", f"{version}, {library['path'] or 'linked in statically'}"
         yield "mpi4py", f"{library['mpi4py']}, {library['module']}"
     yield "mpiexec", _mpiexec(mpiexec)
+    if mpiexec["path"] and not mpiexec.get("why"):
+        goes_on = can_recover(mpiexec_of_text(mpiexec["path"], mpiexec["text"]))
+        yield "a lost rank", "ends the job" if not goes_on else "ends the job, unless mpitrain run has --recover"
     if programs["on_path"]:
         yield "mpiexec on PATH", _mpiexec(programs["on_path"])
     elif shell and not shell["programs"]["mpiexec"]:

@@ -33,6 +33,7 @@ class JobContext:
         roll_call: socket of the guard of its host, at which every rank calls; "": there is no guard.
         devices: of the ranks in order, such as ("cuda:0", "cuda:1", "cpu"); none where --hosts names none.
         columns: width of the terminal that the launcher prints to; 0: it prints to none.
+        recover: 1: the ranks that are left go on where one is lost; 0: the loss of a rank ends the job.
         verify_record: folder on rank 0 for a record of what the script computes; "": none is wanted.
         verify_steps: how many steps are recorded; then the script ends.
     """
@@ -43,6 +44,7 @@ class JobContext:
     roll_call: str = ""
     devices: tuple[str, ...] = ()
     columns: int = 0
+    recover: int = 0
     verify_record: str = ""
     verify_steps: int = 0
 

@@ -6,10 +6,12 @@ import atexit
 import os
 import sys
 import threading
+from collections.abc import Callable
 from types import TracebackType
 from typing import NoReturn
 
 from mpitrain.job.failure import end_job, farewell
+from mpitrain.job.recovery import Recovery
 from mpitrain.world import World
 
 
@@ -18,11 +20,13 @@ class Job:
 
     Attributes:
         world: the current World, which init() returns. An object that outlives a World reads it here.
+        recovery: takes the job to its next World where a rank is lost. None: the loss of a rank ends the job.
     """
 
     def __init__(self, world: World) -> None:
         """`world` has all ranks of the job. Collective."""
         self.world = world
+        self.recovery: Recovery | None = None
         self._process = os.getpid()
         self._ending = threading.Lock()
         if world.size == 1:
@@ -46,10 +50,17 @@ class Job:
         if arguments.exc_type is not SystemExit:
             self._uncaught(arguments.exc_type, arguments.exc_value, arguments.exc_traceback)
 
+    def recover(self, go_on: Callable[[World], None], keep: object = None) -> None:
+        """Go on in a World without the lost ranks. See Recovery.recover."""
+        assert self.recovery is not None
+        self.world = self.recovery.recover(go_on, keep)
+
     def _at_exit(self) -> None:
         if os.getpid() != self._process:
             return
         try:
             farewell(self.world)
+            if self.recovery is not None:
+                self.recovery.finish()
         except (KeyboardInterrupt, Exception) as error:
             self.end(error)

@@ -24,6 +24,7 @@ from mpitrain.job.context import JobContext
 from mpitrain.job.early import is_helper
 from mpitrain.job.helpers import prepare_for_helpers, unsafe_because
 from mpitrain.job.job import Job
+from mpitrain.job.recovery import Recovery
 from mpitrain.job.trace import Trace
 from mpitrain.job.worlds import check_containers, make_world
 from mpitrain.launch.launched import check_size, check_vendor, launched_by
@@ -76,7 +77,8 @@ def _begin(settings: dict[str, Any]) -> Job:
     global _job  # noqa: PLW0603 - MPI itself is one per process
     stop_waiting = _appear()
     _choose_gpu(settings)
-    _start_mpi()
+    recovers = bool(JobContext.read(os.environ).recover)
+    _start_mpi(recovers=recovers)
     from mpi4py import MPI
 
     world = make_world(MPI.COMM_WORLD)
@@ -104,6 +106,9 @@ def _begin(settings: dict[str, Any]) -> Job:
         job.world = replace(
             world, observer=recorder, make_arrays=lambda tree: RecordedTrees(ArrayTrees(tree), recorder)
         )
+    if recovers:
+        job.recovery = Recovery(job.world, MPI.COMM_WORLD)
+        job.world = job.recovery.world
     _job = job
     return job
 
@@ -172,7 +177,7 @@ def _choose_gpu(settings: dict[str, Any]) -> None:
         choose_early(given, read_config(os.environ, settings).transport, os.environ)
 
 
-def _start_mpi() -> None:
+def _start_mpi(*, recovers: bool) -> None:
     """Load and initialise MPI, and refuse a job that is not one."""
     # While such a process still reads the script, only multiprocessing's own mark tells what it is.
     starting = getattr(multiprocessing.current_process(), "_inheriting", False)
@@ -187,7 +192,7 @@ def _start_mpi() -> None:
 
         # Whose library it is must be known before MPI_Init, which fails obscurely under a foreign mpiexec.
         mpi4py.rc.initialize = False
-        mpi4py.rc.finalize = True
+        mpi4py.rc.finalize = not recovers  # Recovery.finish does it
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise LaunchError(

@@ -27,7 +27,13 @@ _MOST_WORLDS = 2**32
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-def make_world(comm: MPI.Comm, config: Config | None = None, generation: int = 0, parent: World | None = None) -> World:
+def make_world(
+    comm: MPI.Comm,
+    config: Config | None = None,
+    generation: int = 0,
+    parent: World | None = None,
+    members: Sequence[int] | None = None,
+) -> World:
     """A World over the ranks of `comm`, which stays the caller's own. Collective over `comm`.
 
     All that is said until the World is there goes over `comm`, and every communicator is made from it: where a rank is
@@ -35,7 +41,8 @@ def make_world(comm: MPI.Comm, config: Config | None = None, generation: int = 0
 
     Args:
         parent: a World that has all ranks of `comm`. The new one then hears the notes of the same job, its ranks keep
-            their names, and it is freed before its parent. Default: it is the first of a job.
+            their names, and it is freed before its parent. Default: the World has all ranks of the job.
+        members: without a parent, the numbers that the ranks have in the job. Default: those that they have in `comm`.
     """
     made_so_far = len(parent.control.notes.made) if parent else 0
     machine = socket.gethostname(), _boot_id(), process_numbering()
@@ -49,8 +56,10 @@ def make_world(comm: MPI.Comm, config: Config | None = None, generation: int = 0
         members = [parent.control.members[rank] for rank in ranks]
         number = members[0] * _MOST_WORLDS + serials[0]
     else:
-        notes, members, number = Notes(comms[4]), here, 0
+        members, number = members or here, 0
+        notes = Notes(comms[4], members)
     control = Control(notes, comms[3], hosts, members, number, parent.control if parent else None)
+    control.comms += comms
     return World(
         comm=comms[0],
         objects=comms[1],

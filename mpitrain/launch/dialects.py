@@ -25,6 +25,15 @@ _HYDRA_PATTERN = "<mpitrain-rank-%r>"
 _SSH_ARGUMENTS = " ".join(SSH_OPTIONS)
 _HYDRA_TAG = Tag(*"<mpitrain-rank-", r"(\d+)", ">")
 
+# With these Open MPI 5 goes on after the loss of a rank. Its own detector of failures is left out: it hears of a rank
+# only while that calls MPI, so it takes one that computes for dead. PRRTE sees the end of a process without it.
+_OPEN_MPI_RECOVERS = (
+    *("--with-ft", "ulfm"),
+    *("--mca", "mpi_ft_detector", "false"),
+    *("--mca", "mpi_ft_propagator_with_rbcast", "true"),
+    *("--mca", "coll", "^han"),
+)
+
 # Variables that say what this machine or this login is; Open MPI passes on those with its own prefixes by itself.
 _NOT_CARRIED = re.compile(
     r"(SSH|XDG|DBUS|OMPI_MCA|PRTE|PMIX)_.*|HOME|USER|LOGNAME|SHELL|HOSTNAME|HOST|DISPLAY|PWD|OLDPWD|SHLVL|MAIL|TERM|_"
@@ -136,6 +145,8 @@ def open_mpi(job: JobSpec, names: Set[str]) -> LaunchCommand:
     # Always allowed to oversubscribe: it counts cores where we count hardware threads, and would refuse.
     forms = ("--oversubscribe", "--tag-output") if old else ("--map-by", ":OVERSUBSCRIBE", "--output", "tag")
     flags = ["-n", str(job.placement.num_ranks), *forms, "--bind-to", "none"]
+    if job.context.recover:
+        flags += _OPEN_MPI_RECOVERS
     as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"} if job.as_root else {}
     ssh = {} if job.placement.is_here else {"OMPI_MCA_plm_rsh_args" if old else "PRTE_MCA_plm_ssh_args": _SSH_ARGUMENTS}
     environment = {**ssh, **as_root}
@@ -167,6 +178,11 @@ def _is_carried(name: str) -> bool:
 def is_old_open_mpi(mpiexec: Mpiexec) -> bool:
     """True before version 5, whose runtime is PRRTE, with names of its own."""
     return mpiexec.version.split(".")[0] in ("1", "2", "3", "4")
+
+
+def can_recover(mpiexec: Mpiexec) -> bool:
+    """Whether its jobs can go on after the loss of a rank."""
+    return mpiexec.vendor == "openmpi" and not is_old_open_mpi(mpiexec)
 
 
 def ssh_agent(mpiexec: Mpiexec, environ: Mapping[str, str]) -> tuple[str, Sequence[str]]:

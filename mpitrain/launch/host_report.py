@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,12 +53,13 @@ class HostReport:
         """The ranks that live on though what started them, a daemon of mpiexec, has ended."""
         return [rank for rank, view in sorted(self.ranks.items()) if view.is_orphan]
 
-    def vanished(self) -> list[int]:
-        """The ranks that ended before their program did, which mpiexec has not seen."""
+    def vanished(self, lost: Collection[int]) -> list[int]:
+        """The ranks that ended before their program did, which mpiexec has not seen; without those that are `lost`."""
         return [
             rank
             for rank, view in sorted(self.ranks.items())
             if view.ended_seconds is not None
             and view.ended_seconds > _VANISHED_SECONDS
             and view.record.phase in (CALLED, BEGUN, FAILED)
+            and rank not in lost
         ]

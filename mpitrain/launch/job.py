@@ -59,6 +59,9 @@ class Watched(Protocol):
     def lost(self) -> list[str]:
         """The hosts that vanished."""
 
+    def lost_ranks(self) -> list[int]:
+        """The ranks that were lost, and without which the others went on."""
+
     def first_ends(self) -> list[FirstEnd]:
         """What ended first on each host where that is known; the first of all first."""
 
@@ -249,6 +252,8 @@ class _Run:
             return 1
         if failed := first_failure(ended):  # mpiexec may tell how it has ended another rank because of it
             return 128 + signal.SIGINT if failed.error == INTERRUPTED else 1
+        if self._watched.lost_ranks() and not (left or ended.missing):
+            return 0  # mpiexec speaks of ranks that the others have replaced
         if returncode < 0:
             return 128 - returncode
         # MPICH's mpiexec returns the bare number of the signal that ended a rank, and names it only in words.

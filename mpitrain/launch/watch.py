@@ -122,8 +122,13 @@ class Guards:
 
     def first_ends(self) -> list[FirstEnd]:
         """What ended first on each host where that is known; the first of all first."""
+        lost = self.lost()
         with self._lock:
-            ends = {host: report.first_end for host, report in self.reports.items() if report.first_end is not None}
+            ends = {
+                host: report.first_end
+                for host, report in self.reports.items()
+                if report.first_end is not None and report.first_end.rank not in lost
+            }
             here = [replace(end, seconds=self._here(host, end.seconds)) for host, end in ends.items()]
         return in_order(here)
 
@@ -131,6 +136,10 @@ class Guards:
         """What each rank has said last."""
         with self._lock:
             return {rank: view.record for report in self.reports.values() for rank, view in report.ranks.items()}
+
+    def lost(self) -> set[int]:
+        """The ranks that were lost, and without which the others go on."""
+        return {rank for record in self.records().values() for rank in record.lost}
 
     def failed(self) -> RankRecord | None:
         """Of the rank that failed first; its time is by the clock here. None: none has."""

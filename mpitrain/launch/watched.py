@@ -50,7 +50,7 @@ class WatchedJob:
                 orphans = f"rank{'s' * (len(lost) > 1)} {rank_ranges(lost)}"
                 why = report.kernel(None) or "it was killed, or has crashed"
                 return [f"the process of mpiexec on {host} that started {orphans} has gone: {why}"]
-            if lost := report.vanished():
+            if lost := report.vanished(self._guards.lost()):
                 vanished = f"rank{'s' * (len(lost) > 1)} {rank_ranges(lost)} on {host}"
                 how = "ended without a word (os._exit, or killed?)"
                 if any(report.ranks[rank].record.phase == FAILED for rank in lost):
@@ -69,7 +69,12 @@ class WatchedJob:
 
     def missing(self) -> list[int]:
         """The ranks that began and did not come to their end."""
-        return self._guards.phases.missing()
+        lost = self._guards.lost()
+        return [rank for rank in self._guards.phases.missing() if rank not in lost]
+
+    def lost_ranks(self) -> list[int]:
+        """The ranks that were lost, and without which the others went on."""
+        return sorted(self._guards.lost())
 
     def lost(self) -> list[str]:
         """The hosts that vanished."""

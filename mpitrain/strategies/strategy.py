@@ -28,7 +28,8 @@ class Strategy(Protocol):
     def finish_step(self, adapter: Adapter, loss: float) -> tuple[Means, float]:
         """End the step. Return the mean loss and the samples of all ranks, and the learning rate that was used.
 
-        A step that the adapter's loss scale made infinite is skipped. Then the means say so, and the rate is 0.
+        Call `world.commit()` after the exchange, before anything changes. A step that the adapter's loss scale made
+        infinite is skipped. Then the means say so, and the rate is 0.
 
         Raises GradientError if a gradient cannot be used: on every rank, with the parameters unchanged.
         """

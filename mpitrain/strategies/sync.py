@@ -22,6 +22,7 @@ class Sync:
 
     def begin(self, world: World, adapter: Adapter) -> None:
         """See Strategy. Every rank gets rank 0's parameters."""
+        self._world = world
         on_device = any(is_device_array(value) for value in adapter.parameters().values())
         self._reducer = GradientReducer(world, adapter.layout, exchange=self._exchange, on_device=on_device)
         self._scale = adapter.loss_scale
@@ -40,6 +41,7 @@ class Sync:
         """See Strategy."""
         may_skip = self._scale is not None and self._scale.may_skip
         means = self._reducer.finish(loss, may_skip=may_skip, note=adapter.note())
+        self._world.commit()
         rate = adapter.apply_gradients(self._reducer.flats, means.remarks) if means.is_finite else 0.0
         if self._scale:
             self._scale.update(skipped=not means.is_finite)

@@ -9,9 +9,12 @@ from typing import Any
 from mpitrain.cuda.shortage import memory_explained
 from mpitrain.cuda.streams import wait_for_work
 from mpitrain.errors import CheckpointError, ConfigError, NonFiniteError, everywhere
-from mpitrain.job.start import init
+from mpitrain.job.start import the_job
+from mpitrain.training.built import Built
 from mpitrain.training.checkpoint.parts import add_up
+from mpitrain.training.course import Course
 from mpitrain.training.hooks.hook import Hook
+from mpitrain.training.hooks.named import refuse_others, restore_all, states_of
 from mpitrain.training.non_finite import located
 from mpitrain.training.parts import Parts
 from mpitrain.training.step import Step
@@ -47,26 +50,24 @@ class Trainer:
         Raises:
             ConfigError: one of the hooks is not a Hook.
         """
-        _refuse_others(hooks)
-        self._build = build
+        refuse_others(hooks)
         self._given_hooks = tuple(hooks)
-        self._is_running = False
-        self._begin(init() if world is None else world)
+        self._built = Built(build)
         self.step_number = 0
         self.last_step: int | None = None
         self.times_own_work = False
         self.metrics: dict[str, float] = {}
         self._activity = own_activity()
+        job = the_job()
+        self._course = Course(self, self._built, self._begin, job)
+        self._course.build(job.world if world is None else world)
 
     def _begin(self, world: World) -> None:
         """Make all parts for a World."""
         self.world = world
-        with memory_explained():
-            parts = self._build(world)
         self.hooks = observed(world, self._given_hooks)
+        parts = self._built.begin(world)
         self.adapter, self.strategy, self.data = parts.adapter, parts.strategy, parts.data
-        with memory_explained():
-            self.strategy.begin(world, self.adapter)
 
     def rebuild(self, world: World) -> None:
         """Go on in another World, after the same number of steps, with the same parameters, optimizer and data cursor.
@@ -83,20 +84,17 @@ class Trainer:
         Raises:
             CheckpointError: `build` has made a different model or data set than before.
         """
-        state = {"data": self.data.state(), "adapter": self.adapter.state(), "strategy": self.strategy.state()}
-        own = self.strategy.own_state()
-        self._close_parts()
+        state, own = self._built.state(), self.strategy.own_state()
+        self._built.close()
         self._begin(world)
-        self.data.restore(state["data"])
-        self.strategy.restore(state["strategy"])
-        self.adapter.restore(state["adapter"])
+        self._built.restore(state)
         is_placed_alike = own.get("place") == self.strategy.own_state().get("place")
         if not all(world.allgather(is_placed_alike)):
             total: dict[str, Any] = {}
             add_up(total, own)
             own = total
         self.strategy.restore_own(own)
-        if self._is_running:
+        if self._course.is_running:
             for hook in self.hooks:
                 hook.world_changed(self)
 
@@ -106,42 +104,20 @@ class Trainer:
         A program that trains once need not call `close`. A program that makes Trainers in a loop must, because MPI
         has a limited number of communicators.
         """
-        self._close_parts()
-
-    def _close_parts(self) -> None:
-        self.strategy.close()
-        if hasattr(self.data, "close"):  # Prefetch has a thread
-            self.data.close()
+        self._built.close()
 
     def run(self) -> None:
         """Train until `last_step`.
+
+        With `mpitrain run --recover`, the ranks that are left go on where a rank is lost, in a World without it, with
+        what `build` makes for that World. They make the step again that was not finished. Hooks may be called twice
+        around it.
 
         Raises:
             ConfigError: no hook ends the run.
             GradientError: a gradient cannot be used. Raised on every rank, with the parameters of the last good step.
         """
-        # A checkpoint holds what the other hooks have seen of the step, and they begin with what it held.
-        keeping_first = sorted(self.hooks, key=lambda hook: not hook.keeps_state)
-        keeping_last = sorted(self.hooks, key=lambda hook: hook.keeps_state)
-        try:
-            for hook in keeping_first:
-                hook.before_run(self)
-            self._is_running = True
-            if self.last_step is None and not any(hook.ends_run for hook in self.hooks):
-                raise ConfigError("nothing ends this run; add the hook StopAtStep(number)")
-            while self.last_step is None or self.step_number < self.last_step:
-                self.metrics = {}
-                for hook in self.hooks:
-                    hook.before_step(self)
-                step = self.step()
-                for hook in keeping_last:
-                    hook.after_step(self, step)
-            for hook in keeping_first:  # what has been saved is on the disk before another hook can fail
-                hook.after_run(self)
-        finally:
-            self._is_running = False
-            for hook in self.hooks:
-                hook.close()
+        self._course.run()
 
     def report(self, metrics: Mapping[str, float]) -> None:
         """Give metrics of the last step to the hooks that follow. Every rank must make the same call.
@@ -229,7 +205,7 @@ class Trainer:
             "data": self.data.state(),
             "adapter": self.adapter.state(),
             "strategy": self.strategy.state(),
-            "hooks": {name: state for name, hook in _by_name(self.hooks).items() if (state := hook.state())},
+            "hooks": states_of(self.hooks),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -247,9 +223,7 @@ class Trainer:
             try:
                 self.data.restore(state["data"])
                 self.strategy.restore(state.get("strategy", {}))
-                for name, hook in _by_name(self.hooks).items():
-                    if name in state.get("hooks", {}):
-                        hook.restore(state["hooks"][name])
+                restore_all(self.hooks, state.get("hooks", {}))
                 # Last, for it is large: it refuses before it overwrites anything, so it never has to be put back.
                 self.adapter.restore(state["adapter"])
             except BaseException:
@@ -261,23 +235,3 @@ class Trainer:
         except KeyError as error:
             raise CheckpointError(f"the checkpoint has no entry {error}; was it written by this Trainer?") from error
         self.step_number = step
-
-
-def _refuse_others(hooks: Sequence[object]) -> None:
-    for number, hook in enumerate(hooks):
-        if not isinstance(hook, Hook):
-            kind = f"the class {hook.__name__}" if isinstance(hook, type) else f"a {type(hook).__name__}"
-            raise ConfigError(
-                f"hooks[{number}] of Trainer is {kind}; it must be a Hook. What writes or measures goes into "
-                "mt.Record, as in hooks=[mt.Record([mt.JsonLines(directory)])]"
-            )
-
-
-def _by_name(hooks: Sequence[Hook]) -> dict[str, Hook]:
-    """The hooks by their names in a checkpoint: EarlyStopping, and a second one EarlyStopping 2."""
-    named: dict[str, Hook] = {}
-    for hook in hooks:
-        kind = type(hook).__name__
-        number = 1 + sum(type(other).__name__ == kind for other in named.values())
-        named[kind if number == 1 else f"{kind} {number}"] = hook
-    return named

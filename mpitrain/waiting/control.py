@@ -68,6 +68,7 @@ class Control:
         self._hosts = hosts
         self.open_tests: list[Callable[[], object]] = []  # move on what has begun and is not complete
         self.agreements: list[object] = []  # the agreements among them, in the order begun
+        self.comms: list[MPI.Comm] = []  # of the World, all that can be revoked
         # Each waits for the calls that a library makes in its threads.
         self.elsewhere: list[Callable[[], object]] = parent.elsewhere if parent else []
         self.posted: BaseException | None = None  # an error of a thread, for the main one to raise

@@ -7,7 +7,7 @@ wait in mpitrain, in whichever World of the job, goes through `Control.wait`, wh
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -42,15 +42,17 @@ class Notes:
     """Those of one job: all its Worlds share them.
 
     Attributes:
-        rank, size: of the World that the job began with; known here also when MPI is gone.
+        rank: of this process in the World that the job began with; known here also when MPI is gone.
+        size: the number of ranks that are left of it.
         read: the notes that have come in, by rank.
         made: how many calls this rank has begun in each World so far, by the World's number; also in those that are
             freed, where other ranks may still be waiting.
     """
 
-    def __init__(self, comm: MPI.Comm) -> None:
-        """`comm` has all ranks of the job, and is for the notes alone."""
-        self.rank, self.size = int(comm.rank), int(comm.size)
+    def __init__(self, comm: MPI.Comm, members: Sequence[int]) -> None:
+        """`comm` has all ranks of the job that are left, and is for the notes alone. `members` are their numbers."""
+        self._members = tuple(members)
+        self.rank, self.size = self._members[comm.rank], len(self._members)
         self.read: dict[int, Note] = {}
         self.made: dict[int, int] = {}
         self._comm = comm
@@ -65,9 +67,9 @@ class Notes:
         made = dict(self.made) if kind == FINISHED else {}
         pairs = [number for pair in made.items() for number in pair]
         message = numpy.array([kind, sent_seconds, cause, *pairs], numpy.float64)
-        for rank in range(self.size):
+        for place, rank in enumerate(self._members):
             if rank != self.rank:
-                self._in_flight.append((self._comm.Isend(message, rank, tag=0), message))
+                self._in_flight.append((self._comm.Isend(message, place, tag=0), message))
         return Note(kind, self.rank, made, sent_seconds, cause, time.perf_counter())
 
     def look(self) -> None:
@@ -81,9 +83,8 @@ class Notes:
             kind, sent_seconds, cause, *pairs = numbers.tolist()
             made = {int(number): int(calls) for number, calls in zip(pairs[::2], pairs[1::2], strict=True)}
             # A failure after a farewell replaces it; the reverse cannot happen.
-            self.read[status.source] = Note(
-                int(kind), status.source, made, sent_seconds, int(cause), time.perf_counter()
-            )
+            rank = self._members[status.source]
+            self.read[rank] = Note(int(kind), rank, made, sent_seconds, int(cause), time.perf_counter())
 
     def begin_barrier(self) -> MPI.Request:
         """A barrier of its own, beside the Worlds' collectives, which other ranks may still be in."""

@@ -14,7 +14,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from mpitrain.watching.rank_record import FAILED, NAME, STACK_SIGNAL, WORKS, Page, RankRecord
@@ -57,6 +57,10 @@ class Activity:
     def fail(self, error: str, seconds: float) -> None:
         """It has failed with this, at that time.monotonic()."""
         self._change(phase=FAILED, error=error, failed_seconds=seconds)
+
+    def lose(self, ranks: Sequence[int]) -> None:
+        """It goes on without these."""
+        self._change(lost=tuple(ranks))
 
     def begin(self, status: int, words: str, since: float) -> tuple[int, str, float]:
         """It does this now, since so many seconds of time.monotonic(); the result is for `end`."""

@@ -127,17 +127,19 @@ class Census:
         return [self._view(rank) for _, rank in sorted(self._ranks.items())]
 
     def first_end(self) -> FirstEnd | None:
-        """What ended first; None: nothing yet, or it is not known. Ranks that had come to their end do not count."""
-        ended = [rank for rank in self._ranks.values() if rank.process.order is not None]
+        """What ended first; None: nothing yet, or it is not known. Ranks that had come to their end do not
+        count, nor do those without which the others go on."""
+        lost = {number for rank in self._ranks.values() for number in self._read(rank).lost}
+        ended = [rank for rank in self._ranks.values() if rank.process.order is not None and rank.number not in lost]
         ended = [rank for rank in ended if self._read(rank).phase != DONE] or ended
         if not self._order_is_known:
             return None
         first = min(ended, key=_order, default=None)
         for parent in self._parents.values():
             children = [rank for rank in self._ranks.values() if rank.parent is parent]
-            lost = tuple(rank.number for rank in children if _outlived(rank, parent))
-            if lost and (first is None or (parent.order or 0) < (first.process.order or 0)):
-                return FirstEnd(None, tuple(sorted(lost)), parent.ended_at, parent.pid)
+            orphans = tuple(rank.number for rank in children if _outlived(rank, parent))
+            if orphans and (first is None or (parent.order or 0) < (first.process.order or 0)):
+                return FirstEnd(None, tuple(sorted(orphans)), parent.ended_at, parent.pid)
         if first is None:
             return None
         process = first.process

@@ -16,7 +16,7 @@ import mmap
 import os
 import signal
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -39,8 +39,8 @@ _BYTES = 4096
 # Words of 8 bytes: each is written at once, and by itself.
 _EDITION, _CALLS, _MOVED, _FIRST_STEP, _STEP, _METRICS, _EDITION_AGAIN = 0, 1, 2, 3, 4, 16, _BYTES // 8 - 1
 _MOST_METRICS = 16
-# since, stall_seconds, hang_seconds, failed_seconds, pid, stacks, phase, status, lengths of words, error and names
-_TEXTS = struct.Struct("<ddddiiBBHHH400s400s800s")
+# since, stall_seconds, hang_seconds, failed_seconds, pid, stacks, phase, status, lengths of the four texts
+_TEXTS = struct.Struct("<ddddiiBBHHHH400s400s800s400s")
 _TEXTS_AT = 512
 _MOST_TEXT, _MOST_NAMES = 400, 800
 
@@ -65,6 +65,7 @@ class RankRecord:
         stacks: its process's descriptor of what it writes at STACK_SIGNAL; -1: it does not.
         failed_seconds: when it failed, by time.monotonic() of its host.
         error: that it failed with, in a line.
+        lost: the ranks without which it goes on.
     """
 
     rank: int
@@ -83,6 +84,7 @@ class RankRecord:
     stacks: int = -1
     failed_seconds: float = 0.0
     error: str = ""
+    lost: Sequence[int] = ()
 
 
 class Page:
@@ -108,8 +110,9 @@ class Page:
         self._numbers[_EDITION] = edition
         times = since, record.stall_seconds, record.hang_seconds, record.failed_seconds
         numbers = record.pid, record.stacks, PHASES.index(record.phase), status
-        lengths = len(doing), len(error), len(names)
-        _TEXTS.pack_into(self._memory, _TEXTS_AT, *times, *numbers, *lengths, doing, error, names)
+        lost = ",".join(map(str, record.lost)).encode()[:_MOST_TEXT]
+        lengths = len(doing), len(error), len(names), len(lost)
+        _TEXTS.pack_into(self._memory, _TEXTS_AT, *times, *numbers, *lengths, doing, error, names, lost)
         self._numbers[_EDITION_AGAIN] = edition
 
     def set_calls(self, calls: int) -> None:
@@ -153,9 +156,9 @@ def read_record(path: str, rank: int) -> RankRecord | None:
         fields = _TEXTS.unpack_from(data, _TEXTS_AT)
     except (OSError, struct.error, TypeError, IndexError):
         return None
-    since, stall_seconds, hang_seconds, failed_seconds, pid, stacks, phase, status, *lengths = fields[:11]
-    texts = zip(fields[11:], lengths)  # noqa: B905 (strict is of Python 3.10)
-    words, error, names = (text[:length].decode(errors="replace") for text, length in texts)
+    since, stall_seconds, hang_seconds, failed_seconds, pid, stacks, phase, status, *lengths = fields[:12]
+    texts = zip(fields[12:], lengths)  # noqa: B905 (strict is of Python 3.10)
+    words, error, names, lost = (text[:length].decode(errors="replace") for text, length in texts)
     reals = memoryview(data).cast("d")
     return RankRecord(
         rank=rank,
@@ -174,4 +177,5 @@ def read_record(path: str, rank: int) -> RankRecord | None:
         stacks=stacks,
         failed_seconds=failed_seconds,
         error=error,
+        lost=tuple(map(int, lost.split(","))) if lost else (),
     )

@@ -90,17 +90,17 @@ class Record(Hook):
             MpitrainError: a writer cannot begin, because its files cannot be made or read. Raised on every rank.
         """
         if not self._is_open:  # not before_run: a hook behind this one may resume, which says after which step
-            self._open(trainer)
+            self._open(trainer, trainer.step_number)
         if self._ends_row(trainer, trainer.step_number + 1):
             for meter in self._measuring:
                 meter.before_row(trainer)
 
-    def _open(self, trainer: Trainer) -> None:
+    def _open(self, trainer: Trainer, after_step: int) -> None:
         world = trainer.world
         with world.together("open the record"):
             if world.is_root:
                 for output in self._outputs:
-                    output.writer.open(trainer.step_number)
+                    output.writer.open(after_step)
         self._is_open = True
         meters = self._meters
         if meters is None:
@@ -123,6 +123,8 @@ class Record(Hook):
 
     def after_step(self, trainer: Trainer, step: Step) -> None:
         """See Hook."""
+        if not self._is_open:  # the World has changed in this step, whose row an earlier root may have written
+            self._open(trainer, step.number - 1)
         for meter in self._measuring:
             meter.after_step(trainer, step)
         self._num_measured += 1

@@ -1,0 +1,239 @@
+"""What the ranks that are left do when one is lost: they agree on it, and go on in a World without the lost rank.
+
+This needs an MPI that survives the loss of a process: Open MPI 5 with ULFM (Bland et al., Post-failure recovery of MPI
+communication capability, IJHPCA 27, 2013; MPI calls by name: https://fault-tolerance.org). `mpitrain run --recover`
+switches it on.
+
+    a step:      exchange ─> commit ─> update ─> exchange ...
+    a loss:      any error ─> revoke ─> refuse the commit ─> shrink ─> make a World, build ─> agree ─> go on
+                                                               ^                               │
+                                                               └── another rank is lost <──────┘
+
+Revoking ends every communication of the old World with an error, on every rank. So all ranks come here, wherever they
+were. `Agree` is the one call that a revoked communicator still makes, and it gives every rank the same answer. Each
+rank makes it once for each step: in `commit`, or, where the rank was elsewhere when it heard of the loss, with a no. So
+either all ranks that are left count a step, or none does.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy
+
+from mpitrain.errors import LaunchError, LostRankError, MpitrainError
+from mpitrain.job.worlds import make_world
+from mpitrain.waiting.pace import patient_naps
+from mpitrain.watching.activity import own_activity
+from mpitrain.watching.ranges import rank_ranges
+from mpitrain.watching.rank_record import WAITS
+from mpitrain.world import World
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+# An error may come before MPI has heard of the loss that has caused it: the memory of a process is gone at once.
+_NEWS_SECONDS = 1.0
+
+
+class Recovery:
+    """Takes a job from one World to the next. Every rank has one, and all ranks make the same calls.
+
+    Attributes:
+        world: the current World.
+        lost: the ranks that were lost so far, by their numbers in the job.
+    """
+
+    def __init__(self, world: World, base: MPI.Comm) -> None:
+        """Not collective.
+
+        Args:
+            world: all ranks of the job.
+            base: the communicator that `world` was made from. It is used for nothing else.
+
+        Raises:
+            LaunchError: this MPI cannot go on after the loss of a rank.
+        """
+        self.world = replace(world, committer=self.commit)
+        self.lost: tuple[int, ...] = ()
+        self._base = base
+        self._has_agreed = False  # on the step in which the loss came up
+        self._kept: list[Any] = []
+        try:
+            self._failed()
+        except (NotImplementedError, _mpi().Exception) as error:
+            raise LaunchError(
+                f"{world.name()}: --recover needs an MPI that goes on after the loss of a rank, and "
+                f"{_mpi().Get_library_version().splitlines()[0]} does not ({error}). Use Open MPI 5, or leave out "
+                "--recover and use --restarts"
+            ) from None
+
+    def commit(self) -> None:
+        """See World.commit."""
+        answer = numpy.ones(1, numpy.int32)
+        try:
+            _complete(self._base.Iagree(answer), "commit a step")
+        except _mpi().Exception as error:
+            self._has_agreed = True
+            raise LostRankError(self._lost_text()) from error
+        if not answer[0]:
+            self._has_agreed = True
+            raise LostRankError(self._lost_text())
+
+    def is_loss(self, error: BaseException) -> bool:
+        """Whether a lost rank is the cause of `error`. May wait a second for MPI's word."""
+        if isinstance(error, LostRankError):
+            return True
+        mpi = _mpi()
+        if isinstance(error, mpi.Exception):
+            if error.Get_error_class() in (mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED):
+                return True
+        elif not isinstance(error, MpitrainError | OSError) or getattr(error, "known_everywhere", False):
+            return False  # of the program
+        deadline = time.monotonic() + _NEWS_SECONDS
+        while time.monotonic() < deadline:
+            if self._base.Is_revoked() or any(comm.Is_revoked() for comm in self._comms()) or self._failed():
+                return True
+            time.sleep(0.001)
+        return False
+
+    def recover(self, go_on: Callable[[World], None], keep: Any = None) -> World:
+        """Make a World of the ranks that are left, and have each of them `go_on` in it. Return that World.
+
+        Every rank that is left calls this, after `abandon`. If another rank is lost
+        meanwhile, `go_on` is called again with another World.
+
+        Args:
+            go_on: makes in the new World what the rank needs there. Collective.
+            keep: objects with memory that MPI may still write into. They are kept until the process ends.
+
+        Raises:
+            Exception: what `go_on` raises, unless a lost rank is the cause. On this rank alone.
+        """
+        began, old = time.monotonic(), self.world
+        self._kept += [keep, old]
+        if not self._has_agreed:
+            self._agree(False)  # on the step that others may be about to commit
+        while True:
+            self._shrink(old)
+            is_ready = False
+            try:
+                self.world = self._next_world(old)
+                go_on(self.world)
+                is_ready = True
+            except Exception as error:
+                if not self.is_loss(error):
+                    raise
+                self.abandon()
+            if self._agree(is_ready):
+                break
+            self.abandon()
+        self._has_agreed = False
+        self._tell(old, time.monotonic() - began)
+        return self.world
+
+    def finish(self) -> None:
+        """End MPI, if it can be ended: after the loss of a rank MPI_Finalize of Open MPI may wait for ever (#11404)."""
+        if not self.lost:
+            _mpi().Finalize()
+
+    def abandon(self) -> None:
+        """End all communication of the current World, on every rank. Call it as soon as `is_loss` is true."""
+        self.world.control.leave("a call", LostRankError(self._lost_text()))
+        for comm in self._comms():
+            if not comm.Is_revoked():
+                comm.Revoke()
+
+    def _comms(self) -> list[MPI.Comm]:
+        return [*self.world.control.comms, self._base]
+
+    def _agree(self, is_ready: bool) -> bool:
+        """Whether all ranks say yes, and none has been lost. The same on every rank."""
+        answer = numpy.array([is_ready], numpy.int32)
+        try:
+            _complete(self._base.Iagree(answer), "agree on a lost rank")
+        except _mpi().Exception:
+            return False
+        return bool(answer[0])
+
+    def _shrink(self, old: World) -> None:
+        """Make the next communicator, of the ranks that are left."""
+        with _waiting("find the ranks that are left"):
+            self._base = self._base.Shrink()
+        left = self._members()
+        self.lost = tuple(sorted({*self.lost, *old.control.members} - {*left}))
+        if activity := own_activity():
+            activity.lose(self.lost)
+
+    def _members(self) -> Sequence[int]:
+        """The numbers in the job of the ranks of the newest communicator."""
+        everyone = _mpi().COMM_WORLD.group
+        return [int(rank) for rank in self._base.group.Translate_ranks(list(range(self._base.size)), everyone)]
+
+    def _next_world(self, old: World) -> World:
+        with _waiting("make the next World"):
+            made = make_world(self._base, old.config, old.generation + 1, members=self._members())
+        made.control.spans = old.control.spans
+        return replace(made, profile=old.profile, make_arrays=old.make_arrays, committer=self.commit)
+
+    def _failed(self) -> list[int]:
+        """The ranks that MPI knows to be lost, by their numbers in the job."""
+        group = self._base.Get_failed()
+        ranks = _mpi().COMM_WORLD.group
+        failed = [int(rank) for rank in group.Translate_ranks(list(range(group.size)), ranks)] if group.size else []
+        group.Free()
+        return failed
+
+    def _lost_text(self) -> str:
+        control = self.world.control
+        names = [control.name(control.members.index(rank)) for rank in self._failed() if rank in control.members]
+        return f"{control.name()}: {' and '.join(names) or 'a rank'} has been lost"
+
+    def _tell(self, old: World, seconds: float) -> None:
+        if not self.world.is_root:
+            return
+        members = old.control.members
+        gone = [old.name(place) for place, rank in enumerate(members) if rank in self.lost]
+        left = rank_ranges(self.world.control.members)
+        os.write(
+            2,
+            f"mpitrain: {' and '.join(gone)} {'was' if len(gone) == 1 else 'were'} lost; rank"
+            f"{'s' * (self.world.size > 1)} {left} went on after {seconds:.2f} s\n".encode(),
+        )
+
+
+@contextmanager
+def _waiting(doing: str) -> Iterator[None]:
+    """Publish a wait in MPI itself, so that the guard reports it, and ends it where it lasts too long."""
+    activity = own_activity()
+    entry = activity.begin(WAITS, doing, time.monotonic()) if activity else None
+    try:
+        yield
+    finally:
+        if activity and entry:
+            activity.end(entry)
+
+
+def _complete(request: MPI.Request, doing: str) -> None:
+    """Wait for an agreement. Nothing may end this wait: a rank must not leave before it knows the answer."""
+    naps = patient_naps()
+    while not request.Test():
+        nap = naps()
+        if not nap:
+            os.sched_yield()
+            continue
+        with _waiting(doing):
+            while not request.Test():
+                time.sleep(naps())
+        return
+
+
+def _mpi() -> Any:
+    from mpi4py import MPI
+
+    return MPI

