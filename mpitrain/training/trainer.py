@@ -9,7 +9,7 @@ from typing import Any
 from mpitrain.cuda.shortage import memory_explained
 from mpitrain.cuda.streams import wait_for_work
 from mpitrain.errors import CheckpointError, ConfigError, NonFiniteError, everywhere
-from mpitrain.job.start import the_job
+from mpitrain.job.start import init, the_job
 from mpitrain.training.built import Built
 from mpitrain.training.checkpoint.parts import add_up
 from mpitrain.training.course import Course
@@ -58,9 +58,8 @@ class Trainer:
         self.times_own_work = False
         self.metrics: dict[str, float] = {}
         self._activity = own_activity()
-        job = the_job()
-        self._course = Course(self, self._built, self._begin, job)
-        self._course.build(job.world if world is None else world)
+        self._course = Course(self, self._built, self._begin, the_job())
+        self._course.build(init() if world is None else world)
 
     def _begin(self, world: World) -> None:
         """Make all parts for a World."""
