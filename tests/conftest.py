@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -12,15 +13,18 @@ from types import FrameType
 import pytest
 from hypothesis import HealthCheck, settings
 
-from jobs import REPOSITORY
+from jobs import REPOSITORY, SNAPSHOT
 from mpitrain.errors import LaunchError
-from mpitrain.testbed import STATE, forget_snapshot, up
+from mpitrain.testbed import STATE, forget_snapshot, snapshot_names, up
+from mpitrain.testbed.bed_record import locked
 from mpitrain.testbed.host import require_inotify
 
 # The fixtures that bring a bed up, and how many nodes the tests may have at once in all.
 BEDS = {"bed", "bare", "image", "provisioned"}
-MOST_NODES = 9
+MOST_NODES = 13
 ENOUGH_INOTIFY = 1024
+# Guards against a hang: other parts wait for it.
+SETUP_SECONDS = 1500.0
 
 # On a machine that does other work too an example may take any time: time is not what is tested.
 settings.register_profile("any load", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -62,14 +66,24 @@ def too_few_inotify() -> str:
 
 @pytest.fixture(scope="session")
 def provisioned() -> Iterator[str]:
-    """The name of a snapshot of four nodes that the playbooks have set up; made once for all tests that start there."""
-    name = f"tests{os.getpid()}"
-    with up(4, name=name) as bed:
-        line = ["ansible-playbook", "cluster/setup.yml", "--skip-tags", "examples"]  # whose data need not be here
-        done = bed.run(line, timeout_seconds=1500, cwd=REPOSITORY)
-        assert done.returncode == 0, done.stdout + done.stderr
-        bed.save(name)
+    """The name of a snapshot of four nodes that the playbooks have set up; all parts of tests/everything.py share one.
+
+    The part that comes first makes it, and the others wait. What is proved at the end of a set-up, and the examples,
+    whose data need not be here, are left to tests/cluster/test_cycle.py.
+    """
+    shared = os.environ.get(SNAPSHOT)
+    name = shared or f"tests{os.getpid()}"
+    lock = Path(tempfile.gettempdir(), f"{name}.lock")
+    with locked(lock, "the snapshot of the tests", timeout_seconds=SETUP_SECONDS):
+        if name not in snapshot_names(STATE):
+            with up(4, name=name) as bed:
+                line = ["ansible-playbook", "cluster/setup.yml", "--skip-tags", "verify,examples"]
+                done = bed.run(line, timeout_seconds=SETUP_SECONDS, cwd=REPOSITORY)
+                assert done.returncode == 0, done.stdout + done.stderr
+                bed.save(name)
     try:
         yield name
     finally:
-        forget_snapshot(STATE, name)
+        if not shared:
+            lock.unlink()
+            forget_snapshot(STATE, name)

@@ -13,28 +13,31 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from jobs import REPOSITORY, VENVS, mpiexec
+from jobs import REPOSITORY, SNAPSHOT, VENVS, mpiexec
 from mpitrain.diagnostics.checks.leftovers import SHM_PATTERNS
+from mpitrain.errors import ConfigError
+from mpitrain.testbed import STATE, forget_snapshot, snapshot_names
 from side_by_side import Part, run
 
 # The tests that run on all ranks of a job at once.
 ON_RANKS = ["tests/ranks", "tests/device_ranks", "tests/torch_ranks", "tests/jax_ranks"]
 # What is chosen of tests/ranks, by MPI library and world size ("": all of them). One rank is alone; of two, the one
-# before is also the one after; of three, it is not. With four come what needs a fourth rank, and nodes of different
-# size. With more, the tests whose arithmetic or order of messages depends on the number of ranks; a queue of many
-# allreduces does not. Of seven, three are beyond a power of two, and nodes have one, two and four: what is built on the
-# sums differs in neither from five. Open MPI differs in how it starts and sends, which three ranks show.
+# before is also the one after; of three, it is not. With four come what needs a fourth rank, nodes of different size,
+# and what depends on the number of ranks in its arithmetic or in the order of its messages, which a queue of many
+# allreduces does not. Five and seven are one and three beyond a power of two, and nodes have one, two and four: what is
+# built on the sums differs in neither from three and four. Open MPI differs in how it starts and sends, which three
+# ranks show.
 BY_SIZE = (
     "(test_allreduce.py or test_collectives.py or test_compressed.py or test_reducer.py or test_transfer.py"
     " or test_world.py) and not test_many_may_be"
 )
-OF_SEVEN = (
+SUMS = (
     "(test_allreduce.py or test_collectives.py or test_sums_are_as_close_as_the_codec or test_world.py)"
     " and not test_many_may_be"
 )
 OF_FOUR = f"{BY_SIZE} or test_checkpoint or test_data or test_replicas or test_ring_order or test_training"
 SIZES = {
-    "mpich": {1: "", 2: "", 3: "", 4: OF_FOUR, 5: BY_SIZE, 7: OF_SEVEN},
+    "mpich": {1: "", 2: "", 3: "", 4: OF_FOUR, 5: SUMS, 7: SUMS},
     "openmpi": {2: BY_SIZE, 3: ""},
 }
 MOST_RANKS = 7  # too many for the batches of some of the others
@@ -53,11 +56,13 @@ OF_FOUR_ON_GPUS = (
 EMULATED = {1: "", 2: "", 4: OF_FOUR_ON_GPUS}
 EMULATED_TOO = {3: ""}  # with --full
 EMULATED_GPUS = {1: 1, 2: 2, 3: 1, 4: 2}  # by number of ranks
-# The tests that need a bed of nodes (mpitrain/testbed), in two parts of about the same length; the second one has those
-# that share a cluster that is set up. They wait most of the time, so they run beside all others.
+# The tests that need beds of nodes (mpitrain/testbed), in parts of about the same length. They wait much of the time,
+# so they run beside all others. Those of the first two start from one snapshot (`provisioned` in tests/conftest.py):
+# the second makes it while the first one, in its first file, sets up a cluster of its own.
 ON_NODES = {
-    "bare nodes": ["tests/testbed", "tests/cli/test_cluster_bed.py", "tests/cluster/test_cycle.py"],
-    "nodes": ["tests/cluster", "tests/faults/cluster"],
+    "a cluster": [f"tests/cluster/test_{name}.py" for name in ("cycle", "restart_over_hosts", "run_over_hosts")],
+    "faults of a cluster": ["tests/faults/cluster"],
+    "bare nodes": ["tests/testbed", "tests/cli/test_cluster_bed.py", "tests/cluster"],
 }
 # The other tests run in a process for each folder that takes long; what is not named here has one process for all.
 LONG_FOLDERS = ["faults", "cli", "examples", "cuda", "training"]
@@ -67,6 +72,8 @@ CORES_OF_A_FOLDER = 0.5
 QUICK_FOLDERS = ["bench", "diagnostics", "launch", "training", "verify"]
 SLOW_FILES = [f"tests/test_{name}.py" for name in ("docs", "everything", "one_of_each", "trace")]
 QUICK_RANKS = {2: "test_training or test_checkpoint", 3: BY_SIZE}
+# Ranks wait for each other: on two cores such a part keeps 1.2 to 1.7 busy, so a folder runs beside it.
+CORES_OF_RANKS = 1.5
 # More at once than on so many cores has never been tried.
 MOST_CORES = 4
 
@@ -75,11 +82,11 @@ def parts(full: bool) -> Iterator[Part]:
     """All of them, the longest first, so that none begins last; those that take all cores wait until both are free."""
     slow = [] if full else ["-m", "not slow"]
     pytest = [sys.executable, "-m", "pytest", "-q", *slow, "--durations=15"]
-    first, second = ON_NODES.values()
-    ignored = [f"--ignore={path}" for path in first]
-    for name, words in zip(ON_NODES, (first, [*second, *ignored]), strict=True):
-        yield Part(name, [*pytest, *words], cores=0, again=True)
-    ignored = [f"--ignore={path}" for path in [*ON_RANKS, *first, *second]]
+    on_nodes = [path for paths in ON_NODES.values() for path in paths]
+    for name, paths in ON_NODES.items():
+        ignored = [f"--ignore={path}" for path in on_nodes if path.startswith(tuple(f"{folder}/" for folder in paths))]
+        yield Part(name, [*pytest, *paths, *ignored], cores=0, again=True)
+    ignored = [f"--ignore={path}" for path in [*ON_RANKS, *on_nodes]]
     folders = [
         Part(f"tests/{name}", [*pytest, f"tests/{name}", *ignored], cores=CORES_OF_A_FOLDER, again=True)
         for name in LONG_FOLDERS
@@ -113,7 +120,9 @@ def of_ranks(module: str, size: int, chosen: str, *options: str, vendor: str = "
     """The tests of a module on so many ranks; only those that are chosen, unless that is empty."""
     command = [*mpiexec(size, vendor), str(VENVS[vendor] / "bin/python"), "-m", f"tests.{module}", *options]
     other = "" if vendor == "mpich" else f", {vendor}"
-    return Part(f"{module} on {size}{other}", [*command, *(["-k", chosen] if chosen else [])], cores=size)
+    return Part(
+        f"{module} on {size}{other}", [*command, *(["-k", chosen] if chosen else [])], cores=min(size, CORES_OF_RANKS)
+    )
 
 
 def quick_parts() -> Iterator[Part]:
@@ -141,7 +150,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     shared = shared_memory()
     try:
-        with temporary_files():
+        with temporary_files(), snapshot():
             counts = run(chosen, min(MOST_CORES, len(os.sched_getaffinity(0))))
     finally:
         for path in shared_memory() - shared:
@@ -164,6 +173,20 @@ def temporary_files() -> Iterator[None]:
     with tempfile.TemporaryDirectory(prefix="mt", ignore_cleanup_errors=True) as folder:
         os.environ["TMPDIR"] = tempfile.tempdir = folder
         yield
+
+
+@contextlib.contextmanager
+def snapshot() -> Iterator[None]:
+    """Name the snapshot that parts on nodes share, and remove it at the end where one of them has made it."""
+    os.environ[SNAPSHOT] = name = f"tests{os.getpid()}"
+    try:
+        yield
+    finally:
+        if name in snapshot_names(STATE):
+            try:
+                forget_snapshot(STATE, name)
+            except ConfigError as error:  # a bed is left that stands on it
+                print(f"\nleft on this machine: {error}")
 
 
 def shared_memory() -> set[Path]:

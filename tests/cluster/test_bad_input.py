@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -131,34 +132,40 @@ def refused(bed: Bed, checkout: Path, *arguments: str, inventory: Path, says: tu
     assert difference(before, etc(bed, "node1")) == {}
 
 
-# The others by `scripts/test --full`: preflight looks for all of them in the same way.
-USUAL = (
+# Those that node2 can have at the same time: one run names them all. `scripts/test --full` makes each alone too.
+TOGETHER = (
     "another system",
-    "a wrong password for sudo",
-    "a login by a password where passwords are to go",
     "the user has another uid",
     "files where the share would be mounted",
+    "another host name",
     "no include in sshd_config",
     "its own name on a loopback address",
+    "a way to another node from a second address",
 )
+# Those that need options of their own.
+ALONE = ("a wrong password for sudo", "a login by a password where passwords are to go")
 
 
 @pytest.mark.parametrize(
-    "fault", [pytest.param(fault, marks=[pytest.mark.slow] * (fault not in USUAL)) for fault in FAULTS]
+    "faults",
+    [pytest.param(TOGETHER, id="together")]
+    + [pytest.param((fault,), id=fault, marks=[pytest.mark.slow] * (fault not in ALONE)) for fault in FAULTS],
 )
 def test_a_node_that_does_not_fit_is_named_and_nothing_is_changed(
-    bed: Bed, checkout: Path, tmp_path: Path, fault: str
+    bed: Bed, checkout: Path, tmp_path: Path, faults: tuple[str, ...]
 ) -> None:
-    do, undo, says, options = FAULTS[fault]
     inventory = inventory_of(bed, tmp_path / "hosts", NODES)
-    if fault == "another architecture":
+    if "another architecture" in faults:
         interpreter = "node2 ansible_python_interpreter=/usr/local/bin/python32 "
         inventory.write_text(inventory.read_text().replace("node2 ", interpreter, 1))
-    assert root(bed, "node2", do).returncode == 0
+    do, undo, says, options = zip(*(FAULTS[fault] for fault in faults), strict=True)
+    for script in do:
+        assert root(bed, "node2", script).returncode == 0
     try:
-        refused(bed, checkout, *options, inventory=inventory, says=says)
+        refused(bed, checkout, *chain(*options), inventory=inventory, says=tuple(chain(*says)))
     finally:
-        root(bed, "node2", undo)
+        for script in undo:
+            root(bed, "node2", script)
 
 
 def test_a_node_that_is_down(bed: Bed, checkout: Path, tmp_path: Path) -> None:
@@ -173,25 +180,18 @@ def test_a_node_that_is_down(bed: Bed, checkout: Path, tmp_path: Path) -> None:
 
 
 INVENTORIES = {
-    "an address twice": (
-        "[head]\nnode1 ansible_host={0}\n[workers]\nnode2 ansible_host={0}\n",
-        "inventory: node1 and node2 have the same address",
-    ),
-    "a name in two groups": (
-        "[head]\nnode1 ansible_host={0}\n[workers]\nnode1\nnode2 ansible_host={1}\n",
-        "inventory: node1 is in the groups [head] and [workers]",
-    ),
-    "two heads": (
-        "[head]\nnode1 ansible_host={0}\nnode2 ansible_host={1}\n[workers]\n",
-        "inventory: [head] has 2 hosts ['node1', 'node2']; allowed: exactly one",
-    ),
-    "a name for an address": (
-        "[head]\nnode1 ansible_host={0}\n[workers]\nnode2 ansible_host=node2\n",
-        "inventory: node2 has ansible_host=node2; allowed: an IP address",
+    "all that can be wrong in it": (
+        "[head]\nnode1 ansible_host={0}\nnode2 ansible_host=node2\n[workers]\nnode1\nnode3 ansible_host={0}\n",
+        (
+            "inventory: [head] has 2 hosts ['node1', 'node2']; allowed: exactly one",
+            "inventory: node1 is in the groups [head] and [workers]",
+            "inventory: node2 has ansible_host=node2; allowed: an IP address",
+            "inventory: node1 and node3 have the same address",
+        ),
     ),
     "an address of another machine": (
         "[head]\nnode1 ansible_host={0}\n[workers]\nother ansible_host={1}\n",
-        "other: calls itself node2",
+        ("other: calls itself node2",),
     ),
 }
 
@@ -202,7 +202,7 @@ def test_an_inventory_that_cannot_be(bed: Bed, checkout: Path, tmp_path: Path, k
     inventory = tmp_path / "hosts"
     text += "[cluster:children]\nhead\nworkers\n[cluster:vars]\nansible_user=admin\n"
     inventory.write_text(text.format(bed.address("node1"), bed.address("node2")))
-    refused(bed, checkout, inventory=inventory, says=(says,))
+    refused(bed, checkout, inventory=inventory, says=says)
 
 
 def test_no_inventory_at_all(bed: Bed, checkout: Path, tmp_path: Path) -> None:

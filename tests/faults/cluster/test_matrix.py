@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from faults.cluster.faults_machine import FAULTS as MACHINE
@@ -9,7 +11,17 @@ from faults.cluster.faults_network import FAULTS as NETWORK
 from faults.cluster.faults_share import FAULTS as SHARE
 from faults.cluster.faults_start import FAULTS as START
 from faults.cluster.faults_told_apart import FAULTS as TOLD_APART
-from faults.cluster.matrix import UNPROVED, Fault, apply, check, findings, table
+from faults.cluster.matrix import (
+    ON_THE_SHARE,
+    OURS,
+    UNPROVED,
+    Fault,
+    apply,
+    assert_that_nothing_stays,
+    check,
+    findings,
+    table,
+)
 from jobs import REPOSITORY
 from mpitrain.diagnostics.checks import CHECKS
 from mpitrain.testbed.bed import Bed
@@ -19,44 +31,79 @@ FAULTS: dict[str, Fault] = {**NETWORK, **MACHINE, **SHARE, **START, **TOLD_APART
 SHOWN: list[str] = []  # names of the faults that were found as they should be, in this run
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * fault.is_slow) for name, fault in FAULTS.items()]
+# Made at the same time, and each is found beside the others; `scripts/test --full` makes each of them alone too.
+TOGETHER = (
+    (
+        "wrong address in hosts",
+        "same host key",
+        "uid changed",
+        "small shared memory",
+        "/tmp full",
+        "export to everybody",
+    ),
+    ("clock ahead", "leftover shared memory", "home missing"),
+    ("leftover ranks", "Open MPI's variable on one node", "no Python on one node"),
+    ("another mpiexec first in PATH", "other script on one node", "wrong interface variable"),
+    ("sshd stopped", "python missing"),
+    ("host key changed", "echo in .bashrc"),
+    ("login key refused", "a file of NumPy emptied"),
+    ("/tmp for root alone", "conda in .profile", "a numpy.py beside the script"),
 )
-def test_the_right_check_fires(bed: Bed, name: str) -> None:
-    fault = FAULTS[name]
+_ONLY_IN_FULL = {name for names in TOGETHER for name in names} | {name for name in FAULTS if FAULTS[name].is_slow}
+
+
+@pytest.mark.parametrize(
+    "names",
+    [pytest.param(names, id=", ".join(names)) for names in TOGETHER]
+    + [pytest.param((name,), id=name, marks=[pytest.mark.slow] * (name in _ONLY_IN_FULL)) for name in FAULTS],
+)
+def test_the_right_check_fires(bed: Bed, names: tuple[str, ...]) -> None:
+    faults = [FAULTS[name] for name in names]
+    (level,) = {fault.level for fault in faults}
+    options = ["--level", level, *(word for fault in faults for word in fault.options)]
+    env = {name: value for fault in faults for name, value in fault.env.items()}
+    fires = {name: found for fault in faults for name, found in fault.fires.items()}
+    assert len(fires) == sum(len(fault.fires) for fault in faults), "two of these faults have one finding"
     mended = False
-    apply(bed, fault.do)
+    for fault in faults:
+        apply(bed, fault.do)
     try:
-        code, document = check(bed, "--level", fault.level, *fault.options, env=fault.env)
-        assert findings(document, fault.fires) == dict(fault.fires), document["findings"]
-        failed = any(verdict == "fail" for verdict, _ in fault.fires.values())
-        assert code == (1 if failed else 3 if any(v == "unknown" for v, _ in fault.fires.values()) else 0)
-        for text in fault.shows:
+        code, document = check(bed, *options, env=env)
+        assert findings(document, fires) == fires, document["findings"]
+        verdicts = {verdict for verdict, _ in fires.values()}
+        assert code == (1 if "fail" in verdicts else 3 if "unknown" in verdicts else 0)
+        for text in (text for fault in faults for text in fault.shows):
             assert text in str(document["findings"])
         assert all(one["remedy"] for one in document["findings"] if one["verdict"] in ("warn", "fail"))
-        if fault.repair or fault.has_line:
-            wanted = f"--tags {fault.repair}" if fault.repair else ""
-            own = [one for one in document["findings"] if one["id"] in fault.fires]
-            lines = {one["remedy"] for one in own if wanted in one["remedy"]}
-            assert lines, document["findings"]
-            for line in lines:
-                command = ["bash", "-c", line]
-                if fault.console:
-                    done = bed.node_run(fault.console, command, timeout_seconds=1200)
-                else:
-                    done = bed.run(command, timeout_seconds=1200, cwd=REPOSITORY)
-                assert done.returncode == 0, done.stdout + done.stderr
+        if all(fault.repair or fault.has_line for fault in faults):
+            for fault in faults:
+                run_the_lines(bed, fault, document["findings"])
             mended = True
-            code, document = check(bed, "--level", fault.level, *fault.options, env=fault.env)
+            code, document = check(bed, *options, env=env)
             assert (code, findings(document)) == (0, {}), document["findings"]
-            assert not {one["id"] for one in document["findings"]} & {"SSH10"} & fault.fires.keys()
-        SHOWN.append(name)
+            assert not {one["id"] for one in document["findings"]} & {"SSH10"} & fires.keys()
+        SHOWN.extend(names if len(names) == 1 else ())
     finally:
-        if not mended or fault.has_line:
-            apply(bed, fault.undo)
-            if fault.repair:  # the test has failed; the next one shall not
+        for fault in reversed(faults):
+            if not mended or fault.has_line:
+                apply(bed, fault.undo)
+            if fault.repair and not mended:  # the test has failed; the next one shall not
                 line = ["ansible-playbook", "cluster/setup.yml", "--tags", fault.repair]
                 bed.run(line, timeout_seconds=1200, cwd=REPOSITORY)
+
+
+def run_the_lines(bed: Bed, fault: Fault, found: list[dict[str, Any]]) -> None:
+    """Those that its findings give as remedy, as they stand; of a set-up, those with the fault's tag."""
+    wanted = f"--tags {fault.repair}" if fault.repair else ""
+    lines = {one["remedy"] for one in found if one["id"] in fault.fires and wanted in one["remedy"]}
+    assert lines, found
+    for line in lines:
+        command = ["bash", "-c", line]
+        if fault.console:
+            done = bed.node_run(fault.console, command, timeout_seconds=1200)
+        else:
+            done = bed.run(command, timeout_seconds=1200, cwd=REPOSITORY)
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_every_check_is_proved_or_named() -> None:
@@ -75,8 +122,11 @@ def test_the_table_in_the_docs() -> None:
     assert before == table(FAULTS), "the table is not that of the faults; a run of all of them writes it"
 
 
-def test_a_healthy_cluster_has_no_findings(bed: Bed) -> None:
-    """Last, so that it also shows that every fault was undone. Three runs, because some faults come and go."""
-    for _ in range(3):
+@pytest.mark.parametrize("times", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_healthy_cluster_has_no_findings(bed: Bed, times: int) -> None:
+    """Last, so that it also shows that every fault was undone. Several runs, because some faults come and go."""
+    for _ in range(times):
         code, document = check(bed, "--level", "full")
         assert (code, findings(document)) == (0, {}), document["findings"]
+    for listing in (OURS, ON_THE_SHARE.format("")):
+        assert_that_nothing_stays(bed, listing)
