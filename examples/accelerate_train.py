@@ -1,11 +1,11 @@
-"""Hugging Face accelerate over MPI: the process group is made before the Accelerator, which takes it as it is.
+"""Hugging Face accelerate over MPI: make the process group before the Accelerator, which then uses that group.
 
     mpiexec -n 2 python examples/accelerate_train.py
     python examples/accelerate_train.py         # this process alone, the same result to rounding
 
-accelerate has a list of backends and makes its own process group from it, but not where there is one already: so one
-line stands before it, and the loop is accelerate's own. `cpu=True` is for machines without GPUs, where accelerate else
-takes every rank for a job of its own.
+accelerate makes a process group with a backend from its own list, unless there is a group already. So one line makes
+the group first, and the loop is accelerate's own. `cpu=True` is for machines without GPUs: otherwise accelerate takes
+every rank there for a job of its own.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from datasets import load_images
 def main() -> None:
     arguments = parse()
     dist.init_process_group("mpitrain")
-    # The loader's batch is that of all ranks together, and one seed shuffles; else the batch is that of each rank.
+    # The loader's batch is for all ranks together, and one seed shuffles. By default, the batch is for each rank.
     loading = DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True, data_seed=0)
     accelerator = Accelerator(cpu=True, dataloader_config=loading)
     train_x, train_y, _, _ = map(torch.from_numpy, load_images("digits"))
@@ -47,13 +47,13 @@ def main() -> None:
     accelerator.print(f"ranks: {accelerator.num_processes}, step {step}: loss {mean.item():.6f}")
     if arguments.save:
         accelerator.save(accelerator.unwrap_model(model).state_dict(), arguments.save)
-    accelerator.end_training()  # which destroys the process group
+    accelerator.end_training()  # destroys the process group
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Hugging Face accelerate over MPI.")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--save", metavar="FILE", help="the parameters, at the end")
+    parser.add_argument("--save", metavar="FILE", help="save the parameters to this file at the end")
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""What the examples' command lines share."""
+"""Options that the examples share."""
 
 import argparse
 from pathlib import Path
@@ -7,7 +7,7 @@ import mpitrain as mt
 
 
 def positive(text: str) -> int:
-    """A whole number above 0; for anything else argparse says so and exits with code 2."""
+    """Convert to a whole number above 0; argparse reports anything else and exits with code 2."""
     try:
         value = int(text)
     except ValueError:
@@ -18,13 +18,13 @@ def positive(text: str) -> int:
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
-    """Where a record of the run is kept."""
+    """Declare the options of the run's record."""
     parser.add_argument("--run", type=Path, metavar="DIR", help="record the run here, for mpitrain plot DIR")
-    parser.add_argument("--tensorboard", action="store_true", help="and for TensorBoard (needs tensorboardX)")
+    parser.add_argument("--tensorboard", action="store_true", help="also record for TensorBoard (needs tensorboardX)")
 
 
 def recorded(arguments: argparse.Namespace, *, tokens_per_sample: int | None = None) -> list[mt.Hook]:
-    """The hooks that keep the record: behind Evaluate, before Checkpoint."""
+    """The hooks that keep the record: after Evaluate, before Checkpoint."""
     if arguments.run is None:
         return []
     writers = [mt.JsonLines(arguments.run), mt.Csv(arguments.run)]

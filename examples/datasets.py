@@ -1,6 +1,6 @@
 """The data sets of the examples, from files that scripts/get-data fetches. Nothing is downloaded here.
 
-Every file's SHA-256 is checked at each load: a damaged file is an error, never a slightly other result.
+Every file's SHA-256 is checked at each load: a damaged file is an error, never a slightly different result.
 """
 
 import gzip
@@ -13,7 +13,7 @@ import numpy
 
 from mpitrain.errors import ConfigError, DataError
 
-# scripts/get-data has the same checksums, and a test says so.
+# A test checks that scripts/get-data has the same checksums.
 _FASHION = {
     "train-images-idx3-ubyte.gz": "b0564c3eedabfbf835052cff8503ea422014ce006caf5b757f851416ee8300c7",
     "train-labels-idx1-ubyte.gz": "0ae29f65d86684f32d1b9c85147786c547b9c6aebcaf235f0400a0cce308b056",
@@ -25,12 +25,12 @@ _AUSTEN = {"austen.txt": "65b434d16a8755142bfa95ba19c5f9abd0d30cf3dffe3b6793e834
 Images = tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray, numpy.ndarray]
 
 
-# A cluster's set-up leaves data here, on the share, where every node sees it.
+# The cluster set-up puts data here, on the share, where every node sees the data.
 _BESIDE = Path(__file__).parent / "data"
 
 
 def default_directory() -> Path:
-    """Where scripts/get-data puts the files: $XDG_CACHE_HOME/mpitrain, else ~/.cache/mpitrain."""
+    """The folder for the files of scripts/get-data: $XDG_CACHE_HOME/mpitrain, else ~/.cache/mpitrain."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mpitrain"
 
 
@@ -41,17 +41,17 @@ def load_images(name: str, directory: Path | None = None) -> Images:
 
     fashion: Fashion-MNIST (Xiao, Rasul and Vollgraf, 2017), 60,000 + 10,000 images of 28 x 28, from
         `directory`/fashion (unless given: data/ beside this file if fashion is in it, else `default_directory()`).
-    digits: scikit-learn's 1,442 + 355 images of 8 x 8, which need no file: the stand-in where Fashion-MNIST
-        cannot be had. In every class each fifth image is for testing.
+    digits: scikit-learn's 1,442 + 355 images of 8 x 8, which need no file: the substitute if Fashion-MNIST is
+        missing. In every class each fifth image is for testing.
 
-    Raises DataError where a file is missing or damaged, or scikit-learn is; ConfigError for another name.
+    Raises DataError if a file is missing or damaged, or scikit-learn is missing; ConfigError for another name.
     """
     if name == "digits":
         return _digits()
     if name != "fashion":
         raise ConfigError(f"data is {name!r}; allowed: 'fashion', 'digits'")
     contents = [gzip.decompress(_read(name, directory, file, sha256)) for file, sha256 in _FASHION.items()]
-    # The idx format: 16 bytes before the pixels, 8 before the labels. The checksum vouches for the sizes.
+    # The idx format: 16 bytes before the pixels, 8 before the labels. The checksum guarantees the sizes.
     train_x, train_y, test_x, test_y = (numpy.frombuffer(content, numpy.uint8) for content in contents)
     return (
         _scaled(train_x[16:].reshape(60_000, 784), 255),
@@ -69,7 +69,7 @@ def load_text(name: str, directory: Path | None = None) -> tuple[numpy.ndarray, 
     austen: Jane Austen's six novels, 4,025,028 characters of 81 kinds, from `directory`/austen (unless given: as
         with `load_images`), in alphabetical order of their titles.
 
-    Raises DataError where the file is missing or damaged; ConfigError for another name.
+    Raises DataError if the file is missing or damaged; ConfigError for another name.
     """
     if name != "austen":
         raise ConfigError(f"text is {name!r}; allowed: 'austen'")
@@ -88,7 +88,7 @@ def _read(name: str, directory: Path | None, file: str, sha256: str) -> bytes:
     folder = Path(directory or (_BESIDE if (_BESIDE / name).is_dir() else default_directory()))
     path = folder / name / file
     command = f"scripts/get-data {name}" + ("" if folder == default_directory() else f" {folder}")
-    remedy = f"get it with: {command}" + (", or train on the stand-in: --data digits" if name == "fashion" else "")
+    remedy = f"get it with: {command}" + (", or train on the substitute: --data digits" if name == "fashion" else "")
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -108,7 +108,7 @@ def _digits() -> Images:
     package = importlib.util.find_spec("sklearn")
     if package is None or package.origin is None:
         raise DataError("digits come with scikit-learn, which is missing; get it with: pip install scikit-learn")
-    # Its file alone: to import scikit-learn takes each rank a second.
+    # Read only scikit-learn's file: its import would take each rank a second.
     table = numpy.loadtxt(Path(package.origin).parent / "datasets/data/digits.csv.gz", delimiter=",")
     x, y = table[:, :-1], table[:, -1]
     test = numpy.zeros(len(y), bool)

@@ -1,10 +1,10 @@
-"""Lightning Fabric over MPI: its DDP strategy with this backend, and its own finding of rank and size from MPI.
+"""Lightning Fabric over MPI: its DDP strategy with this backend. Fabric itself reads rank and size from MPI.
 
     mpiexec -n 2 python examples/fabric_train.py
     python examples/fabric_train.py             # this process alone, the same result to rounding
 
-Fabric's MPIEnvironment, which it chooses by itself under mpiexec, knows rank, size and node from mpi4py. How many ranks
-a node has and how many nodes there are, Fabric wants to be told.
+Under mpiexec, Fabric chooses its MPIEnvironment, which knows rank, size and node from mpi4py. The script must tell
+Fabric the number of nodes, and of ranks on each.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Lightning Fabric over MPI.")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--save", metavar="FILE", help="the parameters, at the end")
+    parser.add_argument("--save", metavar="FILE", help="save the parameters to this file at the end")
     return parser.parse_args()
 
 

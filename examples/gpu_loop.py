@@ -4,8 +4,8 @@
 
 The model computes in fp16, and parameters are kept in float32. A step packs the gradients of all layers into one
 buffer, sums it over the ranks, and updates in one pass: gradients divided by the loss scale, AdamW, and
-the fp16 copy for the next step. A sum that is not finite is so on every rank, so all of them leave out the same steps,
-and none asks its GPU. What the Trainer does besides: overlap, checks, checkpoints, a loss scale that adapts itself.
+the fp16 copy for the next step. If a sum is not finite, it is not finite on every rank. So all ranks skip the same
+steps without asking their GPUs. The Trainer adds overlap, checks, checkpoints, and a loss scale that adapts itself.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def main() -> None:
     begins = [number * size % (len(images) - size) for number in range(arguments.steps)]
     batches = ((images[chosen], labels[chosen]) for begin in begins for chosen in [order[begin : begin + size]])
     for step, (x, y) in enumerate(world.shard(batches), start=1):
-        # A rank's part counts by its samples: with the share in the scale, the sum over ranks is the mean.
+        # A rank's part counts by its samples: with this share in the scale, the sum over ranks is the mean.
         scale = arguments.loss_scale * len(x) / size
         computed: dict[str, object] = {}
         batch = (cupy.asarray(x.astype(FLOAT16)), cupy.asarray(y))

@@ -1,10 +1,10 @@
-"""A training loop as one writes it in JAX; the three lines marked with MPI make it one of many ranks.
+"""A usual training loop in JAX; the three lines marked with MPI make it run on many ranks.
 
     python examples/jax_mlp.py                      # this process alone
     mpiexec -n 2 python examples/jax_mlp.py         # two ranks, the same result to rounding
 
 The data is Fashion-MNIST (get it with scripts/get-data fashion), or with --data digits the 1,797 small images that
-scikit-learn brings.
+come with scikit-learn.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def batches(x: numpy.ndarray, y: numpy.ndarray, size: int, steps: int) -> Iterat
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default="fashion", help="fashion or digits (default: %(default)s)")
-    parser.add_argument("--data-directory", type=Path, help="where scripts/get-data has put it")
+    parser.add_argument("--data-directory", type=Path, help="folder of scripts/get-data's files")
     parser.add_argument("--global-batch", type=positive, default=127, help="samples of a step, over all ranks")
     parser.add_argument("--steps", type=positive, default=500)
     arguments = parser.parse_args()
@@ -71,7 +71,7 @@ def main() -> None:
     with world.together("load the data"):
         train_x, train_y, test_x, test_y = load_images(arguments.data, arguments.data_directory)
     parameters = initial(jax.random.key(0), (train_x.shape[1], 256, 10))
-    parameters = mpitrain.jax.sync(parameters)  # MPI: all ranks begin alike
+    parameters = mpitrain.jax.sync(parameters)  # MPI: all ranks begin with equal values
     data = batches(train_x, train_y, arguments.global_batch, arguments.steps)
     for number, (x, y) in enumerate(mpitrain.jax.shard(data), start=1):  # MPI: this rank's part of each batch
         parameters, value = step(parameters, x, y)

@@ -1,4 +1,4 @@
-"""A plain DistributedDataParallel script over MPI. Against the same script for gloo, two lines differ: those marked.
+"""A plain DistributedDataParallel script over MPI. The two marked lines differ from the same script for gloo.
 
 mpiexec -n 2 python examples/torch_ddp.py
 python examples/torch_ddp.py                # this process alone, the same result to rounding
@@ -53,7 +53,7 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="A plain DistributedDataParallel script over MPI.")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--save", metavar="FILE", help="the parameters, at the end")
+    parser.add_argument("--save", metavar="FILE", help="save the parameters to this file at the end")
     return parser.parse_args()
 
 

@@ -52,7 +52,7 @@ def main() -> None:
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
-    letters = torch.Generator().manual_seed(1)  # the same on every rank, which takes its rows of each batch
+    letters = torch.Generator().manual_seed(1)  # the same on every rank; a rank takes its rows of each batch
     for _ in range(arguments.steps):
         rows = torch.randint(LETTERS, (GLOBAL_BATCH, LENGTH), generator=letters).tensor_split(size)[rank]
         optimizer.zero_grad()
@@ -75,7 +75,7 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="FSDP2 over MPI.")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--save", metavar="FILE", help="the whole parameters, at the end")
+    parser.add_argument("--save", metavar="FILE", help="save the whole parameters to this file at the end")
     return parser.parse_args()
 
 

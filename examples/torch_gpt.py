@@ -22,7 +22,7 @@ CONTEXT, WIDTH, HEADS, LAYERS = 64, 96, 4, 2
 
 
 class Block(torch.nn.Module):
-    """Causal attention and an MLP, each behind a norm and beside the stream."""
+    """Causal attention and an MLP, each after a norm and beside the residual stream."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def main() -> None:
     model = DistributedDataParallel(net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.99), weight_decay=0.1)
 
-    places = torch.Generator().manual_seed(1)  # the same on every rank, which takes its part of each batch
+    places = torch.Generator().manual_seed(1)  # the same on every rank; a rank takes its part of each batch
     for step in range(1, arguments.steps + 1):
         starts = torch.randint(len(train) - CONTEXT, (arguments.global_batch,), generator=places)
         x, y = windows(train, starts.tensor_split(size)[rank])
@@ -87,7 +87,7 @@ def main() -> None:
 
 
 def windows(tokens: torch.Tensor, starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pieces of the text from these places on, and the same one character later: two tensors (n, CONTEXT)."""
+    """Pieces of the text from these places on, and the same shifted by one character: two tensors (n, CONTEXT)."""
     places = starts[:, None] + torch.arange(CONTEXT)
     return tokens[places], tokens[places + 1]
 
@@ -96,8 +96,8 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a small GPT in PyTorch on Jane Austen's novels.")
     parser.add_argument("--data-directory", type=Path, help="default: data/ here, else ~/.cache/mpitrain")
     parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--global-batch", type=int, default=32, help="of all ranks; a multiple of them")
-    parser.add_argument("--save", metavar="FILE", help="the parameters, at the end")
+    parser.add_argument("--global-batch", type=int, default=32, help="samples over all ranks; a multiple of the ranks")
+    parser.add_argument("--save", metavar="FILE", help="save the parameters to this file at the end")
     return parser.parse_args()
 
 

@@ -3,9 +3,9 @@
     mpiexec -n 2 python examples/torch_images.py
     python examples/torch_images.py             # this process alone, the same result to rounding
 
-Get the images with scripts/get-data fashion; --data digits needs none. The loop is the one for torchrun and gloo. The
-norms are over groups of channels: BatchNorm's statistics are those of a rank's part of the batch, so that its results
-depend on the number of ranks (torch.nn.SyncBatchNorm, which is for GPUs alone, is over all ranks).
+Get the images with scripts/get-data fashion; --data digits needs no files. The loop is the one for torchrun and gloo.
+The norms are over groups of channels. BatchNorm would use the statistics of a rank's part of the batch, so its results
+would depend on the number of ranks (torch.nn.SyncBatchNorm covers all ranks, but works on GPUs only).
 """
 
 import argparse
@@ -71,8 +71,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--data", choices=("fashion", "digits"), default="fashion")
     parser.add_argument("--data-directory", type=Path, help="default: data/ here, else ~/.cache/mpitrain")
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--global-batch", type=int, default=128, help="of all ranks; a multiple of them")
-    parser.add_argument("--save", metavar="FILE", help="the parameters, at the end")
+    parser.add_argument("--global-batch", type=int, default=128, help="samples over all ranks; a multiple of the ranks")
+    parser.add_argument("--save", metavar="FILE", help="save the parameters to this file at the end")
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""A training loop as it is written for one process, in PyTorch, on one or many ranks: two lines of mpitrain.
+"""A PyTorch training loop for one process, made to run on one or many ranks by two lines of mpitrain.
 
     python examples/torch_prepare.py                            # this process alone
     mpiexec -n 2 python examples/torch_prepare.py               # two ranks: the same loss to 5 digits
@@ -37,7 +37,7 @@ def main() -> None:
     with torch.no_grad():
         scores = model(test_x)
     accuracy = float((scores.argmax(1) == test_y).float().mean())
-    if mpitrain.init().is_root:  # every rank has the same model, and would say the same
+    if mpitrain.init().is_root:  # every rank has the same model, and would print the same
         print(f"test loss {loss_fn(scores, test_y):.6f}, test accuracy {accuracy:.4f}")
 
 

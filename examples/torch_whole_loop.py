@@ -1,9 +1,9 @@
-"""A whole training in PyTorch on one or many ranks: it prints once, evaluates every sample once, saves and resumes.
+"""A whole training in PyTorch on one or many ranks: print once, evaluate every sample once, save and resume.
 
     python examples/torch_whole_loop.py                           # this process alone
     mpiexec -n 3 python examples/torch_whole_loop.py              # three ranks: the same numbers, to rounding
 
-With --checkpoint FILE it saves after each epoch, and goes on from there when it is started again, on any number of
+With --checkpoint FILE the script saves after each epoch. Started again, it goes on from there, on any number of
 ranks. The data is scikit-learn's 1,797 small images of digits, or with --data fashion Fashion-MNIST.
 """
 
@@ -57,7 +57,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train, evaluate, save and resume in PyTorch on one or many ranks.")
     parser.add_argument("--data", choices=("digits", "fashion"), default="digits")
     parser.add_argument("--epochs", type=positive, default=3)
-    parser.add_argument("--checkpoint", type=Path, help="file to save to after each epoch, and to go on from")
+    parser.add_argument("--checkpoint", type=Path, help="save to this file after each epoch, and resume from it")
     return parser.parse_args()
 
 

@@ -6,7 +6,7 @@
     mpiexec -n 2 python examples/train.py --framework torch     # the same model in PyTorch, the same result to rounding
 
 The data is Fashion-MNIST (get it with scripts/get-data fashion), or with --data digits the 1,797 small images that
-scikit-learn brings.
+come with scikit-learn.
 """
 
 import argparse
@@ -81,15 +81,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", choices=MODELS["numpy"], default="mlp")
     parser.add_argument("--data", choices=("fashion", "digits"), default="fashion")
     parser.add_argument("--data-directory", type=Path, help="default: data/ here, else ~/.cache/mpitrain")
-    parser.add_argument("--strategy", choices=STRATEGIES, default="sync", help="what is exchanged, and when")
+    parser.add_argument("--strategy", choices=STRATEGIES, default="sync", help="what the ranks exchange, and when")
     parser.add_argument("--epochs", type=positive, default=5)
-    parser.add_argument("--steps", type=positive, help="stop after so many steps, whatever the epochs")
+    parser.add_argument("--steps", type=positive, help="stop after this many steps, whatever the epochs")
     parser.add_argument("--global-batch", type=positive, default=128, help="samples of all ranks together in a step")
     parser.add_argument("--learning-rate", type=float, default=0.05)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", choices=("auto", "host", "cuda"), default="auto")
     parser.add_argument(
-        "--precision", choices=("float32", "bf16", "fp16"), default="float32", help="of the computation"
+        "--precision", choices=("float32", "bf16", "fp16"), default="float32", help="precision of the computation"
     )
     parser.add_argument("--checkpoints", type=Path, help="save here after every epoch, and resume from here")
     add_run(parser)

@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def windows(tokens: numpy.ndarray, context: int) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """Neighbouring pieces of the text, and the same one character later: two arrays (n, context)."""
+    """Neighbouring pieces of the text, and the same shifted by one character: two arrays (n, context)."""
     count = (len(tokens) - 1) // context
     x, y = tokens[: count * context], tokens[1 : count * context + 1]
     return x.reshape(count, context), y.reshape(count, context)
@@ -79,12 +79,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--data-directory", type=Path, help="default: data/ here, else ~/.cache/mpitrain")
     parser.add_argument("--steps", type=positive, default=500)
     parser.add_argument("--evaluate-steps", type=positive, default=250)
-    parser.add_argument("--context", type=positive, default=64, help="characters of a sample")
+    parser.add_argument("--context", type=positive, default=64, help="characters per sample")
     parser.add_argument("--global-batch", type=positive, default=32, help="samples of all ranks together in a step")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", choices=("auto", "host", "cuda"), default="auto")
     parser.add_argument(
-        "--precision", choices=("float32", "bf16", "fp16"), default="float32", help="of the computation"
+        "--precision", choices=("float32", "bf16", "fp16"), default="float32", help="precision of the computation"
     )
     add_run(parser)
     return parser.parse_args()

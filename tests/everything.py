@@ -141,7 +141,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     amount = parser.add_mutually_exclusive_group()
     amount.add_argument("--full", action="store_true", help="the slow tests too")
-    amount.add_argument("--quick", action="store_true", help="a first look: lint, types and the tests that are fast")
+    amount.add_argument("--quick", action="store_true", help="a first look: lint, types and the fast tests")
     arguments = parser.parse_args()
     chosen = list(quick_parts() if arguments.quick else parts(arguments.full))
     # In the background of a shell script Ctrl-C is ignored, and would be in all tests.

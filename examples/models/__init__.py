@@ -12,8 +12,8 @@ Each module has the same three functions:
 The array is never written again, so that its exchange with other ranks can start at once. An empty batch has
 loss 0 and zero gradients, so that a rank that ran out of samples still takes part.
 
-`torch_mlp` and `torch_cnn` are the same two in PyTorch, with gradients by autograd. What examples/train.py needs of a
-model is the same in all four:
+`torch_mlp` and `torch_cnn` are `mlp` and `cnn` in PyTorch, with gradients by autograd. All four have the functions that
+examples/train.py needs:
 
     adapter(rng, xp, inputs=..., schedule=..., precision=...)
                                                           the model with its optimizer: ArrayFunction or TorchModule

@@ -103,7 +103,7 @@ def _forward(parameters: dict[str, Array], x: Array) -> tuple[Array, tuple[list[
 
 
 def _stage(parameters: dict[str, Array], name: str, x: Array) -> list[Array]:
-    """Convolution, pool, ReLU. Returns what the backward pass needs; the output is last."""
+    """Convolution, pool, ReLU. Returns the values for the backward pass; the output is last."""
     convolved, rows = convolution(x, parameters[f"{name}.weight"])
     convolved += parameters[f"{name}.bias"]
     pooled = max_pool(convolved)

@@ -1,6 +1,6 @@
 """A small GPT: pre-norm blocks, learned positions, causal attention, GELU MLP, output tied to the embedding.
 
-Sizes are nowhere but in the parameters' shapes: attention.qkv.weight is (width, 3, heads, head width).
+Sizes are only in the parameters' shapes: attention.qkv.weight is (width, 3, heads, head width).
 Source: Radford et al., Language Models are Unsupervised Multitask Learners (2019), section 2.3.
 """
 
@@ -42,7 +42,7 @@ def initial(
     layers: int = 2,
     dtype: DTypeLike = "float32",
 ) -> Parameters:
-    """Random parameters: normal with deviation 0.02, what writes to the residual stream less by the depth."""
+    """Random parameters: normal, deviation 0.02; smaller by the depth for those that write to the residual stream."""
     if width % heads:
         raise ValueError(f"width is {width} and heads {heads}; allowed: a width that is a multiple of heads")
     into_stream = 0.02 / (2 * layers) ** 0.5
@@ -142,7 +142,7 @@ def _forward(parameters: Parameters, x: Array) -> tuple[Array, list[list[Array]]
 
 
 def _block(parameters: Parameters, block: str, stream: Array) -> tuple[Array, list[Array]]:
-    """Add attention and then the MLP to the residual stream. Returns it and what the backward pass needs."""
+    """Add attention and then the MLP to the residual stream. Returns the stream and the backward pass's values."""
 
     def p(name: str) -> Array:
         return parameters[block + name]

@@ -25,7 +25,7 @@ def normal(
 
 
 def wide(x: Array) -> Array:
-    """x in float32 where it has 16 bits, else x itself."""
+    """x in float32 if x has 16 bits, else x itself."""
     return x.astype("float32") if x.itemsize == 2 else x
 
 
@@ -99,10 +99,10 @@ def softmax(x: Array) -> Array:
 
 
 def softmax_cross_entropy(logits: Array, labels: Array, loss_scale: float = 1.0) -> tuple[Array, Array]:
-    """Mean over the rows of -log softmax(logits (rows, classes))[label]. Returns it, 0-d, and loss_scale x d_logits.
+    """Mean over the rows of -log softmax(logits (rows, classes))[label]. Returns the loss, 0-d, and scaled d_logits.
 
-    No rows give loss 0. The loss stays on its device: turning it into a float waits for the device, which
-    the caller does after the backward pass.
+    No rows give loss 0. The loss stays on its device: its conversion to a float waits for the device, so the caller
+    converts it after the backward pass.
     """
     xp = namespace(logits)
     dtype, logits = logits.dtype, wide(logits)
@@ -167,7 +167,7 @@ def max_pool(x: Array) -> Array:
 
 
 def max_pool_backward(d_y: Array, x: Array, y: Array) -> Array:
-    """Where several values of a square are the largest (plain background), the first takes the gradient."""
+    """If several values of a square are the largest (plain background), the first gets the gradient."""
     xp = namespace(x)
     d_x = xp.empty_like(x)
     left = d_y

@@ -65,7 +65,7 @@ def loss_and_gradients(
         weight = parameters[f"dense{layer}.weight"]
         if layer > 1:
             d, d_weight, d_bias = dense_backward(d, inputs[layer - 1], weight)
-        else:  # nobody needs the gradient by the images themselves
+        else:  # the gradient by the images themselves is not needed
             d_weight, d_bias = product(inputs[0].T, d), wide(d).sum(axis=0)
         on_gradient(f"dense{layer}.bias", d_bias)
         on_gradient(f"dense{layer}.weight", d_weight)

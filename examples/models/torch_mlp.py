@@ -47,7 +47,7 @@ def adapter(
 
 
 def trained(module: torch.nn.Module, schedule: Callable[[int], float], precision: str) -> mt.TorchModule:
-    """With the optimizer of the examples: weight decay for what has two and more dimensions."""
+    """With the optimizer of the examples: weight decay for parameters of two and more dimensions."""
     decayed = [parameter for parameter in module.parameters() if parameter.ndim > 1]
     others = [parameter for parameter in module.parameters() if parameter.ndim < 2]
     groups = [{"params": decayed, "weight_decay": 5e-4}, {"params": others}]

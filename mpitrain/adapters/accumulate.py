@@ -86,7 +86,7 @@ class Accumulate:
                     on_gradient(index, gradient)  # says what is wrong with it
                     return
                 if index in here:
-                    raise GradientError(f"the gradient of {parameter.name} came in twice for the same samples")
+                    raise GradientError(f"the gradient of {parameter.name} was handed in twice for the same samples")
                 here.add(index)
                 counted[index] += 1
                 if gradient is not None:

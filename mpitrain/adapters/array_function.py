@@ -132,7 +132,9 @@ class ArrayFunction:
 
         def hand_in(name: str, gradient: Array) -> None:
             if name not in self._index:
-                raise GradientError(f"a gradient came for {name!r}; the parameters are {', '.join(self._index)}")
+                raise GradientError(
+                    f"a gradient was handed in for {name!r}; the parameters are {', '.join(self._index)}"
+                )
             if gradient is None:
                 raise GradientError(f"the gradient of {name} is None; hand in zeros where a batch does not use it")
             if self._narrow is not None and getattr(gradient, "dtype", None) == self._narrow.dtype:

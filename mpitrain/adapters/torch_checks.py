@@ -51,23 +51,23 @@ def check_optimizer(
     for tensor in given:
         if tensor not in known:
             raise ConfigError(
-                f"the optimizer has a parameter of shape {tuple(tensor.shape)} that the module has not; "
+                f"the optimizer has a parameter of shape {tuple(tensor.shape)} that the module does not have; "
                 "make it one of the module's, or its values would differ over the ranks"
             )
     for name, tensor in trained.items():
         if all(tensor is not other for other in given):
             raise ConfigError(
-                f"{name} is trained (requires_grad) and not in the optimizer; give it to {kind}, or freeze it with "
+                f"{name} is trained (requires_grad) but not in the optimizer; give it to {kind}, or freeze it with "
                 "requires_grad_(False)"
             )
 
 
 def check_schedule(schedule: Schedule | Scheduler | None, optimizer: torch.optim.Optimizer) -> None:
     if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise ConfigError("ReduceLROnPlateau waits for a metric, which a step has not; call it in a hook of your own")
+        raise ConfigError("ReduceLROnPlateau waits for a metric, which a step does not have; call it in your own hook")
     if isinstance(schedule, Scheduler):
         if schedule.optimizer is not optimizer:
-            raise ConfigError("the schedule is one of another optimizer")
+            raise ConfigError("the schedule belongs to another optimizer; make one for this optimizer")
     elif schedule is not None:
         rates = {float(group["lr"]) for group in optimizer.param_groups}
         if not callable(schedule) or len(rates) > 1:

@@ -194,8 +194,8 @@ class TorchModule:
             raise GradientError(problem)
         if index in self._handed_in:
             raise GradientError(
-                f"the gradient of {self.layout[index].name} came in twice in one backward pass; with "
-                "torch.utils.checkpoint, use_reentrant=False has it come once"
+                f"the gradient of {self.layout[index].name} was handed in twice in one backward pass; with "
+                "torch.utils.checkpoint, pass use_reentrant=False"
             )
         self._handed_in.add(index)
         parameter.grad = None  # the exchange has its own memory

@@ -1,8 +1,8 @@
 """Allreduce algorithms: each replaces a flat buffer by its sum over all ranks.
 
-To add one: a file with a factory that takes a World, and a line below. It then inherits the contract tests
-(tests/ranks/test_allreduce.py), the benchmark and MPITRAIN_ALGORITHM. An entry with steps over a group of ranks also
-runs between nodes, and one with a cost is taken by `auto` where it is the fastest.
+To add an algorithm, write a file with a factory that takes a World, and add a line below. It then inherits the contract
+tests (tests/ranks/test_allreduce.py), the benchmark and MPITRAIN_ALGORITHM. An entry with steps over a group of ranks
+also runs between nodes, and `auto` takes an entry with a cost where it is the fastest.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ ALGORITHMS |= {
 
 
 def make_algorithm(world: World, name: str | None = None) -> Algorithm:
-    """The algorithm of that name, or of the world's settings. Collective.
+    """Make the algorithm of that name, or of the world's settings. Collective.
 
     Raises:
-        ConfigError: there is no algorithm of that name, or it is not for this world.
+        ConfigError: there is no algorithm of that name, or it does not suit this world.
         MismatchError: the ranks give different names.
     """
     name = world.config.algorithm if name is None else name

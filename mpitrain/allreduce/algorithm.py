@@ -1,7 +1,7 @@
-"""What an allreduce algorithm is: a plan that can be driven step by step as well as waited for.
+"""The interface of allreduce algorithms: work that a caller can drive step by step, or wait for.
 
-No MPI library moves a large message while nobody calls into it, so whoever starts an allreduce drives it: by
-`test()` now and then while computing, or by `wait()`.
+No MPI library moves a large message while nobody calls the library. So the caller that starts an allreduce drives it:
+by `test()` now and then while computing, or by `wait()`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ INTEGERS = tuple(numpy.dtype(code + str(size)) for code in "iu" for size in (1, 
 DTYPES = FLOATS + INTEGERS
 _SUMMABLE = frozenset(DTYPES)
 
-# The work of one allreduce. It does what can be done now at each `next`, yields while it has to wait (None: look again
-# at once; a number: so many seconds one may sleep), and ends when the buffer holds the sum.
+# The work of one allreduce. Each `next` does what can be done now. The work yields while it must wait (None: look again
+# at once; a number: the seconds that the caller may sleep), and ends when the buffer holds the sum.
 Progress: TypeAlias = Iterator[float | None]
 
 Arguments = ParamSpec("Arguments")
@@ -34,14 +34,14 @@ Item = TypeVar("Item")
 
 
 class Allocator(Protocol):
-    """Memory that an algorithm likes best."""
+    """Memory that suits an algorithm best."""
 
     def allocate(self, count: int, dtype: numpy.dtype) -> Array:
         """See Algorithm."""
         ...
 
     def holds(self, flat: Array) -> bool:
-        """Whether `flat` is a part of it."""
+        """True if `flat` is a part of this memory."""
         ...
 
 
@@ -54,9 +54,9 @@ class Steps(Protocol):
 
 
 def in_phases(work: Callable[Arguments, Iterator[Iterator[Item]]]) -> Callable[Arguments, Iterator[Item]]:
-    """Makes steps of a generator function that yields the phases of the work, which are steps, one after the other.
+    """Makes steps of a generator function that yields the phases of the work; each phase is steps again.
 
-    `yield meet(mates)` is `yield from meet(mates)`, without a frame of Python between who drives and the phase.
+    `yield meet(mates)` means `yield from meet(mates)`, but saves a frame of Python between the driver and the phase.
     """
 
     @wraps(work)
@@ -67,28 +67,29 @@ def in_phases(work: Callable[Arguments, Iterator[Iterator[Item]]]) -> Callable[A
 
 
 class Piece(Protocol):
-    """A reduce-scatter or an allgather over a group of ranks: what an allreduce is made of, and work by itself."""
+    """A reduce-scatter or an allgather over a group of ranks: a half of an allreduce, and work by itself."""
 
     def __call__(self, flat: Array, lengths: Sequence[int] | None = None, /) -> Progress:
         """The work on one buffer, which has a part for each member of the group, in the order of members.
 
-        Reduce-scatter: member i ends with the sum of everyone's part i there. Its other parts hold partial sums, or
-        what they held.
+        Reduce-scatter: member i ends with the sum of everyone's part i in its part i. Its other parts hold partial
+        sums, or their old values.
         Allgather: member i hands in part i, and ends with all parts.
 
         Args:
-            flat: one-dimensional and contiguous, as large on every rank; for a sum of one of DTYPES, else of any.
-            lengths: of the parts in elements, the same on every rank, 0 included; default: those of part_of.
+            flat: one-dimensional and contiguous, equally long on every rank; for a sum of one of DTYPES, else any
+                dtype.
+            lengths: lengths of the parts in elements, the same on every rank, may be 0; default: those of part_of.
         """
         ...
 
 
 class AllreduceHandle(Begun[None]):
-    """A started allreduce. Those on one communicator run one after the other, in the order started."""
+    """A started allreduce. Several on one communicator run one after the other, in the order started."""
 
     def __init__(self, world: World, name: str, flat: Array, steps: Progress) -> None:
         self._name = name
-        self._flat = flat  # not freed before MPI has done with it
+        self._flat = flat  # kept until MPI has finished with it
         world.control.count_call()
         super().__init__(world.queue, steps)
 
@@ -112,22 +113,22 @@ class Algorithm(Protocol):
         Args:
             flat: one-dimensional, contiguous, writable host array of one of DTYPES, any length. It must not be
                 touched until the handle is done. Sums are made in its own dtype; integers wrap.
-            residual: where the algorithm sends a shortened form: float32 host array of as many elements, what earlier
-                calls left out. It is added to what this rank sends, and overwritten by what is left out now. The
-                others take no notice of it.
-            agreed: the ranks have compared already what they start, as they do once for a bucket's layout. Otherwise
-                they do it here, and where they differ, the handle raises a MismatchError on every rank.
+            residual: for an algorithm that sends a shortened form: float32 host array with as many elements, the values
+                that earlier calls left out. They are added to what this rank sends, and overwritten by the values left
+                out now. Other algorithms ignore it.
+            agreed: the ranks have already compared what they start, as they do once for a bucket's layout. Otherwise
+                they do it here, and if they differ, the handle raises a MismatchError on every rank.
 
         Raises:
-            ValueError: `flat` is not such an array. It is never copied in silence.
+            ValueError: `flat` is not such an array. An array is never copied silently.
         """
         ...
 
     def allocate(self, count: int, dtype: numpy.dtype) -> Array:
-        """An uninitialised flat array in the memory that this algorithm likes best.
+        """Make an uninitialised flat array in the memory that suits this algorithm best.
 
-        Collective, for the same `count` and `dtype`; what was started before ends first. Where ranks sum a part of such
-        an array, all take the same part of the same one. It is freed with the last reference to it.
+        Collective, for the same `count` and `dtype`; earlier work ends first. If ranks sum a part of such an array, all
+        ranks use the same part of the same array. The array is freed with the last reference to it.
         """
         ...
 
@@ -135,12 +136,12 @@ class Algorithm(Protocol):
 class Sequential:
     """An Algorithm from a generator function.
 
-    What is started on one communicator, by whichever algorithm, runs one after the other: so the messages of two
-    buffers never meet, and one scratch buffer serves all of an algorithm's.
+    Work started on one communicator, by any algorithm, runs one after the other. So the messages of two buffers never
+    mix, and one scratch buffer serves all buffers of an algorithm.
 
     Attributes:
-        steps: the work on one buffer, for those that make it a part of theirs.
-        memory: what the algorithm likes best; None: any.
+        steps: the work on one buffer, for algorithms that contain this one.
+        memory: the memory that suits the algorithm best; None: any.
     """
 
     def __init__(self, world: World, name: str, steps: Steps, memory: Allocator | None = None) -> None:
@@ -151,7 +152,7 @@ class Sequential:
 
     def allocate(self, count: int, dtype: numpy.dtype) -> Array:
         """See Algorithm."""
-        # Ranks may differ in how far they are with what has been started; none of it may wait for this.
+        # Ranks may differ in how far they have come with earlier work; none of that work may wait for this call.
         self._world.queue.finish()
         return numpy.empty(count, dtype) if self.memory is None else self.memory.allocate(count, dtype)
 
@@ -170,7 +171,7 @@ class Sequential:
 
 
 def compared(world: World, name: str, flat: Array, memory: str, steps: Progress) -> Progress:
-    """The steps, after all ranks have compared what they start; that begins now, in the order of calls."""
+    """The steps, after all ranks have compared what they start; the comparison begins now, in the order of calls."""
     agreement = world.begin_agreement(f"allreduce {name}", [f"{flat.size} {flat.dtype} in {memory}"])
 
     return chain(until(agreement.test), steps)
@@ -189,4 +190,4 @@ def check_flat(flat: Array) -> None:
             "Pack it first: flat = numpy.ascontiguousarray(x).ravel()"
         )
     if flat.dtype not in _SUMMABLE or not flat.dtype.isnative:
-        raise ValueError(f"allreduce cannot sum {flat.dtype}; it can {', '.join(str(dtype) for dtype in DTYPES)}")
+        raise ValueError(f"allreduce cannot sum {flat.dtype}; allowed are {', '.join(str(dtype) for dtype in DTYPES)}")

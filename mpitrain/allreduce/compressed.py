@@ -1,4 +1,4 @@
-"""The sum in the form of a codec between nodes, exact inside a node. What is rounded is not for ALGORITHMS."""
+"""The sum in the form of a codec between nodes, exact inside a node. ALGORITHMS holds no sums that round like this."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mpitrain.world import World
 
 
 def compressed(world: World, codec: Codec) -> Sequential:
-    """For float32 arrays only. Otherwise see Algorithm for the contract, and direct.py for what is rounded."""
+    """For float32 arrays only. See Algorithm for the rest of the contract, and direct.py for the rounding."""
     memory = NodeArrays(world)
     steps = hierarchical_steps(world, memory, lambda group: direct_steps(group, codec))
     return Sequential(world, codec.name, steps, memory)

@@ -1,6 +1,6 @@
-"""What a sum costs by the profile of a cluster, and what follows from it: the size of buckets, whether a codec pays.
+"""The cost of a sum by the profile of a cluster, and what follows from it: the size of buckets, whether a codec pays.
 
-Each algorithm's file has its own cost function (Cost); this one has what they share.
+Each algorithm's file has its own cost function (Cost); this file has the parts that they share.
 
     wire     2 (m-1)/m N L/B          m nodes, N bytes, link rate B, which the L lanes of a node share
     inside   (k-1)/L N (1/add + 1/copy)   k ranks of a node, of which L add a part each and hand it to the k-1 others
@@ -17,19 +17,19 @@ from mpitrain.profile import Profile
 from mpitrain.world import World
 
 _DEFAULT_BUCKET_BYTES = 4 * 2**20
-# Where a profile does not say. Measured (docs/log.md): below, MPI's own call is faster than anything made of messages
-# from Python.
+# If a profile does not say. Measured (docs/log.md): below this size, MPI's own call is faster than any algorithm made
+# of messages from Python.
 _NATIVE_INSIDE_BYTES, _NATIVE_BETWEEN_BYTES = 16 * 1024, 256 * 1024
-_PYTHON_SECONDS = 200e-6  # what direct takes more than MPI's own where there is no latency
+_PYTHON_SECONDS = 200e-6  # the extra time of direct over MPI's own call without latency
 
 
 @dataclass(frozen=True)
 class Topology:
-    """Where the ranks of a sum are, and what messages and memory cost there.
+    """The places of the ranks of a sum, and the costs of messages and memory there.
 
     Attributes:
-        ranks_per_node: how many ranks of the sum each node has.
-        lanes: how many groups like this one share each node's link; 0: the group has all ranks of a World.
+        ranks_per_node: number of ranks of the sum on each node.
+        lanes: number of groups like this one that share each node's link; 0: the group has all ranks of a World.
     """
 
     profile: Profile
@@ -38,42 +38,42 @@ class Topology:
 
     @property
     def num_nodes(self) -> int:
-        """How many nodes the ranks are on."""
+        """The number of nodes."""
         return len(self.ranks_per_node)
 
     @property
     def most_ranks(self) -> int:
-        """How many ranks the largest node has."""
+        """The number of ranks on the largest node."""
         return max(self.ranks_per_node)
 
     def between_nodes(self) -> Topology:
-        """That of a lane: one rank of every node, with as many lanes as the smallest node has ranks."""
+        """The topology of a lane: one rank of every node, with as many lanes as the smallest node has ranks."""
         return Topology(self.profile, (1,) * self.num_nodes, min(self.ranks_per_node))
 
 
-# Seconds that an algorithm is predicted to take for so many bytes on a topology; math.inf where it is not for it.
+# Predicted seconds of an algorithm for a number of bytes on a topology; math.inf if the algorithm does not suit it.
 Cost: TypeAlias = Callable[[int, Topology], float]
 
 
 def topology_of(world: World) -> Topology:
-    """That of all ranks."""
+    """The topology of all ranks."""
     return Topology(world.profile, tuple(world.node_ranks.count(node) for node in sorted(set(world.node_ranks))))
 
 
 def wire_seconds(num_bytes: int, topology: Topology) -> float:
-    """How long the fewest bytes that an allreduce can send take on each node's link, with one rank a node."""
+    """Seconds on each node's link for the fewest bytes that an allreduce can send, with one rank per node."""
     nodes = topology.num_nodes
     return 2 * (nodes - 1) / nodes * num_bytes / _rate(topology.profile, max(topology.lanes, 1))
 
 
 def inside_seconds(num_bytes: int, topology: Topology) -> float:
-    """How long the ranks of the largest node add up and copy in the memory that they share."""
+    """Seconds in which the ranks of the largest node add up and copy in the memory that they share."""
     a_byte = 1 / topology.profile.add_bytes_per_second + 1 / topology.profile.copy_bytes_per_second
     return (topology.most_ranks - 1) / min(topology.ranks_per_node) * num_bytes * a_byte
 
 
 def native_below_bytes(profile: Profile, num_nodes: int) -> int:
-    """Below so many bytes MPI's own allreduce is taken. If not measured: it pays 2 log2 m latencies, direct two."""
+    """Below this many bytes MPI's own allreduce is used. If not measured: it costs 2 log2 m latencies, direct two."""
     if profile.native_below_bytes is not None:
         return profile.native_below_bytes
     if num_nodes == 1:
@@ -83,7 +83,7 @@ def native_below_bytes(profile: Profile, num_nodes: int) -> int:
 
 
 def bucket_bytes(profile: Profile, num_nodes: int) -> int:
-    """Buckets so large that latencies take a twentieth of the time, and no larger: the last one cannot be hidden."""
+    """Make buckets so large that latencies take a twentieth of the time, but no larger: the last is never hidden."""
     if not profile.is_measured or num_nodes == 1:
         return _DEFAULT_BUCKET_BYTES
     link = max((max(row) for row in profile.links), default=profile.bytes_per_second)
@@ -92,13 +92,13 @@ def bucket_bytes(profile: Profile, num_nodes: int) -> int:
 
 
 def pays(codec: str, profile: Profile, lanes: int) -> bool:
-    """Whether a codec that halves the bytes takes less than half of the time that it saves on the wire."""
+    """True if a codec that halves the bytes takes less than half of the time that it saves on the wire."""
     rate = dict(profile.codecs).get(codec, 0.0)
     return profile.is_measured and rate > 4 * _rate(profile, lanes)
 
 
 def compression(profile: Profile, num_nodes: int, lanes: int) -> str:
-    """What compression=auto stands for."""
+    """The codec that compression=auto stands for."""
     return "bf16" if num_nodes > 1 and pays("bf16", profile, lanes) else "none"
 
 

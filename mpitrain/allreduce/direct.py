@@ -16,17 +16,17 @@ Four ranks; a0 is rank 0's part of segment a, A the sum of all a:
     has     A               B               C               D
     gets    D C B           A D C           B A D           C B A           phase 2, from r-1, r-2, r-3
 
-Cost a rank: the bytes of the ring, 2(p-1)/p of the buffer, in 2(p-1) messages a piece, but only two latencies one after
-the other where the ring has 2(p-1). So it is for buffers too small for the ring, and for wires that cannot be added up
-on the way: with a codec each value is rounded twice only, once by each rank that sends its part and once by the owner
-that sends the sum, while on the ring it would be rounded at every hop. The sum itself is made in float32.
+Cost per rank: the bytes of the ring, 2(p-1)/p of the buffer, in 2(p-1) messages per piece, but only two latencies one
+after the other instead of the ring's 2(p-1). So direct is for buffers too small for the ring, and for encoded values,
+which cannot be added up on the way. With a codec, each value is rounded only twice: by each rank that sends its part,
+and by the owner that sends the sum. On the ring each hop would round it. The sum itself is made in float32.
 
-Every segment is added up on one rank, in a fixed order, and all ranks (its owner too) take what the owner has sent: so
-all end with the same bits.
+Every segment is added up on one rank, in a fixed order, and all ranks (its owner too) take what the owner has sent. So
+all ranks end with the same bits.
 
 Error feedback (Seide et al., 1-bit stochastic gradient descent, Interspeech 2014; Karimireddy et al., Error feedback
-fixes SignSGD, ICML 2019): what the codec leaves out is kept in `residual` and added to what is sent next time. For the
-segments of others that is this rank's own error, for its own segment the error of the sum.
+fixes SignSGD, ICML 2019): the values that the codec leaves out stay in `residual`, and are added to what is sent next
+time. For the segments of others this is the rank's own error, for its own segment the error of the sum.
 
 Segments travel in pieces, several of them at once: window.py.
 
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
     from mpitrain.compression.codec import Codec
 
-_UNEVEN = 0.04  # of the time on the wire, lost where several senders share a receiver's link: measured
+_UNEVEN = 0.04  # of the time on the wire, lost if several senders share a receiver's link; measured
 
 
 def direct(world: World) -> Sequential:
@@ -64,7 +64,7 @@ def direct(world: World) -> Sequential:
 
 
 def direct_seconds(num_bytes: int, topology: Topology) -> float:
-    """Two latencies and 2 (m-1)/m of the bytes over a link, for m nodes. For one rank a node only."""
+    """Two latencies and 2 (m-1)/m of the bytes over a link, for m nodes. For one rank per node only."""
     if topology.most_ranks > 1:
         return math.inf
     uneven = 1 + _UNEVEN * (topology.num_nodes > 2)
@@ -88,7 +88,7 @@ def direct_steps(group: Group, codec: Codec | None = None) -> Steps:
 
 
 def direct_reduce_scatter(group: Group) -> Piece:
-    """The first phase by itself. Only the part of this rank changes.
+    """The first phase by itself. Only this rank's part changes.
 
     Each rank sends and receives (p-1)/p of the bytes, with one latency.
     """
@@ -99,7 +99,7 @@ def direct_reduce_scatter(group: Group) -> Piece:
 def direct_allgather(group: Group) -> Piece:
     """The second phase by itself.
 
-    Each rank sends its part p-1 times and receives the others', with one latency.
+    Each rank sends its part p-1 times and receives the others' parts, with one latency.
     """
     run = windowed(group, _gather(group), phases=1)
     return lambda flat, lengths=None: run(flat, lengths)
@@ -125,7 +125,7 @@ def _reduce(group: Group) -> PieceSteps:
         for receive, octets in zip(receives, arrived, strict=True):
             yield _done(receive)
             add(total, octets.view(flat.dtype))
-        # What was sent may be overwritten from here on.
+        # From here on, the sent values may be overwritten.
         for send in sends:
             yield _done(send)
 
@@ -152,7 +152,7 @@ def _gather(group: Group) -> PieceSteps:
 
 
 def _coded(group: Group, codec: Codec) -> PieceSteps:
-    """Both phases of one piece of every segment in the codec's form, with error feedback where there is a residual."""
+    """Both phases of one piece of every segment in the codec's form, with error feedback if there is a residual."""
     others = range(1, group.size)
     wires = [_Wires(piece_bytes(group), group.size, codec) for _ in range(WINDOW if group.size > 1 else 0)]
 
@@ -199,7 +199,7 @@ def _coded(group: Group, codec: Codec) -> PieceSteps:
 
 
 class _Wires:
-    """The scratch memory of one piece: what is received from each other rank, and what was encoded for it."""
+    """The scratch memory of one piece: the data received from each other rank, and the data encoded for it."""
 
     def __init__(self, piece_bytes: int, size: int, codec: Codec | None) -> None:
         num_bytes = piece_bytes if codec is None else codec.wire_bytes(piece_bytes // 4)

@@ -20,8 +20,8 @@ class Group:
     """Some ranks of a communicator, in an order of their own.
 
     Attributes:
-        comm: its messages travel here, between these ranks only; no communicator is made.
-        members: their ranks in `comm`.
+        comm: messages travel here, between these ranks only; no communicator is made.
+        members: the ranks' numbers in `comm`.
         index: this rank's place among them.
     """
 
@@ -31,16 +31,16 @@ class Group:
 
     @property
     def size(self) -> int:
-        """How many ranks it has."""
+        """The number of ranks."""
         return len(self.members)
 
     def rank(self, offset: int) -> int:
-        """The rank in `comm` of the member `offset` places behind this one, around the circle."""
+        """Return the rank in `comm` of the member `offset` places after this one, around the circle."""
         return self.members[(self.index + offset) % len(self.members)]
 
 
 def segments(count: int, size: int, lengths: Sequence[int] | None = None) -> list[slice]:
-    """A buffer of `count` elements in as many parts as a group has members, of these lengths or else of equal ones."""
+    """Cut a buffer of `count` elements into one part per member, of these lengths, or else of equal lengths."""
     if lengths is None:
         return [part_of(count, index, size) for index in range(size)]
     ends = list(accumulate(lengths))
@@ -48,7 +48,7 @@ def segments(count: int, size: int, lengths: Sequence[int] | None = None) -> lis
 
 
 def pieces_of(segment: slice, number: int) -> list[slice]:
-    """A segment in so many pieces, which are empty where it is too short."""
+    """Cut a segment into that many pieces; a piece of a short segment may be empty."""
     parts = (part_of(segment.stop - segment.start, piece, number) for piece in range(number))
     return [slice(segment.start + part.start, segment.start + part.stop) for part in parts]
 
@@ -66,7 +66,7 @@ def of_this_node(world: World) -> Group:
 
 
 def lane(world: World) -> Group | None:
-    """One rank of every node: those with this rank's local rank. None where a node has no such rank."""
+    """One rank of every node: the ranks with this rank's local rank. None if a node has no such rank."""
     place = _mates(world).index(world.rank)
     if place >= num_lanes(world):
         return None
@@ -75,7 +75,7 @@ def lane(world: World) -> Group | None:
 
 
 def num_lanes(world: World) -> int:
-    """How many ranks the smallest node has."""
+    """The number of ranks on the smallest node."""
     return min(world.node_ranks.count(node) for node in set(world.node_ranks))
 
 
@@ -84,7 +84,7 @@ def _mates(world: World) -> tuple[int, ...]:
 
 
 def _nodes(world: World) -> list[tuple[int, ...]]:
-    """The ranks of each node; the nodes in the order in which a ring goes through the fastest links."""
+    """The ranks of each node; the nodes are in the order in which a ring uses the fastest links."""
     nodes = [
         tuple(rank for rank in range(world.size) if world.node_ranks[rank] == node)
         for node in sorted(set(world.node_ranks))

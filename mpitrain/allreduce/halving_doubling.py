@@ -1,9 +1,9 @@
 """halving_doubling: reduce-scatter by halving, then allgather by doubling: few messages, the fewest bytes.
 
-The buffer is cut into p segments. In the first half, partners who are p/2 apart exchange the halves of what they have:
-each sends the half that the other one keeps, and adds what it receives to the half that it keeps; then partners p/4
-apart, with half as much, until each rank has one complete segment. The second half goes the same way back: what is
-complete is exchanged, and grows twofold in each phase.
+The buffer is cut into p segments. In the first half, partners p/2 apart exchange halves of what they have: each sends
+the half that the partner keeps, and adds what it receives to the half that it keeps itself. Then partners p/4 apart do
+the same with half as much, until each rank has one complete segment. The second half goes the same way back: complete
+segments are exchanged, and each phase doubles what a rank has.
 
 Four ranks; a0 is rank 0's part of segment a, a02 = a0+a2, A the sum of all:
 
@@ -20,10 +20,10 @@ Four ranks; a0 is rank 0's part of segment a, a02 = a0+a2, A the sum of all:
 
 Every segment was added up on one rank and copied from there, so all ranks end with the same bits.
 
-Cost a rank: 2 log2 p phases and 2(p-1)/p of the buffer's bytes sent and received, the least any allreduce can; (p-1)/p
-of the elements added. Fewer latencies than the ring's 2(p-1), but every phase has another partner, half of them far
-apart, where the ring's messages only go to the neighbour. Where p is no power of two, two more phases, of N bytes one
-way each (pairs.py): then the ring is better for large buffers. Scratch: 1 MiB, less for shorter buffers.
+Cost per rank: 2 log2 p phases and 2(p-1)/p of the buffer's bytes sent and received, the least of any allreduce; (p-1)/p
+of the elements added. There are fewer latencies than the ring's 2(p-1), but every phase has another partner, half of
+them far apart, while the ring's messages only go to the neighbour. If p is not a power of two, two more phases, of N
+bytes one way each (pairs.py): then the ring is better for large buffers. Scratch: 1 MiB, less for shorter buffers.
 Source: Rabenseifner, Optimization of collective reduction operations, ICCS 2004, LNCS 3036, 1-9; Thakur, Rabenseifner
 and Gropp, Optimization of collective communication operations in MPICH, Int. J. High Perform. Comput. Appl. 19 (2005)
 49-66, section 4.5.
@@ -56,8 +56,8 @@ def halving_doubling_steps(group: Group) -> Steps:
 def halving_reduce_scatter(group: Group) -> Piece:
     """The first half by itself: member i ends with part i complete; the other parts hold partial sums.
 
-    log2 p phases, (p-1)/p of the bytes. Where p is no power of two, the even one of a pair hands over its buffer
-    before, and is given its part after: two more phases, of N and N/p bytes.
+    log2 p phases, (p-1)/p of the bytes. If p is not a power of two, the even rank of a pair hands over its buffer
+    before, and receives its part after: two more phases, of N and N/p bytes.
     """
     return _piece(group, halving_plan)
 
@@ -65,8 +65,8 @@ def halving_reduce_scatter(group: Group) -> Piece:
 def doubling_allgather(group: Group) -> Piece:
     """The second half by itself: member i hands in part i, all end with all parts.
 
-    log2 p phases, (p-1)/p of the bytes. Where p is no power of two, the even one of a pair hands over its part before,
-    and is given all parts after: two more phases, of N/p and N bytes.
+    log2 p phases, (p-1)/p of the bytes. If p is not a power of two, the even rank of a pair hands over its part before,
+    and receives all parts after: two more phases, of N/p and N bytes.
     """
     return _piece(group, doubling_plan)
 
@@ -85,7 +85,7 @@ def _piece(group: Group, make_plan: Callable[[list[slice], int], list[Phase]]) -
 
 
 def plan(parts: list[slice], place: int) -> list[Phase]:
-    """The phases of the member at `place` for a buffer with these parts, one a member: both halves."""
+    """The phases of the member at `place` for a buffer with these parts, one per member: both halves."""
     whole = slice(0, parts[-1].stop)
     halving, doubling = _halving(parts), _doubling(parts)
     return for_any_size(
@@ -94,13 +94,13 @@ def plan(parts: list[slice], place: int) -> list[Phase]:
 
 
 def halving_plan(parts: list[slice], place: int) -> list[Phase]:
-    """Those of the first half."""
+    """The phases of the first half."""
     whole = slice(0, parts[-1].stop)
     return for_any_size(_halving(parts), place, len(parts), before=whole, after=parts[place - place % 2])
 
 
 def doubling_plan(parts: list[slice], place: int) -> list[Phase]:
-    """Those of the second half."""
+    """The phases of the second half."""
     whole = slice(0, parts[-1].stop)
     return for_any_size(_doubling(parts), place, len(parts), before=parts[place - place % 2], after=whole, adds=False)
 
@@ -119,7 +119,7 @@ def _halving(parts: list[slice]) -> Seats:
         distance = power // 2
         while distance:
             partner = seat ^ distance
-            # The first of the seats whose parts one still has are those whose numbers begin with the same bits.
+            # The seats whose parts a member still has begin with the same bits. Take the first of them.
             kept, given = (elements(one - one % distance, distance) for one in (seat, partner))
             phases.append(Phase(partner, send=given, receive=kept, adds=True))
             distance //= 2
@@ -129,7 +129,7 @@ def _halving(parts: list[slice]) -> Seats:
 
 
 def _doubling(parts: list[slice]) -> Seats:
-    """The way back: what was kept is sent, what was given comes."""
+    """The way back: send what was kept, receive what was given."""
     halving = _halving(parts)
 
     def seats(seat: int, power: int) -> list[Phase]:

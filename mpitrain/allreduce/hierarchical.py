@@ -1,7 +1,7 @@
-"""hierarchical: add up inside each node first, then between nodes, so that each byte crosses the network once a node.
+"""hierarchical: add up inside each node, then between nodes, so that each byte crosses the network once per node.
 
 Ranks 0 and 2 are on node A, 1 and 3 on node B, as `mpiexec -n 4 -ppn 1 -hosts A,B` places them. The buffer has as many
-segments as the smallest node has ranks; a lane is one rank of every node, and takes care of one segment:
+segments as the smallest node has ranks. A lane is one rank of every node, and handles one segment:
 
     node A                              node B
     rank 0  [ a0 b0 ]                   rank 1  [ a1 b1 ]
@@ -18,13 +18,13 @@ segments as the smallest node has ranks; a lane is one rank of every node, and t
 Worked: 1 2, 10 20, 100 200, 1000 2000 on ranks 0 to 3. After step 1 rank 0 has a = 101, rank 2 b = 202, rank 1
 a = 1010, rank 3 b = 2020; after step 2 a = 1111 and b = 2222 on both nodes; after step 3 everywhere.
 
-Cost of a node with L ranks, m nodes: 2(m-1)/m N bytes through its network card, where a ring over all ranks, placed as
-above, sends 2(p-1)/p N for every one of its L ranks; and in memory what shared_memory costs. Ranks beyond the smallest
-node's number have no lane: they only hand in and take out.
+Cost of a node with L ranks, m nodes: 2(m-1)/m N bytes through its network card, while a ring over all ranks, placed as
+above, sends 2(p-1)/p N for every one of its L ranks; in memory, the cost of shared_memory. Ranks beyond the smallest
+node's number have no lane: they only contribute and receive.
 
-Between nodes works any algorithm over a group: for each size the one with the lowest predicted time (registry.py).
-With a codec it is direct, and the rank of the lane keeps what the codec leaves out. Each segment's sum is made in one
-place and copied from there.
+Between nodes, any algorithm over a group works: for each size, the one with the lowest predicted time (registry.py).
+With a codec the algorithm is direct, and the lane's rank keeps what the codec leaves out. Each segment's sum is made in
+one place and copied from there.
 
 Source: Jia et al., Highly scalable deep learning training system with mixed-precision, arXiv:1807.11205, section 3.3,
 with all ranks of a node taking part between nodes instead of one.
@@ -54,7 +54,7 @@ def hierarchical(world: World) -> Sequential:
 
 
 def hierarchical_seconds(num_bytes: int, topology: Topology) -> float:
-    """On several nodes: inside each node as shared_memory; between them the fastest algorithm over a group."""
+    """On several nodes: the cost of shared_memory inside each node, and of the fastest group algorithm between them."""
     if topology.num_nodes == 1:
         return math.inf
     lane = topology.between_nodes()
@@ -63,7 +63,7 @@ def hierarchical_seconds(num_bytes: int, topology: Topology) -> float:
 
 
 def hierarchical_steps(world: World, memory: NodeArrays, make_between: Callable[[Group], Steps]) -> Steps:
-    """`make_between` makes what runs between the nodes, over a lane."""
+    """`make_between` makes the algorithm that runs between the nodes, over a lane."""
     mates, lanes, group = memory.mates, num_lanes(world), lane(world)
     between = make_between(group) if group is not None and group.size > 1 else None
 
@@ -86,7 +86,7 @@ def hierarchical_steps(world: World, memory: NodeArrays, make_between: Callable[
 
 
 def between_nodes(world: World) -> Callable[[Group], Steps]:
-    """What makes the steps over a lane: of all algorithms over a group, the fastest for a buffer's number of bytes."""
+    """Make the steps over a lane: of all algorithms over a group, the fastest for a buffer's number of bytes."""
     topology = topology_of(world).between_nodes()
     names = candidates(topology)
 

@@ -1,10 +1,10 @@
-"""native: MPI's own allreduce, whatever algorithm the library chooses.
+"""native: MPI's own allreduce, with the algorithm that the library chooses.
 
-Cost: the library's business; for short arrays few latencies, log2(p) at best. Best for small buffers, where the
-ring's 2(p - 1) steps cost more than the bytes.
+Cost: depends on the library; for short arrays few latencies, log2(p) at best. Best for small buffers, where the ring's
+2(p - 1) steps cost more than the bytes.
 
-float16 and bfloat16 have no MPI datatype that every library can add, so they travel as 16-bit words with an
-operation of our own (MPI-4.1, section 6.9.5), which rounds to the dtype after every addition.
+float16 and bfloat16 have no MPI datatype that every library can add. So they travel as 16-bit words with an operation
+of mpitrain (MPI-4.1, section 6.9.5), which rounds to the dtype after every addition.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def native(world: World) -> Sequential:
 
 
 def native_seconds(num_bytes: int, topology: Topology) -> float:
-    """Below the size where MPI's own call falls behind what sums large buffers: that one's time, in proportion.
+    """Up to the size at which MPI's own call falls behind: the time of the algorithm for large buffers, in proportion.
 
-    The library's algorithm is not known, so its time is not modelled. What is known, from a measurement or from a rule
-    of thumb, is the size at which the two are equally fast (costs.native_below_bytes).
+    The library's algorithm is unknown, so its time is not modelled. Known is only the size at which the two are equally
+    fast, from a measurement or a rule of thumb (costs.native_below_bytes).
     """
     limit = native_below_bytes(topology.profile, topology.num_nodes)
     if topology.lanes or num_bytes >= limit:
@@ -51,9 +51,9 @@ def native_seconds(num_bytes: int, topology: Topology) -> float:
 
 
 def native_steps(group: Group) -> Steps:
-    """MPI's own, where the group has all ranks of its communicator. For a part of them, recursive doubling.
+    """MPI's own call if the group has all ranks of its communicator. For part of them, recursive doubling.
 
-    MPI's call is for whole communicators, and a group makes none: libraries have few.
+    MPI's call is for whole communicators. A group makes no communicator, because libraries have few.
     """
     comm = group.comm
     if group.size < comm.size:
@@ -68,7 +68,7 @@ def native_steps(group: Group) -> Steps:
                 request = comm.Iallreduce(MPI.IN_PLACE, [words, MPI.UINT16_T], _addition(flat.dtype))
             else:
                 request = comm.Iallreduce(MPI.IN_PLACE, part, MPI.SUM)
-            # A short one is over before a wait with all its looks has begun.
+            # A short call ends before a wait with all its looks has begun.
             if not any(request.Test() for _ in range(_SPINS)):
                 while not request.Test():
                     yield None
@@ -78,7 +78,7 @@ def native_steps(group: Group) -> Steps:
 
 @cache
 def _addition(dtype: numpy.dtype) -> MPI.Op:
-    """One a process: an operation belongs to no communicator, and mpi4py allows only 16 of them."""
+    """One per process: an operation belongs to no communicator, and mpi4py allows only 16 operations."""
     from mpi4py import MPI
 
     return MPI.Op.Create(_adder(dtype), commute=True)

@@ -1,7 +1,7 @@
 """Memory that all ranks of one node see: what one of them writes, the others read without a copy.
 
-Each rank makes anonymous memory of its own (memfd_create(2)) and maps that of the others through /proc. Unlike an MPI
-window, it is freed when the last array in it is gone, so nobody has to free it together; unlike a file in /dev/shm, it
+Each rank makes anonymous memory (memfd_create(2)) and maps the memory of the others through /proc. Unlike an MPI
+window, the memory is freed when the last array in it is gone, without a collective call. Unlike a file in /dev/shm, it
 leaves nothing behind when the job is killed, and the size of /dev/shm, 64 MB in a container, is no limit.
 """
 
@@ -31,27 +31,27 @@ _MARK_BYTES = 8
 
 
 class NodeMemory:
-    """The shared arrays of one algorithm. Those of one number are of equal size on every rank of the node."""
+    """The shared arrays of one algorithm. Arrays with one number have equal sizes on every rank of the node."""
 
     def __init__(self, mates: Group) -> None:
         self._mates = mates
         self._begins: list[int] = []  # addresses of this rank's arrays, ascending
-        # As many: their length, and the others' arrays by their place on the node.
+        # The lengths of these arrays, and the others' arrays by their place on the node.
         self._others: list[tuple[int, dict[int, numpy.ndarray]]] = []
 
     def allocate(self, num_bytes: int) -> Generator[float | None, None, numpy.ndarray]:
-        """Work that ends with this rank's part, as bytes, uninitialised. All ranks of the node do it, for one number.
+        """Work that ends with this rank's part, as uninitialised bytes. All ranks of the node do it, for one number.
 
         Raises:
-            MismatchError: the ranks of the node want different numbers of bytes; on all of them.
-            MpitrainError: the others' memory cannot be mapped, for instance because two containers on one machine
-                call themselves one host; on all of them.
+            MismatchError: the ranks of the node want different numbers of bytes; raised on all of them.
+            MpitrainError: the others' memory cannot be mapped, for instance because two containers on one machine have
+                the same host name; raised on all of them.
         """
         mates = self._mates
         descriptor = os.memfd_create("mpitrain")
         try:
             os.ftruncate(descriptor, max(num_bytes, _MARK_BYTES))
-            # In another container the same numbers may well be those of a process and file there.
+            # In another container, the same numbers may belong to another process and file.
             mark = os.urandom(_MARK_BYTES)
             os.pwrite(descriptor, mark, 0)
             own = numpy.array([os.getpid(), descriptor, num_bytes, int.from_bytes(mark, "little", signed=True)])
@@ -62,7 +62,7 @@ class NodeMemory:
                 maps = [_map(pid, number, length, mark) for pid, number, length, mark in of_all.tolist()]
             except OSError as error:
                 code = error.errno or errno.EIO
-            # Nobody closes before all have mapped.
+            # No rank closes its memory before all have mapped it.
             codes = numpy.empty((mates.size, 1), numpy.int64)
             yield from _tell(mates, numpy.array([code]), codes)
         finally:
@@ -73,8 +73,8 @@ class NodeMemory:
             raise self._by_all(
                 MismatchError(
                     f"rank {mates.members[other]} allocates {lengths[other]} bytes that the ranks of a node share, "
-                    f"rank {mates.members[0]} on the same node {lengths[0]}; "
-                    "do all ranks allocate the same, in the same order?"
+                    f"rank {mates.members[0]} on the same node allocates {lengths[0]}; "
+                    "do all ranks allocate the same sizes, in the same order?"
                 )
             )
         if codes.any():
@@ -82,8 +82,9 @@ class NodeMemory:
             raise self._by_all(
                 MpitrainError(
                     f"rank {mates.members[index]} cannot map the memory of the ranks on its node: "
-                    f"{os.strerror(int(codes[index, 0]))}. Run them as one user, and in one container or with "
-                    "its --pid=host; or, if MPI can do without, send instead: MPITRAIN_ALGORITHM=ring, no compression"
+                    f"{os.strerror(int(codes[index, 0]))}. Run the ranks as one user, and in one container or with "
+                    "--pid=host. If MPI itself needs no such memory, send instead: MPITRAIN_ALGORITHM=ring, no "
+                    "compression"
                 )
             )
         others = dict(enumerate(maps))
@@ -96,7 +97,7 @@ class NodeMemory:
         return own[:num_bytes]
 
     def find(self, flat: numpy.ndarray) -> list[numpy.ndarray] | None:
-        """The same place in the memory of every rank of the node, in their order; None for memory that is not ours."""
+        """Return the same place in the memory of every rank of the node, in their order; None for other memory."""
         address = _address(flat)
         place = bisect.bisect(self._begins, address) - 1
         if place < 0:
@@ -111,7 +112,7 @@ class NodeMemory:
         return arrays
 
     def _by_all(self, error: MpitrainError) -> MpitrainError:
-        """An error that all ranks of the node raise, after their last message."""
+        """Make an error that all ranks of the node raise, after their last message."""
         return everywhere(error, self._mates.size == self._mates.comm.size)
 
     def _forget(self, address: int) -> None:
@@ -124,9 +125,9 @@ def _address(array: numpy.ndarray) -> int:
 
 
 def meet(mates: Group, tag: int = _MEET_TAG) -> Progress:
-    """A barrier of the node's ranks: what each wrote before it, all others see after it.
+    """A barrier of the node's ranks: values written by any rank before it are seen by all ranks after it.
 
-    Dissemination: in round k each rank tells the one 2^k places on (Hensgen, Finkel and Manber, Two algorithms for
+    Dissemination: in round k each rank tells the rank 2^k places on (Hensgen, Finkel and Manber, Two algorithms for
     barrier synchronization, Int. J. Parallel Program. 17 (1988) 1-17). A message orders the memory as well.
     """
     distance = 1
@@ -144,7 +145,7 @@ _NOTHING = numpy.empty(0, numpy.uint8)
 
 
 def _tell(mates: Group, own: numpy.ndarray, of_all: numpy.ndarray) -> Progress:
-    """Every rank's numbers, by the place of the rank."""
+    """Return every rank's numbers, by the place of the rank."""
     requests: list[MPI.Request] = []
     of_all[mates.index] = own
     for offset in range(1, mates.size):

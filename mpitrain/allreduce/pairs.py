@@ -1,11 +1,11 @@
-"""Allreduce in phases: in each one a rank exchanges a part of the buffer with one partner. What two algorithms share.
+"""Allreduce in phases: in each, a rank exchanges a part of the buffer with one partner. Shared by two algorithms.
 
-recursive_doubling.py and halving_doubling.py say who meets whom, with what; here it is done. A part travels in pieces
-(mpitrain/waiting/pieces.py). A phase begins when the one before it is complete.
+recursive_doubling.py and halving_doubling.py say who meets whom, with which part; this module does the work. A part
+travels in pieces (mpitrain/waiting/pieces.py). A phase begins when the phase before it is complete.
 
-Both algorithms are for a power of two of ranks. Of other numbers, p = q + r with q the largest power of two, the first
-2r members of the group stand in pairs: the even one hands its buffer to the odd one, which adds it to its own, takes
-part for both on one seat, and hands the result back. Seven ranks, q = 4, r = 3:
+Both algorithms need a power of two of ranks. For another number, p = q + r with q the largest power of two, the first
+2r members of the group form pairs: the even one hands its buffer to the odd one. The odd one adds it to its own,
+takes part for both on one seat, and hands the result back. Seven ranks, q = 4, r = 3:
 
     rank             0   1   2   3   4   5   6
     before           0 > 1   2 > 3   4 > 5
@@ -29,27 +29,27 @@ NOTHING = slice(0, 0)
 
 
 class Phase(NamedTuple):
-    """What one rank does in one phase. The slices are in elements: equal ones, or apart from each other."""
+    """One rank's part in one phase. The slices are in elements; they are equal or disjoint."""
 
     partner: int
     send: slice
     receive: slice
-    adds: bool  # what is received to what is there; else it overwrites that
+    adds: bool  # add what is received to the values there; otherwise overwrite them
 
 
-# What the place `seat` among `power` seats does, a power of two.
+# The phases of the place `seat` among `power` seats, a power of two.
 Seats = Callable[[int, int], Sequence[Phase]]
 
 
 def steps_of(group: Group, plan: Callable[[int], Sequence[Phase]], tag: int) -> Steps:
-    """The steps of an algorithm whose phases for this member of the group `plan` gives, from the number of elements."""
+    """The steps of an algorithm; `plan` gives the phases of this group member from the number of elements."""
     run = runner(group, tag)
     cached = lru_cache(maxsize=256)(plan)
     return lambda flat, residual=None: run(flat, cached(flat.size))
 
 
 def runner(group: Group, tag: int) -> Callable[[numpy.ndarray, Sequence[Phase]], Progress]:
-    """What does phases on a buffer; their partners are places in the group."""
+    """Runs phases on a buffer; the partners are places in the group."""
     mover = Mover(group.comm, tag)
 
     @in_phases
@@ -68,9 +68,9 @@ def for_any_size(seats: Seats, place: int, size: int, before: slice, after: slic
 
     Args:
         seats: the phases for a power of two.
-        before: what the even one of a pair hands over first, and
-        adds: whether the odd one adds that to what it has.
-        after: what it is given back at the end.
+        before: the part that the even one of a pair hands over first.
+        adds: True if the odd one adds that part to its own.
+        after: the part that the even one gets back at the end.
     """
     power, rest = seating(size)
     is_paired = place < 2 * rest
@@ -87,13 +87,13 @@ def for_any_size(seats: Seats, place: int, size: int, before: slice, after: slic
 
 
 def seating(size: int) -> tuple[int, int]:
-    """The largest power of two in `size`, which is the number of seats, and the rest: the seats for two members."""
+    """Return the largest power of two in `size`, which is the number of seats, and the rest: the seats of pairs."""
     power = 1 << (size.bit_length() - 1)
     return power, size - power
 
 
 def _add_left(own: numpy.ndarray, arrived: numpy.ndarray) -> None:
-    """Add to `own`, with the same bits as _add_right on the other side: of two NaNs the sum is the left one."""
+    """Add to `own`, with the same bits as _add_right on the other side: of two NaNs, the sum is the left one."""
     _add(own, arrived, own)
 
 
@@ -102,9 +102,9 @@ def _add_right(own: numpy.ndarray, arrived: numpy.ndarray) -> None:
 
 
 def _add(left: numpy.ndarray, right: numpy.ndarray, own: numpy.ndarray) -> None:
-    # Infinity is a value like any other here; whoever must not have it looks at the sum.
+    # Infinity is a value like any other here; the caller checks the sum if it must be finite.
     with numpy.errstate(all="ignore"):
-        # Where there is only one of each, NumPy takes it for a reduction, and what is overwritten for the left one.
+        # For single elements NumPy would choose a reduction, and take the overwritten operand for the left one.
         if own.size == 1:
             own[0] = (left + right)[0]
         else:

@@ -1,7 +1,7 @@
 """recursive_doubling: in log2 p phases every rank exchanges its whole buffer; the fewest messages, for short buffers.
 
-In phase i, ranks whose numbers differ in bit i alone exchange all they have, and both add. After each phase twice as
-many ranks have the same sum:
+In phase i, ranks whose numbers differ only in bit i exchange everything they have, and both add. Each phase doubles the
+number of ranks with the same sum:
 
     0 <-> 1     2 <-> 3        phase 0: bit 0
     0 <------> 2, 1 <------> 3 phase 1: bit 1
@@ -15,12 +15,12 @@ Four ranks; a0 is rank 0's buffer, a01 the sum of rank 0's and rank 1's, A the w
     partner     2           3           0           1             phase 1
     has         A           A           A           A             a01 + a23 on all
 
-The sum of two is the same number on both sides, whichever of them is called first, so all ranks with the same sum have
-the same bits. What is added is the lower rank's on the left, which only shows where both are NaN.
+A sum of two is the same number on both sides, in either order, so all ranks with the same sum have the same bits. The
+lower rank's operand is always on the left, which only matters if both are NaN.
 
-Cost a rank: log2 p phases, each of which sends and receives N bytes and adds all elements: log2 p latencies, the least
-any allreduce can, and log2 p N bytes, more than the ring's 2(p-1)/p N for more than two ranks. Where p is no power of
-two, two more phases (pairs.py). Scratch: 1 MiB, less for shorter buffers.
+Cost per rank: log2 p phases, each of which sends and receives N bytes and adds all elements. This is log2 p latencies,
+the least of any allreduce, and log2 p N bytes, more than the ring's 2(p-1)/p N for more than two ranks. If p is not a
+power of two, two more phases (pairs.py). Scratch: 1 MiB, less for shorter buffers.
 Source: Thakur, Rabenseifner and Gropp, Optimization of collective communication operations in MPICH, Int. J. High
 Perform. Comput. Appl. 19 (2005) 49-66, section 4.4 and, for other numbers of ranks, 4.5.
 """

@@ -21,11 +21,11 @@ class Entry(NamedTuple):
     Attributes:
         make: makes it for a World. Collective.
         over: makes its steps for a group of ranks. Not collective: only the ranks of the group call it. None for an
-            algorithm that is for a whole World only. `hierarchical` can run those that have it between the nodes.
+            algorithm that is for a whole World only. `hierarchical` can run algorithms with `over` between nodes.
         seconds: the predicted time. `auto` and `hierarchical` take the algorithm with the lowest one; of equal ones,
             the first in the registry. None: neither of them takes this algorithm.
-        reduce_scatter, allgather: make the two halves of an algorithm that has them, each for use by itself. Not
-            collective, as `over`. Between messages of two pieces over ranks of one communicator lies the queue's order.
+        reduce_scatter, allgather: make the two halves of an algorithm that has halves, each for use by itself. Not
+            collective, like `over`. On one communicator, the queue keeps the messages of two pieces of work in order.
     """
 
     make: Callable[[World], Sequential]
@@ -47,7 +47,7 @@ def cheapest(num_bytes: int, topology: Topology, names: Iterable[str]) -> tuple[
 
 
 def predicted(name: str, num_bytes: int, topology: Topology) -> float:
-    """Seconds that this algorithm takes for `num_bytes`; infinity where nothing is predicted."""
+    """Return the algorithm's seconds for `num_bytes`; infinity if no time is predicted."""
     seconds = ALGORITHMS[name].seconds
     return math.inf if seconds is None else seconds(num_bytes, topology)
 
@@ -62,15 +62,15 @@ def priced(topology: Topology) -> list[str]:
 
 
 def candidates(topology: Topology) -> list[str]:
-    """The algorithms that are the fastest at some power of two of bytes. Others are not worth making."""
+    """Return the algorithms that are the fastest at some power of two of bytes. Others are not worth making."""
     names = priced(topology)
     return list(dict.fromkeys(cheapest(num_bytes, topology, names)[1] for num_bytes in _PROBES))
 
 
 def by_cost(topology: Topology, steps: Mapping[str, Steps]) -> Steps:
-    """Steps that run those of the fastest algorithm for the buffer's number of bytes.
+    """Make steps that run the fastest algorithm for the buffer's number of bytes.
 
-    The choice depends on the number of bytes and the topology alone, so all ranks make the same one.
+    The choice depends only on the number of bytes and the topology, so all ranks make the same one.
     """
     choose = lru_cache(maxsize=1024)(lambda num_bytes: steps[cheapest(num_bytes, topology, steps)[1]])
 
@@ -81,7 +81,7 @@ def by_cost(topology: Topology, steps: Mapping[str, Steps]) -> Steps:
 
 
 def changes(choice: Callable[[int], str]) -> list[tuple[int, str]]:
-    """From which number of bytes on `choice` says what, ascending; the first number is 0."""
+    """Return the answers of `choice`, each with the number of bytes from which it holds; the first number is 0."""
     result = [(0, choice(1))]
     for high in _PROBES[1:]:
         while (text := result[-1][1]) != choice(high):

@@ -1,4 +1,4 @@
-"""auto: for each size the algorithm with the lowest predicted time."""
+"""auto: the algorithm with the lowest predicted time for each size."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ def auto(world: World) -> Sequential:
     """The fastest algorithm for a buffer's number of bytes. See Algorithm for the contract."""
     topology = topology_of(world)
     made = {name: ALGORITHMS[name].make(world) for name in candidates(topology)}
-    # No two of them have memory of their own: that of a node is for shared_memory or hierarchical.
+    # At most one of them has memory of its own: shared_memory and hierarchical have the node's memory.
     memory = next((algorithm.memory for algorithm in made.values() if algorithm.memory is not None), None)
     return Sequential(world, "auto", by_cost(topology, {name: made[name].steps for name in made}), memory)
 
 
 def choices(world: World) -> list[str]:
-    """What is done in this world by its settings and its profile, in lines for a person."""
+    """Describe, in lines for the user, the choices in this world by its settings and its profile."""
     profile, config = world.profile, world.config
     lines = [
         f"profile: {profile.origin}; {profile.latency_seconds * 1e6:.0f} us, {profile.bytes_per_second / 1e6:.0f} MB/s"
@@ -27,7 +27,7 @@ def choices(world: World) -> list[str]:
     if config.algorithm == "auto":
         lines += _by_size(world)
     else:
-        lines.append(f"all sizes: {config.algorithm}, as MPITRAIN_ALGORITHM says")
+        lines.append(f"all sizes: {config.algorithm}, set by MPITRAIN_ALGORITHM")
     if world.num_nodes > 1 and config.algorithm in ("auto", "hierarchical", "ring"):
         order = [world.hosts[rank] for rank in everyone(world).members]
         lines.append(f"ring: {' '.join(dict.fromkeys(order))}")
@@ -58,7 +58,7 @@ def _by_size(world: World) -> list[str]:
 
 
 def _compression(world: World) -> str:
-    """Of gradients; the algorithm is for all else."""
+    """Describe the compression of gradients; the algorithm is for all other sums."""
     name = world.config.compression
     if world.num_nodes == 1:
         return f"compression {name}: none, as all ranks are on one node"

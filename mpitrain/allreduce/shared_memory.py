@@ -1,4 +1,4 @@
-"""shared_memory: ranks of one node add up their segments right out of each other's memory; nothing is sent.
+"""shared_memory: ranks of one node add up their segments directly in each other's memory; nothing is sent.
 
 Buckets live in memory that all ranks of the node see (node_memory.py). Each rank owns one segment of the buffer. It
 reads that segment of everybody's buffer, adds, and writes the sum into everybody's buffer:
@@ -10,7 +10,7 @@ reads that segment of everybody's buffer, adds, and writes the sum into everybod
 
     meet: all have filled their buffers  -->  add and write  -->  meet: all sums are written
 
-It goes in blocks that stay in a core's cache, so memory is read once and written once. No copy in, no copy out.
+The work goes in blocks that stay in a core's cache, so memory is read once and written once. There are no extra copies.
 
 Four ranks with 1 2 3 4, 10 20 30 40, 100 200 300 400, 1000 2000 3000 4000: rank 0 adds up 1 + 10 + 100 + 1000, rank 1
 adds up 2 + 20 + 200 + 2000, and so on; all have 1111 2222 3333 4444.
@@ -18,10 +18,11 @@ adds up 2 + 20 + 200 + 2000, and so on; all have 1111 2222 3333 4444.
 Cost a rank: N bytes read, N written, 2 log2(p) empty messages. Every sum is made by one rank in rank order and copied
 from there: the same bits on every rank.
 
-A buffer that lives elsewhere goes through a slab that is shared, piece by piece: each rank copies in what the others
-own, adds what it owns to its own buffer, copies that sum in, and copies out the others' sums. That is 2 (p-1)/p N bytes
-of copies more, and N/p. Pieces take turns in the two halves of the slab, so that nobody writes what another one still
-copies out: whoever has met the others twice since knows that they have come past it.
+A buffer in other memory goes through a shared slab, piece by piece. Each rank copies in the segments that the others
+own, adds the segment that it owns to its own buffer, copies that sum in, and copies out the others' sums. That costs
+2 (p-1)/p N bytes of copies more, and N/p. Pieces alternate between the two halves of the slab, so that no rank
+overwrites
+what another rank still copies out: a rank that has met the others twice since knows that they have finished that copy.
 
 Source: the layout is the shared-memory reduction of Jain, Kaleem, Balmana, Langer, Durnov, Sannikov and Garzaran,
 Framework for scalable intra-node collective operations using shared memory, SC 2018, with the buckets themselves as the
@@ -57,8 +58,8 @@ def shared_memory(world: World) -> Sequential:
     """
     if world.num_nodes > 1:
         raise ConfigError(
-            f"the algorithm shared_memory is for ranks on one node; these are on {world.num_nodes} nodes. "
-            "Between nodes there is hierarchical"
+            f"the algorithm shared_memory is for ranks on one node; these ranks are on {world.num_nodes} nodes. "
+            "Use hierarchical between nodes"
         )
     memory = NodeArrays(world)
     return Sequential(world, "shared_memory", shared_memory_steps(memory), memory)
@@ -70,7 +71,7 @@ def shared_memory_seconds(num_bytes: int, topology: Topology) -> float:
 
 
 def shared_memory_steps(memory: NodeArrays) -> Steps:
-    """The algorithm for arrays in `memory`, and piece by piece for others."""
+    """The algorithm for arrays in `memory`; other arrays go through a slab, piece by piece."""
     mates = memory.mates
 
     @in_phases
@@ -121,10 +122,10 @@ class NodeArrays:
         self.mates: Group = of_this_node(world)
         self._memory = NodeMemory(self.mates)
         self._world = world
-        # Alike on all nodes, so that all take the same pieces of a buffer through the slab.
+        # Equal on all nodes, so that all cut a buffer into the same pieces for the slab.
         self._is_shared = len(set(world.node_ranks)) < world.size
-        self._slab: numpy.ndarray | None = None  # made when a buffer comes that is not shared
-        self._turn = 0  # of its halves
+        self._slab: numpy.ndarray | None = None  # made for the first buffer that is not shared
+        self._turn = 0  # which half is next
 
     def allocate(self, count: int, dtype: numpy.dtype) -> Array:
         """See Algorithm."""
@@ -139,27 +140,27 @@ class NodeArrays:
         return made[0].view(dtype)
 
     def holds(self, flat: Array) -> bool:
-        """Whether the ranks of this node share it."""
+        """True if the ranks of this node share the array."""
         return self._is_shared and self._memory.find(flat) is not None
 
     def everyones(self, flat: numpy.ndarray) -> list[numpy.ndarray] | None:
-        """The same place in the memory of every rank of the node; None where they do not share it."""
+        """Return the same place in the memory of every rank of the node; None if they do not share the array."""
         return self._memory.find(flat) if self._is_shared else [flat]
 
     def make_slab(self) -> Progress:
-        """Make the slab, if that has not been done: work of all ranks of the node."""
+        """Make the slab if there is none yet: work of all ranks of the node."""
         if self._slab is None:
             self._slab = yield from self._memory.allocate(_SLAB_BYTES)
 
     def half_slabs(self, part: numpy.ndarray) -> list[numpy.ndarray]:
-        """Every rank's half of the slab, the other half each time, as long as `part`."""
+        """Return every rank's half of the slab, alternating, as long as `part`."""
         assert self._slab is not None
         self._turn ^= 1
         half = self._slab[self._turn * _SLAB_BYTES // 2 :][: part.nbytes].view(part.dtype)
         return self._find_all(half)
 
     def steps(self, work: Callable[[list[numpy.ndarray], numpy.ndarray | None], Progress]) -> Steps:
-        """`work` on one place of all ranks' arrays, made into steps on any array: others go through a slab."""
+        """Turn `work` on one place of all ranks' arrays into steps on any array: unshared arrays go through a slab."""
 
         @in_phases
         def steps(flat: numpy.ndarray, residual: numpy.ndarray | None = None) -> Iterator[Progress]:
@@ -191,7 +192,7 @@ def blocks(part: slice, itemsize: int) -> Iterator[slice]:
 
 
 def _pieces(start: int, stop: int, count: int) -> Iterator[slice]:
-    """From `start` to `stop`, `count` at a time. Each that is done and not the last one counts as progress."""
+    """Count from `start` to `stop` by `count`. Each finished block except the last counts as progress."""
     for begin in range(start, stop, count):
         yield slice(begin, min(begin + count, stop))
         if begin + count < stop:
@@ -199,7 +200,7 @@ def _pieces(start: int, stop: int, count: int) -> Iterator[slice]:
 
 
 def add_block(arrays: list[numpy.ndarray], block: slice, into: numpy.ndarray) -> None:
-    """The sum of all arrays' `block`, in their order, in `into`, which is one of them."""
+    """Sum all arrays' `block`, in their order, into `into`, which is one of them."""
     with numpy.errstate(all="ignore"):
         if len(arrays) == 1:
             return

@@ -1,7 +1,7 @@
-"""Segments in pieces, WINDOW of them on their way at one time: what direct does on the host and on a GPU.
+"""Segments in pieces, WINDOW of them under way at a time: the pipeline of direct on the host and on a GPU.
 
-No rank starts a piece before it has finished the one WINDOW before it, which also bounds what a slow rank must take in
-ahead of time.
+A rank starts a piece only after it has finished the piece WINDOW before it. This also bounds how much a slow rank must
+receive ahead of time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class PieceSteps(Protocol):
     def __call__(
         self, slot: int, tag: int, flat: Array, parts: Sequence[slice], residual: Array | None, /
     ) -> Iterator[bool]:
-        """Yields whether anything has happened.
+        """Yield whether anything has happened.
 
         Args:
             slot: below WINDOW; no two pieces that are on their way have the same one.
@@ -39,7 +39,7 @@ class PieceSteps(Protocol):
 
 
 def piece_bytes(group: Group) -> int:
-    """How long a piece of a segment is at most; whole blocks of a codec."""
+    """Return the largest length of a piece of a segment; whole blocks of a codec."""
     fitting = min(max(_FLIGHT_BYTES // WINDOW // max(group.size - 1, 1), _SMALLEST_PIECE), _LARGEST_PIECE)
     return fitting - fitting % 1024
 
@@ -47,10 +47,10 @@ def piece_bytes(group: Group) -> int:
 def in_pieces(group: Group, piece_steps: PieceSteps, wire_bytes: Callable[[int], int] | None = None) -> Steps:
     """Both phases of `piece_steps` on all pieces of a buffer.
 
-    Wherever `piece_steps` codes and adds, on the host or on a GPU, the pieces are the same, and so are the roundings.
+    The pieces, and so the roundings, are the same wherever `piece_steps` codes and adds: on the host or on a GPU.
 
     Args:
-        wire_bytes: how long so many values are in a codec's form.
+        wire_bytes: returns the length of that many values in a codec's form.
     """
     run = windowed(group, piece_steps, 2, wire_bytes)
     return lambda flat, residual=None: run(flat, None, residual)
@@ -59,7 +59,7 @@ def in_pieces(group: Group, piece_steps: PieceSteps, wire_bytes: Callable[[int],
 def windowed(
     group: Group, piece_steps: PieceSteps, phases: int, wire_bytes: Callable[[int], int] | None = None
 ) -> Callable[..., Progress]:
-    """`piece_steps` on all pieces of the segments of a buffer; what it returns takes their lengths and a residual, too.
+    """Run `piece_steps` on all pieces of a buffer's segments. The result also takes their lengths and a residual.
 
     Args:
         phases: of `piece_steps`, 1 or 2.
@@ -70,7 +70,7 @@ def windowed(
 
     @lru_cache(maxsize=256)
     def cut(count: int, itemsize: int, lengths: tuple[int, ...] | None) -> list[tuple[slice, ...]]:
-        """For each piece its slices, by the place of the segment's owner."""
+        """For each piece, its slices by the place of the segment's owner."""
         owned = segments(count, group.size, lengths)
         largest = max(segment.stop - segment.start for segment in owned)
         num_pieces = -(-largest * itemsize // longest)

@@ -77,7 +77,7 @@ def _allreduce(world: World, options: Options) -> MakeVariants:
     made: dict[tuple[str, str], Algorithm] = {}
     tolerances = {NO_CODEC: 0.0}
     if world.num_nodes == 1 and any(codec != NO_CODEC for codec in options.codecs):
-        world.print(f"# {COMPRESSED}: all ranks are on one node, so nothing is sent and shortened")
+        world.print(f"# {COMPRESSED}: all ranks are on one node, so nothing is compressed")
     for codec in options.codecs:
         if codec != NO_CODEC:
             coder = make_codec(codec)

@@ -1,6 +1,6 @@
-"""What can be asked of the bench: the options, and their check, which needs no rank.
+"""The options of the bench, and their check, which needs no ranks.
 
-Light: the command line loads it before it knows which command is meant.
+This module is light: the command line loads it before it knows which command is meant.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ class Options:
 
     Attributes:
         operations: names of operations.OPERATIONS, and point_to_point.
-        sizes_bytes: of the buffers.
+        sizes_bytes: sizes of the buffers.
         dtypes: names of dtypes that can be summed.
         device: where the buffers are: "host", or "cuda" for this rank's GPU.
         algorithms: names of allreduce algorithms; on GPUs, of transports.
-        has_all_algorithms: `all` was asked for: those that refuse this world are left out.
+        has_all_algorithms: `all` was requested: algorithms that refuse this world are left out.
         codecs: `none`, and names of compression.CODECS.
-        rounds: of each cell; None: as many as `seconds` leaves time for.
-        seconds: about so long for each cell.
-        link_gbit: nominal rate between nodes, Gbit/s; None: what the driver says.
+        rounds: rounds per cell; None: as many as fit into `seconds`.
+        seconds: approximate time per cell.
+        link_gbit: nominal rate between nodes, Gbit/s; None: the rate that the driver reports.
         json, csv, plot, save_profile: files to write.
-        progress: keep a line on the terminal up to date.
-        show: measure nothing; say what is chosen.
+        progress: show a progress line on the terminal.
+        show: measure nothing; print what would be chosen.
     """
 
     operations: tuple[str, ...]
@@ -61,23 +61,23 @@ class Options:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the bench itself; those that start the ranks are the launcher's."""
+    """Declare the bench's own options; the launcher declares the options that start the ranks."""
     add = parser.add_argument
     add("--operation", default="allreduce", metavar="A,B", help=f"what to measure (allreduce); also {POINT_TO_POINT}")
-    add("--sizes", default="4K,64K,1M,16M,100M", metavar="N,M", help="of the buffers, in bytes (4K,64K,1M,16M,100M)")
-    add("--dtypes", default="float32", metavar="A,B", help="of the elements (float32)")
-    add("--device", default="host", metavar="WHERE", help="where the buffers are: host (default) or cuda, on GPUs")
-    add("--algorithms", default="auto", metavar="A,B", help=f"of allreduce, on GPUs transports (auto), or {ALL}")
-    add("--show", action="store_true", help="only say which algorithms and sizes are chosen here, and by what profile")
-    add("--codecs", default="none", metavar="A,B", help="what goes over the wire (none)")
-    add("--rounds", metavar="N", help="of each size; default: as many as --seconds allows, 3 to 200")
-    add("--seconds", default="3", metavar="S", help="about so long for each size (3)")
-    add("--link-gbit", metavar="RATE", help="nominal rate between nodes in Gbit/s (what the driver says)")
-    add("--json", metavar="FILE", help="write all results and versions; rank 0 writes files")
+    add("--sizes", default="4K,64K,1M,16M,100M", metavar="N,M", help="buffer sizes in bytes (4K,64K,1M,16M,100M)")
+    add("--dtypes", default="float32", metavar="A,B", help="dtypes of the elements (float32)")
+    add("--device", default="host", metavar="WHERE", help="where the buffers are: host (default), or cuda for GPUs")
+    add("--algorithms", default="auto", metavar="A,B", help=f"allreduce algorithms; on GPUs, transports (auto, {ALL})")
+    add("--show", action="store_true", help="only print the chosen algorithms and sizes, and the profile behind them")
+    add("--codecs", default="none", metavar="A,B", help="how buffers are compressed on the wire (none)")
+    add("--rounds", metavar="N", help="rounds per size; default: as many as fit into --seconds, 3 to 200")
+    add("--seconds", default="3", metavar="S", help="approximate time per size (3)")
+    add("--link-gbit", metavar="RATE", help="nominal rate between nodes in Gbit/s (the rate that the driver reports)")
+    add("--json", metavar="FILE", help="write all results and versions; rank 0 writes the file")
     add("--csv", metavar="FILE", help="write the table")
-    add("--plot", metavar="FILE", help="draw a picture: .png, .svg or .pdf (needs matplotlib)")
-    add("--save-profile", metavar="FILE", help="measure what the choice of algorithms needs, and nothing else; < 60 s")
-    add("--progress", action="store_true", help="keep a line on the terminal up to date")
+    add("--plot", metavar="FILE", help="plot the results: .png, .svg or .pdf (needs matplotlib)")
+    add("--save-profile", metavar="FILE", help="measure only what the choice of algorithms needs; takes < 60 s")
+    add("--progress", action="store_true", help="show a progress line on the terminal")
 
 
 def words_of(arguments: argparse.Namespace) -> list[str]:
@@ -97,11 +97,11 @@ def _given(arguments: argparse.Namespace) -> set[str]:
 
 
 def read_options(arguments: argparse.Namespace) -> Options:
-    """The options, checked.
+    """Check and return the options.
 
     Raises:
-        ConfigError: a name that is not known, a size or number that is none, a file that cannot be written, an option
-            that would be ignored.
+        ConfigError: a name is unknown, a size or number is malformed, a file cannot be written, or an option would be
+            ignored.
     """
     from mpitrain.allreduce import ALGORITHMS
     from mpitrain.allreduce.algorithm import DTYPES
@@ -121,15 +121,15 @@ def read_options(arguments: argparse.Namespace) -> Options:
     codecs = _names("codec", arguments.codecs, [NO_CODEC, *CODECS])
     if NO_CODEC not in codecs and chosen != ["auto"]:
         raise ConfigError(
-            f"--algorithms {arguments.algorithms} is for sums without a codec, and --codecs is {arguments.codecs}; "
-            f"say --codecs {NO_CODEC},{arguments.codecs}"
+            f"--algorithms {arguments.algorithms} applies to sums without a codec, but --codecs is {arguments.codecs}; "
+            f"use --codecs {NO_CODEC},{arguments.codecs}"
         )
     dtypes = _names("dtype", arguments.dtypes, [str(dtype) for dtype in DTYPES])
     if any(codec != NO_CODEC for codec in codecs) and dtypes != ["float32"]:
         raise ConfigError(f"--dtypes is {arguments.dtypes}; codecs take float32 only")
     sizes = tuple(parse_size(text) for text in arguments.sizes.split(","))
     if small := [size for size in sizes if any(size < dtype.itemsize for dtype in DTYPES if str(dtype) in dtypes)]:
-        raise ConfigError(f"--sizes: {small[0]} bytes are less than one element of {arguments.dtypes}")
+        raise ConfigError(f"--sizes: {small[0]} bytes is less than one element of {arguments.dtypes}")
     files = {name: Path(text) if (text := getattr(arguments, name)) else None for name in _FILES}
     _check_files(files)
     return Options(
@@ -149,7 +149,7 @@ def read_options(arguments: argparse.Namespace) -> Options:
     )
 
 
-# What means something where this is asked for. All else would be ignored.
+# The options that have a meaning together with this one. All others would be ignored.
 _OF_SHOW = frozenset({"show", "progress"})
 _OF_SAVE_PROFILE = frozenset({"save_profile", "progress"})
 _OF_POINT_TO_POINT = frozenset({"operation", "link_gbit", "json", "progress"})
@@ -162,11 +162,11 @@ def _refuse_ignored(arguments: argparse.Namespace, operations: list[str]) -> Non
     if arguments.show:
         reason, ignored = "--show measures and writes nothing", given - _OF_SHOW
     elif arguments.save_profile:
-        reason, ignored = "--save-profile measures what it needs, and nothing else", given - _OF_SAVE_PROFILE
+        reason, ignored = "--save-profile chooses what it measures", given - _OF_SAVE_PROFILE
     elif operations == [POINT_TO_POINT]:
         reason, ignored = f"--operation {POINT_TO_POINT} has no rows", given - _OF_POINT_TO_POINT
     elif "allreduce" not in operations:
-        reason, ignored = f"--operation {arguments.operation} has no allreduce", given & _OF_ALLREDUCE
+        reason, ignored = f"--operation {arguments.operation} includes no allreduce", given & _OF_ALLREDUCE
     if ignored:
         names = ", ".join("--" + name.replace("_", "-") for name in sorted(ignored))
         raise ConfigError(f"{reason}; leave out {names}")
@@ -176,14 +176,14 @@ _FILES = ("json", "csv", "plot", "save_profile")
 
 
 def parse_size(text: str) -> int:
-    """Bytes, from `4K`, `16M`, `1G` or a plain number; K is 1024.
+    """Convert `4K`, `16M`, `1G` or a plain number to bytes; K is 1024.
 
     Raises:
-        ConfigError: it is none of these, or 0.
+        ConfigError: the text is none of these, or 0.
     """
     match = re.fullmatch(r"(\d+)([KMG]?)", text.strip().upper())
     if not match or int(match[1]) == 0:
-        raise ConfigError(f"--sizes: {text!r} is no size; allowed are bytes such as 4096, 4K, 16M or 1G (K is 1024)")
+        raise ConfigError(f"--sizes: {text!r} is not a size; allowed are bytes such as 4096, 4K, 16M or 1G (K is 1024)")
     return int(match[1]) * _UNITS[match[2]]
 
 
@@ -214,10 +214,10 @@ def _whole_number(option: str, text: str) -> int:
 
 
 def _check_files(files: dict[str, Path | None]) -> None:
-    """What fails here would otherwise fail after minutes."""
+    """Fail now: the same fault would otherwise show only after minutes."""
     for name, path in files.items():
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            raise ConfigError(f"--{name.replace('_', '-')} {path}: there is no folder to write that file into")
+            raise ConfigError(f"--{name.replace('_', '-')} {path}: the path is a folder, or its folder does not exist")
     plot = files["plot"]
     if plot is not None and plot.suffix not in (".png", ".svg", ".pdf"):
         raise ConfigError(f"--plot {plot}: the name must end in .png, .svg or .pdf")

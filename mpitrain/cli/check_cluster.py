@@ -1,4 +1,4 @@
-"""`mpitrain check-cluster`: what is wrong with the machines of a cluster, where, why, and what repairs it."""
+"""`mpitrain check-cluster`: report what is wrong with the machines of a cluster, where, why, and the repair."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ if TYPE_CHECKING:
     from mpitrain.diagnostics.check import Check, Result, Seen, Target
     from mpitrain.diagnostics.report import ResultGroup
 
-HELP = "say what is wrong with the machines of a cluster, and the command that repairs it"
+HELP = "report what is wrong with the machines of a cluster, and the command that repairs each fault"
 _INTERRUPTED = 130
 _NAGIOS_UNKNOWN = 3
 
 _EPILOG = """\
-Levels: quick (one login a node), full (also pairs of nodes and a small MPI job), bench (also latency, bandwidth, and
-the speed of nodes and share). Nothing is installed on the nodes and no setting is changed there; what a check writes
-into the shared folder it removes.
+Levels: quick (one login per node), full (also pairs of nodes and a small MPI job), bench (also latency, bandwidth, and
+the speed of nodes and share). check-cluster installs nothing on the nodes and changes no settings there. It removes
+what it writes into the shared folder.
 
-Exit codes: 0 nothing failed, 1 something failed (--strict: or warned), 2 wrong use or inventory, 3 nothing failed, but
-something could not be determined, 130 interrupted. With --nagios: 0 OK, 1 WARNING, 2 CRITICAL, 3 UNKNOWN.
+Exit codes: 0: no check failed; 1: a check failed (with --strict, or warned); 2: wrong use or inventory; 3: no check
+failed, but something could not be determined; 130: interrupted.
+With --nagios: 0: OK; 1: WARNING; 2: CRITICAL; 3: UNKNOWN.
 """
 
 
@@ -48,26 +49,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.error = refuse  # type: ignore[method-assign]
     add = parser.add_argument
     add("-i", "--inventory", type=Path, metavar="FILE", help="the nodes (cluster/hosts, else /etc/mpitrain/hosts)")
-    add("--hosts", metavar="A,B", help="only these nodes; names that are in no inventory are ssh's")
-    add("--level", choices=("quick", "full", "bench"), default="full", help="how far to go (full)")
-    add("--only", metavar="ID", type=_ids, action="extend", default=[], help="only these checks and what they need")
-    add("--skip", metavar="ID", type=_ids, action="extend", default=[], help="without these checks")
-    add("--script", metavar="FILE", help="your program: must be the same file on all nodes")
-    add("--strict", action="store_true", help="a warning is a failure")
+    add("--hosts", metavar="A,B", help="check only these nodes; ssh must know names that are in no inventory")
+    add("--level", choices=("quick", "full", "bench"), default="full", help="how much to check (full)")
+    add("--only", metavar="ID", type=_ids, action="extend", default=[], help="run only these checks and what they need")
+    add("--skip", metavar="ID", type=_ids, action="extend", default=[], help="leave these checks out")
+    add("--script", metavar="FILE", help="your program; check that it is the same file on all nodes")
+    add("--strict", action="store_true", help="count a warning as a failure")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print one JSON object (docs/check-cluster.schema.json)")
-    form.add_argument("--nagios", action="store_true", help="print one line, exit as a plugin of Nagios does")
-    add("--explain", metavar="ID", help="say what a check looks at, why, and what repairs it; `all` lists them")
+    form.add_argument("--nagios", action="store_true", help="print one line and exit as a Nagios plugin does")
+    add("--explain", metavar="ID", help="explain what a check looks at, why, and what repairs it; `all` lists them")
     add("--fix", action="store_true", help="run the set-up with the tags that repair what failed, and check again")
     add("--yes", action="store_true", help="with --fix: do not ask")
     add("--save-baseline", type=Path, metavar="FILE", help="record the present state of the nodes")
     add("--baseline", type=Path, metavar="FILE", help="compare with the state that --save-baseline recorded")
     add("--write-env", type=Path, metavar="FILE", help="write the measured interface settings for every library")
-    add("-v", "--verbose", action="store_true", help="show what was skipped too")
+    add("-v", "--verbose", action="store_true", help="also show the checks that were skipped")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Look, judge and print; returns the exit code."""
+    """Examine the nodes, judge and print. Return the exit code."""
     try:
         return _run(arguments)
     except Exception as error:
@@ -86,7 +87,7 @@ def _run(arguments: argparse.Namespace) -> int:
     missing = [name for name in ("fabric", "rich", "yaml") if find_spec(name) is None]
     if missing:
         how = f"{sys.executable} -m pip install 'mpitrain[cluster]'"
-        raise ClusterError(f"not installed: {', '.join(missing)}. Install what works with clusters:\n    {how}")
+        raise ClusterError(f"not installed: {', '.join(missing)}. Install the packages for clusters:\n    {how}")
     from mpitrain.diagnostics.baseline import read_baseline
     from mpitrain.diagnostics.report import exit_code
     from mpitrain.diagnostics.run import select
@@ -95,25 +96,27 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.explain:
         return _explain(arguments.explain)
     if arguments.yes and not arguments.fix:
-        raise ConfigError("--yes answers what --fix asks; give both")
+        raise ConfigError("--yes answers the question that --fix asks; give both, or neither")
     if arguments.fix and not arguments.yes and not sys.stdin.isatty():
-        raise ConfigError("--fix asks before it changes anything, and there is no terminal to ask on; give --yes")
+        raise ConfigError("--fix asks before it changes anything, but there is no terminal to ask on; add --yes")
     if arguments.fix and (arguments.json or arguments.nagios):
         raise ConfigError("--fix prints what it runs; use it without --json and --nagios")
     if arguments.save_baseline and arguments.only:
-        raise ConfigError("--save-baseline writes down all that is seen; use it without --only")
+        raise ConfigError("--save-baseline records all checks; use it without --only")
     checks = select(arguments.level, arguments.only, arguments.skip)
     baseline = read_baseline(arguments.baseline) if arguments.baseline else None
     target = find_target(arguments.inventory, arguments.hosts, arguments.script, os.environ)
     if arguments.fix and target.inventory is None:
-        raise ConfigError("--fix runs the playbooks, which need an inventory: -i FILE, or `mpitrain cluster init`")
+        raise ConfigError(
+            "--fix runs the playbooks, which need an inventory; give -i FILE, or make one with `mpitrain cluster init`"
+        )
     results, seen, interrupted = _check(arguments, target, checks, baseline)
     if not interrupted:
         _write(arguments, seen)
         if arguments.fix and _mend(arguments, results, target):
             results, seen, interrupted = _check(arguments, target, checks, baseline)
     if interrupted:
-        print("interrupted: the above is what was seen until then", file=sys.stderr)
+        print("interrupted: the report above covers only what was seen before", file=sys.stderr)
         sys.stdout.flush()
         os._exit(_INTERRUPTED)  # without waiting for logins that have not failed yet
     if arguments.nagios:
@@ -172,7 +175,7 @@ def _write(arguments: argparse.Namespace, seen: Seen) -> None:
 
 
 def _mend(arguments: argparse.Namespace, results: Sequence[Result], target: Target) -> bool:
-    """Run the set-up for what it repairs, after asking. Returns whether anything was run."""
+    """Ask, then run the parts of the set-up that repair what failed. Return whether anything was run."""
     from mpitrain.diagnostics.report import group
     from mpitrain.provision.playbook import run_playbook
     from mpitrain.provision.project import find_project
@@ -180,7 +183,7 @@ def _mend(arguments: argparse.Namespace, results: Sequence[Result], target: Targ
     wanted = ("fail", "warn") if arguments.strict else ("fail",)
     groups = [one for one in group(results, target) if one.verdict in wanted and one.is_mended_by_set_up]
     if not groups:
-        print("nothing that failed is repaired by the set-up", file=sys.stderr)
+        print("the set-up repairs nothing of what failed", file=sys.stderr)
         return False
     for line in dict.fromkeys(one.remedy for one in groups):
         print(f"$ {line}", file=sys.stderr)
@@ -197,7 +200,7 @@ def _mend(arguments: argparse.Namespace, results: Sequence[Result], target: Targ
 
 
 def _runs(groups: Sequence[ResultGroup]) -> list[tuple[str, tuple[str, ...]]]:
-    """Each tag and nodes once, in the order of the findings."""
+    """Each pair of a tag and its nodes once, in the order of the findings."""
     return list(dict.fromkeys((one.check.tag, one.nodes) for one in groups))
 
 
@@ -207,7 +210,7 @@ def _ids(text: str) -> list[str]:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """A line on stderr that says what is being done, where that is a terminal; otherwise nothing."""
+    """Show the present activity in a line on stderr, if stderr is a terminal."""
     if not sys.stderr.isatty():
         yield lambda _text: None
         return

@@ -185,7 +185,7 @@ def _checkpoints(path: Path) -> list[StoredCheckpoint]:
     from mpitrain.training.checkpoint.store import entries
 
     if not path.is_dir():
-        raise CheckpointError(f"{path} is not there, or is no directory")
+        raise CheckpointError(f"{path} does not exist, or is not a directory")
     if path.name.startswith("step-") or (path / FILE).exists():
         # By its own name, however it was given.
         same_name = [entry for entry in entries(path.resolve().parent) if entry.path.name == path.resolve().name]
@@ -193,5 +193,5 @@ def _checkpoints(path: Path) -> list[StoredCheckpoint]:
             return same_name
     checkpoints = entries(path)
     if not checkpoints:
-        raise CheckpointError(f"there are no checkpoints in {path}; their names are such as step-00000100")
+        raise CheckpointError(f"there are no checkpoints in {path}; their names have the form step-00000100")
     return checkpoints

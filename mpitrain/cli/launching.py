@@ -1,4 +1,4 @@
-"""The options that say where and how ranks are started; those of `mpitrain run`, `bench` and `verify`."""
+"""The options of `mpitrain run`, `bench` and `verify` that say where and how ranks are started."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mpitrain.errors import ConfigError
 if TYPE_CHECKING:
     from mpitrain.launch.start import Request
 
-# What other launchers call it, and what it is here.
+# Options of other launchers, and what they are called here.
 _A_HOSTS = "--hosts A,B, with --ppn N for the ranks on each host, or --hosts A/cpux2,B/cpux1"
 _A_FILE = "--hosts A,B, or an Ansible inventory with -i PATH"
 _ELSEWHERE = {
@@ -29,18 +29,18 @@ _ELSEWHERE = {
 
 
 class _Elsewhere(argparse.Action):
-    """An option of another launcher: an error that says what it is called here."""
+    """An option of another launcher: an error that says what the option is called here."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         parser.error(f"{self.option_strings[0]} is another launcher's; here it is {_ELSEWHERE[self.option_strings[0]]}")
 
 
-_MOST_DIGITS = 100  # Python itself turns no more than 4300 into a number
+_MOST_DIGITS = 100  # Python itself converts at most 4300 digits
 
 
 def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options that say where and how ranks are started."""
-    # No default: the number of ranks changes the global batch, so it should be in the command that made a result.
+    # No default: the number of ranks changes the global batch, so the command that made a result should state it.
     parser.add_argument("-n", type=_num_ranks, dest="num_ranks", metavar="N", help="number of ranks")
     parser.add_argument(
         "--hosts", metavar="A,B", help="hosts, with or without devices: a,b or a/cuda:0-3x2,b/cpux4 or localhost"
@@ -76,7 +76,7 @@ def add_inventory_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def request_of(arguments: argparse.Namespace, program: Sequence[str], script: str, typed: Sequence[str]) -> Request:
-    """What the options of `add_launch_arguments` ask of the launcher. For the other arguments see Request."""
+    """Turn the options of `add_launch_arguments` into a request. For the other arguments see Request."""
     from mpitrain.launch.start import Request
 
     return Request(
@@ -94,7 +94,7 @@ def request_of(arguments: argparse.Namespace, program: Sequence[str], script: st
 
 
 def request_of_script(arguments: argparse.Namespace) -> Request:
-    """The same, where the other arguments are a script, or -m and a module, and those of the script."""
+    """Turn all arguments into a request: the launch options, then a script (or -m and a module) with its arguments."""
     module = ["-m", *arguments.module] if arguments.module is not None else []
     script = arguments.script[1:] if arguments.script[:1] == ["--"] else arguments.script  # the end of our options
     words = _without_python([*module, *script])
@@ -107,32 +107,32 @@ def request_of_script(arguments: argparse.Namespace) -> Request:
 
 
 def _without_python(words: list[str]) -> list[str]:
-    """`python train.py`, as mpiexec is given it, is train.py where that is the Python that the ranks run anyway."""
+    """Drop the first word of `python train.py`, as given to mpiexec, if the ranks run this Python anyway."""
     if not words or not re.fullmatch(r"python[0-9.]*", Path(words[0]).name):
         return words
     path = shutil.which(words[0])
     # Not samefile(): the Pythons of two environments are links to the same file.
     if path is None or Path(path).absolute().parent != Path(sys.executable).parent:
         raise ConfigError(
-            f"the ranks run {sys.executable}, and {words[0]!r} is {path or 'not to be found'}; leave it out, or use "
-            "the mpitrain of the other Python"
+            f"the ranks run {sys.executable}, but {words[0]!r} is {path or 'not to be found'}; leave out {words[0]}, "
+            "or use the mpitrain of the other Python"
         )
     return words[1:]
 
 
 def _file_of(module: str) -> str:
-    """The file that `python -m` runs; nothing is imported."""
+    """Find the file that `python -m` runs, without importing anything."""
     path = [str(Path.cwd()), *sys.path]
     names = module.split(".")
     for number in range(1, len(names) + 1):
-        # By its last name: with its full name the finder asks for a parent that is imported.
+        # Search by the last part of the name: for a full name, the finder needs the parent to be imported.
         spec = PathFinder.find_spec(names[number - 1], path)
         path = list(spec.submodule_search_locations or []) if spec else []
         if spec and path and number == len(names):
             spec = PathFinder.find_spec("__main__", path)
     if not spec or not spec.origin:
         raise ConfigError(
-            f"there is no module {module!r} to run in {Path.cwd()} or in the packages of {sys.executable}"
+            f"there is no module {module!r} to run, neither in {Path.cwd()} nor in the packages of {sys.executable}"
         )
     return spec.origin
 
@@ -142,21 +142,21 @@ def add_script_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-m", nargs=argparse.REMAINDER, dest="module", metavar="MODULE ...", help="run a module, as python -m does"
     )
-    # One list, for argparse takes a "--" out of a second one, and it may be the script's.
+    # One list: from a second one, argparse would remove a "--", which may be the script's.
     parser.add_argument(
         "script", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="Python script and its arguments"
     )
 
 
 def positive(text: str) -> int:
-    """The number that an option's text says; above 0."""
+    """Convert an option's text to a whole number above 0."""
     if not text.isdecimal() or len(text) > _MOST_DIGITS or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
 
 
 def _num_ranks(text: str) -> int:
-    if text.startswith("p"):  # argparse reads -np 4, as many an mpiexec has it, as -n with the text p
+    if text.startswith("p"):  # argparse reads -np 4, an option of many an mpiexec, as -n with the text p
         raise argparse.ArgumentTypeError("-np is mpiexec's; here it is -n N, or --ppn N for the ranks on each host")
     return positive(text)
 

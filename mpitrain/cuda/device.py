@@ -118,7 +118,7 @@ def open_gpu(given: str, local_rank: int) -> Gpu:
         DeviceError: it cannot be used; says why and what to do.
     """
     if given == "cpu":
-        raise DeviceError("--hosts gave this rank no GPU (cpu), and one is asked for; give all ranks a GPU, or none")
+        raise DeviceError("--hosts gave this rank no GPU (cpu), but a GPU is requested; give all ranks a GPU, or none")
     try:
         cupy = cupy_module()
     except ImportError as error:

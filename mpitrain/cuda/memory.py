@@ -28,7 +28,7 @@ def pinned(num_bytes: int) -> numpy.ndarray:
     try:
         memory = cupy.cuda.alloc_pinned_memory(max(num_bytes, 1))  # rounds up
     except cupy.cuda.runtime.CUDARuntimeError as error:
-        raise DeviceError(f"{num_bytes:,} bytes of page-locked memory cannot be had: {error}; see free -h") from None
+        raise DeviceError(f"{num_bytes:,} bytes of page-locked memory: {error}; see free -h") from None
     return numpy.frombuffer(memory, numpy.uint8, max(num_bytes, 1))[:num_bytes]
 
 

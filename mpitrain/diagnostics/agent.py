@@ -1,4 +1,4 @@
-"""A node's agent as this side has it: questions go out, answers come back, each with a deadline."""
+"""This side of a node's agent: questions go out, answers come back, each with a deadline."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpitrain.diagnostics.bundle import BAIT, bundle
 from mpitrain.diagnostics.ssh_settings import LoginError
 from mpitrain.launch.hostfile import Host
 
-# A machine that is slow or busy takes its time to start a Python; only a shell that hangs is meant here.
+# A slow or busy machine takes long to start Python. This deadline is only for a shell that hangs.
 _BEGIN_SECONDS = 20.0
 _MOST_NOISE = 1 << 16
 _MOST_ANSWER = 1 << 23
@@ -28,20 +28,20 @@ class UnansweredError(Exception):
 class AgentConnection(Protocol):
     """The way to an agent and back: connect.py's to another machine, here.py's to a process on this one.
 
-    Its calls raise OSError where the way is lost.
+    Its calls raise OSError if the connection is lost.
     """
 
     python: str  # what runs the agent
-    host_key: str  # the fingerprint that the far end proved to have; empty where there is no need of one
+    host_key: str  # the fingerprint that the far end has proved; empty if none is needed
 
     def open(self) -> None:
         """Start the agent."""
 
     def send(self, data: bytes) -> None:
-        """Send all of it."""
+        """Send all data."""
 
     def readline(self, most: int) -> bytes:
-        """The next line, or so many bytes of it; empty at the end."""
+        """Return the next line, or at most so many bytes of it; empty at the end."""
 
     def last_words(self) -> str:
         """Why the far end has ended."""
@@ -50,14 +50,14 @@ class AgentConnection(Protocol):
         """Make every call that waits return."""
 
     def close(self) -> None:
-        """Hang up; the far end then ends by itself with all that it runs. Does not raise."""
+        """Hang up; the far end then ends itself and everything that it runs. Does not raise."""
 
 
 class AgentClient:
-    """A node that answers. `noise` is what came before its first line, `hello` what it says of itself."""
+    """A node that answers. `noise` is the output before its first line, `hello` what the node says about itself."""
 
     def __init__(self, host: Host, connection: AgentConnection, seconds: float) -> None:
-        """Send the bundle and wait for the first answer. `seconds`: what the login took; it began so long ago.
+        """Send the bundle and wait for the first answer. `seconds`: the duration of the login so far.
 
         Raises:
             LoginError: nothing that is ours answers.
@@ -77,13 +77,13 @@ class AgentClient:
             is_late.set()
             connection.cut()
 
-        # Whatever the far side does or does not: a shell that hangs, a byte now and then.
+        # Whatever the far side does: a shell may hang, or send a byte now and then.
         watchdog = threading.Timer(_BEGIN_SECONDS, give_up)
         watchdog.daemon = True
         watchdog.start()
         try:
             connection.open()
-            # A far side that ended already does not take it all; what it printed is read below and says why.
+            # A far side that has ended already does not accept all data. Its output is read below and tells the reason.
             with suppress(OSError):
                 connection.send(BAIT + json.dumps(bundle()).encode() + b"\n")
             self.noise, self.hello = self._wait_for_hello()
@@ -100,7 +100,7 @@ class AgentClient:
         threading.Thread(target=self._read, daemon=True).start()
 
     def begin(self, call: str, wish: Mapping[str, Any], user: str) -> Future[Any]:
-        """Put a question to the agent that runs as `user` ("login": whoever logged in). Several may wait at once."""
+        """Put a question to the agent that runs as `user` ("login": the login's own user). Several may wait at once."""
         answer: Future[Any] = Future()
         with self._lock:
             if self._why:
@@ -119,16 +119,16 @@ class AgentClient:
         """The answer to one question.
 
         Raises:
-            UnansweredError: none came in time, or what was asked failed there.
+            UnansweredError: no answer came in time, or the question failed there.
         """
         return wait_for(self.begin(call, wish, user), seconds)
 
     def close(self) -> None:
-        """Hang up; the far side then ends by itself with all that it runs."""
+        """Hang up; the far side then ends itself and everything that it runs."""
         self._connection.close()
 
     def give_up(self, why: str) -> None:
-        """Hang up on a node that does not answer any more; what was and will be asked fails at once."""
+        """Hang up on a node that no longer answers; all pending and later questions fail at once."""
         self._lose(why)
         self.close()
 
@@ -138,7 +138,7 @@ class AgentClient:
         while True:
             line: bytes = self._connection.readline(_MOST_NOISE)
             if line.startswith(b'{"hello"'):
-                # Tools of the system may write to stderr at each login; that is noise too, but hurts nobody.
+                # Tools of the system may write to stderr at each login; that noise is harmless.
                 return noise.decode(errors="replace"), json.loads(line)
             if line.startswith(b'{"old"'):
                 raise LoginError(
@@ -165,7 +165,7 @@ class AgentClient:
                 else:
                     waiting.set_result(answer["result"])
         except (ValueError, KeyError, TypeError):
-            why = f"it answers what is not ours: {line[:80]!r}"
+            why = f"it answers something unexpected: {line[:80]!r}"
         except OSError as error:
             why = f"the connection was lost: {error}"
         self._lose(why)
@@ -182,7 +182,7 @@ def wait_for(answer: Future[Any], seconds: float) -> Any:
     """The answer to a question that was begun.
 
     Raises:
-        UnansweredError: none came in time, or what was asked failed there.
+        UnansweredError: no answer came in time, or the question failed there.
     """
     try:
         return answer.result(max(0.0, seconds))

@@ -1,4 +1,4 @@
-"""What the nodes were like once, to say later what has changed."""
+"""The recorded state of the nodes, to report later what has changed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpitrain.diagnostics.check import Finding, NotHereError, Seen
 from mpitrain.errors import ConfigError
 
 _VERSION = 1
-# Section -> entries that stay as they are on a machine that nobody changes. Others, such as load, come and go.
+# Section -> entries that stay constant on a machine that nobody changes. Others, such as load, vary.
 STABLE: Mapping[str, tuple[str, ...]] = {
     "login": ("python",),
     "system": ("system", "kernel", "architecture", "cores", "memory_mib", "packages"),
@@ -41,7 +41,7 @@ def stable(seen: Seen) -> dict[str, dict[str, Any]]:
 
 
 def _lasting(interfaces: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Interfaces and addresses without those that change by themselves."""
+    """Interfaces and addresses, without those that vary by themselves."""
     kept = {}
     for name, link in interfaces.items():
         if not _FLEETING.fullmatch(name):
@@ -65,10 +65,10 @@ def _leaves(name: str, value: Any) -> dict[str, Any]:
 
 
 def write_baseline(path: Path, seen: Seen) -> None:
-    """Write what is stable to `path`.
+    """Write the constant entries to `path`.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the file cannot be written.
     """
     text = json.dumps({"mpitrain_baseline": _VERSION, "nodes": stable(seen)}, indent=2, sort_keys=True)
     try:
@@ -81,7 +81,7 @@ def read_baseline(path: Path) -> dict[str, Any]:
     """The nodes of a baseline: node -> entry -> value.
 
     Raises:
-        ConfigError: it is not one.
+        ConfigError: the file is not a baseline.
     """
     try:
         baseline = json.loads(path.read_text())
@@ -91,7 +91,7 @@ def read_baseline(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"--baseline {path}: cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise ConfigError(f"--baseline {path}: is none; --save-baseline {path} writes one") from None
+        raise ConfigError(f"--baseline {path}is not a baseline; --save-baseline {path} writes one") from None
     return dict(nodes)
 
 
@@ -112,7 +112,7 @@ def drift(seen: Seen, _names: object) -> Iterator[Finding]:
         for entry in sorted(old.keys() - now.get(name, {}).keys()):
             section = seen.nodes.get(name, {}).get(entry.partition(".")[0])
             if not isinstance(section, dict) or section.keys() & {"error", "found"}:
-                continue  # it was not seen
+                continue  # the entry was not seen
             yield Finding("warn", (name,), f"{entry} is not there", f"{_short(old[entry])}, as in the baseline")
     for name in before.keys() - set(seen.target.names):
         yield Finding("warn", (), f"{name} of the baseline is not in the inventory")

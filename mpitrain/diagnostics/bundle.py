@@ -1,4 +1,4 @@
-"""What is sent to a node: the modules of node/ as text, and the few lines that start them there."""
+"""The text that is sent to a node: the modules of node/, and the few lines that start them there."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import base64
 from importlib.resources import files
 from typing import Any
 
-# The agent ends itself when nobody has asked for so long, as where a cable was pulled out; and in any case.
+# The agent ends itself after this time without questions, as after a pulled cable, and in any case after the second.
 _IDLE_SECONDS = 300
 LIFE_SECONDS = 7200
 _NODE = "mpitrain.diagnostics.node"
-# Each comes after those that it imports.
+# Each module comes after those that it imports.
 _MODULES = (
     "children",
     "interfaces",
@@ -33,7 +33,7 @@ def in_a_word(program: str) -> str:
     return f"import base64;exec(base64.b64decode({base64.b64encode(program.encode()).decode()!r}))"
 
 
-# Sent first, for whatever in the startup files of the login's shell takes a line that is not meant for it.
+# Sent first: a startup file of the login's shell may read a line that is not meant for it.
 BAIT = b"# mpitrain-check\n"
 # The next line has the modules. Python reads it byte by byte, to leave the questions to the agent.
 BOOT = """
@@ -54,7 +54,7 @@ if bundle:
 
 
 def bundle() -> dict[str, Any]:
-    """What is sent to a node: our modules as text, and after what time the agent ends itself."""
+    """The text that is sent to a node: the modules, and the time after which the agent ends itself."""
     source = files(_NODE)
     texts = {name: (source / f"{name}.py").read_text() for name in (*_MODULES, "agent")}
     named = [(f"{_NODE}.{name}", text) for name, text in texts.items()]

@@ -1,8 +1,8 @@
-"""What a check is, what it says, and what it judges.
+"""What a check is, what it reports, and what it judges.
 
-A check is one entry in a module of `checks/`: what it looks at, a pure function from what was seen to findings, why
-it matters and what repairs it. Where it finds nothing, it has passed; so a judge that cannot know must say so
-(`NotSeenError`, `NotHereError`), and never return without a word.
+A check is one entry in a module of `checks/`: what to look at, a pure function from what was seen to findings, why the
+check matters, and the remedy. A check without findings has passed. So a judge without enough data must raise
+(`NotSeenError`, `NotHereError`), and never just return.
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ from mpitrain.launch.hostfile import Host
 Level = Literal["quick", "full", "bench"]
 LEVELS: tuple[Level, ...] = ("quick", "full", "bench")
 Verdict = Literal["pass", "warn", "fail", "skip", "blocked", "unknown"]
-# On what one verdict is given: the whole cluster, a node, the head alone, a pair of nodes in one direction, the way
-# from the head to a node.
+# The place of one verdict: the whole cluster, a node, the head alone, a pair of nodes in one direction, the way from
+# the head to a node.
 Scope = Literal["cluster", "node", "head", "pair", "way"]
-# What a check of a node's answers needs: the login works, and Python runs there.
+# The needs of a check of a node's answers: the login works, and Python runs there.
 BY_SSH = ("SSH01", "SSH03", "SSH02", "PRB01")
 
 
 class NotSeenError(Exception):
-    """What the judge needs was asked for, and there is no answer; the text says why. Its verdict is unknown."""
+    """The judge's data was asked for, but there is no answer; the text gives the reason. The verdict is unknown."""
 
 
 class NotHereError(Exception):
-    """What the check is about is not there; the text says what. Its verdict is skip."""
+    """The subject of the check does not exist there; the text says what is missing. The verdict is skip."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """What is checked, and what set-up was told to make of it.
+    """What to check, and how the set-up was configured for it.
 
     Attributes:
         hosts: the nodes to look at, the head first if it is one of them.
         user: the shared user, as whom jobs run.
-        share: the shared folder; None where there is none, as far as is known.
+        share: the shared folder; None if there is none, as far as known.
         venv: the virtual environment of jobs.
         settings: the variables of cluster/group_vars/all.yml, with their defaults.
-        set_up: how a line that repairs begins: `ansible-playbook cluster/setup.yml`, with the inventory if needed;
-            empty where nothing was set up by it.
+        set_up: the beginning of a repair command: `ansible-playbook cluster/setup.yml`, with the inventory if needed;
+            empty if the set-up has made nothing here.
         script: the program of `--script`, if any; an absolute path.
         environ: the user's variables that choose interfaces and ports.
-        inventory_head: the head where it is none of `hosts`; else None.
-        inventory: the file that the nodes come from; None where they were named by hand.
-        python_here: of `mpitrain doctor`, which looks at this machine alone: the Python of jobs. Else None.
+        inventory_head: the head if it is not one of `hosts`; else None.
+        inventory: the file with the nodes; None if they were named by hand.
+        python_here: for `mpitrain doctor`, which looks at this machine alone: the Python of jobs. Else None.
     """
 
     hosts: tuple[Host, ...]
@@ -67,7 +67,7 @@ class Target:
 
     @property
     def is_here(self) -> bool:
-        """Whether it is this machine, looked at by itself: there is no login, no set-up and no other node."""
+        """True if the target is this machine by itself: there is no login, no set-up and no other node."""
         return self.python_here is not None
 
     @property
@@ -77,12 +77,12 @@ class Target:
 
     @property
     def head(self) -> str:
-        """The head's name; it need not be one of `names`."""
+        """The head's name, which need not be one of `names`."""
         return (self.inventory_head or self.hosts[0]).name
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the nodes to look at, the head first if it is one of them."""
+        """The names of the nodes to check, the head first if it is one of them."""
         return tuple(host.name for host in self.hosts)
 
     @property
@@ -91,20 +91,20 @@ class Target:
         return {host.name: host.address for host in self._all()}
 
     def login(self, name: str) -> str:
-        """What stands behind `ssh` in a line that reaches the node as it is printed; its place, on this machine."""
+        """Return the words after `ssh` that reach the node in a printed command; on this machine, a placeholder."""
         if self.is_here:
             return "{login}"
         return next(shlex.join(login_words(host)) for host in self._all() if host.name == name)
 
     def known_as(self, name: str) -> str:
-        """The node's name in known_hosts, quoted for a shell; other ports than ssh's own are part of it."""
+        """Return the node's name in known_hosts, quoted for a shell, with its port if that is not ssh's own."""
         host = next(host for host in self._all() if host.name == name)
         port = host.variables.get("ansible_port", "22")
         place = destination(host)
         return shlex.quote(place if port == "22" else f"[{place}]:{port}")
 
     def destination(self, name: str) -> str:
-        """Where ssh from here goes; not always by the address that the other nodes reach it by."""
+        """Return the address that ssh from here uses; the other nodes may use another one."""
         return destination(next(host for host in self._all() if host.name == name))
 
     def _all(self) -> tuple[Host, ...]:
@@ -116,11 +116,11 @@ class Seen:
     """All that was seen, in plain values that JSON can hold. An answer that failed is {"error": why}.
 
     Attributes:
-        target: what was looked at.
+        target: the cluster that was checked.
         control: of the machine that checks.
-        nodes: node -> section -> what node/*.py gave for it.
-        pairs: (from, to) -> section -> what was seen there.
-        cluster: section -> what concerns all: the MPI job, the measurements.
+        nodes: node -> section -> the result of node/*.py.
+        pairs: (from, to) -> section -> what was seen between the two.
+        cluster: section -> what concerns the whole cluster: the MPI job, the measurements.
     """
 
     target: Target
@@ -133,7 +133,7 @@ class Seen:
         """A section of a node.
 
         Raises:
-            NotSeenError: it has no answer.
+            NotSeenError: the section has no answer.
         """
         sections = self.nodes.get(name, {})
         login = sections.get("login", {})
@@ -159,7 +159,7 @@ def _answer(sections: Mapping[str, Any], section: str, shell: str = _OWN_SSH) ->
     answer = sections[section]
     if isinstance(answer, dict) and isinstance(answer.get("error"), str):
         raise NotSeenError(answer["error"])
-    # An ssh of the shared user to its own node that came to nothing: SSH09's to judge, and no answer for the others.
+    # A failed ssh of the shared user to its own node: SSH09 judges it, and it is no answer for the others.
     if isinstance(answer, dict) and isinstance(answer.get("refused"), str):
         raise NotSeenError(f"{shell} {answer['refused']}")
     return answer
@@ -170,12 +170,12 @@ class Finding:
     """Something that a judge says of one place.
 
     Attributes:
-        verdict: warn, fail; or unknown and skip where that is said of a part only.
+        verdict: warn or fail; or unknown or skip, if this is true of only a part.
         where: () for the cluster, (node,), or (from, to).
-        observed: what was seen, without the node's name in it, so that the same of many nodes is one line.
+        observed: what was seen, without the node's name, so that many nodes with the same fault share one line.
         allowed: what would be right.
-        remedy: a line to run in place of the check's own; may use its fields.
-        mend: the nodes whose set-up must be run again; the places themselves where it is empty.
+        remedy: a command instead of the check's own; may use its fields.
+        mend: the nodes whose set-up must be run again; if empty, those of the places.
     """
 
     verdict: Verdict
@@ -191,25 +191,25 @@ class Check:
     """A check.
 
     Attributes:
-        id: short and stable, as SSH01: what --only, --skip, --explain and the JSON name it by.
-        title: what holds where it passes.
+        id: short and constant, such as SSH01: the name for --only, --skip, --explain and the JSON.
+        title: the statement that holds if the check passes.
         level: the lowest level that includes it.
-        scope: on what a verdict is given; it says what `judge` gets: (seen, name), (seen, (from, to)) for a pair and a
-            way, or (seen, names) with those nodes that are not blocked.
+        scope: the places of verdicts. It decides the arguments of `judge`: (seen, name), (seen, (from, to)) for a pair
+            and a way, or (seen, names) with the nodes that are not blocked.
         judge: findings; none is a pass.
         uses: the sections that the judge reads; only those are asked for.
-        looks: how it is found out, with the command, for --explain.
+        looks: how the check finds out, with the command, for --explain.
         why: one sentence.
-        tag: the tag of cluster/setup.yml that repairs it, if one does.
-        remedy: the line that repairs it otherwise; may use {node}, {user}, {share}, {address}, {python}, {known_as},
-            and {login}, which is what `ssh` needs to reach the node. `mpitrain doctor` prints what stands behind
+        tag: the tag of cluster/setup.yml that repairs the fault, if one does.
+        remedy: the command that repairs it otherwise; may use {node}, {user}, {share}, {address}, {python}, {known_as},
+            and {login}, the words that `ssh` needs to reach the node. `mpitrain doctor` prints the command after
             `ssh {login}`.
-        alone: whether it says something of a machine by itself: `mpitrain doctor` makes it too.
-        remedy_alone: the line that repairs it there, where `remedy` is not the one.
-        needs: checks without which it cannot be judged there; they come earlier in the registry.
+        alone: the check applies to a single machine, so `mpitrain doctor` makes it too.
+        remedy_alone: the command that repairs the fault there, if `remedy` does not.
+        needs: checks without which this one cannot be judged; they come earlier in the registry.
         needs_head: the same, of the head, for a check of any node.
         needs_all: of needs, when a failure on any node blocks the check as a whole.
-        fault: what was done in tests/faults to prove it.
+        fault: the fault that tests/faults makes to prove the check.
     """
 
     id: str
@@ -232,9 +232,9 @@ class Check:
 
 @dataclass(frozen=True)
 class Ask:
-    """A section of a node, or of the head alone: which call of node/*.py gives it, and what that is told.
+    """A section of a node, or of the head alone: the function of node/*.py for it, with its arguments.
 
-    `user` is whom it runs as: "login", whoever logged in, or "job", the shared user. `seconds` is above the
+    `user` is the user that runs it: "login", the login's own, or "job", the shared user. `seconds` is above the
     call's own deadlines.
     """
 
@@ -248,7 +248,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Result:
-    """A verdict in one place. `blocked_by`: the check whose failure is the cause, for the verdict blocked."""
+    """A verdict in one place. `blocked_by`: for the verdict blocked, the check whose failure is the cause."""
 
     check: Check
     verdict: Verdict

@@ -1,6 +1,6 @@
-"""Look at a cluster: one login a node, then questions over it; pairs of nodes in rounds; then the jobs.
+"""Look at a cluster: one login per node, then questions over it; pairs of nodes in rounds; then the jobs.
 
-Every wait has a deadline here and another one on the node. A node that does not answer costs its deadline once.
+Every wait has a deadline here and another one on the node. A node without answers costs its deadline only once.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ ClusterStep = Callable[["Cluster"], Any]
 
 
 class Cluster:
-    """The agents of a target and what was seen through them. A context manager: hangs up at the end.
+    """The agents of a target, and what they have seen. A context manager: hangs up at the end.
 
     Attributes:
-        target: what is looked at.
+        target: the cluster to look at.
         seen: what was seen so far.
-        agents: by node; without those that could not be logged in to.
+        agents: by node; nodes whose login failed are missing.
     """
 
     def __init__(self, target: Target, log_in: Callable[[Host], AgentClient]) -> None:
-        """Nothing is done yet. `log_in` gives the agent of a node, or raises LoginError."""
+        """Nothing is done yet. `log_in` returns the agent of a node, or raises LoginError."""
         self.target = target
         self._start = log_in
         self.seen = Seen(target)
@@ -54,7 +54,7 @@ class Cluster:
             agent.close()
 
     def log_in(self, progress: Callable[[str], None]) -> None:
-        """Log in to all nodes; what fails is seen too, in the section "login"."""
+        """Log in to all nodes; failures are kept too, in the section "login"."""
         progress(f"logging in to {len(self.target.hosts)} nodes")
         waiting = {host.name: self._pool.submit(self._log_in, host) for host in self.target.hosts}
         for name, login in waiting.items():
@@ -88,7 +88,7 @@ class Cluster:
         return self._patiently(name, answer, begun, seconds, lambda: wait_for(answer, seconds))
 
     def _patiently(self, name: str, answer: Future[Any], begun: float, seconds: float, wait: Callable[[], Any]) -> Any:
-        """What `wait` gives. A node that is busy, but not silent, has as much more time as its commands have."""
+        """Return the result of `wait`. A busy node that is not silent gets as much more time as its commands have."""
         try:
             return wait()
         except UnansweredError:
@@ -98,14 +98,14 @@ class Cluster:
             return wait_for(answer, begun + MOST_PATIENCE * seconds - time.monotonic())
 
     def _give_up_if_silent(self, name: str) -> None:
-        """A node that was frozen or cut off after its login must cost its deadline once, not at every question."""
+        """Give up a node that was frozen or cut off after its login: it costs its deadline once, not per question."""
         try:
             self.agents[name].ask("clock", {}, user="login", seconds=_SILENCE_SECONDS)
         except UnansweredError:
-            self.agents[name].give_up("it does not answer any more")
+            self.agents[name].give_up("it no longer answers")
 
     def look_at_nodes(self, asks: Sequence[Ask], progress: Callable[[str], None]) -> None:
-        """Put all questions to all nodes at once, and keep what they answer."""
+        """Put all questions to all nodes at once, and keep the answers."""
         # A slow node does one thing after the other: each answer has the time of the slowest question, and more, from
         # the last one on.
         begun = time.monotonic()
@@ -130,7 +130,7 @@ class Cluster:
             self.seen.nodes[name][ask.section] = content
 
     def look_at_pairs(self, steps: Mapping[str, PairStep], progress: Callable[[str], None]) -> None:
-        """Take the steps for every pair in both directions, in rounds in which a node is in one pair at most."""
+        """Take the steps for every pair in both directions, in rounds in which each node is in at most one pair."""
         all_rounds = list(rounds([name for name in self.target.names if name in self.agents]))
         for number, pairs in enumerate(all_rounds):
             progress(f"looking at pairs of nodes: round {number + 1} of {len(all_rounds)}")
@@ -144,11 +144,11 @@ class Cluster:
         for section, step in steps.items():
             try:
                 sections[section] = step(self, a, b)
-            except Exception as error:  # also what a node said in a form that nobody expects
+            except Exception as error:  # also for an answer of an unexpected form
                 sections[section] = {"error": _words(error)}
 
     def look_at_all(self, section: str, step: ClusterStep) -> None:
-        """Take a step that concerns the cluster as a whole."""
+        """Take a step that concerns the whole cluster."""
         try:
             self.seen.cluster[section] = step(self)
         except Exception as error:
@@ -173,7 +173,7 @@ def _words(error: Exception) -> str:
 def rounds(names: Sequence[str]) -> Iterator[list[tuple[str, str]]]:
     """All pairs of names, in rounds in which each name comes once at most: the circle method.
 
-    The first name stays, the others move on by one place a round; who faces an empty place rests.
+    The first name stays, the others move on by one place per round; a node that faces an empty place rests.
     """
     circle: list[str | None] = [*names, *([None] if len(names) % 2 else [])]
     for _ in range(len(circle) - 1):
@@ -184,6 +184,6 @@ def rounds(names: Sequence[str]) -> Iterator[list[tuple[str, str]]]:
 
 
 def quietly(step: Callable[[], Any]) -> None:
-    """Do what tidies up; a node that does not answer any more has nothing to tidy."""
+    """Tidy up. A node that no longer answers has nothing to tidy."""
     with suppress(UnansweredError):
         step()

@@ -1,4 +1,4 @@
-"""One answer of each node against those of the others."""
+"""Compare one answer of each node with those of the others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mpitrain.diagnostics.check import Finding, NotSeenError, Seen
 
 
 def usual(values: Mapping[str, Any], head: str) -> Any:
-    """What most nodes have; the head's where there is no most."""
+    """Return what most nodes have; the head's answer if there is no majority."""
     counts = Counter(repr(value) for value in values.values())
     most = max(counts.values())
     tied = [name for name, value in values.items() if counts[repr(value)] == most]
@@ -18,7 +18,7 @@ def usual(values: Mapping[str, Any], head: str) -> Any:
 
 
 def known(seen: Seen, names: Sequence[str], section: str) -> tuple[dict[str, Any], list[Finding]]:
-    """What is known of the nodes, and an "unknown" for each of the others: it does not hide what the first show."""
+    """Return the known answers, and an "unknown" for each other node, which does not hide findings on the first."""
     answers, unknown = {}, []
     for name in names:
         try:

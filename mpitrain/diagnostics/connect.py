@@ -1,4 +1,4 @@
-"""The way to a node: one login by Fabric, which checks host keys and asks nobody."""
+"""The way to a node: one login by Fabric, which checks host keys and asks no questions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mpitrain.launch.hostfile import Host
 LOGIN_SECONDS = 8.0
 _PYTHON = "/usr/bin/python3"
 
-# What goes wrong is said by us; Paramiko's threads would print tracebacks of it.
+# mpitrain reports failures itself; Paramiko's threads would print tracebacks.
 logging.getLogger("paramiko").addHandler(logging.NullHandler())
 
 
@@ -32,7 +32,7 @@ def log_in(host: Host) -> AgentClient:
     """Log in to a node and start its agent.
 
     Raises:
-        LoginError: it did not come to that.
+        LoginError: the login or the start failed.
     """
     started = time.monotonic()
     connection = _connect(host)
@@ -89,7 +89,7 @@ class _OverSSH:
 
 @contextmanager
 def _os_errors() -> Iterator[None]:
-    """What Paramiko raises, as what `AgentConnection` raises."""
+    """Turn the exceptions of Paramiko into those of `AgentConnection`."""
     try:
         yield
     except (SSHException, EOFError) as error:
@@ -126,18 +126,18 @@ def _connect(host: Host) -> Connection:
 
 
 def _existing(paths: Sequence[str]) -> list[Path]:
-    """The files of ssh's settings that are there; ssh passes over the others too."""
+    """Return the existing files of ssh's settings; ssh ignores missing ones too."""
     return [path for path in (Path(name).expanduser() for name in paths) if os.path.isfile(path)]  # noqa: PTH113
 
 
 def _why(error: BaseException) -> BaseException:
-    """What failed, as a LoginError; other errors as they are."""
+    """Return the failure as a LoginError; other errors stay as they are."""
     if isinstance(error, BadHostKeyException):
         got, known = (key.fingerprint for key in (error.key, error.expected_key))
         reason = f"its host key is {got} ({error.key.get_name()}); known is {known}"
         return LoginError("host key", reason, {"got": got, "known": known})
     if isinstance(error, AuthenticationException) and "imeout" in str(error):
-        return LoginError("login", f"it does not say within {LOGIN_SECONDS:g} s whether it takes the key")
+        return LoginError("login", f"it does not say within {LOGIN_SECONDS:g} s whether it accepts the key")
     if isinstance(error, AuthenticationException):
         return LoginError("key", str(error))
     if isinstance(error, NoValidConnectionsError):
@@ -148,7 +148,7 @@ def _why(error: BaseException) -> BaseException:
     if isinstance(error, SSHException) and "known_hosts" in str(error):
         return LoginError("host key", "its host key is not known on this machine")
     if isinstance(error, SSHException) and "banner" in str(error):
-        return LoginError("login", f"it takes connections, but its sshd says nothing within {LOGIN_SECONDS:g} s")
+        return LoginError("login", f"it accepts connections, but its sshd says nothing within {LOGIN_SECONDS:g} s")
     if isinstance(error, SSHException | EOFError | OSError):
         return LoginError("login", f"{error or type(error).__name__}")
     return error

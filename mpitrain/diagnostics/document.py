@@ -14,7 +14,7 @@ VERSION = 1
 def document(
     results: Sequence[Result], target: Target, *, started: str, seconds: float, interrupted: bool
 ) -> dict[str, Any]:
-    """The document. `started` is a time as in RFC 3339."""
+    """Make the document. `started` is a time in RFC 3339 format."""
     return {
         "schema": VERSION,
         "started": started,

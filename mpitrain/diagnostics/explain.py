@@ -1,4 +1,4 @@
-"""What a check is, in words: for --explain, and for docs/checks.md."""
+"""The description of a check, for --explain and for docs/checks.md."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def explain(check: Check, width: int) -> str:
 
 
 def listing(checks: Iterable[Check]) -> str:
-    """A line for each check."""
+    """One line per check."""
     return "\n".join(f"{check.id:<6} {check.level:<6} {check.title}" for check in checks)
 
 

@@ -1,4 +1,4 @@
-"""What a machine is, in lines for people: (name, value) of what was seen of it."""
+"""The facts of a machine, in lines for people: (name, value) of what was seen of the machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Facts = list[tuple[str, str]]
 
 
 def facts(seen: Seen, name: str) -> Facts:
-    """Those of node `name`; what was not seen is left out."""
+    """The facts of node `name`, without what was not seen."""
     sections = {section: answer for section, answer in seen.nodes.get(name, {}).items() if not _failed(answer)}
     two = seen.cluster.get("two ranks", {}).get(name)
     ways = seen.cluster.get("gpu ways", {}).get(name)

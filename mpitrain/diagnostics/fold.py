@@ -22,7 +22,7 @@ def fold(names: Iterable[str]) -> str:
 
 
 def fold_pairs(pairs: Sequence[tuple[str, str]], names: Sequence[str]) -> str:
-    """Directed pairs, drawn together where a node has the same trouble with all others: "node3 -> all"."""
+    """Directed pairs, folded if a node has the same trouble with all others: "node3 -> all"."""
     left = dict.fromkeys(pairs)
     parts = []
     for name in names:

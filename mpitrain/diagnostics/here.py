@@ -1,4 +1,4 @@
-"""This machine, looked at by itself: the same agent as on a node, as a process beside this one, without ssh."""
+"""This machine by itself: the same agent as on a node, as a process beside this one, without ssh."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _user() -> str:
 
 
 def _own_address() -> str:
-    """The address by which this machine leaves for others; of loopback where it is on no network."""
+    """Return this machine's address on the way to others; that of the loopback if it is on no network."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as question:
         try:
             question.connect(("192.0.2.1", 9))  # chooses a route; nothing is sent
@@ -55,7 +55,7 @@ def _own_address() -> str:
 
 
 def log_in(host: Host) -> AgentClient:
-    """Start the agent of this machine. When it is closed, all that it has started is ended."""
+    """Start the agent of this machine. Closing the agent ends everything that it has started."""
     started = time.monotonic()
     return AgentClient(host, _OverPipes(), time.monotonic() - started)
 
@@ -67,7 +67,7 @@ class _OverPipes:
     host_key = ""
 
     def open(self) -> None:
-        # What a job of the agent has started, and left behind, becomes a child of this process.
+        # A process that a job of the agent has left behind becomes a child of this process.
         processes.adopt_orphans()
         self._before = processes.children()
         self._words = tempfile.TemporaryFile()  # noqa: SIM115 (until close)

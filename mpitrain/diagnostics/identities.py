@@ -1,4 +1,4 @@
-"""Which keys a login offers, in the order of ssh: those that ssh-agent holds, then those in files."""
+"""The keys that a login offers, in the order of ssh: the keys in ssh-agent, then those in files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Identities:
         """Offer one key after the other.
 
         Raises:
-            AuthenticationException: none was taken; the text names those that could not be offered.
+            AuthenticationException: no key was accepted; the text names those that could not be offered.
         """
         agent = Agent() if self._asks_agent else None
         try:
@@ -51,7 +51,7 @@ class Identities:
         raise AuthenticationException(f"it refuses {self._user} with {offered}{locked}")
 
     def _hung_up(self, transport: Transport, number: int) -> str:
-        """An sshd ends the login at once where it takes the key and not the account, and after MaxAuthTries keys."""
+        """If an sshd accepts the key but not the account, or after MaxAuthTries keys, it ends the login at once."""
         said = transport.auth_handler.banner if transport.auth_handler else None
         words = f" and says {said.decode(errors='replace').strip()!r}," if said else ","
         return f"it refuses {self._user}{words} and hangs up" + (f" after {number + 1} keys" if number else "")
@@ -73,7 +73,7 @@ class Identities:
 
 
 def _fingerprint(path: Path) -> str:
-    """Of a key by its public half, which is readable where the private one is locked; empty where there is none."""
+    """Return a key's fingerprint from its public half, readable even if the private half is locked; "" if missing."""
     for place in (f"{path}.pub", str(path)):
         if os.path.isfile(place):  # noqa: PTH113
             try:

@@ -1,4 +1,4 @@
-"""Small MPI jobs that a check runs: a rank on each node, or two ranks on one node."""
+"""Small MPI jobs that a check runs: one rank on each node, or two ranks on one node."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from mpitrain.launch.libraries import mpiexec_of_text
 from mpitrain.launch.placement import Place, Placement
 from mpitrain.launch.tags import MPIEXEC, TagDecoder
 
-GONE_SECONDS = 10.0  # what of a job is there for longer is left over
+GONE_SECONDS = 10.0  # processes of a job that live longer than this are left over
 _MARK = "mpitrain-check:"
 
 
 def run_job(cluster: Cluster, program: str, seconds: int, gone_seconds: float = 2.0) -> dict[str, Any]:
-    """Run a Python text from `ranks` on all nodes, a rank each, from the head as the shared user.
+    """Run a Python text from `ranks` on all nodes, one rank each, from the head as the shared user.
 
-    Gives what each rank said, by rank, with mpiexec's end and what was "left" of it on each node `gone_seconds` after,
-    or {"error": why} where it cannot be tried.
+    Return each rank's output, by rank, with mpiexec's end and the processes "left" on each node `gone_seconds` later,
+    or {"error": reason} if the job cannot be tried.
     """
     names = cluster.target.names
     places = tuple(Place(name, number, 1) for number, name in enumerate(names))
     placement = Placement(places, {host.name: host.address for host in cluster.target.hosts}, names[0])
-    token = str(uuid4())  # by which its processes are known
+    token = str(uuid4())  # identifies the processes of the job
     command = _command(cluster, names[0], ["-c", text_of(program), token], placement)
     if isinstance(command, str):
         return {"error": command}
@@ -50,7 +50,7 @@ def run_job(cluster: Cluster, program: str, seconds: int, gone_seconds: float = 
 def run_two(cluster: Cluster, arguments: Sequence[str], seconds: int, names: Sequence[str]) -> dict[str, Any]:
     """Run the Python of jobs with `arguments` as two ranks of one node, on each of `names` at once.
 
-    Gives, by node, what the ranks said with mpiexec's end, or {"error": why} where it cannot be tried.
+    Return, by node, the ranks' output with mpiexec's end, or {"error": reason} if the job cannot be tried.
     """
 
     def run(name: str) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def text_of(program: str) -> str:
 
 
 def _command(cluster: Cluster, begin: str, arguments: Sequence[str], placement: Placement) -> LaunchCommand | str:
-    """The mpiexec command of node `begin`, or why there is none."""
+    """Return the mpiexec command of node `begin`, or the reason why there is none."""
     sections = cluster.seen.nodes.get(begin, {})
     programs, shell = sections.get("programs", {}), sections.get("shell", {})
     if "mpiexec" not in programs or "environment" not in shell:
@@ -103,7 +103,7 @@ def _run(cluster: Cluster, begin: str, command: LaunchCommand, seconds: int) -> 
     for rank, piece in [*decoder.feed(ended["out"].encode()), *decoder.close()]:
         written[rank] = written.get(rank, b"") + piece
     said = {str(rank): _said(text) for rank, text in sorted(written.items()) if rank != MPIEXEC}
-    # What stopped it may be on mpiexec's stderr, on its stdout, or on that of a rank.
+    # The reason may be on mpiexec's stderr, on its stdout, or on that of a rank.
     error = command.tag.whole.sub(b"", ended["error"].encode())
     texts = [error.decode(errors="replace"), *(text.decode(errors="replace") for _, text in sorted(written.items()))]
     words = [line for text in texts for line in text.splitlines() if line.strip("=- ") and not _is_ours(line)]
@@ -115,7 +115,7 @@ def _is_ours(line: str) -> bool:
 
 
 def _said(written: bytes) -> list[dict[str, Any]]:
-    """The lines of a rank that are its own words for us."""
+    """Return the lines of a rank that are meant for mpitrain."""
     words = []
     for line in written.decode(errors="replace").splitlines():
         with suppress(ValueError):
@@ -125,7 +125,7 @@ def _said(written: bytes) -> list[dict[str, Any]]:
 
 
 def word(job: Mapping[str, Any], rank: int, key: str) -> Any:
-    """What a rank said under `key`; None where it did not."""
+    """Return what a rank reported under `key`; None if it did not."""
     return next((said[key] for said in job["said"].get(str(rank), []) if key in said), None)
 
 

@@ -1,4 +1,4 @@
-"""From what was seen to verdicts: every check in every place, root causes told apart from what follows from them."""
+"""From what was seen to verdicts: every check in every place, with root causes told apart from consequences."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpitrain.diagnostics.remedies import on_this_machine
 def judge(checks: Sequence[Check], seen: Seen) -> list[Result]:
     """The results of `checks`, in their order; at least one for each.
 
-    A pure function. A check whose needs failed in a place is blocked there by the first cause of that failure.
+    A pure function. A check whose needs failed in a place is blocked there, by the first cause of that failure.
     """
     results: list[Result] = []
     for check in checks:
@@ -22,7 +22,7 @@ def judge(checks: Sequence[Check], seen: Seen) -> list[Result]:
 
 
 def places(check: Check, target: Target) -> list[tuple[str, ...]]:
-    """Where the check gives a verdict: () stands for the whole cluster."""
+    """Where the check gives verdicts: () stands for the whole cluster."""
     if check.scope == "pair":
         return list(permutations(target.names, 2))
     if check.scope == "way":
@@ -33,7 +33,7 @@ def places(check: Check, target: Target) -> list[tuple[str, ...]]:
 
 
 def cause(check: Check, place: tuple[str, ...], results: Sequence[Result], target: Target) -> str:
-    """The id of the failed check that keeps `check` from being judged at `place`; "" where nothing does."""
+    """Return the id of the failed check that keeps `check` from being judged at `place`; "" if none does."""
     for result in results:
         if result.verdict not in ("fail", "blocked"):
             continue
@@ -80,7 +80,7 @@ def _asked(check: Check, seen: Seen, subject: Any, place: tuple[str, ...]) -> It
     except NotHereError as error:
         findings.append(Finding("skip", place, str(error)))
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        # A node's answer in a form that nobody expects. It must not keep the others from being judged.
+        # A node's answer of an unexpected form must not keep the others from being judged.
         findings.append(Finding("unknown", place, f"its answer cannot be read: {type(error).__name__}: {error}"))
     for finding in findings:
         yield Result(
@@ -92,7 +92,7 @@ def _asked(check: Check, seen: Seen, subject: Any, place: tuple[str, ...]) -> It
             _remedy(check, finding, seen),
             finding.mend,
         )
-    # A check of the whole cluster names the nodes that are not right; it has passed for the others.
+    # A check of the whole cluster names the faulty nodes; it has passed for the others.
     if check.scope == "cluster":
         named = {name for finding in findings for name in finding.where}
         if not any(finding.where == () for finding in findings):
@@ -102,17 +102,17 @@ def _asked(check: Check, seen: Seen, subject: Any, place: tuple[str, ...]) -> It
 
 
 def set_up_line(check: Check, target: Target) -> str:
-    """The run of set-up that repairs what the check finds, with {limit} for the nodes; empty if none does."""
+    """The set-up command that repairs what the check finds, with {limit} for the nodes; empty if none does."""
     return f"{target.set_up} --tags {check.tag} --limit {{limit}}" if check.tag and target.set_up else ""
 
 
 def printable(text: str) -> str:
-    """Without what a node may have put in to steer a terminal."""
+    """The text without characters that a node may have put in to control a terminal."""
     return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text)
 
 
 def _remedy(check: Check, finding: Finding, seen: Seen) -> str:
-    """The line that repairs it, with a place to fill in the nodes: {limit}; they may be folded first."""
+    """The repair command, with a placeholder for the nodes: {limit}; they may be folded first."""
     if finding.verdict not in ("warn", "fail"):
         return ""
     text = finding.remedy or (check.remedy_alone if seen.target.is_here else "") or check.remedy

@@ -1,4 +1,4 @@
-"""Lines that repair, where they differ from system to system or go through two shells."""
+"""Repair commands that differ from system to system, or go through two shells."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _SSH = "ssh {login} "
 
 
 def over_ssh(login: str, *command: str) -> str:
-    """A line that runs a command on a node; its words, such as paths, get through both shells as they are."""
+    """A command line that runs a command on a node; its words, such as paths, survive both shells unchanged."""
     return through_ssh(login, shlex.join(command))
 
 
@@ -20,27 +20,27 @@ def through_ssh(login: str, line: str) -> str:
 
 
 def on_this_machine(line: str) -> str:
-    """A line that reaches a node by ssh, as it is typed on the node itself: the words that ssh would pass on."""
+    """A command line that reaches a node by ssh, or the same words as typed on the node itself."""
     command, mark, comment = line.partition("  # ")
     words = command.removeprefix(_SSH)
     return line if words == command else f"{' '.join(shlex.split(words))}{mark}{comment}"
 
 
 def as_user(seen: Seen, *command: str) -> str:
-    """A line that runs a command on a node as the shared user."""
+    """A command line that runs a command on a node as the shared user."""
     return over_ssh("{login}", *(() if seen.target.is_here else ("sudo", "-u", seen.target.user)), *command)
 
 
 def on_each(seen: Seen, names: list[str], line: str) -> str:
-    """A line of shell on several nodes, one after the other."""
+    """A line of shell that runs on several nodes, one after the other."""
     return "; ".join(through_ssh(seen.target.login(name), line) for name in names)
 
 
 def is_red_hat(seen: Seen, name: str) -> bool:
-    """Whether the node is of Red Hat's family, with dnf and other names; not where that was not seen."""
+    """True if the node is of Red Hat's family, with dnf and other names; False if that was not seen."""
     return bool(seen.nodes.get(name, {}).get("login", {}).get("family") == "redhat")
 
 
 def ssh_service(seen: Seen, name: str) -> str:
-    """What systemd calls sshd there."""
+    """The name of sshd's service in systemd there."""
     return "sshd" if is_red_hat(seen, name) else "ssh"

@@ -1,4 +1,4 @@
-"""Results for people: root causes first, the same of many nodes in one line, and the line that repairs it."""
+"""Results for people: root causes first, equal findings of many nodes in one line, and the repair command."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class ResultGroup:
     observed: str
     allowed: str
     remedy: str
-    nodes: tuple[str, ...] = ()  # those to be mended
-    is_mended_by_set_up: bool = False  # whether a run of set-up with the check's tag, and nothing else, is its remedy
+    nodes: tuple[str, ...] = ()  # the nodes to repair
+    is_mended_by_set_up: bool = False  # the remedy is just a run of the set-up with the check's tag
     blocks: tuple[str, ...] = ()  # checks that could not be judged because of this one
 
 
 def group(results: Sequence[Result], target: Target) -> list[ResultGroup]:
-    """The results but those that passed or are blocked, causes and graver ones first."""
+    """The results except those that passed or are blocked; causes and graver ones first."""
     places: dict[tuple[object, ...], list[Result]] = {}
     for result in results:
         if result.verdict in ("pass", "blocked"):
@@ -128,7 +128,7 @@ def text(results: Sequence[Result], target: Target, width: int, *, verbose: bool
 
 
 def show(report: str) -> None:
-    """Print it, with colours on a terminal (https://no-color.org)."""
+    """Print the report, with colours on a terminal (https://no-color.org)."""
     has_colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     for line in report.splitlines():
         colour = _COLOURS.get(line.split(" ", 1)[0]) or ("1" if line.startswith("        $ ") else "")

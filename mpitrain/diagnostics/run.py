@@ -1,4 +1,4 @@
-"""One check of a cluster from start to end: which checks, what they need to be looked at, and their results."""
+"""One check of a cluster from start to end: which checks run, what they need to see, and their results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mpitrain.launch.hostfile import Host
 
 
 def select(level: Level, only: Sequence[str] = (), skip: Sequence[str] = ()) -> list[Check]:
-    """The checks of a level and those below; with `only`, those named, of any level, and what they need.
+    """The checks of a level and of lower ones; with `only`, the checks named, of any level, and what they need.
 
     Raises:
         ConfigError: an id is not known.
@@ -37,7 +37,7 @@ def select(level: Level, only: Sequence[str] = (), skip: Sequence[str] = ()) -> 
 
 
 def of_one_machine() -> list[Check]:
-    """Those that say something of a machine by itself: what `mpitrain doctor` makes."""
+    """The checks that apply to a single machine: `mpitrain doctor` makes these."""
     return [check for check in CHECKS.values() if check.alone]
 
 
@@ -53,9 +53,9 @@ def _with_needs(names: Iterable[str]) -> set[str]:
 
 
 def look(checks: Sequence[Check], cluster: Cluster, progress: Callable[[str], None]) -> None:
-    """See what `checks` use, in `cluster.seen`. Steps whose checks are all blocked already are not taken.
+    """Fill `cluster.seen` with what `checks` use. Skip the steps whose checks are all blocked already.
 
-    A KeyboardInterrupt goes through; what was seen until then is there.
+    A KeyboardInterrupt passes through; what was seen before stays.
     """
     cluster.seen.control = control()
     cluster.log_in(progress)
@@ -71,7 +71,7 @@ def look(checks: Sequence[Check], cluster: Cluster, progress: Callable[[str], No
 
 
 def _is_blocked(section: str, checks: Sequence[Check], seen: Seen) -> bool:
-    """Whether every check that uses the section is blocked everywhere: a job would only wait for its deadline."""
+    """True if every check that uses the section is blocked everywhere: a job would only wait for its deadline."""
     results = judge([check for check in checks if section not in check.uses], seen)
     return all(
         cause(check, place, results, seen.target)
@@ -82,7 +82,7 @@ def _is_blocked(section: str, checks: Sequence[Check], seen: Seen) -> bool:
 
 
 def control() -> dict[str, str]:
-    """What this machine has."""
+    """The facts of this machine."""
     programs = {}
     for name in ("ssh", "ansible-playbook"):
         beside = Path(sys.executable).with_name(name)
@@ -100,7 +100,7 @@ def check_cluster(
 ) -> tuple[list[Result], Seen, bool]:
     """Look through the agents that `log_in` gives, and judge.
 
-    Returns the results, what was seen, and whether it was interrupted.
+    Return the results, what was seen, and whether the check was interrupted.
     """
     interrupted = False
     with Cluster(target, log_in) as cluster:

@@ -1,4 +1,4 @@
-"""How ssh would log in to a node: what a line must say, and what ssh itself makes of its configuration."""
+"""How ssh would log in to a node: what a command line must say, and what ssh takes from its own configuration."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Mapping
 
 from mpitrain.launch.hostfile import Host
 
-# Of a node: arguments for ssh, which may name commands to run here.
+# Settings of a node: arguments for ssh, which may name commands to run here.
 SSH_ARGUMENTS = ("ansible_ssh_common_args", "ansible_ssh_extra_args")
 _SECONDS = 5.0
 
 
 class LoginError(Exception):
-    """A login failed. `kind`: the check that it belongs to; `reason`: what was seen."""
+    """A login failed. `kind`: the check for this failure; `reason`: what was seen."""
 
     def __init__(self, kind: str, reason: str, host_keys: Mapping[str, str] | None = None) -> None:
         super().__init__(reason)
@@ -24,12 +24,12 @@ class LoginError(Exception):
 
 
 def destination(host: Host) -> str:
-    """What ssh is told: the address, or a name of ssh's own configuration where the node was named so by hand."""
+    """The host for ssh: the address, or a name of ssh's own configuration if the node was named so by hand."""
     return host.variables.get("ansible_host", host.address)
 
 
 def login_words(host: Host) -> list[str]:
-    """What stands behind `ssh` in a line that is typed, by the inventory: options, then user and address."""
+    """The words after `ssh` in a typed command, by the inventory: options, then user and address."""
     user = host.variables.get("ansible_user")
     return [*_options(host), f"{user}@{destination(host)}" if user else destination(host)]
 
@@ -44,7 +44,7 @@ def _options(host: Host) -> list[str]:
 
 
 def ssh_settings(host: Host) -> dict[str, list[str]]:
-    """How ssh itself would log in, from its own configuration and the inventory: name -> values.
+    """How ssh itself would log in, by its own configuration and the inventory: name -> values.
 
     Raises:
         LoginError: ssh is not here, or does not say.
@@ -67,7 +67,7 @@ def ssh_settings(host: Host) -> dict[str, list[str]]:
 
 
 def gateway(settings: Mapping[str, list[str]]) -> str | None:
-    """The command that brings us to a host behind another one, where ssh has one set."""
+    """The command by which ssh reaches a host behind another one, if one is set."""
     name, port = settings["hostname"][0], settings["port"][0]
     jumps = settings.get("proxyjump", ["none"])[0]
     if jumps != "none":

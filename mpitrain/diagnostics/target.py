@@ -1,4 +1,4 @@
-"""Which nodes are checked, and what they are meant to be: the inventory, and the variables of its group_vars."""
+"""Which nodes to check, and what they should be: from the inventory, and the variables of its group_vars."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from mpitrain.launch.hostfile import (
 )
 from mpitrain.launch.variables import network_variables, read_env_file
 
-# As in cluster/group_vars/all.yml; a test compares them. These are used where that file is not at hand.
+# As in cluster/group_vars/all.yml; a test compares them. Used if that file is missing.
 DEFAULTS: dict[str, Any] = {
     "mpitrain_user": "cluster",
     "mpitrain_uid": 1900,
@@ -53,18 +53,18 @@ def find_target(inventory: Path | None, hosts: str | None, script: str | None, e
     """The target of a command line.
 
     Args:
-        inventory: of `-i`; None for that of ANSIBLE_INVENTORY, else ./cluster/hosts, else /etc/mpitrain/hosts.
-        hosts: of `--hosts a,b`: names or addresses; as whom the command runs there is the shared user.
+        inventory: value of `-i`; None for that of ANSIBLE_INVENTORY, else ./cluster/hosts, else /etc/mpitrain/hosts.
+        hosts: value of `--hosts a,b`: names or addresses; the user of this command is then the shared user there.
         script: of `--script`.
         environ: the user's environment.
 
     Raises:
-        ConfigError: there is no inventory; it, or what it stands beside, says what cannot be; a file that was found
-            and not named may be written by somebody else, or has arguments of ssh.
+        ConfigError: there is no inventory; the inventory or a file beside it has invalid content; a file that was found
+            rather than named may be written by somebody else, or has arguments of ssh.
     """
     named = environ.get("ANSIBLE_INVENTORY", "")
     if inventory is None and "," in named:
-        raise ConfigError(f"ANSIBLE_INVENTORY is {named!r}; it must be one file, or give the inventory by -i")
+        raise ConfigError(f"ANSIBLE_INVENTORY is {named!r}; it must be one file; or give the inventory with -i")
     is_named = inventory is not None or bool(named)
     path = inventory or (Path(named).expanduser() if named else find_inventory())
     if path is None:
@@ -84,14 +84,14 @@ def find_target(inventory: Path | None, hosts: str | None, script: str | None, e
     if hosts is not None:
         nodes = _named(hosts, nodes)
         nodes = tuple(sorted(nodes, key=lambda host: host != head))  # the others stay as they are
-    # Named by hand and without an inventory: somebody else's cluster, so it is this user and this Python that matter.
+    # Nodes named by hand, without an inventory: somebody else's cluster, so this user and this Python matter.
     settings = _settings(path, is_named=is_named) if path else {**DEFAULTS, **_here()}
     share = settings["mpitrain_share"]
     if settings["mpitrain_wireguard"]:
         network = settings["mpitrain_wireguard_network"]
         nodes = tuple(_through_tunnel(host, network) if host.name in known else host for host in nodes)
         head = _through_tunnel(head, network) if head else None
-    file = environ.get("MPITRAIN_ENV_FILE", "")  # as `mpitrain run` takes it
+    file = environ.get("MPITRAIN_ENV_FILE", "")  # as in `mpitrain run`
     variables = {**(read_env_file(Path(file)) if file else {}), **environ}
     return Target(
         hosts=nodes,
@@ -108,7 +108,7 @@ def find_target(inventory: Path | None, hosts: str | None, script: str | None, e
 
 
 def _through_tunnel(host: Host, network: str) -> Host:
-    """The node as the others reach it; from here it is logged in to as the inventory says."""
+    """The node as the others reach it; the login from here follows the inventory."""
     return replace(
         host,
         address=tunnel_address(host.address, network),
@@ -117,7 +117,7 @@ def _through_tunnel(host: Host, network: str) -> Host:
 
 
 def tunnel_address(address: str, network: str) -> str:
-    """What set-up makes of an address of the inventory: its last bits, in the tunnel's network.
+    """What the set-up makes of an address of the inventory: its last bits, in the tunnel's network.
 
     Raises:
         ConfigError: there is no such network.
@@ -146,7 +146,7 @@ def _named(hosts: str, known: tuple[Host, ...]) -> tuple[Host, ...]:
 
 
 def _by_hand(name: str) -> Host:
-    """A node that only --hosts names: as ssh takes the name, which may be one of ssh's own configuration."""
+    """A node that only --hosts names: ssh reads the name, which may be one of ssh's own configuration."""
     real = name
     with suppress(LoginError):  # which each login will say
         real = ssh_settings(Host(name, name))["hostname"][0]
@@ -156,7 +156,7 @@ def _by_hand(name: str) -> Host:
         raise ConfigError(f"--hosts: {name} is in no inventory and cannot be resolved: {error}") from None
     try:
         _address(name)
-    except OSError:  # a name that ssh alone knows, here; what the nodes know is what it stands for
+    except OSError:  # only ssh knows the name, here; the nodes know the address behind it
         return Host(real, address, {"ansible_host": name})
     return Host(name, address, {"ansible_host": name})
 
@@ -167,7 +167,7 @@ def _address(name: str) -> str:
 
 def _here() -> dict[str, Any]:
     venv = Path(sys.prefix)
-    is_made_by_set_up = (venv / ".mpitrain").is_file()  # set-up writes it
+    is_made_by_set_up = (venv / ".mpitrain").is_file()  # the set-up writes this file
     return {
         "mpitrain_user": getuser(),
         "mpitrain_share": str(venv.parent) if is_made_by_set_up else None,
@@ -192,7 +192,7 @@ def _settings(inventory: Path, *, is_named: bool) -> dict[str, Any]:
     for name, value in settings.items():
         if isinstance(value, str) and "{{" in value:
             raise ConfigError(
-                f"group_vars/all.yml: {name} is the template {value!r}, which only Ansible fills in; write its value"
+                f"group_vars/all.yml: {name} is the template {value!r}, which only Ansible can fill in; write its value"
             )
     return settings
 
@@ -220,7 +220,7 @@ def _refuse_commands(inventory: Path, given: Mapping[str, str], nodes: Iterable[
     """Refuse arguments of ssh, which may be commands to run here, in a file that was found and not named.
 
     Args:
-        given: what the group_vars say of the login.
+        given: what the group_vars say about the login.
         is_named: the user has named the inventory.
     """
     group_vars = _group_vars(inventory)
@@ -232,11 +232,11 @@ def _refuse_commands(inventory: Path, given: Mapping[str, str], nodes: Iterable[
             if name in variables:
                 remedy = f"name the inventory: -i {inventory}"
                 if file == group_vars and not is_beside:
-                    remedy = f"write it into {inventory}, and name that: -i {inventory}"
+                    remedy = f"write the setting into {inventory}, and name that file: -i {inventory}"
                 raise ConfigError(
-                    f"{file}, which was found and not named, sets {name} to {variables[name]!r}. With it ssh may run "
-                    f"commands on this machine. Allowed is it only in an inventory that you name. If you trust the "
-                    f"file, {remedy}"
+                    f"{file}, which was found rather than named, sets {name} to {variables[name]!r}. This setting can "
+                    f"make ssh run commands on this machine, so it is only allowed in an inventory that you name. If "
+                    f"you trust the file, {remedy}"
                 )
 
 

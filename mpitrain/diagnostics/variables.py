@@ -12,17 +12,17 @@ from mpitrain.errors import ClusterError
 from mpitrain.launch.interfaces import pin
 from mpitrain.launch.libraries import Vendor
 
-# Which vendor's variables go in: all, because each program reads its own alone.
+# Variables of all vendors go in, because each program reads only its own.
 _VENDORS: tuple[Vendor, ...] = ("mpich", "impi", "openmpi")
 
 
 def variables(seen: Seen) -> dict[str, str]:
     """The variables that hold for all nodes, as `mpitrain run` would set them for each MPI.
 
-    Where interfaces have different names on different nodes, these are networks only.
+    If interfaces have different names on different nodes, only networks are written.
 
     Raises:
-        ClusterError: a node was not seen, or there is nothing that holds for all.
+        ClusterError: a node was not seen, or no network holds for all nodes.
     """
     facts: dict[str, Mapping[str, Any]] = {}
     for name in seen.target.names:

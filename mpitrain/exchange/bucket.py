@@ -47,12 +47,12 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where every parameter lies. Each dtype has one flat buffer, with the parameters in their order and without gaps.
+    """The place of every parameter. Each dtype has one flat buffer, with its parameters in order and without gaps.
 
     Attributes:
-        parameters: as given.
-        places: the begin and end of each parameter in the flat buffer of its dtype, in elements.
-        counts: the number of elements of the flat buffer of each dtype.
+        parameters: the parameters, as given.
+        places: begin and end of each parameter in the flat buffer of its dtype, in elements.
+        counts: number of elements of the flat buffer of each dtype.
     """
 
     parameters: tuple[Parameter, ...]
@@ -60,18 +60,18 @@ class Layout:
     counts: dict[numpy.dtype, int]
 
     def views(self, flats: dict[numpy.dtype, Array]) -> list[Array]:
-        """The parameters as arrays of their shapes, which share the memory of the flat buffers."""
+        """Return the parameters as arrays of their shapes, which share the memory of the flat buffers."""
         return [
             flats[parameter.dtype][begin:end].reshape(parameter.shape)
             for parameter, (begin, end) in zip(self.parameters, self.places, strict=True)
         ]
 
     def named(self, flats: dict[numpy.dtype, Array]) -> dict[str, Array]:
-        """The same arrays by the names of the parameters."""
+        """Return the same arrays by the names of the parameters."""
         return {parameter.name: view for parameter, view in zip(self.parameters, self.views(flats), strict=True)}
 
     def flats_of(self, values: Mapping[str, numpy.ndarray]) -> dict[numpy.dtype, numpy.ndarray]:
-        """New flat buffers with these values, given by the names of the parameters. The reverse of `named`; {} for {}.
+        """Make flat buffers with these values, given by the names of the parameters. The reverse of `named`; {} for {}.
 
         Raises:
             CheckpointError: the values belong to other parameters.
@@ -83,8 +83,8 @@ class Layout:
         for name in [*expected, *shapes]:
             if shapes.get(name) != expected.get(name):
                 raise CheckpointError(
-                    f"what was left to send has shape {shapes.get(name)} for {name}, the model {expected.get(name)}; "
-                    "is it a checkpoint of this model?"
+                    f"the values left to send have shape {shapes.get(name)} for {name}, those of the model "
+                    f"{expected.get(name)}; is it a checkpoint of this model?"
                 )
         flats = {dtype: numpy.empty(count, dtype) for dtype, count in self.counts.items()}
         for name, view in self.named(flats).items():
@@ -93,7 +93,7 @@ class Layout:
 
 
 def plan_layout(parameters: Sequence[Parameter]) -> Layout:
-    """The layout of these parameters."""
+    """Make the layout of these parameters."""
     counts: dict[numpy.dtype, int] = {}
     places = []
     for parameter in parameters:
@@ -104,7 +104,7 @@ def plan_layout(parameters: Sequence[Parameter]) -> Layout:
 
 
 def plan_buckets(layout: Layout, bucket_bytes: int) -> list[Bucket]:
-    """The buckets in the order in which they are sent: from the last parameter to the first.
+    """Cut the layout into buckets, in the order in which they are sent: from the last parameter to the first.
 
     A backward pass ends with the first layer, so the gradients of the last layers are ready first. A bucket is complete
     once it holds `bucket_bytes`. A larger parameter makes its bucket larger. A new dtype begins a new bucket.

@@ -1,4 +1,4 @@
-"""What is checked of parameters and gradients, and what every rank raises where it does not hold."""
+"""The checks of parameters and gradients, and the errors that every rank raises if a check fails."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from mpitrain.world import World
 
 
 def agree_on_layout(world: World, parameters: Sequence[Parameter], bucket_bytes: int, *, on_device: bool) -> list[str]:
-    """What all ranks have alike of the gradients that they exchange, in lines. Collective.
+    """Return, in lines, what all ranks must have in common in the gradients that they exchange. Collective.
 
     Raises:
-        MismatchError: they have not; on every rank, naming the first difference.
-        ConfigError: there is no mean of such parameters. On every rank.
+        MismatchError: the ranks differ; raised on every rank, names the first difference.
+        ConfigError: there is no mean of such parameters; raised on every rank.
     """
     lines = [f"parameter {parameter}" for parameter in parameters]
     lines.append(f"buckets of {bucket_bytes} bytes")
@@ -45,7 +45,7 @@ def _check_parameters(parameters: Sequence[Parameter]) -> None:
 
 
 def check_gradient(rank_name: str, parameter: Parameter, gradient: Array) -> None:
-    """Raise GradientError, on the rank of that name alone, unless it has its parameter's shape and dtype."""
+    """Raise GradientError, on the rank of that name only, unless the gradient has its parameter's shape and dtype."""
     shape, dtype = getattr(gradient, "shape", None), getattr(gradient, "dtype", None)
     if shape != parameter.shape or dtype != parameter.dtype:
         kind = type(gradient).__name__ if shape is None or dtype is None else f"{dtype} {shape}"
@@ -56,19 +56,19 @@ def check_gradient(rank_name: str, parameter: Parameter, gradient: Array) -> Non
 
 
 def check_scales(world: World, scales: list[float]) -> None:
-    """Raise MismatchError unless the ranks' loss scales, here by rank, are equal."""
+    """Raise MismatchError unless the ranks' loss scales, given by rank, are equal."""
     for rank, scale in enumerate(scales):
         if scale != scales[0]:
             raise everywhere(
                 MismatchError(
-                    f"{world.name(rank)}: the loss scale is {scale}; {world.name(0)}: it is {scales[0]}; "
+                    f"{world.name(rank)}: the loss scale is {scale}; {world.name(0)}: the loss scale is {scales[0]}; "
                     "did all ranks restore the same checkpoint?"
                 )
             )
 
 
 def check_turns(world: World, turns: list[int]) -> None:
-    """Raise MismatchError unless all ranks are at the same batch, here by rank."""
+    """Raise MismatchError unless all ranks are at the same batch, given by rank."""
     for rank, turn in enumerate(turns):
         if turn != turns[0]:
             raise everywhere(
@@ -80,9 +80,9 @@ def check_turns(world: World, turns: list[int]) -> None:
 
 
 def all_finite(flat: Array) -> bool:
-    """Whether an array holds neither NaN nor infinity."""
+    """True if an array holds neither NaN nor infinity."""
     if not is_device_array(flat) and flat.dtype.char in "fd":
-        # One pass of BLAS instead of two of NumPy. The sum may overflow, so only a finite one is trusted.
+        # One pass of BLAS instead of two of NumPy. The sum may overflow, so only a finite sum counts.
         with numpy.errstate(over="ignore", invalid="ignore"):
             if numpy.isfinite(numpy.dot(flat, flat)):
                 return True

@@ -1,9 +1,9 @@
-"""A thread that moves an exchange on while the rank's main thread computes.
+"""A thread that drives an exchange while the rank's main thread computes.
 
-No MPI library moves a large message while nobody calls into it. Between nodes this thread does so; measured at 1
-Gbit/s, it hides several times as much of the exchange behind the backward pass as calls between the layers do. Within
-one node the ranks share the cores that they compute with, a thread only takes some of them away, and the calls are made
-inside a reducer's `ready` and `finish`. docs/log.md has the numbers.
+No MPI library moves a large message while nobody calls the library. Between nodes, this thread makes these calls. At 1
+Gbit/s, it was measured to hide several times as much of the exchange behind the backward pass as calls between the
+layers do. Within one node, the ranks share the cores that they compute with, so a thread would only take some of these
+away. There, a reducer's `ready` and `finish` make the calls. docs/log.md has the numbers.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from mpitrain.errors import ConfigError, everywhere
 from mpitrain.waiting.control import Control
 from mpitrain.world import World
 
-# Long enough to leave the cores to the computation, short against the time that a piece takes on Ethernet.
+# Long enough to leave the cores to the computation; short compared with the time that a piece takes on Ethernet.
 _NAP_SECONDS = 100e-6
 
 
 class Driver:
-    """Calls `progress`, a bound method, again and again between `start` and `stop`, until it returns true.
+    """Calls `progress`, a bound method, again and again between `start` and `stop`, until `progress` returns true.
 
-    In between nobody else may call it. The thread ends with the object whose method it is.
+    In that time nobody else may call `progress`. The thread ends with the object whose method `progress` is.
     """
 
     def __init__(self, progress: Callable[[], bool], control: Control) -> None:
-        """What `progress` raises is posted to `control`: the main thread may be waiting for something else."""
+        """Exceptions in `progress` are posted to `control`: the main thread may be waiting for something else."""
         self._running = threading.Event()
         self._at_work = threading.Lock()
         self._control = control
@@ -43,13 +43,13 @@ class Driver:
         self._running.set()
 
     def stop(self) -> None:
-        """End that: the thread touches nothing when this returns. Raises what `progress` raised in it."""
+        """Stop the calls: after the return, the thread touches nothing. Raises what `progress` raised in the thread."""
         self._running.clear()
         with self._at_work:
             self._control.raise_posted()
 
     def close(self) -> None:
-        """End the thread, which has been stopped."""
+        """End the thread, after `stop`."""
         self._is_closed = True
         self._running.set()
         self._thread.join()
@@ -63,7 +63,7 @@ class Driver:
             with self._at_work:
                 if self._running.is_set():
                     self._call(progress)
-            del progress  # or the object would never end
+            del progress  # otherwise the object would never end
             time.sleep(_NAP_SECONDS)
 
     def _call(self, progress: Callable[[], bool]) -> None:
@@ -76,27 +76,27 @@ class Driver:
 
 
 def make_driver(world: World, progress: Callable[[], bool], threaded: bool | None) -> Driver | None:
-    """A Driver for `progress`; None where no thread is wanted, or nobody says so and threads_by_default is against it.
+    """Return a Driver for `progress`; None if `threaded` is False, or None and threads_by_default is against a thread.
 
     Raises:
-        ConfigError: a thread is wanted, and MPI does not let it. On every rank.
+        ConfigError: a thread is requested, but MPI does not allow threads; raised on every rank.
     """
     if threaded is None:
         threaded = threads_by_default(world)
     elif threaded and not allows_threads():
         raise everywhere(
-            ConfigError("threaded=True needs MPI_THREAD_MULTIPLE, and MPI was started without; leave it out")
+            ConfigError("threaded=True needs MPI_THREAD_MULTIPLE, but MPI has a lower level; leave out threaded=True")
         )
     return Driver(progress, world.control) if threaded else None
 
 
 def threads_by_default(world: World) -> bool:
-    """Whether an exchange is driven by a thread where nobody says: between nodes, if MPI lets it."""
+    """True if a thread drives an exchange by default: between nodes, if MPI allows threads."""
     return world.num_nodes > 1 and allows_threads()
 
 
 def allows_threads() -> bool:
-    """Whether MPI may be called from several threads at a time."""
+    """True if several threads may call MPI at a time."""
     from mpi4py import MPI
 
     return bool(MPI.Query_thread() >= MPI.THREAD_MULTIPLE)

@@ -1,4 +1,4 @@
-"""An Exchange hands out slots, and turns what is in them into the weighted mean over ranks."""
+"""An Exchange makes slots, and replaces the values in them by the weighted mean over ranks."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from mpitrain.world import World
 
 
 class Exchange(Protocol):
-    """What a GradientReducer needs of it.
+    """The interface that a GradientReducer needs.
 
     Attributes:
-        may_overflow: finite gradients may have an infinite mean.
-        division: which ranks of a node leave out what, in a word; "": by whole buckets.
+        may_overflow: the mean of finite gradients may be infinite.
+        division: how the ranks of a node divide what a codec leaves out, in a word; "": by whole buckets.
     """
 
     may_overflow: bool
@@ -40,21 +40,21 @@ class Exchange(Protocol):
     def division(self) -> str: ...
 
     def allocate(self, count: int, dtype: numpy.dtype, *, on_device: bool = False) -> Slot:
-        """A slot for `count` elements, on the host or on this rank's GPU; its array is uninitialised. Collective."""
+        """Make a slot for `count` elements, on the host or on this rank's GPU; uninitialised. Collective."""
         ...
 
     def mean(self, slot: Slot, part: slice, share: float) -> AllreduceHandle:
         """Begin to replace `slot.flat[part]` by the sum over ranks of share x that part; same bits on every rank.
 
-        Every rank calls this with the same part, in the same order. The work is in the queue of the World that the
-        exchange was made for (a GradientReducer drives that queue), as the work of every Algorithm of this World is.
+        Every rank calls this with the same part, in the same order. The work enters the queue of the World that the
+        exchange was made for, like the work of every Algorithm of this World. A GradientReducer drives that queue.
 
         Args:
-            slot: from `allocate` of this exchange, of a floating dtype. What is left out of the part is kept in the
-                same part of the slot's residual, and added to the next sum of that part.
-            part: of step 1. No two parts of a slot whose sums are under way may overlap.
-            share: this rank's weight divided by the sum of all ranks' weights. Where it is 0 the content of the part
-                is not looked at.
+            slot: from `allocate` of this exchange, of a floating dtype. Values that a codec leaves out of the part stay
+                in the same part of the slot's residual, and are added to the next sum of that part.
+            part: a slice with step 1. Parts of a slot with sums under way must not overlap.
+            share: this rank's weight divided by the sum of all ranks' weights. If it is 0, the content of the part is
+                ignored.
 
         Raises:
             ValueError: the slot is not from `allocate` of this exchange.
@@ -67,7 +67,7 @@ class Exchange(Protocol):
 
 
 class PlainExchange:
-    """Every element as it is, by an allreduce."""
+    """Exchanges every element unchanged, by an allreduce."""
 
     may_overflow = False
     division = ""
@@ -75,7 +75,7 @@ class PlainExchange:
     def __init__(self, world: World, algorithm: str | None = None, transport: str | None = None) -> None:
         """
         Args:
-            world: whose ranks take part.
+            world: the World whose ranks take part.
             algorithm: for host arrays, a name in ALGORITHMS; default: the world's setting.
             transport: for device arrays, a name in TRANSPORTS; default: the world's setting.
         """
@@ -86,14 +86,14 @@ class PlainExchange:
 
     @cached_property
     def _transport(self) -> DeviceSequential:
-        """Made when the first device array is allocated: that is collective, and needs a GPU."""
+        """The algorithm for device arrays, made with the first device slot: this is collective, and needs a GPU."""
         return make_transport(self._world, self._transport_name)
 
     def allocate(self, count: int, dtype: numpy.dtype, *, on_device: bool = False) -> Slot:
         """See Exchange.
 
         Raises:
-            DeviceError: some rank has no GPU, or not the memory. On every rank.
+            DeviceError: a rank has no GPU, or too little memory on it; raised on every rank.
         """
         slot = Slot((self._transport if on_device else self._algorithm).allocate(count, dtype))
         self._slots.add(slot)
@@ -107,41 +107,41 @@ class PlainExchange:
         return (self._transport if is_device_array(flat) else self._algorithm).start(flat, agreed=True)
 
     def reset(self) -> None:
-        """See Exchange. Nothing is kept."""
+        """See Exchange. Nothing is kept here."""
 
 
 class CompressedExchange:
-    """float32 in a codec's shorter form where it crosses the network, with error feedback; in full inside a node.
+    """Sends float32 in a codec's shorter form over the network, with error feedback; uncompressed inside a node.
 
-    What the codec leaves out of a gradient is kept in its slot, and added to the same gradient of the next step: see
-    mpitrain/allreduce/direct.py. A step that ends with an error may lose it, which costs no more than that step's
-    rounding.
+    The slot keeps what the codec leaves out of a gradient, and adds it to the same gradient in the next step; see
+    mpitrain/allreduce/direct.py. A step that ends with an error may lose these values, which costs no more than that
+    step's rounding.
 
-    Arrays on a GPU are coded there, and what is left out stays there, wherever it can be: see
+    Arrays on a GPU are coded there, and the values left out stay there, wherever possible; see
     mpitrain/allreduce/device/coded.py.
     """
 
     def __init__(self, world: World, codec: str) -> None:
-        """`codec` is a name in mpitrain.compression.CODECS. On one node nothing is shortened, and a line says so."""
+        """`codec` is a name in mpitrain.compression.CODECS. On one node nothing is compressed, and a line says so."""
         self._codec = make_codec(codec)
         self.may_overflow = self._codec.may_overflow and world.num_nodes > 1
         self._world = world
         self._algorithm = compressed(world, self._codec)
         self._slots: WeakSet[Slot] = WeakSet()
         if world.num_nodes == 1:
-            world.print(f"mpitrain: compression {codec}: all ranks are on one node, so nothing is sent and shortened")
+            world.print(f"mpitrain: compression {codec}: all ranks are on one node, so nothing is compressed")
 
     def allocate(self, count: int, dtype: numpy.dtype, *, on_device: bool = False) -> Slot:
         """See Exchange.
 
         Raises:
             ConfigError: `dtype` is not float32.
-            DeviceError: some rank has no GPU, or not the memory. On every rank.
+            DeviceError: a rank has no GPU, or too little memory on it; raised on every rank.
         """
         if dtype != numpy.float32:
             raise everywhere(
                 ConfigError(
-                    f"compression {self._codec.name} shortens float32 gradients; the model has gradients of {dtype}. "
+                    f"compression {self._codec.name} takes float32 gradients; the model has gradients of {dtype}. "
                     "Make its parameters float32, or leave compression out"
                 )
             )
@@ -154,7 +154,7 @@ class CompressedExchange:
             ):
                 slot = Slot(flat, namespace(flat).zeros(count, numpy.float32), place)
         else:
-            # Pages that are never touched, of what other ranks of the node take care of, take no memory.
+            # Pages of parts that other ranks of the node keep are never touched, so they take no memory.
             slot = Slot(flat, numpy.zeros(count, numpy.float32))
         self._slots.add(slot)
         return slot
@@ -169,29 +169,29 @@ class CompressedExchange:
         return algorithm.start(flat, slot.residual[part], agreed=True)
 
     def reset(self) -> None:
-        """See Exchange: what the codec has left out."""
+        """See Exchange: forget what the codec has left out."""
         for slot in self._slots:
             slot.clear()
 
     @property
     def division(self) -> str:
         """See Exchange."""
-        # A GPU's array that is coded on the host goes there in pieces, and each piece is dealt out.
+        # A GPU array that is coded on the host goes there in pieces, and each piece is divided between the ranks.
         by_pieces = any(is_device_array(slot.flat) and slot.place is None for slot in self._slots)
         return "pieces of staged" if by_pieces else ""
 
     @cached_property
     def _on_device(self) -> Coded:
-        """Made when the first device array is allocated: that is collective, and needs a GPU."""
+        """The algorithm for device arrays, made with the first device slot: this is collective, and needs a GPU."""
         return coded(self._world, self._codec, self._algorithm)
 
 
 def make_exchange(world: World, algorithm: str | None = None, compression: str | None = None) -> Exchange:
-    """The exchange that the world's settings, or the arguments, ask for. Collective.
+    """Make the exchange that the world's settings, or the arguments, ask for. Collective.
 
     Raises:
-        ConfigError: there is no algorithm or compression of that name, or the two exclude each other.
-        MismatchError: the ranks ask for different ones.
+        ConfigError: the algorithm or compression does not exist, or the two exclude each other.
+        MismatchError: the ranks ask for different exchanges.
     """
     compression = world.config.compression if compression is None else compression
     check_compression(compression)
@@ -206,14 +206,14 @@ def make_exchange(world: World, algorithm: str | None = None, compression: str |
 
 
 def check_compression(name: str) -> None:
-    """Raise ConfigError unless it can be a setting."""
+    """Raise ConfigError unless the name is a valid setting."""
     known = [*sorted(CODECS), "auto", "none"]
     if name not in known:
         raise ConfigError(f"there is no compression {name!r}; known: {', '.join(known)}")
 
 
 def _by_profile(world: World) -> str:
-    """bf16 where it pays; a line says what was chosen and why."""
+    """Choose bf16 if it pays; a line says what was chosen and why."""
     chosen = compression_by(world.profile, world.num_nodes, num_lanes(world))
     rate = world.profile.bytes_per_second / 1e6
     reason = f"{world.num_nodes} nodes, {rate:.0f} MB/s between them ({world.profile.origin})"
@@ -224,27 +224,27 @@ def _by_profile(world: World) -> str:
 
 
 def scale(flat: Array, share: float) -> None:
-    """Multiply `flat`, of a floating dtype, by `share` in place; rounds once, also where the dtype is a short one."""
+    """Multiply `flat`, of a floating dtype, by `share` in place; rounds only once, even for a short dtype."""
     if share == 0.0:
-        flat.fill(0)  # not multiplied: 0 x NaN is NaN
+        flat.fill(0)  # no product, because 0 x NaN is NaN
     elif share != 1.0 and is_device_array(flat):
         kernels.scale(flat, share)
     elif share != 1.0:
-        # A share rounded to 16 bits would be off by more than a sum is: multiply in float32 at least.
+        # A share rounded to 16 bits would have a larger error than a sum: multiply in float32 at least.
         dtype = flat.dtype if flat.itemsize > 2 else numpy.dtype(numpy.float32)
         numpy.multiply(flat, share, out=flat, casting="same_kind", dtype=dtype)
 
 
 def share_of(world: World, weights: list[float]) -> tuple[float, float]:
-    """This rank's part of a mean, and the sum of the weights of all ranks, given by rank.
+    """Return this rank's part of a mean, and the sum of all ranks' weights, which are given by rank.
 
     Raises:
-        DataError: on every rank: a weight is negative or not finite, or all are 0.
+        DataError: a weight is negative or not finite, or all weights are 0; raised on every rank.
     """
     total = sum(weights)
     if min(weights) >= 0 and 0 < total < float("inf"):
         return weights[world.rank] / total, total
-    problem = "the weight is 0 on every rank: there is nothing to take the mean of"
+    problem = "the weight is 0 on every rank, so there is no mean"
     for rank, weight in enumerate(weights):
         if not 0 <= weight < float("inf"):
             problem = f"{world.name(rank)} has weight {weight}; a weight is a number of samples, 0 or more"

@@ -1,4 +1,4 @@
-"""What a codec has left out on this rank so far: it goes into a checkpoint, and comes back from one."""
+"""What a codec has left out on this rank so far: it is saved into checkpoints, and restored from them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpitrain.world import World
 
 
 class LeftOut:
-    """The residuals of a reducer's slots; GradientReducer.state and restore say what a state holds."""
+    """The residuals of a reducer's slots; GradientReducer.state and restore describe the content of a state."""
 
     def __init__(
         self,
@@ -25,7 +25,7 @@ class LeftOut:
         exchange: Exchange,
         slots: Mapping[numpy.dtype, Slot],
     ) -> None:
-        """`slots` are those of `exchange` that hold the buckets, by dtype."""
+        """`slots` of `exchange` hold the buckets, by dtype."""
         self._world = world
         self._layout = layout
         self._buckets = buckets
@@ -33,7 +33,7 @@ class LeftOut:
         self._slots = slots
 
     def state(self, carried: dict[numpy.dtype, numpy.ndarray]) -> dict[str, Any]:
-        """What there is, with `carried`, which has not been sent yet; {} where nothing is left out."""
+        """Return the residuals, with `carried`, which has not been sent yet; {} if nothing is left out."""
         if self._world.num_nodes == 1:
             return {}
         flats = {dtype: residual for dtype, slot in self._slots.items() if (residual := slot.left_out()) is not None}
@@ -43,10 +43,10 @@ class LeftOut:
         return {**state, "carried": self._layout.named(carried)} if carried else state
 
     def restore(self, state: Mapping[str, Any]) -> dict[numpy.dtype, numpy.ndarray]:
-        """Overwrite the residuals; returns what is carried.
+        """Overwrite the residuals. Return what is carried.
 
         Raises:
-            CheckpointError: it is of other parameters. Nothing has changed.
+            CheckpointError: the state belongs to other parameters. Nothing has changed.
         """
         residual, carried = (self._layout.flats_of(state.get(key, {})) for key in ("residual", "carried"))
         self._exchange.reset()
@@ -56,6 +56,6 @@ class LeftOut:
         return carried
 
     def _placement(self) -> str:
-        """Equal where every rank leaves out the same elements: which those are follows from nodes and buckets."""
+        """A text that is equal if every rank leaves out the same elements; these follow from nodes and buckets."""
         buckets = [(str(bucket.dtype), bucket.begin, bucket.end) for bucket in self._buckets]
         return hashlib.sha256(repr((self._world.node_ranks, buckets, self._exchange.division)).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Means: what a step of a GradientReducer comes to."""
+"""Means: the result of a step of a GradientReducer."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from mpitrain.exchange.remarks import Remarks
 
 @dataclass(frozen=True)
 class Means:
-    """The result of a step; the same bits on every rank, but for `overlap`.
+    """The result of a step; the same bits on every rank, except for `overlap`.
 
     Attributes:
-        loss: the weighted mean of what the ranks gave to `finish`.
-        weight: the sum of the ranks' weights: the global batch, in samples.
+        loss: the weighted mean of the losses that the ranks gave to `finish`.
+        weight: the sum of the ranks' weights, that is the global batch, in samples.
         overlap: this rank's times.
-        cause: of a step that may be skipped: where some rank's gradients held NaN or infinity, what `finish` would
-            have raised. The means then are no means.
-        remarks: which parameters the ranks did not use, and the notes they gave to `finish`.
+        cause: for a step that may be skipped: the error that `finish` would have raised if a rank's gradients hold NaN
+            or infinity. The values are then not means.
+        remarks: which parameters the ranks did not use, and the notes that they gave to `finish`.
     """
 
     loss: float
@@ -30,5 +30,5 @@ class Means:
 
     @property
     def is_finite(self) -> bool:
-        """False where some rank's gradients held NaN or infinity, and so do the means."""
+        """False if a rank's gradients held NaN or infinity, as the means then do too."""
         return self.cause is None

@@ -1,8 +1,8 @@
-"""Arrays between all ranks, as steps over flat host arrays: what calls that do not wait are made of.
+"""Moves arrays between all ranks, as steps over flat host arrays; calls that do not wait are made from these.
 
-They use the communicator of the world's background, so they are work in its queue. Rank r exchanges with r+1 and r-1
-first, then r+2 and r-2, and so on, so no rank is everybody's target; how many bytes that is, collectives.py says.
-Parts may be of any number of bytes, 0 included, but what one rank sends must be as long as what the other expects.
+The moves use the communicator of the world's background, so they are work in its queue. Rank r exchanges with r+1 and
+r-1 first, then with r+2 and r-2, and so on, so no rank is everybody's target at once. collectives.py lists how many
+bytes move. Parts may have any number of bytes, even 0, but a rank must send exactly as many as the other expects.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from mpitrain.waiting.control import until
 from mpitrain.waiting.pieces import Combine, add
 from mpitrain.world import World
 
-SHORT_BYTES = 2**16  # up to here few messages count for more than few bytes; chosen, not measured
+SHORT_BYTES = 2**16  # up to this size, few messages matter more than few bytes; chosen, not measured
 
 
 def reduce_scatter(
     world: World, parts: Sequence[numpy.ndarray], own: numpy.ndarray, combine: Combine = add
 ) -> Progress:
-    """Add to `own`, which holds this rank's values, what the others have for it; `parts` are sent."""
+    """Add to `own`, this rank's values, the values that the others have for this rank; send them `parts`."""
     sends = [(rank, parts[rank]) for rank in _after(world)]
     return world.background.mover.move(sends, [(rank, own) for rank in _before(world)], add=combine)
 
 
 def allgather(world: World, parts: Sequence[numpy.ndarray]) -> Progress:
-    """Overwrite all parts but this rank's own by their owners'."""
+    """Overwrite all parts except this rank's own with their owners' values."""
     sends = [(rank, parts[world.rank]) for rank in _after(world)]
     return world.background.mover.move(sends, [(rank, parts[rank]) for rank in _before(world)])
 
 
 def alltoall(world: World, sends: Sequence[numpy.ndarray], receives: Sequence[numpy.ndarray]) -> Progress:
-    """From every rank the array that it has for this one. This rank's own is not copied."""
+    """Return the array that each rank has for this one. This rank's own is not copied."""
     return world.background.mover.move(
         [(rank, sends[rank]) for rank in _after(world)], [(rank, receives[rank]) for rank in _before(world)]
     )
 
 
 def broadcast(world: World, flat: numpy.ndarray, root: int) -> Progress:
-    """Overwrite `flat` by `root`'s; along a chain where it is long."""
+    """Overwrite `flat` with `root`'s; along a chain if `flat` is long."""
     if flat.nbytes <= SHORT_BYTES:
         return until(world.background.comm.Ibcast(flat.view(numpy.uint8), root).Test)
     left, right = (world.rank - 1) % world.size, (world.rank + 1) % world.size
@@ -51,21 +51,21 @@ def broadcast(world: World, flat: numpy.ndarray, root: int) -> Progress:
 
 
 def gather(world: World, own: numpy.ndarray, parts: Sequence[numpy.ndarray], root: int) -> Progress:
-    """Overwrite `root`'s `parts`, all but its own, by the ranks' arrays. `parts` count there only."""
+    """Overwrite `root`'s `parts`, except its own, with the ranks' arrays. Other ranks' `parts` are ignored."""
     if world.rank != root:
         return world.background.mover.move([(root, own)], [])
     return world.background.mover.move([], [(rank, parts[rank]) for rank in _before(world)])
 
 
 def scatter(world: World, own: numpy.ndarray, parts: Sequence[numpy.ndarray], root: int) -> Progress:
-    """Overwrite the arrays of all ranks but `root` by `root`'s part for each. `parts` count there only."""
+    """Overwrite the arrays of all ranks except `root` with `root`'s part for each. Other ranks' `parts` are ignored."""
     if world.rank != root:
         return world.background.mover.move([], [(root, own)])
     return world.background.mover.move([(rank, parts[rank]) for rank in _after(world)], [])
 
 
 def _after(world: World) -> list[int]:
-    """All other ranks, the next one first."""
+    """Yield all other ranks, the next one first."""
     return [(world.rank + distance) % world.size for distance in range(1, world.size)]
 
 

@@ -1,11 +1,11 @@
-"""A reducer's buckets on a GPU: when each is complete, a stream of their own, and one look at all for NaN and infinity.
+"""A reducer's buckets on a GPU: when each is complete, a stream for their work, and one check for NaN and infinity.
 
     the current stream      ... gradients of bucket 0 | gradients of bucket 1 | ...
                                                   |                       |
     the buckets' stream                           +- check, scale, sum    +- check, scale, sum ...
 
-Nothing here waits for the GPU. What was found not to be finite is copied to the host behind the last bucket's check,
-and read when it is there, while the sums go on.
+Nothing here waits for the GPU. After the last bucket's check, the results of the checks are copied to the host. They
+are read when the copy has arrived, while the sums go on.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from mpitrain.world import World
 
 
 class DeviceBuckets:
-    """Where gradients come in, and whether they are finite. One thread at a time calls it, whichever that is.
+    """Takes gradients in, and checks whether they are finite. Only one thread at a time may call it.
 
     Attributes:
-        gradients: by parameter: views of the flat buffers.
-        flats: by bucket: its part of a flat buffer.
+        gradients: views of the flat buffers, by parameter.
+        flats: the part of a flat buffer for each bucket.
     """
 
     def __init__(
         self, world: World, layout: Layout, buckets: Sequence[Bucket], flats: dict[numpy.dtype, Array]
     ) -> None:
-        """Collective. Raises DeviceError on every rank where one has no GPU, or not the memory."""
+        """Collective. Raises DeviceError on every rank if a rank has no GPU, or too little memory on it."""
         self.gradients: list[Array] = layout.views(flats)
         self.flats = [flats[bucket.dtype][bucket.begin : bucket.end] for bucket in buckets]
         self._world = world
@@ -52,10 +52,10 @@ class DeviceBuckets:
             with working_on(self._gpu, self._stream):
                 self._flags: Array = cupy_module().zeros(len(buckets), numpy.int32)
             self._host_flags = pinned(self._flags.nbytes).view(numpy.int32)
-        self._from: Any = None  # the stream that the gradient before came on
+        self._from: Any = None  # the stream of the previous gradient
 
     def begin(self) -> None:
-        """From now on nothing has been looked at."""
+        """Begin a step: nothing has been checked."""
         with working_on(self._gpu, self._stream):
             self._flags.fill(0)
 
@@ -63,7 +63,7 @@ class DeviceBuckets:
         """Copy a gradient, of its parameter's shape and dtype, to its place, on the current stream.
 
         Raises:
-            GradientError: it is not on this rank's GPU.
+            GradientError: the gradient is not on this rank's GPU.
         """
         place = f"on GPU {gradient.device.id}" if is_device_array(gradient) else "on the host"
         if place != f"on GPU {self._gpu.number}":
@@ -74,7 +74,7 @@ class DeviceBuckets:
         self.gradients[index][...] = gradient
 
     def came(self) -> None:
-        """A gradient is in, on the current stream; where that is another than before, it goes on behind that one."""
+        """Note a gradient on the current stream; if the stream has changed, the new one waits for the previous one."""
         with self._gpu.current():
             stream = cupy_module().cuda.get_current_stream()
             if self._from is not None and self._from.ptr != stream.ptr:
@@ -82,47 +82,47 @@ class DeviceBuckets:
             self._from = stream
 
     def complete(self, number: int) -> None:
-        """The current stream has been given all that a bucket holds."""
+        """Note that the whole content of a bucket has been given to the current stream."""
         with self._gpu.current():
             self._complete[number].record(cupy_module().cuda.get_current_stream())
 
     @contextmanager
     def after(self, number: int) -> Iterator[None]:
-        """A block whose work begins on the GPU when a bucket is complete."""
+        """A block whose work on the GPU begins when a bucket is complete."""
         with working_on(self._gpu, self._stream):
             self._stream.wait_event(self._complete[number])
             yield
 
     @contextmanager
     def behind(self) -> Iterator[None]:
-        """A block whose work is behind the buckets'."""
+        """A block whose work comes after the buckets' work."""
         with working_on(self._gpu, self._stream):
             yield
 
     def check(self, number: int) -> None:
-        """Look for NaN and infinity in a bucket; within `after` or `behind`."""
+        """Check a bucket for NaN and infinity; call this within `after` or `behind`."""
         kernels.all_finite(self.flats[number], self._flags[number : number + 1])
 
     def fetch(self) -> None:
-        """Begin to copy what was found to the host."""
+        """Begin to copy the results to the host."""
         with working_on(self._gpu, self._stream):
             self._flags.get(out=self._host_flags, blocking=False)
             self._checked.record(self._stream)
 
     @property
     def is_fetched(self) -> bool:
-        """Whether that copy is there."""
+        """True if that copy has arrived."""
         return happened(self._checked)
 
     def non_finite(self) -> int:
-        """The first bucket that is not finite, or -1; once that copy is there."""
+        """Return the first bucket that is not finite, or -1; call this after the copy has arrived."""
         flagged = numpy.flatnonzero(self._host_flags)
         return int(flagged[0]) if flagged.size else -1
 
     def parameter_of(self, bucket: int) -> int:
-        """Which of a bucket's gradients was not finite on some rank: by their means, the same on all ranks.
+        """Return the parameter of a bucket whose gradient was not finite on some rank; from the means, so equal on all.
 
-        The GPU has looked at the bucket as a whole. Where two ranks are at fault in one bucket, it may be the other's.
+        The GPU has checked the bucket as a whole. If two ranks are at fault in one bucket, it may be the other's.
         """
         members = self._buckets[bucket].members
         return next((index for index in members if not all_finite(self.gradients[index])), members[0])

@@ -1,4 +1,4 @@
-"""A reducer's buckets in host memory; on_device.py has the same methods for those on a GPU."""
+"""A reducer's buckets in host memory; on_device.py has the same methods for buckets on a GPU."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from mpitrain.exchange.checks import all_finite
 
 
 class HostBuckets:
-    """Where gradients come in, and whether they are finite. One thread at a time calls it, whichever that is.
+    """Takes gradients in, and checks whether they are finite. Only one thread at a time may call it.
 
     Attributes:
-        gradients: by parameter: views of the flat buffers.
-        flats: by bucket: its part of a flat buffer.
+        gradients: views of the flat buffers, by parameter.
+        flats: the part of a flat buffer for each bucket.
     """
 
     def __init__(self, layout: Layout, buckets: Sequence[Bucket], flats: dict[numpy.dtype, Array]) -> None:
@@ -28,29 +28,29 @@ class HostBuckets:
         self._non_finite = -1
 
     def begin(self) -> None:
-        """From now on nothing has been looked at."""
+        """Begin a step: nothing has been checked."""
         self._non_finite = -1
 
     def take_in(self, index: int, gradient: Array) -> None:
-        """Copy a gradient, of its parameter's shape and dtype and from anywhere, to its place."""
+        """Copy a gradient, of its parameter's shape and dtype, from anywhere to its place."""
         copy_to_host(gradient, self.gradients[index])
 
     def came(self) -> None:
-        """A gradient is in."""
+        """Note that a gradient is in."""
 
     def complete(self, number: int) -> None:
-        """All that a bucket holds has been taken in."""
+        """Note that the whole content of a bucket is in."""
 
     def after(self, number: int) -> AbstractContextManager[None]:
         """A block whose work begins when a bucket is complete."""
         return nullcontext()
 
     def behind(self) -> AbstractContextManager[None]:
-        """A block whose work is behind the buckets'."""
+        """A block whose work comes after the buckets' work."""
         return nullcontext()
 
     def check(self, number: int) -> None:
-        """Look for NaN and infinity in a bucket."""
+        """Check a bucket for NaN and infinity."""
         if self._non_finite >= 0 or all_finite(self.flats[number]):
             return
         self._non_finite = next(
@@ -58,17 +58,17 @@ class HostBuckets:
         )
 
     def fetch(self) -> None:
-        """Begin to get what was found."""
+        """Begin to fetch the results."""
 
     @property
     def is_fetched(self) -> bool:
-        """Whether that is there."""
+        """True if the results have arrived."""
         return True
 
     def non_finite(self) -> int:
-        """What was found not to be finite, for `parameter_of`; -1 for nothing."""
+        """Return what is not finite, for `parameter_of`; -1 for nothing."""
         return self._non_finite
 
     def parameter_of(self, index: int) -> int:
-        """The parameter that this is about."""
+        """Return the parameter of that finding."""
         return index

@@ -1,4 +1,4 @@
-"""How much of a step's exchange went on behind the backward pass."""
+"""How much of a step's exchange was hidden behind the backward pass."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Overlap:
 
     Attributes:
         compute_seconds: between `begin` and `finish`: the forward and the backward pass.
-        exposed_seconds: in `finish`: what the exchange makes the step longer by.
-        wire_seconds: while at least one bucket was under way, in `finish` or before; also while it waited for a rank
-            that is slower.
+        exposed_seconds: in `finish`: the time by which the exchange lengthens the step.
+        wire_seconds: the time with at least one bucket under way, in `finish` or before; includes the wait for slower
+            ranks.
     """
 
     compute_seconds: float
@@ -29,18 +29,18 @@ class Overlap:
 
 
 def hidden_share(exposed_seconds: float, wire_seconds: float) -> float:
-    """1 - exposed / wire, at least 0; 1 where nothing was exchanged."""
+    """Return 1 - exposed / wire, at least 0; 1 if nothing was exchanged."""
     return max(0.0, 1 - exposed_seconds / wire_seconds) if wire_seconds > 0 else 1.0
 
 
 class Stopwatch:
-    """Takes the times of a step; its calls come from one thread at a time."""
+    """Measures the times of a step; only one thread at a time may call it."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
 
     def begin(self) -> None:
-        """The step begins; nothing is under way."""
+        """Begin a step; nothing is under way."""
         self._wire = 0.0
         self._busy_since: float | None = None
         self._begun = self._now()
@@ -51,13 +51,13 @@ class Stopwatch:
             self._busy_since = self._now()
 
     def idle(self) -> None:
-        """All buckets that were started have arrived."""
+        """Note that all buckets that were started have arrived."""
         if self._busy_since is not None:
             self._wire += self._now() - self._busy_since
             self._busy_since = None
 
     def finish(self) -> None:
-        """The backward pass has ended."""
+        """Note that the backward pass has ended."""
         self._finishing = self._now()
 
     @property
@@ -66,5 +66,5 @@ class Stopwatch:
         return self._begun, self._finishing
 
     def end(self) -> Overlap:
-        """Every bucket has arrived."""
+        """Note that every bucket has arrived."""
         return Overlap(self._finishing - self._begun, self._now() - self._finishing, self._wire)

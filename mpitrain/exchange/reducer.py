@@ -74,8 +74,8 @@ class GradientReducer:
         self._buckets = plan_buckets(self.layout, bucket_bytes)
         self._lines = agree_on_layout(world, self.layout.parameters, bucket_bytes, on_device=on_device)
         self._signature = signature("step", self._lines)
-        # When a bucket starts depends on the moment. On a communicator of its own it cannot meet what the ranks send
-        # in the meantime: a mean() in the backward pass, or another reducer's buckets.
+        # When a bucket starts depends on the moment. With its own communicator, a bucket cannot meet messages that the
+        # ranks send in the meantime: a mean() in the backward pass, or another reducer's buckets.
         self._apart = world.apart()
         self._exchange, self._queue = exchange(self._apart), self._apart.queue
         self._slots = {
@@ -120,7 +120,7 @@ class GradientReducer:
             GradientError: the step before is not finished, or the reducer is closed.
         """
         if self._begun is not None:  # its exchanges may still write into the buffers
-            raise GradientError(f"{self._world.name()}: begin() came again without finish()")
+            raise GradientError(f"{self._world.name()}: begin() was called again without finish()")
         if self._is_closed:
             raise GradientError(f"{self._world.name()}: begin() after close(); make another GradientReducer")
         self._weight = weight
@@ -175,7 +175,7 @@ class GradientReducer:
         `begin` and `finish`. `ready` and `finish` do the same by themselves, with one frame less.
         """
         if not self._start():
-            return self._refused is not None  # finish() raises it: there all ranks meet, wherever each has heard of it
+            return self._refused is not None  # finish() raises it: all ranks meet there, wherever each learned of it
         self._queue.look()
         return self._sums.collect()
 
@@ -196,17 +196,17 @@ class GradientReducer:
                 self._refused = error
                 return False
             except MpitrainError:
-                self._begun = None  # on every rank, and nothing has been started
+                self._begun = None  # on every rank; nothing has been started
                 raise
         self._sums.start(self._share)
         return True
 
     def _knows_share(self) -> bool:
-        """Whether the weights of all ranks have come in, and so either this rank's share or a refusal is known."""
+        """True if all weights have arrived, so that this rank's share, or a refusal, is known."""
         return self._share is not None or self._refused is not None
 
     def _drive(self, is_over: Callable[[], bool]) -> Iterator[float | None]:
-        """Steps for Control.wait: move the exchange on until `is_over`."""
+        """Steps for Control.wait: drive the exchange until `is_over`."""
         while True:
             nap = self._queue.look() if self._start() else None
             self._sums.collect()
@@ -239,7 +239,7 @@ class GradientReducer:
         control = self._world.control
         if control.spans:
             control.spans.add("compute", "forward and backward", *self._stopwatch.computed, step=self._sums.step)
-        # Start all there is first: a bucket that waits for its turn is looked at before the vote on it.
+        # First start all buckets that are complete: a waiting bucket must be checked before the vote.
         control.wait(self._drive(self._knows_share), Doing("begin a step", self._sums))
         if self._refused is not None:
             self._begun = None
@@ -249,15 +249,15 @@ class GradientReducer:
         vote = begin_vote(self._world, self._missing, non_finite, loss, self._weight, told, may_skip=may_skip)
         control.wait(self._drive(vote.test), Doing("end a step", self._sums))
         codes = vote.records["code"]
-        # Where one is missing, ranks have started different numbers of buckets. All start all, so that nothing is on
-        # its way any more, and the caller may begin another step.
+        # If a gradient is missing, the ranks have started different numbers of buckets. Now all ranks start all of
+        # them, so that nothing stays under way, and the caller can begin another step.
         self._sums.start_all()
         control.wait(self._drive(self._sums.collect), Doing("exchange gradients", self._sums))
         self._sums.see()
         found_by_all: GradientError | None = None
         try:
             if codes.any():
-                # This step is not made: what its values have left out belongs to nothing any more.
+                # The step is not made, so the values left out of its gradients are meaningless.
                 self._exchange.reset()
                 found_by_all = objection(self._world, vote, self.layout, self._place)
             elif self._exchange.may_overflow:
@@ -272,7 +272,7 @@ class GradientReducer:
             if self._world.observer:
                 self._world.observer.saw_means(self.layout.named(self.flats), self._weight)
         loss = sum(vote.records["value"].tolist()) / self._total
-        # A rank that had a problem has voted with what it was instead of its mark.
+        # A rank with a problem has voted with the problem's detail instead of its mark.
         marks = None if codes.any() else vote.records["detail"].tolist()
         remarks = gather_remarks(self._world, told, marks, self._weights)
         return Means(loss, self._total, self._stopwatch.end(), cause, remarks)
@@ -323,20 +323,20 @@ class GradientReducer:
 
     def _unexpected(self, index: int) -> str:
         if self._begun is None:
-            return "a gradient came in before begin()"
+            return "a gradient was handed in before begin()"
         if not 0 <= index < len(self.gradients):
             return f"there is no parameter {index}; there are {len(self.gradients)}"
-        return f"the gradient of {self.layout.parameters[index].name} came in twice in one step"
+        return f"the gradient of {self.layout.parameters[index].name} was handed in twice in one step"
 
     def _look(self) -> int:
-        """The index of what is not finite, or -1. The exchange goes on while a GPU computes the answer."""
+        """Return the index of what is not finite, or -1. The exchange goes on while a GPU computes the answer."""
         self._place.fetch()
         if not self._place.is_fetched:
             self._world.control.wait(self._drive(lambda: self._place.is_fetched), "compute gradients")
         return self._place.non_finite()
 
     def _look_at_means(self) -> NonFiniteError | None:
-        """The error if a mean is not finite. The means have the same bits on every rank, so no vote is needed."""
+        """Return the error if a mean is not finite. The means have the same bits on every rank, so there is no vote."""
         self._place.begin()
         with self._place.behind():
             for number in range(len(self._buckets)):

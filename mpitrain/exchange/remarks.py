@@ -1,7 +1,7 @@
-"""What ranks tell each other at the end of a step besides gradients: which parameters they did not use, and a note.
+"""What ranks tell each other at the end of a step besides gradients: parameters that they did not use, and a note.
 
-The vote on the step carries a number that is equal on two ranks where what they tell is equal, and 0 where that is
-nothing. Only where ranks differ is it gathered.
+The vote on the step carries a number. It is equal on two ranks if they tell the same, and 0 if they tell nothing. The
+remarks themselves are gathered only if ranks differ.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Told: TypeAlias = tuple[tuple[int, ...], Any]
 
 @dataclass(frozen=True)
 class Remarks:
-    """What the ranks with samples have told in one step; the same on every rank.
+    """What the ranks with samples told in one step; the same on every rank.
 
     Attributes:
-        unused: indices of the parameters that the loss of no such rank depends on.
-        partly_used: of those that the loss of some of them depends on, and that of others not.
-        notes: the ranks' notes in rank order; one where all are equal.
+        unused: indices of the parameters that no such rank's loss depends on.
+        partly_used: indices of the parameters that the loss of some of these ranks depends on, and of others not.
+        notes: the ranks' notes in rank order; a single note if all are equal.
     """
 
     unused: frozenset[int] = frozenset()
@@ -33,25 +33,25 @@ class Remarks:
 
 
 def mark_of(told: Told) -> int:
-    """A number of 63 bits for the vote; 0 where there is nothing to tell."""
+    """Return a number of 63 bits for the vote; 0 if there is nothing to tell."""
     unused, note = told
     return signature("remarks", [repr(told)]) >> 1 if unused or note is not None else 0
 
 
 def remarks_of(told: Sequence[Told]) -> Remarks:
-    """The remarks of ranks with samples, one or more."""
+    """Make the remarks of the ranks with samples, one or more."""
     everywhere = frozenset(told[0][0]).intersection(*(unused for unused, _ in told))
     somewhere = frozenset(index for unused, _ in told for index in unused)
     return Remarks(everywhere, somewhere - everywhere, tuple(note for _, note in told))
 
 
 def gather_remarks(world: World, told: Told, marks: Sequence[int] | None, weights: Sequence[float]) -> Remarks:
-    """All ranks' remarks. Collective where the marks differ.
+    """Return all ranks' remarks. Collective if the marks differ.
 
     Args:
-        told: by this rank.
-        marks: of all ranks, by rank, as `mark_of` gave them; None where they did not come in, on every rank.
-        weights: of all ranks, by rank: what a rank without samples tells does not count.
+        told: what this rank tells.
+        marks: the marks of all ranks, by rank, from `mark_of`; None if they did not arrive, on every rank.
+        weights: the weights of all ranks, by rank: remarks of a rank without samples do not count.
     """
     if marks is not None:
         if not any(mark for mark, weight in zip(marks, weights, strict=True) if weight):

@@ -16,12 +16,12 @@ from mpitrain.world import World
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """What `Exchange.allocate` makes. Slots are compared by identity.
+    """The result of `Exchange.allocate`. Slots are compared by identity.
 
     Attributes:
-        flat: flat array, on the host or on this rank's GPU: gradients go in, their mean comes out.
-        residual: float32 array of as many elements, on the host or on this rank's GPU: what the codec has left out of
-            this rank's gradients so far. None where nothing is left out.
+        flat: flat array, on the host or on this rank's GPU: the gradients before a sum, their mean after it.
+        residual: float32 array with as many elements, on the host or on this rank's GPU: what the codec has left out of
+            this rank's gradients so far. None if nothing is left out.
         place: the GPU and the stream that work on a residual on the GPU.
     """
 
@@ -30,7 +30,7 @@ class Slot:
     place: DevicePlace | None = None
 
     def left_out(self) -> numpy.ndarray | None:
-        """A copy of the residual on the host, as of all sums so far; None where there is no residual."""
+        """Return a copy of the residual on the host, after all sums so far; None if there is no residual."""
         if self.residual is None:
             return None
         if self.place is None:
@@ -58,7 +58,7 @@ class Slot:
             return
         with self.place.gpu.current():
             self.residual.set(host, stream=self.place.stream)
-            self.place.stream.synchronize()  # until then `host` must stay as it is
+            self.place.stream.synchronize()  # `host` must not change before this
 
     def clear(self) -> None:
         """Overwrite the residual, if there is one, with zeros."""
@@ -72,7 +72,7 @@ class Slot:
 
 
 def check_slot(world: World, made: Collection[Slot], slot: Slot) -> None:
-    """Raise ValueError, on this rank alone, unless `slot` is one of those that an exchange has made."""
+    """Raise ValueError, on this rank only, unless `slot` is one of the slots that an exchange has made."""
     if isinstance(slot, Slot) and slot in made:
         return
     kind = "a slot of another exchange" if isinstance(slot, Slot) else f"an object of type {type(slot).__name__}"

@@ -1,6 +1,6 @@
-"""A step's buckets on their way: each starts when all its gradients are in, strictly in bucket order.
+"""A step's buckets under way: each starts when all its gradients are in, strictly in bucket order.
 
-So all ranks start the same ones, whatever the order of their gradients, and the messages of two never meet.
+So all ranks start the same buckets, whatever the order of their gradients, and messages of two buckets never mix.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from mpitrain.waiting.control import Control
 
 
 class Sums:
-    """Starts them, and sees their end. `count` is for the main thread; of the rest, one thread at a time calls it.
+    """Starts buckets, and sees their end. `count` is for the main thread; only one thread at a time calls the rest.
 
     Attributes:
-        step: how many have begun.
-        carried: flat host buffers by dtype that are added to this rank's part of the means; {} for none.
+        step: number of steps begun.
+        carried: flat host buffers by dtype, which are added to this rank's part of the means; {} for none.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Sums:
         stopwatch: Stopwatch,
         control: Control,
     ) -> None:
-        """`slots` hold the buckets, by dtype; `control` keeps the trace, where there is one."""
+        """`slots` hold the buckets, by dtype; `control` keeps the trace, if there is one."""
         self._exchange = exchange
         self._slots = slots
         self._place = place
@@ -53,7 +53,7 @@ class Sums:
         self._reset()
 
     def begin(self) -> None:
-        """A step begins: no gradient is in."""
+        """Begin a step: no gradient is in."""
         self.step += 1
         self._reset()
 
@@ -64,26 +64,26 @@ class Sums:
         self._done = 0
 
     def count(self, number: int) -> None:
-        """One more of a bucket's gradients is in."""
+        """Count one more gradient of a bucket as in."""
         self._place.came()
         if self._waiting[number] == 1:
             self._place.complete(number)
         self._waiting[number] -= 1  # last: at 0 the thread may take the bucket
 
     def start(self, share: float) -> None:
-        """Start the buckets that are complete, as this rank's part of the mean. Sends nothing yet."""
+        """Start the complete buckets, as this rank's part of the mean. This sends nothing yet."""
         while len(self._handles) < len(self._buckets) and self._waiting[len(self._handles)] == 0:
             self._stopwatch.busy()
             self._start(share)
 
     def collect(self) -> bool:
-        """See which sums have ended; true when all buckets are in.
+        """Find the sums that have ended. Return True when all buckets have arrived.
 
         Raises:
             MpitrainError: a sum has failed, on every rank.
         """
         while self._done < len(self._handles) and self._handles[self._done].is_done:
-            # On a GPU the computation need not wait for what has been summed; `see` lets it.
+            # On a GPU the computation need not wait for the sums; `see` makes it wait.
             with self._place.behind():
                 self._handles[self._done].test()
             if self._control.spans:
@@ -94,18 +94,18 @@ class Sums:
         return self._done == len(self._buckets)
 
     def start_all(self) -> None:
-        """Start also what is not complete, counting for nothing: all ranks do, where a gradient is missing on one."""
+        """Start also incomplete buckets, with share 0: all ranks do this if a gradient is missing on one of them."""
         while len(self._handles) < len(self._buckets):
             self._place.complete(len(self._handles))
             self._start(0.0)
 
     def see(self) -> None:
-        """Once all are in: on a GPU, let this thread's current stream see them, whichever thread saw the end before."""
+        """After the last arrival: on a GPU, make this thread's current stream wait for the sums of the other thread."""
         for handle in self._handles:
             handle.test()
 
     def on_its_way(self) -> str:
-        """What is being summed, such as `bucket 2 of 5, 'layer3.w' to 'layer2.b'`; "" while there is nothing."""
+        """Describe the present sum, such as `bucket 2 of 5, 'layer3.w' to 'layer2.b'`; "" if there is none."""
         number = self._done
         if number >= len(self._handles):
             return ""
@@ -115,7 +115,7 @@ class Sums:
         return f"bucket {number + 1} of {len(self._buckets)}, {names}"
 
     def _start(self, share: float) -> None:
-        """Start the next bucket: look at it, and begin its exchange."""
+        """Start the next bucket: check it, and begin its exchange."""
         number = len(self._handles)
         bucket = self._buckets[number]
         self._started.append(time.perf_counter())
@@ -127,7 +127,7 @@ class Sums:
             self._handles.append(self._exchange.mean(slot, part, share))
 
     def _with_carried(self, number: int, share: float) -> float:
-        """Where something is carried, add it to this rank's share of a bucket; returns the share that is left to do."""
+        """Add what is carried to this rank's share of a bucket. Return the share that is left to apply."""
         if not self.carried:
             return share
         bucket, flat = self._buckets[number], self._place.flats[number]
@@ -136,7 +136,7 @@ class Sums:
         return 1.0
 
     def _trace(self, number: int) -> None:
-        """A bucket has arrived. Its sum is the same one on all ranks that have this step and bucket."""
+        """Note that a bucket has arrived. Its sum is the one of this step and bucket on all ranks."""
         about = {"step": self.step, "bucket": number, "bytes": self._place.flats[number].nbytes}
         spans = self._control.spans
         assert spans is not None
@@ -145,7 +145,7 @@ class Sums:
 
 @dataclass(frozen=True)
 class Doing:
-    """What a rank waits in, for reports: the words, and the bucket that is on its way then."""
+    """What a rank waits in, for reports: the words, and the bucket under way at that moment."""
 
     words: str
     sums: Sums

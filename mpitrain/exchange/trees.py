@@ -21,15 +21,15 @@ from mpitrain.tree import Leaf, Tree, describe, leaves, rebuild
 from mpitrain.waiting.transfer import broadcast_bytes
 from mpitrain.world import World
 
-_ALIGNMENT = 64  # bytes: a line of the processor's cache, and what XLA asks for
+_ALIGNMENT = 64  # bytes: a line of the processor's cache, and the alignment that XLA needs
 
 
 class ArrayTrees:
-    """What World hands its tree calls to. Results are new arrays: nothing of the caller's is overwritten."""
+    """The class behind World's tree calls. Results are new arrays: nothing of the caller's is overwritten."""
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._algorithm = ALGORITHMS[world.config.algorithm].make(world)  # settings have been compared
+        self._algorithm = ALGORITHMS[world.config.algorithm].make(world)  # all ranks have the same settings
 
     def sync(self, tree: Tree, root: int = 0) -> Tree:
         """See World.sync."""
@@ -75,7 +75,7 @@ class ArrayTrees:
 
 
 class _Packed:
-    """The leaves of a tree in one flat buffer for each dtype and place."""
+    """The leaves of a tree, in one flat buffer for each dtype and place."""
 
     def __init__(
         self,
@@ -87,10 +87,11 @@ class _Packed:
     ) -> None:
         """
         Args:
-            tree: as World's calls take it.
-            operation: what it is for, in errors.
-            allowed: dtypes of leaves; device arrays then stay where they are. None: any, and all buffers on the host.
-            as_float: make Python's and NumPy's real numbers float64, as a mean needs them.
+            tree: a tree as in World's calls.
+            operation: the purpose, for errors.
+            allowed: allowed dtypes of leaves; device arrays stay on their device. None: any, with all buffers on the
+                host.
+            as_float: convert Python's and NumPy's real numbers to float64, as a mean needs them.
 
         Raises:
             TreeError: a leaf has another dtype.
@@ -113,7 +114,7 @@ class _Packed:
         self.lines = [
             f"{line} on a GPU" if stays else line for line, stays in zip(self.lines, stay or [False], strict=True)
         ]
-        # By dtype, "" or "on a GPU".
+        # By dtype, and "" or "on a GPU".
         groups = [(str(value.dtype), "on a GPU" * stays) for value, stays in zip(values, stay, strict=True)]
         self.flats: dict[tuple[str, str], Array] = {}
         self._views: list[Array] = [None] * len(values)
@@ -123,7 +124,7 @@ class _Packed:
             if group[1]:
                 xp = namespace(members[0])
                 flat = xp.empty(sum(value.size for value in members), members[0].dtype)
-                # Many of them in one launch.
+                # Many leaves in one launch.
                 kernels.pack([xp.ascontiguousarray(value) for value in members], flat)
                 ends = accumulate(value.size for value in members)
                 views = [flat[end - value.size : end] for value, end in zip(members, ends, strict=True)]
@@ -144,13 +145,13 @@ class _Packed:
                 )
 
     def unpack(self) -> Tree:
-        """A tree of the same form with the buffers' values: views of them, or copies of host buffers on a device."""
+        """Return a tree of the same form with the buffers' values: views, or copies of host buffers on a device."""
         values = (_same_kind(view, leaf) for view, leaf in zip(self._views, self._leaves, strict=True))
         return rebuild(self._tree, values.__next__)
 
 
 def aligned(sizes: Sequence[int], dtype: numpy.dtype) -> tuple[numpy.ndarray, list[numpy.ndarray]]:
-    """A flat host array with room for arrays of these sizes, and its parts for them; zeros in between.
+    """Return a flat host array with room for arrays of these sizes, and its parts for them; zeros in between.
 
     The parts are uninitialised, and begin at multiples of 64 bytes in memory: JAX takes such memory without a copy.
     """
@@ -167,7 +168,7 @@ def aligned(sizes: Sequence[int], dtype: numpy.dtype) -> tuple[numpy.ndarray, li
 
 
 def _array_of(number: Leaf, path: str) -> numpy.ndarray:
-    """A number as an array whose dtype follows from the number's type alone, and not, as NumPy has it, its value."""
+    """Make an array from a number. Its dtype follows from the number's type alone, not from its value as in NumPy."""
     if isinstance(number, int) and not isinstance(number, bool):
         try:
             return numpy.asarray(number, numpy.int64)

@@ -1,4 +1,4 @@
-"""The vote that ends a step: what each rank says of its gradients, and what every rank raises if one objects."""
+"""The vote that ends a step: each rank reports on its gradients, and every rank raises an error if one objects."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from mpitrain.exchange.remarks import Told, mark_of
 from mpitrain.waiting.agreement import Agreement
 from mpitrain.world import World
 
-GOOD, MISSING, NON_FINITE, NON_FINITE_LOSS = 0, 1, 2, 3  # what a rank says
+GOOD, MISSING, NON_FINITE, NON_FINITE_LOSS = 0, 1, 2, 3  # what a rank reports
 
 
 def begin_vote(
     world: World, missing: Collection[int], non_finite: int, loss: float, weight: float, told: Told, *, may_skip: bool
 ) -> Agreement:
-    """Say what this rank has found, without waiting. The records carry the losses and the marks of what is told, too.
+    """Begin the vote with this rank's findings, without waiting. The records also carry the losses and the marks.
 
     Args:
         missing: parameters whose gradients were not handed in.
-        non_finite: as the buckets' `found` has it; -1 for nothing.
+        non_finite: the result of the buckets' `found`; -1 for nothing.
         loss: this rank's mean over `weight` samples.
         told: this rank's remarks.
-        may_skip: with a loss scale that can be lowered the gradients decide, and the loss does not.
+        may_skip: with a loss scale that can be lowered, the gradients decide, and the loss does not.
     """
     code, detail = GOOD, mark_of(told)
     if missing:
@@ -40,19 +40,19 @@ def begin_vote(
 
 
 def objection(world: World, vote: Agreement, layout: Layout, place: DeviceBuckets | HostBuckets) -> GradientError:
-    """What the first rank that objects has said, as every rank raises it."""
+    """Return the error of the first rank that objects, for every rank to raise."""
     codes = vote.records["code"]
     rank = int(codes.nonzero()[0][0])
     detail = int(vote.records["detail"][rank])
     if codes[rank] == NON_FINITE:
         detail = place.parameter_of(detail)
-    # The loss is of no parameter, and its rank's detail is a mark.
+    # The loss belongs to no parameter, and its rank's detail is a mark.
     name = "" if codes[rank] == NON_FINITE_LOSS else layout.parameters[detail].name
     return _problem(world.name(rank), int(codes[rank]), name)
 
 
 def _problem(rank_name: str, code: int, parameter: str) -> GradientError:
-    """What every rank raises about the rank of that name."""
+    """Return what every rank raises about the rank of that name."""
     error: GradientError
     if code == MISSING:
         error = MissingGradientError(
@@ -63,13 +63,13 @@ def _problem(rank_name: str, code: int, parameter: str) -> GradientError:
         subject = "the loss is" if code == NON_FINITE_LOSS else f"the gradient of {parameter} holds"
         error = NonFiniteError(
             f"{rank_name}: {subject} NaN or infinity; nothing was changed by this step. "
-            "Try a smaller learning rate, gradient clipping, or look at that rank's data"
+            "Try a smaller learning rate or gradient clipping, or examine that rank's data"
         )
     return everywhere(error)
 
 
 def beyond_range(parameter: str) -> NonFiniteError:
-    """What every rank raises where a codec has made infinity of finite gradients."""
+    """Return what every rank raises if a codec has made infinity of finite gradients."""
     return everywhere(
         NonFiniteError(
             f"the mean gradient of {parameter} is too large for the compression, though every rank's is "

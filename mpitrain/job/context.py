@@ -1,9 +1,9 @@
-"""What the launcher tells a rank: in variables of the environment with a prefix of their own, which users do not set.
+"""What the launcher tells a rank, in environment variables with a prefix of their own, which users do not set.
 
-`mpitrain run` writes them for each rank that it starts, and removes those that it has been given itself. A program
-that another launcher started has none. What all ranks share and users may set is in mpitrain.config.
+`mpitrain run` writes them for each rank that it starts, and removes those that it has received itself. A program that
+another launcher started has none. Settings that all ranks share and users may set are in mpitrain.config.
 
-Sent to the guards as text, so it imports nothing of ours and does with an old Python.
+Sent to the guards as text. So this module imports no other module of mpitrain, and must run with old Pythons.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from dataclasses import dataclass
 from typing import Any
 
 PREFIX = "_MPITRAIN_"
-# By these two a guard knows the processes of its job; the daemons of mpiexec have them too.
+# By these two variables a guard knows the processes of its job. The daemons of mpiexec have them too.
 JOB, LAUNCHER = PREFIX + "JOB", PREFIX + "LAUNCHER"
 EXPECTED_SIZE = PREFIX + "EXPECTED_SIZE"
-# "Clear the line": a line of a rank that begins with it and ends with a carriage return is the progress bar, which the
+# "Clear the line". A line of a rank that begins with it and ends with a carriage return is the progress bar, which the
 # launcher keeps below all other output.
 BAR_START = b"\x1b[2K"
 
 
 @dataclass(frozen=True)
 class JobContext:
-    """Each field is a variable: `roll_call` is _MPITRAIN_ROLL_CALL. A field that was not told has its default.
+    """Each field is a variable: `roll_call` is _MPITRAIN_ROLL_CALL. A field without its variable has its default.
 
     Attributes:
         job: the id that `mpitrain ps` shows.
@@ -50,7 +50,7 @@ class JobContext:
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> JobContext:
-        """The context in `environ` (all of os.environ will do). What cannot be one of ours counts as not told."""
+        """Read the context from `environ` (such as os.environ). A malformed variable counts as missing."""
         told: dict[str, Any] = {}
         for field in dataclasses.fields(cls):
             text = environ.get(PREFIX + field.name.upper(), "")
@@ -61,7 +61,7 @@ class JobContext:
         return cls(**told)
 
     def variables(self) -> dict[str, str]:
-        """What `read` reads: the variables of the fields that differ from their defaults."""
+        """Return what `read` reads: the variables of the fields that differ from their defaults."""
         told = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -70,5 +70,5 @@ class JobContext:
         return told
 
     def device(self, rank: int) -> str:
-        """The device that `mpitrain run --hosts` gave to a rank, such as "cuda:1" or "cpu"; "" where it gave none."""
+        """Return the device that `mpitrain run --hosts` gave to a rank, such as "cuda:1" or "cpu"; "" if none."""
         return self.devices[rank] if self.devices else ""

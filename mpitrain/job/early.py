@@ -1,6 +1,6 @@
-"""Before init(): a rank that fails alone must not leave the others waiting in MPI_Init, or in init(), for ever.
+"""Before init(): a rank that fails must not leave the others waiting for ever in MPI_Init, or in init().
 
-`import mpitrain` installs this in processes that an MPI launcher started; the Job (job.py) takes over in init().
+`import mpitrain` installs this in processes that an MPI launcher started. In init(), the Job (job.py) takes over.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-# The process that the launcher started. Its helpers inherit the launcher's variables, and are no ranks.
+# The process that the launcher started. Its helpers inherit the launcher's variables, but are no ranks.
 # (config.read_config would refuse a name that begins with MPITRAIN_.)
 _RANK_PID = "_MPITRAIN_RANK_PID"
-# How long what a rank wrote may take to be read: the launcher drops the rest when the job ends.
+# The time for the launcher to read a rank's output: it drops the rest when the job ends.
 _READING_SECONDS = 0.1
 
 
 def watch() -> None:
-    """End the job at an uncaught exception of this process, if a launcher has started it."""
+    """End the job at an uncaught exception of this process, if a launcher has started the process."""
     if "PMI_RANK" not in os.environ and "PMIX_RANK" not in os.environ:
         return
     os.environ.setdefault(_RANK_PID, str(os.getpid()))
@@ -34,12 +34,12 @@ def watch() -> None:
 
 
 def is_helper() -> bool:
-    """Whether a rank has started this process, or has forked it."""
+    """True if a rank has started or forked this process."""
     return os.environ.get(_RANK_PID, str(os.getpid())) != str(os.getpid())
 
 
 def abort(comm: MPI.Comm, code: int) -> None:
-    """End all processes of the job. What MPICH would add about it is left out: the failure's report stays last."""
+    """End all processes of the job. Suppress what MPICH would add, so that the failure's report stays last."""
     with suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     comm.Abort(code)
@@ -54,8 +54,8 @@ def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackT
             sys.stdout.flush()
             abort(mpi.COMM_WORLD, 1)
     elif os.environ.get("PMI_SIZE", "1") != "1":
-        # To Hydra (MPICH, Intel MPI) an exit code before MPI_Init says nothing, and it lets the others wait in there.
-        # The end by a signal does: it ends them all.
+        # Hydra (MPICH, Intel MPI) ignores an exit code before MPI_Init, and lets the others wait there. An end by a
+        # signal makes Hydra end all ranks.
         sys.stdout.flush()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)

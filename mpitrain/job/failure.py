@@ -1,7 +1,7 @@
 """How a job ends: all ranks together, or at once when one fails.
 
-An uncaught exception on one rank would leave the others waiting for it. Here it ends the whole job: the rank that
-failed first prints its traceback last, and aborts. A rank that ends normally says so and waits for the others.
+An uncaught exception on one rank would leave the others waiting. Here it ends the whole job: the rank that failed first
+prints its traceback last, and aborts. A rank that ends normally says so and waits for the others.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from mpitrain.watching.activity import own_activity
 from mpitrain.watching.rank_record import ENDED, INTERRUPTED
 from mpitrain.world import World
 
-# Ranks that fail for one reason fail at about the same time. The first one waits this long, so that it hears of the
-# others' failures and speaks last.
+# Ranks that fail for the same reason fail at about the same time. The first one waits this long, so that it hears of
+# the others' failures and prints last.
 _ARBITRATION_SECONDS = 0.5
-# How long what a rank wrote may take to be read. (Open MPI's mpiexec ends a job at once, and drops the rest.)
+# The time for the launcher to read a rank's output. (Open MPI's mpiexec ends a job at once, and drops the rest.)
 _READING_SECONDS = 0.1
 # A rank that was not the first waits this long to be ended, then ends by itself.
 _LAST_RESORT_SECONDS = 10.0
@@ -45,14 +45,14 @@ def end_job(world: World, error: BaseException, ending: threading.Lock) -> NoRet
 
     if not ending.acquire(blocking=False):
         time.sleep(2 * _LAST_RESORT_SECONDS)  # another thread of this rank failed before and ends the job
-    is_first = is_news = True  # also where MPI itself is what is broken, and nobody can be asked
+    is_first = is_news = True  # also if MPI itself is broken, so that nobody can be asked
     failed_seconds = time.time()
     try:
-        with suppress(ValueError):  # a thread may not
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not take the report away
+        with suppress(ValueError):  # a thread may not do this
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not interrupt the report
         with suppress(Exception):
             sys.stdout.flush()
-        finalized = MPI.Is_finalized()  # after it a call would end this process before it has said anything
+        finalized = MPI.Is_finalized()  # after MPI_Finalize, a call would end this process silently
         with suppress(Exception):
             if not finalized:
                 is_first, is_news, failed_seconds = _compare(world, error)
@@ -73,9 +73,9 @@ def end_job(world: World, error: BaseException, ending: threading.Lock) -> NoRet
 
 
 def _compare(world: World, error: BaseException) -> tuple[bool, bool, float]:
-    """Whether no other rank failed before this one (the lower rank at a tie), and whether its error is another one.
+    """Say whether this rank failed first (the lower rank at a tie), and whether its error is new among the failures.
 
-    And when this one failed, for that comparison.
+    The third value is the time of this failure, for that comparison.
     """
     notes = world.control.notes
     is_repeated = isinstance(error, MpitrainError) and error.is_repeated
@@ -88,14 +88,14 @@ def _compare(world: World, error: BaseException) -> tuple[bool, bool, float]:
         if first is not own:
             break
         if len(failures) == notes.size - 1:
-            time.sleep(_READING_SECONDS)  # all have failed, and may still be saying so
+            time.sleep(_READING_SECONDS)  # all have failed, and may still be printing
             break
         time.sleep(0.005)
     return first is own, not (_is_known_everywhere(error) or first.cause == own.cause), own.sent_seconds
 
 
 def _cause(world: World, error: BaseException) -> int:
-    """The same number for the same error on different ranks, whose messages differ at most in the rank's own name."""
+    """Return a number that is equal for the same error on different ranks, ignoring the rank's own name in it."""
     text = _text(error).replace(world.control.name(), "this rank")
     return int.from_bytes(hashlib.blake2b(text.encode(errors="replace"), digest_size=6).digest(), "little")
 
@@ -115,8 +115,8 @@ def _report(world: World, error: BaseException) -> str:
 def _text(error: BaseException) -> str:
     try:
         words = str(error)
-    except Exception:  # a class may have a __str__ that fails; the report must not fail with it
-        words = "<exception str() failed>"  # as tracebacks say it
+    except Exception:  # a class may have a failing __str__; the report must not fail too
+        words = "<exception str() failed>"  # as in tracebacks
     return f"{type(error).__name__}: {words}"
 
 
@@ -125,14 +125,14 @@ def _line(error: BaseException) -> str:
 
 
 def _write(text: str) -> None:
-    """One write, so that the output of different ranks does not mix."""
+    """Write all at once, so that the output of different ranks does not mix."""
     os.write(2, text.encode(errors="backslashreplace"))
 
 
 def farewell(world: World) -> None:
-    """Say that this rank makes no more calls, and wait for the others to say so too.
+    """Tell the others that this rank makes no more calls, and wait until they say the same.
 
-    Without it, a rank that leaves early sits in MPI_Finalize while the others wait for it for ever.
+    Otherwise a rank that leaves early sits in MPI_Finalize while the others wait for it for ever.
     """
     from mpi4py import MPI
 
@@ -149,7 +149,7 @@ def farewell(world: World) -> None:
     if activity := own_activity():
         activity.begin(ENDED, "", time.monotonic())
     request = notes.begin_barrier()
-    # All notes are read, or MPI_Finalize complains of messages that nobody has received.
+    # Read all notes: otherwise MPI_Finalize complains of messages that nobody has received.
     while not request.Test() or len(notes.read) < notes.size - 1:
         notes.look()
         time.sleep(0.001)  # another rank may work on alone for long: wait without using a core

@@ -1,4 +1,4 @@
-"""The Job that this process takes part in, from init() to the end of the process, whichever World is current."""
+"""The Job of this process, from init() to the end of the process, whichever World is current."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Job:
 
     def _uncaught(self, kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
         error = (error or kind()).with_traceback(trace)
-        if os.getpid() != self._process:  # a forked child is no rank and must not touch MPI
+        if os.getpid() != self._process:  # a forked child is no rank, and must not use MPI
             sys.__excepthook__(kind, error, trace)
             return
         self.end(error)

@@ -37,7 +37,7 @@ from mpitrain.world import World
 
 _job: Job | None = None
 
-# Set by the user, each of these already says how many threads a rank may use.
+# If the user sets one of these, it already says how many threads a rank may use.
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
 
 
@@ -64,7 +64,7 @@ def init(**settings: Any) -> World:
     if _job is None:
         return _begin(settings).world
     if settings:
-        raise ConfigError("init() has been called before; settings belong to its first call")
+        raise ConfigError("init() has been called before; pass settings to the first call")
     return _job.world
 
 
@@ -92,10 +92,10 @@ def _begin(settings: dict[str, Any]) -> Job:
     # Every rank makes this call, whatever its environment.
     facts = world.allgather((world.node_rank, os.sched_getaffinity(0), unsafe_because()))
     _share_cores(world, [(node_rank, cores) for node_rank, cores, _ in facts])
-    # Where rank 0 has a reason not to fork by now, its line is enough. Else each rank that gets one tells that itself.
+    # If rank 0 has a reason not to fork by now, its line is enough. Otherwise each rank with a reason prints a line.
     prepare_for_helpers(world.name() if world.is_root or not facts[0][2] else "")
     if world.config.trace:
-        # Called before the job's farewell: what is registered last is called first.
+        # Runs before the job's farewell: functions registered last are called first.
         atexit.register(Trace(job, Path(world.config.trace)).finish)
     if world.size > 1:
         activity = publish(world.rank)
@@ -114,7 +114,7 @@ def _begin(settings: dict[str, Any]) -> Job:
 
 
 def _common_profile(world: World) -> Profile:
-    """What rank 0's file says of this cluster, on all ranks; the default where no file is named. Collective."""
+    """Return, on all ranks, the profile in rank 0's file; the default if no file is named. Collective."""
     path = world.config.profile
     if not path:
         return DEFAULT
@@ -134,20 +134,20 @@ def _common_profile(world: World) -> Profile:
 
 
 def _appear() -> Callable[[], None]:
-    """Publish that this rank is here: if another one does not come, the wait is in MPI_Init. To be called after it."""
+    """Publish that this rank is here, since MPI_Init may wait for other ranks. Call the result after MPI_Init."""
     launched = launched_by(os.environ)
-    # A helper is no rank: its end would be taken for that of its rank.
+    # A helper is no rank: its end would be taken for the end of its rank.
     if launched is None or launched.rank is None or is_helper():
         return lambda: None
     is_alone = launched.size == 1
     context = JobContext.read(os.environ)
-    # Where a script of the job has called another mpiexec, its ranks have other numbers, and check_size refuses them.
+    # If a script of the job calls another mpiexec, its ranks have other numbers, and check_size refuses them.
     roll_call = context.roll_call if context.expected_size == launched.size else ""
     if is_alone and not roll_call:
         return lambda: None
     activity = publish(launched.rank)
     entry = None
-    if not is_alone:  # else nobody is waited for, and the exit code tells how it ended
+    if not is_alone:  # a rank alone waits for nobody, and its exit code tells how it ended
         activity.enter(CALLED)
         entry = activity.begin(WAITS, "init()", time.monotonic())
     if roll_call:
@@ -159,7 +159,7 @@ def _appear() -> Callable[[], None]:
 
 
 def _publish(world: World) -> None:
-    """What this rank does is published from now on. Where no guard reads it, the ranks of a host read each other's."""
+    """Publish what this rank does from now on. If no guard reads it, the ranks of a host read each other's records."""
     activity = publish(world.rank)
     activity.set_limits(world.config.stall_seconds, world.config.hang_seconds)
     if not world.context.roll_call:
@@ -169,7 +169,7 @@ def _publish(world: World) -> None:
 
 
 def _choose_gpu(settings: dict[str, Any]) -> None:
-    """Where the settings name GPUs, take this rank's before MPI starts. Wrong settings are told later, by all ranks."""
+    """If the settings name GPUs, choose this rank's before MPI starts. All ranks report wrong settings later."""
     with contextlib.suppress(MpitrainError):
         launched = launched_by(os.environ)
         rank = launched.rank if launched is not None else 0
@@ -184,13 +184,13 @@ def _start_mpi(*, recovers: bool) -> None:
     if (starting or multiprocessing.parent_process() is not None) and launched_by(os.environ) is not None:
         # It would wait in MPI_Init for ever: the launcher has started no such rank.
         raise LaunchError(
-            f"on {socket.gethostname()}: init() was called in a process that multiprocessing started, which is no "
-            "rank. Such a process runs the script again: put what the ranks do under if __name__ == '__main__':"
+            f"on {socket.gethostname()}: init() was called in a process that multiprocessing started, which is not a "
+            "rank. Such a process runs the script again: put the code of the ranks under if __name__ == '__main__':"
         )
     try:
         import mpi4py
 
-        # Whose library it is must be known before MPI_Init, which fails obscurely under a foreign mpiexec.
+        # Identify the library before MPI_Init, which fails obscurely under a foreign mpiexec.
         mpi4py.rc.initialize = False
         mpi4py.rc.finalize = not recovers  # Recovery.finish does it
         from mpi4py import MPI
@@ -206,7 +206,7 @@ def _start_mpi(*, recovers: bool) -> None:
 
 
 def _common_config(world: World, settings: dict[str, Any]) -> Config:
-    """The settings, which all ranks must share, as they must the version of mpitrain. Collective."""
+    """Read the settings. All ranks must have the same settings and the same version of mpitrain. Collective."""
     from mpi4py import MPI
 
     from mpitrain import __version__
@@ -222,7 +222,7 @@ def _common_config(world: World, settings: dict[str, Any]) -> Config:
         problem = error
     for rank, rank_problem in enumerate(world.allgather(problem)):
         if rank_problem is not None:
-            # The lowest rank's, on every rank; a launch error names the process by itself.
+            # Raise the lowest rank's error, on every rank. A launch error names the process itself.
             common = (
                 rank_problem
                 if isinstance(rank_problem, LaunchError)
@@ -236,13 +236,13 @@ def _common_config(world: World, settings: dict[str, Any]) -> Config:
 
 
 def _share_cores(world: World, of_all: Sequence[tuple[int, set[int]]]) -> None:
-    """Give each rank its share of the machine's cores: NumPy's BLAS would take all of them in every rank."""
-    # A launcher may have bound each rank to cores of its own: count those of all ranks of the machine.
+    """Give each rank its share of the machine's cores: by default, NumPy's BLAS would use all of them in every rank."""
+    # A launcher may have bound each rank to its own cores: count the cores of all ranks of the machine.
     cores: set[int] = set().union(*(rank_cores for node_rank, rank_cores in of_all if node_rank == world.node_rank))
     if world.local_size == 1:
         return
     share = max(1, len(cores) // world.local_size)
-    os.environ.setdefault("PJRT_NPROC", str(share))  # XLA's, of JAX, which looks here alone, at its first array
+    os.environ.setdefault("PJRT_NPROC", str(share))  # for JAX: XLA reads only this variable, at its first array
     if any(variable in os.environ for variable in _THREAD_VARIABLES):
         return
     from threadpoolctl import threadpool_limits

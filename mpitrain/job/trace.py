@@ -1,12 +1,12 @@
 """A trace of a job: what each rank computed, waited for and had on the wire, on one time axis.
 
-Each rank keeps its spans by its own clock. At the end rank 0 gathers them, moves them to its clock, and writes one file
-in the Trace Event Format, which https://ui.perfetto.dev and chrome://tracing show.
+Each rank records its spans by its own clock. At the end rank 0 gathers them, converts them to its clock, and writes one
+file in the Trace Event Format, which https://ui.perfetto.dev and chrome://tracing show.
 
-Two clocks are compared with messages to and fro: rank 0 sends at t0, the other rank answers with its time t, the answer
-is there at t1. The answer was given some time between t0 and t1, so at (t0 + t1) / 2 but for at most half the round
-trip. Of many round trips the shortest one counts. Clocks also run at slightly different rates, some 10 us a second
-apart; so they are compared at the beginning and at the end, and in between the offset is taken from the straight line.
+Two clocks are compared by messages to and fro: rank 0 sends at t0, the other rank answers with its time t, the answer
+arrives at t1. The answer was sent between t0 and t1, so at (t0 + t1) / 2, with an error of at most half the round trip.
+Of many round trips, the shortest counts. Clocks also run at slightly different rates, about 10 us per second apart. So
+they are compared at the beginning and at the end, and the offsets in between lie on the straight line.
 
 Sources: Cristian, Probabilistic clock synchronization (1989); Mills, RFC 5905 (NTP version 4), section 8, where the
 sample of the least delay is chosen as well; Google, Trace Event Format (2016).
@@ -40,12 +40,12 @@ FILE = "trace.json"
 
 @dataclass(frozen=True)
 class Clock:
-    """How a rank's clock stands to rank 0's, in seconds.
+    """The offset of a rank's clock from rank 0's, in seconds.
 
     Attributes:
-        at: this rank's time when they were compared.
-        offset: to be added to this rank's times.
-        error: the offset is off by at most this.
+        at: this rank's time of the comparison.
+        offset: what to add to this rank's times.
+        error: the largest possible error of the offset.
     """
 
     at: float
@@ -54,7 +54,7 @@ class Clock:
 
 
 def compare_clocks(world: World) -> Clock:
-    """This rank's clock against rank 0's. Collective; takes 30 round trips of every other rank, one after the other."""
+    """Compare this rank's clock with rank 0's. Collective; takes 30 round trips per other rank, one after the other."""
     clock = Clock(time.perf_counter(), 0.0, 0.0)
     world.agree("compare clocks")
     for rank in range(1, world.size):
@@ -80,7 +80,7 @@ def _round_trips(world: World, rank: int) -> Iterator[Clock]:
 
 
 def _send(world: World, to: int, *numbers: float) -> None:
-    """At most three; a message so short leaves at once."""
+    """Send or receive at most three numbers; a message so short leaves at once."""
     world.objects.Send(numpy.array([*numbers, 0.0, 0.0])[:3], to)
 
 
@@ -106,7 +106,7 @@ class Trace:
         with world.together(f"write a trace into {directory}"):
             if world.is_root:
                 directory.mkdir(parents=True, exist_ok=True)
-                _write(self._path, "")  # now, and not after hours, it shows whether it can be written
+                _write(self._path, "")  # a file that cannot be written fails now, not after hours
         self._begin = compare_clocks(world)
         self._spans = world.control.spans = Spans()
 
@@ -117,7 +117,7 @@ class Trace:
         if world.control.is_broken:
             return
         try:
-            # Ranks come here at their end, and one may work on alone for long, as before `farewell`.
+            # Ranks reach their ends at different times, and one may work on alone for long, as before `farewell`.
             others = world.begin_agreement("end the trace")
             world.control.wait(until(others.test, lambda: 0.001), "the end of the others", status=ENDED)
             end = compare_clocks(world)
@@ -127,14 +127,14 @@ class Trace:
                 return
             _write(self._path, json.dumps(document(world.hosts, of_all)))
         except (KeyboardInterrupt, Exception) as error:
-            # What an exit function raises does not change the exit code, and the other ranks would wait.
+            # An exception in an exit function does not change the exit code, and the other ranks would wait.
             self._job.end(error)
         if lost := sum(num_left_out for _, num_left_out, _ in of_all):
             print(f"mpitrain: the trace {self._path} lacks the last {lost:,} spans", file=sys.stderr, flush=True)
 
 
 def moved(span: Span, begin: Clock, end: Clock) -> Span:
-    """`span` by rank 0's clock; the offset is on the straight line through those at the beginning and at the end."""
+    """Convert `span` to rank 0's clock; the offset lies on the line through those at the beginning and at the end."""
     rate = (end.offset - begin.offset) / (end.at - begin.at) if end.at > begin.at else 0.0
 
     def there(here: float) -> float:
@@ -144,7 +144,7 @@ def moved(span: Span, begin: Clock, end: Clock) -> Span:
 
 
 def document(hosts: Sequence[str], of_all: Sequence[tuple[Sequence[Span], int, float]]) -> dict[str, Any]:
-    """The file's content: `of_all` has each rank's spans, how many it lacks, and how far its clock may be off."""
+    """Return the file's content: `of_all` has each rank's spans, how many it lacks, and its largest clock error."""
     start = min((span.begin for spans, _, _ in of_all for span in spans), default=0.0)
     events: list[dict[str, Any]] = []
     for rank, (spans, _, _) in enumerate(of_all):
@@ -153,7 +153,7 @@ def document(hosts: Sequence[str], of_all: Sequence[tuple[Sequence[Span], int, f
             _named(rank, 0, "process_sort_index", sort_index=rank),
         ]
         for number, lane in enumerate(_LANES):
-            # What overlaps in one lane, as two buckets on the wire may, needs rows of its own.
+            # Spans that overlap in one lane, such as two buckets on the wire, need rows of their own.
             ends: list[float] = []
             for span in sorted((span for span in spans if span.lane == lane), key=lambda span: span.begin):
                 row = next((row for row, free in enumerate(ends) if free <= span.begin), len(ends))
@@ -185,7 +185,7 @@ def _named(rank: int, tid: int, kind: str, **value: Any) -> dict[str, Any]:
 
 
 def _write(path: Path, text: str) -> None:
-    """Whole or not at all."""
+    """Write the whole file, or nothing."""
     temporary = path.with_name(f".{path.name}-{os.getpid()}")
     try:
         temporary.write_text(text)

@@ -21,7 +21,7 @@ from mpitrain.world import World
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# Of one rank: a World's number is made of that of its first rank and of how many that rank had been in.
+# Of one rank: a World's number is made from its first rank, and from how many Worlds that rank was in before.
 _MOST_WORLDS = 2**32
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -36,8 +36,8 @@ def make_world(
 ) -> World:
     """A World over the ranks of `comm`, which stays the caller's own. Collective over `comm`.
 
-    All that is said until the World is there goes over `comm`, and every communicator is made from it: where a rank is
-    lost in the middle of this, nobody waits for it elsewhere.
+    Until the World exists, all messages go over `comm`, and every communicator is made from `comm`. So if a rank is
+    lost in the middle, nobody waits for it elsewhere.
 
     Args:
         parent: a World that has all ranks of `comm`. The new one then hears the notes of the same job, its ranks keep
@@ -78,21 +78,21 @@ def make_world(
 
 
 def numbered(machines: Sequence[Hashable]) -> tuple[int, ...]:
-    """The node rank of every rank, whose machines these are: nodes count in the order of their lowest ranks.
+    """Return the node rank of every rank: nodes count in the order of their lowest ranks.
 
-    Ranks that share memory are those of one host name, one boot and one numbering of processes: they find each other's
-    memory through /proc. MPI's own split of a communicator takes two containers for one node, and after a rank has
-    joined or left it may take two nodes for one.
+    Ranks share memory if they have the same host name, boot and process numbering: they find each other's memory
+    through /proc. MPI's own split of a communicator takes two containers for one node. After a rank has joined or left,
+    that split may take two nodes for one.
     """
     order = list(dict.fromkeys(machines))
     return tuple(order.index(machine) for machine in machines)
 
 
 def check_containers(world: World) -> None:
-    """Refuse ranks that MPI takes for those of one node, and that cannot see each other's processes. Collective.
+    """Refuse ranks that MPI takes for ranks of one node, but that cannot see each other's processes. Collective.
 
     Raises:
-        LaunchError: MPI would read the memory of processes that are not there. On every rank.
+        LaunchError: MPI would read the memory of processes that it cannot see. Raised on every rank.
     """
     if world.num_nodes == 1:
         return
@@ -109,9 +109,9 @@ def check_containers(world: World) -> None:
         if other is not None:
             raise everywhere(
                 LaunchError(
-                    f"{world.name(rank)} and {world.name(other)} are in different containers on one machine, and MPI "
+                    f"{world.name(rank)} and {world.name(other)} are in different containers on one machine, but MPI "
                     "takes them for ranks of one node: it would read the memory of processes that it cannot see. Run "
-                    "them in one container, or start the containers with --pid=host"
+                    "the ranks in one container, or start the containers with --pid=host"
                 )
             )
 
@@ -119,5 +119,5 @@ def check_containers(world: World) -> None:
 def _boot_id() -> str:
     try:
         return _BOOT_ID.read_text()
-    except OSError:  # no Linux, or a /proc without it: the other two have to do
+    except OSError:  # no Linux, or a /proc without this entry: the other two must do
         return ""

@@ -1,1 +1,1 @@
-"""Starting a job, on this machine or over several hosts: which mpiexec, its dialect, its output, and its end."""
+"""The launcher: starts a job on this machine or on several hosts, relays its output, and sees to its end."""

@@ -1,4 +1,4 @@
-"""Whether all hosts have the same code and the same environment as this one; a pure function of their facts."""
+"""Check that all hosts have the same code and environment as this one; a pure function of their facts."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 
 from mpitrain.launch.conditions import Condition, Refusal
 
-HostFacts = Mapping[str, Any]  # as facts.collect gives them
+HostFacts = Mapping[str, Any]  # as returned by facts.collect
 
 _NOT_THERE = "(not there)"
 
 
 def differences(own: str, facts: Mapping[str, HostFacts]) -> list[Refusal]:
-    """What keeps the job from starting.
+    """Return what keeps the job from starting.
 
     Args:
-        own: the name under which this machine's facts are found.
-        facts: of every host, this machine included, as facts.collect gives them.
+        own: the name of this machine in `facts`.
+        facts: by host, this machine included, as returned by facts.collect.
     """
     here = facts[own]
     refusals = _paths(own, here)
@@ -30,7 +30,7 @@ def differences(own: str, facts: Mapping[str, HostFacts]) -> list[Refusal]:
 
 
 def without_files(own: str, facts: Mapping[str, HostFacts]) -> tuple[str, ...]:
-    """The other hosts that have not the script, the folder or the Python, as where a share is not mounted."""
+    """List the other hosts that lack the script, the folder or the Python, as without the mounted share."""
     return tuple(host for host, there in facts.items() if host != own and _paths(host, there))
 
 
@@ -38,17 +38,17 @@ def _paths(host: str, facts: HostFacts) -> list[Refusal]:
     faults = []
     for path, (how, *details) in facts["paths"].items():
         if how == "missing":
-            faults.append(f"{details[0]} is not there: is the share mounted?")
+            faults.append(f"{details[0]} does not exist; is the share mounted?")
         elif how == "empty":
-            faults.append(f"{details[0]} is empty, {path} is not there: is the share mounted?")
+            faults.append(f"{details[0]} is empty, so {path} does not exist; is the share mounted?")
         elif how == "hangs":
-            faults.append(f"{path} does not answer: is the server of the share up?")
+            faults.append(f"{path} does not answer; is the file server up?")
         elif how == "error":
             faults.append(f"{details[0]}: {details[1]}")
     return [Refusal(Condition.FILES, host, fault) for fault in dict.fromkeys(faults)]
 
 
-# Of an environment's facts, those that are one value: their condition, and how a refusal calls them.
+# The facts of an environment that are single values: their condition, and what a refusal calls them.
 _VALUES = {
     "python": (Condition.PYTHON, "Python"),
     "machine": (Condition.PYTHON, "the processor"),

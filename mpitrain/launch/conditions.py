@@ -1,7 +1,7 @@
-"""What must hold on the hosts of a job. Where one of these does not, `mpitrain run` refuses to start.
+"""What must hold on the hosts of a job. If one of these conditions fails, `mpitrain run` refuses to start.
 
-`mpitrain check-cluster --level quick` must have found it before. So each condition names the checks that find it, and a
-refusal after the hosts were asked names them to the user. tests/diagnostics/test_conditions.py compares both sides.
+`mpitrain check-cluster --level quick` must find each such fault beforehand. So each condition names the checks that
+find it, and a refusal names these checks to the user. tests/diagnostics/test_conditions.py compares both sides.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from mpitrain.errors import LaunchError
 
 _MOST_LINES = 30
-# Checks that must be told which program is meant.
+# Checks that need the path of the program.
 _OF_SCRIPTS = {"ENV04", "RUN04"}
 
 
@@ -25,7 +25,7 @@ class _Rule(NamedTuple):
 
 
 class Condition(Enum):
-    """A condition: what it says, and the checks that find where it does not hold."""
+    """A condition: its text, and the checks that find where it fails."""
 
     INVENTORY = _Rule("nobody else may write the inventory", ("RUN03",))
     NAMES = _Rule("the names of the hosts are known", ("NAM03",))
@@ -43,18 +43,18 @@ class Condition(Enum):
 
     @property
     def says(self) -> str:
-        """What must hold."""
+        """The condition as a sentence."""
         return self.value.says
 
     @property
     def checks(self) -> tuple[str, ...]:
-        """The ids of the checks that find where it does not hold."""
+        """The ids of the checks that find where the condition fails."""
         return self.value.checks
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a job cannot start: a host, and the condition that does not hold there."""
+    """Why a job cannot start: a host, and the condition that fails there."""
 
     condition: Condition
     host: str
@@ -65,7 +65,7 @@ class Refusal:
 
 
 def listing(refusals: Sequence[Refusal]) -> list[str]:
-    """A line for each refusal, but not for too many: a whole environment that differs needs no whole list."""
+    """List the refusals, one per line, but only the first few: environments that differ need no complete list."""
     lines = [str(refusal) for refusal in refusals]
     if len(lines) > _MOST_LINES:
         lines[_MOST_LINES:] = [f"and {len(lines) - _MOST_LINES} more differences"]
@@ -73,7 +73,7 @@ def listing(refusals: Sequence[Refusal]) -> list[str]:
 
 
 def refuse(headline: str, refusals: Sequence[Refusal], script: str, advice: str = "") -> LaunchError:
-    """The error that lists the refusals of a job over hosts, and names the checks that find their causes."""
+    """Make the error that lists the refusals of a job over hosts, and names the checks that find their causes."""
     names = dict.fromkeys(check for refusal in refusals for check in refusal.condition.checks)
     checks = ",".join(names) + (f" --script {shlex.quote(script)}" if _OF_SCRIPTS & names.keys() else "")
     return LaunchError(
@@ -83,7 +83,7 @@ def refuse(headline: str, refusals: Sequence[Refusal], script: str, advice: str 
 
 
 def refuse_here(refusal: Refusal) -> LaunchError:
-    """The error of a job on this machine alone."""
+    """Make the error of a job on this machine alone."""
     return LaunchError(
         f"the job was not started: {refusal}\n`mpitrain doctor` names the cause and the command that repairs it."
     )

@@ -1,4 +1,4 @@
-"""One ssh connection to each host of a job: how it is opened, and what it means when it fails."""
+"""One ssh connection to each host of a job: how it is opened, and what its failure means."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from typing import IO, Any
 from mpitrain.errors import LaunchError
 from mpitrain.launch.processes import end_with_parent
 
-# No question is ever asked, no other connection shared; who the host must be is for the user's own settings to say.
-# Nor is one left open for others (ControlPersist), which would look like a process that the job has left.
+# ssh asks no questions and shares no other connection. The user's own settings say which host keys are valid. No
+# connection stays open for others (ControlPersist), because it would look like a process that the job has left.
 SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ControlMaster=no")
 _GUARD_OPTIONS = ("-T", "-x", "-a", "-o", "ControlPath=none", "-o", "ClearAllForwardings=yes", "-o", "LogLevel=ERROR")
 
-# Not of a virtual environment: the guard must work where the share with that is missing.
+# Not the Python of a virtual environment: the guard must work even if the share with that environment is missing.
 _PYTHON = "/usr/bin/python3"
 
-# What the guard is made of, each after those that it imports.
+# The modules of the guard, each after those that it imports.
 GUARD = (
     "job.context",
     "watching.rank_record",
@@ -38,13 +38,13 @@ GUARD = (
     "launch.guard",
 )
 
-# And what comes where a guard was killed.
+# The modules of the sweep, which takes over after a guard was killed.
 SWEEP = (*GUARD, "launch.sweep")
 
-# Sent first: a `read` in a startup file of the login's shell takes this line, and not what the guard needs.
+# Sent first: a `read` in a startup file of the login's shell takes this line, instead of the guard's first one.
 _BAIT = b"# mpitrain\n"
 _SWALLOWED = "takes a line of what is sent to a command"
-# The next line has the modules and what to do. Read byte by byte, to leave the rest for the guard.
+# The next line has the modules and the wish. It is read byte by byte, so that the rest stays for the guard.
 _BOOT = f"""
 import json, sys, types
 stream = open(0, "rb", buffering=0, closefd=False)
@@ -62,11 +62,11 @@ if line:
 
 @dataclass
 class Connection:
-    """The way to a guard. Bytes go both ways without waiting.
+    """The connection to a guard. Bytes flow both ways without blocking.
 
     Attributes:
-        heard_seconds: when something came from there, by the clock of the caller.
-        is_closed: no more will come.
+        heard_seconds: when the guard was last heard, by the caller's clock.
+        is_closed: nothing more will come.
     """
 
     host: str
@@ -78,12 +78,12 @@ class Connection:
     _unsent: bytes = field(default=b"", repr=False)
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send a line, now or at the next `flush`: a network that is cut takes nothing."""
+        """Send a line now, or else at the next `flush`: a broken network accepts nothing."""
         self._unsent += json.dumps(message).encode() + b"\n"
         self.flush()
 
     def flush(self) -> None:
-        """Send what has not been taken yet."""
+        """Send what has not been accepted yet."""
         assert self.process.stdin is not None
         try:
             while self._unsent:
@@ -91,16 +91,16 @@ class Connection:
                 self._unsent = self._unsent[written:]
         except BlockingIOError:
             pass
-        except OSError:  # the far side has gone, which shows when we read
+        except OSError:  # the far side has gone; the next read shows it
             self._unsent = b""
 
     @property
     def has_unsent(self) -> bool:
-        """True while something waits to be sent."""
+        """True while data waits to be sent."""
         return bool(self._unsent)
 
     def receive(self, now: float) -> list[dict[str, Any]]:
-        """What has come; lines of others, such as a greeting in a login script, are left out."""
+        """Return the messages that have come. Leave out other lines, such as a greeting of a login script."""
         assert self.process.stdout is not None
         try:
             data = os.read(self.process.stdout.fileno(), 1 << 20)
@@ -114,7 +114,7 @@ class Connection:
         return [json.loads(line) for line in lines if line.startswith(b'{"')]
 
     def why_closed(self) -> str:
-        """What went wrong, and what to do, in a line."""
+        """Say in one line what went wrong, and what to do."""
         self.errors.seek(0)
         words = self.errors.read().decode(errors="replace").strip()
         try:
@@ -124,7 +124,7 @@ class Connection:
         return explain(self.host, words, code)
 
     def how_killed(self) -> str:
-        """How the guard was killed, if it was: ssh gives 255 for it, and says nothing."""
+        """Say how the guard was killed, if it was: ssh itself only returns 255."""
         self.errors.seek(0)
         if self.errors.read().strip():
             return ""
@@ -135,12 +135,12 @@ class Connection:
         return f"was killed by signal {-code}" if code < 0 else "was killed" if code == 255 else ""
 
     def hang_up(self) -> None:
-        """Send no more. The guard then ends what is left of the job there, and itself."""
+        """Send no more. The guard then ends the rest of the job on its host, and itself."""
         assert self.process.stdin is not None
         self.process.stdin.close()
 
     def close(self, timeout_seconds: float) -> None:
-        """After `hang_up`: end the ssh process, whatever it does, if it does not end by itself in time."""
+        """After `hang_up`: kill the ssh process if it does not end in time."""
         try:
             self.process.wait(timeout_seconds)
         except subprocess.TimeoutExpired:
@@ -154,7 +154,7 @@ class Connection:
 def connect(
     host: str, is_this_machine: bool, wish: Mapping[str, Any], now: float, modules: Sequence[str] = GUARD
 ) -> Connection:
-    """Start a guard on `host`, or the main() of the last of `modules`. Returns at once; what it says comes later.
+    """Start a guard on `host`, or the main() of the last of `modules`. Return at once; its messages come later.
 
     Raises:
         LaunchError: there is no ssh on this machine.
@@ -171,9 +171,9 @@ def connect(
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
-            start_new_session=True,  # Ctrl-C in the terminal comes to the launcher alone
-            # What cleans up outlives the launcher: a guard of this machine, and what comes in place of one. Other ssh
-            # does not.
+            start_new_session=True,  # Ctrl-C in the terminal reaches the launcher only
+            # Clean-up must outlive the launcher: this machine's guard, and a sweep in place of a guard. Other ssh
+            # processes need not.
             preexec_fn=None if is_this_machine or modules is SWEEP else end_with_parent(),  # noqa: PLW1509 (no threads)
         )
     except FileNotFoundError:
@@ -195,8 +195,8 @@ def connect(
 
 
 def explain(host: str, words: str, code: int | None) -> str:
-    """Why a connection to `host` ended, from what ssh wrote; with what to do."""
-    last = words.splitlines()[-1] if words else f"ended with code {code}, without a word"
+    """Say why the connection to `host` ended, from what ssh wrote, and what to do."""
+    last = words.splitlines()[-1] if words else f"ended with code {code} and wrote nothing"
     shown = f"{host}: {last}"
     for sign, remedy in _REMEDIES:
         if sign in words:
@@ -204,39 +204,39 @@ def explain(host: str, words: str, code: int | None) -> str:
     return shown
 
 
-# What ssh says, the most telling first.
+# Messages of ssh, the most telling first.
 _REMEDIES = (
     (
         "REMOTE HOST IDENTIFICATION HAS CHANGED",
         (
-            "its host key is not the one that is known. Was it installed anew? Compare on its console, then "
+            "its host key has changed. Was the host installed anew? Compare the key on its console, then run "
             "`mpitrain cluster trust {host}` and `ansible-playbook cluster/setup.yml --tags ssh`"
         ),
     ),
     (
         "Host key verification failed",
-        "its host key is not known here; is it a node of this cluster? `ansible-playbook cluster/setup.yml --tags ssh`",
+        "its host key is unknown here. For a node of this cluster, run `ansible-playbook cluster/setup.yml --tags ssh`",
     ),
     (
         "Permission denied",
         (
-            "it does not let this user in with a key. Is this the cluster's user (`id -un`)? Else "
+            "it does not let this user in with a key. Is this the cluster's user (`id -un`)? If so, run "
             "`ansible-playbook cluster/setup.yml --tags ssh`"
         ),
     ),
     (
         "Could not resolve hostname",
-        "no such name. `getent hosts {host}`; `ansible-playbook cluster/setup.yml --tags hosts`",
+        "the name is unknown. See `getent hosts {host}`; to repair: `ansible-playbook cluster/setup.yml --tags hosts`",
     ),
-    ("Connection refused", "it is up, but nothing listens for ssh. On its console: `systemctl start ssh`"),
-    ("timed out", "it does not answer. Is it switched on, is its cable in? `ping {host}`"),
-    ("No route to host", "it does not answer. Is it switched on, is its cable in? `ping {host}`"),
+    ("Connection refused", "it is up, but no ssh server listens. Run on its console: `systemctl start ssh`"),
+    ("timed out", "it does not answer. Is it switched on and its cable plugged in? Try `ping {host}`"),
+    ("No route to host", "it does not answer. Is it switched on and its cable plugged in? Try `ping {host}`"),
     ("not allowed at this time", "it is not ready for logins yet; try again in a moment"),
     ("booting up", "it is not ready for logins yet; try again in a moment"),
     (
         _SWALLOWED,
         (
-            "a startup file there, such as ~/.bashrc with a `read`, must not. `mpitrain check-cluster --only SSH05` "
+            "a startup file there does so, such as a `read` in ~/.bashrc. `mpitrain check-cluster --only SSH05` "
             "names it, with the line that repairs it"
         ),
     ),

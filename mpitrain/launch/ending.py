@@ -1,4 +1,4 @@
-"""How a job ended, and why, in one line. Pure functions of what was seen; mpiexec's own words are a part of that."""
+"""How a job ended, and why, in one line. Pure functions of observations; mpiexec's own messages are among these."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from mpitrain.watching.census import FirstEnd
 from mpitrain.watching.ranges import rank_ranges
 from mpitrain.watching.rank_record import FAILED, RankRecord
 
-_LINE_BYTES = 400  # of a cause: the kernel's line on a process that it killed has some 250
-# Measured on 4 hosts on two busy cores: after a rank was killed, MPICH's processes on the other hosts were
-# seen to end 0.2 to 53 ms later; after a daemon of Open MPI was, the first rank 0.28 s later.
+_LINE_BYTES = 400  # of a cause: the kernel's line about a process that it killed has about 250
+# Measured on 4 hosts on two busy cores: after a rank was killed, the ends of MPICH's processes on the other hosts
+# were seen 0.2 to 53 ms later. After a daemon of Open MPI was killed, the end of the first rank was seen 0.28 s later.
 _UNSURE_SECONDS = 0.1
-# A rank that fails ends the job 0.1 s later (mpitrain.job.failure); what ends within half of that ended by itself.
+# A rank that fails ends the job 0.1 s later (mpitrain.job.failure). A process that ends within half of that ended by
+# itself.
 _ABORT_SECONDS = 0.05
-# The launcher may see the end of mpiexec so late.
+# The launcher may see the end of mpiexec with this delay.
 _NOTICED_SECONDS = 1.0
 
-# MPICH names a process, Intel MPI the rank too; both name ranks that they have ended themselves.
+# MPICH names a process, Intel MPI also its rank. Both also name ranks that mpiexec itself has ended.
 _HYDRA = re.compile(r"=   (?:RANK (\d+) )?PID (\d+) RUNNING AT (\S+)\n=   (EXIT CODE|KILLED BY SIGNAL): (\d+)")
-# MPICH's exit code may be the number of a signal: the line that says so is missing where its proxies fail as well.
+# MPICH's exit code may be the number of a signal: the line that says so is missing if MPICH's proxies fail too.
 _FATAL = ("4", "6", "7", "8", "9", "11", "15")
 _SIGNAL = re.compile(r"EXIT STRING: .*\(signal (\d+)\)")
 # Open MPI 4 and 5.
@@ -38,16 +39,16 @@ class Ended:
     Attributes:
         code: its exit code.
         is_interrupted: a signal to the launcher ended it.
-        trouble: why the launcher ended it, a line each.
-        lost: the hosts that vanished.
-        failed: what the rank that failed first has said last; its time is by the clock of `first_ends`.
-        mpiexec_said: the last of it.
-        mpiexec_signal: that ended mpiexec itself, and was not ours; 0: none.
+        trouble: why the launcher ended the job, one line per entry.
+        lost: the hosts that fell silent.
+        failed: the last record of the rank that failed first; its time is by the clock of `first_ends`.
+        mpiexec_said: the last output of mpiexec itself.
+        mpiexec_signal: the signal that ended mpiexec itself and did not come from the launcher; 0: none.
         mpiexec_host: where mpiexec ran.
-        mpiexec_seconds: when its end was seen, by the clock of `first_ends`.
-        missing: the ranks that began and did not come to their end.
-        first_ends: what ended first on each host where that is known; the first of all first.
-        records: what each rank has said last.
+        mpiexec_seconds: when the end of mpiexec was seen, by the clock of `first_ends`.
+        missing: the ranks that began and did not finish.
+        first_ends: the first end on each host, if known, in order of time.
+        records: the last record of each rank.
     """
 
     code: int
@@ -65,33 +66,33 @@ class Ended:
 
     @property
     def first_end(self) -> FirstEnd | None:
-        """The first of all."""
+        """The first end on any host."""
         return self.first_ends[0] if self.first_ends else None
 
 
 def why(ended: Ended, host_of: Callable[[int], str]) -> tuple[str, int | None]:
-    """Why a job failed, in a line, and the rank that failed first, where that is known; `host_of` a rank."""
+    """Say in a line why a job failed, and which rank failed first, if known; `host_of` gives the host of a rank."""
     text, rank = _why(ended, host_of)
     return text[:_LINE_BYTES], rank
 
 
 def last_words(ended: Ended, host_of: Callable[[int], str]) -> str:
-    """What is said at the end of a job that nobody had ended; "" where nothing is left to say."""
+    """Return the last message of a job that ended by itself; "" if there is nothing to add."""
     if ended.is_interrupted or ended.trouble or not (ended.missing or ended.mpiexec_signal):
         return ""
-    if first_failure(ended) is not None:  # which the rank itself has reported
+    if first_failure(ended) is not None:  # the rank itself has reported it
         return ""
     cause, rank = why(ended, host_of)
     if rank is None and cause == _unknown(ended):
         ranks = _ranks(ended.missing)
         others = "" if len(ended.missing) == 1 else "; when one rank ends so, mpiexec ends the others"
-        return f"{ranks} ended before the end of the program and did not say why: os._exit, or killed?{others}"
+        return f"{ranks} ended before the end of the program and did not say why (os._exit, or killed?){others}"
     others = "" if rank is None or set(ended.missing) <= {rank} else "; mpiexec ended the others"
     return cause + others
 
 
 def first_failure(ended: Ended) -> RankRecord | None:
-    """The rank whose failure ended the job; None where ranks failed because something else had ended before."""
+    """Return the rank whose failure ended the job; None if the ranks failed because something else ended before."""
     failed, first = ended.failed, ended.first_end
     if failed is None:
         return None
@@ -145,7 +146,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _first(ended: Ended, told: set[int]) -> int | None:
-    """The rank that failed first, if it is known; `told` are those of which mpiexec speaks."""
+    """Return the rank that failed first, if known; `told` are the ranks that mpiexec mentions."""
     dead = [end.rank for end in ended.first_ends if end.rank is not None]
     if dead:
         return dead[0]
@@ -155,12 +156,12 @@ def _first(ended: Ended, told: set[int]) -> int | None:
 
 
 def _told(ended: Ended, host_of: Callable[[int], str]) -> dict[int, str]:
-    """What mpiexec says of ranks. Those that it ended itself, because of another one, may be among them."""
+    """Return what mpiexec says of ranks. Ranks that mpiexec itself ended because of another one may be among them."""
     said = ended.mpiexec_said
     told = {int(rank): f"was killed by signal {number}" for rank, number in _OPEN_MPI_KILLED.findall(said)}
     told |= {int(rank): f"left with exit code {code}" for rank, code in _OPEN_MPI_LEFT.findall(said)}
     for named, pid, host, kind, number in _HYDRA.findall(said):
-        # A process id alone may stand for processes of several hosts.
+        # The same process id may exist on several hosts.
         ranks = [rank for rank, record in ended.records.items() if record.pid == int(pid)]
         ranks = [int(named)] if named else [rank for rank in ranks if len(ranks) == 1 or host_of(rank) == host]
         words = _SIGNAL.search(said)
@@ -175,12 +176,12 @@ def _told(ended: Ended, host_of: Callable[[int], str]) -> dict[int, str]:
 
 
 def in_order(ends: Iterable[FirstEnd]) -> list[FirstEnd]:
-    """What ended first on each host, the first of all first; their times by one clock.
+    """Sort the first ends of all hosts by time; the times are by one clock.
 
-    A host sees each of its own ends in its turn, but how late depends on how busy it is, so the times of two hosts may
-    be the wrong way round. Where they are close, the end of a rank comes before that of a process that had started
-    ranks: when a rank ends, MPICH's mpiexec lets its processes on the other hosts end before their ranks do, and when
-    one of those is killed, it ends no rank before it.
+    A host sees its own ends in their order, but the delay depends on how busy the host is. So the times of two hosts
+    may be the wrong way round. If two ends are close together, that of a rank comes before that of a process that had
+    started ranks. When a rank ends, MPICH's mpiexec lets its processes on the other hosts end before their ranks do.
+    When one of these processes is killed, no rank ends before it.
     """
     ends = sorted(ends, key=lambda end: end.seconds)
     close = [end for end in ends if end.seconds - ends[0].seconds < _UNSURE_SECONDS]
@@ -188,7 +189,7 @@ def in_order(ends: Iterable[FirstEnd]) -> list[FirstEnd]:
 
 
 def last_step(records: Mapping[int, RankRecord], rank: int | None = None) -> int | None:
-    """The step in which the job was; that of `rank` where it is known who failed. None: no rank has begun one.
+    """Return the step in which the job was, or `rank` if the failed rank is known. None: no rank has begun a step.
 
     Ranks that wait for each other are in one step, but the others may be about to begin the next one.
     """
@@ -198,5 +199,5 @@ def last_step(records: Mapping[int, RankRecord], rank: int | None = None) -> int
 
 
 def is_kill(cause: str) -> bool:
-    """Whether a failure may be the kernel's answer to too little memory."""
+    """True if the failure may come from the kernel, which kills processes when memory runs out."""
     return "was killed by signal 9" in cause or "ended without a word" in cause

@@ -1,7 +1,8 @@
-"""What a host of a job is like, before the job starts: its routes to the others, its folders, what its Python has.
+"""The facts of a host before the job starts: its routes to the others, its folders, what its Python finds.
 
-Runs on every host, sent there as text (guard.py says how); so it imports nothing of ours and does with an old Python.
-Whatever may wait for ever, as a folder of a dead NFS server does, happens in a child with a deadline.
+Runs on every host, sent there as text (see guard.py). So it imports no other module of mpitrain, and must run with old
+Pythons. Actions that may block for ever, such as a look at a folder of a dead NFS server, run in a child with a
+deadline.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ except OSError as error:
 
 
 def collect(wish: dict[str, Any], probe: str) -> dict[str, Any]:
-    """The facts of this host.
+    """Return the facts of this host.
 
-    `wish` has `paths`, `python` (the job's), `script`, `variables` (the job's, as far as they matter to Python), and
+    `wish` has `paths`, `python` (the job's), `script`, `variables` (those of the job that matter to Python), and
     `peers`: the addresses of the other hosts by name.
     """
     facts: dict[str, Any] = {"hostname": socket.gethostname(), "paths": look_at_paths(wish["paths"])}
@@ -56,7 +57,7 @@ def collect(wish: dict[str, Any], probe: str) -> dict[str, Any]:
 
 
 def look_at_paths(paths: list[str]) -> dict[str, list[str]]:
-    """For each path ["there"], ["missing", first part that is not there], ["empty", folder], ["hangs"] or an error."""
+    """Return for each path ["there"], ["missing", first missing part], ["empty", folder], ["hangs"] or an error."""
     looking = {path: _start([sys.executable, "-S", "-c", _LOOK_AT_PATH, path]) for path in paths}
     states = {}
     for path, child in looking.items():
@@ -66,7 +67,7 @@ def look_at_paths(paths: list[str]) -> dict[str, list[str]]:
 
 
 def routes(peers: dict[str, str]) -> dict[str, dict[str, str]]:
-    """The interface that this host uses towards each peer, and its network; less where the system does not say."""
+    """Return this host's interface towards each peer, and its network; leave out what the system does not report."""
     addresses = _ip_json(["address"])
     networks = {
         (link["ifname"], address["local"]): f"{address['local']}/{address['prefixlen']}"
@@ -85,7 +86,7 @@ def routes(peers: dict[str, str]) -> dict[str, dict[str, str]]:
 
 
 def devices() -> dict[str, list[str]]:
-    """The network interfaces, with their networks, and the RDMA devices; nothing where the system does not say."""
+    """Return the network interfaces, with their networks, and the RDMA devices; empty if the system reports none."""
     by_name = {
         link["ifname"]: [
             str(ipaddress.ip_interface("{local}/{prefixlen}".format(**address)).network)
@@ -100,8 +101,8 @@ def devices() -> dict[str, list[str]]:
 
 
 def environment(python: str, script: str, variables: dict[str, str], probe: str) -> dict[str, Any]:
-    """What the job's Python finds on this host, with these variables set, or {"error": why that is not known}."""
-    # In the script's folder: that is the first place in which the script itself looks for modules.
+    """Return what the job's Python finds on this host with these variables, or {"error": reason}."""
+    # Run in the script's folder: the script itself looks for modules there first.
     settings = {"cwd": str(Path(script).parent), "env": {**os.environ, **variables}, "stderr": subprocess.PIPE}
     output = _outputs(_start([python, "-c", probe, script], **settings), _PROBE_SECONDS)
     if output is None:
@@ -115,8 +116,8 @@ def environment(python: str, script: str, variables: dict[str, str], probe: str)
 
 
 def _ip_json(arguments: list[str]) -> list[dict[str, Any]]:
-    """What `ip` says; nothing where it fails or is not there."""
-    path = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"  # where it is for an ordinary user too
+    """Return the output of `ip`; nothing if it fails or is not installed."""
+    path = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"  # `ip` may be there, outside an ordinary user's PATH
     output = _outputs(_start(["ip", "-j", *arguments], env={**os.environ, "PATH": path}), _ROUTE_SECONDS)
     try:
         entries = json.loads(output[0] or "[]") if output else []
@@ -134,11 +135,11 @@ def _start(command: list[str], **settings: Any) -> subprocess.Popen[bytes] | Non
 
 
 def _outputs(child: subprocess.Popen[bytes] | None, timeout_seconds: float) -> tuple[str, str] | None:
-    """What the child wrote to both streams; None where it did not end in time. One that cannot be killed is left."""
+    """Return both output streams of a child; None if it did not end in time. A child that cannot be killed stays."""
     if child is None:
         return "", ""
     try:
-        # Not wait(): what does not fit into a pipe would never end.
+        # Not wait(): a child whose output does not fit into a pipe would never end.
         stdout, stderr = child.communicate(timeout=timeout_seconds)
     except subprocess.TimeoutExpired:
         child.kill()

@@ -1,7 +1,7 @@
-"""The folders of a host in which a job puts what it needs before its ranks run, and why they will not do.
+"""The folders of a host in which a job puts files before its ranks run, and why such a folder cannot be used.
 
-`mpitrain run` asks on the machine that it starts on. `mpitrain check-cluster` sends this text to every node: it imports
-nothing of ours, and does with an old Python.
+`mpitrain run` checks the machine on which it starts. `mpitrain check-cluster` sends this text to every node. So this
+module imports no other module of mpitrain, and must run with old Pythons.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import os
 import socket
 import uuid
 
-# Of the socket at which ranks call: on every host, of that host alone.
+# Of the roll call, the socket at which ranks register: each host has its own.
 OF_SOCKETS = "/tmp"
 
 
 def why_no_socket(folder: str) -> str:
-    """Why this user cannot make a socket in `folder`; empty where it can. Nothing is left there."""
+    """Say why this user cannot make a socket in `folder`; empty if they can. Nothing stays there."""
     path = os.path.join(folder, f"mpitrain-check-{uuid.uuid4().hex[:8]}")  # noqa: PTH118 (bind() takes no Path)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         try:
@@ -27,5 +27,5 @@ def why_no_socket(folder: str) -> str:
 
 
 def why_no_programs(folder: str) -> str:
-    """Why no program in `folder` can be run; empty where it can."""
+    """Say why no program in `folder` can be run; empty if programs can be run."""
     return "it is mounted noexec" if os.statvfs(folder).f_flag & os.ST_NOEXEC else ""

@@ -1,13 +1,13 @@
-"""Refuse a file that was found, not named, where somebody else may have written it.
+"""Refuse a file that was found rather than named if somebody else may have written it.
 
-The rule is ssh's for its own files, with user-private groups as Debian has it (safe_path of OpenSSH;
+The rule is ssh's for its own files, with user-private groups as in Debian (safe_path of OpenSSH;
 user-group-modes.patch of Debian): the file and every folder above it, up to the home directory or /, belong to this
-user or root, and nobody else may write there. Two things are added. A folder with the sticky bit, such as /tmp, may be
-written by all, since nobody can replace what others have there. The owner of mpitrain's own code counts as this user:
-whoever may change this file needs no other.
+user or root, and nobody else may write there. Two rules are added. Everybody may write to a folder with the sticky bit,
+such as /tmp, because nobody can replace the files of others there. The owner of mpitrain's own code counts as this
+user: an owner who can change this file needs no other way in.
 
-A directory service such as SSSD does not list its users, so who has a group as primary group cannot be asked. There a
-group counts as private if it has this user's own name, as user-private groups have, and no member that is known.
+A directory service such as SSSD does not list its users, so the users with a certain primary group are unknown. There,
+a group counts as private if it has this user's own name, as user-private groups have, and no known members.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from pathlib import Path
 
 from mpitrain.errors import ConfigError
 
-_MOST_LINKS = 40  # as the kernel; more are a circle
+_MOST_LINKS = 40  # like the kernel; a longer chain is a circle
 
 
 def refuse_foreign(path: Path, *, instead: str = "") -> None:
-    """Refuse the file at `path` where somebody else may write it, or a folder above it.
+    """Refuse the file at `path` if somebody else may write the file or a folder above it.
 
     Args:
-        path: of a file that is there.
-        instead: what a user does who trusts the file as it is, such as "name it: -i cluster/hosts"; "": nothing.
+        path: an existing file.
+        instead: how to use the file anyway, such as "name it: -i cluster/hosts"; "": not possible.
 
     Raises:
-        ConfigError: has each such place with owner and mode, and what to do: a command, or a sentence where none fits.
+        ConfigError: lists each such place with owner and mode, and the remedy: a command, or a sentence.
     """
-    # Whoever owns / can replace everything; in a user namespace root's files have another owner.
+    # The owner of / can replace everything; in a user namespace, root's files have another owner.
     owners = {os.geteuid(), 0, Path("/").stat().st_uid, Path(__file__).stat().st_uid}
     faults, strange, loose = [], [], []
     for place in _places(path):
@@ -50,19 +50,19 @@ def refuse_foreign(path: Path, *, instead: str = "") -> None:
         return
     repair, or_else = _repair(strange, loose), ""
     if instead:
-        or_else = f"{'  # or' if repair.startswith('repair') else '; or'}, where you trust it as it is, {instead}"
+        or_else = f"{'  # or' if repair.startswith('repair') else '; or'}, if you trust the file as it is, {instead}"
     allowed = " or ".join(_user(owner) for owner in sorted(owners, reverse=True))
     raise ConfigError(
-        f"{path} is not used, since others than this user may write there: {'; '.join(faults)}. Allowed is owner "
-        f"{allowed}, and no write permission for anybody else. See what {path} says. Then {repair}{or_else}"
+        f"{path} is not used, because others than this user may write there: {'; '.join(faults)}. Allowed is owner "
+        f"{allowed}, and no write permission for anybody else. Look through {path}. Then {repair}{or_else}"
     )
 
 
 def _places(path: Path) -> Iterator[Path]:
-    """The file, and each link and folder that the way to it leads through; below the home directory, if it is there."""
+    """Yield the file, and each link and folder on the way to it; only below the home directory if the file is there."""
     homes = {home, home.resolve()} if (home := _home()) else set()
     places: list[Path] = []
-    begun = 0  # the first place since the way last began at /
+    begun = 0  # index of the first place since the way last restarted at /
     here, rest, num_links = Path("/"), list((Path.cwd() / path).parts), 0
     while rest:
         name = rest.pop(0)
@@ -81,7 +81,7 @@ def _places(path: Path) -> Iterator[Path]:
 
 
 def _is_loose(status: os.stat_result, owners: set[int]) -> bool:
-    """Others than the owners may write: into the file, or put another file in its place."""
+    """True if others than the owners may write into the file, or put another file in its place."""
     mode = status.st_mode
     if stat.S_ISLNK(mode) or (stat.S_ISDIR(mode) and mode & stat.S_ISVTX):
         return False
@@ -89,12 +89,12 @@ def _is_loose(status: os.stat_result, owners: set[int]) -> bool:
 
 
 def _is_private(gid: int, owners: set[int]) -> bool:
-    """Whether the group has members, and all of them are owners: a user's own group, for which umask 002 is safe."""
+    """True if the group has members, and all are owners: a user's own group, for which umask 002 is safe."""
     try:
         group = grp.getgrgid(gid)
         named = {pwd.getpwnam(name).pw_uid for name in group.gr_mem}
         user = pwd.getpwuid(os.geteuid())
-    except KeyError:  # a group, a member or a user that this machine does not know
+    except KeyError:  # this machine does not know the group, a member or the user
         return False
     members = named | {entry.pw_uid for entry in pwd.getpwall() if entry.pw_gid == gid}
     if user.pw_gid == gid and user.pw_name == group.gr_name:  # a directory service does not list its users
@@ -103,9 +103,9 @@ def _is_private(gid: int, owners: set[int]) -> bool:
 
 
 def _repair(strange: list[Path], loose: list[Path]) -> str:
-    """A command only for what is this user's own: others may need their folders as they are."""
+    """Return a command only for the user's own files: others may need their folders as they are."""
     if strange or any(place.lstat().st_uid != os.geteuid() for place in loose):
-        return "copy what you need into a folder of your own"
+        return "copy the files that you need into a folder of your own"
     return f"repair it: {shlex.join(['chmod', 'go-w', *map(str, loose)])}"
 
 

@@ -1,7 +1,7 @@
-"""The guard of a job on one of its hosts: says what the host is like, then sees to it that nothing of the job is left.
+"""The guard of a job on one of its hosts: reports the host's facts, then makes sure that nothing of the job is left.
 
-Sent as text over one ssh connection, which stays open as long as the job runs; it imports nothing of ours but what
-comes with it, and does with an old Python. Both sides send a JSON object a line:
+The guard is sent as text over one ssh connection, which stays open while the job runs. It imports only the modules that
+come with it, and must run with old Pythons. Both sides send one JSON object per line:
 
     launcher: {"wish": ...}                       guard: {"facts": ...}, or {"error": ...,
                                                          "condition": the name of a conditions.Condition}
@@ -14,11 +14,11 @@ comes with it, and does with an old Python. Both sides send a JSON object a line
     launcher: {"processes": 1}                    guard: {"processes": [[pid, state, command line]...],
                                                          "unreachable": [host...]}
     launcher: {"end": linger_seconds}             guard: {"ended": [[pid, command line]...], "immortal": [...],
-                                                         "lost": whether somebody has removed the roll call}
+                                                         "lost": whether somebody removed the roll call}
 
-The guard ends the job's processes (marked.py) when it is told to, when the connection is closed, and when the launcher
-has been silent for `silence_seconds` (0: never). Then it removes the job's files (shared_files.py). Where the guard
-itself is killed, another one comes and does that (sweep.py).
+The guard ends the job's processes (marked.py) when the launcher says so, when the connection closes, and when the
+launcher has been silent for `silence_seconds` (0: never). Then it removes the job's files (shared_files.py). If the
+guard itself is killed, another process takes this over (sweep.py).
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from mpitrain.watching.census import Census
 from mpitrain.watching.rank_record import RankRecord
 from mpitrain.watching.view import RankView, look_at, process_state, to_json
 
-# Where mpiexec says which rank a process is.
+# The variables in which mpiexec gives a process its rank.
 RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK")
 
 _BEAT_SECONDS = 1.0
 _REACH_SECONDS = 1.5
-# After such a gap this host, not the launcher, was silent: it was suspended or frozen.
+# After such a gap this host was silent, not the launcher: it was suspended or frozen.
 _GAP_SECONDS = 5.0
 
 
@@ -70,10 +70,10 @@ class Guard:
         self._since = time.time()
         self._files_looked = 0.0
         self._memory_kills = MemoryKills()
-        self._kernel: dict[int, str] = {}  # by process: what the kernel says of its end
+        self._kernel: dict[int, str] = {}  # by process: what the kernel says about its end
 
     def run(self) -> None:
-        """Until the job is over."""
+        """Run until the job is over."""
         heard = looked = beaten = time.monotonic()
         while True:
             ready, _, _ = select.select([0, self._census.fileno()], [], [], _BEAT_SECONDS / 2)
@@ -91,7 +91,7 @@ class Guard:
                     return
             if self._silence_seconds and now - heard > self._silence_seconds:
                 break
-            if now - self._files_looked >= _BEAT_SECONDS / 2:  # reads all of /proc
+            if now - self._files_looked >= _BEAT_SECONDS / 2:  # a look reads all of /proc
                 self._files_looked = now
                 self._look_at_files()
             if now - beaten >= _BEAT_SECONDS:
@@ -104,7 +104,7 @@ class Guard:
         for pid in self._census.alive():
             self._memory_kills.watch(pid)
         first = self._census.first_end()
-        # The kernel's log may come after the end of a process.
+        # The kernel's log may lag behind the end of a process.
         if first is not None and (is_last or first.pid not in self._kernel):
             self._kernel[first.pid] = self._memory_kills.words(first.pid) or self._kernel.get(first.pid, "")
         first_end = None if first is None else {**vars(first), "kernel": self._kernel[first.pid]}
@@ -119,7 +119,7 @@ class Guard:
             send({"files": sorted(self._shared_files.of_job), "since": self._since})
 
     def _obey(self, data: bytes) -> bool:
-        """Do what the launcher says; true when that was the end."""
+        """Do what the launcher says; return True if that was the end."""
         *lines, self._received = (self._received + data).split(b"\n")
         for line in lines:
             message = json.loads(line)
@@ -142,14 +142,14 @@ class Guard:
         return look_at(views.values())
 
     def _ranks_by_variable(self) -> dict[int, int]:
-        """The processes that the launcher started as ranks, also those that have not called init() yet."""
+        """Find the processes that the launcher started as ranks, even if they have not called init() yet."""
         ranks: dict[int, int] = {}
         for pid in sorted(self._job.find()):
             for word in read(f"/proc/{pid}/environ").split(b"\0"):
                 name, _, value = word.decode(errors="replace").partition("=")
                 if name in RANK_VARIABLES:
                     rank = int(value)
-                    # The children of a rank have it too; they are younger, and so mostly have higher numbers.
+                    # A rank's children inherit the variable; they are younger, so most have higher process ids.
                     ranks.setdefault(rank, pid)
         return ranks
 
@@ -157,7 +157,7 @@ class Guard:
         send({"ranks": [to_json(view) for view in self._census.views()]})
 
     def _end(self, linger_seconds: float) -> None:
-        """Leave the job's processes so long to end by themselves, then kill the rest, and remove the job's files."""
+        """Let the job's processes end by themselves for that long, kill the rest, and remove the job's files."""
         self._shared_files.look(self._job.find)
         ended, immortal = self._job.end(linger_seconds)
         self._look_at_ends(is_last=True)
@@ -169,7 +169,7 @@ class Guard:
 
 
 def unreachable(peers: dict[str, str]) -> list[str]:
-    """The peers that leave a connection to a high port without any answer; a refusal at once is an answer."""
+    """Return the peers that give no answer at all on a high port; a refusal counts as an answer."""
     waiting = {}
     for name, address in peers.items():
         way = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
@@ -188,7 +188,7 @@ def unreachable(peers: dict[str, str]) -> list[str]:
 
 
 def send(message: dict[str, Any]) -> None:
-    """A line to the launcher, which may be gone."""
+    """Send a line to the launcher, which may be gone."""
     data = (json.dumps(message) + "\n").encode()
     try:
         while data:
@@ -200,8 +200,8 @@ def send(message: dict[str, Any]) -> None:
 def main(wish: dict[str, Any], probe: str) -> None:
     """Run the guard; `probe` is the text of probe.py.
 
-    A wish for no Python asks for no facts. `agent` is a file of the launcher's, alone in its folder: both are removed
-    here, too, since the launcher may be killed.
+    A wish without a Python asks for no facts. `agent` is a file of the launcher's, alone in its folder. The guard also
+    removes both, because the launcher may be killed.
     """
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     os.set_blocking(1, True)
@@ -218,7 +218,7 @@ def main(wish: dict[str, Any], probe: str) -> None:
     try:
         send({"facts": collect(wish, probe) if "python" in wish else {}})
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each rank takes three
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # the guard needs three per rank
         Guard(wish, census).run()
     finally:
         remove(wish["roll_call"])

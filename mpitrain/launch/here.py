@@ -1,4 +1,4 @@
-"""A job on this machine alone, from its start to its end: nothing to compare, one guard without a connection."""
+"""A job on this machine alone, from start to end: there is nothing to compare, and one guard without a connection."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mpitrain.launch.watched import WatchedJob, identified
 
 
 def show(job: JobSpec, from_file: Mapping[str, str]) -> None:
-    """Print the line for mpiexec. The arguments are those of run."""
+    """Print the mpiexec command. The arguments are those of run."""
     _refuse_absent(from_file)
     print(command_for(job, os.environ))
 
@@ -28,15 +28,15 @@ def run(job: JobSpec, from_file: Mapping[str, str]) -> Ended:
     """Start the job and see to its end.
 
     Args:
-        job: what is to be started.
-        from_file: variables of --env-file, set already; the devices that they name must be there.
+        job: what to start.
+        from_file: variables of --env-file, already set; the devices that they name must exist.
 
     Raises:
         LaunchError: the job cannot be started.
     """
     _refuse_absent(from_file)
     own, context = job.placement.own, identified(job.context, Path(tempfile.gettempdir()))
-    # Without a limit of silence: a launcher that is stopped (Ctrl-Z) stops the reports, not the job.
+    # No limit of silence: a launcher that is stopped (Ctrl-Z) sends nothing, but the job must go on.
     wish = {"token": context.job, "roll_call": context.roll_call, "peers": {}, "silence_seconds": 0}
     with Guards(own, [own], {own: wish}) as guards:
         guards.facts()
@@ -46,4 +46,4 @@ def run(job: JobSpec, from_file: Mapping[str, str]) -> Ended:
 
 def _refuse_absent(from_file: Mapping[str, str]) -> None:
     if missing := absent(from_file, devices()):
-        raise LaunchError(f"the file of variables does not fit this machine: {missing[0]}, which is not there")
+        raise LaunchError(f"the file of variables does not fit this machine: {missing[0]}, which does not exist here")

@@ -1,4 +1,4 @@
-"""What the launcher knows of a host of a job while the job runs: what the guard there has said."""
+"""What the launcher knows of a host while a job runs there: the reports of the host's guard."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mpitrain.watching.census import FirstEnd
 from mpitrain.watching.rank_record import BEGUN, CALLED, FAILED
 from mpitrain.watching.view import RankView
 
-# mpiexec ends a job within milliseconds when a rank's process has; now and then MPICH's does not, and waits for ever.
+# When a rank's process ends, mpiexec ends the job within milliseconds. Sometimes MPICH's does not, and waits for ever.
 _VANISHED_SECONDS = 10.0
 
 
@@ -18,25 +18,25 @@ _VANISHED_SECONDS = 10.0
 class HostReport:
     """What is known of a host while the job runs."""
 
-    ranks: dict[int, RankView] = field(default_factory=dict)  # that have appeared there, as they were last seen
-    seen: list[RankView] | None = None  # its ranks with their stacks, asked for; None: it has not answered
-    first_end: FirstEnd | None = None  # there, of a rank or of what started ranks
+    ranks: dict[int, RankView] = field(default_factory=dict)  # ranks that have appeared there, as last seen
+    seen: list[RankView] | None = None  # its ranks with their stacks, on request; None: no answer yet
+    first_end: FirstEnd | None = None  # the first end there, of a rank or of a process that started ranks
     processes: list[tuple[int, str, str]] | None = None  # id, state, command line
     unreachable: list[str] = field(default_factory=list)  # hosts to which it cannot connect on high ports
-    is_lost: bool = False  # somebody has removed the roll call there
-    left: list[tuple[int, str]] | None = None  # that had to be ended; None: it has not said so
+    is_lost: bool = False  # somebody removed the roll call there
+    left: list[tuple[int, str]] | None = None  # processes that had to be ended; None: no answer yet
     immortal: list[tuple[int, str]] = field(default_factory=list)
     has_vanished: bool = False  # it fell silent, or its guard ended
-    files: list[tuple[str, int]] = field(default_factory=list)  # of the job there, path and inode
-    since: float = 0.0  # the job's time there, by that host's time.time()
+    files: list[tuple[str, int]] = field(default_factory=list)  # the job's files there: path and inode
+    since: float = 0.0  # when the job began there, by that host's time.time()
 
     def kernel(self, rank: int | None) -> str:
-        """What the kernel says of the end of `rank`, or of what had started ranks (None); "": it was not the first."""
+        """Return what the kernel says of the end of `rank`, or of the ranks' starter (None); "" if it was not first."""
         first = self.first_end
         return first.kernel if first is not None and first.rank == rank else ""
 
     def take(self, message: Mapping[str, Any]) -> None:
-        """What its guard says of itself; of the ranks and the clock see Guards."""
+        """Take in a message of the host's guard. Guards handles the ranks and the clock."""
         if "first_end" in message:
             self.first_end = None if message["first_end"] is None else FirstEnd(**message["first_end"])
         if "files" in message:
@@ -50,7 +50,7 @@ class HostReport:
             self.left = [tuple(entry) for entry in message["ended"]]
 
     def orphans(self) -> list[int]:
-        """The ranks that live on though what started them, a daemon of mpiexec, has ended."""
+        """Return the ranks that live on although their starter, a daemon of mpiexec, has ended."""
         return [rank for rank, view in sorted(self.ranks.items()) if view.is_orphan]
 
     def vanished(self, lost: Collection[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""The nodes of a cluster, from the file that Ansible reads too: `cluster/hosts`, in a small part of Ansible's INI.
+"""The nodes of a cluster, from the file that Ansible reads too: `cluster/hosts`, in a small subset of Ansible's INI.
 
     [head]
     node1 ansible_host=10.0.0.1
@@ -10,8 +10,8 @@
     head
     workers
 
-The first column is the node's name everywhere. What Ansible would read otherwise than we do (ranges, further groups,
-YAML) is refused, so that both always speak of the same nodes.
+The first column is the node's name everywhere. Forms that Ansible would read in another way (ranges, further groups,
+YAML) are refused, so that Ansible and mpitrain always mean the same nodes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mpitrain.errors import ConfigError
 from mpitrain.launch.foreign_files import refuse_foreign
 
 PROJECT_INVENTORY = Path("cluster/hosts")  # in a project's folder
-NODE_INVENTORY = Path("/etc/mpitrain/hosts")  # on every node that was set up
+NODE_INVENTORY = Path("/etc/mpitrain/hosts")  # on every node, written by the set-up
 
 _HEADER = re.compile(r"\[([^:\]\s]+)(?::(\w+))?\]\s*(?:#.*)?")
 _CHILD = re.compile(r"([^:\]\s#]+)\s*(?:#.*)?")
@@ -36,13 +36,13 @@ _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,61}[A-Za-z0-9])?")
 _VARIABLE = re.compile(r"[A-Za-z_]\w*")
 _HOST_GROUPS = ("head", "workers")
 _VARIABLE_GROUPS = (*_HOST_GROUPS, "cluster", "all")
-# Ansible's own groups, and what /etc/hosts has already.
+# Ansible's own groups, and names that /etc/hosts has already.
 _TAKEN_NAMES = {*_VARIABLE_GROUPS, "ungrouped", "localhost"}
 
 
 @dataclass(frozen=True)
 class Host:
-    """A node: its name, its IP address, and what else its line sets for Ansible, as text."""
+    """A node: its name, its IP address, and the other settings of its line, as text."""
 
     name: str
     address: str
@@ -51,7 +51,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Inventory:
-    """The nodes of a cluster, and the file that they come from or go to."""
+    """The nodes of a cluster, and the file with them."""
 
     path: Path
     head: Host
@@ -59,15 +59,15 @@ class Inventory:
 
     @property
     def hosts(self) -> tuple[Host, ...]:
-        """All nodes, the head first, the others in the order of the file."""
+        """All nodes: the head first, the others in the order of the file."""
         return (self.head, *self.workers)
 
 
 def find_inventory(otherwise: str = "") -> Path | None:
-    """./cluster/hosts, else /etc/mpitrain/hosts, else None.
+    """Return ./cluster/hosts, else /etc/mpitrain/hosts, else None.
 
     Raises:
-        ConfigError: somebody else may write the file, or it cannot be looked for.
+        ConfigError: somebody else may write the file, or the file cannot be looked up.
     """
     for path in (PROJECT_INVENTORY, NODE_INVENTORY):
         try:
@@ -81,17 +81,17 @@ def find_inventory(otherwise: str = "") -> Path | None:
 
 
 def read_inventory(path: Path) -> Inventory:
-    """The nodes that the file at `path` names.
+    """Read the nodes in the file at `path`.
 
     Raises:
-        ConfigError: there is no such file; it says something that Ansible or we would read otherwise than it looks;
-            a name or an address comes twice or cannot be one; there is no head, or more than one.
+        ConfigError: the file does not exist; Ansible would read a line in another way; a name or an address is
+            invalid or appears twice; there is no head, or more than one.
     """
     return parse(path, read_text(path))
 
 
 def group_variables(path: Path) -> dict[str, str]:
-    """What the [all:vars] and [cluster:vars] sections of the file at `path` set for all nodes.
+    """Return what the sections [all:vars] and [cluster:vars] of the file at `path` set for all nodes.
 
     Raises:
         ConfigError: as read_inventory.
@@ -105,7 +105,7 @@ def group_variables(path: Path) -> dict[str, str]:
 
 
 def read_text(path: Path) -> str:
-    """What the file at `path` holds.
+    """Return the text of the file at `path`.
 
     Raises:
         ConfigError: there is no such file, or it cannot be read.
@@ -119,10 +119,10 @@ def read_text(path: Path) -> str:
 
 
 def sections(path: Path, text: str) -> list[tuple[int, str, str, str]]:
-    """Line number, group, kind ("", "children", "vars") and text of every line that says something, headers too.
+    """Yield line number, group, kind ("", "children", "vars") and text of every line with content, and of headers.
 
     Raises:
-        ConfigError: a section that is not one of ours, or a line before the first one.
+        ConfigError: a section is unknown, or a line stands before the first section.
     """
     lines: list[tuple[int, str, str, str]] = []
     group = kind = ""
@@ -157,14 +157,14 @@ def _check_section(path: Path, number: int, group: str, kind: str) -> None:
 
 
 def parse(path: Path, text: str) -> Inventory:
-    """The nodes that `text` names, which is in the file at `path` or is to go there.
+    """Parse `text`, the present or future content of the file at `path`.
 
     Raises:
         ConfigError: as read_inventory.
     """
     groups: dict[str, list[Host]] = {}
     children: list[str] = []
-    seen: dict[str, tuple[int, str]] = {}  # names, lower case, and addresses: where they stand, and whose they are
+    seen: dict[str, tuple[int, str]] = {}  # names (lower case) and addresses: their line and owner
     for number, group, kind, line in sections(path, text):
         if line.startswith("["):
             if not kind:
@@ -213,7 +213,7 @@ def _host(path: Path, number: int, line: str) -> Host:
         allowed = "a host name has letters, digits, - and ., at most 63; a port goes into ansible_port=, IPv6 into "
         raise _error(path, number, f"{name!r} cannot be a node's name", f"{allowed}ansible_host=")
     if name.lower() in _TAKEN_NAMES:
-        raise _error(path, number, f"the name {name!r} has another meaning", "give the node another name")
+        raise _error(path, number, f"the name {name!r} is reserved", "give the node another name")
     variables: dict[str, str] = {}
     for setting in settings:
         key, equals, value = setting.partition("=")
@@ -243,9 +243,9 @@ def _address(path: Path, number: int, name: str, given: str | None) -> str:
         remedy = f"write its IP address: {name} ansible_host=10.0.0.1 (`ip -brief address` on {name} shows it)"
         raise _error(path, number, problem, remedy)
     if named is not None and named != address:
-        raise _error(path, number, f"{name} is an address, but ansible_host says {address}", "give the node a name")
+        raise _error(path, number, f"{name} is an address, but its ansible_host is {address}", "give the node a name")
     if address.is_unspecified or address.is_multicast:
-        raise _error(path, number, f"the address {address} of {name} is no machine's", "write its own IP address")
+        raise _error(path, number, f"{address} of {name} is not a machine's address", "write its own IP address")
     return str(address)
 
 
@@ -259,7 +259,8 @@ def _ip(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 def _child(path: Path, number: int, line: str) -> str:
     child = _CHILD.fullmatch(line)
     if child is None or child[1] not in _HOST_GROUPS:
-        raise _error(path, number, f"{line!r} is no group of ours", "[cluster:children] has the lines head and workers")
+        problem = f"{line!r} is not one of its groups"
+        raise _error(path, number, problem, "[cluster:children] has the lines head and workers")
     return child[1]
 
 

@@ -1,4 +1,4 @@
-"""On which hosts a job runs: those of --hosts, else the cluster's that this machine is a node of, else this machine."""
+"""On which hosts a job runs: those of --hosts; else those of this machine's cluster; else this machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LOCALLY = ", or for this machine alone: --hosts localhost"
 def place_ranks(
     hosts: str | None, inventory: Path | None, num_ranks: int | None, ranks_per_host: int | None
 ) -> Placement:
-    """Where the ranks go, from the options of `mpitrain run`.
+    """Decide where the ranks run, from the options of `mpitrain run`.
 
     Args:
         hosts: `--hosts`, with or without devices.
@@ -26,21 +26,21 @@ def place_ranks(
         ranks_per_host: `--ppn`.
 
     Raises:
-        ConfigError: options that contradict each other, a name that is no host's, an inventory that cannot be read.
+        ConfigError: options contradict each other, a name is unknown, or an inventory cannot be read.
     """
     path = inventory or (find_inventory(_LOCALLY) if hosts is None or not _is_local(hosts) else None)
     cluster = read_inventory(path) if path else None
     note = ""
-    devices: dict[str, tuple[str, ...]] = {"localhost": ()}  # of each host that takes part
+    devices: dict[str, tuple[str, ...]] = {"localhost": ()}  # the devices of each host of the job
     if hosts is not None:
         devices = parse_hosts(hosts)
     elif cluster is not None and (inventory is not None or _own_name(cluster) is not None):
-        # No more hosts than there are ranks for.
+        # Take no more hosts than there are ranks.
         most = None if num_ranks is None else -(-num_ranks // (ranks_per_host or 1))
         devices = {host.name: () for host in cluster.hosts[:most]}
     elif cluster is not None:
         note = (
-            f"this machine is no node of {cluster.path}, so the job runs here alone; "
+            f"this machine is not a node of {cluster.path}, so the job runs here alone; "
             f"start it on {cluster.head.name} to use the cluster, or name --hosts"
         )
     if not devices.keys().isdisjoint(_LOCAL_NAMES):
@@ -54,18 +54,18 @@ def place_ranks(
 
 
 def _addresses(hosts: list[str], cluster: Inventory | None) -> tuple[dict[str, str], str]:
-    """The addresses of the hosts and of this machine, by name, and the name of this machine among them."""
+    """Return the addresses of the hosts and of this machine, by name, and the name of this machine among them."""
     known = {host.name: host.address for host in cluster.hosts} if cluster else {}
     addresses = {host: known.get(host) or _resolved(host, cluster) for host in hosts}
     _refuse_same(addresses)
     own = next((name for name, address in addresses.items() if _is_own(address)), None)
-    if own is None:  # it only starts the job
+    if own is None:  # this machine only starts the job
         own = (_own_name(cluster) if cluster else None) or socket.gethostname()
-        if own in addresses:  # another machine of the same name
+        if own in addresses:  # another machine has the same name
             own += " (this machine)"
         addresses[own] = known.get(own, "127.0.0.1")
     others = [address for name, address in addresses.items() if name != own]
-    if others and addresses[own].startswith("127."):  # Debian's /etc/hosts gives a machine's own name such an address
+    if others and addresses[own].startswith("127."):  # Debian's /etc/hosts gives the machine's own name this address
         addresses[own] = _source_address(others[0])
     return addresses, own
 
@@ -75,12 +75,12 @@ def _is_local(hosts: str) -> bool:
 
 
 def _own_name(cluster: Inventory) -> str | None:
-    """The name of this machine in the cluster; None if it is no node."""
+    """Return the name of this machine in the cluster; None if it is not a node."""
     return next((host.name for host in cluster.hosts if _is_own(host.address)), None)
 
 
 def _is_own(address: str) -> bool:
-    """True if the address is one of this machine's: what is sent there comes from there."""
+    """True if the address belongs to this machine: packets to it also come from it."""
     if ipaddress.ip_address(address).is_loopback:
         return True
     try:
@@ -90,12 +90,12 @@ def _is_own(address: str) -> bool:
 
 
 def _source_address(peer: str) -> str:
-    """This machine's address on the way to `peer`; nothing is sent."""
+    """Return this machine's address on the way to `peer`, without sending anything."""
     with socket.socket(socket.AF_INET6 if ":" in peer else socket.AF_INET, socket.SOCK_DGRAM) as way:
         try:
             way.connect((peer, 22))
         except OSError as error:
-            raise ConfigError(f"there is no way from here to {peer}: {error.strerror}; `ip route get {peer}`") from None
+            raise ConfigError(f"there is no route to {peer}: {error.strerror}; see `ip route get {peer}`") from None
         return str(way.getsockname()[0])
 
 
@@ -114,5 +114,5 @@ def _refuse_same(addresses: dict[str, str]) -> None:
     names: dict[str, str] = {}
     for name, address in addresses.items():
         if address in names:
-            raise ConfigError(f"{names[address]} and {name} are one host, {address}; for two ranks there say --ppn 2")
+            raise ConfigError(f"{names[address]} and {name} are one host, {address}; for two ranks there, use --ppn 2")
         names[address] = name

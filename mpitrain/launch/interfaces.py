@@ -1,7 +1,7 @@
-"""Which network interface each MPI, NCCL and Gloo must use: the one that the route to the other hosts leaves by.
+"""Which network interface each MPI, NCCL and Gloo must use: the one on the route to the other hosts.
 
-Left to themselves they may choose one that leads nowhere: docker0 has the same address on every machine. Each has
-variables of its own for it; what the user has set stays. A pure function of the hosts' routes.
+By themselves they may choose an interface that leads nowhere: docker0 has the same address on every machine. Each has
+its own variables for the interface; variables that the user has set stay. A pure function of the hosts' routes.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from typing import Any
 
 from mpitrain.launch.libraries import Vendor
 
-# Which take the name of an interface, and how they want it written.
+# Variables that take the name of an interface, and the form in which they want the name.
 _BY_NAME = {
     "UCX_NET_DEVICES": "{}",  # MPICH and Open MPI with UCX
     "FI_TCP_IFACE": "{}",  # MPICH and Intel MPI with libfabric
-    "NCCL_SOCKET_IFNAME": "={}",  # exactly this one, not all that begin so
+    "NCCL_SOCKET_IFNAME": "={}",  # exactly this name, not all names that begin with it
     "GLOO_SOCKET_IFNAME": "{}",
 }
-# Which take networks in CIDR form, so that the names may differ from host to host: Open MPI's, and those of the
-# runtime below it: version 4's, and version 5's.
+# Variables that take networks in CIDR form, so that the names may differ between hosts: those of Open MPI, and those of
+# the runtimes of version 4 and version 5.
 _BY_NETWORK: dict[Vendor, tuple[str, ...]] = {
     "openmpi": ("OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_oob_tcp_if_include", "PRTE_MCA_prte_if_include")
 }
-# mpiexec's own; for all hosts the same.
+# mpiexec's own variables, the same for all hosts.
 _BY_MPIEXEC: dict[Vendor, str] = {"mpich": "HYDRA_IFACE", "impi": "I_MPI_HYDRA_IFACE"}
-# RDMA hardware is not reached through a network interface; UCX finds it by itself.
+# No network interface leads to RDMA hardware; UCX finds RDMA devices by itself.
 _NOT_WITH_RDMA = ("UCX_NET_DEVICES",)
 
 
@@ -35,9 +35,9 @@ class Pinning:
     """The variables to set.
 
     Attributes:
-        common: on all hosts.
-        by_host: on one host only, in each rank before MPI starts.
-        note: what could not be pinned, or is pinned host by host; empty if there is nothing to say.
+        common: variables for all hosts.
+        by_host: variables for one host only, set in each rank before MPI starts.
+        note: a remark for the user on what was pinned per host, or could not be pinned; else empty.
     """
 
     common: Mapping[str, str] = field(default_factory=dict)
@@ -48,15 +48,15 @@ class Pinning:
 def pin(
     facts: Mapping[str, Mapping[str, Any]], hosts: Sequence[str], vendor: Vendor, environ: Mapping[str, str]
 ) -> Pinning:
-    """The variables that keep the job on the network between `hosts`.
+    """Choose the variables that keep the job on the network between `hosts`.
 
     Args:
-        facts: of every host, as facts.collect gives them; the launching machine may be one more.
+        facts: by host, as returned by facts.collect; the launching machine may be one more.
         hosts: those with ranks.
         vendor: whose mpiexec it is.
         environ: the user's environment.
     """
-    # One host has to reach the launching machine only.
+    # A single host has to reach only the launching machine.
     peers = hosts if len(hosts) > 1 else list(facts)
     routes: dict[str, list[dict[str, str]]] = {
         host: [facts[host]["routes"].get(peer, {}) for peer in peers if peer != host] for host in hosts
@@ -77,11 +77,9 @@ def pin(
     }
     if len(set(names.values())) > 1:
         shown = ", ".join(f"{name} on {host}" for host, name in names.items())
-        return Pinning(
-            common, by_name, f"the hosts reach each other by differing interfaces, set in each rank: {shown}"
-        )
+        return Pinning(common, by_name, f"the interfaces between the hosts differ, so each rank sets its own: {shown}")
     name = names[hosts[0]]
-    # Also for this machine, if it has no ranks: its mpiexec tells the others its address.
+    # Also for this machine, even without ranks: its mpiexec tells the others its address.
     variable = _BY_MPIEXEC.get(vendor, "")
     is_everywhere = all(route.get("interface") == name for host in facts for route in facts[host]["routes"].values())
     if variable and variable not in environ and is_everywhere:

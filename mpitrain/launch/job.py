@@ -1,4 +1,4 @@
-"""Runs one mpiexec command from start to end, so that nothing of it is left and the exit code is honest."""
+"""Runs one mpiexec command from start to end, such that no process is left and the exit code is true."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from mpitrain.launch.printer import Printer
 from mpitrain.watching.census import FirstEnd
 from mpitrain.watching.rank_record import INTERRUPTED, RankRecord
 
-# After a signal the ranks have this long to end by themselves (to close files, say) before they are killed.
+# After a signal the ranks have this long to end by themselves (for example, to close files) before they are killed.
 GRACE_SECONDS = 5.0
-# When mpiexec has returned, its daemons and a rank's helpers (multiprocessing's) may need a moment to follow.
+# After mpiexec has returned, its daemons and the helpers of ranks (from multiprocessing) may need a moment to end.
 LINGER_SECONDS = 2.0
-# When all processes of the job have ended, what they wrote is there already.
+# When all processes of the job have ended, all their output has arrived already.
 _DRAIN_SECONDS = 10.0
-# When it has been killed.
+# The same, after the processes were killed.
 _DEAD_SECONDS = 10.0
 
 _READ_BYTES = 1 << 16
@@ -42,55 +42,55 @@ class Watched(Protocol):
 
     @property
     def is_gone(self) -> bool:
-        """Somebody has removed the roll call."""
+        """True if somebody removed the roll call."""
 
     def begin(self) -> None:
-        """mpiexec has been started."""
+        """Take note that mpiexec has been started."""
 
     def news(self) -> list[str]:
-        """What to tell the user now, a line each."""
+        """Return what to tell the user now, one line per entry."""
 
     def trouble(self) -> list[str]:
-        """Why the job must be ended now, a line each."""
+        """Return why the job must be ended now, one line per entry."""
 
     def missing(self) -> list[int]:
-        """The ranks that began and did not come to their end."""
+        """Return the ranks that began and did not finish."""
 
     def lost(self) -> list[str]:
-        """The hosts that vanished."""
+        """Return the hosts that fell silent."""
 
     def lost_ranks(self) -> list[int]:
         """The ranks that were lost, and without which the others went on."""
 
     def first_ends(self) -> list[FirstEnd]:
-        """What ended first on each host where that is known; the first of all first."""
+        """Return the first end on each host, if known, in order of time."""
 
     def records(self) -> dict[int, RankRecord]:
-        """What each rank has said last."""
+        """Return the last record of each rank."""
 
     def failed(self) -> RankRecord | None:
-        """Of the rank that failed first; None: none has."""
+        """Return the record of the rank that failed first; None: no rank has failed."""
 
     def end(self, linger_seconds: float) -> tuple[list[str], list[str]]:
-        """End what is left there: what that was, and what could not be ended, a line each."""
+        """End what is left on all hosts; return what that was, and what could not be ended, one line per entry."""
 
 
 def run_job(job: JobSpec, watched: Watched) -> Ended:
     """Run the mpiexec command of `job`, print its output, and say how it ended, with the exit code for this process.
 
-    The code is 0 only if mpiexec says so, no rank reported a failure or vanished and no process was left over; 128 +
-    the signal when one ended the job, here or (where mpiexec tells) in a rank. SIGINT, SIGTERM and SIGHUP to this
-    process end the whole job: they are passed on first, and after `GRACE_SECONDS` or at a second signal all
-    is killed. The ranks read nothing from stdin. For the main thread of a process that does little else: it
-    becomes the parent of every orphan below it.
+    The code is 0 only if mpiexec returned 0, no rank reported a failure or vanished, and no process was left over. It
+    is 128 + the signal if a signal ended the job, here or (if mpiexec says so) in a rank. SIGINT, SIGTERM and SIGHUP to
+    this process end the whole job: it passes them on, and after `GRACE_SECONDS` or at a second signal it kills all
+    processes. The ranks read nothing from stdin. Call this in the main thread of a process that does little else: the
+    process becomes the parent of every orphan below it.
 
     Args:
         job: what to start.
-        watched: the job as the guards of its hosts see it.
+        watched: the job as seen by the guards of its hosts.
 
     Raises:
         LaunchError: mpiexec cannot be started.
-        BrokenPipeError: nobody reads the output; all has been killed.
+        BrokenPipeError: nobody reads the output; all processes have been killed.
     """
     return _Run(job, watched).run()
 
@@ -100,13 +100,13 @@ class _Run:
         self._command = command_for(job, os.environ)
         self._watched = watched
         self._is_here, self._own, self._host_of = job.placement.is_here, job.placement.own, job.placement.host_of
-        self._trouble: list[str] = []  # why we have ended the job
+        self._trouble: list[str] = []  # why the launcher ended the job
         self._printer = Printer(
             self._command.tag, job.placement.num_ranks, job.shows_ranks, shows_bar=job.context.columns > 0
         )
-        self._signals: list[int] = []  # that came to this process
+        self._signals: list[int] = []  # signals to this process
         self._kill_at = float("inf")
-        self._mpiexec_ended = 0.0  # when it was seen; 0: it was not
+        self._mpiexec_ended = 0.0  # when its end was seen; 0: not yet
         self._not_ours: set[int] = set()
 
     def run(self) -> Ended:
@@ -123,12 +123,12 @@ class _Run:
                 self._watch(mpiexec, pipes)
                 left = self._end(mpiexec, pipes)
                 returncode = mpiexec.wait(_DEAD_SECONDS)
-            except BaseException:  # such as BrokenPipeError: nobody reads our output any more (`| head`)
+            except BaseException:  # such as BrokenPipeError: nobody reads the output any more (`| head`)
                 processes.kill_all(self._alive)
                 self._watched.end(0.0)
                 raise
             finally:
-                # Not Popen's own `with`, which waits for ever for a process that cannot be killed.
+                # Not Popen's own `with`, which would wait for ever for a process that cannot be killed.
                 for pipe in (mpiexec.stdout, mpiexec.stderr):
                     assert pipe is not None
                     pipe.close()
@@ -147,14 +147,14 @@ class _Run:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C in the terminal comes to us alone
+                start_new_session=True,  # Ctrl-C in the terminal reaches the launcher only
                 preexec_fn=processes.end_with_parent(),  # noqa: PLW1509 (there are no threads yet)
             )
         except OSError as error:
             raise LaunchError(f"{arguments[0]} cannot be run: {error.strerror}") from error
 
     def _watch(self, mpiexec: subprocess.Popen[bytes], pipes: selectors.BaseSelector) -> None:
-        """Until everything has ended, or must be ended."""
+        """Loop until everything has ended, or must be ended."""
         linger_until = float("inf")
         while time.monotonic() < min(self._kill_at, linger_until):
             self._read(pipes, timeout_seconds=0.05 if self._printer.is_waiting else 0.2)
@@ -187,36 +187,36 @@ class _Run:
     def _pass_signals_on(self, mpiexec: subprocess.Popen[bytes]) -> None:
         if self._signals and self._kill_at == float("inf"):
             name = signal.Signals(self._signals[0]).name
-            self._printer.say(f"{name}: ending the job; again to kill it at once")
-            # Not every mpiexec knows what SIGHUP means.
+            self._printer.say(f"{name}: ending the job; a second signal kills it at once")
+            # Some mpiexecs do not know SIGHUP.
             mpiexec.send_signal(signal.SIGINT if self._signals[0] == signal.SIGINT else signal.SIGTERM)
             self._kill_at = time.monotonic() + GRACE_SECONDS
         elif len(self._signals) > 1:
             self._kill_at = 0.0
 
     def _end(self, mpiexec: subprocess.Popen[bytes], pipes: selectors.BaseSelector) -> list[str]:
-        """Kill what is left, which is returned, a line each, and print the rest of the output."""
+        """Kill what is left, and print the rest of the output. Return the killed processes, one line each."""
         left = [f"{pid} {processes.command_line(pid)}" for pid in sorted(self._alive())]
         immortal = processes.kill_all(self._alive)
         beyond = [f"process {pid} could not be killed: {processes.command_line(pid)}" for pid in sorted(immortal)]
         mpiexec.poll()
         deadline = time.monotonic() + _DRAIN_SECONDS
-        while not immortal and pipes.get_map():  # an immortal process would hold the pipe open
+        while not immortal and pipes.get_map():  # an immortal process holds the pipe open
             self._read(pipes, timeout_seconds=0.05)
             if time.monotonic() > deadline:
-                beyond.append("somebody else holds the job's output open; the last of it may be missing")
+                beyond.append("another process holds the job's output open; the end of the output may be missing")
                 break
         there, beyond_there = self._watched.end(0.0 if self._is_forced else LINGER_SECONDS)
         left, beyond = left + there, beyond + beyond_there
         if left and not self._is_forced:
-            self._printer.say(f"mpiexec has ended, but {len(left)} processes of the job had not, and were killed:")
+            self._printer.say(f"mpiexec ended before {len(left)} processes of the job, which were killed:")
             for line in left:
                 self._printer.say(f"    {line}")
         for line in beyond:
             self._printer.say(line)
         self._printer.close()
         if self._watched.is_gone:
-            self._printer.say(f"cannot check that all ranks came to their end: {self._watched.path} has gone")
+            self._printer.say(f"cannot check that all ranks finished: {self._watched.path} was removed")
         return left
 
     def _say_trouble(self) -> None:
@@ -225,7 +225,7 @@ class _Run:
 
     @property
     def _is_forced(self) -> bool:
-        """True when we end the job, so that what is left of it is no surprise."""
+        """True if the launcher ended the job, so that leftover processes are no surprise."""
         return bool(self._signals or self._trouble)
 
     def _ended(self, returncode: int, left: list[str]) -> Ended:
@@ -250,7 +250,7 @@ class _Run:
             return 128 + self._signals[0]
         if self._trouble:
             return 1
-        if failed := first_failure(ended):  # mpiexec may tell how it has ended another rank because of it
+        if failed := first_failure(ended):  # mpiexec may report another rank, which it ended because of this one
             return 128 + signal.SIGINT if failed.error == INTERRUPTED else 1
         if self._watched.lost_ranks() and not (left or ended.missing):
             return 0  # mpiexec speaks of ranks that the others have replaced
@@ -265,15 +265,15 @@ class _Run:
         return processes.alive_below(self._not_ours)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        self._signals.append(number)  # the loop looks at it: printing is not safe in here
+        self._signals.append(number)  # the loop handles it: a signal handler must not print
 
 
 @contextmanager
 def _handled(handler: Callable[[int, FrameType | None], None], is_here: bool) -> Iterator[None]:
-    # What our parent had ignored stays ignored: `nohup mpitrain run ... &` outlives its terminal.
+    # Signals that the parent ignored stay ignored: `nohup mpitrain run ... &` outlives its terminal.
     numbers = [number for number in _END_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, handler) for number in numbers}
-    if not is_here:  # stopped, we would be silent, and the other hosts would end the job
+    if not is_here:  # a stopped launcher is silent, and the other hosts would end the job
         before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, lambda *_: None)
     try:
         yield

@@ -1,4 +1,4 @@
-"""The jobs of this user on several hosts, as each host's roster has them; and the end of one."""
+"""The jobs of this user on several hosts, as reported by each host's roster; and how one of them is ended."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from mpitrain.watching.rank_record import BUSY, ENDED, WAITS
 from mpitrain.watching.view import RankView, from_json
 
 _ROSTER = (*GUARD, "launch.roster")
-_ANSWER_SECONDS = 45.0  # hosts with jobs are busy: a login and a Python take seconds there
-_END_SECONDS = 70.0  # after that, a job is given 17 s to end
+_ANSWER_SECONDS = 45.0  # hosts with jobs are busy: a login and the start of Python take seconds there
+_END_SECONDS = 70.0  # after the answer, a job has 17 s to end
 
 
 @dataclass
@@ -24,14 +24,14 @@ class RunningJob:
 
     token: str
     script: str = ""
-    since: float = float("inf")  # seconds since the epoch
+    since: float = float("inf")  # in seconds since the epoch
     ranks: dict[int, RankView] = field(default_factory=dict)
     num_processes: dict[str, int] = field(default_factory=dict)
     launcher: str = ""
-    is_launched: bool = False  # its launcher is alive on one of the hosts
+    is_launched: bool = False  # the launcher is alive on one of the hosts
 
     def where(self) -> str:
-        """Such as `0-3 on node1, 4-7 on node2`."""
+        """Return text such as `0-3 on node1, 4-7 on node2`."""
         by_host: dict[str, list[int]] = {}
         for rank, view in sorted(self.ranks.items()):
             by_host.setdefault(view.host, []).append(rank)
@@ -39,7 +39,7 @@ class RunningJob:
         return ", ".join(named) or f"none on {', '.join(self.num_processes)}"
 
     def state(self, hosts: Iterable[str]) -> str:
-        """In a few words; `hosts` are those that were asked."""
+        """Describe the state in a few words; `hosts` are those that were asked."""
         views = self.ranks.values()
         if stopped := sorted(rank for rank, view in self.ranks.items() if view.state in ("T", "t")):
             return f"rank {rank_ranges(stopped)} stopped"
@@ -53,17 +53,17 @@ class RunningJob:
         return "runs"
 
     def step(self) -> str:
-        """The last step that a rank has begun; "-": none has."""
+        """Return the last step that a rank has begun; "-": no rank has begun one."""
         return str(max((view.record.step for view in self.ranks.values()), default=0) or "-")
 
     def metrics(self) -> str:
-        """The loss and how many samples a second, of the lowest rank that has reported them; "-": none has."""
+        """Return loss and samples per second, of the lowest rank that has reported them; "-": none has."""
         reported = next((view.record.metrics for _, view in sorted(self.ranks.items()) if view.record.metrics), {})
         return ", ".join(f"{name} {value:.4g}" for name, value in reported.items()) or "-"
 
 
 def find_jobs(placement: Placement) -> tuple[list[RunningJob], dict[str, str]]:
-    """The jobs on the machines of `placement`, the oldest first; and by host why it could not be asked."""
+    """Return the jobs on the machines of `placement`, oldest first; and by host why a host could not be asked."""
     answers, wrong = _ask(placement, {}, _ANSWER_SECONDS)
     by_id: dict[str, RunningJob] = {}
     for host, answer in answers.items():
@@ -80,13 +80,13 @@ def find_jobs(placement: Placement) -> tuple[list[RunningJob], dict[str, str]]:
 
 
 def end_job(placement: Placement, token: str) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """End a job on all hosts: by host the processes that could not be ended, and why a host could not be asked."""
+    """End a job on all hosts. Return by host the processes that survived, and why a host could not be asked."""
     answers, wrong = _ask(placement, {"end": token}, _END_SECONDS)
     return {host: [f"{pid} {line}" for pid, line in answer["left"]] for host, answer in answers.items()}, wrong
 
 
 def _ask(placement: Placement, wish: Mapping[str, Any], seconds: float) -> tuple[dict[str, Any], dict[str, str]]:
-    """Every host's answer, and by host why there is none."""
+    """Return every host's answer, and by host why there is none."""
     hosts = placement.machines
     now = time.monotonic()
     connections = {host: connect(host, host == placement.own, wish, now, _ROSTER) for host in hosts}

@@ -1,8 +1,8 @@
-"""What launched this process, told from the variables it left; and the refusal of a half-launched job.
+"""What launched this process, from the variables that the launcher left; and the refusal of a half-launched job.
 
-A half-launched job is n processes that a launcher started as one job and that MPI takes for n jobs of one: the mpiexec
+A half-launched job is n processes that a launcher started as one job and that MPI takes for n jobs of one rank: mpiexec
 belongs to one MPI, the library to another. The three checks refuse it before the start (`mpitrain run`), before
-MPI_Init and after it (`mpitrain.init()`).
+MPI_Init, and after MPI_Init (`mpitrain.init()`).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from mpitrain.launch.libraries import (
     vendor_of_library,
 )
 
-# Slurm numbers its batch script, interactive shell and the like as steps too, from 2^32 - 6 upwards.
+# Slurm also numbers batch scripts, interactive shells and the like as steps, from 2^32 - 6 upwards.
 _FIRST_SPECIAL_SLURM_STEP = 2**32 - 6
 
-# It finds the mpiexec that belongs to the library by itself.
+# `mpitrain run` finds the mpiexec that belongs to the library.
 _RIGHT_COMMAND = "mpitrain run -n {size} SCRIPT"
 
 
@@ -39,18 +39,18 @@ class Launched:
 
     launcher: str  # for messages: "mpiexec of MPICH or Intel MPI"
     vendor: Literal["mpich-like", "openmpi"] | None  # whose library the launcher can serve; None: any
-    size: int  # processes that it started
+    size: int  # processes that the launcher started
     rank: int | None  # None where only the size is known
     variable: str  # the environment variable that gave `size`
 
 
 def launched_by(environ: Mapping[str, str]) -> Launched | None:
-    """What started this process, from the variables it left behind; None for a plain `python train.py`.
+    """Return what started this process, from the variables that it left; None for a plain `python train.py`.
 
-    Open MPI's and Hydra's variables come before Slurm's: their own daemons run as Slurm steps whose task
-    count is that of the nodes. A Slurm allocation without a step (a batch script) started nothing.
-    `mpitrain run` alone is named only when no MPI launcher left a mark; see `expected_sizes` for both.
-    Raises `LaunchError` when a variable is not a number.
+    Open MPI's and Hydra's variables come before Slurm's: their own daemons run as Slurm steps whose task count is the
+    number of nodes. A Slurm allocation without a step (a batch script) started nothing. `mpitrain run` alone is named
+    only if no MPI launcher left a mark; see `expected_sizes` for both. Raises `LaunchError` if a variable is not a
+    number.
     """
     if "OMPI_COMM_WORLD_SIZE" in environ:
         rank = _number(environ, "OMPI_COMM_WORLD_RANK")
@@ -70,9 +70,9 @@ def launched_by(environ: Mapping[str, str]) -> Launched | None:
 
 
 def expected_sizes(environ: Mapping[str, str]) -> dict[str, int]:
-    """Every count of processes that a launcher announced, by variable; MPI's own size must equal each.
+    """Return every count of processes that a launcher announced, by variable. MPI's own size must equal each of them.
 
-    Raises `LaunchError` when a variable is not a number.
+    Raises `LaunchError` if a variable is not a number.
     """
     launched = launched_by(environ)
     sizes = {launched.variable: launched.size} if launched else {}
@@ -82,13 +82,13 @@ def expected_sizes(environ: Mapping[str, str]) -> dict[str, int]:
 
 
 def check_mpiexec(mpiexec: Mpiexec, library: Library, num_ranks: int, typed: Sequence[str]) -> None:
-    """Raise LaunchError where `mpiexec` cannot start ranks that load `library`. Before the start.
+    """Raise LaunchError if `mpiexec` cannot start ranks that load `library`. Called before the start.
 
     Args:
-        mpiexec: that would start the ranks.
-        library: that their Python loads.
-        num_ranks: of the job.
-        typed: the subcommand, and what the user typed behind its launch options; for a command that repairs.
+        mpiexec: the mpiexec that would start the ranks.
+        library: the library that the ranks' Python loads.
+        num_ranks: number of ranks of the job.
+        typed: the subcommand, and the words that the user typed behind its launch options; for the remedy.
     """
     if can_launch(mpiexec.vendor, library.vendor):
         return
@@ -106,7 +106,7 @@ def check_mpiexec(mpiexec: Mpiexec, library: Library, num_ranks: int, typed: Seq
 
 
 def check_vendor(library_version: str, environ: Mapping[str, str]) -> None:
-    """Raise LaunchError where the launcher cannot start processes of this library. Before MPI_Init.
+    """Raise LaunchError if the launcher cannot start processes of this library. Called before MPI_Init.
 
     Args:
         library_version: the text of `MPI.Get_library_version()`.
@@ -122,7 +122,7 @@ def check_vendor(library_version: str, environ: Mapping[str, str]) -> None:
 
 
 def check_size(library_version: str, environ: Mapping[str, str], size: int) -> None:
-    """Raise LaunchError unless MPI sees as many processes as the launcher started. After MPI_Init.
+    """Raise LaunchError unless MPI sees as many processes as the launcher started. Called after MPI_Init.
 
     Args:
         library_version: the text of `MPI.Get_library_version()`.
@@ -148,12 +148,12 @@ def _mark(
 
 
 def _number(environ: Mapping[str, str], name: str) -> int | None:
-    """The variable as a number that is not negative; None when it is not set."""
+    """Return the variable as a number of at least 0; None if it is not set."""
     text = environ.get(name)
     if text is None:
         return None
     if not text.isdecimal():
-        raise LaunchError(f"the environment variable {name} is {text!r}, a whole number is wanted")
+        raise LaunchError(f"the environment variable {name} is {text!r}; it must be a whole number of at least 0")
     return int(text)
 
 
@@ -164,6 +164,6 @@ def _message(launched: Launched | None, variable: str, expected: int, library: V
     return (
         f"{rank} on {socket.gethostname()}: {launcher} started {expected} processes ({variable}={expected}), but "
         f"mpi4py loads {VENDOR_NAMES[library]}, which sees {size}{jobs}. "
-        f"Start it with the mpiexec of {VENDOR_NAMES[library]}, or let mpitrain find that one:\n"
+        f"Start the program with the mpiexec of {VENDOR_NAMES[library]}, or let mpitrain find that mpiexec:\n"
         f"    {_RIGHT_COMMAND.format(size=expected)}"
     )

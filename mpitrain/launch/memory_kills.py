@@ -1,10 +1,10 @@
-"""Whether the kernel killed a process of this host for want of memory: its own words, or what its counters say.
+"""Whether the kernel killed a process of this host because memory ran out: from the kernel's log, or its counters.
 
-The kernel names each process that its out-of-memory killer takes, but on many systems root alone may read that
-(dmesg_restrict of proc(5)). Its counters are open to all: `oom_kill` of a control group (memory.events, or
-memory.oom_control of version 1) is about the processes of that group, that of /proc/vmstat about the whole machine.
+The kernel's log names each process that its out-of-memory killer ends, but on many systems only root may read the log
+(dmesg_restrict of proc(5)). All users may read the counters: `oom_kill` of a control group (memory.events, or
+memory.oom_control of version 1) counts the processes of that group, and that of /proc/vmstat those of the machine.
 
-Sent to the guards as text, so it imports nothing of ours and does with an old Python.
+Sent to the guards as text. So this module imports no other module of mpitrain, and must run with old Pythons.
 """
 
 from __future__ import annotations
@@ -17,44 +17,44 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-# So begins what is said where the kernel's log names the process.
+# The first words of the message when the kernel's log names the process.
 KERNEL_KILLED = "the kernel killed it"
 
 _LOG = "/dev/kmsg"
 _VMSTAT = "/proc/vmstat"
 _GROUPS = "/sys/fs/cgroup"
-# Of the first namespace of processes (include/linux/proc_ns.h): in another one the log has other numbers.
+# The inode of the first process namespace (include/linux/proc_ns.h): in other namespaces the log has other numbers.
 _FIRST_NAMESPACE = 0xEFFFFFFC
 _JOURNAL_SECONDS = 5.0
 _RECORD_BYTES = 8192
 
 
 class MemoryKills:
-    """Those since it was made."""
+    """The kills since this object was made."""
 
     def __init__(self) -> None:
         self._since = time.time()
         self._log = _open_log()
-        self._lines: list[str] = []  # of the log, read so far
+        self._lines: list[str] = []  # lines of the log, as far as read
         self._counted: dict[str, int] = {}
-        self._risen: dict[str, int] = {}  # since then, as last read
-        self._groups: dict[int, str] = {}  # by process: the file with the counter of its group
+        self._risen: dict[str, int] = {}  # the counters, as last read
+        self._groups: dict[int, str] = {}  # by process: the file with its group's counter
         self._count(_VMSTAT)
 
     def watch(self, pid: int) -> None:
-        """Remember how often it has happened in the control group of this process, which is alive."""
+        """Note the counter of the control group of this process, which is alive."""
         if pid in self._groups:
             return
         self._groups[pid] = next((path for path in _counters(pid) if Path(path).exists()), "")
         self._count(self._groups[pid])
 
     def words(self, pid: int) -> str:
-        """What the kernel says of the end of this process; empty where it says that it did not kill it."""
+        """Return what the kernel says about the end of this process; empty if the kernel did not kill it."""
         has_numbers = Path("/proc/self/ns/pid").stat().st_ino == _FIRST_NAMESPACE
         counters = [path for path in (self._groups.get(pid, ""), _VMSTAT) if path in self._counted]
         counts = {path: _read_counter(path) for path in counters}
         self._risen.update((path, count) for path, count in counts.items() if count > self._counted[path])
-        # A group may go with its last process. What its counter has said by then stays; else it says nothing.
+        # A group may vanish with its last process. The last counter read before stays valid; without one, say nothing.
         counters = [path for path in counters if path in self._risen or counts[path] >= 0]
         if counters and counters[0] not in self._risen:
             return ""
@@ -66,7 +66,7 @@ class MemoryKills:
             return ""
         if not counters:
             return "the kernel may have killed it for want of memory: `sudo dmesg | grep -i 'killed process'` there"
-        # It may have been another process of the group, such as a worker of a DataLoader.
+        # The kernel may have killed another process of the group, such as a worker of a DataLoader.
         rose = f"oom_kill in {counters[0]} rose from {self._counted[counters[0]]} to {self._risen[counters[0]]}"
         return f"the kernel may have killed it for want of memory: {rose}"
 
@@ -77,12 +77,12 @@ class MemoryKills:
 
 
 def _open_log() -> int | None:
-    """The kernel's log, from here on; None where this user may not read it."""
+    """Open the kernel's log at its present end; None if this user may not read it."""
     try:
         log = os.open(_LOG, os.O_RDONLY | os.O_NONBLOCK)
         os.lseek(log, 0, os.SEEK_END)
         os.read(log, _RECORD_BYTES)
-    except BlockingIOError:  # there is nothing new in it, as it should be
+    except BlockingIOError:  # nothing new, as expected
         return log
     except OSError:
         return None
@@ -90,11 +90,11 @@ def _open_log() -> int | None:
 
 
 def _records(log: int) -> Iterator[str]:
-    """What is new in it: a record each read, "6,1234,98765,-;text" and lines with details."""
+    """Return the new records: each read gives one, "6,1234,98765,-;text" and lines with details."""
     while True:
         try:
             record = os.read(log, _RECORD_BYTES)
-        except BrokenPipeError:  # the oldest ones have been overwritten; the next read has the oldest that is there
+        except BrokenPipeError:  # old records were overwritten; the next read gives the oldest one left
             continue
         except OSError:
             return
@@ -102,7 +102,7 @@ def _records(log: int) -> Iterator[str]:
 
 
 def _journal(since: float) -> list[str]:
-    """The kernel's log as systemd keeps it, for the members of some groups."""
+    """Read the kernel's log from systemd's journal, which the members of some groups may read."""
     command = ["journalctl", "-k", "-q", "-o", "cat", "--no-pager", f"--since=@{since:.0f}"]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         quiet = subprocess.DEVNULL
@@ -114,7 +114,7 @@ def _journal(since: float) -> list[str]:
 
 
 def _counters(pid: int) -> Iterator[str]:
-    """Where the counter of a process's control group may be: "4:memory:/a/b" of version 1, "0::/a/b" of 2."""
+    """Return where the counter of a process's control group may be: "4:memory:/a/b" of version 1, "0::/a/b" of 2."""
     try:
         lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
     except OSError:
@@ -128,7 +128,7 @@ def _counters(pid: int) -> Iterator[str]:
 
 
 def _read_counter(path: str) -> int:
-    """-1: there is none."""
+    """Return the counter; -1: there is none."""
     try:
         text = Path(path).read_text()
     except (OSError, ValueError):

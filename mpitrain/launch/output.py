@@ -1,8 +1,8 @@
-"""What the ranks print, as one readable stream: `[0-3] loss 0.31` instead of the same line four times.
+"""The output of the ranks as one readable stream: `[0-3] loss 0.31` instead of the same line four times.
 
     a rank's bytes ── LineCutter ──> pieces ── Merger ──> pieces with their ranks
 
-Pure: fed with the time from outside, on bytes, no threads. A line is held back for at most 0.2 s.
+Pure: no threads; the caller passes in bytes and the time. A line is held back for at most 0.2 s.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import NamedTuple
 
 from mpitrain.launch.tags import MPIEXEC
 
-PARTIAL_SECONDS = 0.1  # a line without its end is shown after this time, so that a prompt is seen
+PARTIAL_SECONDS = 0.1  # an unfinished line is shown after this time, so that prompts appear
 MERGE_SECONDS = 0.1  # a line waits this long for the same line from other ranks
 
-# A flood of differing lines is passed on at once: nobody reads it, and searching through it takes time.
+# A flood of differing lines is passed on at once: nobody reads it, and searching it takes time.
 _MAX_WAITING = 256
 
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 
 
 class OutputPiece(NamedTuple):
-    """A line; with the `end` b"\\r" a progress line, with b"" the beginning of a line."""
+    """A line. An `end` of b"\\r" marks a progress line, b"" the beginning of a line."""
 
     text: bytes
     end: bytes
@@ -35,10 +35,10 @@ class LineCutter:
     """Cuts the bytes of each rank into pieces."""
 
     def __init__(self) -> None:
-        self._begun: dict[int, tuple[float, bytes]] = {}  # by rank: since when, and a line without its end
+        self._begun: dict[int, tuple[float, bytes]] = {}  # by rank: start time and text of an unfinished line
 
     def feed(self, now: float, rank: int, data: bytes) -> Iterator[OutputPiece]:
-        """The lines that `data` completes."""
+        """Yield the lines that `data` completes."""
         since, begun = self._begun.pop(rank, (now, b""))
         data = begun + data
         position = 0
@@ -49,7 +49,7 @@ class LineCutter:
             self._begun[rank] = (since, data[position:])
 
     def overdue(self, now: float) -> Iterator[tuple[int, OutputPiece]]:
-        """The lines, by rank, whose end has not come for too long; what follows continues them."""
+        """Yield, by rank, the lines that have been unfinished for too long; what follows continues them."""
         for rank, (since, text) in list(self._begun.items()):
             if now >= since + PARTIAL_SECONDS:
                 del self._begun[rank]
@@ -57,7 +57,7 @@ class LineCutter:
 
     @property
     def is_waiting(self) -> bool:
-        """True while some line has no end yet."""
+        """True while a line is unfinished."""
         return bool(self._begun)
 
 
@@ -70,16 +70,16 @@ class _Waiting:
 
 
 class Merger:
-    """Joins equal pieces that several ranks write at about the same time; keeps the order of every rank.
+    """Joins equal pieces that several ranks write at about the same time. Keeps the order of every rank.
 
-    Pieces leave in the order in which their first rank wrote them. A piece may join an equal one that is
-    still waiting only if that came after everything its rank has written before.
+    Pieces leave in the order in which their first rank wrote them. A piece joins an equal one that still waits only if
+    the waiting piece came after everything that the rank wrote before.
     """
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self._queue: deque[_Waiting] = deque()
-        self._last_number: dict[int, int] = {}  # by rank: its newest piece
+        self._last_number: dict[int, int] = {}  # by rank: the number of its newest piece
         self._next_number = 0
 
     def feed(self, now: float, rank: int, piece: OutputPiece) -> None:
@@ -94,7 +94,7 @@ class Merger:
         self._last_number[rank] = waiting.number
 
     def ready(self, now: float) -> Iterator[tuple[tuple[int, ...], OutputPiece]]:
-        """The pieces to be printed now, each with the ranks that wrote it, in increasing order."""
+        """Yield the pieces to print now, each with the ranks that wrote it, in increasing order."""
         while self._queue:
             first = self._queue[0]
             complete = len(first.ranks) == self._num_ranks or MPIEXEC in first.ranks
@@ -105,5 +105,5 @@ class Merger:
 
     @property
     def is_waiting(self) -> bool:
-        """True while some piece has not been given out."""
+        """True while pieces wait to be printed."""
         return bool(self._queue)

@@ -1,4 +1,4 @@
-"""A job over several hosts, from their facts to its end: asked, compared, pinned, started, watched.
+"""A job over several hosts, from their facts to its end: compared, pinned to interfaces, started, watched.
 
 guards connect ─> facts ─> compare, or refuse ─> pin interfaces ─> mpiexec ─> watch ─> guards end what is left
 """
@@ -30,11 +30,11 @@ from mpitrain.launch.watched import WatchedJob, identified
 _FOLDER = Path(OF_SOCKETS)  # of the roll call
 _THREADS = "OMP_NUM_THREADS"
 
-# Variables that say which code and libraries Python finds.
+# Variables that decide which code and libraries Python finds.
 _FOR_PYTHON = ("PYTHON", "LD_", "MPI4PY_")
 
-# What mpiexec takes for ssh: ssh, and the job's mark is in the environment of what it starts, so that the guard there
-# knows it. ssh itself joins the words of a command with spaces, as "$*" does.
+# The program that mpiexec takes for ssh. It is ssh, but puts the job's mark into the environment of what ssh starts, so
+# that the guard there knows these processes. ssh itself joins the words of a command with spaces, as "$*" does.
 _MARKING_SSH = """#!/bin/sh
 options=
 while :; do
@@ -50,7 +50,7 @@ exec {ssh} $options "$host" "export {marks}; $*"
 
 
 def show(job: JobSpec, script: str, from_file: Mapping[str, str]) -> None:
-    """Print the line for mpiexec, and on stderr what would keep it from starting. The arguments are those of run."""
+    """Print the mpiexec command, and on stderr what would keep the job from starting. Arguments as for run."""
     with _guards(job.placement, script, identified(job.context, _FOLDER)) as guards:
         facts = _facts(guards, from_file)
         pinning = _pinning(job, facts)
@@ -62,10 +62,10 @@ def run(job: JobSpec, script: str, start_seconds: float, from_file: Mapping[str,
     """Start the job and see to its end.
 
     Args:
-        job: what is to be started, and on which hosts.
-        script: for the comparison of the code beside it.
-        start_seconds: within which all ranks must have started; 0: no limit.
-        from_file: variables of --env-file, set already; the devices that they name must be on all hosts.
+        job: what to start, and on which hosts.
+        script: the script, for the comparison of the code beside it.
+        start_seconds: the time within which all ranks must have started; 0: no limit.
+        from_file: variables of --env-file, already set; the devices that they name must exist on all hosts.
 
     Raises:
         LaunchError: hosts cannot be reached, or differ from this one.
@@ -83,7 +83,7 @@ def run(job: JobSpec, script: str, start_seconds: float, from_file: Mapping[str,
         marks = JobContext(job=context.job, launcher=context.launcher)
         added = {
             variable: _marking_ssh(placement.own, agent, ssh, marks),
-            # The script above is on this machine alone, so that all connections must set out from here.
+            # The ssh script above exists on this machine only, so all connections must start here.
             **({"PRTE_MCA_plm_ssh_no_tree_spawn": "1"} if job.mpiexec.vendor == "openmpi" else {}),
         }
         watched = WatchedJob(placement.places, guards, Path(context.roll_call), start_seconds)
@@ -91,7 +91,7 @@ def run(job: JobSpec, script: str, start_seconds: float, from_file: Mapping[str,
 
 
 def _guards(placement: Placement, script: str, context: JobContext, agent: Path | None = None) -> Guards:
-    """Connect to every host; the guards live as long as a `with` of the result. The one here removes `agent`."""
+    """Connect to every host; the guards live as long as a `with` of the result. This host's guard removes `agent`."""
     wish = {
         "python": sys.executable,
         "paths": [str(Path.cwd()), sys.executable, str(Path(script).absolute())],
@@ -112,10 +112,10 @@ def _guards(placement: Placement, script: str, context: JobContext, agent: Path 
 
 
 def _facts(guards: Guards, from_file: Mapping[str, str]) -> Mapping[str, HostFacts]:
-    """What each host is like. LaunchError names every host that cannot be reached, or lacks a device of `from_file`."""
+    """Return each host's facts. LaunchError names each host that is unreachable or lacks a device of `from_file`."""
     facts = guards.facts()
     refusals = [
-        Refusal(Condition.DEVICES, host, f"{text}, which is not there")
+        Refusal(Condition.DEVICES, host, f"{text}, which does not exist there")
         for host in facts
         for text in absent(from_file, facts[host]["devices"])
     ]
@@ -124,7 +124,7 @@ def _facts(guards: Guards, from_file: Mapping[str, str]) -> Mapping[str, HostFac
             "the job was not started: the file of variables does not fit the hosts",
             refusals,
             script="",
-            advice="Write it anew: mpitrain check-cluster --write-env FILE. ",
+            advice="Write the file anew: mpitrain check-cluster --write-env FILE. ",
         )
     return facts
 
@@ -132,12 +132,12 @@ def _facts(guards: Guards, from_file: Mapping[str, str]) -> Mapping[str, HostFac
 def _refuse_different(own: str, facts: Mapping[str, HostFacts], script: str) -> None:
     if refusals := differences(own, facts):
         refusal = refuse(
-            f"the job was not started: what the hosts have must be as on {own}, and is not",
+            f"the job was not started: the hosts must have the same as {own}, but they differ",
             refusals,
             script,
-            "One share for code and Python keeps hosts equal: `ansible-playbook cluster/setup.yml --tags nfs,runtime`; "
-            "it may show the others a change some seconds late. `mpitrain run --show ...` prints the line that starts "
-            "the job unchecked. ",
+            "One share for code and Python keeps hosts equal: `ansible-playbook cluster/setup.yml --tags nfs,runtime`. "
+            "On the other hosts, the share may show a change some seconds late. `mpitrain run --show ...` prints the "
+            "command that starts the job unchecked. ",
         )
         refusal.hosts = without_files(own, facts)
         raise refusal
@@ -148,7 +148,7 @@ def _pinning(job: JobSpec, facts: Mapping[str, HostFacts]) -> Pinning:
 
 
 def _fitted(job: JobSpec, facts: Mapping[str, HostFacts], pinning: Pinning, added: Mapping[str, str]) -> JobSpec:
-    """The job as its hosts need it, with `added` variables. Where guards read a roll call, ranks sign their start."""
+    """Return the job as its hosts need it, with `added` variables. With a roll call, ranks report their start."""
     placement = job.placement
     cores = {host: int(facts[host]["cores"]) for host in placement.hosts}
     refuse_crowds(placement.places, cores)
@@ -160,7 +160,7 @@ def _fitted(job: JobSpec, facts: Mapping[str, HostFacts], pinning: Pinning, adde
     }
     program = job.program
     if job.context.roll_call or settings:
-        # -P: the working folder may have a json.py that is not Python's.
+        # -P: the working folder may have a json.py other than Python's.
         program = [sys.executable, "-P", "-m", "mpitrain.launch.rank", json.dumps(settings), *program]
     return replace(
         job,
@@ -172,7 +172,7 @@ def _fitted(job: JobSpec, facts: Mapping[str, HostFacts], pinning: Pinning, adde
 
 
 def _threads(placement: Placement, cores: Mapping[str, int]) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
-    """How many threads a rank may use, for all hosts, or for each: its host's cores, shared with the others there."""
+    """Return how many threads a rank may use, on all hosts or by host: the ranks of a host share its cores."""
     if _THREADS in os.environ:
         return {}, {}
     by_host = {place.host: {_THREADS: str(max(1, cores[place.host] // place.num_ranks))} for place in placement.places}

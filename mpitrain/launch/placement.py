@@ -1,12 +1,12 @@
-"""Where the ranks of a job go: what --hosts, -n and --ppn ask for, and the one value that says it from then on.
+"""Where the ranks of a job go: what --hosts, -n and --ppn ask for, and the Placement that follows from them.
 
-    a,b                      two hosts; -n or --ppn says how many ranks each gets
+    a,b                      two hosts; -n or --ppn sets the number of ranks on each
     a/cuda:0-3x2             devices 0 to 3 of a, two ranks on each: eight ranks
-    a/cuda:0,a/cuda:2,b/cpu  one rank on each of two devices of a, and one of b's on no device
+    a/cuda:0,a/cuda:2,b/cpu  one rank on each of two devices of a, and one of b on no device
     a/cpux4                  four ranks on no device
 
 Ranks go to hosts in blocks, whatever the mpiexec: the first host has ranks 0, 1 and so on. So a rank's host and device
-are known before it starts. Pure functions; mpitrain.launch.hosts looks up names and addresses.
+are known before the rank starts. Pure functions; mpitrain.launch.hosts looks up names and addresses.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from mpitrain.errors import ConfigError
 
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 _DEVICES = re.compile(r"(?P<kind>cpu|cuda):?(?P<first>(?<=:)\d{1,9})?(-(?P<last>\d{1,9}))?(x(?P<each>\d{1,9}))?")
-# Ranks of one host: so many a core, and as many as a small machine can hold of small ranks. More than the last number
-# are refused before it is known how many cores a host has.
+# The most ranks on one host: so many per core, and as many small ranks as a small machine can hold. More than the last
+# number are refused even before the number of cores is known.
 _MOST_A_CORE, _ALWAYS_ALLOWED, _MOST_OF_ALL = 16, 64, 16384
 _FORMS = "a, a/cpu, a/cpux4, a/cuda:0, a/cuda:0-3, a/cuda:0-3x2"
 
@@ -32,7 +32,7 @@ class Place:
     host: str
     first_rank: int
     num_ranks: int
-    devices: tuple[str, ...] = ()  # of each of its ranks; none where --hosts names none
+    devices: tuple[str, ...] = ()  # the device of each rank; empty if --hosts names none
 
     @property
     def ranks(self) -> range:
@@ -42,13 +42,13 @@ class Place:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the ranks of a job go. Made once, by hosts.place_ranks; whatever comes later reads it.
+    """Where the ranks of a job go. hosts.place_ranks makes this once; all later code reads it.
 
     Attributes:
         places: the hosts with their ranks, in rank order.
-        addresses: of these hosts and of this machine, by name; empty if the job runs on this machine alone.
+        addresses: addresses of these hosts and of this machine, by name; empty if the job runs on this machine only.
         own: the name of this machine, which has ranks or only starts the job.
-        note: what the user should know about the choice of hosts; empty if there is nothing to say.
+        note: a remark for the user on the choice of hosts; else empty.
     """
 
     places: tuple[Place, ...]
@@ -58,12 +58,12 @@ class Placement:
 
     @property
     def is_here(self) -> bool:
-        """True if the job runs on this machine alone, which takes no connection."""
+        """True if the job runs on this machine only, so that it needs no connections."""
         return not self.addresses
 
     @property
     def num_ranks(self) -> int:
-        """Of the whole job."""
+        """The number of ranks of the whole job."""
         return sum(place.num_ranks for place in self.places)
 
     @property
@@ -73,20 +73,20 @@ class Placement:
 
     @property
     def machines(self) -> tuple[str, ...]:
-        """The hosts with ranks and this machine, which may have none and only start the job."""
+        """The hosts with ranks, and this machine, even if it only starts the job."""
         return tuple(self.addresses) or self.hosts
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Of the ranks in order; none where --hosts names none."""
+        """The devices of the ranks, in rank order; empty if --hosts names none."""
         return tuple(device for place in self.places for device in place.devices)
 
     def host_of(self, rank: int) -> str:
-        """The host of a rank."""
+        """Return the host of a rank."""
         return next(place.host for place in self.places if rank in place.ranks)
 
     def without(self, hosts: Set[str]) -> Placement:
-        """The placement without some hosts: the others keep their numbers of ranks, which are counted anew."""
+        """Return the placement without some hosts. The others keep their numbers of ranks; ranks are renumbered."""
         places: list[Place] = []
         for place in self.places:
             if place.host not in hosts:
@@ -99,12 +99,12 @@ class Placement:
 
 
 def parse_hosts(text: str) -> dict[str, tuple[str, ...]]:
-    """The devices of each host that `text`, the value of --hosts, names: one for each rank; none if it names none.
+    """Return by host the devices that `text`, the value of --hosts, names: one per rank; empty if it names none.
 
     Hosts come in the order in which they are first named.
 
     Raises:
-        ConfigError: something that is not of the syntax, or a host that is named twice without devices.
+        ConfigError: `text` breaks the syntax, or names a host twice without devices.
     """
     by_host: dict[str, list[str]] = {}
     for item in text.split(","):
@@ -113,31 +113,31 @@ def parse_hosts(text: str) -> dict[str, tuple[str, ...]]:
             raise ConfigError(f"{item!r} in --hosts {text} does not begin with the name of a host; known are {_FORMS}")
         if host in by_host and not (slash and by_host[host]):
             raise ConfigError(
-                f"{host} is named twice in --hosts {text}; for two ranks on each host say --ppn 2, "
-                f"for two ranks on {host} alone {host}/cpux2"
+                f"{host} is named twice in --hosts {text}; for two ranks on each host, use --ppn 2; "
+                f"for two ranks on {host} alone, use {host}/cpux2"
             )
         by_host.setdefault(host, []).extend(_devices(devices, item, text) if slash else [])
     bare = [host for host, devices in by_host.items() if not devices]
     if bare and len(bare) < len(by_host):
         raise ConfigError(
             f"in --hosts {text} some hosts have devices and {', '.join(bare)} has none; "
-            f"for one rank on no device write {bare[0]}/cpu"
+            f"for one rank on no device, write {bare[0]}/cpu"
         )
     return {host: tuple(devices) for host, devices in by_host.items()}
 
 
 def _devices(devices: str, item: str, text: str) -> list[str]:
-    """The devices of one item, one for each rank: neighbouring ranks share one."""
+    """Return the devices of one item, one per rank: neighbouring ranks share a device."""
     parts = _DEVICES.fullmatch(devices)
     if parts is None or (parts["kind"] == "cuda") != (parts["first"] is not None) or devices.startswith("cpu:"):
-        raise ConfigError(f"{item!r} in --hosts {text} is no device that is known; known are {_FORMS}")
+        raise ConfigError(f"{item!r} in --hosts {text} is not a known form; known are {_FORMS}")
     each = int(parts["each"] or 1)
     if each < 1:
         raise ConfigError(f"{item!r} in --hosts {text} asks for no rank; the number after x must be above 0")
     _refuse_count(each, item)
     if parts["kind"] == "cpu":
         if parts["last"]:
-            raise ConfigError(f"{item!r} in --hosts {text}: cpu has no numbers; for four ranks write cpux4")
+            raise ConfigError(f"{item!r} in --hosts {text}: cpu takes no numbers; for four ranks, write cpux4")
         return ["cpu"] * each
     first = int(parts["first"])
     last = int(parts["last"] or first)
@@ -151,27 +151,27 @@ def place(hosts: Mapping[str, Sequence[str]], num_ranks: int | None, ranks_per_h
     """Lay the ranks out over the hosts.
 
     Args:
-        hosts: with the devices of each, as parse_hosts gives them.
-        num_ranks: of the whole job (`-n`); None where devices or `ranks_per_host` say it.
-        ranks_per_host: `--ppn`; the last hosts may get fewer if `num_ranks` is smaller than the product.
+        hosts: by host its devices, as returned by parse_hosts.
+        num_ranks: of the whole job (`-n`); None if devices or `ranks_per_host` set the number.
+        ranks_per_host: `--ppn`; the last hosts may get fewer ranks if `num_ranks` is smaller than the product.
 
     Raises:
-        ConfigError: the numbers contradict each other, or some host would get no rank.
+        ConfigError: the numbers contradict each other, or a host would get no rank.
     """
     if any(hosts.values()):
         counts = [len(devices) for devices in hosts.values()]
         if ranks_per_host is not None:
-            raise ConfigError("the devices in --hosts say how many ranks each host has; leave out --ppn")
+            raise ConfigError("the devices in --hosts set the number of ranks on each host; leave out --ppn")
         if num_ranks not in (None, sum(counts)):
             raise ConfigError(
-                f"-n is {num_ranks}, and the devices in --hosts are for {sum(counts)} ranks; leave out -n"
+                f"-n is {num_ranks}, but the devices in --hosts are for {sum(counts)} ranks; leave out -n"
             )
     else:
         counts = _counts(len(hosts), num_ranks, ranks_per_host)
     if 0 in counts:
         idle = [host for host, count in zip(hosts, counts, strict=True) if not count]
         raise ConfigError(
-            f"{sum(counts)} ranks leave nothing to do for {', '.join(idle)}; name fewer hosts, or ask for more ranks"
+            f"with {sum(counts)} ranks, {', '.join(idle)} would have none; name fewer hosts, or ask for more ranks"
         )
     for host, count in zip(hosts, counts, strict=True):
         _refuse_count(count, host)
@@ -183,7 +183,7 @@ def place(hosts: Mapping[str, Sequence[str]], num_ranks: int | None, ranks_per_h
 
 
 def refuse_crowds(places: Sequence[Place], cores: Mapping[str, int]) -> None:
-    """Refuse more ranks than a host can hold. `cores` by host.
+    """Refuse more ranks than a host can hold; `cores` is by host.
 
     Raises:
         ConfigError: names the first such host.
@@ -193,8 +193,8 @@ def refuse_crowds(places: Sequence[Place], cores: Mapping[str, int]) -> None:
         if place.num_ranks > most:
             raise ConfigError(
                 f"{place.num_ranks} ranks on {place.host} are too many: it has {cores[place.host]} cores, and allowed "
-                f"are at most {most} ranks there ({_MOST_A_CORE} a core, and {_ALWAYS_ALLOWED} on every machine). Ask "
-                "for fewer by -n or --ppn, or name more hosts by --hosts"
+                f"are at most {most} ranks there ({_MOST_A_CORE} per core, and {_ALWAYS_ALLOWED} on every machine). "
+                "Ask for fewer with -n or --ppn, or name more hosts with --hosts"
             )
 
 
@@ -202,7 +202,7 @@ def _refuse_count(num_ranks: int, where: str) -> None:
     if num_ranks > _MOST_OF_ALL:
         raise ConfigError(
             f"{num_ranks} ranks on {where} are too many: allowed are at most {_MOST_OF_ALL} on the largest machine. "
-            "Ask for fewer by -n or --ppn, or name more hosts by --hosts"
+            "Ask for fewer with -n or --ppn, or name more hosts with --hosts"
         )
 
 
@@ -217,6 +217,6 @@ def _counts(num_hosts: int, num_ranks: int | None, ranks_per_host: int | None) -
     if num_ranks > most:
         raise ConfigError(
             f"{num_ranks} ranks do not fit on {num_hosts} hosts with --ppn {ranks_per_host}, which makes {most}; "
-            f"leave out --ppn to spread them evenly, or say --ppn {-(-num_ranks // num_hosts)}"
+            f"leave out --ppn to spread them evenly, or use --ppn {-(-num_ranks // num_hosts)}"
         )
     return [max(0, min(ranks_per_host, num_ranks - number * ranks_per_host)) for number in range(num_hosts)]

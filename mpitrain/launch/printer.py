@@ -1,4 +1,4 @@
-"""Prints what the ranks wrote to stdout and stderr, and the first failure once more at the end."""
+"""Prints what the ranks wrote to stdout and stderr, and repeats the first failure at the end."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from mpitrain.watching.ranges import rank_ranges
 Stream = Literal["stdout", "stderr"]
 
 _INFINITY = float("inf")
-_TO_MARGIN = b"\r\x1b[K"  # and clear the line
+_TO_MARGIN = b"\r\x1b[K"  # also clears the line
 _STYLE = re.compile(rb"\x1b\[[0-9;]*m")
 
 
 class FirstFailure:
-    """Remembers the first report of a failing rank on stderr, as `mpitrain.job.failure` writes it, to show it again.
+    """Keeps the first report of a failing rank on stderr, as written by `mpitrain.job.failure`, to repeat it.
 
-    It begins with `mpitrain: rank R on HOST failed:` and ends with `mpitrain: end of the failure of
-    rank R ...`. mpiexec's own words about the end of the job come after it and would hide it.
+    The report begins with `mpitrain: rank R on HOST failed:` and ends with `mpitrain: end of the failure of
+    rank R ...`. Later messages of mpiexec about the end of the job would hide the report.
 
     Attributes:
-        rank: that failed first; None while none has said so.
+        rank: the rank that failed first; None: no rank has reported a failure.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class FirstFailure:
         self._is_last = False
 
     def see(self, ranks: tuple[int, ...], piece: OutputPiece) -> None:
-        """Look at what has just been printed."""
+        """Examine what has just been printed."""
         if self.rank is None:
             begun = re.match(rb"mpitrain: rank (\d+) on .* failed:", piece.text)
             if begun and int(begun[1]) in ranks:
@@ -49,19 +49,19 @@ class FirstFailure:
 
     @property
     def report(self) -> bytes:
-        """All of it, as far as it was seen."""
+        """The report, as far as it was seen."""
         return b"".join(self._lines)
 
     @property
     def hidden_report(self) -> bytes:
-        """The report if something was printed after it; empty otherwise."""
+        """Return the report if something was printed after it; else empty."""
         return b"" if self._is_last else self.report
 
 
 class _BottomLine:
     """The progress bar of a rank (mpitrain.training.hooks.log), in the last line of the terminal.
 
-    `take` has its text, `hide` makes room for other output, `show` draws it again.
+    `take` sets its text, `hide` makes room for other output, `show` draws the bar again.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -70,7 +70,7 @@ class _BottomLine:
         self._is_shown = False
 
     def take(self, text: bytes) -> None:
-        """Draw another text; an empty one ends the bar."""
+        """Draw a new text; an empty text ends the bar."""
         self.hide()
         self._text = text
 
@@ -85,7 +85,7 @@ class _BottomLine:
             return
         columns = shutil.get_terminal_size().columns
         plain = _STYLE.sub(b"", self._text).decode(errors="replace")
-        # The terminal may be narrower than when the job began.
+        # The terminal may have become narrower since the job began.
         fitting = self._text if len(plain) < columns else plain[: columns - 1].encode()
         self._file.write(_TO_MARGIN + fitting + b"\r")
         self._file.flush()
@@ -93,19 +93,19 @@ class _BottomLine:
 
 
 class Printer:
-    """Prints what comes out of mpiexec's two pipes, each line with its ranks in front."""
+    """Prints the output of mpiexec's two pipes, each line with its ranks in front."""
 
     def __init__(self, tag: Tag, num_ranks: int, shows_ranks: bool = True, shows_bar: bool = False) -> None:
-        """`shows_ranks`: with the ranks in front of each line; `shows_bar`: stdout is a terminal, and ranks know it."""
+        """`shows_ranks`: print ranks in front of each line; `shows_bar`: stdout is a terminal, and ranks know it."""
         self.first_failure = FirstFailure()
-        self.mpiexec_said = b""  # the last of it
+        self.mpiexec_said = b""  # only the end of it
         self._shows_ranks = shows_ranks and num_ranks > 1
         streams: tuple[Stream, Stream] = ("stdout", "stderr")
         self._files: dict[Stream, BinaryIO] = {"stdout": sys.stdout.buffer, "stderr": sys.stderr.buffer}
         self._decoders = {stream: TagDecoder(tag) for stream in streams}
         self._cutters = {stream: LineCutter() for stream in streams}
         self._mergers = {stream: Merger(num_ranks) for stream in streams}
-        # A terminal shows both streams, so only one line at a time may be without its end.
+        # A terminal shows both streams, so only one unfinished line at a time is possible.
         self._unfinished: tuple[Stream, tuple[int, ...]] | None = None
         self._is_at_margin = True
         self._bar = _BottomLine(self._files["stdout"]) if shows_bar else None
@@ -136,7 +136,7 @@ class Printer:
         self._show_bar()
 
     def close(self) -> None:
-        """Print all the rest, and the first failure again unless it is the last thing on the screen."""
+        """Print all the rest. Repeat the first failure unless it is the last text on the screen."""
         for stream, decoder in self._decoders.items():
             for rank, text in decoder.close():
                 self._cut(0.0, stream, rank, text)
@@ -149,7 +149,7 @@ class Printer:
 
     @property
     def is_waiting(self) -> bool:
-        """True while `print_due` has to be called soon, although nothing new may come."""
+        """True while `print_due` must be called soon, even without new input."""
         return any(part.is_waiting for parts in (self._cutters, self._mergers) for part in parts.values())
 
     def _cut(self, now: float, stream: Stream, rank: int, text: bytes) -> None:
@@ -161,7 +161,7 @@ class Printer:
     def _print(self, stream: Stream, ranks: tuple[int, ...], piece: OutputPiece) -> None:
         if self._bar is not None and piece.end == b"\r" and BAR_START in piece.text:
             begun, _, bar = piece.text.rpartition(BAR_START)
-            if begun:  # of a line that the bar came into
+            if begun:  # the bar interrupted an unfinished line
                 self._print(stream, ranks, OutputPiece(begun, b""))
             self._bar.take(bar)
             return
@@ -172,8 +172,8 @@ class Printer:
         if not self._unfinished:
             self._is_at_margin = True
             if piece == OutputPiece(b"", b"\r"):
-                return  # back to the margin, where we are: the start of a progress line in tqdm's way
-        # The end of a line that was begun before comes without another prefix.
+                return  # "\r" at the margin: tqdm starts a progress line in this way
+        # The end of an unfinished line gets no second prefix.
         is_new = self._is_at_margin and bool(piece.text or not self._unfinished)
         self._files[stream].write((self._prefix(ranks) if is_new else b"") + piece.text + piece.end)
         self._unfinished = None if piece.end == b"\n" else owner

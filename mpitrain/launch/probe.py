@@ -1,7 +1,8 @@
 """What a job would find with this Python on this host: its code, its packages, its MPI. Printed as JSON.
 
-Sent as text to every host and run there by the job's own Python, before mpitrain is known to be installed: it must not
-import anything of ours. `python -c TEXT SCRIPT`. Two lines, because loading a broken MPI may kill the process.
+Sent as text to every host and run there by the job's own Python (`python -c TEXT SCRIPT`), before mpitrain is known to
+be installed. So this module must not import other modules of mpitrain. It prints two lines, because loading a broken
+MPI may kill the process.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# A script may lie in a folder with half a disk below it.
+# The script's folder may hold half a disk.
 _MAX_FILES = 2000
 _MAX_BYTES = 32 << 20
 _MAX_FOLDERS = 2000
@@ -24,7 +25,7 @@ _SKIPPED = {"__pycache__", "node_modules", "site-packages", "build", "dist"}
 
 
 def python_files(root: Path) -> dict[str, str]:
-    """The hash of every .py file in `root` and below, by its path from there; bounded, in a fixed order."""
+    """Return the hash of every .py file in `root` and below, by relative path; bounded, in a fixed order."""
     hashes: dict[str, str] = {}
     num_bytes = 0
     for num_folders, (folder, folders, names) in enumerate(os.walk(root)):
@@ -50,7 +51,7 @@ def python_files(root: Path) -> dict[str, str]:
 
 
 def packages(path: list[str]) -> dict[str, str]:
-    """The version of every installed package, from the names of the folders that installers leave."""
+    """Return the version of every installed package, from the folder names that installers write."""
     versions: dict[str, str] = {}
     for folder in path:
         try:
@@ -65,11 +66,11 @@ def packages(path: list[str]) -> dict[str, str]:
 
 
 def main(script: Path) -> None:
-    """Print what there is."""
+    """Print the facts."""
     spec = importlib.util.find_spec("mpitrain")
     folders = list(spec.submodule_search_locations or []) if spec else []
     files = python_files(script.parent)
-    files[script.name] = hashlib.sha256(script.read_bytes()).hexdigest()  # it need not end in .py
+    files[script.name] = hashlib.sha256(script.read_bytes()).hexdigest()  # its name need not end in .py
     facts: dict[str, Any] = {
         "python": platform.python_version(),
         "machine": platform.machine(),

@@ -1,7 +1,7 @@
-"""Every process of a job, found and ended by its descent from this one; never by name.
+"""Every process of a job, found and ended by its descent from this process; never by name.
 
-This process becomes the "child subreaper": an orphan below it becomes its child instead of init's, so that no
-process of the job leaves the tree, whatever mpiexec or a rank does. Linux only (prctl(2), proc(5)).
+This process becomes the "child subreaper": an orphan below it becomes its child instead of init's. So no process of the
+job leaves the tree, whatever mpiexec or a rank does. Linux only (prctl(2), proc(5)).
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of every orphan below it. Lasts until the process ends."""
+    """Make this process the parent of every orphan below it, until it ends."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def end_with_parent() -> Callable[[], None]:
-    """What a child runs before exec so that it gets SIGTERM when this process dies, even by SIGKILL."""
+    """Return what a child runs before exec, so that it gets SIGTERM when this process dies, even by SIGKILL."""
     parent = os.getpid()
-    prctl = ctypes.CDLL(None).prctl  # looked up here: between fork and exec only the call is safe
+    prctl = ctypes.CDLL(None).prctl  # looked up here, because only the call is safe between fork and exec
 
     def in_child() -> None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        if os.getppid() != parent:  # it died in between
+        if os.getppid() != parent:  # the parent died in between
             os._exit(1)
 
     return in_child
 
 
 def children() -> set[int]:
-    """The process ids of this process's own children, zombies included."""
+    """Return the process ids of this process's own children, zombies included."""
     return set(_children_by_parent()[os.getpid()])
 
 
 def alive_below(left_out: set[int]) -> set[int]:
-    """All processes below this one that are alive, but for its own children `left_out` and what is below them.
+    """Return all living processes below this one, except its own children `left_out` and their descendants.
 
-    From one look at all processes: between two, an orphan that becomes ours would be in neither.
+    All come from one look at /proc: between two looks, an orphan that becomes this process's child would be in neither.
     """
     below = _children_by_parent()
     descendants: set[int] = set()
@@ -59,17 +59,17 @@ def alive_below(left_out: set[int]) -> set[int]:
 
 
 def reap(pids: set[int]) -> None:
-    """Take the exit codes of those of `pids` that are children of ours and have ended."""
+    """Collect the exit codes of those of `pids` that are ended children of this process."""
     for pid in pids:
         with suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)
 
 
 def kill_all(find: Callable[[], set[int]], *, timeout_seconds: float = 5.0) -> set[int]:
-    """SIGKILL what `find` returns until it returns nothing; gives back what would not die in time.
+    """SIGKILL what `find` returns until `find` returns nothing. Return the processes that would not die in time.
 
-    Repeated because a process may fork while the others are being killed, and because a child of a killed one
-    becomes ours only then.
+    Repeated because a process may fork while the others are being killed, and because a child of a killed process
+    becomes this process's child only then.
     """
     deadline = time.monotonic() + timeout_seconds
     while (alive := find()) and time.monotonic() < deadline:
@@ -82,7 +82,7 @@ def kill_all(find: Callable[[], set[int]], *, timeout_seconds: float = 5.0) -> s
 
 
 def command_line(pid: int) -> str:
-    """The command line of a process, for messages; empty when it is gone."""
+    """Return the command line of a process, for messages; empty if the process is gone."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
     except OSError:
@@ -98,7 +98,7 @@ def _children_by_parent() -> defaultdict[int, list[int]]:
 
 
 def _parent(pid: int, *, dead_too: bool = False) -> int | None:
-    """The parent of a process; None when it is gone, or a zombie unless `dead_too`."""
+    """Return the parent of a process; None if the process is gone, or a zombie (unless `dead_too`)."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:

@@ -1,9 +1,9 @@
-"""What each rank of a job over several hosts runs first: it says that it has started, and becomes the program.
+"""The first program of each rank of a job over several hosts: it reports its start, and becomes the user's program.
 
     python -m mpitrain.launch.rank '{"0-1": {"UCX_NET_DEVICES": "eno1"}, "2-3": {...}}' PROGRAM ARGUMENT...
 
-The process stays the same, so mpiexec and MPI notice nothing. The settings are those in which hosts differ: mpiexec
-gives all ranks the same environment.
+The process stays the same, so mpiexec and MPI notice nothing. The settings are those that differ between hosts:
+mpiexec gives all ranks the same environment.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mpitrain.watching.roll_call import appear
 
 
 def settings_of(rank: int, settings: dict[str, dict[str, str]]) -> dict[str, str]:
-    """What `rank` adds to its environment."""
+    """Return what `rank` adds to its environment."""
     for ranks, variables in settings.items():
         first, _, last = ranks.partition("-")
         if int(first) <= rank <= int(last):
@@ -26,7 +26,7 @@ def settings_of(rank: int, settings: dict[str, dict[str, str]]) -> dict[str, str
 
 
 def main(arguments: list[str]) -> None:
-    """Become the program. Does not return."""
+    """Become the program. Never returns."""
     text, *program = arguments
     number = next((os.environ[name] for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK") if name in os.environ), None)
     if number is not None:

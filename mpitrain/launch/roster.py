@@ -1,11 +1,11 @@
-"""Which jobs of this user have processes on this host, and the end of one of them by its id.
+"""Which jobs of this user have processes on this host; also ends one of them by its id.
 
-Sent to a host as text, as the guard is; it imports nothing of ours but what comes with it, and does with an old Python.
-It looks at processes, not at files, so a job that has died is in no list. One message goes to it and one comes back:
+Sent to a host as text, like the guard. So this module imports only the modules that come with it, and must run with old
+Pythons. It looks at processes, not at files, so no list has a dead job. One message goes to it and one comes back:
 
     {"jobs": [{"id", "ranks": [view.RankView...], "pids": [...], "since": seconds since the epoch,
                "script": [word...], "launcher": "HOST PID START", "is_launched_here": bool}...]}
-    {"ended": [[pid, command line]...], "left": [[pid, command line]...]}, for a wish to `end` a job
+    {"ended": [[pid, command line]...], "left": [[pid, command line]...]}, if the wish is to `end` a job
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from mpitrain.launch.marked import command_line, read
 from mpitrain.watching.rank_record import RankRecord, read_record
 from mpitrain.watching.view import RankView, process_state, to_json, waited
 
-# A launcher gives its ranks 5 s to end by themselves, and is given some more.
+# A launcher gives its ranks 5 s to end by themselves. This is somewhat longer.
 _GRACE_SECONDS = 12.0
 _KILL_SECONDS = 5.0
 
 
 def main(wish: dict[str, Any], _probe: str) -> None:
-    """Do what is wished for, and say so."""
+    """Fulfil the wish, and send the answer."""
     send(end(wish["end"]) if "end" in wish else {"jobs": jobs()})
 
 
 def jobs() -> list[dict[str, Any]]:
-    """The jobs here, each with the processes that carry its mark."""
+    """Return the jobs here, each with the processes that carry its mark."""
     by_token: dict[str, dict[str, Any]] = {}
     for entry in os.listdir("/proc"):  # noqa: PTH208 (names are wanted, many)
         if not entry.isdigit() or process_state(int(entry)) in ("Z", "X", "gone") or not _is_mine(entry):
@@ -64,14 +64,14 @@ def jobs() -> list[dict[str, Any]]:
 
 
 def end(token: str) -> dict[str, Any]:
-    """End a job: its launcher, where that is here, is asked to, and what is left after that is killed."""
+    """End a job: ask its launcher, if it is here, then kill what is left."""
     parts = [job for job in jobs() if job["id"] == token]
     named = [[pid, command_line(pid)] for job in parts for pid in job["pids"]]
     launchers = {pid for job in parts if (pid := launcher_pid(job["launcher"])) is not None}
     for pid in launchers:
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGTERM)
-    # Elsewhere than here the launcher may be alive as well, and its guard here ends all in order.
+    # On other hosts the launcher may be alive too, and its guard here ends everything in order.
     is_dead = any(job["launcher"].split()[:1] == [socket.gethostname()] for job in parts) and not launchers
     deadline = time.monotonic() + (0.0 if is_dead else _GRACE_SECONDS)
     while (left := _pids(token)) and time.monotonic() < deadline:
@@ -87,12 +87,12 @@ def end(token: str) -> dict[str, Any]:
 
 
 def launcher_name(pid: int) -> str:
-    """What stands for a launcher: host, process, and when that began, so that no later one is taken for it."""
+    """Return what identifies a launcher: host, process id, and start time, so that no later process is taken for it."""
     return f"{socket.gethostname()} {pid} {_ticks(pid)}"
 
 
 def launcher_pid(name: str) -> int | None:
-    """Its process, if it is one of this host and alive."""
+    """Return the launcher's process if it is on this host and alive."""
     host, _, rest = name.partition(" ")
     pid, _, ticks = rest.partition(" ")
     alive = pid.isdigit() and host == socket.gethostname() and _ticks(int(pid)) == ticks != ""
@@ -112,7 +112,7 @@ def _is_mine(entry: str) -> bool:
 
 def _view(rank: int, pid: int) -> RankView:
     descriptors: list[str] = []
-    with contextlib.suppress(OSError):  # it has just ended: gone, or a zombie, whose folder is root's
+    with contextlib.suppress(OSError):  # the process has just ended: gone, or a zombie, whose folder is root's
         descriptors = os.listdir(f"/proc/{pid}/fd")  # noqa: PTH208
     records = (read_record(f"/proc/{pid}/fd/{entry}", rank) for entry in descriptors)
     record = next((record for record in records if record is not None), RankRecord(rank, pid=pid))
@@ -120,7 +120,7 @@ def _view(rank: int, pid: int) -> RankView:
 
 
 def _script(pid: int) -> list[str]:
-    """The command line of a rank without its Python."""
+    """Return the command line of a rank without its Python."""
     words = read(f"/proc/{pid}/cmdline").decode(errors="replace").split("\0")[:-1]
     return words[1:] if len(words) > 1 else words
 
@@ -131,13 +131,13 @@ def _environment(pid: int) -> dict[str, str]:
 
 
 def _ticks(pid: int) -> str:
-    """When a process began, in ticks since the host did."""
+    """Return when a process began, in ticks since the host's start."""
     stat = read(f"/proc/{pid}/stat")
     return stat.rpartition(b")")[2].split()[19].decode() if stat else ""
 
 
 def _started(pid: int) -> float:
-    """When a process began, in seconds since the epoch."""
+    """Return when a process began, in seconds since the epoch."""
     uptime = float(read("/proc/uptime").split()[0])
     ticks = _ticks(pid)
     return time.time() - uptime + int(ticks) / os.sysconf("SC_CLK_TCK") if ticks else time.time()

@@ -1,14 +1,14 @@
-"""Files of a job's MPI library on this host, so that they can be removed when the job's processes are gone.
+"""Files of a job's MPI library on this host, so that they can be removed after the job's processes are gone.
 
-MPI libraries keep one in /dev/shm as long as a job runs (MPICH's mpich_shm_*, Open MPI's sm_segment.*), and leave it
-when the ranks are killed. MPICH's daemon keeps a description of the machine in /tmp, wherever TMPDIR is, and leaves it
-when it is killed. Whose a file is, its name does not tell. It is the job's if a process of the job has mapped it or has
-it open, as that daemon has as long as it lives; and where a job was over before anybody could look, a file of an MPI
-library that came while the job ran, and that no process has at its end, is of use to nobody. (In the moment between a
-file's making and its mapping it looks the same, so it has to be some seconds old. A file that is mapped is used on,
-whether its name is removed or not.)
+MPI libraries keep a file in /dev/shm while a job runs (MPICH's mpich_shm_*, Open MPI's sm_segment.*), and leave it
+behind if the ranks are killed. MPICH's daemon keeps a description of the machine in /tmp, wherever TMPDIR is, and
+leaves it behind if the daemon is killed. The name of a file does not tell which job owns the file. A file is the job's
+if a process of the job has mapped or opened it; the daemon keeps its file open. A job may be over before anybody could
+look. Therefore a file of an MPI library that appeared while the job ran also counts as the job's, if no process uses
+the file at the job's end: nobody needs it. (Between the making of a file and its mapping, a file in use looks the same,
+so the file must be some seconds old. A mapped file stays usable, even if its name is removed.)
 
-Sent to the guards as text, so it imports nothing of ours and does with an old Python.
+Sent to the guards as text. So this module imports no other module of mpitrain, and must run with old Pythons.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 FOLDER = "/dev/shm"
-# What MPI libraries call their files there: MPICH, Open MPI 5 and 4, UCX, Intel MPI.
+# The names that MPI libraries give their files there: MPICH, Open MPI 5 and 4, UCX, Intel MPI.
 OF_MPI = ("mpich_shm_", "sm_segment.", "vader_segment.", "ucx_shm_posix_", "Intel_MPI_")
-# What Python and PyTorch call what their processes share. Files of other names are the user's own, and stay.
+# The names that Python and PyTorch give the files shared by their processes. Other files are the user's own, and stay.
 OF_PYTHON = ("psm_", "sem.mp-", "torch_")
-# What the daemon of MPICH's mpiexec (hydra_pmi_proxy) calls its file; the whole path is fixed.
+# The name that the daemon of MPICH's mpiexec (hydra_pmi_proxy) gives its file; the whole path is fixed.
 OF_DAEMON = "/tmp/hydra_hwloc_xmlfile_"
 _OLD_SECONDS = 2.0
 
 
 class SharedFiles:
-    """Those of one job. Look now and then while it runs; `remove` when its processes are gone."""
+    """The files of one job. Look now and then while the job runs; `remove` when its processes are gone."""
 
     def __init__(self, since: float = float("inf"), of_job: Iterable[tuple[str, int]] = ()) -> None:
         """The job began at `since`, by time.time(), or begins now; files known to be the job's are `of_job`."""
@@ -39,19 +39,19 @@ class SharedFiles:
         self.of_job: set[tuple[str, int]] = set(of_job)
 
     def look(self, find: Callable[[], Iterable[int]]) -> None:
-        """See which files the job has; `find` gives its processes. Nearly free where there is no new file."""
+        """Note which files the job has; `find` returns its processes. Nearly free if there is no new file."""
         now = time.time()
         new = {file: made for file, made in files().items() if file not in self._foreign and file not in self.of_job}
         if not new:
             return
         for pid in find():
             self.of_job.update(held(pid).intersection(new))
-        # Whoever makes a file has it at once. What was not ours then, never will be.
+        # A process uses its file right after making it. So a file that was not the job's never becomes the job's.
         self._foreign.update(file for file, made in new.items() if now - made > _OLD_SECONDS)
         self._foreign -= self.of_job
 
     def remove(self) -> None:
-        """Remove what is the job's; takes some two seconds where a file is too young to tell."""
+        """Remove the job's files; takes about two seconds if a file is too young to judge."""
         deadline = time.monotonic() + 2 * _OLD_SECONDS
         while True:
             there = {file: made for file, made in files().items() if file not in self._before}
@@ -71,7 +71,7 @@ class SharedFiles:
 
 
 def remove_mine() -> None:
-    """Remove those of MPI that this process has mapped: for a rank that ends its job."""
+    """Remove the MPI files that this process has mapped: for a rank that ends its job."""
     for path, _ in _mapped(os.getpid()):
         if _is_of_mpi(path):
             with contextlib.suppress(OSError):
@@ -79,7 +79,7 @@ def remove_mine() -> None:
 
 
 def files() -> dict[tuple[str, int], float]:
-    """This user's files that may be a job's, by path and inode: when each was made, in seconds since the epoch."""
+    """Return this user's files that may be a job's, by path and inode: each file's time in seconds since the epoch."""
     made = {}
     for folder, begin in ((FOLDER, ""), os.path.split(OF_DAEMON)):
         with contextlib.suppress(OSError):
@@ -94,7 +94,7 @@ def files() -> dict[tuple[str, int], float]:
 
 
 def held(pid: int) -> set[tuple[str, int]]:
-    """Path and inode of the files of this kind that a process has mapped or has open."""
+    """Return path and inode of the files of this kind that a process has mapped or opened."""
     return {*_mapped(pid), *_opened(pid)}
 
 

@@ -1,4 +1,4 @@
-"""When a job stands still: what its launcher says, and when it ends it."""
+"""When a job stands still: what its launcher reports, and when the launcher ends the job."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from mpitrain.watching.hang_report import is_by_design, report
 from mpitrain.watching.rank_record import WAITS
 from mpitrain.watching.view import RankView
 
-# A wait is reported after stall_seconds, then after twice, four times ... as long.
+# A wait is reported after stall_seconds, then after twice, four times ... that time.
 _NEXT = 2.0
 _SILENT_SECONDS = 2.5
 
 
 class Stalls:
-    """What the guards' beats say of waits."""
+    """Judges the waits that the guards report."""
 
     def __init__(self, places: Sequence[Place], guards: Guards) -> None:
         self._places, self._guards = places, guards
-        self._factor = 1.0  # of stall_seconds, for the next report
-        self._look_again = 0.0  # not before a wait has lasted so long, where one was by design
+        self._factor = 1.0  # the next report is due at this multiple of stall_seconds
+        self._look_again = 0.0  # after a wait by design: do not look before this duration
 
     def news(self) -> list[str]:
-        """A report if one is due, a line each."""
+        """Return a report if one is due, one line per entry."""
         longest, is_due = 0.0, False
         for view in self._views():
             longest = max(longest, view.seconds / view.record.stall_seconds)
@@ -39,7 +39,7 @@ class Stalls:
         return self._report()[1]
 
     def fatal(self) -> list[str]:
-        """Why the job must be ended, if a wait has lasted for hang_seconds: a line each."""
+        """Return why the job must be ended if a wait has lasted for hang_seconds; one line per entry."""
         for view in self._views():
             hang_seconds = view.record.hang_seconds
             if view.record.status == WAITS and hang_seconds and view.seconds >= max(hang_seconds, self._look_again):
@@ -58,6 +58,6 @@ class Stalls:
         there = {view.record.rank for view in views}
         absent = {rank: place.host for place in self._places for rank in place.ranks if rank not in there}
         answered = {host for host, report in self._guards.reports.items() if report.seen is not None}
-        # A host that is silent for a moment has only not answered yet.
+        # A host with a short silence has merely not answered yet.
         silent = {host: seconds for host, seconds in silent.items() if seconds > _SILENT_SECONDS}
         return views, report(views, absent, answered=answered, silent=silent, hang_seconds=hang_seconds)

@@ -1,4 +1,4 @@
-"""The way of a job, from what the user asks for to its exit code.
+"""The path of a job from the user's request to its exit code.
 
 Request ─> environment ─> Placement ─> mpiexec ─> JobSpec ─> supervise ─┬─> here.run ───────┬─> exit code
                                                       ^                 └─> over_hosts.run ─┘
@@ -33,19 +33,19 @@ from mpitrain.launch.variables import read_env_file
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is asked of the launcher. Fields with a default may be left out.
+    """A request to the launcher. Fields with a default may be left out.
 
     Attributes:
-        program: what each rank's Python is given: a script, or -m and a module; and arguments.
-        script: the file that is run; hosts that have another one, or other code beside it, are refused.
-        typed: the subcommand, and what the user typed behind its launch options; for a command that repairs.
-        num_ranks: of the whole job; None where `ranks_per_host` or devices in `hosts` say it.
-        hosts: as --hosts has them, with or without devices; None: those of the inventory, or this machine.
-        ranks_per_host: None where `num_ranks` or devices in `hosts` say it.
+        program: arguments of each rank's Python: a script, or -m and a module; then the script's arguments.
+        script: the file to run; hosts with another version of it, or other code beside it, are refused.
+        typed: the subcommand, and the words that the user typed behind its launch options; for remedies.
+        num_ranks: of the whole job; None if `ranks_per_host` or devices in `hosts` set the number.
+        hosts: the value of --hosts, with or without devices; None: those of the inventory, or this machine.
+        ranks_per_host: None if `num_ranks` or devices in `hosts` set the number.
         inventory: the cluster's hosts; None: ./cluster/hosts, else /etc/mpitrain/hosts.
-        start_seconds: on several hosts: within which all ranks must have started; 0: no limit.
-        env_file: variables for the ranks, which give way to those of this process; None: MPITRAIN_ENV_FILE.
-        variables: for the ranks, which override those of this process.
+        start_seconds: on several hosts: the time within which all ranks must have started; 0: no limit.
+        env_file: file of variables for the ranks; variables of this process override them; None: MPITRAIN_ENV_FILE.
+        variables: variables for the ranks, which override those of this process.
         mpiexec: None: the one beside this Python, else the one on PATH.
         limits: how often the job may be started again after a failure, and on how few hosts.
         verify_record: folder on rank 0 for a record of what the script computes; "": none is wanted.
@@ -75,16 +75,16 @@ class Request:
 
 
 def start(request: Request) -> int:
-    """Start a job and see to its end; returns its exit code. For the main thread of a process that does little else.
+    """Start a job, see to its end, and return its exit code. Call this in the main thread of a process of its own.
 
     Raises:
-        ConfigError: the request contradicts itself, or names what is not there.
+        ConfigError: the request contradicts itself, or names something that does not exist.
         LaunchError: the ranks cannot be started.
     """
     with _environment(request) as from_file:
         placement = place_ranks(request.hosts, request.inventory, request.num_ranks, request.ranks_per_host)
         num_cores = len(os.sched_getaffinity(0))
-        if placement.is_here:  # else each host says how many it has
+        if placement.is_here:  # otherwise each host reports its cores
             refuse_crowds(placement.places, {placement.own: num_cores})
         mpiexec = describe_mpiexec(request.mpiexec) if request.mpiexec else find_mpiexec()
         if request.recover:
@@ -126,7 +126,7 @@ def start(request: Request) -> int:
             else:
                 over_hosts.show(job, request.script, from_file)
             return 0
-        except KeyboardInterrupt:  # between jobs, or while the hosts are asked; a job that runs sees to it by itself
+        except KeyboardInterrupt:  # between jobs, or while hosts are asked; a running job handles it itself
             print("mpitrain: interrupted", file=sys.stderr)
             return 128 + signal.SIGINT
 
@@ -141,7 +141,7 @@ def _check_recovers(mpiexec: Mpiexec) -> None:
 
 
 def _columns() -> int:
-    """Width of the terminal that stdout goes to; 0 where it goes elsewhere, or where no line can be written anew."""
+    """Return the width of the terminal at stdout; 0 if stdout is no terminal, or the terminal cannot redraw a line."""
     if not sys.stdout.isatty() or os.environ.get("TERM", "dumb") == "dumb":
         return 0
     return shutil.get_terminal_size().columns
@@ -149,10 +149,10 @@ def _columns() -> int:
 
 @contextmanager
 def _environment(request: Request) -> Iterator[dict[str, str]]:
-    """Set the job's variables in this process, where mpiexec, ssh and what looks at MPI inherit them.
+    """Set the job's variables in this process, from which mpiexec, ssh and the search for MPI inherit them.
 
-    Gives those of the file that the user has not set. Where this launcher is itself started by a rank, what that rank
-    was told is not for the ranks of this job: it is taken out.
+    Yield the variables of the file that the user has not set. If a rank started this launcher, remove what that rank
+    was told: those variables are not for the ranks of this job.
     """
     before = dict(os.environ)
     path = before.get(ENV_FILE, "") if request.env_file is None else request.env_file

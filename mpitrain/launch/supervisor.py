@@ -1,12 +1,12 @@
-"""Starts a job again after a failure: on which hosts, and when it is of no use.
+"""Starts a job again after a failure: on which hosts, and when a new start is useless.
 
     start ─> code 0: done
-      ^  └─> failure ─> judge ─┬─> hosts: start again there; the script goes on from its newest checkpoint by itself
+      ^  └─> failure ─> judge ─┬─> hosts: start again there; the script itself resumes from its newest checkpoint
       └──────────────────────<─┘
                                └─> none: say why, and end with the code of the last failure
 
-A host that fell silent or does not answer is set aside, for longer each time. One that answers stays, unless a rank of
-it was the first to fail twice in a row: then it is set aside too, as long as that leaves `min_nodes`.
+A host that fell silent or does not answer is set aside, each time for longer. A host that answers stays, unless one of
+its ranks was the first to fail twice in a row. Then this host is set aside too, if that leaves `min_nodes`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from mpitrain.errors import LaunchError
 from mpitrain.launch.ending import Ended, is_kill, last_step, why
 from mpitrain.launch.placement import Placement
 
-# A guard that was cut off ends the job's part on its host within 30 s; no host comes back before that.
-ASIDE_SECONDS = 60.0  # the first time; twice as long each time after that
+# A guard that was cut off ends the job's part on its host within 30 s; no host returns before that.
+ASIDE_SECONDS = 60.0  # the first time; the time doubles each time after that
 MOST_ASIDE_SECONDS = 3600.0
-# The third time in the same step it is no accident.
+# The third failure in the same step is no accident.
 _MOST_AT_A_STEP = 3
 
 
@@ -41,12 +41,12 @@ class FailedTry:
     """A try that failed.
 
     Attributes:
-        cause: in a line.
+        cause: the cause in a line.
         code: its exit code.
-        when: its end, in seconds, by any clock that does not go back.
+        when: the time of its end, in seconds, by any clock that does not go back.
         first: the first step that it began; None: it began none.
-        step: in which it failed; None: before its first.
-        host: of the rank that failed first, where that is known.
+        step: the step in which it failed; None: before its first.
+        host: the host of the rank that failed first, if known.
         lost: the hosts that fell silent.
     """
 
@@ -61,7 +61,7 @@ class FailedTry:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is done after a failure: start again on `hosts`, or, where there are none, end because of `reason`."""
+    """What to do after a failure: start again on `hosts`, or, if `hosts` is empty, end because of `reason`."""
 
     hosts: tuple[str, ...] = ()
     reason: str = ""
@@ -74,18 +74,18 @@ def judge(
     limits: Limits,
     now: float,
 ) -> Verdict:
-    """Whether to start again, and where.
+    """Decide whether to start again, and where.
 
     Args:
-        hosts: those that the user has named, in order.
-        failures: of all tries so far; at least one.
-        absent: when which host did not answer as a try was to start.
+        hosts: the hosts that the user named, in order.
+        failures: all failed tries so far; at least one.
+        absent: the hosts that did not answer when a try was about to start, each with the time.
         limits: what the user allows.
-        now: by the clock of the failures.
+        now: the present time, by the clock of the failures.
     """
     last = failures[-1]
     if len(failures) == 1 and last.step is None and not last.lost:
-        return Verdict(reason="it failed before its first step, and would do so again")
+        return Verdict(reason="it failed before its first step, and would fail again")
     same = [failure for failure in failures if failure.step == last.step]
     if len(same) >= _MOST_AT_A_STEP:
         return Verdict(reason=_diagnosis(same, len(hosts)))
@@ -103,7 +103,7 @@ def judge(
 
 
 def _set_aside(bad: Sequence[tuple[float, str]], now: float) -> set[str]:
-    """The hosts that are set aside now, of when which was found bad."""
+    """Return the hosts that are set aside now, from the times at which each was found bad."""
     aside = set()
     for host in {host for _, host in bad}:
         times = [when for when, bad_host in bad if bad_host == host]
@@ -113,35 +113,35 @@ def _set_aside(bad: Sequence[tuple[float, str]], now: float) -> set[str]:
 
 
 def _diagnosis(same: Sequence[FailedTry], num_hosts: int) -> str:
-    """What tries that failed at the same step have in common."""
+    """Say what the tries that failed at the same step have in common."""
     step = same[-1].step
     parts = [f"{len(same)} tries failed {f'at step {step}' if step else 'before their first step'}"]
     known = sorted({failure.host for failure in same if failure.host})
     if len(known) > 1:
-        parts.append(f"on {', '.join(known)}, so it is no single machine: look at the program and at this step's data")
+        parts.append(f"on {', '.join(known)}, so no single machine is to blame: examine program and data of this step")
     elif known and num_hosts > 1 and all(failure.host for failure in same):
-        parts.append(f"always on {known[0]}: try without it, or look at what its ranks do in this step")
+        parts.append(f"always on {known[0]}: try without this host, or examine what its ranks do in this step")
     else:
-        parts.append("look at the program and at this step's data")
+        parts.append("examine program and data of this step")
     if all(is_kill(failure.cause) for failure in same):
-        parts.append("a signal 9 that nobody sent is the kernel's, out of memory: `sudo dmesg | grep -i oom`")
+        parts.append("if nobody sent signal 9, the kernel did, because memory ran out: `sudo dmesg | grep -i oom`")
     if step and step > 1 and all(failure.first == 1 for failure in same):
-        parts.append("every try began at step 1: no checkpoint was found; the hook mt.Checkpoint writes them")
+        parts.append("every try began at step 1: no checkpoint was found; the hook mt.Checkpoint writes checkpoints")
     return "; ".join(parts)
 
 
 def supervise(run: Callable[[Placement], Ended], placement: Placement, limits: Limits) -> int:
-    """Run a job, and again after failures, as far as `limits` allow; returns the exit code.
+    """Run a job, and again after failures as far as `limits` allow. Return the exit code.
 
-    It is 0 only if the last try did its work, else that of the last failure.
+    The code is 0 only if the last try did its work; else it is that of the last failure.
 
     Args:
         run: runs the job on a placement to its end, and leaves nothing behind.
-        placement: where it is to run first.
+        placement: where the job runs first.
         limits: what the user allows.
 
     Raises:
-        LaunchError: a try could not be started, and not because of hosts that others can do without.
+        LaunchError: a try could not be started, even without the hosts that are set aside.
     """
     failures: list[FailedTry] = []
     absent: list[tuple[float, str]] = []
@@ -181,7 +181,7 @@ def _failure(ended: Ended, placement: Placement) -> FailedTry:
 
 
 def _account(failure: FailedTry) -> str:
-    """How a try went, behind its number."""
+    """Describe how a try went, after its number."""
     begun = f", from step {failure.first - 1}," if failure.first and failure.first > 1 else ""
     at = f"at step {failure.step}" if failure.step else "before its first step"
     return f"{begun} failed {at}: {failure.cause}"

@@ -1,6 +1,6 @@
-"""Ends and removes what is left of a job on a host whose guard was killed: what that guard would have done.
+"""Ends and removes what is left of a job on a host whose guard was killed, in place of that guard.
 
-Sent to the host as text, as the guard was (guard.py); one message comes back, as a guard's last one:
+Sent to the host as text, like the guard (guard.py). One message comes back, like a guard's last one:
 
     {"ended": [[pid, command line]...], "immortal": [...], "lost": false}
 """
@@ -15,7 +15,7 @@ from mpitrain.launch.shared_files import SharedFiles
 
 
 def main(wish: dict[str, Any], _probe: str) -> None:
-    """The wish has `token` and `roll_call` of the guard, and since when it knew of which `files` of the job."""
+    """`wish` has the guard's `token` and `roll_call`, and of the job the `files` that it knew and the start `since`."""
     job = Marked(wish["token"])
     shared_files = SharedFiles(wish["since"], {(path, inode) for path, inode in wish["files"]})
     shared_files.look(job.find)

@@ -1,6 +1,6 @@
-"""Settings of MPI and of the C library that `mpitrain run` makes, because without them the Python wheels are slow.
+"""Settings of MPI and of the C library that `mpitrain run` makes, because the Python wheels are slow without them.
 
-A table: what is set, when, to what, and why. What the user has set stays. Pure functions.
+A table: what is set, when, to what, and why. Settings of the user stay. Pure functions.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ class Conditions:
 
     vendor: Vendor
     num_hosts: int
-    has_rdma: bool  # InfiniBand, RoCE and the like, on any host
-    is_oversubscribed: bool  # more ranks than cores, on any host
-    glibc: tuple[int, int]  # version; (0, 0) where the C library is another one, or not known
+    has_rdma: bool  # InfiniBand, RoCE and the like, on at least one host
+    is_oversubscribed: bool  # more ranks than cores, on at least one host
+    glibc: tuple[int, int]  # version; (0, 0) if unknown, or another C library
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ def _is_over_tcp(conditions: Conditions) -> bool:
 
 
 def _takes_large_thresholds(conditions: Conditions) -> bool:
-    # Older ones refuse a threshold above 32 MB; the other variable would then make large arrays slower, not faster.
+    # Older versions refuse a threshold above 32 MB; then the other variable would slow large arrays down.
     return conditions.glibc >= (2, 36)
 
 
 _KEEP = (
-    "memory of 32 MB and more is otherwise given back to the system when it is freed, and every page of it is faulted "
-    "in anew on the next call: MPI's buffers for a long allreduce, NumPy's results"
+    "otherwise a free of 32 MB and more returns the memory to the system, and the next call faults in every page anew: "
+    "in MPI's buffers for a long allreduce, and in NumPy's results"
 )
 
 SETTINGS = (
@@ -52,29 +52,29 @@ SETTINGS = (
         "UCX_RNDV_THRESH",
         "inf",
         lambda conditions: conditions.vendor == "mpich" and _is_over_tcp(conditions),
-        "with UCX over TCP, large messages by rendezvous go one way at a time; sent at once, both ways. A message that "
-        "nobody has asked for yet is then kept in the receiver's memory",
-        "https://github.com/openucx/ucx/pull/10275 (why it is not the default: that memory)",
+        "by default, UCX over TCP moves large rendezvous messages one way at a time; sent at once, both ways. "
+        "The receiver then stores messages that no receive call has asked for yet",
+        "https://github.com/openucx/ucx/pull/10275 (not the default because of that memory)",
     ),
     Setting(
         "OMPI_MCA_btl_tcp_flags",
         "send",
         lambda conditions: conditions.vendor == "openmpi" and _is_over_tcp(conditions),
-        "by default large messages are put into the receiver's memory, which over TCP goes one way at a time",
+        "by default the sender writes large messages into the receiver's memory, over TCP one way at a time",
         "https://docs.open-mpi.org/en/v5.0.x/tuning-apps/networking/tcp.html",
     ),
     Setting(
         "OMPI_MCA_btl",
         "^ofi",
         lambda conditions: conditions.vendor == "openmpi" and not conditions.has_rdma,
-        "MPI_Init otherwise opens libfabric too, which over TCP nothing uses: 1.2 s in place of 0.2 (openmpi 5.0.11)",
+        "otherwise MPI_Init also opens libfabric, which nothing uses over TCP: 1.2 s instead of 0.2 s (openmpi 5.0.11)",
         "https://docs.open-mpi.org/en/v5.0.x/tuning-apps/networking/ofi.html",
     ),
     Setting(
         "OMPI_MCA_mpi_yield_when_idle",
         "1",
         lambda conditions: conditions.vendor == "openmpi" and conditions.is_oversubscribed,
-        "a rank that waits spins by default, on the core that another one needs",
+        "by default a waiting rank spins, on the core that another rank needs",
         "https://github.com/open-mpi/ompi/pull/7168",
     ),
     Setting(
@@ -95,12 +95,12 @@ SETTINGS = (
 
 
 def settings(conditions: Conditions, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables to set under these `conditions`, without those that the user's environment, `environ`, has."""
+    """Return the variables to set under these `conditions`, without those in the user's environment `environ`."""
     return {one.name: one.value for one in SETTINGS if one.name not in environ and one.when(conditions)}
 
 
 def glibc_version(text: str | None) -> tuple[int, int]:
-    """(2, 36) from "glibc 2.36", as os.confstr("CS_GNU_LIBC_VERSION") gives it; (0, 0) for all else."""
+    """Return (2, 36) from "glibc 2.36", the form of os.confstr("CS_GNU_LIBC_VERSION"); (0, 0) for other text."""
     name, _, version = (text or "").partition(" ")
     parts = version.split(".")[:2]
     if name != "glibc" or len(parts) < 2 or not all(part.isdecimal() for part in parts):

@@ -1,4 +1,4 @@
-"""Variables that choose networks and ports for MPI, NCCL and Gloo: a file of them, and the devices they name."""
+"""Variables that choose networks and ports for MPI, NCCL and Gloo: a file of variables, and the devices they name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mpitrain.errors import ConfigError
 
-# What takes names of interfaces or RDMA devices, and what takes networks too.
+# Variables that take names of interfaces or RDMA devices, and variables that also take networks.
 _DEVICES = (
     "UCX_NET_DEVICES",
     "FI_TCP_IFACE",
@@ -21,24 +21,24 @@ _DEVICES = (
     "OMPI_MCA_oob_tcp_if_include",
     "PRTE_MCA_prte_if_include",
 )
-# Variables that tell jobs their ports: lowest and highest in one, or apart.
+# Variables that give jobs their ports: lowest and highest in one variable, or in two.
 _RANGES = ("MPIEXEC_PORT_RANGE", "UCX_TCP_PORT_RANGE")
 _RANGE_ENDS = (("FI_TCP_PORT_LOW_RANGE", "FI_TCP_PORT_HIGH_RANGE"),)
-# What jobs and tools take from an environment to choose a network.
+# Variables of an environment from which jobs and tools choose a network.
 _CHOOSERS = re.compile(r"(UCX|FI|OMPI_MCA|PRTE_MCA|I_MPI|HYDRA|NCCL|GLOO|MPIEXEC)_\w+")
 _NAME = re.compile(r"[A-Za-z_]\w*")
 
 
 def read_env_file(path: Path) -> dict[str, str]:
-    """The variables of a file of NAME=value lines, quoted as a shell wants it; as check-cluster --write-env writes it.
+    """Read a file of NAME=value lines, quoted for a shell, as check-cluster --write-env writes it.
 
     Raises:
-        ConfigError: it cannot be read, or a line is something else.
+        ConfigError: the file cannot be read, or a line has another form.
     """
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise ConfigError(f"the file of variables {path} cannot be read: {reason}") from None
     variables = {}
     for number, line in enumerate(text.splitlines(), 1):
@@ -50,15 +50,15 @@ def read_env_file(path: Path) -> dict[str, str]:
             continue
         name, is_set, value = words[0].partition("=")
         if len(words) > 1 or not is_set or not _NAME.fullmatch(name):
-            raise ConfigError(f"{path}:{number}: {line!r} is no variable; a line must be NAME=value")
+            raise ConfigError(f"{path}:{number}: {line!r} is not a variable; a line must be NAME=value")
         variables[name] = value
     return variables
 
 
 def named_devices(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """(variable, device) for each interface, RDMA device or network that a variable names; not what it excludes.
+    """Return (variable, device) for each interface, RDMA device or network that a variable names and does not exclude.
 
-    NCCL takes all that begin with a name; where it is told not to, the device is "=NAME".
+    For NCCL, a name stands for all devices whose names begin with it; the device "=NAME" is an exact name.
     """
     for variable in _DEVICES:
         value = environ.get(variable, "")
@@ -74,12 +74,12 @@ def named_devices(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def has_device(variable: str, device: str, devices: Mapping[str, list[str]]) -> bool:
-    """Whether a machine has what a variable names.
+    """True if a machine has what a variable names.
 
     Args:
-        variable: its name.
-        device: as named_devices gives it.
-        devices: the machine's, with the networks of each.
+        variable: the variable's name.
+        device: the device, as returned by named_devices.
+        devices: the machine's devices, with the networks of each.
     """
     if "/" in device:
         return any(device in networks for networks in devices.values())
@@ -91,7 +91,7 @@ def has_device(variable: str, device: str, devices: Mapping[str, list[str]]) -> 
 
 
 def absent(environ: Mapping[str, str], devices: Mapping[str, list[str]]) -> list[str]:
-    """What variables name and a machine has not, a "VARIABLE names DEVICE" each; nothing if its devices are unknown."""
+    """List "VARIABLE names DEVICE" for each device that the machine lacks; empty if its devices are unknown."""
     if not devices:
         return []
     return [
@@ -102,7 +102,7 @@ def absent(environ: Mapping[str, str], devices: Mapping[str, list[str]]) -> list
 
 
 def only_loopback(environ: Mapping[str, str]) -> list[str]:
-    """What variables name, where that is the loopback alone, a "VARIABLE names DEVICE" each: no other host is there."""
+    """List "VARIABLE names DEVICE" if variables name only the loopback, which leads to no other host."""
     named: dict[str, list[str]] = {}
     for variable, device in named_devices(environ):
         named.setdefault(variable, []).append(device.removeprefix("="))
@@ -114,12 +114,12 @@ def only_loopback(environ: Mapping[str, str]) -> list[str]:
 
 
 def network_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Those by which jobs and tools choose interfaces and ports."""
+    """Return the variables from which jobs and tools choose interfaces and ports."""
     return {name: value for name, value in environ.items() if _CHOOSERS.fullmatch(name)}
 
 
 def port_ranges(environ: Mapping[str, str]) -> dict[str, tuple[int, int]]:
-    """The ports that variables give to jobs, lowest and highest."""
+    """Return the ports that variables give to jobs: lowest and highest."""
     matches = {name: re.fullmatch(r"(\d+)[:-](\d+)", environ.get(name, "").strip()) for name in _RANGES}
     ranges = {name: (int(match[1]), int(match[2])) for name, match in matches.items() if match}
     for low, high in _RANGE_ENDS:

@@ -1,6 +1,6 @@
 """The guards of all hosts of a job, as the launcher sees them: their facts, their silence, their last reports.
 
-A thread keeps the connections alive and up to date, because the main one may wait for somebody to read its output.
+A thread keeps the connections alive and up to date, because the main thread may block on a reader of its output.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from mpitrain.watching.rank_record import FAILED, RankRecord
 from mpitrain.watching.view import from_json
 
 BEAT_SECONDS = 1.0
-SILENCE_SECONDS = 15.0  # a host that has not been heard for so long is lost
-GUARD_SILENCE_SECONDS = 30.0  # a guard that has not heard the launcher for so long ends the job on its host
-FACTS_SECONDS = 45.0  # a host must have answered by then, slow disks and all
+SILENCE_SECONDS = 15.0  # a host is lost after this silence
+GUARD_SILENCE_SECONDS = 30.0  # after this silence of the launcher, a guard ends the job on its host
+FACTS_SECONDS = 45.0  # a host must answer within this time, even with slow disks
 END_SECONDS = 15.0
 _LOOK_SECONDS = 3.0
-# A host that has been silent for so long is not waited for when the others say what their ranks do.
+# While the other hosts report what their ranks do, a host with this much silence is not waited for.
 _SHORT_SILENCE_SECONDS = 3.0
 _CLOSE_SECONDS = 3.0
 
 
 class Guards:
-    """Use it in `with`: at its end nothing of it is left here.
+    """Use this in `with`: at its end, nothing of it is left here.
 
     Attributes:
-        reports: what each host has said.
-        phases: of all ranks, with the time at which each was seen.
+        reports: the report of each host.
+        phases: the phases of all ranks, with the time at which each was seen.
         trouble: why the job must be ended, if it must.
     """
 
@@ -47,7 +47,7 @@ class Guards:
         self.phases = Phases()
         self.trouble: str | None = None
         self._wishes, self._own = wishes, own
-        # By host: how long an echo took, and what to add to the host's times, of the echo that took the least.
+        # By host, from its fastest echo: the echo's duration, and what to add to the host's times.
         self._clocks: dict[str, tuple[float, float]] = {}
         self._beaten = 0.0
         self._lock = threading.Lock()
@@ -73,7 +73,7 @@ class Guards:
             connection.close(max(0.0, deadline - time.monotonic()))
 
     def facts(self) -> dict[str, dict[str, Any]]:
-        """What each host is like.
+        """Return the facts of each host.
 
         Raises:
             LaunchError: names every host that cannot be reached or does not answer in time.
@@ -101,14 +101,14 @@ class Guards:
         return {host: self._facts[host] for host in self._connections}
 
     def start(self) -> None:
-        """From now on silence is trouble. Call it before mpiexec runs."""
+        """From now on, treat silence as trouble. Call this before mpiexec runs."""
         now = time.monotonic()
         for connection in self._connections.values():
             connection.heard_seconds = now
         self._thread.start()
 
     def seen(self) -> tuple[dict[str, dict[int, float]], dict[int, float]]:
-        """Who has come how far and when, and since when which ranks are gone: copies, since the thread adds to both."""
+        """Return who reached which phase when, and when ranks went; copies, because the thread adds to both."""
         now = time.monotonic()
         with self._lock:
             when = {phase: dict(ranks) for phase, ranks in self.phases.when.items()}
@@ -133,7 +133,7 @@ class Guards:
         return in_order(here)
 
     def records(self) -> dict[int, RankRecord]:
-        """What each rank has said last."""
+        """Return the last record of each rank."""
         with self._lock:
             return {rank: view.record for report in self.reports.values() for rank, view in report.ranks.items()}
 
@@ -142,7 +142,7 @@ class Guards:
         return {rank for record in self.records().values() for rank in record.lost}
 
     def failed(self) -> RankRecord | None:
-        """Of the rank that failed first; its time is by the clock here. None: none has."""
+        """Return the record of the rank that failed first; its time is by the clock here. None: no rank has failed."""
         with self._lock:
             failed = [
                 replace(view.record, failed_seconds=self._here(host, view.record.failed_seconds))
@@ -153,7 +153,7 @@ class Guards:
         return min(failed, key=lambda record: (record.failed_seconds, record.rank), default=None)
 
     def look(self) -> None:
-        """Ask for the job's processes on every host, and whom it cannot reach; a report without them did not answer."""
+        """Ask every host for the job's processes and for unreachable hosts. A report without them had no answer."""
         for report in self.reports.values():
             report.processes = None
         self._send_all({"processes": 1})
@@ -162,7 +162,7 @@ class Guards:
             time.sleep(0.05)
 
     def look_at_ranks(self) -> dict[str, float]:
-        """Ask what every rank does; for how long the hosts that are silent have been so, in seconds."""
+        """Ask what every rank does. Return how long each silent host has been silent, in seconds."""
         for report in self.reports.values():
             report.seen = None
         self._send_all({"look": 1})
@@ -174,11 +174,11 @@ class Guards:
         return {host: self.silence(host) for host, report in self.reports.items() if report.seen is None}
 
     def silence(self, host: str) -> float:
-        """For how long nothing has come from there, in seconds."""
+        """Return how long ago the host was last heard, in seconds."""
         return time.monotonic() - self._connections[host].heard_seconds
 
     def end(self, linger_seconds: float) -> None:
-        """End what is left of the job on every host that can be reached, and hear their last reports."""
+        """End what is left of the job on every host that can be reached, and receive their last reports."""
         self._send_all({"end": linger_seconds})
         self._sweep(linger_seconds)
         deadline = time.monotonic() + linger_seconds + END_SECONDS
@@ -189,7 +189,7 @@ class Guards:
             time.sleep(0.05)
 
     def _sweep(self, linger_seconds: float) -> None:
-        """In place of each guard that was killed another one does what that would have done."""
+        """Start a sweep in place of each guard that was killed."""
         for host, connection in self._connections.items():
             report, wish = self.reports[host], self._wishes[host]
             if not connection.is_closed or report.left is not None or not report.since:
@@ -202,7 +202,7 @@ class Guards:
                 self._connections[host] = connect(host, host == self._own, sweep, now, SWEEP)
 
     def _here(self, host: str, seconds: float) -> float:
-        """A time of that host's by the clock here."""
+        """Convert a time of that host's clock to the clock here."""
         return seconds + self._clocks.get(host, (0.0, 0.0))[1]
 
     def _may_answer(self, connection: Connection) -> bool:
@@ -211,7 +211,7 @@ class Guards:
     def _run(self) -> None:
         try:
             self._watch()
-        except BaseException as error:  # else nobody would watch, nor keep the guards from ending the job
+        except BaseException as error:  # otherwise nobody would watch, or keep the guards from ending the job
             self.trouble = f"the job is ended on all hosts, because it cannot be watched: {error!r}"
             raise
 
@@ -219,7 +219,7 @@ class Guards:
         looked = time.monotonic()
         while not self._stop.is_set():
             now = time.monotonic()
-            if now - looked > SILENCE_SECONDS / 3:  # we were suspended, not they
+            if now - looked > SILENCE_SECONDS / 3:  # this process was suspended, not the hosts
                 for connection in self._connections.values():
                     connection.heard_seconds = now
             looked = now
@@ -250,14 +250,14 @@ class Guards:
                 self.reports[host].has_vanished = True
                 since = time.strftime("%H:%M:%S", time.localtime(time.time() - silent_seconds))
                 return (
-                    f"{host}: nothing has been heard from it since {since}, for {silent_seconds:.0f} s: its power, its "
-                    f"network, or it is frozen. Does `ssh {host} true` come back? The job is ended on all hosts; "
-                    f"what is left on {host} ends by itself {GUARD_SILENCE_SECONDS:g} s after it last heard from here"
+                    f"{host}: no message from this host since {since}, for {silent_seconds:.0f} s: it lost "
+                    f"power or its network, or it is frozen. Does `ssh {host} true` return? The job is ended on all "
+                    f"hosts; the rest on {host} ends {GUARD_SILENCE_SECONDS:g} s after it last heard from here"
                 )
         return None
 
     def _exchange(self, now: float, timeout_seconds: float) -> None:
-        """Take in what comes within that time."""
+        """Take in what arrives within that time."""
         with selectors.DefaultSelector() as ways:
             for host, connection in self._connections.items():
                 if connection.is_closed:
@@ -287,10 +287,10 @@ class Guards:
         views = [from_json(fields, host) for fields in message.get("ranks", [])]
         for view in views:
             self.phases.add(view.record, now)
-        # A new one each time: the main thread may be going through the one before.
+        # A new object each time: the main thread may be iterating over the one before.
         report.ranks = {**report.ranks, **{view.record.rank: view for view in views}}
         if "echo" in message:
-            # Its time lies between the two of ours; the echo that took the least tells best.
+            # The host's time lies between the two times here; the fastest echo is the most precise.
             heard = self._connections[host].heard_seconds
             took, middle = heard - message["echo"], (heard + message["echo"]) / 2
             self._clocks[host] = min(self._clocks.get(host, (float("inf"), 0.0)), (took, middle - message["time"]))

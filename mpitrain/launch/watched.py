@@ -1,4 +1,4 @@
-"""A job as its guards see it, on this host or on several: what is wrong with it, who waits for whom, how it ends."""
+"""A job as its guards see it, on one host or several: what is wrong with it, who waits for whom, how it ends."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from mpitrain.watching.rank_record import FAILED, RankRecord
 
 
 class WatchedJob:
-    """What run_job needs to know of it."""
+    """The job as run_job needs it."""
 
     def __init__(self, places: Sequence[Place], guards: Guards, path: Path, start_seconds: float) -> None:
-        """`path` of the roll call; all ranks must be there within `start_seconds`, 0: no limit."""
+        """`path` is the roll call; all ranks must register within `start_seconds`, 0: no limit."""
         self.path = path
         self._places, self._guards, self._start_seconds = places, guards, start_seconds
         self._stalls = Stalls(places, guards)
         self._since = 0.0
 
     def begin(self) -> None:
-        """mpiexec has been started."""
+        """Take note that mpiexec has been started."""
         self._since = time.monotonic()
         self._guards.start()
 
     def news(self) -> list[str]:
-        """Who waits for whom, when nothing has moved for long: a line each."""
+        """Return who waits for whom, if nothing has moved for long; one line per entry."""
         return self._stalls.news()
 
     def trouble(self) -> list[str]:
-        """Why the job must be ended now, a line each; nothing while all is well."""
+        """Return why the job must be ended now, one line per entry; empty while all is well."""
         if self._guards.trouble:
             return self._guards.trouble.splitlines()
         if stray := misplaced(self._places, self._guards.reports):
@@ -77,41 +77,41 @@ class WatchedJob:
         return sorted(self._guards.lost())
 
     def lost(self) -> list[str]:
-        """The hosts that vanished."""
+        """Return the hosts that fell silent."""
         return [host for host, report in self._guards.reports.items() if report.has_vanished]
 
     def first_ends(self) -> list[FirstEnd]:
-        """What ended first on each host where that is known; the first of all first."""
+        """Return the first end on each host, if known, in order of time."""
         return self._guards.first_ends()
 
     def records(self) -> dict[int, RankRecord]:
-        """What each rank has said last."""
+        """Return the last record of each rank."""
         return self._guards.records()
 
     def failed(self) -> RankRecord | None:
-        """Of the rank that failed first; None: none has."""
+        """Return the record of the rank that failed first; None: no rank has failed."""
         return self._guards.failed()
 
     @property
     def is_gone(self) -> bool:
-        """True when somebody has removed the roll call on a host."""
+        """True if somebody removed the roll call on a host."""
         return any(report.is_lost for report in self._guards.reports.values())
 
     def end(self, linger_seconds: float) -> tuple[list[str], list[str]]:
-        """End what is left on all hosts: what that was, and what could not be ended or asked, a line each."""
+        """End what is left on all hosts; return what that was, and what could not be ended or asked, one line each."""
         self._guards.end(linger_seconds)
         left: list[str] = []
         beyond: list[str] = []
         for host, report in self._guards.reports.items():
             if report.left is None:
-                beyond.append(f"{host} has not said that nothing of the job is left there; `ssh {host} ps -fu $USER`")
+                beyond.append(f"{host} has not confirmed that nothing of the job is left; `ssh {host} ps -fu $USER`")
             left += [f"{host}: {pid} {line}" for pid, line in report.left or []]
             beyond += [f"{host}: process {pid} could not be killed: {line}" for pid, line in report.immortal]
         return left, beyond
 
 
 def identified(context: JobContext, folder: Path) -> JobContext:
-    """`context` with what makes the job one that guards can know: an id, its launcher, its roll call in `folder`."""
+    """Return `context` with what the guards need to know the job: an id, its launcher, its roll call in `folder`."""
     token = secrets.token_hex(4)
     roll_call = str(folder / f"mpitrain-roll-call-{token}")
     return replace(context, job=token, launcher=launcher_name(os.getpid()), roll_call=roll_call)

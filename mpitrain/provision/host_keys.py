@@ -62,7 +62,7 @@ def contact(login: Login) -> Contact:
     personal = [Path(file) for file in settings["userknownhostsfile"].split() if file not in ("none", "/dev/null")]
     if not personal:
         raise ClusterError(
-            f"{login.host.name}: your ssh is told to keep no known_hosts (UserKnownHostsFile "
+            f"{login.host.name}: your ssh is configured without a known_hosts file (UserKnownHostsFile "
             f"{settings['userknownhostsfile']}), so no key can be trusted; take that out of ~/.ssh/config, ansible.cfg "
             "or the inventory"
         )
@@ -154,7 +154,7 @@ def _effective_settings(login: Login) -> dict[str, str]:
     command = ["ssh", "-G", *login.options, login.destination]
     code, words = _run(command, _LOGIN_SECONDS)
     if code != 0:
-        raise ClusterError(f"{login.host.name}: ssh does not take its options: {_reason(words)}")
+        raise ClusterError(f"{login.host.name}: ssh does not accept its options: {_reason(words)}")
     return {name: value for name, _, value in (line.partition(" ") for line in words.splitlines())}
 
 

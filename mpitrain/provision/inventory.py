@@ -42,7 +42,7 @@ def refuse_existing(path: Path) -> None:
                 "make an inventory of your own"
             )
         raise ConfigError(
-            f"{path} is there already and stays as it is; edit it, use `mpitrain cluster add` or `remove`, "
+            f"{path} exists already and was not changed; edit it, use `mpitrain cluster add` or `remove`, "
             f"or move it away: mv {path} {path}.old"
         )
 
@@ -64,7 +64,7 @@ def parse_nodes(text: str, variables: dict[str, str]) -> list[Host]:
 def _node(text: str, variables: dict[str, str]) -> Host:
     name, _, address = (part.strip() for part in text.strip().partition("="))
     if not name or not address:
-        raise ConfigError(f"{text.strip()!r} is no node; allowed is NAME=ADDRESS, such as node1=10.0.0.1")
+        raise ConfigError(f"{text.strip()!r} is not a node; allowed is NAME=ADDRESS, such as node1=10.0.0.1")
     try:
         loopback = ipaddress.ip_address(address).is_loopback
     except ValueError:

@@ -112,7 +112,7 @@ def _confirm(question: str, assume_yes: bool) -> None:
     if assume_yes:
         return
     if not terminal.is_there():
-        raise ConfigError("there is no terminal to ask at; --yes goes on without a question")
+        raise ConfigError("there is no terminal to ask on; --yes skips the question")
     if not terminal.confirm(question):
         raise ClusterError("nothing was changed")
 

@@ -61,7 +61,7 @@ def read_fingerprints(arguments: Sequence[str]) -> Fingerprints:
                 continue
             if len(fields) != 2 or not _FINGERPRINT.fullmatch(fields[1]):
                 raise ConfigError(
-                    f"{where}: {line.strip()!r} is no fingerprint of a node; allowed is HOST=SHA256:... with the 43 "
+                    f"{where}: {line.strip()!r} is not a fingerprint of a node; allowed is HOST=SHA256:... with the 43 "
                     "characters that `ssh-keygen -lf` shows, or a file with lines HOST SHA256:..."
                 )
             chosen[fields[0]] = chosen.get(fields[0], frozenset()) | {fields[1]}

@@ -133,7 +133,7 @@ class Gradients:
         if self._missing is not None:
             if index not in self._missing:
                 raise GradientError(
-                    f"{self._world.name()}: the gradient of {self._names[index]} came in twice in one step. If an "
+                    f"{self._world.name()}: the gradient of {self._names[index]} came twice in one step. If an "
                     "error has ended a backward() before, gradients differ from rank to rank: start again from a "
                     "checkpoint. With torch.utils.checkpoint, use_reentrant=False"
                 )

@@ -72,7 +72,7 @@ def reduction(kind: Any, dtype: torch.dtype) -> Reduction:
     ufunc = _UFUNCS.get(name)
     if ufunc is None:
         raise ProcessGroupError(
-            f"ReduceOp.{name} is not there in the backend mpitrain; known are "
+            f"ReduceOp.{name} does not exist in the backend mpitrain; known are "
             f"{', '.join(_UFUNCS)}. Multiply before the call instead"
         )
     whole = not (dtype.is_floating_point or dtype.is_complex)
@@ -80,7 +80,7 @@ def reduction(kind: Any, dtype: torch.dtype) -> Reduction:
         raise ProcessGroupError(f"ReduceOp.{name} of {dtype}: it is for integers and bool")
     if name == "AVG" and dtype == torch.bool:
         raise ProcessGroupError(
-            "ReduceOp.AVG of torch.bool: there is no mean of them; use MAX or MIN, or convert to a float"
+            "ReduceOp.AVG of torch.bool: booleans have no mean; use MAX or MIN, or convert to a float"
         )
     if name in ("MIN", "MAX") and dtype.is_complex:
         raise ProcessGroupError(f"ReduceOp.{name} of {dtype}: complex numbers have no order")

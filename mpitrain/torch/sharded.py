@@ -109,7 +109,7 @@ class ShardedData:
                 raise everywhere(
                     DataError(
                         f"{self._world.name()}: the first batch has {share.total} samples for {self._world.size} "
-                        "ranks; a batch is that of all ranks together: use fewer ranks or larger batches"
+                        "ranks; a batch is divided among all ranks: use fewer ranks or larger batches"
                     )
                 )
             self.share = self._newest = share
@@ -164,7 +164,7 @@ class ShardedData:
 
     def _share(self) -> Share:
         if self._newest is None:
-            raise everywhere(DataError("there was no batch yet: call mean() and sum() in the loop or behind it"))
+            raise everywhere(DataError("there was no batch yet: call mean() and sum() in the loop or after it"))
         return self._newest
 
     def _drawn(self, parts: _Parts) -> Iterator[tuple[Any, Share]]:

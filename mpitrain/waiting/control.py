@@ -66,7 +66,7 @@ class Control:
         self._made[number] = 0
         self._counting = threading.Lock()
         self._hosts = hosts
-        self.open_tests: list[Callable[[], object]] = []  # move on what has begun and is not complete
+        self.open_tests: list[Callable[[], object]] = []  # drive what has begun and is not complete
         self.agreements: list[object] = []  # the agreements among them, in the order begun
         self.comms: list[MPI.Comm] = []  # of the World, all that can be revoked
         # Each waits for the calls that a library makes in its threads.
@@ -137,7 +137,7 @@ class Control:
                 if long_wait is not None:
                     long_wait.look(now)
                 elif now - started > PUBLISH_SECONDS and (activity := own_activity()):
-                    # Looks are far apart where the steps themselves take long: something may have moved since.
+                    # Looks are far apart if the steps themselves take long: something may have moved since.
                     since = started if moved == activity.moved else now
                     long_wait = LongWait(activity, self.job_rank, doing, since, status)
         except BaseException as error:
@@ -217,7 +217,7 @@ class Control:
         if os.getpid() != self._process:
             raise MpitrainError(
                 f"{self.name()}: process {os.getpid()} was forked from the rank's own ({self._process}), and cannot "
-                "communicate: return to the rank what it is to send"
+                "communicate: return the data to the rank, and send it there"
             )
         if self._wreck is not None:
             raise MpitrainError(

@@ -21,12 +21,12 @@ FAILED, FINISHED = 1, 2
 
 @dataclass(frozen=True)
 class Note:
-    """What a rank tells all others, and when (seconds since the epoch, its clock).
+    """What a rank tells all others, and when (seconds since the epoch, by the rank's clock).
 
     Attributes:
-        rank: in the World that the job began with.
-        made: of FINISHED: how many calls the rank had begun in each World, by the World's number.
-        cause: of a failure: equal for equal errors; 0 to 2^52.
+        rank: the rank in the World that the job began with.
+        made: FINISHED only: how many calls the rank had begun in each World, by the World's number.
+        cause: failures only: a number that is equal for equal errors; 0 to 2^52.
         seen_seconds: this rank's perf_counter() when the note was read.
     """
 
@@ -39,7 +39,7 @@ class Note:
 
 
 class Notes:
-    """Those of one job: all its Worlds share them.
+    """The notes of one job: all its Worlds share them.
 
     Attributes:
         rank: of this process in the World that the job began with; known here also when MPI is gone.
@@ -59,9 +59,9 @@ class Notes:
         self._in_flight: list[tuple[MPI.Request, numpy.ndarray]] = []
 
     def tell_all(self, kind: int, cause: int = 0, *, last: bool = False) -> Note:
-        """Send a note to every other rank. Does not wait: a short message leaves at once, whatever the receiver does.
+        """Send a note to every other rank, without waiting: a short message leaves at once, whatever the receiver does.
 
-        `last` dates it later than all others.
+        `last` gives the note a later date than all others.
         """
         sent_seconds = float("inf") if last else time.time()
         made = dict(self.made) if kind == FINISHED else {}
@@ -73,10 +73,10 @@ class Notes:
         return Note(kind, self.rank, made, sent_seconds, cause, time.perf_counter())
 
     def look(self) -> None:
-        """Read the notes that have come in."""
+        """Read the notes that have arrived."""
         from mpi4py import MPI
 
-        # A matched probe: a thread that fails looks for notes too, and each must be received by the one that found it.
+        # A matched probe: a failing thread also looks for notes, and each note must go to the thread that found it.
         while (message := self._comm.Improbe(MPI.ANY_SOURCE, 0, status := MPI.Status())) is not None:
             numbers = numpy.empty(status.Get_count(MPI.DOUBLE))
             message.Recv(numbers)
@@ -87,5 +87,5 @@ class Notes:
             self.read[rank] = Note(int(kind), rank, made, sent_seconds, int(cause), time.perf_counter())
 
     def begin_barrier(self) -> MPI.Request:
-        """A barrier of its own, beside the Worlds' collectives, which other ranks may still be in."""
+        """A separate barrier, beside the Worlds' collectives, in which other ranks may still be."""
         return self._comm.Ibarrier()

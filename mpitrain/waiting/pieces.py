@@ -1,13 +1,13 @@
-"""Arrays from rank to rank in pieces: some at a time, both ways at once, no message a large one.
+"""Arrays from rank to rank in pieces: several at a time, in both directions at once, without large messages.
 
-Over TCP, MPI libraries send large messages one way at a time (docs/traps.md), and none counts beyond 2^31 bytes
-everywhere. Pieces avoid both, and additions overlap transfers.
+Over TCP, MPI libraries send large messages one way at a time (docs/traps.md), and none takes more than 2^31 bytes
+everywhere. Pieces avoid both limits, and let additions overlap with transfers.
 
 Mover.run is the one loop that sends and receives pieces, for arrays on the host and on a GPU:
 
     sends      0 1 2 3 | 4 5 6 ...      at most `ahead` under way; each may wait for receives (after)
     receives   0 1 2 3 | 4 5 6 ...      at most `ahead` posted; each may wait for sends (after)
-    a receive is ready when what came is in its place, or has been added there
+    a receive is ready when the data that came is in its place, or has been added there
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 PIECE_BYTES = 2**18
-AHEAD = 4  # pieces posted for receiving, and at most in sending, at one time
+AHEAD = 4  # pieces posted for receiving at one time, and the most pieces in sending
 
 # The other rank, and the array for it or from it: flat and contiguous.
 Part: TypeAlias = tuple[int, numpy.ndarray]
-# Puts the result of two arrays in the first one. Where the work goes on after the call, it returns a function that says
-# whether the work is over.
+# Combines two arrays into the first one. If the work goes on after the call, a function is returned that says whether
+# the work is over.
 Combine: TypeAlias = Callable[[Any, Any], "Callable[[], bool] | None"]
 
 _NOTHING = numpy.empty(0, numpy.uint8)  # in place of an empty array on a GPU, which has no address
 
 
-# One message to another rank: the rank; the bytes, which must not change before the message is complete; how many
-# receives must be ready before it is sent. Plain tuples, as a short exchange is over in some ten microseconds.
+# One message to another rank: the rank; the bytes, which must not change before the message is complete; the number of
+# receives that must be ready before it is sent. Plain tuples, because a short exchange takes only tens of microseconds.
 Send: TypeAlias = tuple[int, Any, int]
-# One message from another rank: the rank; what is overwritten, as bytes, or what is added to, in its dtype; whether
-# what comes is added; how many sends must be complete before that place changes. Those that add come first.
+# One message from another rank: the rank; the place to overwrite, as bytes, or to add to, in its dtype; whether the
+# data is added; the number of sends that must be complete before that place changes. Receives that add come first.
 Receive: TypeAlias = tuple[int, Any, bool, int]
 
 
 def add(total: numpy.ndarray, arrived: numpy.ndarray) -> None:
     """`total` becomes the sum."""
-    # Infinity is a value like any other here; whoever must not have it looks at the sum.
+    # Infinity is a value like any other here; the caller checks the sum if it must be finite.
     with numpy.errstate(all="ignore"):
         numpy.add(total, arrived, out=total)
 
 
 class Mover:
-    """Moves arrays over one communicator. Its scratch memory is made once, and grows to `ahead` pieces."""
+    """Moves arrays over one communicator. Allocates its scratch memory once; the memory grows to `ahead` pieces."""
 
     def __init__(self, comm: MPI.Comm, tag: int, ahead: int = AHEAD, slots: Sequence[Any] | None = None) -> None:
-        """`slots`: for arrays on a GPU, `ahead` arrays of bytes there, each as long as the longest piece."""
+        """`slots`: for arrays on a GPU, `ahead` byte arrays there, each as long as the longest piece."""
         self._comm = comm
         self._tag = tag
         self._ahead = ahead
@@ -71,14 +71,14 @@ class Mover:
         same: bool = False,
         forward: bool = False,
     ) -> Iterator[float]:
-        """Send and receive all of these, in this order on each side; yields while it has to wait.
+        """Send and receive all of these, in this order on each side. Yields while it must wait.
 
         Args:
-            sends: what goes to which rank; read until the end.
-            receives: what comes from which rank; overwritten.
-            add: is called for each piece, with what is there and with what has come, in place of overwriting.
-            same: what is added to is what is sent. What has been added to would arrive changed.
-            forward: what is sent is what is received.
+            sends: which array goes to which rank; read until the end.
+            receives: which array comes from which rank; overwritten.
+            add: called for each piece with the values there and the values that came, instead of overwriting.
+            same: the arrays added to are also the arrays sent. A piece must be sent before it is added to.
+            forward: the arrays sent are the arrays received.
         """
         to_send = [
             (target, piece.view(numpy.uint8), number if forward else 0)
@@ -91,11 +91,11 @@ class Mover:
         return self.run(to_send, to_receive, add)
 
     def run(self, sends: Sequence[Send], receives: Sequence[Receive], add: Combine | None = add) -> Iterator[float]:
-        """All these messages, in this order on each side, on the host or on a GPU; yields while it has to wait.
+        """Exchange all these messages, in this order on each side, on the host or on a GPU. Yields while it must wait.
 
         Args:
-            sends, receives: no longer than a piece each. What is sent to a rank is what that rank receives, in order.
-            add: is called for each receive that adds, with its place and with what has come.
+            sends, receives: at most a piece each. A rank receives the messages to it in the order of their sends.
+            add: called for each receive that adds, with its place and the values that came.
         """
         comm, tag, ahead = self._comm, self._tag, self._ahead
         num_sends, num_receives = len(sends), len(receives)
@@ -106,9 +106,9 @@ class Mover:
             slots = self._slots = _make_slots(longest, ahead)
         sending: deque[MPI.Request] = deque()
         receiving: deque[MPI.Request] = deque()
-        adding: deque[Callable[[], bool] | None] = deque()  # says when it is over; None where it is
+        adding: deque[Callable[[], bool] | None] = deque()  # tells when the addition is over; None: it is
         started = posted = arrived = 0
-        sent = ready = 0  # sends that are complete; receives whose place has its values
+        sent = ready = 0  # number of complete sends; of receives whose values are in place
         self._pace.begin(sum(sizes), longest)
         while ready < num_receives or sent < num_sends:
             while posted < num_receives and posted < ready + ahead:

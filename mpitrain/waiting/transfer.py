@@ -1,4 +1,4 @@
-"""Bytes from rank to rank, of any number: MPI libraries that count in 32 bits refuse 2 GiB at once."""
+"""Any number of bytes from rank to rank: MPI libraries that count in 32 bits refuse 2 GiB at once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpitrain.waiting.control import until
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# The most that one call moves, in bytes (or elements); a test lowers it.
+# The most that one call moves, in bytes (or elements); a test lowers this limit.
 AT_ONCE = 2**30
 
 # Control.wait
@@ -20,7 +20,7 @@ Wait: TypeAlias = "Callable[[Iterable[float | None], str], None]"
 
 
 def broadcast_bytes(comm: MPI.Comm, buffer: Any, root: int, wait: Wait) -> None:
-    """Overwrite `buffer`, a bytearray or an array of bytes and of one length on all ranks, by `root`'s."""
+    """Overwrite `buffer` with `root`'s: a bytearray or byte array, equally long on all ranks."""
     from mpi4py import MPI
 
     view = memoryview(buffer)
@@ -30,7 +30,7 @@ def broadcast_bytes(comm: MPI.Comm, buffer: Any, root: int, wait: Wait) -> None:
 
 
 def gather_bytes(comm: MPI.Comm, own: bytes, wait: Wait, sizes: Sequence[int] | None = None) -> list[bytes]:
-    """Every rank's bytes, on every rank. `sizes` are their lengths by rank, where these are known already."""
+    """Return every rank's bytes, on every rank. `sizes` are their lengths by rank, if known already."""
     from mpi4py import MPI
 
     if sizes is None:

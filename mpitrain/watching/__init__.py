@@ -1,1 +1,1 @@
-"""What a rank says of itself, where others can read it, and what is made of it in words."""
+"""What a rank publishes about itself, where others can read it, and the reports made from it."""

@@ -1,4 +1,4 @@
-"""The ranks of a job on this host, as its guard sees them: what they say, and who has ended, in which order.
+"""The ranks of a job on this host, as its guard sees them: their records, and which processes ended in which order.
 
     rank     pid   parent  line    process  phase
     0        4101  4090    open    alive    begun
@@ -6,14 +6,14 @@
     2        4103  4090    4th     5th      begun
     parent   4090                  alive
 
-The first is the culprit: mpiexec ends the others within a millisecond, and may then name any of them (MPICH's does so
-now and then). epoll gives what has happened in the order in which it happened, however late the guard looks (Linux,
-epoll(7), pidfd_open(2)). Two things are watched of a rank. Its line (roll_call.py) breaks while the kernel closes the
-files of the process, which is when mpiexec learns of it. The process ends a little later; on a loaded machine that may
-be after the end of those that mpiexec has ended because of it. The process whose children the ranks are, mpiexec or its
-daemon, ends after them; where it ends before, it is the culprit, and no rank is.
+The first is the culprit. mpiexec ends the others within a millisecond, and may then name any of them, as MPICH's
+sometimes does. epoll reports events in the order in which they happened, however late the guard looks (Linux, epoll(7),
+pidfd_open(2)). The guard watches two things of a rank. The rank's line (roll_call.py) breaks while the kernel closes
+the files of the process; mpiexec learns of the end at the same time. The process itself ends a little later; on a
+loaded machine, it may end after ranks that mpiexec has ended because of it. The parent of the ranks, mpiexec or its
+daemon, ends after them. If the parent ends before them, the parent is the culprit, and no rank is.
 
-Sent to other hosts as text: it imports nothing of ours but what comes with it, and runs with an old Python.
+Sent to other hosts as text. So this module imports only the modules that come with it, and must run with old Pythons.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _PIDFD_OPEN = 434  # the system call's number, on all processors
 
 
 class _Process:
-    """A process, and its end. With a descriptor epoll tells the end; without, on an old kernel, looking does."""
+    """A process, and its end. epoll reports the end of a process with a descriptor; old kernels need polling."""
 
     def __init__(self, pid: int, descriptor: int | None) -> None:
         self.pid, self.descriptor = pid, descriptor
-        self.order: int | None = None  # of its end, among all that has been seen to end
+        self.order: int | None = None  # the place of its end among all ends seen
         self.ended_at = 0.0
         self._began = _began(pid)
 
@@ -53,16 +53,16 @@ class _Process:
 
 @dataclass
 class _Rank:
-    """A rank: its process, what started that, and its line."""
+    """A rank: its process, the parent of that process, and its line."""
 
     number: int
     process: _Process
     parent: _Process | None
-    page: int | None  # descriptor of its record; None: it has none yet
-    record: RankRecord  # as it was last read
-    line_order: int | None = None  # of the end of its line, as in _Process
+    page: int | None  # descriptor of its record; None: no record yet
+    record: RankRecord  # as last read
+    line_order: int | None = None  # the place of the end of its line, as in _Process
     line_ended_at: float = 0.0
-    moved: tuple[int, float, float] = (-1, 0.0, 0.0)  # what has moved in which wait, and when last
+    moved: tuple[int, float, float] = (-1, 0.0, 0.0)  # moves counted, start of the wait, last move
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,11 @@ class FirstEnd:
     """The first end of all.
 
     Attributes:
-        rank: that ended; None: a process that had started ranks did.
+        rank: the rank that ended; None: a process that had started ranks ended.
         parent_of: the ranks that this process had started.
-        seconds: when, by time.monotonic().
-        pid: of the process, as it is called on its host.
-        kernel: what the kernel says of its end; empty: nothing, or nobody has asked yet.
+        seconds: the time of the end, by time.monotonic().
+        pid: the process id on its host.
+        kernel: what the kernel says about the end; empty: nothing, or the kernel's log was not read yet.
     """
 
     rank: int | None
@@ -88,7 +88,7 @@ class Census:
     """One table of all ranks of a job that are on this host."""
 
     def __init__(self, roll_call: str) -> None:
-        """Make the socket at which the ranks call.
+        """Make the socket at which the ranks register.
 
         Raises:
             OSError: see roll_call.listen.
@@ -96,7 +96,7 @@ class Census:
         self._listener = listen(roll_call)
         self._events = select.epoll()
         self._events.register(self._listener.fileno(), select.EPOLLIN)
-        self._lines: dict[int, socket.socket] = {}  # by descriptor, until the rank has said who it is
+        self._lines: dict[int, socket.socket] = {}  # by descriptor; lines of ranks that have not said their number yet
         self._ranks: dict[int, _Rank] = {}
         self._parents: dict[int, _Process] = {}
         self._watched: dict[int, Any] = {}  # by descriptor: a _Process, or a _Rank with its line
@@ -105,11 +105,11 @@ class Census:
         self._order_is_known = True
 
     def fileno(self) -> int:
-        """For select: readable when there is something to look at."""
+        """A descriptor for select: readable when there are events."""
         return self._events.fileno()
 
     def look(self) -> None:
-        """Take in what has happened."""
+        """Take in the events so far."""
         for descriptor, _ in self._events.poll(0):
             if descriptor == self._listener.fileno():
                 self._accept()
@@ -123,7 +123,7 @@ class Census:
             self._mark(process)
 
     def views(self) -> list[RankView]:
-        """All of them, in order, as they are now."""
+        """Return all ranks, in order, as they are now."""
         return [self._view(rank) for _, rank in sorted(self._ranks.items())]
 
     def first_end(self) -> FirstEnd | None:
@@ -147,12 +147,12 @@ class Census:
         return FirstEnd(first.number, (), seconds, process.pid)
 
     def alive(self) -> list[int]:
-        """The processes that have not ended: of ranks, and those that started them."""
+        """Return the live processes: those of ranks, and those that started ranks."""
         processes = [*(rank.process for rank in self._ranks.values()), *self._parents.values()]
         return [process.pid for process in processes if process.order is None and process.pid]
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop watching."""
         for line in self._lines.values():
             line.close()
         for descriptor, watched in self._watched.items():
@@ -175,7 +175,7 @@ class Census:
                 self._events.register(line.fileno(), select.EPOLLIN)
 
     def _introduce(self, line: socket.socket) -> None:
-        """A rank says who it is; or another process has become it, and is it from now on."""
+        """Take in a rank's registration, or that of a process that replaces an earlier one."""
         said = receive(line)
         if said is None:
             self._forget(line)
@@ -192,12 +192,12 @@ class Census:
             self._forget(line)
         else:
             self._watched[line.fileno()] = (rank, line)
-            # Else epoll may keep its place in the order, where it has just been for what it said.
+            # Otherwise epoll may keep the line's place in the order, from the message that has just arrived on it.
             self._events.unregister(line.fileno())
             self._events.register(line.fileno(), select.EPOLLIN)
 
     def _drop(self, rank: _Rank) -> None:
-        """Its process is another one, or has a line of its own now."""
+        """Note that the rank has another process, or now has a line of its own."""
         process = rank.process
         if process.descriptor is not None and process.order is None:
             del self._watched[process.descriptor]
@@ -223,7 +223,7 @@ class Census:
             if process.pid:
                 self._unwatched.append(process)
             return
-        if _is_readable(process.descriptor):  # it has ended already, perhaps after another one
+        if _is_readable(process.descriptor):  # the process has ended already, perhaps after another process
             self._order_is_known = False
         self._watched[process.descriptor] = process
         self._events.register(process.descriptor, select.EPOLLIN)
@@ -265,26 +265,26 @@ class Census:
         )
 
     def _still(self, rank: _Rank, now: float) -> float:
-        """For how long it has waited without that anything moved, in seconds."""
+        """Return how long the rank has waited without progress, in seconds."""
         record = rank.record
         if not waited(record, now):
             rank.moved = (-1, 0.0, 0.0)
             return 0.0
         moved, since, at = rank.moved
         if (moved, since) != (record.moved, record.since):
-            # A wait that is new to us began when it says; one in which something moved stands still from now on.
+            # A new wait counts from its own start time; a wait with progress counts anew from now on.
             at = now if since == record.since else record.since
             rank.moved = (record.moved, record.since, at)
         return round(now - at, 3)
 
 
 def _order(rank: _Rank) -> int:
-    """Of its end: when its line broke, where that was seen first."""
+    """Return the place of a rank's end: that of its line's end, if that was seen first."""
     return min(order for order in (rank.line_order, rank.process.order) if order is not None)
 
 
 def _outlived(rank: _Rank, parent: _Process) -> bool:
-    """Whether it was alive when what had started it ended."""
+    """True if the rank was alive when its parent ended."""
     return parent.order is not None and (rank.process.order is None or rank.process.order > parent.order)
 
 
@@ -295,13 +295,13 @@ def _is_readable(descriptor: int) -> bool:
 
 
 def _open_process(pid: int) -> int | None:
-    """A descriptor of a process; None where there is none. Python has os.pidfd_open since 3.9."""
+    """Return a descriptor of a process; None if there is none. Python has os.pidfd_open since 3.9."""
     descriptor = int(ctypes.CDLL(None).syscall(_PIDFD_OPEN, pid, 0))
     return None if descriptor < 0 else descriptor
 
 
 def _stat(pid: int) -> list[bytes]:
-    """The fields of /proc/PID/stat from the state on: state, parent ..."""
+    """Return the fields of /proc/PID/stat from the state on: state, parent ..."""
     try:
         # "pid (name) state parent ...", where the name may hold spaces and brackets.
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
@@ -310,6 +310,6 @@ def _stat(pid: int) -> list[bytes]:
 
 
 def _began(pid: int) -> bytes:
-    """When a process began, in ticks; empty when it has ended."""
+    """Return when a process began, in ticks; empty if the process has ended."""
     fields = _stat(pid)
     return b"" if not fields or fields[0] in (b"Z", b"X") else fields[19]

@@ -1,4 +1,4 @@
-"""Who waits for whom, in words, from what every rank does. Pure functions.
+"""The report that says who waits for whom, from what every rank does. Pure functions.
 
 no progress for 10 s: ranks 0-2 on node1,node2 wait in allreduce ring of 4096 float32 (call 381); rank 3 on node2 runs
 in dataloader.py:88 (load)
@@ -17,7 +17,7 @@ from mpitrain.watching.view import RankView
 _MOST_STACKS = 3
 _MOST_FRAMES = 30
 _FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
-# Where a line is not the user's own: of Python, of a package, of this one.
+# Paths of lines that are not the user's own: of Python, and of installed packages.
 _FOREIGN = re.compile(r"/(site-packages|dist-packages|lib/python3[^/]*|lib64/python3[^/]*)/|^<")
 _OWN = f"{Path(__file__).parents[1]}/"
 
@@ -34,15 +34,15 @@ def report(
     silent: Mapping[str, float] | None = None,
     hang_seconds: float = 0.0,
 ) -> list[str]:
-    """The report, a line each: who waits for whom, then the stacks of those that are waited for and of one that waits.
+    """Return the report, line by line: who waits for whom, then the stacks of the ranks waited for, and of one waiter.
 
     Args:
-        views: what the ranks do that could be asked.
-        absent: the hosts of the ranks that could not.
-        unseen: what is said of those.
-        answered: the hosts among them that know of no such rank.
-        silent: since how many seconds their hosts have been silent.
-        hang_seconds: the job is ended because nothing has moved for so long; 0: it goes on.
+        views: the ranks that could be asked, with what they do.
+        absent: the other ranks, each with its host.
+        unseen: what the report says of these ranks.
+        answered: the hosts of absent ranks that answered, but know of no such rank.
+        silent: the silent hosts, with the seconds of silence.
+        hang_seconds: the job is ended because nothing has moved for that long; 0: the job goes on.
     """
     waiting = [view for view in views if view.waits]
     culprits = [view for view in views if not view.waits]
@@ -59,7 +59,7 @@ def report(
     for host in dict.fromkeys(absent.values()):
         ranks = sorted(rank for rank, rank_host in absent.items() if rank_host == host)
         seconds = (silent or {}).get(host, 0.0)
-        said = f"nothing has been heard from it for {seconds:.0f} s: its power, its network, or it is frozen"
+        said = f"no message from this host for {seconds:.0f} s: it lost power or its network, or it is frozen"
         has = "have" if len(ranks) > 1 else "has"
         state = f"{has} not called init(), or {has} ended before it" if host in answered else unseen
         parts.append(f"{_numbers(ranks)} on {host}{f': {said}' if seconds else f' {state}'}")
@@ -84,14 +84,14 @@ def report(
 
 
 def is_by_design(views: Iterable[RankView]) -> bool:
-    """Whether nobody may be blamed: some rank does what the others are to wait for, or all that wait have ended."""
+    """True if no rank is to blame: a rank does what the others should wait for, or all waiting ranks have finished."""
     views = list(views)
     works = [view for view in views if view.record.status == BUSY and view.state in ("R", "S", "D")]
     return bool(works) or not any(view.record.status == WAITS for view in views)
 
 
 def main_thread(stack: str) -> list[str]:
-    """The lines of the main thread's frames, the innermost first. faulthandler writes that thread last."""
+    """Return the lines of the main thread's frames, innermost first. faulthandler writes that thread last."""
     lines: list[str] = []
     for line in stack.splitlines():
         if line.startswith(("Thread ", "Current thread ")):
@@ -102,7 +102,7 @@ def main_thread(stack: str) -> list[str]:
 
 
 def place_of(stack: str) -> str:
-    """The innermost line of the user's own code, such as `dataloader.py:88 (load)`; "" where there is none."""
+    """Return the innermost line of the user's own code, such as `dataloader.py:88 (load)`; "" if there is none."""
     frames = [match for line in main_thread(stack) if (match := _FRAME.match(line))]
     own = [match for match in frames if not _FOREIGN.search(match[1]) and not match[1].startswith(_OWN)]
     if not (own or frames):
@@ -127,26 +127,26 @@ def _size_of_group(item: tuple[tuple[str, int], list[RankView]]) -> tuple[int, i
 
 
 def _all_wait(hosts: Set[str]) -> str:
-    """What is said where all ranks wait in one call."""
+    """Return the diagnosis if all ranks wait in one call."""
     if len(hosts) > 1:
-        return "all are there, and what they send does not arrive: a cable, a switch, a firewall?"
-    return "all are there, on one machine: too much load, too little memory, or a long call of MPI's own?"
+        return "all ranks are there, but their messages do not arrive: is a cable, a switch or a firewall at fault?"
+    return "all ranks are there, on one machine: is the load too high, the memory full, or a direct MPI call long?"
 
 
 def _culprit(view: RankView) -> str:
-    """What a rank does that does not wait."""
+    """Describe what a rank that does not wait does."""
     place = place_of(view.stack)
     where = f" in {place}" if place else ""
     words = f" in {view.record.words}" if view.record.words else ""
     if view.state == "gone" or view.state in ("Z", "X"):
-        return f"has no process any more ({view.pid} has ended)"
+        return f"has lost its process ({view.pid} has ended)"
     if view.state == "T":
         return f"is stopped{words} (SIGSTOP?): kill -CONT {view.pid}"
     if view.state == "t":
         return f"is held{words} by a debugger"
     if view.state == "D":
         kernel = f" ({view.kernel})" if view.kernel not in ("", "0") else ""
-        return f"is stuck in the kernel{kernel}{where or words}: a disk or a network share that does not answer?"
+        return f"is stuck in the kernel{kernel}{where or words}: does a disk or a network share not answer?"
     if view.record.status == BUSY:
         return f"is in {view.record.words}, for which the others wait by design{', now' if where else ''}{where}"
     after = f", after call {view.record.calls}" if view.record.calls else ""

@@ -1,6 +1,6 @@
-"""How far the ranks of a job have come, and when that was seen. The exit code of mpiexec does not tell.
+"""Which phase each rank of a job has reached, and when that was seen. The exit code of mpiexec does not tell.
 
-If a rank leaves by os._exit(0), MPICH's mpiexec returns 0, and ends the ranks that wait for it without a word.
+If a rank leaves by os._exit(0), MPICH's mpiexec returns 0, and silently ends the ranks that wait for this rank.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from mpitrain.watching.rank_record import BEGUN, DONE, FAILED, PHASES, RankRecor
 
 
 class Phases:
-    """Who has come how far.
+    """Which rank has reached which phase.
 
     Attributes:
-        when: by phase, then by rank, when that was first seen. A rank that has come to one has come to those before it;
-            one that failed has come to none of them for that.
+        when: by phase, then by rank, the time at which this was first seen. A rank that has reached a phase has also
+            reached the phases before it. A failure is an exception: it implies no earlier phase.
     """
 
     def __init__(self) -> None:
@@ -26,5 +26,5 @@ class Phases:
             self.when[phase].setdefault(record.rank, now)
 
     def missing(self) -> list[int]:
-        """The ranks that have begun and have not come to their end, in increasing order."""
+        """Return the ranks that have begun and have not finished, in increasing order."""
         return sorted(self.when[BEGUN].keys() - self.when[DONE].keys())

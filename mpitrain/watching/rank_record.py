@@ -1,13 +1,13 @@
-"""What a rank says of itself: one record, where its own process writes and others read.
+"""What a rank publishes about itself: one record, which its own process writes and others read.
 
-The record is a page of memory that has a name only below its process, /proc/PID/fd/N. It is memory and no file: a write
-costs no system call, and neither a full disk nor a dead one can hold up a rank. Nothing is left of it when the last
-process that has it open has gone. The guard of the host gets the page's descriptor from the rank (roll_call.py). So it
-can read what a rank said last when the rank has been killed, and what a rank says in a container, where it has another
-/proc. Under a bare mpiexec the ranks of a host read each other's pages by name.
+The record is a page of memory whose only name is below its process: /proc/PID/fd/N. The page is memory, not a file on
+disk: a write costs no system call, and neither a full disk nor a dead one can block a rank. The page vanishes with the
+last process that has it open. The guard of the host gets the page's descriptor from the rank (roll_call.py). So the
+guard can read a rank's last record after the rank was killed, and the record of a rank in a container, which has its
+own /proc. Under a bare mpiexec the ranks of a host read each other's pages by name.
 
-No other module knows how the page is laid out. This one is sent to other hosts as text: it imports nothing of ours, and
-runs with an old Python.
+No other module knows the layout of the page. This module is sent to other hosts as text. So it imports no other module
+of mpitrain, and must run with old Pythons.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 # How far a rank has come. STARTED: its process runs. CALLED: it is in init(). BEGUN: init() has returned.
-# DONE: its program has come to its end. FAILED: an error ends it, and the job with it.
+# DONE: its program has finished. FAILED: an error ends the rank, and the job with it.
 STARTED, CALLED, BEGUN, DONE, FAILED = PHASES = ("started", "called", "begun", "done", "failed")
 
-# What a rank does. BUSY: the others wait for it, and that is as it should be. ENDED: it has come to its end.
+# What a rank does. BUSY: the others wait for it by design. ENDED: its program has finished.
 WORKS, WAITS, BUSY, ENDED = range(4)
 
-# A rank writes its stacks at this signal. Nobody else uses it: UCX has SIGHUP and SIGALRM, batch systems SIGUSR1 and
-# SIGUSR2, glibc the first two.
+# A rank writes its stacks at this signal, which nobody else uses: UCX has SIGHUP and SIGALRM, batch systems SIGUSR1 and
+# SIGUSR2, glibc the first two real-time signals.
 STACK_SIGNAL = signal.SIGRTMIN + 11
 
 NAME = "mpitrain-rank-"
@@ -36,7 +36,7 @@ NAME = "mpitrain-rank-"
 INTERRUPTED = "interrupted"  # the error of a rank that Ctrl-C has ended
 
 _BYTES = 4096
-# Words of 8 bytes: each is written at once, and by itself.
+# Words of 8 bytes: each is written in one piece, and separately.
 _EDITION, _CALLS, _MOVED, _FIRST_STEP, _STEP, _METRICS, _EDITION_AGAIN = 0, 1, 2, 3, 4, 16, _BYTES // 8 - 1
 _MOST_METRICS = 16
 # since, stall_seconds, hang_seconds, failed_seconds, pid, stacks, phase, status, lengths of the four texts
@@ -47,19 +47,19 @@ _MOST_TEXT, _MOST_NAMES = 400, 800
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What a rank says of itself.
+    """What a rank publishes about itself.
 
     Attributes:
-        rank: whose it is.
+        rank: number of the rank.
         phase: one of PHASES.
-        pid: its process, as it is called where it runs.
-        first_step: that it began; 1, unless it went on from a checkpoint. 0: it began none.
-        step: the last one that it began.
-        metrics: the last value of each, by name; "loss" and "samples/s" of the last step among them.
-        calls: that all ranks make, so many.
-        moved: how often something has come or gone.
+        pid: process id, as seen where the process runs.
+        first_step: the first step that the rank began; 1, unless it resumed from a checkpoint. 0: it began none.
+        step: the last step that the rank began.
+        metrics: the last value of each metric, by name; includes "loss" and "samples/s" of the last step.
+        calls: number of calls begun, counting calls that all ranks make.
+        moved: how often data has arrived or left.
         status: WORKS, WAITS, BUSY or ENDED.
-        words: what it waits in, or is busy with.
+        words: what the rank waits in, or is busy with.
         since: when that began, by time.monotonic() of its host.
         stall_seconds, hang_seconds: see mpitrain.config.Config.
         stacks: its process's descriptor of what it writes at STACK_SIGNAL; -1: it does not.
@@ -79,7 +79,7 @@ class RankRecord:
     status: int = WORKS
     words: str = ""
     since: float = 0.0
-    stall_seconds: float = 30.0  # until init() knows better: a cold start takes its time
+    stall_seconds: float = 30.0  # until init() sets it: a cold start takes long
     hang_seconds: float = 0.0
     stacks: int = -1
     failed_seconds: float = 0.0
@@ -88,10 +88,10 @@ class RankRecord:
 
 
 class Page:
-    """The page of this process. A number costs 0.1 us to write, `write` some 7 us.
+    """The page of this process. Writing a number costs 0.1 us, `write` about 7 us.
 
     Attributes:
-        descriptor: for those who read it.
+        descriptor: for readers of the page.
     """
 
     def __init__(self, rank: int) -> None:
@@ -100,10 +100,10 @@ class Page:
         self._memory = mmap.mmap(self.descriptor, _BYTES)
         self._numbers = memoryview(self._memory).cast("Q")
         self._reals = memoryview(self._memory).cast("d")
-        self._places: dict[str, int] = {}  # of the metrics
+        self._places: dict[str, int] = {}  # the place of each metric
 
     def write(self, record: RankRecord, status: int, words: str, since: float) -> None:
-        """Write all but the numbers that have functions of their own; the last three arguments replace the record's."""
+        """Write all but the numbers with methods of their own; the last three arguments replace the record's fields."""
         doing, error = words.encode(errors="replace")[:_MOST_TEXT], record.error.encode(errors="replace")[:_MOST_TEXT]
         names = "\n".join(self._places).encode(errors="replace")
         edition = self._numbers[_EDITION] + 1
@@ -116,20 +116,20 @@ class Page:
         self._numbers[_EDITION_AGAIN] = edition
 
     def set_calls(self, calls: int) -> None:
-        """So many calls that all ranks make have begun."""
+        """Set how many calls have begun that all ranks make."""
         self._numbers[_CALLS] = calls
 
     def set_moved(self, moved: int) -> None:
-        """So often has something come or gone."""
+        """Set how often data has arrived or left."""
         self._numbers[_MOVED] = moved
 
     def set_step(self, first: int, step: int) -> None:
-        """A step has begun."""
+        """Note that a step has begun."""
         self._numbers[_FIRST_STEP] = first
         self._numbers[_STEP] = step
 
     def set_metrics(self, metrics: Mapping[str, float]) -> bool:
-        """Set these; whether one of them is new, so that `write` must follow. What finds no room is left out."""
+        """Set these metrics. Return whether a name is new, so that `write` must follow. Drop what finds no room."""
         is_new = False
         for name, value in metrics.items():
             place = self._places.get(name)
@@ -144,14 +144,14 @@ class Page:
 
 
 def read_record(path: str, rank: int) -> RankRecord | None:
-    """The record of `rank` at `path`, /proc/PID/fd/N; None where there is none, or it is another user's."""
+    """Read the record of `rank` at `path`, /proc/PID/fd/N; None if there is none, or it belongs to another user."""
     try:
         if not os.readlink(path).startswith(f"/memfd:{NAME}{rank} "):  # noqa: PTH115 (Path.readlink is of Python 3.9)
-            return None  # another process has been given the number
+            return None  # another process has the process id now
         for _ in range(5):
             data = Path(path).read_bytes()
             numbers = memoryview(data).cast("Q")
-            if numbers[_EDITION] == numbers[_EDITION_AGAIN]:  # else it was being written
+            if numbers[_EDITION] == numbers[_EDITION_AGAIN]:  # otherwise a write was in progress
                 break
         fields = _TEXTS.unpack_from(data, _TEXTS_AT)
     except (OSError, struct.error, TypeError, IndexError):

@@ -85,7 +85,7 @@ def look_at(views: Iterable[RankView]) -> list[RankView]:
     stacks = read_stacks(asked)
     seen = []
     for view in views:
-        # A process without a number here is not to be found in /proc, and may be well.
+        # A process without a number here has no entry in /proc, but may be alive.
         state = "gone" if view.ended_seconds is not None else process_state(view.pid) if view.pid else "S"
         kernel = _read(f"/proc/{view.pid}/wchan").decode(errors="replace") if state == "D" else ""
         stack = stacks.get(view.record.rank, "")
@@ -105,7 +105,7 @@ def read_stacks(asked: dict[int, tuple[int, int]]) -> dict[int, str]:
             begun[rank] = (path, path.stat().st_size)
             os.kill(pid, STACK_SIGNAL)
     texts: dict[int, str] = {}
-    grown: dict[int, tuple[int, float]] = {}  # by rank: the size of its file, and since when it is that
+    grown: dict[int, tuple[int, float]] = {}  # by rank: the size of its file, and since when the size is unchanged
     deadline = time.monotonic() + _STACK_SECONDS
     while len(texts) < len(begun) and time.monotonic() < deadline:
         time.sleep(0.03)
@@ -128,7 +128,7 @@ def process_state(pid: int) -> str:
 
 
 def process_numbering() -> int:
-    """The numbering by which this process knows others. In a container it is mostly not that of the machine."""
+    """The numbering by which this process knows others. A container mostly has a numbering other than the machine's."""
     try:
         return Path("/proc/self/ns/pid").stat().st_ino
     except OSError:  # /proc is another container's

@@ -32,7 +32,7 @@ def test_sizes(text: str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "0", "0K", "-1", "4X", "K", "1.5M", "4KB", "1e6", "4 K", "²"])
 def test_what_is_no_size(text: str) -> None:
-    with pytest.raises(ConfigError, match="is no size; allowed are bytes such as 4096, 4K"):
+    with pytest.raises(ConfigError, match="is not a size; allowed are bytes such as 4096, 4K"):
         parse_size(text)
 
 
@@ -66,15 +66,15 @@ def test_lists_and_numbers() -> None:
         (["--algorithms", "auto,rign"], "there is no algorithm 'rign'; known: auto, .*native, .*ring"),
         (["--dtypes", "complex64"], "there is no dtype 'complex64'; known: float16, float32"),
         (["--codecs", "zip"], "there is no codec 'zip'; known: none"),
-        (["--sizes", "4K,,1M"], "'' is no size"),
-        (["--sizes", "4", "--dtypes", "float32,float64"], "4 bytes are less than one element of float32,float64"),
+        (["--sizes", "4K,,1M"], "'' is not a size"),
+        (["--sizes", "4", "--dtypes", "float32,float64"], "4 bytes is less than one element of float32,float64"),
         (["--rounds", "0"], "--rounds is '0'; it must be a whole number from 1 to 999999999"),
         (["--rounds", "2.5"], "--rounds is '2.5'; it must be a whole number from 1 to 999999999"),
         (["--seconds", "nan"], r"--seconds is 'nan'; it must be a number from 0.001 to 1e\+06"),
         (["--seconds", "inf"], "--seconds is 'inf'"),
         (["--link-gbit", "fast"], "--link-gbit is 'fast'"),
-        (["--json", "/nowhere/at/all.json"], "--json /nowhere/at/all.json: there is no folder"),
-        (["--save-profile", "/"], "--save-profile /: there is no folder"),
+        (["--json", "/nowhere/at/all.json"], "all.json: the path is a folder, or its folder does not exist"),
+        (["--save-profile", "/"], "--save-profile /: the path is a folder"),
         (["--plot", "picture.bmp"], r"must end in .png, .svg or .pdf"),
     ],
 )
@@ -90,11 +90,11 @@ def test_what_is_refused(words: list[str], text: str) -> None:
         ("--operation point_to_point --csv r.csv --sizes 4K", "has no rows; leave out --csv, --sizes"),
         ("--operation point_to_point --algorithms ring --codecs bf16", "leave out --algorithms, --codecs"),
         ("--operation point_to_point --dtypes int8 --rounds 3 --seconds 1", "leave out --dtypes, --rounds, --seconds"),
-        ("--codecs bf16 --algorithms ring", "--algorithms ring is for sums without .* say --codecs none,bf16"),
-        ("--codecs bf16,int8 --algorithms all", "--algorithms all is for .* say --codecs none,bf16,int8"),
-        ("--operation allgather --codecs bf16", "--operation allgather has no allreduce; leave out --codecs"),
-        ("--operation broadcast,point_to_point --algorithms ring", "has no allreduce; leave out --algorithms"),
-        ("--save-profile p.json --json b.json", "--save-profile measures what it needs, .* leave out --json"),
+        ("--codecs bf16 --algorithms ring", "--algorithms ring applies to sums without .* use --codecs none,bf16"),
+        ("--codecs bf16,int8 --algorithms all", "--algorithms all applies to .* use --codecs none,bf16,int8"),
+        ("--operation allgather --codecs bf16", "--operation allgather includes no allreduce; leave out --codecs"),
+        ("--operation broadcast,point_to_point --algorithms ring", "includes no allreduce; leave out --algorithms"),
+        ("--save-profile p.json --json b.json", "--save-profile chooses what it measures; leave out --json"),
         ("--save-profile p.json --sizes 4K --link-gbit 1", "leave out --link-gbit, --sizes"),
         ("--show --json b.json", "--show measures and writes nothing; leave out --json"),
         ("--show --save-profile p.json", "--show measures and writes nothing; leave out --save-profile"),

@@ -104,7 +104,7 @@ def test_what_settings_force_is_shown(tmp_path: Path) -> None:
     job = run_command(command, timeout=DEADLINE_SECONDS, cwd=tmp_path, env=env)
     assert job.code == 0, job.output
     assert job.stdout.splitlines()[1:] == [
-        "all sizes: ring, as MPITRAIN_ALGORITHM says",
+        "all sizes: ring, set by MPITRAIN_ALGORITHM",
         "compression auto: none, as all ranks are on one node",
         "buckets: 4 MiB",
     ]
@@ -124,7 +124,7 @@ def test_what_is_chosen_by_a_profile(profile: Path) -> None:
     ("words", "text"),
     [
         (["-n", "2", "--algorithms", "rign"], "there is no algorithm 'rign'; known: auto"),
-        (["-n", "2", "--sizes", "big"], "'big' is no size"),
+        (["-n", "2", "--sizes", "big"], "'big' is not a size"),
         (["--sizes", "4K"], "how many ranks?"),
         (["-n", "2", "-m", "pack"], "bench runs no module; to run one: mpitrain run -n N -m pack"),
         (["-n", "2", "--operation", "point_to_point", "--plot", "r.png"], "has no rows; leave out --plot"),

@@ -119,7 +119,7 @@ def test_nothing_there(tmp_path: Path, action: str, capsys: pytest.CaptureFixtur
     assert main(["checkpoint", action, str(tmp_path)]) == 1
     assert f"mpitrain checkpoint: there are no checkpoints in {tmp_path}" in capsys.readouterr().err
     assert main(["checkpoint", action, str(tmp_path / "x")]) == 1
-    assert f"mpitrain checkpoint: {tmp_path}/x is not there, or is no directory" in capsys.readouterr().err
+    assert f"mpitrain checkpoint: {tmp_path}/x does not exist, or is not a directory" in capsys.readouterr().err
 
 
 def test_all_are_damaged(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

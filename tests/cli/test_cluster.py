@@ -76,7 +76,7 @@ def test_init_keeps_what_is_there(project: Path) -> None:
     (project / "cluster/hosts").write_text("# mine\n")
     job = cluster(project, "init", "--nodes", "a=10.0.0.1")
     assert job.code == 2
-    assert "is there already and stays as it is" in job.stderr
+    assert "exists already and was not changed" in job.stderr
     assert (project / "cluster/hosts").read_text() == "# mine\n"
 
 
@@ -84,8 +84,8 @@ def test_init_keeps_what_is_there(project: Path) -> None:
     ("arguments", "text"),
     [
         ([], "without a terminal to ask at it needs --nodes NAME=ADDRESS"),
-        (["--nodes", "a"], "'a' is no node; allowed is NAME=ADDRESS"),
-        (["--nodes", ""], "'' is no node"),
+        (["--nodes", "a"], "'a' is not a node; allowed is NAME=ADDRESS"),
+        (["--nodes", ""], "'' is not a node"),
         (["--nodes", "a=node1"], "a: 'node1' is not an IP address"),
         (["--nodes", "a=127.0.0.1"], "the other nodes cannot reach 127.0.0.1"),
         (["--nodes", "a=10.0.0.1,a=10.0.0.2"], "a=10.0.0.2: a=10.0.0.1 is in the list already"),
@@ -301,7 +301,7 @@ def test_nothing_is_undone_without_a_yes(action: str, arguments: list[str], proj
     assert cluster(project, "init", "--nodes", "a=10.0.0.1,b=10.0.0.2").code == 0
     before = (project / "cluster/hosts").read_text()
     job = cluster(project, action, *arguments)
-    assert (job.code, "--yes goes on without a question" in job.stderr) == (2, True), job.output
+    assert (job.code, "--yes skips the question" in job.stderr) == (2, True), job.output
     job = type_in(project, [("[yes/no]", "perhaps\n"), ("Please answer", ""), ("[yes/no]", "no\n")], action, *arguments)
     assert (job.code, "nothing was changed" in job.stdout) == (1, True), job.output
     assert (project / "cluster/hosts").read_text() == before
@@ -318,10 +318,10 @@ def test_what_cannot_be_removed(name: str, text: str, project: Path) -> None:
 @pytest.mark.parametrize(
     ("fingerprints", "text"),
     [
-        (["a=SHA256:short"], "'a SHA256:short' is no fingerprint of a node"),
+        (["a=SHA256:short"], "'a SHA256:short' is not a fingerprint of a node"),
         (["no-file"], "neither HOST=SHA256:... nor a file that can be read"),
         (["z=SHA256:" + 43 * "x"], "there is no node z in"),
-        (["file"], "file:2: 'a MD5:00' is no fingerprint"),
+        (["file"], "file:2: 'a MD5:00' is not a fingerprint"),
     ],
 )
 def test_wrong_fingerprints_are_refused_before_any_contact(fingerprints: list[str], text: str, project: Path) -> None:

@@ -101,7 +101,7 @@ def test_a_machine_that_is_no_node_says_so(tmp_path: Path) -> None:
     command = [str(VENVS["mpich"] / "bin/python"), "-m", "mpitrain", "run", "-n", "2", str(path)]
     job = run_command(command, timeout=DEADLINE_SECONDS, cwd=tmp_path)
     assert job.code == 0, job.output
-    assert "this machine is no node of cluster/hosts, so the job runs here alone; start it on node1" in job.stderr
+    assert "this machine is not a node of cluster/hosts, so the job runs here alone; start it on node1" in job.stderr
     job = run_command([*command[:-1], "--hosts", "localhost", str(path)], timeout=DEADLINE_SECONDS, cwd=tmp_path)
     assert job.code == 0, job.output
     assert "no node" not in job.stderr
@@ -258,7 +258,7 @@ def test_a_file_of_variables_that_does_not_fit(tmp_path: Path) -> None:
     file.write_text("FI_TCP_IFACE=eth77\n")
     job = run(python, "--env-file", file, "-n", "1", script(tmp_path, "print('ran')"))
     assert job.code == 1 and "ran" not in job.stdout
-    assert "FI_TCP_IFACE names eth77, which is not there" in job.output
+    assert "FI_TCP_IFACE names eth77, which does not exist here" in job.output
     job = run(python, "--env-file", tmp_path / "none", "-n", "1", script(tmp_path, ""))
     assert job.code == 2 and "cannot be read: No such file" in job.output
 
@@ -288,8 +288,8 @@ def test_the_mpiexec_of_another_mpi_is_refused(tmp_path: Path) -> None:
             ["-n", "2", "--start-seconds", "soon", __file__],
             "'soon' is not a number of seconds, 0 or from 0.001 to 1e+06",
         ),
-        (["-n", "2", "--hosts", "a/gpu", __file__], "'a/gpu' in --hosts a/gpu is no device that is known"),
-        (["-n", "3", "--hosts", "localhost/cpux2", __file__], "-n is 3, and the devices in --hosts are for 2 ranks"),
+        (["-n", "2", "--hosts", "a/gpu", __file__], "'a/gpu' in --hosts a/gpu is not a known form"),
+        (["-n", "3", "--hosts", "localhost/cpux2", __file__], "-n is 3, but the devices in --hosts are for 2 ranks"),
         (["-n", "2", "-i", "nowhere", __file__], "nowhere: there is no such file"),
         (["-n", "2", "--shwo", __file__], "unknown argument --shwo; did you mean --show?"),
     ],

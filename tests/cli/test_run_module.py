@@ -60,9 +60,9 @@ def test_arguments_behind_two_dashes_are_the_modules(project: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["-m", "pack.missing"], "there is no module 'pack.missing' to run in "),
-        (["-m", "pack.inner"], "there is no module 'pack.inner' to run in "),
-        (["-m", "nothing.at.all"], "there is no module 'nothing.at.all' to run in "),
+        (["-m", "pack.missing"], "there is no module 'pack.missing' to run, neither in "),
+        (["-m", "pack.inner"], "there is no module 'pack.inner' to run, neither in "),
+        (["-m", "nothing.at.all"], "there is no module 'nothing.at.all' to run, neither in "),
         (["missing.py"], "there is no script 'missing.py' in "),
     ],
 )
@@ -78,4 +78,4 @@ def test_another_python_is_refused(project: Path) -> None:
     (project / "bin/python").symlink_to(sys.executable)
     job = run(project, "python", "train.py", path=f"{project / 'bin'}:{os.environ['PATH']}")
     assert job.code == 2
-    assert f"the ranks run {sys.executable}, and 'python' is {project / 'bin/python'}; leave it out" in job.stderr
+    assert f"the ranks run {sys.executable}, but 'python' is {project / 'bin/python'}; leave out" in job.stderr

@@ -254,7 +254,7 @@ def test_what_sshd_does_not_take_is_taken_away(bed: Bed, checkout: Path, tmp_pat
     try:
         run = playbook(bed, SETUP, "--tags", "ssh", inventory=inventory, checkout=checkout)
         assert run.code not in (0, None), run.output
-        assert "node2: sshd does not take" in run.text and "It belongs at the top" in run.text, run.output
+        assert "node2: sshd does not accept" in run.text and "Put Include at the top" in run.text, run.output
         assert root(bed, "node2", "sshd -t && ls /etc/ssh/sshd_config.d").stdout.strip() == ""
     finally:
         root(bed, "node2", f"mv {config}.bak {config}")

@@ -79,7 +79,7 @@ def test_the_examples_and_the_data_set_are_on_the_share(checkout: Path, mpi: str
 def test_without_the_data_set_the_set_up_ends_well_and_says_so(checkout: Path) -> None:
     job = brought(checkout, cache="/dev/null/cache")
     assert job.code == 0, job.output
-    assert "The cluster is set up. WITHOUT the examples and their data set" in job.stdout
+    assert "The cluster is set up, but WITHOUT the examples and their data set" in job.stdout
     assert "cannot create directory" in job.stdout  # what get-data said
     assert "run: ansible-playbook cluster/setup.yml --tags examples" in job.stdout
     assert "To train on all nodes" not in job.stdout

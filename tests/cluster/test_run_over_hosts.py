@@ -127,7 +127,7 @@ def test_a_file_of_variables_that_does_not_fit_a_host(bed: Bed) -> None:
         for node in ("node1", "node2", "node4"):
             bed.node_run(node, ["ip", "link", "del", "bridge7"])
     assert job.code == 1 and "rank 0" not in job.output
-    assert "    node3: UCX_NET_DEVICES names bridge7, which is not there\n" in job.output
+    assert "    node3: UCX_NET_DEVICES names bridge7, which does not exist there\n" in job.output
     assert "node2:" not in job.output
 
 
@@ -222,7 +222,7 @@ def test_interfaces_with_different_names(bed: Bed, python: str) -> None:
     finally:
         bed.node_run("node2", ["bash", "-c", rename.format("eno7", "eth0")])
     assert job.code == 0, job.output
-    assert "set in each rank: eth0 on node1, eno7 on node2" in job.output
+    assert "so each rank sets its own: eth0 on node1, eno7 on node2" in job.output
     assert "on node2  eno7 " in job.output
     assert "on node3  eth0 " in job.output
 
@@ -234,7 +234,7 @@ def test_power_cut(bed: Bed, python: str) -> None:
     bed.kill("node3")
     end = job.end()
     assert end.code == 1, end.output
-    assert "node3: nothing has been heard from it since " in end.output
+    assert "node3: no message from this host since " in end.output
     bed.start("node3")
     assert left(bed) == []
 
@@ -247,7 +247,7 @@ def test_a_node_that_falls_silent(bed: Bed, fault: str) -> None:
     getattr(bed, fault)("node2")
     end = job.end()
     assert end.code == 1, end.output
-    assert "node2: nothing has been heard from it since " in end.output
+    assert "node2: no message from this host since " in end.output
     if fault == "cut":  # the node ends its part by itself
         assert left(bed) == []
 
@@ -279,7 +279,7 @@ def test_a_cut_cable_is_named_before_the_host_is_given_up(bed: Bed) -> None:
     assert done.code == 1, done.output
     # Where the cut falls into a barrier, some of the others are through with it and wait in the next one.
     waits = r"(ranks? [012,-]+ on (node[123],?)+ waits? in barrier \(call \d+\); )+"
-    expected = rf"no progress for \d+ s: {waits}rank 3 on node4: nothing has been heard from it"
+    expected = rf"no progress for \d+ s: {waits}rank 3 on node4: no message from this host"
     assert re.search(expected, done.output), done.output
 
 
@@ -344,7 +344,7 @@ def test_a_rank_that_leaves_before_init(bed: Bed, python: str) -> None:
 def test_a_rank_that_is_late(bed: Bed, python: str) -> None:
     end = run(bed, "-n 4 --start-seconds 20 late.py", python=python)
     assert end.code == 1, end.output
-    assert "rank 2 on node3: no init() within 20 s after that of rank " in end.output
+    assert "rank 2 on node3: did not call init() within 20 s after rank " in end.output
     assert "node3: rank 2 runs, before init()" in end.output
 
 

@@ -204,7 +204,7 @@ def test_auto_says_that_the_host_codes(
     slot = exchange.allocate(1000, FLOAT32, on_device=True)
     flat = slot.flat
     said = capfd.readouterr().out
-    assert ("mpitrain: compression bf16 on the host, as sums in a node are: " in said) == world.is_root
+    assert ("mpitrain: compression bf16 on the host, like the sums in a node: " in said) == world.is_root
     flat.fill(1)
     exchange.mean(slot, slice(None), 1.0).wait()
     assert (flat.get() == world.size).all()

@@ -95,7 +95,7 @@ def test_the_file(tmp_path: Path) -> None:
     assert read_baseline(path) == stable(saw())
     for text in ("", "{}", "[]", '{"mpitrain_baseline": 2, "nodes": {}}', '{"mpitrain_baseline": 1, "nodes": [1]}'):
         path.write_text(text)
-        with pytest.raises(ConfigError, match="is none; --save-baseline"):
+        with pytest.raises(ConfigError, match="is not a baseline; --save-baseline"):
             read_baseline(path)
     with pytest.raises(ConfigError, match="cannot be written"):
         write_baseline(tmp_path / "no/folder", saw())

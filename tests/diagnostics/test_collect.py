@@ -78,13 +78,13 @@ class Busy:
 @pytest.mark.parametrize("is_alive", [True, False])
 def test_a_busy_node_has_the_time_that_its_commands_have(is_alive: bool) -> None:
     """One that is silent has not."""
-    expected = "late" if is_alive else {"error": "it does not answer any more"}
+    expected = "late" if is_alive else {"error": "it no longer answers"}
     with collect.Cluster(target(1), lambda _: cast(Any, Busy(is_alive))) as cluster:
         cluster.agents["node1"] = cast(Any, Busy(is_alive))
         if is_alive:
             assert cluster.ask("node1", "way", {}, seconds=0.05) == "late"
         else:
-            with pytest.raises(UnansweredError, match="it does not answer any more"):
+            with pytest.raises(UnansweredError, match="it no longer answers"):
                 cluster.ask("node1", "way", {}, seconds=0.05)
         cluster.agents["node1"] = cast(Any, Busy(is_alive))
         cluster.seen.nodes["node1"] = {}

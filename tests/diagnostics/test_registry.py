@@ -116,7 +116,7 @@ def test_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="b comes twice"):
         find_target(Path("hosts"), "b,b", None, {})
     (folder / "group_vars/all.yml").write_text("mpitrain_share: \"{{ lookup('env', 'X') }}\"\n")
-    with pytest.raises(ConfigError, match="which only Ansible fills in"):
+    with pytest.raises(ConfigError, match="which only Ansible can fill in"):
         find_target(Path("hosts"), None, None, {})
     monkeypatch.chdir("/")
     with pytest.raises(ConfigError, match="there is no inventory"):

@@ -45,7 +45,7 @@ def test_a_missing_directory(tmp_path):
     file, sha256 = next(iter(datasets._FASHION.items()))
     assert error_of(tmp_path / "none") == (
         f"{tmp_path}/none/fashion/{file} cannot be read (No such file or directory), expected SHA-256 {sha256}; "
-        f"get it with: scripts/get-data fashion {tmp_path}/none, or train on the stand-in: --data digits"
+        f"get it with: scripts/get-data fashion {tmp_path}/none, or train on the substitute: --data digits"
     )
     with pytest.raises(
         DataError, match=rf"{tmp_path}/austen/austen.txt cannot .*: scripts/get-data austen {tmp_path}$"
@@ -73,7 +73,7 @@ def test_a_damaged_file(fashion, file, damage):
     found = hashlib.sha256(path.read_bytes()).hexdigest()
     assert error_of(fashion.parent) == (
         f"{path} is damaged: {path.stat().st_size} bytes with SHA-256 {found}, expected {datasets._FASHION[file]}; "
-        f"get it with: scripts/get-data fashion {fashion.parent}, or train on the stand-in: --data digits"
+        f"get it with: scripts/get-data fashion {fashion.parent}, or train on the substitute: --data digits"
     )
 
 

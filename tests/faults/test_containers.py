@@ -41,7 +41,7 @@ def test_memory_of_another_container_is_not_taken_for_that_of_a_rank() -> None:
     report_of(
         run(CONTAINER),
         "LaunchError: rank 0 on ",
-        "are in different containers on one machine, and MPI takes them for ranks of one node",
+        "are in different containers on one machine, but MPI takes them for ranks of one node",
         "--pid=host",
     )
 

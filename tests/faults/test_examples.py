@@ -85,7 +85,7 @@ def test_the_setting_for_compression() -> None:
     for job in (plain, short):
         succeeded(job)
     assert losses(short) == losses(plain)
-    line = "mpitrain: compression int8: all ranks are on one node, so nothing is sent and shortened\n"
+    line = "mpitrain: compression int8: all ranks are on one node, so nothing is compressed\n"
     assert [job.stdout.count(line) for job in (plain, short)] == [0, 1]
 
 

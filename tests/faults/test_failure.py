@@ -503,7 +503,7 @@ def test_a_job_that_did_its_work(run: Run) -> None:
 def test_a_roll_call_that_has_gone_is_said_once(run: Run) -> None:
     job = run(START + "world.barrier()\nif rank == 0: os.remove(os.environ['_MPITRAIN_ROLL_CALL'])\nworld.barrier()")
     succeeded(job)
-    assert job.stderr.count("mpitrain: cannot check that all ranks came to their end: ") == 1, job.output
+    assert job.stderr.count("mpitrain: cannot check that all ranks finished: ") == 1, job.output
 
 
 def test_a_script_without_mpitrain(run: Run) -> None:

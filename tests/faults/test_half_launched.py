@@ -19,7 +19,7 @@ def test_open_mpi_under_the_mpiexec_of_mpich() -> None:
         job,
         "LaunchError: process ",
         "mpiexec of MPICH started 3 processes (PMI_SIZE=3), but mpi4py loads Open MPI, which sees 1",
-        "this would run as 3 jobs of 1. Start it with the mpiexec of Open MPI",
+        "this would run as 3 jobs of 1. Start the program with the mpiexec of Open MPI",
         "    mpitrain run -n 3 SCRIPT\n",
     )
     assert "a world of" not in job.stdout
@@ -31,7 +31,7 @@ def test_mpich_under_the_mpiexec_of_open_mpi() -> None:
         job,
         "LaunchError: process ",
         "mpiexec of Open MPI started 3 processes (OMPI_COMM_WORLD_SIZE=3), but mpi4py loads MPICH, which sees 1",
-        "this would run as 3 jobs of 1. Start it with the mpiexec of MPICH",
+        "this would run as 3 jobs of 1. Start the program with the mpiexec of MPICH",
         "    mpitrain run -n 3 SCRIPT\n",
     )
     assert "a world of" not in job.stdout
@@ -51,7 +51,7 @@ def test_fewer_ranks_than_mpitrain_run_announced(expected: int, jobs: str) -> No
     report_of(
         job,
         f"mpitrain run started {expected} processes (_MPITRAIN_EXPECTED_SIZE={expected}), but mpi4py loads MPICH, "
-        f"which sees 2{jobs}. Start it with the mpiexec of MPICH",
+        f"which sees 2{jobs}. Start the program with the mpiexec of MPICH",
         f"    mpitrain run -n {expected} SCRIPT\n",
     )
     assert job.stderr.count("LaunchError") == 1, job.output
@@ -76,7 +76,7 @@ def test_a_slurm_step_whose_processes_mpi_does_not_join(python: str) -> None:
     failed(
         job,
         f"srun started 2 processes (SLURM_NTASKS=2), but mpi4py loads {name}, which sees 1",
-        f"this would run as 2 jobs of 1. Start it with the mpiexec of {name}",
+        f"this would run as 2 jobs of 1. Start the program with the mpiexec of {name}",
         "    mpitrain run -n 2 SCRIPT\n",
     )
 

@@ -65,7 +65,7 @@ def test_every_rank_that_stands_still_is_named_and_the_job_is_ended(tmp_path: Pa
     job = run(tmp_path, 6, STAND, str(tmp_path / "pipe"))
     assert job.code == 1, job.output
     assert job.left == []
-    stuck = "a disk or a network share that does not answer"
+    stuck = "does a disk or a network share not answer"
     expected = "; ".join(
         [
             rf"ranks 0,5 on {HOST} wait in barrier \(call \d+\)",

@@ -297,7 +297,7 @@ def test_always_at_the_same_step(tmp_path: Path) -> None:
     found = tries(job)
     assert len(found) == 3, job.output
     assert all(", from step 8, failed at step 10: " in line for line in found[1:]), job.output
-    assert "not started again: 3 tries failed at step 10; look at the program" in found[2]
+    assert "not started again: 3 tries failed at step 10; examine program" in found[2]
     assert job.stdout.count("resumed from ") == 2
 
 
@@ -307,7 +307,7 @@ def test_an_error_before_the_first_step(tmp_path: Path) -> None:
         script.write_text(source)
         command = [str(VENVS["mpich"] / "bin/python"), "-m", "mpitrain", "run", "-n", "2", "--restarts", "2"]
         job = run_command([*command, str(script)])
-        failed(job, "not started again: it failed before its first step, and would do so again")
+        failed(job, "not started again: it failed before its first step, and would fail again")
         assert len(tries(job)) == 1, job.output
 
 

@@ -54,7 +54,7 @@ def test_a_rank_that_does_not_call_init() -> None:
     assert judged(64.0, called={0: 5.0, 1: 6.0}) is None
     text = judged(66.0, called={0: 5.0, 1: 6.0})
     assert text is not None
-    assert text.startswith("rank 2 on b, rank 3 on c: no init() within 60 s after that of rank 0 on a")
+    assert text.startswith("rank 2 on b, rank 3 on c: did not call init() within 60 s after rank 0 on a")
 
 
 def test_an_init_that_does_not_return() -> None:
@@ -66,7 +66,7 @@ def test_a_rank_that_ends_before_init() -> None:
     called = {0: 1.0, 1: 1.0}
     assert judged(5.0, called=called, gone={2: 1.0, 3: 2.0}) is None
     assert judged(6.5, called=called, gone={2: 1.0, 3: 2.0}) == (
-        "rank 2 on b, rank 3 on c ended before calling init(), and the others wait there; what it wrote is above"
+        "rank 2 on b, rank 3 on c ended before calling init(), and the others wait there; see its output above"
     )
     text = judged(8.0, called=EVERYONE, gone={3: 2.0})
     assert text is not None
@@ -79,7 +79,7 @@ def test_a_rank_that_fails_right_after_init() -> None:
     assert judged(9.0, called=EVERYONE, begun=others, failed={3: 2.0}, gone={3: 2.5}) is None
     when = {STARTED: EVERYONE, CALLED: EVERYONE, BEGUN: others, DONE: {}, FAILED: {3: 2.0}}
     lines = diagnosis(PLACES, when, {3: 2.5}, {host: HostReport() for host in "abc"})
-    assert lines[2] == "c: rank 3 has failed; it does not say what runs there"
+    assert lines[2] == "c: rank 3 has failed; its guard does not report what runs there"
 
 
 def test_a_rank_without_mpitrain_that_ends_early() -> None:
@@ -108,8 +108,8 @@ def test_the_diagnosis_names_who_is_behind_and_who_drops() -> None:
     assert diagnosis(PLACES, when, {2: 3.0}, reports) == [
         "a: rank 0 has begun; rank 1 runs, in init(); 1 processes of the job there",
         "b: rank 2 ended before init(); 1 processes of the job there",
-        "c: rank 3 has not started; it does not say what runs there",
-        "c does not answer a, b on high ports, as MPI uses them: a firewall drops it?",
+        "c: rank 3 has not started; its guard does not report what runs there",
+        "c does not answer a, b on the high ports that MPI uses; does a firewall drop them?",
         (
             "look at c first: `ssh c sudo nft list ruleset`; "
             "`ansible-playbook cluster/setup.yml --tags firewall` lets the nodes trust each other"

@@ -63,9 +63,9 @@ def test_missing_paths_come_alone() -> None:
         "e": with_path("error", "/share", "Stale file handle"),
     }
     assert lines_of("a", facts) == [
-        "b: /share/venv is not there: is the share mounted?",
-        "c: /share is empty, /share/venv/bin/python is not there: is the share mounted?",
-        "d: /share/venv/bin/python does not answer: is the server of the share up?",
+        "b: /share/venv does not exist; is the share mounted?",
+        "c: /share is empty, so /share/venv/bin/python does not exist; is the share mounted?",
+        "d: /share/venv/bin/python does not answer; is the file server up?",
         "e: /share: Stale file handle",
     ]
 

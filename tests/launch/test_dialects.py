@@ -129,7 +129,7 @@ def test_the_users_threads_stay_and_the_expected_size_does_not() -> None:
 
 
 def test_an_unknown_mpiexec_is_refused() -> None:
-    with pytest.raises(LaunchError, match=r"known are MPICH, Intel MPI, Open MPI.*train\.py --name 'a b'"):
+    with pytest.raises(LaunchError, match=r"allowed are MPICH, Intel MPI, Open MPI.*train\.py --name 'a b'"):
         shown(Mpiexec(Path("/opt/mpiexec"), "other", ""))
 
 

@@ -160,7 +160,7 @@ def test_the_last_words() -> None:
     silent = replace(end, mpiexec_said="", first_ends=())
     assert last_words(silent, "h{}".format) == "rank 2 on h2 ended without a word (os._exit, or killed?)"
     assert last_words(replace(silent, missing=(0, 1, 2)), "h{}".format) == (
-        "ranks 0-2 ended before the end of the program and did not say why: os._exit, or killed?; "
+        "ranks 0-2 ended before the end of the program and did not say why (os._exit, or killed?); "
         "when one rank ends so, mpiexec ends the others"
     )
     for quiet in ({"missing": ()}, {"trouble": ("said already",)}, {"is_interrupted": True}):
@@ -192,7 +192,7 @@ def test_the_step_of_a_job() -> None:
 
 
 def test_what_the_launcher_saw() -> None:
-    assert of(lost=("h1", "h2"), trouble=("h1: nothing has been heard",)) == ("h1 and h2 fell silent", None)
+    assert of(lost=("h1", "h2"), trouble=("h1: no message",)) == ("h1 and h2 fell silent", None)
     assert of(trouble=("the job has not started: x", "y")) == ("the job has not started: x", None)
     assert of(missing=(1,)) == ("rank 1 on h1 ended without a word (os._exit, or killed?)", 1)
     assert of(missing=(0, 1)) == ("the job ended with exit code 5", None)

@@ -48,7 +48,7 @@ def refusal(path: Path) -> str:
 
 def repair(message: str) -> str:
     """The command of a refusal, as printed."""
-    command = re.search(r"Then repair it: (.*)  # or, where you trust it as it is, do without$", message)
+    command = re.search(r"Then repair it: (.*)  # or, if you trust the file as it is, do without$", message)
     assert command is not None, message
     return command[1]
 
@@ -72,9 +72,10 @@ def test_all_may_write(found: Path, place: str, mode: int) -> None:
     message = refusal(found)
     allowed = "root" if os.geteuid() == 0 else f"{ME} or root"
     assert message == (
-        f"cluster/hosts is not used, since others than this user may write there: {described(Path(place).resolve())}. "
-        f"Allowed is owner {allowed}, and no write permission for anybody else. See what cluster/hosts says. "
-        f"Then repair it: chmod go-w {Path(place).resolve()}  # or, where you trust it as it is, do without"
+        "cluster/hosts is not used, because others than this user may write there: "
+        f"{described(Path(place).resolve())}. Allowed is owner {allowed}, and no write permission for anybody else. "
+        "Look through cluster/hosts. "
+        f"Then repair it: chmod go-w {Path(place).resolve()}  # or, if you trust the file as it is, do without"
     )
     subprocess.run(repair(message), shell=True, check=True)
     refuse_foreign(found)
@@ -103,7 +104,7 @@ def test_somebody_else_owns_it(found: Path, place: str) -> None:
     message = refusal(found)
     assert f"may write there: {described(Path(place).resolve())}. Allowed is owner root, and" in message
     # No chown: it would take away what is somebody else's.
-    said = "Then copy what you need into a folder of your own; or, where you trust it as it is, do without"
+    said = "Then copy the files that you need into a folder of your own; or, if you trust the file as it is, do without"
     assert message.endswith(said)
 
 
@@ -227,8 +228,8 @@ def test_every_command_refuses_it(found: Path, command: str) -> None:
     found.parent.chmod(0o777)
     done = mpitrain(command, *COMMANDS[command])
     assert (done.returncode, "it ran" in done.stdout) == (2, False)
-    assert "cluster/hosts is not used, since others than this user may write there: " in done.stderr
-    assert "  # or, where you trust it as it is, name it: -i cluster/hosts" in done.stderr
+    assert "cluster/hosts is not used, because others than this user may write there: " in done.stderr
+    assert "  # or, if you trust the file as it is, name it: -i cluster/hosts" in done.stderr
     assert done.stderr.endswith("cluster/hosts, or for this machine alone: --hosts localhost\n") == (
         command != "check-cluster"
     )
@@ -249,9 +250,9 @@ def test_a_command_in_it_runs_only_where_it_is_named(found: Path) -> None:
     done = mpitrain(*words)
     assert done.returncode == 2
     assert done.stderr == (
-        "mpitrain check-cluster: cluster/hosts, which was found and not named, sets ansible_ssh_common_args to "
-        f"{f'-o {program}'!r}. With it ssh may run commands on this machine. Allowed is it only in an inventory that "
-        "you name. If you trust the file, name the inventory: -i cluster/hosts\n"
+        "mpitrain check-cluster: cluster/hosts, which was found rather than named, sets ansible_ssh_common_args to "
+        f"{f'-o {program}'!r}. This setting can make ssh run commands on this machine, so it is only allowed in an "
+        "inventory that you name. If you trust the file, name the inventory: -i cluster/hosts\n"
     )
     assert not found.with_name("theirs-ran").exists()
     mpitrain(*words, "-i", "cluster/hosts")
@@ -275,9 +276,10 @@ def test_the_group_vars_of_the_current_folder(found: Path) -> None:
     done = mpitrain(*words)
     assert done.returncode == 2
     assert done.stderr == (
-        "mpitrain check-cluster: cluster/group_vars/all.yml, which was found and not named, sets "
-        "ansible_ssh_extra_args to '-o ProxyCommand=true'. With it ssh may run commands on this machine. Allowed is it "
-        "only in an inventory that you name. If you trust the file, write it into mine, and name that: -i mine\n"
+        "mpitrain check-cluster: cluster/group_vars/all.yml, which was found rather than named, sets "
+        "ansible_ssh_extra_args to '-o ProxyCommand=true'. This setting can make ssh run commands on this machine, so "
+        "it is only allowed in an inventory that you name. If you trust the file, write the setting into mine, and "
+        "name that file: -i mine\n"
     )
     Path("mine").rename(found)
     assert mpitrain(*words[:-1], "cluster/hosts").returncode == 0

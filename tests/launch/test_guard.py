@@ -400,7 +400,7 @@ def test_a_watch_that_fails_is_trouble(wish: dict[str, Any]) -> None:
             "@@@ REMOTE HOST IDENTIFICATION HAS CHANGED! @@@\nHost key verification failed.",
             "`mpitrain cluster trust b`",
         ),
-        ("No ED25519 host key is known for b\nHost key verification failed.", "is it a node of this cluster?"),
+        ("No ED25519 host key is known for b\nHost key verification failed.", "For a node of this cluster, run"),
         ("u@b: Permission denied (publickey).", "Is this the cluster's user"),
         ("ssh: Could not resolve hostname b: Name or service not known", "`getent hosts b`"),
         ("ssh: connect to host b port 22: Connection refused", "`systemctl start ssh`"),
@@ -415,4 +415,4 @@ def test_why_ssh_failed(words: str, remedy: str) -> None:
 
 
 def test_an_end_without_a_word() -> None:
-    assert explain("b", "", 137) == "b: ended with code 137, without a word"
+    assert explain("b", "", 137) == "b: ended with code 137 and wrote nothing"

@@ -53,7 +53,7 @@ def test_elsewhere_it_runs_here_and_says_so(folder: Path) -> None:
     placement = place_ranks(None, None, 2, None)
     assert (ranks(placement), placement.addresses) == ({socket.gethostname(): 2}, {})
     assert placement.note == (
-        "this machine is no node of cluster/hosts, so the job runs here alone; "
+        "this machine is not a node of cluster/hosts, so the job runs here alone; "
         "start it on a to use the cluster, or name --hosts"
     )
     # Asked for by name, the inventory counts.

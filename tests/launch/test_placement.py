@@ -33,21 +33,21 @@ def test_what_is_wanted(text: str, expected: dict[str, str]) -> None:
         ("a,,b", "does not begin with the name of a host"),
         ("a b", "does not begin with the name of a host"),
         ("-a", "does not begin with the name of a host"),
-        ("a,b,a", "a is named twice in --hosts a,b,a; for two ranks on each host say --ppn 2"),
+        ("a,b,a", "a is named twice in --hosts a,b,a; for two ranks on each host, use --ppn 2"),
         ("a,a/cpu", "a is named twice"),
         ("a/cpu,a", "a is named twice"),
-        ("a/gpu", "'a/gpu' in --hosts a/gpu is no device that is known; known are a, a/cpu"),
-        ("a/", "is no device"),
-        ("a/cuda", "is no device"),
-        ("a/cuda:", "is no device"),
-        ("a/cuda:0-", "is no device"),
-        ("a/cuda:0-1-2", "is no device"),
-        ("a/cpu:0", "is no device"),
-        ("a/cpu4", "is no device"),
-        ("a/cpu-4", "cpu has no numbers"),
+        ("a/gpu", "'a/gpu' in --hosts a/gpu is not a known form; known are a, a/cpu"),
+        ("a/", "is not a known form"),
+        ("a/cuda", "is not a known form"),
+        ("a/cuda:", "is not a known form"),
+        ("a/cuda:0-", "is not a known form"),
+        ("a/cuda:0-1-2", "is not a known form"),
+        ("a/cpu:0", "is not a known form"),
+        ("a/cpu4", "is not a known form"),
+        ("a/cpu-4", "cpu takes no numbers"),
         ("a/cpux0", "asks for no rank"),
         ("a/cuda:3-1", "the devices 3-1 run backwards"),
-        ("a/cpu,b", "b has none; for one rank on no device write b/cpu"),
+        ("a/cpu,b", "b has none; for one rank on no device, write b/cpu"),
     ],
 )
 def test_what_is_refused(text: str, message: str) -> None:
@@ -79,9 +79,9 @@ def test_ranks_go_to_hosts_in_blocks() -> None:
             1,
             "4 ranks do not fit on 2 hosts with --ppn 1, which makes 2; leave out --ppn to spread them evenly",
         ),
-        ("a,b,c", 2, None, "2 ranks leave nothing to do for c"),
-        ("a,b,c", 4, 2, "4 ranks leave nothing to do for c"),
-        ("a/cpux2,b/cpu", 4, None, "-n is 4, and the devices in --hosts are for 3 ranks"),
+        ("a,b,c", 2, None, "with 2 ranks, c would have none"),
+        ("a,b,c", 4, 2, "with 4 ranks, c would have none"),
+        ("a/cpux2,b/cpu", 4, None, "-n is 4, but the devices in --hosts are for 3 ranks"),
         ("a/cpux2", None, 2, "leave out --ppn"),
     ],
 )
@@ -100,7 +100,12 @@ def test_numbers_that_contradict_each_other(
         ("a,b", None, 10**20, f"{10**20} ranks on a are too many: allowed are at most 16384 on the largest machine. "),
         ("a/cpux20000", None, None, "20000 ranks on a/cpux20000 are too many: allowed are at most 16384 on the "),
         ("a/cuda:0-99999", None, None, "100000 ranks on a/cuda:0-99999 are too many: allowed are at most 16384 on "),
-        ("a/cpux99999999999999", None, None, "'a/cpux99999999999999' in --hosts a/cpux99999999999999 is no device "),
+        (
+            "a/cpux99999999999999",
+            None,
+            None,
+            "'a/cpux99999999999999' in --hosts a/cpux99999999999999 is not a known form; ",
+        ),
     ],
 )
 def test_more_than_any_host_holds(hosts: str, num_ranks: int | None, ranks_per_host: int | None, text: str) -> None:
@@ -119,6 +124,6 @@ def test_more_than_a_host_can_hold() -> None:
     with pytest.raises(ConfigError) as caught:
         refuse_crowds(places, {"a": 6, "b": 5})
     assert str(caught.value) == (
-        "81 ranks on b are too many: it has 5 cores, and allowed are at most 80 ranks there (16 a core, and 64 on "
-        "every machine). Ask for fewer by -n or --ppn, or name more hosts by --hosts"
+        "81 ranks on b are too many: it has 5 cores, and allowed are at most 80 ranks there (16 per core, and 64 on "
+        "every machine). Ask for fewer with -n or --ppn, or name more hosts with --hosts"
     )

@@ -25,7 +25,7 @@ def test_a_failure_in_training() -> None:
 
 
 def test_a_failure_before_the_first_step() -> None:
-    reason = "it failed before its first step, and would do so again"
+    reason = "it failed before its first step, and would fail again"
     assert judge(HOSTS, [failure(None, "b")], [], FIVE, 1.0) == Verdict(reason=reason)
     # In a later try it may be chance, and a host that vanishes is no fault of the program.
     assert judge(HOSTS, [failure(7), failure(None, "b")], [], FIVE, 1.0) == Verdict(HOSTS)
@@ -47,8 +47,8 @@ def test_three_times_at_the_same_step(between: list[FailedTry]) -> None:
     assert judge(HOSTS, [*two, failure(9)], [], FIVE, 1.0).hosts
     verdict = judge(HOSTS, [*two, failure(7, "b")], [], FIVE, 1.0)
     assert verdict == Verdict(
-        reason="3 tries failed at step 7; on a, b, so it is no single machine: look at the program and at this step's "
-        "data; every try began at step 1: no checkpoint was found; the hook mt.Checkpoint writes them"
+        reason="3 tries failed at step 7; on a, b, so no single machine is to blame: examine program and data of "
+        "this step; every try began at step 1: no checkpoint was found; the hook mt.Checkpoint writes checkpoints"
     )
     # Also where no try would be left anyway.
     assert judge(HOSTS, [*two, failure(7, "b")], [], Limits(1), 1.0) == verdict
@@ -57,14 +57,14 @@ def test_three_times_at_the_same_step(between: list[FailedTry]) -> None:
 def test_three_times_on_one_machine_of_several() -> None:
     failures = [failure(7, "b", first=5, cause="rank 1 on b was killed by signal 9")] * 3
     assert judge(HOSTS, failures, [], Limits(5, min_nodes=4), 1.0).reason == (
-        "3 tries failed at step 7; always on b: try without it, or look at what its ranks do in this step; "
-        "a signal 9 that nobody sent is the kernel's, out of memory: `sudo dmesg | grep -i oom`"
+        "3 tries failed at step 7; always on b: try without this host, or examine what its ranks do in this step; "
+        "if nobody sent signal 9, the kernel did, because memory ran out: `sudo dmesg | grep -i oom`"
     )
     assert judge(("localhost",), [failure(7, "localhost", first=5)] * 3, [], FIVE, 1.0).reason == (
-        "3 tries failed at step 7; look at the program and at this step's data"
+        "3 tries failed at step 7; examine program and data of this step"
     )
     assert judge(HOSTS, [failure(7), *[failure(None, first=None)] * 3], [], FIVE, 1.0).reason == (
-        "3 tries failed before their first step; look at the program and at this step's data"
+        "3 tries failed before their first step; examine program and data of this step"
     )
 
 
@@ -149,9 +149,7 @@ def test_again_after_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_without_a_host_that_vanished_or_does_not_answer(capsys: pytest.CaptureFixture[str]) -> None:
-    lost = Ended(
-        1, lost=("b",), trouble=("b: nothing has been heard",), records={0: RankRecord(0, pid=1, first_step=5, step=9)}
-    )
+    lost = Ended(1, lost=("b",), trouble=("b: no message",), records={0: RankRecord(0, pid=1, first_step=5, step=9)})
     tries = Tries(lost, absent("c"), Ended(0))
     assert supervise(tries, PLACEMENT, FIVE) == 0
     assert tries.ran == [{"a": 2, "b": 1, "c": 2}, {"a": 2, "c": 2}, {"a": 2}]

@@ -252,7 +252,7 @@ def test_json(world: World, pairs: Pairs) -> None:
 
 
 def test_a_codec_on_one_node(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    line = "# compressed: all ranks are on one node, so nothing is sent and shortened\n"
+    line = "# compressed: all ranks are on one node, so nothing is compressed\n"
     rows = rows_of(world, "--sizes", "4K", "--rounds", "1", "--codecs", "none,bf16,int8")
     assert {row.codec for row in rows} == {"none", "bf16", "int8"}
     assert capsys.readouterr().out.count(line) == world.is_root

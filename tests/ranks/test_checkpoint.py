@@ -228,8 +228,10 @@ def test_none_is_whole(world: World, shared: Path) -> None:
     world.barrier()
     trainer = Trainer(build, [StopAtStep(3), Checkpoint(shared, steps=1)])
     text = error_on_all(world, CheckpointError, trainer.run)
-    assert text.startswith(f"none of the checkpoints in {shared} is whole: {shared}/step-00000002/{TENSORS} is damaged")
-    assert "remove them to start over" in text
+    assert text.startswith(
+        f"none of the checkpoints in {shared} is complete: {shared}/step-00000002/{TENSORS} is damaged"
+    )
+    assert "remove them all to start over" in text
     assert trainer.step_number == 0
     assert names_in(shared) == ["step-00000001", "step-00000002"]
 

@@ -26,7 +26,7 @@ def with_settings(world: World, **settings: str) -> World:
 
 def test_a_forced_algorithm(world: World) -> None:
     lines = choices(replace(world, config=replace(world.config, algorithm="recursive_doubling")))
-    assert lines[1] == "all sizes: recursive_doubling, as MPITRAIN_ALGORITHM says"
+    assert lines[1] == "all sizes: recursive_doubling, set by MPITRAIN_ALGORITHM"
     assert not any(word in line for line in lines for word in ("native", "shared_memory", "predicted"))
 
 

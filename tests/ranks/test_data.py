@@ -343,7 +343,7 @@ def test_a_stream_without_samples(world: World) -> None:
             next(data)
         with pytest.raises(DataError, match=f"{world.name()}: the stream of epoch {of_epoch} has no samples"):
             next(data)
-    with pytest.raises(DataError, match="how many samples this stream has is not known; give it num_samples="):
+    with pytest.raises(DataError, match="the number of samples of this stream is unknown; pass num_samples="):
         _ = data.steps_per_epoch
 
 
@@ -368,7 +368,7 @@ def test_a_stream_that_fails_does_not_seem_to_end(world: World) -> None:
 def test_a_stream_that_has_become_shorter(world: World) -> None:
     data = StreamData(world, stream, global_batch=GLOBAL_BATCH)
     data.restore({"epoch": 1, "cursor": 30, "seed": 0, "num_samples": None})
-    with pytest.raises(DataError, match="the stream of epoch 1 has 23 samples, and training stands behind 30 of them"):
+    with pytest.raises(DataError, match="the stream of epoch 1 has 23 samples, but training has passed 30 of them"):
         next(data)
     for bad, text in (({"seed": 1}, "seed=1, this run's 0"), ({"cursor": -1}, "epoch=1 cursor=-1; both begin at 0")):
         with pytest.raises(CheckpointError, match=text):
@@ -502,8 +502,8 @@ def test_one_piece_has_the_same_bits(world: World) -> None:
     ("what", "kind", "text"),
     [
         ("missing", MissingGradientError, "dense1.bias"),
-        ("twice", GradientError, "the gradient of dense1.bias came in twice for the same samples"),
-        ("missing, then twice", GradientError, "the gradient of dense1.bias came in twice for the same samples"),
+        ("twice", GradientError, "the gradient of dense1.bias was handed in twice for the same samples"),
+        ("missing, then twice", GradientError, "the gradient of dense1.bias was handed in twice for the same samples"),
         ("shape", GradientError, r"the gradient of dense1.bias is float64 \(1, 5\); the parameter is float64 \(5,\)"),
     ],
 )

@@ -88,7 +88,7 @@ def test_other_sizes_on_other_ranks(world: World) -> None:
     count = 1000 if world.rank == 1 else 2000
     text = error_on_all(world, MismatchError, lambda: algorithm.allocate(count, FLOAT32))
     assert "rank 1 allocates 4000 bytes" in text
-    assert "rank 0 on the same node 8000" in text
+    assert "rank 0 on the same node allocates 8000" in text
 
 
 def test_a_rank_that_cannot_map(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -279,7 +279,7 @@ def test_ranks_that_differ_in_the_scale(world: World) -> None:
     scale = LossScale(8 if world.rank == odd else 4)
     trainer = trainer_of(world, Given(world.rank, NARROW["fp16"]), "fp16", Sgd(0.1), loss_scale=scale)
     text = error_on_all(world, MismatchError, trainer.step)
-    assert text.startswith(f"{world.name(odd)}: the loss scale is 8.0; {world.name(0)}: it is 4.0")
+    assert text.startswith(f"{world.name(odd)}: the loss scale is 8.0; {world.name(0)}: the loss scale is 4.0")
 
 
 def test_ranks_that_differ_in_what_they_skip(world: World) -> None:

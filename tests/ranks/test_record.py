@@ -288,7 +288,7 @@ def test_the_order_of_the_hooks(world: World, shared: Path) -> None:
     evaluate = Evaluate(1, lambda trainer: {})
     wrong: list[Sequence[Hook]] = [[Record([]), evaluate]]
     for hooks in wrong:
-        with pytest.raises(ConfigError, match="Record must stand behind Evaluate"):
+        with pytest.raises(ConfigError, match="Record must come after Evaluate"):
             Trainer(build, [StopAtStep(1), *hooks]).run()
     with pytest.raises(ConfigError, match="at least 1"):
         Record([], steps=0)

@@ -364,10 +364,10 @@ def test_calls_that_cannot_be_right(world: World, reducer: GradientReducer) -> N
             call()
         assert str(caught.value) == f"{name}: {text}"
 
-    refused(lambda: reducer.ready(0, mine[0]), "a gradient came in before begin()")
+    refused(lambda: reducer.ready(0, mine[0]), "a gradient was handed in before begin()")
     refused(reducer.finish, "finish() without begin()")
     reducer.begin(1.0)
-    refused(lambda: reducer.begin(1.0), "begin() came again without finish()")
+    refused(lambda: reducer.begin(1.0), "begin() was called again without finish()")
     expected = "the parameter is float32 (40, 25)"
     start = "the gradient of embedding is"
     refused(lambda: reducer.ready(0, mine[0].T), f"{start} float32 (25, 40); {expected}")
@@ -377,12 +377,12 @@ def test_calls_that_cannot_be_right(world: World, reducer: GradientReducer) -> N
     refused(lambda: reducer.ready(10, mine[0]), "there is no parameter 10; there are 10")
     refused(lambda: reducer.ready(-1, mine[7]), "there is no parameter -1; there are 10")
     reducer.ready(0, mine[0])
-    refused(lambda: reducer.ready(0, mine[0]), "the gradient of embedding came in twice in one step")
+    refused(lambda: reducer.ready(0, mine[0]), "the gradient of embedding was handed in twice in one step")
     # None of this has spoilt the step.
     hand_in(reducer, mine, range(1, len(mine)))
     reducer.finish()
     check_means(world, reducer, [1.0] * world.size)
-    refused(lambda: reducer.ready(0, mine[0]), "a gradient came in before begin()")
+    refused(lambda: reducer.ready(0, mine[0]), "a gradient was handed in before begin()")
 
 
 def test_a_rank_that_does_something_else(world: World, reducer: GradientReducer) -> None:

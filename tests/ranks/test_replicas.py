@@ -161,7 +161,7 @@ def test_ranks_that_would_do_different_things(world: World) -> None:
 
 
 def test_wrong_options() -> None:
-    with pytest.raises(ConfigError, match="every 0 steps: it takes at least 1"):
+    with pytest.raises(ConfigError, match="every 0 steps: the number must be at least 1"):
         CompareReplicas(0)
     with pytest.raises(ConfigError, match="repair='mean'; allowed: None, 'majority', 'root'"):
         CompareReplicas(1, repair="mean")

@@ -311,7 +311,7 @@ def unequal(module: Any) -> Any:
         (
             with_optimizer(lambda m: torch.optim.SGD([*m.parameters(), torch.nn.Parameter(torch.ones(7))])),
             ConfigError,
-            "the optimizer has a parameter of shape (7,) that the module has not",
+            "the optimizer has a parameter of shape (7,) that the module does not have",
         ),
         (refused(module=torch.nn.Linear(3, 2).requires_grad_(False)), ConfigError, "has no parameters to train"),
         (refused(module=torch.nn.Linear(3, 2, device="meta")), DeviceError, "weight is on meta; TorchModule trains on"),
@@ -334,7 +334,7 @@ def unequal(module: Any) -> Any:
         (
             refused(schedule=torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.ones(2)]), 1)),
             ConfigError,
-            "the schedule is one of another optimizer",
+            "the schedule belongs to another optimizer",
         ),
     ],
 )
@@ -398,7 +398,7 @@ def test_gradients_that_cannot_be_exchanged() -> None:
 
     module = torch.nn.Linear(3, 2)
     adapter = TorchModule(module, twice, torch.optim.SGD(module.parameters(), lr=0.1))
-    with pytest.raises(GradientError, match="came in twice in one backward pass; with torch"):
+    with pytest.raises(GradientError, match="was handed in twice in one backward pass; with torch"):
         one_step(adapter, X)
 
 

@@ -45,8 +45,8 @@ def test_the_innermost_line_of_ones_own() -> None:
         (does(3, "T"), "is stopped (SIGSTOP?): kill -CONT 103"),
         (does(3, "T", status=WAITS, words="mean"), "is stopped in mean (SIGSTOP?): kill -CONT 103"),
         (does(3, "t"), "is held by a debugger"),
-        (does(3, "D"), "is stuck in the kernel (nfs_wait): a disk or a network share that does not answer?"),
-        (does(3, "gone"), "has no process any more (103 has ended)"),
+        (does(3, "D"), "is stuck in the kernel (nfs_wait): does a disk or a network share not answer?"),
+        (does(3, "gone"), "has lost its process (103 has ended)"),
         (
             does(3, "S", status=BUSY, words="save a checkpoint"),
             "is in save a checkpoint, for which the others wait by design, now in dataloader.py:88 (load)",
@@ -93,16 +93,16 @@ def test_ranks_that_wait_for_each_other() -> None:
 def test_all_wait_in_the_same() -> None:
     (line,) = report([waits(1), waits(2, host="node2")], {})
     assert line == (
-        "no progress for 10 s: ranks 1,2 on node1,node2 wait in mean (call 381); all are there, and what they send "
-        "does not arrive: a cable, a switch, a firewall?"
+        "no progress for 10 s: ranks 1,2 on node1,node2 wait in mean (call 381); all ranks are there, but their "
+        "messages do not arrive: is a cable, a switch or a firewall at fault?"
     )
 
 
 def test_all_wait_on_one_machine_where_there_is_no_cable() -> None:
     (line,) = report([waits(0), waits(1)], {})
     assert line == (
-        "no progress for 10 s: ranks 0,1 on node1 wait in mean (call 381); all are there, on one machine: too much "
-        "load, too little memory, or a long call of MPI's own?"
+        "no progress for 10 s: ranks 0,1 on node1 wait in mean (call 381); all ranks are there, on one machine: is "
+        "the load too high, the memory full, or a direct MPI call long?"
     )
 
 
@@ -110,7 +110,7 @@ def test_a_host_that_is_silent_and_one_that_cannot_be_asked() -> None:
     first, *_ = report([waits(0)], {1: "node2", 2: "node3", 3: "node3"}, silent={"node3": 9.8})
     assert first == (
         "no progress for 10 s: rank 0 on node1 waits in mean (call 381); rank 1 on node2 cannot be asked; ranks "
-        "2,3 on node3: nothing has been heard from it for 10 s: its power, its network, or it is frozen"
+        "2,3 on node3: no message from this host for 10 s: it lost power or its network, or it is frozen"
     )
 
 

@@ -1,8 +1,8 @@
 """Transports: allreduce algorithms for buffers on GPUs. Each replaces a CuPy array by its sum over all ranks.
 
-To add one: a file with a factory that takes a World, and a line below. It then inherits the contract tests
-(tests/device_ranks/test_transports.py), the benchmark, MPITRAIN_TRANSPORT, and `auto` measures it. A factory whose
-transport is not possible in this world raises the same DeviceError on every rank.
+To add a transport, write a file with a factory that takes a World, and add a line below. It then inherits the contract
+tests (tests/device_ranks/test_transports.py), the benchmark and MPITRAIN_TRANSPORT, and `auto` measures it. If its
+transport is impossible in this world, the factory raises the same DeviceError on every rank.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ KINDS: dict[str, Factory] = {
 
 
 def auto(world: World) -> DeviceSequential:
-    """The fastest of KINDS that is possible here. Raises DeviceError as they do."""
+    """Make the fastest of KINDS that is possible here. Raises DeviceError as they do."""
     return fastest(world, KINDS)
 
 
@@ -35,11 +35,11 @@ TRANSPORTS: dict[str, Callable[[World], DeviceSequential]] = {"auto": auto, **KI
 
 
 def make_transport(world: World, name: str | None = None) -> DeviceSequential:
-    """The transport of that name, or of the world's settings. Collective; makes this rank's GPU current.
+    """Make the transport of that name, or of the world's settings. Collective; makes this rank's GPU current.
 
     Raises:
         ConfigError: there is no transport of that name.
-        DeviceError: some rank has no GPU, or the transport is not possible in this world; says why, on every rank.
+        DeviceError: a rank has no GPU, or the transport is impossible in this world; gives the reason, on every rank.
         MismatchError: the ranks give different names.
     """
     name = world.config.transport if name is None else name

@@ -8,11 +8,11 @@ and passes it on; in the second half the finished segments go round.
 Worked, two ranks with 1 2 and 10 20: rank 0 sends 2 and adds the 10 that comes: 11; rank 1 adds 2 to 20: 22; then each
 sends what it has finished.
 
-Only contiguous messages from one rank to another are asked of MPI: that is what libraries do well with GPU memory, by
-NVLink, PCIe or straight from the network card (GPUDirect RDMA). Sums in MPI are made by the CPU in most.
+MPI only gets contiguous messages from one rank to another: libraries do these well with GPU memory, by NVLink, PCIe or
+directly from the network card (GPUDirect RDMA). In most libraries, the CPU computes MPI's sums.
 
-MPI knows nothing of streams. So the host looks whether the buffer is filled before the first piece is sent, and whether
-a sum has been made before it is sent on; and a message is complete when MPI says so, before an addition is started.
+MPI knows nothing of streams. So the host checks that the buffer is filled before it sends the first piece, and that a
+sum is complete before it passes the sum on. It starts an addition after MPI has completed the message.
 
 Cost a rank: 2(p-1)/p of the buffer's bytes sent and received, (p-1)/p of its elements added, an event looked at for
 each piece. Each sum is made in one place and copied from there: the same bits on every rank.
@@ -41,7 +41,7 @@ from mpitrain.waiting.control import until
 from mpitrain.waiting.pieces import Mover
 from mpitrain.world import World
 
-# Not measured on a GPU yet: large enough for a launch and a look at an event to be small beside it.
+# Not measured on a GPU yet: so large that a launch and a look at an event take little time in comparison.
 PIECE_BYTES = 2**20
 AHEAD = 4  # pieces posted for receiving, and at most in sending, at one time
 _TAG = 45
@@ -54,7 +54,7 @@ def aware(world: World, place: DevicePlace | None = None) -> DeviceSequential:
         DeviceError: some rank has no GPU, or its MPI library takes no GPU memory. On every rank.
     """
     place = place or DevicePlace(world)
-    # One rank of a node asks for all: they have one library.
+    # One rank of a node answers for all: they have one library.
     refuse(world, "aware", why_not_aware(place.gpu.number) if world.local_rank == 0 else "")
     return DeviceSequential(world, place, "aware", aware_steps(world, place))
 

@@ -13,9 +13,9 @@ Worked, two ranks with 1 2 and 10 20 and int8: rank 0 encodes its 2 and sends it
 The pieces are those of window.py, the kernels have the bits of the host's codecs, and sums are made in the same order:
 so the results and the residuals are those of host arrays, bit for bit.
 
-Inside a node, sums are exact, right out of the ranks' GPU memory (peer.py), and each rank's lane codes its segment.
-Where the ranks of a node cannot see each other's GPU memory, their gradients must meet on the host; then the host codes
-them too, and copies are in full (staged.py).
+Inside a node, sums are exact, directly from the ranks' GPU memory (peer.py), and each rank's lane codes its segment. If
+the ranks of a node cannot see each other's GPU memory, their gradients must meet on the host. Then the host also codes
+them, and copies are uncompressed (staged.py).
 
 Cost a rank, of N bytes that the codec makes n of, m nodes: (m - 1)/m n down and up twice, where staged copies N each
 way; an event looked at for each piece, twice. Source: as direct.py.
@@ -44,7 +44,7 @@ from mpitrain.cuda.streams import happened, make_event
 from mpitrain.errors import DeviceError
 from mpitrain.world import World
 
-_ALIGNMENT = 256  # of wires in device memory: a kernel wants 4, copies like more
+_ALIGNMENT = 256  # of wires in device memory: kernels need 4, copies are faster with more
 _FLOAT32 = [numpy.dtype(numpy.float32)]
 
 
@@ -64,18 +64,18 @@ def coded(world: World, codec: Codec, host: Sequential) -> Coded:
     """By the setting `transport`. Collective.
 
     Args:
-        codec: one without kernels for a GPU is used on the host; a line says so.
-        host: the same sum for host arrays, for where the GPU cannot code.
+        codec: a codec without kernels for GPUs runs on the host; a line says so.
+        host: the same sum for host arrays, in case the GPU cannot code.
 
     Raises:
         DeviceError: some rank has no GPU, or not the memory; or the transport that is asked for sends no codec's form
             or is not possible. On every rank.
     """
-    if world.num_nodes == 1:  # nothing is sent, so nothing is shortened
+    if world.num_nodes == 1:  # nothing is sent, so nothing is compressed
         return Coded(make_transport(world), codes_on_device=False)
     asked, place, name = world.config.transport, DevicePlace(world), codec.name
     if asked not in ("auto", "peer", "staged"):
-        why = f"it sends no shortened gradients; use auto, peer or staged with compression {name}, or no compression"
+        why = f"it sends no compressed gradients; use auto, peer or staged with compression {name}, or no compression"
         refuse(world, asked, why)
     if codec.device_code is None:
         why = f"compression {name} has no kernels for GPUs; use auto or staged"
@@ -91,14 +91,14 @@ def coded(world: World, codec: Codec, host: Sequential) -> Coded:
     if alone and asked != "peer":
         return Coded(DeviceSequential(world, place, name, between_nodes(), dtypes=_FLOAT32), True)
     if asked != "staged":
-        between = between_nodes()  # no memory for it is an error, not a reason for another way
+        between = between_nodes()  # too little memory is an error, not a reason for another way
         try:
             steps, allocate = peer_steps(world, place, lambda _: between)
             return Coded(DeviceSequential(world, place, name, steps, allocate, _FLOAT32), True)
         except DeviceError as error:
             if asked == "peer" or not error.known_everywhere:
                 raise
-            world.print(f"mpitrain: compression {name} on the host, as sums in a node are: {error}")
+            world.print(f"mpitrain: compression {name} on the host, like the sums in a node: {error}")
     steps = staged_steps(world, place, host.steps, host)
     return Coded(DeviceSequential(world, place, name, steps, dtypes=_FLOAT32), False)
 
@@ -138,7 +138,7 @@ def coded_steps(world: World, place: DevicePlace, group: Group | None, codec: st
             copy(on_device.data.ptr, address(wire), wire.size, runtime.memcpyHostToDevice)
             return on_device
 
-        # What arrived last in this slot may still be on its way up.
+        # The data that arrived last in this slot may still be on the way up.
         yield from _over(lambda: happened(slot.up))
         size = wire_bytes(codec, own.size)
         arrived = [slot.host_received[offset][:size] for offset in others]
@@ -155,7 +155,7 @@ def coded_steps(world: World, place: DevicePlace, group: Group | None, codec: st
         decode(codec, slot.sent[0][: total.size], own)
         for send in sends:
             yield from _over(send.Test)
-        # Behind all copies up as well, so that what arrived may be overwritten.
+        # Also after all copies up, so that the received data may be overwritten.
         yield from _over(lambda: happened(slot.down))
         sends = [comm.Isend(total, rank(offset), tag + 1) for offset in others]
         places = [flat[parts[(members.index - offset) % members.size]] for offset in others]

@@ -6,7 +6,7 @@
 
 Worked, two ranks with 1 2 and 10 20: one call on each rank's communication stream; both then have 11 22.
 
-The call only puts work on the stream, so the host is free at once. MPI carries NCCL's name of the job, nothing else.
+The call only puts work on the stream, so the host is free at once. MPI only carries NCCL's id of the job.
 
 Cost a rank: with NCCL's ring 2(p-1)/p of the buffer's bytes sent and received. All ranks have the same bits, as each
 sum is made in one place and copied. NCCL sums no 16-bit integers. Its own settings are the NCCL_* variables.
@@ -29,7 +29,7 @@ from mpitrain.arrays import Array
 from mpitrain.cuda.device import cupy_module, raise_first
 from mpitrain.world import World
 
-# Of NCCL's names some came with later versions.
+# Some of NCCL's names came with later versions.
 _DTYPES = {
     numpy.dtype(numpy.int8): "NCCL_INT8",
     numpy.dtype(numpy.uint8): "NCCL_UINT8",
@@ -64,9 +64,9 @@ def nccl(world: World, place: DevicePlace | None = None) -> DeviceSequential:
         yield from ()
 
     made = DeviceSequential(world, place, "nccl", steps, dtypes=tuple(dtypes))
-    # With the last reference, as for one that was never closed, or with the World. Each takes memory of the GPU.
+    # Ends with the last reference, like an unclosed one, or with the World. Each takes memory of the GPU.
     destroy = weakref.finalize(made, communicator.destroy)
-    destroy.atexit = False  # by then NCCL may have gone
+    destroy.atexit = False  # NCCL may be gone by then
     world.owned.append(destroy)
     return made
 
@@ -76,7 +76,7 @@ def _why_not(place: DevicePlace) -> str:
         return "CuPy finds no NCCL; pip install nvidia-nccl-cu13"
     if len(place.gpu.ranks) > 1:
         return (
-            f"ranks {', '.join(map(str, place.gpu.ranks))} share one GPU, and NCCL wants one for each rank; "
+            f"ranks {', '.join(map(str, place.gpu.ranks))} share one GPU, but NCCL needs one for each rank; "
             "use peer, or fewer ranks"
         )
     return ""

@@ -1,4 +1,4 @@
-"""peer: ranks of one node add up their segments right out of each other's GPU memory; nothing goes through the host.
+"""peer: ranks of one node add up their segments directly in each other's GPU memory; nothing goes through the host.
 
 Buckets live in memory that the GPUs of the node see (cuda/peers.py): of one GPU that several ranks share, or of several
 GPUs with NVLink or PCIe between them. Each rank owns one segment. It reads that segment of everybody's buffer, adds as
@@ -74,9 +74,9 @@ def peer(world: World, place: DevicePlace | None = None) -> DeviceSequential:
 def peer_steps(
     world: World, place: DevicePlace, make_between: Callable[[Group | None], Steps]
 ) -> tuple[Steps, Callable[[int, numpy.dtype], Array]]:
-    """The work, and what allocates arrays for it. Collective.
+    """Make the work, and the function that allocates arrays for it. Collective.
 
-    `make_between` makes what runs between nodes, over a lane; collective, None where this rank is in none.
+    `make_between` makes the work between nodes, over a lane; collective; None if this rank is in no lane.
 
     Raises as peer does.
     """
@@ -97,7 +97,7 @@ def peer_steps(
     between = make_between(lane(world)) if world.num_nodes > 1 else None
     everyone = Mates(world.comm, tuple(range(world.size)), world.rank, _PLACE_TAG)
     runtime = cupy_module().cuda.runtime
-    # In the ranks' order, as on the host; but the kernel wants what it overwrites among the first.
+    # In the ranks' order, as on the host, although the kernel needs its output among the first arrays.
     order = sorted(
         range(len(mates.members)), key=lambda index: index != mates.index if mates.index >= MOST_PARTS else 0
     )
@@ -119,7 +119,7 @@ def peer_steps(
             if part.stop > part.start:
                 parts = [arrays[index][part] for index in order]
                 others = [arrays[index][part] for index in order if index != mates.index]
-                # In one pass with the sum, where it is the final one and a launch takes so many.
+                # In one pass with the sum, if this sum is the final one and one launch can take so many arrays.
                 written_at_once = others if between is None and len(parts) <= MOST_PARTS else []
                 if others:
                     sum_of(parts, own[part], copies=written_at_once)
@@ -132,7 +132,7 @@ def peer_steps(
         written.hold(stream)
 
     def steps(flat: Array, residual: Array | None = None) -> Progress:
-        # Where it lies, all ranks must know: they go through the slab together or not at all.
+        # All ranks must know where the buffer lies: they go through the slab together or not at all.
         own_place = struct.pack("qq", *memory.place_of(flat))
         places = yield from exchange(everyone, own_place)
         if set(places) == {own_place} and struct.unpack("qq", own_place)[0] != _NOWHERE:
@@ -156,7 +156,7 @@ def peer_steps(
 
 
 def _together(world: World, work: Generator[float | None, None, T]) -> tuple[T | None, str]:
-    """The result of work of all mates, or why there is none."""
+    """Return the result of work of all mates, or the reason why there is none."""
     result: list[T] = []
     problem = ""
 

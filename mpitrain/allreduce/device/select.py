@@ -1,7 +1,7 @@
-"""auto: the transport that is fastest here, by a short measurement; one for small buffers and one for large ones.
+"""auto: the fastest transport here, by a short measurement; one for small buffers and one for large ones.
 
-Every transport that is possible is made and timed at two sizes; the slowest rank's time counts, the best of a few
-rounds; rank 0 decides and tells the others. What is chosen for a buffer then depends on its bytes alone.
+Every possible transport is made and timed at two sizes. The slowest rank's time counts, the best of a few rounds. Rank
+0 decides and tells the others. From then on, the choice depends only on the bytes of a buffer.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from mpitrain.errors import DeviceError, everywhere
 from mpitrain.world import World
 
 SMALL_BYTES, LARGE_BYTES = 64 * 1024, 4 * 2**20
-LIMIT_BYTES = 512 * 1024  # below it what was faster at the small size; the geometric mean of the two
+LIMIT_BYTES = 512 * 1024  # the limit between the two transports: the geometric mean of the two sizes
 _WARM_UP_ROUNDS, _ROUNDS = 1, 3
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What `auto` does.
+    """The choices of `auto`.
 
     Attributes:
-        small, large: the transports for buffers below LIMIT_BYTES and from there on, the fastest first: the first one
-            that sums a buffer's dtype is taken.
-        seconds: of each transport that is possible, at SMALL_BYTES and LARGE_BYTES; empty where nothing was measured.
-        why_not: the others, and why each is not possible.
+        small, large: the transports for buffers below LIMIT_BYTES, and from there on, fastest first: the first one that
+            sums a buffer's dtype is used.
+        seconds: the times of each possible transport, at SMALL_BYTES and LARGE_BYTES; empty if nothing was measured.
+        why_not: the other transports, each with the reason.
     """
 
     small: tuple[str, ...]
@@ -54,7 +54,7 @@ class Choice:
 
 def possible(world: World, factories: Mapping[str, Factory]) -> tuple[dict[str, DeviceSequential], dict[str, str]]:
     """The transports that can be made, and why the others cannot. Collective; the same names on every rank."""
-    place = DevicePlace(world)  # without a GPU there is nothing to try
+    place = DevicePlace(world)  # raises if a rank has no GPU
     made, why_not = {}, {}
     for name, factory in factories.items():
         try:
@@ -79,7 +79,7 @@ def fastest(world: World, factories: Mapping[str, Factory]) -> DeviceSequential:
         names = choice.small if flat.nbytes < LIMIT_BYTES else choice.large
         return next(made[name] for name in names if flat.dtype in made[name].dtypes).steps(flat, residual)
 
-    # Memory that one of them likes is good for the others too.
+    # Memory that suits one of them is good for the others too.
     liked = [name for name in (choice.large[0], choice.small[0]) if made[name].has_own_memory]
     dtypes = [dtype for dtype in DTYPES if any(dtype in transport.dtypes for transport in made.values())]
     return DeviceSequential(world, first.place, "auto", steps, made[liked[0]].allocate_here if liked else None, dtypes)
@@ -103,7 +103,7 @@ def choose(world: World, factories: Mapping[str, Factory]) -> tuple[dict[str, De
 
 
 def _seconds(world: World, transport: DeviceSequential, num_bytes: int) -> float:
-    """Of one sum, until the slowest rank's GPU has it; the best of some rounds. Collective."""
+    """Time one sum until the slowest rank's GPU has it; the best of several rounds. Collective."""
     cuda, gpu = cupy_module().cuda, transport.place.gpu
     flat = transport.allocate(num_bytes // 4, numpy.dtype(numpy.float32))
     durations = []

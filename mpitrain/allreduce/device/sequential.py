@@ -1,11 +1,11 @@
-"""What all transports for GPU buffers have in common: an order of their own, and events at both ends.
+"""The common part of all transports for GPU buffers: the order of sums, and events at both ends.
 
     the caller's stream:   ... fills flat | start()                          wait() | reads flat ...
                                           begin --+                  +--> done
     communication stream:                         +-- copies, adds --+
 
-`start` marks the current stream, `wait` makes the current stream follow the end of the sum; the host waits for other
-ranks' hosts only. Whichever thread drives the work, each step of it runs with the rank's GPU and the communication
+`start` marks the current stream. `wait` makes the current stream follow the end of the sum. The host waits only for the
+hosts of other ranks. Whichever thread drives the work, each of its steps runs with the rank's GPU and the communication
 stream as that thread's current ones.
 """
 
@@ -37,10 +37,10 @@ class DevicePlace:
 
 
 class Factory(Protocol):
-    """Makes a transport; `place` is for those that take turns behind one, which then share its stream."""
+    """Makes a transport. Transports that take turns behind another one get its `place`, and share its stream."""
 
     def __call__(self, world: World, place: DevicePlace | None = None) -> DeviceSequential:
-        """Collective. Raises DeviceError on every rank where it is not possible."""
+        """Collective. Raises DeviceError on every rank if the transport is impossible on some rank."""
         ...
 
 
@@ -48,7 +48,7 @@ class DeviceHandle(AllreduceHandle):
     """A started sum of a GPU buffer. After `wait`, or a `test` that was true, the current stream sees it."""
 
     def __init__(self, world: World, name: str, flat: Array, steps: Progress, end: Any) -> None:
-        """`end` is an event that has been recorded when the steps have ended, and its GPU."""
+        """`end` is an event on its GPU, recorded after the steps have ended."""
         super().__init__(world, name, flat, steps)
         self._gpu, self._event = end
 
@@ -92,8 +92,8 @@ class DeviceSequential:
         self.allocate_here = allocate or self._from_pool
         self._world = world
         self.name = name
-        # Arrays that the GPU may still be working on, with the event of its end. Were one given back to CuPy's pool
-        # before, the next array of another stream or thread could lie there.
+        # Arrays that the GPU may still use, each with the event of its end. If an array went back to CuPy's pool too
+        # early, a new array of another stream or thread could lie in the same memory.
         self._in_flight: deque[tuple[Any, object]] = deque()
         weakref.finalize(self, _settle, self._in_flight).atexit = False
 
@@ -109,7 +109,7 @@ class DeviceSequential:
     def start(self, flat: Array, residual: Array | None = None, *, agreed: bool = False) -> DeviceHandle:
         """See Algorithm; `flat` is a CuPy array on the rank's GPU.
 
-        What the current stream has been given before is finished before the sum reads it.
+        Earlier work of the current stream ends before the sum reads the array.
         """
         gpu = self.place.gpu
         check_device_flat(flat, gpu, self.dtypes)
@@ -144,7 +144,7 @@ class DeviceSequential:
 
 
 def _settle(in_flight: deque[tuple[Any, object]]) -> None:
-    """A transport ends: what its GPU work uses is not freed before that is over."""
+    """Close a transport: the memory of its GPU work is freed only after that work."""
     if in_flight:
         in_flight[-1][0].synchronize()
 
@@ -166,11 +166,11 @@ def check_device_flat(flat: Array, gpu: Gpu, dtypes: Sequence[numpy.dtype] = DTY
     if flat.dtype not in dtypes:
         others = " Another transport can: MPITRAIN_TRANSPORT=staged" if flat.dtype in DTYPES else ""
         known = ", ".join(str(dtype) for dtype in dtypes)
-        raise ValueError(f"this allreduce cannot sum {flat.dtype}; it can {known}.{others}")
+        raise ValueError(f"this allreduce cannot sum {flat.dtype}; allowed are {known}.{others}")
 
 
 def refuse(world: World, name: str, problem: str) -> None:
-    """Raise the same DeviceError on every rank if some rank says why this transport is not for it. Collective."""
+    """Raise the same DeviceError on every rank if some rank has a reason against this transport. Collective."""
     problems = world.allgather(problem)
     try:
         raise_first(world, problems)

@@ -1,7 +1,7 @@
 """staged: through page-locked host memory, piece by piece, so that copies both ways and the network work at once.
 
-A buffer is cut into pieces. Each goes down to the host, is summed there by the algorithm that host arrays have (the
-setting `algorithm`), and goes up again. A few slots of host memory are used in turn:
+A buffer is cut into pieces. Each goes down to the host, is summed there by the host arrays' algorithm (the setting
+`algorithm`), and goes up again. A few slots of host memory are used in turn:
 
     GPU to host     | 0 | 1 | 2 | 3 | 4 | 5 |
     sum over ranks      |  0  |  1  |  2  |  3  |  4  |  5  |
@@ -10,9 +10,9 @@ setting `algorithm`), and goes up again. A few slots of host memory are used in 
 Worked, two ranks with 1 2 3 4 and 10 20 30 40 in two pieces: 1 2 and 10 20 come down and are being summed while 3 4 and
 30 40 come down; 11 22 goes up while 33 44 is summed.
 
-The copies down and up have a stream each, as a GPU has an engine for each. The host looks at one event a piece, the
-end of its copy down; that a slot is free again is between the two streams. Nothing but the first piece's copy down and
-the last one's copy up is not hidden, where the copies are faster than the sum.
+The copies down and up have a stream each, because a GPU has an engine for each. The host looks at one event per piece,
+the end of its copy down. The two streams settle between them when a slot is free again. If the copies are faster than
+the sum, only the first piece's copy down and the last one's copy up are not hidden.
 
 Cost a rank: N bytes down, N bytes up, and what the host's algorithm costs. All ranks have the same bits, because the
 host's sums have. It needs nothing but CUDA and MPI, and works for any placement of ranks.
@@ -40,7 +40,7 @@ from mpitrain.world import World
 SLOTS = 4
 # Not measured on a GPU yet. A smaller piece begins earlier on the wire, a larger one has fewer starts.
 LARGEST_PIECE_BYTES, SMALLEST_PIECE_BYTES = 4 * 2**20, 256 * 2**10
-_PIECES = 4  # at least, of what is larger than so many of the smallest
+_PIECES = 4  # the least number of pieces of a buffer that has enough bytes for them
 
 
 def staged(world: World, place: DevicePlace | None = None) -> DeviceSequential:
@@ -59,8 +59,8 @@ def staged_steps(world: World, place: DevicePlace, host_sum: Steps, memory: Algo
 
     Args:
         world: for errors that all ranks raise.
-        place: the GPU and the stream after which the copies begin, and which follows them.
-        host_sum: replaces a host array by its sum. Where it sends a shortened form, the residual is on the host too.
+        place: the GPU, and the stream that the copies follow, and that follows the copies.
+        host_sum: replaces a host array by its sum. If it sends a compressed form, the residual is on the host too.
         memory: makes host memory in which `host_sum` needs no copy.
     """
     gpu, runtime = place.gpu, cupy_module().cuda.runtime
@@ -86,7 +86,7 @@ def staged_steps(world: World, place: DevicePlace, host_sum: Steps, memory: Algo
             runtime.memcpyAsync(address(slots[slot]), where, size, runtime.memcpyDeviceToHost, down.ptr)
             arrived[slot].record(down)
 
-        # The sum before may still be on its way up; its slots are free when that is over.
+        # Data of the previous sum may still be on the way up; its slots are free after that.
         for event in returned:
             down.wait_event(event)
         for number in range(min(SLOTS, len(pieces))):
@@ -114,18 +114,18 @@ def piece_bytes(num_bytes: int) -> int:
 
 
 def _make_slots(world: World, memory: Algorithm | None) -> list[numpy.ndarray]:
-    """Page-locked, and where it can be in the memory that the host's algorithm likes best."""
+    """Page-locked memory, if possible the memory that suits the host's algorithm best."""
     problem, slots = "", []
     dtype = numpy.dtype(numpy.uint8)
     made = [memory.allocate(LARGEST_PIECE_BYTES, dtype) for _ in range(SLOTS)] if memory is not None else []
     try:
         for slot in made:
-            # Memory that ranks share begins at a page, on all of them; a plain array's pages may be others' too.
+            # Memory that ranks share begins at a page on all of them; a plain array may share its pages with others.
             if not is_page_aligned(slot):
                 break
             try:
                 page_lock(slot)
-            except DeviceError as error:  # some drivers refuse memory that is shared
+            except DeviceError as error:  # some drivers refuse shared memory
                 print(f"mpitrain: {world.name()}: {error}; the sum copies once more", file=sys.stderr, flush=True)
                 break
             slots.append(slot)

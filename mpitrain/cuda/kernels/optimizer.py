@@ -50,7 +50,7 @@ def decay_bounds(ranges: Sequence[slice], like: Array) -> Array:
     bounds: list[int] = []
     for part in sorted(ranges, key=lambda part: (part.start, part.stop)):
         if part.step not in (None, 1) or not 0 <= part.start <= part.stop or (bounds and part.start < bounds[-1]):
-            raise ValueError(f"decayed range {part} has a step, or overlaps another one, or is none at all")
+            raise ValueError(f"decayed range {part} has a step, overlaps another one, or is not a valid range")
         if part.start < part.stop:
             bounds += [part.start, part.stop]
     bounds_on_host = numpy.array(bounds, numpy.int64)

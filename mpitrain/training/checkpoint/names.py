@@ -59,7 +59,7 @@ def join(flat: Mapping[str, Any]) -> dict[str, Any]:
             if not isinstance(place, dict):
                 raise CheckpointError(f"{name} lies in {parent}, which is a value")
         if last in place:
-            raise CheckpointError(f"{name} is there twice")
+            raise CheckpointError(f"{name} appears twice")
         place[last] = value
     return state
 

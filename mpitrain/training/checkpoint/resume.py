@@ -142,8 +142,8 @@ def newest(world: World, directory: Path, *, reads: bool) -> Found | None:
     if problems_everywhere:
         raise everywhere(
             CheckpointError(
-                f"none of the checkpoints in {directory} is whole: {'; '.join(problems_everywhere)}. "
-                "Put a whole one there, or remove them to start over"
+                f"none of the checkpoints in {directory} is complete: {'; '.join(problems_everywhere)}. "
+                "Put a complete one there, or remove them all to start over"
             )
         )
     return None
@@ -206,7 +206,7 @@ def _check_one_training(world: World, runs: list[list[str]]) -> None:
     names = ", ".join(f"{run or 'unnamed'} ({world.name(rank)})" for run, rank in first.items())
     raise everywhere(
         CheckpointError(
-            f"the checkpoints are of different trainings: {names}. Remove those that are not to be gone on from, or "
+            f"the checkpoints are of different trainings: {names}. Remove those that you do not want to resume, or "
             "name another directory"
         )
     )

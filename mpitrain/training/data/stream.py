@@ -72,7 +72,7 @@ class StreamData:
             DataError: `num_samples` was not given.
         """
         if self.num_samples is None:
-            raise DataError(f"{self._name}: how many samples this stream has is not known; give it num_samples=")
+            raise DataError(f"{self._name}: the number of samples of this stream is unknown; pass num_samples=")
         return -(-self.num_samples // self.global_batch)
 
     def __iter__(self) -> Iterator[tuple[Tree, int]]:
@@ -119,7 +119,7 @@ class StreamData:
         skipped = sum(1 for _ in islice(stream, cursor))
         if skipped < cursor:
             raise DataError(
-                f"{self._name}: the stream of epoch {epoch} has {skipped} samples, and training stands behind {cursor} "
+                f"{self._name}: the stream of epoch {epoch} has {skipped} samples, but training has passed {cursor} "
                 "of them; is it the stream that the training began with?"
             )
         return stream

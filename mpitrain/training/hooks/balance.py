@@ -31,9 +31,9 @@ class Balance(Hook):
             ConfigError: a value is below 1.
         """
         if steps < 1:
-            raise ConfigError(f"Balance over {steps} steps: it takes at least 1")
+            raise ConfigError(f"Balance over {steps} steps: the number must be at least 1")
         if every is not None and every < 1:
-            raise ConfigError(f"Balance every {every} steps: it takes at least 1")
+            raise ConfigError(f"Balance every {every} steps: the number must be at least 1")
         self._steps = steps
         self._every = every
         self._measured = 0  # steps of this measurement

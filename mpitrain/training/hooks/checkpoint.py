@@ -63,7 +63,7 @@ class Checkpoint(Hook):
         """
         for name, value in (("steps", steps), ("keep", keep), ("copies", copies)):
             if value is not None and value < 1:
-                raise ConfigError(f"Checkpoint({name}={value}): it takes at least 1")
+                raise ConfigError(f"Checkpoint({name}={value}): the number must be at least 1")
         self._directory = Path(directory)
         self._steps = steps
         self._keep = keep

@@ -22,7 +22,7 @@ class Evaluate(Hook):
     def __init__(self, steps: int, metrics: Callable[[Trainer], Mapping[str, float]]) -> None:
         """`metrics` is collective, and returns the same values on every rank; see metrics.evaluate."""
         if steps < 1:
-            raise ConfigError(f"Evaluate every {steps} steps: it takes at least 1")
+            raise ConfigError(f"Evaluate every {steps} steps: the number must be at least 1")
         self._steps = steps
         self._metrics = metrics
         self.results: dict[int, dict[str, float]] = {}

@@ -64,7 +64,7 @@ class Record(Hook):
             ConfigError: `steps` is below 1.
         """
         if steps < 1:
-            raise ConfigError(f"Record every {steps} steps: it takes at least 1")
+            raise ConfigError(f"Record every {steps} steps: the number must be at least 1")
         self._steps = steps
         self._meters = list(meters) if meters is not None else None
         self._throughput = Throughput(tokens_per_sample=tokens_per_sample)
@@ -81,7 +81,7 @@ class Record(Hook):
             ConfigError: an Evaluate comes after this hook. Raised on every rank.
         """
         if any(isinstance(hook, Evaluate) for hook in trainer.hooks[trainer.hooks.index(self) :]):
-            raise ConfigError("Record must stand behind Evaluate, whose results it writes; change their order")
+            raise ConfigError("Record must come after Evaluate, whose results it writes; change their order")
 
     def before_step(self, trainer: Trainer) -> None:
         """See Hook.

@@ -43,7 +43,7 @@ class CompareReplicas(Hook):
             ConfigError: `steps` is below 1, or `repair` is not one of these.
         """
         if steps < 1:
-            raise ConfigError(f"CompareReplicas every {steps} steps: it takes at least 1")
+            raise ConfigError(f"CompareReplicas every {steps} steps: the number must be at least 1")
         if repair is not None and repair not in _REPAIRS:
             raise ConfigError(f"CompareReplicas: repair={repair!r}; allowed: None, {', '.join(map(repr, _REPAIRS))}")
         self._steps = steps
@@ -73,7 +73,7 @@ class CompareReplicas(Hook):
             raise everywhere(
                 ReplicaError(
                     f"after step {step.number} the parameters are not those of {reference} on: {differences}. Memory "
-                    "or a GPU may be faulty there, or the training depends on the rank. Go on from a checkpoint of "
+                    "or a GPU may be faulty there, or the training depends on the rank. Resume from a checkpoint of "
                     "before, or repair while training: CompareReplicas(repair='majority')"
                 )
             )

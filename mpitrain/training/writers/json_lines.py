@@ -68,7 +68,7 @@ def parse(lines: Sequence[bytes], path: Path) -> list[dict[str, float]]:
         try:
             row = {name: float(value) for name, value in json.loads(line).items()}
             if not row["step"] > (rows[-1]["step"] if rows else 0):
-                raise ValueError(f"step {row['step']:g} is not behind that of the line before")
+                raise ValueError(f"step {row['step']:g} is not after that of the line before")
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise DataError(
                 f"{path}, line {number} is not a row of a record ({type(error).__name__}: {error}); move the file "

@@ -63,7 +63,7 @@ FAULTS: dict[str, Fault] = {
         {},
         {"RUN03": ("fail", "node1")},
         repair="hosts",
-        shows=["since others than this user may write there", "mode 0666"],
+        shows=["because others than this user may write there", "mode 0666"],
         is_slow=True,
     ),
     "a numpy.py beside the script": Fault(

@@ -78,7 +78,7 @@ def test_no_inventory(bed: Bed, tmp_path: Path) -> None:
         (["--only", "SSH1"], "there is no check SSH1; did you mean SSH"),
         (["--skip", "nfs01,XYZ99"], "there is no check XYZ99"),
         (["--explain", "SSH99"], "there is no check SSH99"),
-        (["--yes"], "--yes answers what --fix asks"),
+        (["--yes"], "--yes answers the question that --fix asks"),
         (["--fix"], "there is no terminal to ask on"),
         (["--baseline", "/no/such"], "--baseline /no/such: cannot be read: No such file"),
         (["--hosts", "node1,nowhere"], "--hosts: nowhere is in no inventory and cannot be resolved"),
@@ -201,7 +201,7 @@ def test_a_baseline_says_what_has_changed(bed: Bed, tmp_path: Path) -> None:
         bed.heal("node2")
     path.write_text("{}")
     code, _, error = say(bed, "--baseline", str(path))
-    assert code == 2 and "is none; --save-baseline" in error
+    assert code == 2 and "is not a baseline; --save-baseline" in error
 
 
 def test_nodes_named_by_their_addresses(bed: Bed) -> None:
