@@ -20,8 +20,9 @@ HELP = "run a script on one rank and on several, and say where they first differ
 _EPILOG = """\
 The script runs twice, on one rank of this machine and on the ranks that the options
 ask for, each time for --steps steps. Then samples, weights, losses, mean gradients,
-learning rates and metrics of both runs are compared, step by step: samples, weights
-and rates exactly, the rest to half of the digits of the dtype.
+learning rates, parameters and metrics of both runs are compared, step by step:
+samples, weights and rates exactly, the change of a parameter to a quarter of the
+digits of the dtype, the rest to half of them.
 
 Seen are the steps of Trainer.run, and the metrics of Evaluate; without a Trainer the
 steps of PyTorch's optimizers (with prepare(), DistributedDataParallel and others) and
@@ -65,7 +66,7 @@ def _verify(request: Request, directory: Path, steps: int, tolerance: float | No
     from mpitrain.launch.start import start
     from mpitrain.verify.compare import compare
     from mpitrain.verify.comparison_report import report
-    from mpitrain.verify.run_record import make_record, read_record
+    from mpitrain.verify.record_file import make_record, read_record
 
     one, records = replace(request, num_ranks=1, hosts="localhost", ranks_per_host=None), []
     for name, asked in (("one rank", one), ("several ranks", request)):

@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from contextlib import suppress
+from fcntl import F_GETFL, F_SETFL, F_SETOWN, F_SETSIG, fcntl
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -29,8 +30,35 @@ def watch() -> None:
     if "PMI_RANK" not in os.environ and "PMIX_RANK" not in os.environ:
         return
     os.environ.setdefault(_RANK_PID, str(os.getpid()))
-    if not is_helper():
+    if is_helper():
+        helpers_end_with_this()
+    else:
         sys.excepthook = _uncaught
+
+
+def helpers_end_with_this() -> None:
+    """Let every process that multiprocessing starts from this process end when this process ends, for any reason.
+
+    Otherwise the helper of a killed rank lives on and keeps the rank's output open. Open MPI's mpiexec takes a rank for
+    alive as long as any process can write to its output.
+    """
+    from multiprocessing import util
+
+    util.register_after_fork(_end_with_parent, _end_with_parent)
+
+
+def _end_with_parent(_: object) -> None:
+    """Let the kernel kill this process when the other end of a pipe is closed, which only its parent has open."""
+    from multiprocessing import parent_process
+
+    parent = parent_process()
+    assert parent is not None
+    pipe = parent.sentinel
+    fcntl(pipe, F_SETOWN, os.getpid())
+    fcntl(pipe, F_SETSIG, signal.SIGKILL)
+    fcntl(pipe, F_SETFL, fcntl(pipe, F_GETFL) | os.O_ASYNC)
+    if not parent.is_alive():  # it ended before the pipe was watched
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def is_helper() -> bool:

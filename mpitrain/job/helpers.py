@@ -1,5 +1,7 @@
 """The processes that a rank starts by multiprocessing, such as the workers of a DataLoader: they are no ranks.
 
+They end with their rank, whatever ends it.
+
 They are forked, as in a program without MPI. So they have everything that the program has, even lambdas and nested
 functions, and the script needs no guard. A forked process shares MPI with its rank, and must never call MPI:
 Control.check sees to that.
@@ -22,6 +24,8 @@ from multiprocessing import context
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
+
+from mpitrain.job.early import helpers_end_with_this
 
 # Major numbers from the kernel's Documentation/admin-guide/devices.txt: memory, such as /dev/null, and most terminals.
 # isatty() recognises all consoles, of which there are many kinds.
@@ -84,6 +88,7 @@ def prepare_for_helpers(name: str) -> None:
     if not isinstance(defaults._default_context, StartMethod):
         defaults._default_context = StartMethod(defaults._default_context, name)
         os.register_at_fork(after_in_child=_hang_up)
+        helpers_end_with_this()
 
 
 def unsafe_because() -> str:

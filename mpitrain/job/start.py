@@ -68,6 +68,11 @@ def init(**settings: Any) -> World:
     return _job.world
 
 
+def has_begun() -> bool:
+    """Whether init() has been called in this process."""
+    return _job is not None
+
+
 def the_job() -> Job:
     """Return the Job of this process. If there is none yet, call init() first."""
     return _begin({}) if _job is None else _job

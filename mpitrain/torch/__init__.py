@@ -9,6 +9,7 @@ needs no process group.
 
 from __future__ import annotations
 
+from mpitrain.torch.coalescing import mend_coalescing
 from mpitrain.torch.compress import compress
 from mpitrain.torch.groups import register
 from mpitrain.torch.monitored import monitored_barrier
@@ -24,4 +25,5 @@ __all__ = ["accumulate", "compress", "load", "monitored_barrier", "prepare", "sa
 uncompiled(World)  # whose calls a compiled function may make
 offer()
 register()
+mend_coalescing()
 watch()

@@ -115,6 +115,10 @@ class BareGroup(dist.ProcessGroup):
         """End what is in flight with an error; nothing can be called after it."""
         self._channel.abort()
 
+    def stop_collecting(self) -> None:
+        """What has been begun since start_coalescing goes on, and nobody waits for all of it together."""
+        self._together = None
+
     # -- what they are made of -------------------------------------------------------------------------------------
 
     def _call(self, name: str, results: Tensors, opts: Any) -> Call:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections import deque
-from collections.abc import Callable, Collection, Generator
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 # So many calls of each group begin with a comparison of what the ranks are about to do.
 COMPARED_CALLS = 100
+WORD_TAG = -1  # of the words of monitored barriers; those of send and recv are 0 and above
 # How long a call is driven where its future is asked for. With 0.02, four ranks on two cores took a fifth longer.
 _HERE_SECONDS = 0.3
 # PyTorch's C++ may keep a work that Python has begun, and ask it again when nothing in Python refers to it any more: in
@@ -48,7 +49,8 @@ class Channel:
         self.timeout_seconds = timeout_seconds
         self.sums = ALGORITHMS[world.config.algorithm].make(world)
         self.calls: dict[Call, None] = {}  # in flight, in the order begun
-        self.num_monitored = 0  # monitored barriers so far
+        self.num_monitored = 0  # monitored barriers so far, in each of which a word went to every other rank
+        self.words_read: Counter[int] = Counter()  # of such words, by rank
         self._kept: deque[Call] = deque(maxlen=_KEPT_CALLS)
         self._peers = Peers(world)
         self._queue = world.background
@@ -241,7 +243,13 @@ class Channel:
             self._is_closed = True
         del self.sums  # and the memory that it shares with others
         if not self.world.control.is_broken:  # or MPI still uses them
-            self.engine.free(self.world)
+            self.engine.free(self)
+
+    def read_words(self, sent: Sequence[int]) -> None:
+        """Take in the words of monitored barriers that this rank has missed. Each rank has sent it so many."""
+        for rank, count in enumerate(sent):
+            if rank != self.world.rank:
+                self._peers.take_in(rank, WORD_TAG, count - self.words_read[rank])
 
     def _agreement(self, call: str, lines: Callable[[], list[str]]) -> Agreement | None:
         if not self.compares:

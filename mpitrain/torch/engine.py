@@ -15,6 +15,8 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
+import numpy
+
 from mpitrain.errors import MpitrainError
 from mpitrain.job.start import the_job
 from mpitrain.waiting.long_wait import PUBLISH_SECONDS, LongWait, Neighbours
@@ -47,7 +49,7 @@ class Engine:
         self.ended: deque[CallFuture] = deque()
         self.wrecks: set[Channel] = set()
         self._busy: dict[Channel, None] = {}  # those with calls in flight
-        self._closed: list[tuple[MPI.Request, World]] = []  # groups that this rank has closed, others perhaps not yet
+        self._closed: list[tuple[MPI.Request, Channel, numpy.ndarray, numpy.ndarray]] = []  # by this rank; see free
         self._wake = threading.Condition()
         self._driving = threading.Lock()  # held by the thread that looks
         self._waiters = 0
@@ -107,22 +109,26 @@ class Engine:
         self._complete()
         return nap
 
-    def free(self, world: World) -> None:
+    def free(self, channel: Channel) -> None:
         """Give a group's communicators back once all its ranks have closed it, which nobody waits for.
 
-        A rank that broke the group off never comes to here. What it had sent may still be on its way, and a later
-        communicator to which MPI gave the same number would receive it.
+        A later communicator to which MPI gives the same number would receive what is still on its way. So the ranks
+        tell each other how many words they have sent, and read those that are left. A rank that broke the group off
+        never comes to here.
         """
-        self._closed.append((world.comm.Ibarrier(), world))
+        world = channel.world
+        sent, of_all = numpy.array([channel.num_monitored]), numpy.empty(world.size, numpy.int64)
+        self._closed.append((world.comm.Iallgather(sent, of_all), channel, sent, of_all))
         self.free_closed()
 
     def free_closed(self) -> None:
         """Give back the communicators of the groups that all their ranks have closed by now."""
         for closed in tuple(self._closed):
-            everyone, world = closed
+            everyone, channel, _, sent = closed
             if everyone.Test():
                 self._closed.remove(closed)
-                world.free()
+                channel.read_words(sent.tolist())
+                channel.world.free()
 
     def who_waits(self) -> str:
         """What the ranks of this host do, in words."""

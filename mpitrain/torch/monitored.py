@@ -9,10 +9,9 @@ import torch.distributed as dist
 
 from mpitrain.errors import ProcessGroupError
 from mpitrain.torch.backend import MpiProcessGroup
+from mpitrain.torch.channel import WORD_TAG
 from mpitrain.torch.flat_tensors import raw
 from mpitrain.torch.work import Call
-
-_TAG = -1  # those of send and recv are 0 and above
 
 
 def monitored_barrier(
@@ -47,8 +46,8 @@ def monitored_barrier(
     for rank in others:
         note = torch.empty(1, dtype=torch.int64)
         call = Call(channel, f"monitored_barrier: word of {world.name(rank)}", [note], seconds)
-        arrivals.append(channel.receive(call, raw(note), rank, _TAG))
-        channel.send(Call(channel, "monitored_barrier", [own_count], seconds), raw(own_count), rank, _TAG)
+        arrivals.append(channel.receive(call, raw(note), rank, WORD_TAG))
+        channel.send(Call(channel, "monitored_barrier", [own_count], seconds), raw(own_count), rank, WORD_TAG)
     missing = [rank for rank, call in zip(others, arrivals, strict=True) if not _has_come(call, rank)]
     if missing:
         raise ProcessGroupError(
@@ -66,7 +65,10 @@ def _has_come(call: Call, rank: int) -> bool:
             if channel.world.control.is_broken:
                 raise call.error
             return False
+        channel.words_read[rank] += 1
         if int(call.results[0]) >= channel.num_monitored:
             return True
         # It came too late for an earlier one.
-        call = channel.receive(Call(channel, call.name, call.results, call.seconds), raw(call.results[0]), rank, _TAG)
+        call = channel.receive(
+            Call(channel, call.name, call.results, call.seconds), raw(call.results[0]), rank, WORD_TAG
+        )

@@ -104,6 +104,11 @@ class Peers:
                     return True
         return False
 
+    def take_in(self, source: int, tag: int, count: int) -> None:
+        """Receive so many messages of 8 bytes that are on their way, and forget them."""
+        for _ in range(count):
+            self._comm.Recv(numpy.empty(1, numpy.int64), source, FIRST_TAG + tag)
+
     def _match(self, pending: _Transfer, taken: set[tuple[int, int]]) -> bool:
         """Begin to receive what has come for it; whether that is all of it."""
         from mpi4py import MPI

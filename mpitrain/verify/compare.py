@@ -7,6 +7,8 @@
                      to a relative difference of sqrt(u), where u is the unit roundoff of the narrowest dtype that
                      anything was computed in: half of its digits. float32 5e-08 -> 2.4e-04; float64 -> 1.1e-08;
                      float16 -> 2.2e-02; bfloat16 -> 6.3e-02
+    parameters       to the square root of that, a quarter of the digits: what each step has changed in each of them,
+                     and what the script has changed between two steps
 
 Rounding alone gives differences of a few u in the first step, since sums are added up in another order, and they grow
 from step to step; half of the digits leave them room for some thousand times as much. What is wrong in the program,
@@ -22,43 +24,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
+from mpitrain.verify.comparison import KINDS, ROUNDOFFS, Comparison, Difference, relative
 from mpitrain.verify.fingerprint import distance
-from mpitrain.verify.run_record import MEAN, Line, RunRecord
-
-# Half of the distance from 1 to the next number.
-ROUNDOFFS = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-KINDS = ("calls", "samples", "weights", "loss", "gradients", "learning rate", "metrics")
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The first one of its kind."""
-
-    step: int
-    kind: str  # one of KINDS
-    text: str
-
-
-@dataclass
-class Comparison:
-    """What was found.
-
-    Attributes:
-        num_steps: how many steps both records have.
-        dtype, tolerance: the narrowest dtype, and what follows from it.
-        differences: the first one of each kind, by step and then by kind: the first of them is where it begins.
-        largest: of the values that are compared with a tolerance, by kind: relative difference, step and name.
-        counts: how many values of each kind were compared.
-    """
-
-    num_steps: int
-    dtype: str
-    tolerance: float
-    differences: list[Difference] = field(default_factory=list)
-    largest: dict[str, tuple[float, int, str]] = field(default_factory=dict)
-    counts: Counter[str] = field(default_factory=Counter)
+from mpitrain.verify.parameter_changes import ParameterChanges
+from mpitrain.verify.record_file import MEAN, Line, RunRecord
 
 
 def compare(alone: RunRecord, together: RunRecord, tolerance: float | None = None) -> Comparison:
@@ -74,6 +44,7 @@ def compare(alone: RunRecord, together: RunRecord, tolerance: float | None = Non
         tolerance=math.sqrt(ROUNDOFFS[dtype]) if tolerance is None else tolerance,
     )
     largest_loss = 0.0
+    changes = ParameterChanges(comparison, together.num_ranks)
     differences: list[Difference] = []
     for one, several in zip(alone.lines, together.lines, strict=False):
         largest_loss = max(largest_loss, abs(one.loss or 0.0), abs(several.loss or 0.0))
@@ -89,6 +60,7 @@ def compare(alone: RunRecord, together: RunRecord, tolerance: float | None = Non
             if one.learning_rate != several.learning_rate:
                 text = f"{one.learning_rate!r} on 1 rank, {several.learning_rate!r} on {together.num_ranks}"
                 differences.append(Difference(one.number, "learning rate", text))
+        differences += changes.compare(one, several)
         differences += _metrics(comparison, one, several)
     if len(alone.lines) != len(together.lines) and not any(one.kind == "calls" for one in differences):
         text = f"{len(alone.lines)} steps on 1 rank, {len(together.lines)} on {together.num_ranks}"
@@ -108,18 +80,22 @@ def narrowest(lines: list[Line]) -> str:
 
 
 def _calls(one: Line, several: Line, num_ranks: int) -> Iterator[Difference]:
-    alone, together = (
-        {name: (sketch["dtype"], sketch["count"]) for name, sketch in line.tensors.items()} for line in (one, several)
-    )
     if one.kind != several.kind:
         yield Difference(one.number, "calls", f"{one.kind} on 1 rank, {several.kind} on {num_ranks}")
-    elif alone != together:
-        name = next(name for name in [*alone, *together] if alone.get(name) != together.get(name))
-        here, there = (
-            f"{sizes[name][1]} elements of {sizes[name][0]}" if name in sizes else "nothing"
-            for sizes in (alone, together)
+        return
+    for kind in ("tensors", "parameters"):
+        alone, together = (
+            {name: (sketch["dtype"], sketch["count"]) for name, sketch in getattr(line, kind).items()}
+            for line in (one, several)
         )
-        yield Difference(one.number, "calls", f"{name}: {here} on 1 rank, {there} on {num_ranks}")
+        for name in [*alone, *together]:
+            if alone.get(name) != together.get(name):
+                here, there = (
+                    f"{sizes[name][1]} elements of {sizes[name][0]}" if name in sizes else "nothing"
+                    for sizes in (alone, together)
+                )
+                yield Difference(one.number, "calls", f"{name}: {here} on 1 rank, {there} on {num_ranks}")
+                return
 
 
 def _samples(comparison: Comparison, one: Line, several: Line) -> Iterator[Difference]:
@@ -190,12 +166,9 @@ def _metrics(comparison: Comparison, one: Line, several: Line) -> Iterator[Diffe
 def _value(
     comparison: Comparison, kind: str, step: int, name: str, alone: float, other: float, scale: float
 ) -> Iterator[Difference]:
-    comparison.counts[kind] += 1
-    if alone == other or (math.isnan(alone) and math.isnan(other)):
-        relative = 0.0
-    else:
-        relative = _relative(abs(alone - other), scale)
-    yield from _judged(comparison, kind, step, name, relative, f"{name} is {alone!r} on 1 rank, {other!r} on several")
+    is_equal = alone == other or (math.isnan(alone) and math.isnan(other))
+    part = 0.0 if is_equal else relative(abs(alone - other), scale)
+    yield from comparison.judged(kind, step, name, part, f"{name} is {alone!r} on 1 rank, {other!r} on several")
 
 
 def _gradients(comparison: Comparison, one: Line, several: Line) -> Iterator[Difference]:
@@ -205,12 +178,10 @@ def _gradients(comparison: Comparison, one: Line, several: Line) -> Iterator[Dif
     wrong: list[Difference] = []
     for name, sketch in one.tensors.items():
         other = several.tensors[name]
-        comparison.counts["gradients"] += 1
         apart = distance(sketch, other)
         scale = max(sketch["norm"], other["norm"], total * math.sqrt(sketch["count"] / max(elements, 1)))
-        relative = _relative(apart, scale)
         text = f"{name}: norm {sketch['norm']:.6g} on 1 rank, {other['norm']:.6g} on several, {apart:.2g} apart"
-        wrong += _judged(comparison, "gradients", one.number, name, relative, text)
+        wrong += comparison.judged("gradients", one.number, name, relative(apart, scale), text)
     if wrong:
         text = wrong[0].text
         if len(wrong) > 1:
@@ -218,23 +189,6 @@ def _gradients(comparison: Comparison, one: Line, several: Line) -> Iterator[Dif
         if one.kind == MEAN and _by_ranks(several) and len(several.weights) > 1:
             text += "; every rank has weight 1: with weight=len(x) it is the mean over samples"
         yield Difference(one.number, "gradients", text)
-
-
-def _relative(apart: float, scale: float) -> float:
-    if apart == 0.0:
-        return 0.0
-    return apart / scale if scale else math.inf
-
-
-def _judged(
-    comparison: Comparison, kind: str, step: int, name: str, relative: float, text: str
-) -> Iterator[Difference]:
-    if not relative <= comparison.largest.get(kind, (-1.0, 0, ""))[0]:
-        comparison.largest[kind] = (relative, step, name)
-    if not relative <= comparison.tolerance:
-        yield Difference(
-            step, kind, f"{text}: a relative difference of {relative:.2g}, allowed is {comparison.tolerance:.2g}"
-        )
 
 
 def _by_ranks(line: Line) -> bool:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpitrain.verify.compare import KINDS, Comparison
-from mpitrain.verify.run_record import STEP, RunRecord
+from mpitrain.verify.comparison import KINDS, Comparison, Difference
+from mpitrain.verify.record_file import STEP, RunRecord
 
 
 def report(alone: RunRecord, together: RunRecord, comparison: Comparison) -> Iterator[str]:
@@ -18,11 +18,15 @@ def report(alone: RunRecord, together: RunRecord, comparison: Comparison) -> Ite
     names = {kind: tensors if kind == "gradients" else kind for kind in KINDS}
     first = {difference.kind: difference for difference in comparison.differences}
     for kind in KINDS[1:]:
-        verdict = f"differ in {unit} {first[kind].step}" if kind in first else _equal(comparison, kind)
+        verdict = f"differ {_when(unit, first[kind])}" if kind in first else _equal(comparison, kind)
         yield f"  {names[kind]:<14} {verdict}"
     for number, difference in enumerate(comparison.differences):
         begin = "then" if number else "first difference"
-        yield f"{begin}: {unit} {difference.step}, {names[difference.kind]}: {difference.text}"
+        yield f"{begin}: {_when(unit, difference).removeprefix('in ')}, {names[difference.kind]}: {difference.text}"
+
+
+def _when(unit: str, difference: Difference) -> str:
+    return f"in {unit} {difference.step}" if difference.step else f"before the first {unit}"
 
 
 def _equal(comparison: Comparison, kind: str) -> str:

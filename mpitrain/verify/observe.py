@@ -41,6 +41,10 @@ class _Watch(Hook):
         if trainer.last_step is not None or any(hook.ends_run for hook in trainer.hooks):
             trainer.last_step = min(trainer.last_step or last, last)
 
+    def before_step(self, trainer: Trainer) -> None:
+        """See Hook."""
+        self._recorder.begin_step(trainer.adapter.parameters())
+
     def after_step(self, trainer: Trainer, step: Step) -> None:
         """See Hook."""
         metrics: dict[str, float] = {}
@@ -48,6 +52,7 @@ class _Watch(Hook):
             metrics |= hook.results.get(step.number, {})
         self._recorder.add_step(
             float(step.own_samples),
+            parameters=trainer.adapter.parameters(),
             precision=str(trainer.adapter.precision),
             loss=step.loss,
             learning_rate=step.learning_rate,

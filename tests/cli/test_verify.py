@@ -105,12 +105,13 @@ def test_the_example_is_equal() -> None:
     assert lines[2] == "1 rank and 3, 4 steps; allowed relative difference 0.00024 (from float32)"
     assert lines[3:5] == ["  samples        512 values, the same", "  weights        4 values, the same"]
     assert lines[7] == "  learning rate  4 values, the same"
-    assert lines[8] == "  metrics        1 values, largest relative difference 0"
-    assert lines[9:] == ["examples/train.py: equal"]
+    assert lines[9] == "  metrics        1 values, largest relative difference 0"
+    assert lines[10:] == ["examples/train.py: equal"]
     found = [
-        re.fullmatch(r"  (\w+) +\d+ values, largest relative difference (\S+)(, in.*)?", line) for line in lines[5:7]
+        re.fullmatch(r"  (\w+) +\d+ values, largest relative difference (\S+)(, in.*)?", lines[number])
+        for number in (5, 6, 8)
     ]
-    assert [one[1] for one in found if one] == ["loss", "gradients"]
+    assert [one[1] for one in found if one] == ["loss", "gradients", "parameters"]
     assert all(float(one[2].rstrip(",")) < 1e-5 for one in found if one)
 
 
@@ -193,6 +194,18 @@ Batches = Noisy
     differs(
         verify(tmp_path, BEGIN + wrong + TRAIN, options=("--steps", "2")), "step 1, samples: ", "does not hold: another"
     )
+
+
+def test_an_optimizer_that_knows_the_number_of_ranks(tmp_path: Path) -> None:
+    """In the only step, where no later gradient tells."""
+    wrong = """
+class Scaled(mt.Sgd):
+    def _apply(self, block, rate):
+        super()._apply(block, rate * world.size)
+mt.Sgd = Scaled
+"""
+    job = verify(tmp_path, BEGIN + wrong + TRAIN, options=("--steps", "1"))
+    differs(job, "step 1, parameters: w: changed by ", "; multiplied by 3, the number of ranks", "; so do 1 more of 2")
 
 
 @pytest.mark.slow

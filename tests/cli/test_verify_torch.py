@@ -99,6 +99,7 @@ def test_a_loop_over_prepare(tmp_path: Path) -> None:
     ]
     assert lines[6].startswith("  gradients      28 values, largest relative difference "), job.output
     assert lines[7] == "  learning rate  7 values, the same"
+    assert lines[8].startswith("  parameters     32 values, largest relative difference "), job.output
     assert lines[-1].endswith("script.py: equal")
     said = "mpitrain verify: compared are the steps of torch.optim's optimizers: "
     assert job.stdout.count(said) == 1
@@ -114,6 +115,71 @@ def test_a_loop_over_ddp(tmp_path: Path) -> None:
     assert re.search(r"  gradients      24 values, .*, in step \d, module\.[02]\.(weight|bias)\n", job.stdout), (
         job.output
     )
+
+
+# More calls of world.mean in a step than steps are compared.
+BY_HAND = """
+world = mt.init()
+loader = mpitrain.torch.shard(torch.utils.data.DataLoader(data, 12))
+
+def average():
+    for parameter in model.parameters():
+        parameter.grad = torch.from_numpy(world.mean(parameter.grad.numpy()))
+
+for epoch in itertools.count():
+    for x, y in loader:
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(x), y).backward()
+        average()
+        optimizer.step()
+        after_step()
+"""
+RIGHT = "after_step = lambda: None\n"
+SHRINKS = """
+@torch.no_grad()
+def after_step():
+    model[2].weight.mul_(1 - 0.01 * world.size)
+"""
+SCALED = """
+class Scaled(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter -= world.size * group["lr"] * parameter.grad
+
+optimizer = Scaled(model.parameters(), lr=1e-4)
+"""
+
+
+def test_a_loop_that_averages_by_itself(tmp_path: Path) -> None:
+    """The samples of its first step count too."""
+    pytest.importorskip("torch")
+    job = verify(tmp_path, TORCH + RIGHT + BY_HAND, steps=3)
+    assert (job.code, job.left) == (0, []), job.output
+    assert "1 rank and 2, 3 steps; " in job.stdout
+    assert "  samples        36 values, the same" in job.stdout
+    assert "  gradients      12 values, " in job.stdout
+    assert "  parameters     16 values, " in job.stdout
+
+
+@pytest.mark.parametrize(
+    ("wrong", "where"),
+    [
+        (SCALED, "step 1, parameters: 0.weight: changed by "),
+        (SHRINKS, "step 1, parameters: 2.weight: changed before step 2 began by "),
+    ],
+    ids=["its optimizer", "by hand"],
+)
+def test_an_update_that_knows_the_number_of_ranks(tmp_path: Path, wrong: str, where: str) -> None:
+    pytest.importorskip("torch")
+    before = "" if wrong is SHRINKS else RIGHT
+    job = verify(tmp_path, TORCH + before + wrong + BY_HAND, steps=2)
+    assert (job.code, job.left) == (1, []), job.output
+    (first,) = re.findall(r"^verify: first difference: (.*)$", job.stdout, re.M)
+    assert first.startswith(where), job.output
+    if wrong is SCALED:
+        assert "; multiplied by 2, the number of ranks: is world.size in the update?" in first, first
 
 
 @pytest.mark.slow

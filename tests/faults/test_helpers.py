@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from faults.outcome import failed, report_of, succeeded
-from jobs import VENVS, Job, mpiexec, run_command
+from jobs import VENVS, Job, mpiexec, run_command, run_job
 from mpitrain.job import helpers
 
 Script = Callable[..., Job]
@@ -229,31 +229,80 @@ assert world.sum(1 + world.rank) == 3
     succeeded(script(2, source, vendor))
 
 
-def test_a_rank_that_is_killed_while_its_process_lives(script: Script, vendor: str) -> None:
-    """mpiexec hears of it at once. The process ends when nobody is left who would read what it writes."""
-    source = """
-import multiprocessing, os, signal
+KILLED = """
+import multiprocessing, os, signal, time
 import mpitrain as mt
 
-world = mt.init()
-ours, its = multiprocessing.Pipe()
-
-def wait():
-    ours.close()
+def wait(its):
     its.send("here")
-    its.recv()  # ends when the rank has ended
+    time.sleep(10**6)
 
-if world.rank == 1:
-    helper = multiprocessing.Process(target=wait)
-    helper.start()
-    its.close()
-    assert ours.recv() == "here"
-    os.kill(os.getpid(), signal.SIGKILL)
-world.barrier()
+def main():
+    BEGIN
+    world = mt.init()
+    if world.rank == 1:
+        ours, its = multiprocessing.Pipe()
+        helper = multiprocessing.Process(target=wait, args=(its,))
+        helper.start()
+        assert ours.recv() == "here"
+        os.kill(os.getpid(), signal.SIGKILL)
+    world.barrier()
+
+main()
 """
+
+
+def test_a_rank_that_is_killed_while_its_process_lives(script: Script, vendor: str) -> None:
+    """It would live for ever, and keeps what the rank's output goes to: the job ends all the same."""
+    job = script(2, KILLED.replace("BEGIN", "pass"), vendor)
+    failed(job)
+    assert job.left == []
+
+
+def test_a_rank_that_is_killed_while_its_process_by_forkserver_lives(script: Script, vendor: str) -> None:
+    guarded = "if __name__ == '__main__':\n    main()"
+    source = KILLED.replace("\nmain()", f"\n{guarded}").replace(
+        "BEGIN", 'multiprocessing.set_start_method("forkserver")'
+    )
     job = script(2, source, vendor)
     failed(job)
     assert job.left == []
+
+
+def test_a_rank_that_is_killed_while_its_fork_lives(script: Script) -> None:
+    """One that the program has forked itself: MPICH's mpiexec hears of the rank's end, and ends the rest."""
+    source = """
+import os, signal, time
+import mpitrain as mt
+
+world = mt.init()
+if world.rank == 1:
+    reading, writing = os.pipe()
+    if os.fork() == 0:
+        os.write(writing, b"here")
+        time.sleep(10**6)
+    assert os.read(reading, 4) == b"here"
+    os.kill(os.getpid(), signal.SIGKILL)
+world.barrier()
+"""
+    job = script(2, source)
+    failed(job)
+    assert job.left == []
+
+
+def test_processes_end_with_a_rank_that_is_alone(script: Script) -> None:
+    """Each of several, though those that were forked later hold what the earlier ones hang on."""
+    source = """
+import multiprocessing, os, signal, time
+import mpitrain as mt
+
+mt.init()
+for number in range(4):
+    multiprocessing.Process(target=time.sleep, args=(10**6,), daemon=number % 2 == 0).start()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    job = run_job(None, source, timeout=100)
+    assert (job.code, job.left) == (-9, []), job.output
 
 
 def test_an_exception_of_a_forked_process_is_its_own(script: Script) -> None:

@@ -32,7 +32,8 @@ from mpitrain.exchange.reducer import GradientReducer
 from mpitrain.exchange.trees import ArrayTrees
 from mpitrain.shard import part_of
 from mpitrain.verify.fingerprint import distance, sample_hashes, sketch
-from mpitrain.verify.run_record import MEAN, STEP, SUM, RecordedTrees, Recorder, RunRecord, make_record, read_record
+from mpitrain.verify.record_file import MEAN, STEP, SUM, RunRecord, make_record, read_record
+from mpitrain.verify.run_record import RecordedTrees, Recorder
 
 from .common import error_on_all
 
@@ -67,16 +68,16 @@ def build(world: World) -> Parts:
     return Parts(adapter, Sync(), ArrayData(world, (X, Y), global_batch=BATCH, shuffle=False))
 
 
-def by_hand(steps: int) -> list[tuple[slice, float, numpy.ndarray]]:
-    """Samples, loss and gradient of each step, of whole batches in one process."""
+def by_hand(steps: int) -> list[tuple[slice, float, numpy.ndarray, numpy.ndarray]]:
+    """Samples, loss, gradient and parameters of each step, of whole batches in one process."""
     w, found = numpy.zeros(4), []
     for number in range(steps):
         begin = BATCH * (number % 3)
         its = slice(begin, min(begin + BATCH, len(X)))
         error = X[its] @ w - Y[its]
         gradient = 2 * X[its].T @ error / len(error)
-        found.append((its, float((error**2).mean()), gradient))
         w = w - RATE * gradient
+        found.append((its, float((error**2).mean()), gradient, w))
     return found
 
 
@@ -106,7 +107,7 @@ def test_a_trainer_is_recorded(world: World, shared: Path, monkeypatch: pytest.M
     assert [(line.number, line.kind, line.precision) for line in record.lines] == [
         (number, STEP, "float64") for number in (1, 2, 3, 4)
     ]
-    for line, (its, loss, gradient) in zip(record.lines, by_hand(4), strict=True):
+    for line, (its, loss, gradient, w) in zip(record.lines, by_hand(4), strict=True):
         parts = [part_of(its.stop - its.start, rank, world.size) for rank in range(world.size)]
         hashes = sample_hashes((X[its], Y[its]))
         assert line.samples == [hashes[part] for part in parts]
@@ -117,6 +118,8 @@ def test_a_trainer_is_recorded(world: World, shared: Path, monkeypatch: pytest.M
         assert distance(found, expected) <= 1e-12 * expected["norm"]
         assert found["norm"] == pytest.approx(float(numpy.linalg.norm(gradient)), rel=1e-12)
         assert found["dtype"] == "float64"
+        assert distance(line.parameters["w"], sketch("w", w)) <= 1e-12
+    assert [line.before for line in record.lines] == [{"w": sketch("w", numpy.zeros(4))}, {}, {}, {}]
     assert [sorted(line.metrics) for line in record.lines] == [[], [], ["mean"], ["mean"]]
     assert record.lines[3].metrics["mean"] == pytest.approx(float(Y.mean()), rel=1e-12)
 
@@ -171,6 +174,21 @@ def test_a_record_that_cannot_be_written(world: World, shared: Path) -> None:
         f"has made: -rw-------, owner {os.geteuid()}, 1 links. Where rank 0 runs "
         "on another host, use mpitrain verify --directory on a file system that both share"
     )
+
+
+def test_samples_of_calls_before_the_first_step_are_its_own(world: World, shared: Path) -> None:
+    """A reducer is known when its first step ends. The samples before a world.mean in that step are not lost."""
+    own = recording(world, shared, 1)
+    reducer = GradientReducer(own, [Parameter("w", (4,), numpy.dtype("float64"))])
+    with pytest.raises(SystemExit):
+        for part in own.shard([X[:9]]):
+            own.mean(1.0)
+            reducer.begin(len(part))
+            reducer.ready(0, numpy.zeros(4))
+            reducer.finish()
+    reducer.close()
+    (line,) = record_of(world, shared).lines
+    assert [sample for of_rank in line.samples or [] for sample in of_rank] == sample_hashes(X[:9])
 
 
 def test_a_reducer_of_the_scripts_own_is_recorded(world: World, shared: Path) -> None:

@@ -286,3 +286,16 @@ def test_monitored_barrier(world: World) -> None:
         monitored_barrier(some)
         dist.destroy_process_group(some)
     world.barrier()
+
+
+def test_a_later_group_does_not_hear_what_an_earlier_one_has_missed(world: World) -> None:
+    """One rank tells the others of itself, and they do not come. MPI gives a later group an earlier one's number."""
+    skip_alone(world)
+    for turn in range(10):
+        some = dist.new_group()
+        if world.rank == turn % 2:
+            with pytest.raises(ProcessGroupError, match=r"not come within 0.5 s"):
+                monitored_barrier(some, timeout=timedelta(seconds=0.5))
+        world.barrier()
+        dist.destroy_process_group(some)
+        world.barrier()

@@ -168,3 +168,30 @@ def test_calls_that_end_together(world: World) -> None:
     group._end_coalescing(torch.device("cpu")).wait()
     assert first.tolist() == [world.size] * 3
     assert second.tolist() == [world.size - 1] * 2
+
+
+@pytest.mark.parametrize("device", [None, torch.device("cpu")], ids=["collected", "begun"])
+def test_an_exception_among_calls_that_end_together(world: World, device: torch.device | None) -> None:
+    """The group works on: later calls are made, and kept no longer than others."""
+    group: Any = dist.group.WORLD
+    value, other = torch.ones(3), torch.full((2,), float(world.rank))
+    manager = dist._coalescing_manager
+    with pytest.raises(KeyError, match="a batch"), manager(device=device):
+        if device is not None:
+            dist.broadcast(other, world.size - 1)  # this one is begun at once
+        dist.all_reduce(value)
+        raise KeyError("a batch")
+    kept = weakref.ref(other)
+    assert (value.tolist(), group._together) == ([1] * 3, None)
+    dist.all_reduce(value)
+    assert value.tolist() == [world.size] * 3
+    with manager(device=device):
+        dist.all_reduce(value)
+    assert value.tolist() == [world.size**2] * 3
+    with manager(), pytest.raises(ValueError, match="non-empty op list"):
+        dist.all_reduce(value)
+        with manager():
+            pass
+    assert value.tolist() == [world.size**3] * 3
+    del other
+    assert kept() is None

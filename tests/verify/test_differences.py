@@ -6,23 +6,32 @@ import dataclasses
 import json
 import math
 import os
+import re
 import stat
 import sys
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy
 import pytest
 
 from jobs import run_command
 from mpitrain.errors import DataError
-from mpitrain.verify.compare import Comparison, compare
+from mpitrain.verify.compare import compare
+from mpitrain.verify.comparison import Comparison
 from mpitrain.verify.comparison_report import report
-from mpitrain.verify.fingerprint import sketch
-from mpitrain.verify.run_record import MEAN, STEP, SUM, Line, RunRecord, make_record, read_record
+from mpitrain.verify.fingerprint import Sketch, sketch
+from mpitrain.verify.record_file import MEAN, STEP, SUM, Line, RunRecord, make_record, read_record
 
 WEIGHT = numpy.random.default_rng(0).standard_normal((30, 20)).astype("float32")
 BIAS = numpy.random.default_rng(1).standard_normal(20).astype("float32")
+
+
+def parameters(number: int) -> dict[str, Sketch]:
+    """As they are after so many steps: a hundredth of the gradients has been taken from them in each."""
+    changes = [numpy.float32(0.01) * WEIGHT * step for step in range(1, number + 1)]
+    return {"w": sketch("w", WEIGHT - sum(changes)), "b": sketch("b", BIAS - numpy.float32(0.01 * number) * BIAS)}
 
 
 def line(number: int, ranks: list[list[str]], **other: Any) -> Line:
@@ -36,6 +45,8 @@ def line(number: int, ranks: list[list[str]], **other: Any) -> Line:
         "loss": 1.0 / number,
         "learning_rate": 0.1,
         "metrics": {"accuracy": 0.5} if number == 3 else {},
+        "before": parameters(0) if number == 1 else {},
+        "parameters": parameters(number),
     }
     return Line(**{**usual, **other})
 
@@ -65,9 +76,11 @@ def test_equal_runs() -> None:
         "loss": 3,
         "gradients": 6,
         "learning rate": 3,
+        "parameters": 8,  # and their first values
         "metrics": 1,
     }
-    assert {kind: value[0] for kind, value in its.largest.items()} == {"loss": 0.0, "gradients": 0.0, "metrics": 0.0}
+    kinds = ("loss", "gradients", "parameters", "metrics")
+    assert {kind: value[0] for kind, value in its.largest.items()} == dict.fromkeys(kinds, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -125,8 +138,9 @@ def test_the_gradient_that_differs_is_named_with_its_norms() -> None:
 
 
 def test_all_gradients_that_differ_are_counted() -> None:
+    """What a step makes of them is not compared: it cannot be the same."""
     tensors = {"w": sketch("w", WEIGHT), "b": sketch("b", -BIAS)}
-    text = only(compare(*records(3, tensors=tensors)))[2]
+    text = only(compare(*records(3, tensors=tensors, parameters=parameters(0))))[2]
     assert text.startswith("w: ")
     assert text.endswith("; so do 1 more of 2")
 
@@ -138,6 +152,111 @@ def test_a_gradient_of_rounding_alone_is_no_difference() -> None:
         line(1, [["a"]], tensors={"w": sketch("w", WEIGHT), "b": sketch("b", its)}) for its in (small, -small)
     )
     assert compare(RunRecord(1, (one,)), RunRecord(2, (several,))).differences == []
+
+
+def changed(name: str, number: int, factor: float) -> dict[str, Sketch]:
+    """As `parameters`, but that this step has changed one of them by so much more."""
+    value, change = {"w": (WEIGHT, 0.01 * number * WEIGHT), "b": (BIAS, 0.01 * BIAS)}[name]
+    steps = number * (number - 1) / 2 if name == "w" else number - 1
+    earlier = value.astype(float) * (1 - 0.01 * steps)
+    return parameters(number) | {name: sketch(name, (earlier - factor * change).astype("float32"))}
+
+
+@pytest.mark.parametrize("factor", [1 + 0.9 * 2.0**-6, 1 + 1.1 * 2.0**-6])
+def test_what_a_step_changes_is_compared_to_a_quarter_of_the_digits(factor: float) -> None:
+    """Of the change, which is a hundredth of the parameter."""
+    its = compare(*records(1, parameters=changed("b", 1, factor)))
+    assert its.largest["parameters"][0] == pytest.approx(1 - 1 / factor, rel=0.05)
+    assert [(one.step, one.kind) for one in its.differences[:1]] == ([] if factor < 1.015 else [(1, "parameters")])
+
+
+def test_the_parameter_that_is_changed_otherwise_is_named() -> None:
+    """In the last step, where no gradient can tell."""
+    step, kind, text = only(compare(*records(3, parameters=changed("w", 3, 1.5))))
+    assert (step, kind) == (3, "parameters")
+    found = re.fullmatch(
+        r"w: changed by (\S+) on 1 rank, by (\S+) on several, (\S+) apart: a relative difference of 0\.33, allowed is "
+        r"0\.016",
+        text,
+    )
+    assert found, text
+    alone, several, apart = map(float, found.groups())
+    assert (several / alone, apart / alone) == (pytest.approx(1.5, rel=1e-3), pytest.approx(0.5, rel=1e-2))
+    size = 0.03 * float(numpy.linalg.norm(WEIGHT))
+    assert size / 3 < alone < 3 * size  # from projections
+
+
+@pytest.mark.parametrize(("factor", "word"), [(2.0, "multiplied"), (0.5, "divided")])
+def test_a_change_times_the_number_of_ranks(factor: float, word: str) -> None:
+    text = only(compare(*records(3, parameters=changed("w", 3, factor))))[2]
+    assert text.endswith(f"; {word} by 2, the number of ranks: is world.size in the update?")
+
+
+def test_parameters_that_begin_otherwise() -> None:
+    """It comes before all that follows from it."""
+    other = parameters(0) | {"b": sketch("b", 2 * BIAS)}
+    both = records(1, before=other, loss=7.0, parameters=other)
+    its = compare(*both)
+    norm = numpy.linalg.norm(BIAS.astype(float))
+    assert [(one.step, one.kind) for one in its.differences] == [(0, "parameters"), (1, "loss")]
+    assert its.differences[0].text == (
+        f"b began with norm {norm:.6g} on 1 rank, {2 * norm:.6g} on several: a relative difference of 0.5, allowed is "
+        "0.00024"
+    )
+    found = list(report(*both, its))
+    assert "  parameters     differ before the first step" in found
+    assert f"first difference: before the first step, parameters: {its.differences[0].text}" in found
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_a_change_between_two_steps(both: bool) -> None:
+    """It is found as what it is, and not as the gradient that follows from it."""
+    other = {"b": sketch("b", BIAS * numpy.float32(0.9))}
+    alone, together = records(2, before=other, loss=7.0)
+    if both:
+        alone = RunRecord(1, (alone.lines[0], dataclasses.replace(alone.lines[1], before=other), alone.lines[2]))
+    found = compare(alone, together).differences
+    assert [(one.step, one.kind) for one in found] == ([] if both else [(1, "parameters")]) + [(2, "loss")]
+    if not both:
+        assert found[0].text.startswith("b: changed before step 2 began by 0 on 1 rank, by ")
+
+
+@pytest.mark.parametrize("sizes", [(1.0, 1.0), (1.0, -1.0)], ids=["the same", "of rounding alone"])
+def test_what_follows_from_rounding_is_not_compared(sizes: tuple[float, float]) -> None:
+    """Adam makes full steps of a gradient however small, and in another direction if that is of rounding alone.
+
+    It is then left out for good, since it is another one from then on.
+    """
+    runs = []
+    for number, sign in enumerate(sizes, 1):
+        small = sketch("b", BIAS * numpy.float32(1e-9 * sign))
+        lines = [
+            line(
+                step,
+                [["a"]],
+                weights=[],
+                tensors={"w": sketch("w", WEIGHT), "b": small if step == 1 else sketch("b", BIAS)},
+                parameters={"b": sketch("b", BIAS + step * number * numpy.float32(0.1) * numpy.sign(BIAS))},
+            )
+            for step in (1, 2)
+        ]
+        runs.append(RunRecord(number, tuple(lines)))
+    its = compare(*runs)
+    found = [(one.step, one.kind) for one in its.differences]
+    assert found == ([(1, "parameters")] if sizes == (1.0, 1.0) else [])
+
+
+def test_changes_below_the_rounding_of_a_parameter() -> None:
+    """In bfloat16 a small change may be none, or twice as large."""
+    other = BIAS * (1 + 2.0**-8)
+    runs = []
+    for number, after in enumerate((BIAS, other), 1):
+        values = [sketch("b", its.astype(ml_dtypes.bfloat16)) for its in (BIAS, after)]
+        same = {"b": sketch("b", BIAS)}
+        lines = (line(1, [["a"]], weights=[], tensors=same, before={"b": values[0]}, parameters={"b": values[1]}),)
+        runs.append(RunRecord(number, lines))
+    assert runs[0].lines[0].parameters != runs[1].lines[0].parameters
+    assert compare(*runs).differences == []
 
 
 def test_a_learning_rate_must_be_the_same() -> None:
@@ -227,7 +346,9 @@ def test_runs_of_unequal_lengths_and_kinds() -> None:
     text = "w: 600 elements of float32 on 1 rank, 580 elements of float32 on 2"
     assert only(compare(*records(3, tensors=tensors))) == (3, "calls", text)
     text = "w: 600 elements of float32 on 1 rank, nothing on 2"
-    assert only(compare(*records(3, tensors={"b": sketch("b", BIAS)}))) == (3, "calls", text)
+    only_b = {"b": sketch("b", BIAS)}
+    assert only(compare(*records(3, tensors=only_b))) == (3, "calls", text)
+    assert only(compare(*records(3, parameters=only_b))) == (3, "calls", text)
     assert only(compare(*records(3, metrics={})))[2] == "accuracy is there in one of the runs only"
 
 
@@ -240,6 +361,7 @@ def test_report_of_equal_runs() -> None:
         "  loss           3 values, largest relative difference 0",
         "  gradients      6 values, largest relative difference 0",
         "  learning rate  3 values, the same",
+        "  parameters     8 values, largest relative difference 0",
         "  metrics        1 values, largest relative difference 0",
     ]
 
@@ -249,6 +371,7 @@ def test_report_of_a_difference() -> None:
     found = list(report(*both, compare(*both)))
     assert found[5:] == [
         "  learning rate  differ in step 3",
+        "  parameters     8 values, largest relative difference 0",
         "  metrics        1 values, largest relative difference 0",
         "first difference: step 3, learning rate: 0.1 on 1 rank, 0.2 on 2",
     ]
@@ -289,7 +412,7 @@ def test_a_record_comes_back(tmp_path: Path) -> None:
         ((0, "num_ranks"), 0, "ValueError: num_ranks is 0; it must be a number of ranks"),
         ((0,), {}, "KeyError: 'num_ranks'"),
         ((0,), [1], "TypeError: list indices must be integers or slices, not str"),
-        ((1,), None, "TypeError: mpitrain.verify.run_record.Line() argument after ** must be a mapping, not NoneType"),
+        ((1,), None, "TypeError: mpitrain.verify.record_file.Line() argument after ** must be a mapping, not NoneType"),
         ((1, "more"), 1, "TypeError: Line.__init__() got an unexpected keyword argument 'more'"),
         ((2, "number"), 7, "ValueError: line 3 is of call 7, kind 'step', dtype 'float32'"),
         ((2, "kind"), "sums", "ValueError: line 3 is of call 2, kind 'sums', dtype 'float32'"),
@@ -302,6 +425,8 @@ def test_a_record_comes_back(tmp_path: Path) -> None:
         ((2, "metrics"), [1], "AttributeError: 'list' object has no attribute 'items'"),
         ((2, "tensors"), None, "AttributeError: 'NoneType' object has no attribute 'items'"),
         ((2, "tensors", "w"), {}, "KeyError: 'count'"),
+        ((1, "before", "w"), {}, "KeyError: 'count'"),
+        ((2, "parameters", "w"), {}, "KeyError: 'count'"),
         ((2, "tensors", "w", "count"), -1, "ValueError: w has -1 elements and 8 projections, not 8"),
         ((2, "tensors", "w", "projections"), [1.0], "ValueError: w has 600 elements and 1 projections, not 8"),
         ((2, "tensors", "w", "dtype"), ["float32"], "TypeError: w has the dtype ['float32']"),

@@ -1,0 +1,169 @@
+"""The file of a run's record: one line of JSON a step. `mpitrain verify` makes it, rank 0 fills it, verify reads it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import stat
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+from mpitrain.errors import DataError
+from mpitrain.verify.fingerprint import NUM_PROJECTIONS, Sketch
+
+FILE = "record.jsonl"
+_MODE = 0o600
+STEP, MEAN, SUM = "step", "mean", "sum"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One step of a Trainer, an optimizer of PyTorch or a GradientReducer, or one call of world.mean or world.sum.
+
+    Attributes:
+        number: from 1.
+        kind: STEP, MEAN or SUM.
+        samples: hashes by rank, in the order in which each rank had them; None where they could not be seen.
+        weights: by rank; none for a sum.
+        tensors: of mean gradients by parameter, or of a result's leaves by path.
+        before: the parameters at its beginning, where they are not what the line before has left.
+        parameters: as the step has left them.
+        precision: the dtype that the gradients were computed in.
+        loss, learning_rate, metrics: of a step.
+    """
+
+    number: int
+    kind: str
+    samples: list[list[str]] | None
+    weights: list[float]
+    tensors: dict[str, Sketch]
+    precision: str = ""
+    loss: float | None = None
+    learning_rate: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    before: dict[str, Sketch] = field(default_factory=dict)
+    parameters: dict[str, Sketch] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What one run has left: how many ranks it had, and its lines."""
+
+    num_ranks: int
+    lines: tuple[Line, ...]
+
+
+def make_record(directory: Path) -> None:
+    """Make the empty file that rank 0 fills; `mpitrain verify` calls it, on the machine where it was started.
+
+    Raises:
+        DataError: it cannot be made.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / FILE).unlink(missing_ok=True)
+        os.close(os.open(directory / FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, _MODE))
+    except OSError as error:
+        raise DataError(
+            f"cannot make the record {directory / FILE}: {error.strerror}; name a folder that you can write to: "
+            "mpitrain verify --directory PATH"
+        ) from None
+
+
+def opened(directory: Path) -> TextIO:
+    """The file that make_record has made, and no other: its path comes from the environment.
+
+    Raises:
+        OSError: it is not there, or is another file.
+    """
+    path, problem = directory / FILE, ""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        problem = "is a link" if error.errno == errno.ELOOP else f"cannot be opened ({error.strerror})"
+    else:
+        status = os.fstat(descriptor)
+        described = f"{stat.filemode(status.st_mode)}, owner {status.st_uid}, {status.st_nlink} links"
+        if (status.st_mode, status.st_uid, status.st_nlink) == (stat.S_IFREG | _MODE, os.geteuid(), 1):
+            return os.fdopen(descriptor, "a")
+        os.close(descriptor)
+        problem = f"is {described}"
+    raise OSError(
+        f"the record {path} {problem}. It must be the file that mpitrain verify has made: "
+        f"{stat.filemode(stat.S_IFREG | _MODE)}, owner {os.geteuid()}, 1 links. Where rank 0 runs on another host, use "
+        "mpitrain verify --directory on a file system that both share"
+    )
+
+
+def read_record(directory: Path) -> RunRecord:
+    """The record that a run has left in `directory`.
+
+    Raises:
+        DataError: there is none.
+    """
+    path = directory / FILE
+    if path.is_file() and path.stat().st_size == 0:
+        raise DataError(
+            "the script made no World, so there is nothing to compare: it did not come to mpitrain.init(), which "
+            'prepare(), Trainer and init_process_group("mpitrain") call. Does it import mpitrain at all?'
+        )
+    try:
+        head, *lines = (json.loads(line) for line in path.read_text().splitlines())
+        num_ranks = head["num_ranks"]
+        if type(num_ranks) is not int or num_ranks < 1:
+            raise ValueError(f"num_ranks is {num_ranks!r}; it must be a number of ranks")
+        return RunRecord(num_ranks, tuple(_line(number, fields) for number, fields in enumerate(lines, 1)))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+        raise DataError(
+            f"there is no whole record in {directory} ({type(error).__name__}: {error}). Rank 0 writes it on its host: "
+            "if that is another one, use mpitrain verify --directory on a file system that both share"
+        ) from None
+
+
+def _line(number: int, fields: dict[str, Any]) -> Line:
+    """The line, where each field is what a Recorder writes.
+
+    Raises:
+        ValueError, TypeError, KeyError, AttributeError, OverflowError: one is not.
+    """
+    line = Line(**fields)
+    weights = [_number(weight) for weight in line.weights]
+    samples = line.samples
+    if line.number != number or line.kind not in (STEP, MEAN, SUM) or type(line.precision) is not str:
+        raise ValueError(f"line {number + 1} is of call {line.number!r}, kind {line.kind!r}, dtype {line.precision!r}")
+    if not all(0 <= weight < math.inf for weight in weights):
+        raise ValueError(f"line {number + 1} has the weights {weights}; they must be 0 or more")
+    if samples is not None and not all(type(sample) is str for of_rank in samples for sample in of_rank):
+        raise ValueError(f"line {number + 1} has samples that are no hashes")
+    return replace(
+        line,
+        weights=weights,
+        tensors=_sketches(line.tensors),
+        before=_sketches(line.before),
+        parameters=_sketches(line.parameters),
+        loss=None if line.loss is None else _number(line.loss),
+        learning_rate=None if line.learning_rate is None else _number(line.learning_rate),
+        metrics={name: _number(value) for name, value in line.metrics.items()},
+    )
+
+
+def _sketches(entries: dict[str, Sketch]) -> dict[str, Sketch]:
+    return {name: _sketch(name, entry) for name, entry in entries.items()}
+
+
+def _sketch(name: str, entry: Sketch) -> Sketch:
+    count, projections = entry["count"], [_number(value) for value in entry["projections"]]
+    if type(count) is not int or not 0 <= count < 2**63 or len(projections) != NUM_PROJECTIONS:
+        raise ValueError(f"{name} has {count!r} elements and {len(projections)} projections, not {NUM_PROJECTIONS}")
+    if type(entry["dtype"]) is not str:
+        raise TypeError(f"{name} has the dtype {entry['dtype']!r}")
+    return {"dtype": entry["dtype"], "count": count, "norm": _number(entry["norm"]), "projections": projections}
+
+
+def _number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{value!r} is not a number")
+    return float(value)
