@@ -53,7 +53,12 @@ class Job:
     def recover(self, go_on: Callable[[World], None], keep: object = None) -> None:
         """Go on in a World without the lost ranks. See Recovery.recover."""
         assert self.recovery is not None
-        self.world = self.recovery.recover(go_on, keep)
+
+        def enter(world: World) -> None:
+            self.world = world
+            go_on(world)
+
+        self.recovery.recover(enter, keep)
 
     def _at_exit(self) -> None:
         if os.getpid() != self._process:

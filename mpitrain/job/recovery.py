@@ -179,7 +179,9 @@ class Recovery:
         with _waiting("make the next World"):
             made = make_world(self._base, old.config, old.generation + 1, members=self._members())
         made.control.spans = old.control.spans
-        return replace(made, profile=old.profile, make_arrays=old.make_arrays, committer=self.commit)
+        devices = made.context.devices  # of the ranks that the job began with
+        context = replace(made.context, devices=tuple(devices[rank] for rank in self._members()) if devices else ())
+        return replace(made, context=context, profile=old.profile, make_arrays=old.make_arrays, committer=self.commit)
 
     def _failed(self) -> list[int]:
         """The ranks that MPI knows to be lost, by their numbers in the job."""

@@ -54,8 +54,10 @@ class Stalls:
 
     def _report(self, hang_seconds: float = 0.0) -> tuple[list[RankView], list[str]]:
         silent = self._guards.look_at_ranks()
-        views = [view for host in self._guards.reports.values() for view in host.seen or []]
-        there = {view.record.rank for view in views}
+        lost = self._guards.lost()  # nobody waits for these any more
+        seen = [view for host in self._guards.reports.values() for view in host.seen or []]
+        views = [view for view in seen if view.record.rank not in lost]
+        there = lost | {view.record.rank for view in views}
         absent = {rank: place.host for place in self._places for rank in place.ranks if rank not in there}
         answered = {host for host, report in self._guards.reports.items() if report.seen is not None}
         # A host with a short silence has merely not answered yet.

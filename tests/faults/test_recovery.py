@@ -48,6 +48,7 @@ def regression(parameters, batch, on_gradient):
 def build(world):
     global built
     built += 1
+    assert mt.init() is world or built == 1
     IN_BUILD
     random = numpy.random.default_rng(0)
     arrays = random.standard_normal((SAMPLES, 5)), random.standard_normal(SAMPLES), numpy.arange(SAMPLES)

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from mpitrain.errors import LaunchError
-from mpitrain.launch.dialects import JobSpec, command_for, ssh_agent
+from mpitrain.job.context import JobContext
+from mpitrain.launch.dialects import JobSpec, can_recover, command_for, ssh_agent
 from mpitrain.launch.libraries import Mpiexec
 from mpitrain.launch.placement import Place, Placement
 
@@ -53,6 +54,16 @@ def test_open_mpi_5() -> None:
     assert shown(OPEN_MPI_5) == f"{WITHOUT_OFI} {line}"
     root = "OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
     assert shown(OPEN_MPI_5, as_root=True) == f"{root} {WITHOUT_OFI} {line}"
+
+
+def test_open_mpi_5_goes_on_without_a_lost_rank() -> None:
+    """With ULFM, and without the detector that takes a rank that computes for dead."""
+    job = replace(HERE, mpiexec=OPEN_MPI_5, context=JobContext(recover=1))
+    line = str(command_for(job, {}))
+    assert "_MPITRAIN_RECOVER=1" in line
+    assert "--with-ft ulfm" in line
+    assert "--mca mpi_ft_detector false" in line
+    assert [can_recover(one) for one in (OPEN_MPI_5, OPEN_MPI_4, MPICH, INTEL)] == [True, False, False, False]
 
 
 def test_open_mpi_4() -> None:

@@ -34,6 +34,8 @@ from mpitrain.watching.rank_record import BEGUN, DONE, WAITS
 activity = publish(int(sys.argv[2]))
 activity.begin_step(int(sys.argv[2]) + 10)
 activity.enter(DONE if int(sys.argv[2]) == 8 else BEGUN)
+if sys.argv[2] == "7":
+    activity.lose((4, 5))
 activity.begin(WAITS, "mean", 1.0)
 if int(sys.argv[2]) == 9 and os.fork() == 0:
     time.sleep(1000)
@@ -143,6 +145,19 @@ def test_a_rank_that_had_come_to_its_end_is_not_to_blame(job: Job) -> None:
     first = job.census.first_end()
     assert first is not None
     assert first.rank == 1
+
+
+def test_a_rank_that_the_others_go_on_without_is_not_to_blame(job: Job) -> None:
+    job.start(7, 4, 1)
+    job.kill(job.pids[4])
+    job.until(lambda: job.ended == [4])
+    assert job.census.first_end() is None
+    job.kill(job.pids[1])
+    job.until(lambda: job.ended == [1, 4])
+    first = job.census.first_end()
+    assert first is not None
+    assert first.rank == 1
+    assert [view.record.lost for view in job.census.views()] == [(), (), (4, 5)]
 
 
 def test_what_had_started_the_ranks_ended_first(job: Job) -> None:
