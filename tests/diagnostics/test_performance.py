@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from itertools import permutations
-from typing import Any
+from typing import Any, cast
 
 from diagnostics.made_up import seen
 from mpitrain.diagnostics.check import Result, Seen
 from mpitrain.diagnostics.checks import CHECKS
-from mpitrain.diagnostics.checks.performance import slow_pairs, whose_fault
+from mpitrain.diagnostics.collect import Cluster
 from mpitrain.diagnostics.judge import judge
+from mpitrain.diagnostics.slow_ways import measure_ways, slow_pairs, whose_fault
 
 FAST = 500 * 2.0**20
 SLOW = 10 * 2.0**20
@@ -69,10 +70,21 @@ def judged(id_: str, looked: Seen) -> list[Result]:
     return [one for one in judge([CHECKS[id_]], looked) if one.verdict != "pass"]
 
 
+TURNS = 5
+
+
+def turns(*mib_per_second: float) -> list[dict[str, Any]]:
+    return [{"bytes_per_second": rate * 2.0**20, "waited": [0.0, 0.0]} for rate in mib_per_second]
+
+
 def measured(found: dict[Pair, float]) -> Seen:
+    """As where nothing else runs: each measurement of a way is like the first."""
     looked = seen(4)
+    beside = turns(*[FAST / 2**20] * (TURNS + 1))
     looked.cluster["ways"] = {
-        " ".join(pair): {"bytes_per_second": rate, "latency_seconds": 1e-4} for pair, rate in found.items()
+        " ".join(pair): {"bytes_per_second": rate, "latency_seconds": 1e-4}
+        | ({"again": turns(*[rate / 2**20] * TURNS), "beside": beside, "beside_way": "a b"} if rate == SLOW else {})
+        for pair, rate in found.items()
     }
     return looked
 
@@ -84,6 +96,87 @@ def test_the_matrix() -> None:
     assert "10 MiB/s" in result.observed and result.allowed.startswith("500 MiB/s") and "ssh 10.0.0.3" in result.remedy
     (result,) = judged("PRF01", measured(rates(4, ("node2", "node4"))))
     assert result.where == ("node2", "node4") and "the link" in result.observed
+
+
+def on_a_busy_node(own: list[float], beside: list[float], waited: float = 0.0) -> list[Result]:
+    """What is said of node2 -> node4, which seemed slow, where it and a sound way had these rates in turns."""
+    looked = measured(rates(4, ("node2", "node4")))
+    again = [one | {"waited": [0.05, waited]} for one in turns(*own)]
+    looked.cluster["ways"]["node2 node4"] |= {"again": again, "beside": turns(*beside), "beside_way": "node1 node2"}
+    return judged("PRF01", looked)
+
+
+def test_a_way_that_is_as_fast_in_turns_is_not_slow() -> None:
+    """Both are slower than before: something else keeps the cores busy now."""
+    assert on_a_busy_node([10, 12, 30, 8, 9], [40, 60, 20, 200, 50, 60]) == []
+
+
+def test_what_differs_by_more_than_a_finding_claims_was_not_measured() -> None:
+    """The best, 24, is below half of what the sound way usually reaches, and above half of what it reached at worst."""
+    own, beside = [10.0, 24, 9, 12, 11], [40.0, 60, 20, 200, 50, 60]
+    (result,) = on_a_busy_node(own, beside, waited=0.4)
+    assert (result.verdict, result.where) == ("unknown", ("node2", "node4"))
+    assert result.observed == (
+        "not measured: programs wait for a processor on node4 (40% of the time). 9 to 24 MiB/s, in turns with "
+        "node1 -> node2, 20 to 200 MiB/s"
+    )
+    (result,) = on_a_busy_node(own, beside)
+    assert "not measured: the rates differ too much. 9 to 24 MiB/s" in result.observed
+    (result,) = on_a_busy_node(own, [])
+    assert result.verdict == "unknown"
+
+
+def test_a_slow_way_is_found_on_a_busy_node() -> None:
+    (result,) = on_a_busy_node([1, 1.1, 0.9, 1, 1], [40, 60, 20, 200, 50, 60], waited=0.4)
+    assert (result.verdict, result.where) == ("fail", ("node2", "node4"))
+    assert result.observed == "the link between them: each has faster ones; 1.1 MiB/s"
+    assert result.allowed.startswith("55 MiB/s")
+
+
+def test_the_link_is_not_blamed_where_other_ways_are_unclear() -> None:
+    looked = measured(rates(4, ("node2", "node4"), ("node2", "node3")))
+    looked.cluster["ways"]["node2 node3"]["again"] = turns(10, 240)
+    looked.cluster["ways"]["node2 node3"]["beside"] = turns(400, 900, 900)
+    unclear, slow = judged("PRF01", looked)
+    assert (unclear.verdict, slow.verdict, slow.where) == ("unknown", "fail", ("node2", "node4"))
+    assert "whether others of their ways are slow too was not measured" in slow.observed
+
+
+class Nodes:
+    """Nodes that answer what measures ways. The machine is busy during the first measurement of some pairs."""
+
+    def __init__(self, *held_up: Pair, slow: Pair | None = None) -> None:
+        self.target = seen(3).target
+        self.seen = seen(3)
+        self.agents = dict.fromkeys(self.target.names)
+        self.asked: list[Pair] = []
+        self._held_up, self._slow = list(held_up), slow
+
+    def ask(self, name: str, call: str, wish: dict[str, Any], **_: Any) -> Any:
+        if call == "listen":
+            return 1
+        other = next(node for node, address in self.target.addresses.items() if address == wish["address"])
+        pair = (name, other)
+        self.asked.append(pair)
+        rate = FAST
+        if pair in self._held_up:
+            self._held_up.remove(pair)
+            rate = SLOW
+        return {"bytes_per_second": SLOW if pair == self._slow else rate, "waited": [0.0, 0.0]}
+
+
+def test_a_way_that_seemed_slow_is_measured_in_turns_with_one_that_did_not() -> None:
+    cluster = Nodes(("node1", "node2"), slow=("node2", "node3"))
+    found = measure_ways(cast(Cluster, cluster))
+    cluster.seen.cluster["ways"] = found
+    (result,) = judged("PRF01", cluster.seen)
+    assert (result.verdict, result.where) == ("fail", ("node2", "node3"))
+    assert found["node1 node2"]["bytes_per_second"] == FAST  # PRF02 compares with it
+    usual = cluster.asked[6]
+    assert usual not in (("node1", "node2"), ("node2", "node3"))
+    turns_of_it = [pair for pair in cluster.asked[7:] if pair != ("node1", "node2")]
+    assert turns_of_it == [("node2", "node3"), usual] * TURNS
+    assert len(cluster.asked) == 7 + 2 * TURNS + 1  # the one that was held up is sound at once
 
 
 def test_a_way_that_could_not_be_measured_is_unknown() -> None:

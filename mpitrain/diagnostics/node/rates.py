@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.diagnostics.node import children
-from mpitrain.diagnostics.node.ways import connect, receive, round_trip
+from mpitrain.diagnostics.node.ways import connect, receive, round_trip, waited_seconds
 
 _TRIALS = 5
 _TRIAL_SECONDS = 0.2
@@ -15,31 +15,37 @@ _BLOCK = bytes(1 << 18)
 _MOST_BYTES = 1 << 25
 
 
-def way(wish: dict[str, Any]) -> dict[str, float]:
-    """The best of some trials to each of the ports that `listen` opened at `address`: echoes, and bytes a second."""
+def way(wish: dict[str, Any]) -> dict[str, Any]:
+    """The best of some trials to each of the ports that `listen` opened at `address`: echoes, and bytes a second.
+
+    "waited": of the trials' time, which part the threads here and there wanted a processor and had none.
+    """
     with connect(wish["address"], wish["echo_port"], b"e") as connection:
         latency = min(round_trip(connection, 8) for _ in range(50)) / 2
-    best = 0.0
+    best, there = 0.0, 0.0
     with connect(wish["address"], wish["sink_port"], b"s") as connection:
         connection.settimeout(10.0)
         _push(connection, len(_BLOCK))  # TCP begins slowly
         count = len(_BLOCK)
+        begun, waited = time.perf_counter(), waited_seconds()
         for _ in range(_TRIALS):
-            seconds = _push(connection, count)
+            seconds, waited_there = _push(connection, count)
+            there += waited_there
             best = max(best, count / seconds)
             # So much that a trial takes its time, on a slow link as on a fast one.
             count = int(min(max(best * _TRIAL_SECONDS, len(_BLOCK)), _MOST_BYTES)) // len(_BLOCK) * len(_BLOCK)
-    return {"latency_seconds": latency, "bytes_per_second": best}
+    shares = [part / (time.perf_counter() - begun) for part in (waited_seconds() - waited, there)]
+    return {"latency_seconds": latency, "bytes_per_second": best, "waited": shares}
 
 
-def _push(connection: Any, count: int) -> float:
-    """How long it takes until `count` bytes have arrived there."""
+def _push(connection: Any, count: int) -> tuple[float, float]:
+    """How long it takes until `count` bytes have arrived there, and how long that waited there for a processor."""
     started = time.perf_counter()
     connection.sendall(count.to_bytes(8, "big"))
     for _ in range(count // len(_BLOCK)):
         connection.sendall(_BLOCK)
-    receive(connection, 1)
-    return time.perf_counter() - started
+    waited = receive(connection, 8)
+    return time.perf_counter() - started, int.from_bytes(waited, "big") / 1e9
 
 
 def compute(_wish: dict[str, Any]) -> list[float]:
