@@ -156,10 +156,10 @@ def trial(bed: Bed, python: str, kind: str) -> tuple[bool, list[str], str]:
 def install(bed: Bed) -> None:
     """Put the mpitrain of this checkout, and the script, in the place of what the share has."""
     packages = f"{SHARE}/venv*/lib/python3*/site-packages/mpitrain"
-    unpack = (
-        f"for d in {packages}; do sudo rm -rf $d; sudo tar -xzf /tmp/kill-code -C ${{d%/*}}; done; rm /tmp/kill-code"
-    )
-    pack = f"tar -C {REPOSITORY} --exclude __pycache__ -cz mpitrain | ssh admin@node1 'cat > /tmp/kill-code; {unpack}'"
+    # As the shared user, who alone may look into the share.
+    unpack = f"for d in {packages}; do rm -rf $d; tar -xzf /tmp/kill-code -C ${{d%/*}}; done"
+    there = f"cat > /tmp/kill-code && sudo -u cluster bash -ec {shlex.quote(unpack)} && rm /tmp/kill-code"
+    pack = f"tar -C {REPOSITORY} --exclude __pycache__ -cz mpitrain | ssh admin@node1 {shlex.quote(there)}"
     done = bed.run(["bash", "-c", pack])
     write = f"printf %s {shlex.quote(SCRIPT)} > {SHARE}/kill.py"
     compiled = f"for v in {SHARE}/venv*; do $v/bin/python -m compileall -q $v/lib/python3*/site-packages/mpitrain; done"

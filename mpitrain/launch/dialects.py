@@ -185,6 +185,11 @@ def can_recover(mpiexec: Mpiexec) -> bool:
     return mpiexec.vendor == "openmpi" and not is_old_open_mpi(mpiexec)
 
 
+def names_signals(mpiexec: Mpiexec) -> bool:
+    """True where mpiexec tells of ranks that a signal ended, and of no others: MPICH 5, as seen with 5.0.2."""
+    return mpiexec.vendor == "mpich" and mpiexec.version.split(".")[0] == "5"
+
+
 def ssh_agent(mpiexec: Mpiexec, environ: Mapping[str, str]) -> tuple[str, Sequence[str]]:
     """Return the variable that names this mpiexec's ssh program, and the words that it holds now."""
     if mpiexec.vendor == "openmpi":

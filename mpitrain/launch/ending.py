@@ -26,6 +26,7 @@ _HYDRA = re.compile(r"=   (?:RANK (\d+) )?PID (\d+) RUNNING AT (\S+)\n=   (EXIT 
 # MPICH's exit code may be the number of a signal: the line that says so is missing if MPICH's proxies fail too.
 _FATAL = ("4", "6", "7", "8", "9", "11", "15")
 _SIGNAL = re.compile(r"EXIT STRING: .*\(signal (\d+)\)")
+_KILLED = re.compile(r"was killed by signal (\d+)")  # as we say it
 # Open MPI 4 and 5.
 _OPEN_MPI_KILLED = re.compile(r"process rank (\d+) with PID \d+ on node \S+ exited\s+on\s+signal (\d+)")
 _OPEN_MPI_DAEMON = re.compile(r"Remote daemon: .* on node (\S+)")
@@ -43,6 +44,8 @@ class Ended:
         lost: the hosts that fell silent.
         failed: the last record of the rank that failed first; its time is by the clock of `first_ends`.
         mpiexec_said: the last output of mpiexec itself.
+        names_signals: mpiexec names only ranks that a signal ended. Its "EXIT CODE" is then the number of the signal,
+            as in MPICH 5.
         mpiexec_signal: the signal that ended mpiexec itself and did not come from the launcher; 0: none.
         mpiexec_host: where mpiexec ran.
         mpiexec_seconds: when the end of mpiexec was seen, by the clock of `first_ends`.
@@ -57,6 +60,7 @@ class Ended:
     lost: tuple[str, ...] = ()
     failed: RankRecord | None = None
     mpiexec_said: str = ""
+    names_signals: bool = False
     mpiexec_signal: int = 0
     mpiexec_host: str = ""
     mpiexec_seconds: float = 0.0
@@ -102,6 +106,20 @@ def first_failure(ended: Ended) -> RankRecord | None:
         return failed
     record = None if first.rank is None else ended.records.get(first.rank)
     return failed if record is not None and record.phase == FAILED else None
+
+
+def signal_told(ended: Ended, host_of: Callable[[int], str]) -> int:
+    """The signal that ended the rank which ended first, where mpiexec's words mean that and nothing else; 0: none.
+
+    Over several hosts MPICH's own exit code is 255 then: it hangs up on its proxies once a rank is dead, those of other
+    hosts take that for an error, and it fails because of them.
+    """
+    if ended.first_end is not None and ended.first_end.rank is None:
+        return 0
+    told = _told(ended, host_of)
+    rank = _first(ended, set(told))
+    killed = None if rank is None else _KILLED.fullmatch(told.get(rank, ""))
+    return int(killed[1]) if killed else 0
 
 
 def _why(ended: Ended, host_of: Callable[[int], str]) -> tuple[str, int | None]:
@@ -165,7 +183,7 @@ def _told(ended: Ended, host_of: Callable[[int], str]) -> dict[int, str]:
         ranks = [rank for rank, record in ended.records.items() if record.pid == int(pid)]
         ranks = [int(named)] if named else [rank for rank in ranks if len(ranks) == 1 or host_of(rank) == host]
         words = _SIGNAL.search(said)
-        if kind == "KILLED BY SIGNAL" or words:
+        if kind == "KILLED BY SIGNAL" or words or ended.names_signals:
             how = f"was killed by signal {words[1] if words else number}"
         elif number in _FATAL:
             how = f"was killed by signal {number}, or left with exit code {number}"

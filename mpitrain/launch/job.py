@@ -16,8 +16,8 @@ from typing import Protocol
 
 from mpitrain.errors import LaunchError
 from mpitrain.launch import processes
-from mpitrain.launch.dialects import JobSpec, command_for
-from mpitrain.launch.ending import Ended, first_failure, last_words
+from mpitrain.launch.dialects import JobSpec, command_for, names_signals
+from mpitrain.launch.ending import Ended, first_failure, last_words, signal_told
 from mpitrain.launch.printer import Printer
 from mpitrain.watching.census import FirstEnd
 from mpitrain.watching.rank_record import INTERRUPTED, RankRecord
@@ -98,6 +98,7 @@ def run_job(job: JobSpec, watched: Watched) -> Ended:
 class _Run:
     def __init__(self, job: JobSpec, watched: Watched) -> None:
         self._command = command_for(job, os.environ)
+        self._names_signals = names_signals(job.mpiexec)
         self._watched = watched
         self._is_here, self._own, self._host_of = job.placement.is_here, job.placement.own, job.placement.host_of
         self._trouble: list[str] = []  # why the launcher ended the job
@@ -236,6 +237,7 @@ class _Run:
             lost=tuple(self._watched.lost()),
             failed=self._watched.failed(),
             mpiexec_said=self._printer.mpiexec_said.decode(errors="replace"),
+            names_signals=self._names_signals,
             mpiexec_signal=0 if self._is_forced else -min(0, returncode),
             mpiexec_host=self._own,
             mpiexec_seconds=self._mpiexec_ended,
@@ -256,7 +258,9 @@ class _Run:
             return 0  # mpiexec speaks of ranks that the others have replaced
         if returncode < 0:
             return 128 - returncode
-        # MPICH's mpiexec returns the bare number of the signal that ended a rank, and names it only in words.
+        if returncode and (number := signal_told(ended, self._host_of)):
+            return 128 + number
+        # Older ones of MPICH return the bare number of the signal that ended a rank, and name it only in words.
         if returncode and b"(signal %d)" % returncode in self._printer.mpiexec_said:
             return 128 + returncode
         return returncode or int(bool(left or ended.failed or ended.missing))

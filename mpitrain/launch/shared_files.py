@@ -2,7 +2,8 @@
 
 MPI libraries keep a file in /dev/shm while a job runs (MPICH's mpich_shm_*, Open MPI's sm_segment.*), and leave it
 behind if the ranks are killed. MPICH's daemon keeps a description of the machine in /tmp, wherever TMPDIR is, and
-leaves it behind if the daemon is killed. The name of a file does not tell which job owns the file. A file is the job's
+leaves it behind if the daemon is killed. The daemons of Open MPI 5 and its mpiexec do the same with a folder whose name
+has their process number. The name of any other file does not tell which job owns the file. A file is the job's
 if a process of the job has mapped or opened it; the daemon keeps its file open. A job may be over before anybody could
 look. Therefore a file of an MPI library that appeared while the job ran also counts as the job's, if no process uses
 the file at the job's end: nobody needs it. (Between the making of a file and its mapping, a file in use looks the same,
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -26,6 +28,8 @@ OF_MPI = ("mpich_shm_", "sm_segment.", "vader_segment.", "ucx_shm_posix_", "Inte
 OF_PYTHON = ("psm_", "sem.mp-", "torch_")
 # The name that the daemon of MPICH's mpiexec (hydra_pmi_proxy) gives its file; the whole path is fixed.
 OF_DAEMON = "/tmp/hydra_hwloc_xmlfile_"
+# What Open MPI's mpiexec and its daemons (prted) call the folders of their sessions; a process number follows.
+OF_SESSION = "/tmp/ompi."
 _OLD_SECONDS = 2.0
 
 
@@ -57,12 +61,17 @@ class SharedFiles:
             there = {file: made for file, made in files().items() if file not in self._before}
             left = {file for file in there if _is_of_mpi(file[0])}
             left |= {file for file in there if file in self.of_job and _name(file[0]).startswith(OF_PYTHON)}
+            # A number means another process in a container: a folder that was not seen to be the job's may be in use.
+            left |= {file for file in there if file in self.of_job and file[0].startswith(OF_SESSION)}
             for entry in os.listdir("/proc") if left else []:  # noqa: PTH208 (names are wanted)
                 if entry.isdigit():
                     left -= held(int(entry))
             now = time.time()
             sure = {file for file in left if file in self.of_job or not 0 <= now - there[file] <= _OLD_SECONDS}
             for path, _ in sure:
+                if path.startswith(OF_SESSION):
+                    shutil.rmtree(path, ignore_errors=True)
+                    continue
                 with contextlib.suppress(OSError):
                     Path(path).unlink()
             if sure == left or time.monotonic() > deadline:
@@ -81,21 +90,23 @@ def remove_mine() -> None:
 def files() -> dict[tuple[str, int], float]:
     """Return this user's files that may be a job's, by path and inode: each file's time in seconds since the epoch."""
     made = {}
-    for folder, begin in ((FOLDER, ""), os.path.split(OF_DAEMON)):
+    for folder, begin in ((FOLDER, ""), os.path.split(OF_DAEMON), os.path.split(OF_SESSION)):
         with contextlib.suppress(OSError):
             for entry in os.scandir(folder):
                 if not entry.name.startswith(begin):
                     continue
                 with contextlib.suppress(OSError):
                     status = entry.stat(follow_symlinks=False)
-                    if status.st_uid == os.geteuid() and entry.is_file(follow_symlinks=False):
+                    is_session = begin == _name(OF_SESSION) and entry.is_dir(follow_symlinks=False)
+                    is_one = is_session or entry.is_file(follow_symlinks=False)
+                    if status.st_uid == os.geteuid() and is_one:
                         made[entry.path, status.st_ino] = status.st_ctime
     return made
 
 
 def held(pid: int) -> set[tuple[str, int]]:
-    """Return path and inode of the files of this kind that a process has mapped or opened."""
-    return {*_mapped(pid), *_opened(pid)}
+    """Return path and inode of the files that a process has mapped or opened, or that have its number in their name."""
+    return {*_mapped(pid), *_opened(pid), *_session(pid)}
 
 
 def _mapped(pid: int) -> Iterator[tuple[str, int]]:
@@ -113,6 +124,11 @@ def _opened(pid: int) -> Iterator[tuple[str, int]]:
             with contextlib.suppress(OSError):
                 if os.readlink(entry.path).startswith(OF_DAEMON):  # noqa: PTH115 (Path.readlink is of Python 3.9)
                     yield os.readlink(entry.path), entry.stat().st_ino  # noqa: PTH115
+
+
+def _session(pid: int) -> Iterator[tuple[str, int]]:
+    with contextlib.suppress(OSError):
+        yield f"{OF_SESSION}{pid}", os.lstat(f"{OF_SESSION}{pid}").st_ino
 
 
 def _is_of_mpi(path: str) -> bool:

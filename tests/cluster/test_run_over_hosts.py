@@ -64,6 +64,8 @@ world = mt.init()
 def load():
     if sys.argv[1] == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
+    if sys.argv[1] == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
     while sys.argv[1] == "loop":
         pass
     while sys.argv[1] == "sleep":
@@ -303,6 +305,18 @@ def test_a_killed_launcher_leaves_nothing(bed: Bed, python: str) -> None:
     job.wait_for("of 4 on", 4)
     job.signal("KILL")
     assert job.end().code == 137
+    assert left(bed) == []
+
+
+@MOSTLY_MPICH
+def test_a_killed_rank(bed: Bed, python: str) -> None:
+    """MPICH's mpiexec ends with 255 then, because its proxies on the other hosts fail as well."""
+    end = run(bed, "-n 4 hangs.py die", python=python)
+    if python == PYTHONS["mpich"]:
+        assert "mpitrain: rank 2 on node3 was killed by signal 9; mpiexec ended the others" in end.output
+        assert end.code == 128 + signal.SIGKILL, end.output
+    else:  # it says so, or not, as its processes end first or last
+        assert "mpitrain: rank 2 on node3 " in end.output and end.code != 0, end.output
     assert left(bed) == []
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from mpitrain.errors import LaunchError
 from mpitrain.job.context import JobContext
-from mpitrain.launch.dialects import JobSpec, can_recover, command_for, ssh_agent
+from mpitrain.launch.dialects import JobSpec, can_recover, command_for, names_signals, ssh_agent
 from mpitrain.launch.libraries import Mpiexec
 from mpitrain.launch.placement import Place, Placement
 
@@ -157,3 +157,8 @@ def test_tags_as_each_prints_them(mpiexec: Mpiexec, written: bytes, rank: bytes,
     found = command_for(replace(HERE, mpiexec=mpiexec), {}).tag.whole.match(written)
     assert found is not None
     assert (found[1], written[found.end() :]) == (rank, text)
+
+
+def test_whose_numbers_are_signals() -> None:
+    older = Mpiexec(Path("/usr/bin/mpiexec"), "mpich", "4.0.2")
+    assert [names_signals(one) for one in (MPICH, older, INTEL, OPEN_MPI_5)] == [True, False, False, False]

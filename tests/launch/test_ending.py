@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from mpitrain.launch.ending import Ended, in_order, last_step, last_words, why
+from mpitrain.launch.ending import Ended, in_order, last_step, last_words, signal_told, why
 from mpitrain.watching.census import FirstEnd
 from mpitrain.watching.rank_record import FAILED, RankRecord
 
@@ -70,6 +70,26 @@ def test_a_number_that_may_be_a_signal() -> None:
     said = MPICH.partition("YOUR APPLICATION TERMINATED")[0]
     how = "rank 2 on h2 was killed by signal 9, or left with exit code 9"
     assert of(mpiexec_said=said, first_dead=(2,)) == (how, 2)
+
+
+def test_mpich_5_tells_of_signals_only() -> None:
+    """Over several hosts its mpiexec fails before it says so in words, and its exit code is 255."""
+    said = MPICH.partition("YOUR APPLICATION TERMINATED")[0]
+    rank_2, rank_1, daemon = FirstEnd(2, (), 10.0), FirstEnd(1, (), 10.0), FirstEnd(None, (1, 2), 10.0)
+    assert of(mpiexec_said=said, names_signals=True, first_dead=(2,)) == (BY_SIGNAL, 2)
+
+    def told(*ends: FirstEnd, names_signals: bool = True, said: str = said) -> int:
+        ended = Ended(255, records=RECORDS, mpiexec_said=said, names_signals=names_signals, first_ends=ends)
+        return signal_told(ended, "h{}".format)
+
+    assert told(rank_2) == 9
+    assert told(rank_2, names_signals=False) == 0  # it may have been exit code 9
+    assert told(rank_2, names_signals=False, said=MPICH) == 9
+    assert told(rank_1) == 0  # the other one was ended by mpiexec
+    assert told(daemon) == 0
+    assert told() == 0
+    assert told(rank_2, said=OPEN_MPI) == 9
+    assert told(rank_2, said=OPEN_MPI_CODE) == 0
 
 
 def test_intel_mpi_names_those_too_that_it_has_ended() -> None:

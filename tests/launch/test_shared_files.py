@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import uuid
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mpitrain.launch.shared_files import FOLDER, OF_DAEMON, SharedFiles
+from mpitrain.launch.shared_files import FOLDER, OF_DAEMON, OF_SESSION, SharedFiles
 
 MAPS = "import mmap, sys; f = open(sys.argv[1], 'r+b'); m = mmap.mmap(f.fileno(), 0); print(flush=True); input()"
 
@@ -125,3 +126,26 @@ def test_what_an_mpi_library_has_left_before_anybody_looked() -> None:
     end(process)
     shared.remove()
     assert not path.exists()
+
+
+def test_the_folder_of_open_mpis_daemon(path: Path) -> None:
+    """It has the daemon's number in its name. A folder whose number nobody has may be that of a container's process."""
+    shared = SharedFiles()
+    path.write_bytes(b"1")
+    ours, theirs, gone = (opening(path) for _ in range(3))
+    folders = [Path(f"{OF_SESSION}{process.pid}") for process in (ours, theirs, gone)]
+    try:
+        for folder in folders:
+            (folder / "1").mkdir(parents=True)
+            (folder / "1/pmix-gds-shmem2").write_text("job")
+        end(gone)
+        shared.look(lambda: [ours.pid])
+        shared.remove()
+        assert all(folder.exists() for folder in folders)
+        end(ours)
+        shared.remove()
+        assert [folder.exists() for folder in folders] == [False, True, True]
+    finally:
+        end(theirs)
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
