@@ -28,8 +28,8 @@ OF_MPI = ("mpich_shm_", "sm_segment.", "vader_segment.", "ucx_shm_posix_", "Inte
 OF_PYTHON = ("psm_", "sem.mp-", "torch_")
 # The name that the daemon of MPICH's mpiexec (hydra_pmi_proxy) gives its file; the whole path is fixed.
 OF_DAEMON = "/tmp/hydra_hwloc_xmlfile_"
-# What Open MPI's mpiexec and its daemons (prted) call the folders of their sessions; a process number follows.
-OF_SESSION = "/tmp/ompi."
+# What Open MPI's mpiexec and its daemons call the folders of their sessions; a process number follows.
+OF_SESSIONS = ("/tmp/ompi.", "/tmp/prted.")
 _OLD_SECONDS = 2.0
 
 
@@ -62,14 +62,14 @@ class SharedFiles:
             left = {file for file in there if _is_of_mpi(file[0])}
             left |= {file for file in there if file in self.of_job and _name(file[0]).startswith(OF_PYTHON)}
             # A number means another process in a container: a folder that was not seen to be the job's may be in use.
-            left |= {file for file in there if file in self.of_job and file[0].startswith(OF_SESSION)}
+            left |= {file for file in there if file in self.of_job and file[0].startswith(OF_SESSIONS)}
             for entry in os.listdir("/proc") if left else []:  # noqa: PTH208 (names are wanted)
                 if entry.isdigit():
                     left -= held(int(entry))
             now = time.time()
             sure = {file for file in left if file in self.of_job or not 0 <= now - there[file] <= _OLD_SECONDS}
             for path, _ in sure:
-                if path.startswith(OF_SESSION):
+                if path.startswith(OF_SESSIONS):
                     shutil.rmtree(path, ignore_errors=True)
                     continue
                 with contextlib.suppress(OSError):
@@ -90,14 +90,14 @@ def remove_mine() -> None:
 def files() -> dict[tuple[str, int], float]:
     """Return this user's files that may be a job's, by path and inode: each file's time in seconds since the epoch."""
     made = {}
-    for folder, begin in ((FOLDER, ""), os.path.split(OF_DAEMON), os.path.split(OF_SESSION)):
+    for folder, begin in ((FOLDER, ""), *(os.path.split(path) for path in (OF_DAEMON, *OF_SESSIONS))):
         with contextlib.suppress(OSError):
             for entry in os.scandir(folder):
                 if not entry.name.startswith(begin):
                     continue
                 with contextlib.suppress(OSError):
                     status = entry.stat(follow_symlinks=False)
-                    is_session = begin == _name(OF_SESSION) and entry.is_dir(follow_symlinks=False)
+                    is_session = entry.path.startswith(OF_SESSIONS) and entry.is_dir(follow_symlinks=False)
                     is_one = is_session or entry.is_file(follow_symlinks=False)
                     if status.st_uid == os.geteuid() and is_one:
                         made[entry.path, status.st_ino] = status.st_ctime
@@ -127,8 +127,9 @@ def _opened(pid: int) -> Iterator[tuple[str, int]]:
 
 
 def _session(pid: int) -> Iterator[tuple[str, int]]:
-    with contextlib.suppress(OSError):
-        yield f"{OF_SESSION}{pid}", os.lstat(f"{OF_SESSION}{pid}").st_ino
+    for begin in OF_SESSIONS:
+        with contextlib.suppress(OSError):
+            yield f"{begin}{pid}", os.lstat(f"{begin}{pid}").st_ino
 
 
 def _is_of_mpi(path: str) -> bool:

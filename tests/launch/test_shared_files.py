@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mpitrain.launch.shared_files import FOLDER, OF_DAEMON, OF_SESSION, SharedFiles
+from mpitrain.launch.shared_files import FOLDER, OF_DAEMON, OF_SESSIONS, SharedFiles
 
 MAPS = "import mmap, sys; f = open(sys.argv[1], 'r+b'); m = mmap.mmap(f.fileno(), 0); print(flush=True); input()"
 
@@ -128,12 +128,13 @@ def test_what_an_mpi_library_has_left_before_anybody_looked() -> None:
     assert not path.exists()
 
 
-def test_the_folder_of_open_mpis_daemon(path: Path) -> None:
+@pytest.mark.parametrize("begin", OF_SESSIONS)
+def test_the_folder_of_open_mpis_daemon(path: Path, begin: str) -> None:
     """It has the daemon's number in its name. A folder whose number nobody has may be that of a container's process."""
     shared = SharedFiles()
     path.write_bytes(b"1")
     ours, theirs, gone = (opening(path) for _ in range(3))
-    folders = [Path(f"{OF_SESSION}{process.pid}") for process in (ours, theirs, gone)]
+    folders = [Path(f"{begin}{process.pid}") for process in (ours, theirs, gone)]
     try:
         for folder in folders:
             (folder / "1").mkdir(parents=True)
