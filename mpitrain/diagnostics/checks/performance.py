@@ -24,7 +24,7 @@ def _matrix(seen: Seen, names: Sequence[str]) -> Iterator[Finding]:
         raise NotHereError("there are no two nodes to measure between")
     measured = {pair: one for pair, one in measured.items() if set(pair) <= set(names)}
     states = {pair: state(one) for pair, one in measured.items()}
-    slow, unclear = ([pair for pair in measured if states[pair] == which] for which in ("slow", "unclear"))
+    slow, unclear = ([pair for pair in measured if states[pair] == wanted] for wanted in ("slow", "unclear"))
     for pair, one in measured.items():
         if "error" in one:
             yield Finding("unknown", pair, one["error"])

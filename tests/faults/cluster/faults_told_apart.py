@@ -80,8 +80,8 @@ FAULTS: dict[str, Fault] = {
         is_slow=True,
     ),
     "a slow .bashrc": Fault(
-        "sleep 20 at the top of the shared user's .bashrc on node3",
-        {"node3": in_bashrc("'sleep 20'")},
+        "sleep 60 at the top of the shared user's .bashrc on node3",
+        {"node3": in_bashrc("'sleep 60'")},
         {"node3": UNDO_BASHRC},
         {"SSH09": ("fail", "node3")},
         has_line=True,
