@@ -311,7 +311,7 @@ class World:
             ) from None
 
         self.control.comms.append(comm)
-        apart = replace(self, comm=comm, queue=Queue(self.control), owned=[partial(_free, comm, self.control)])
+        apart = replace(self, comm=comm, queue=Queue(self.control), owned=[partial(self.control.give_back, comm)])
         self.owned.append(apart.free)
         apart.owned.append(partial(_discard, self.owned, apart.free))
         return apart
@@ -330,11 +330,6 @@ class World:
         """Raise ValueError unless `rank`, given as `argument`, is a rank of this World."""
         if not 0 <= rank < self.size:
             raise ValueError(f"{self.name()}: {argument}={rank}; ranks are 0 to {self.size - 1}")
-
-
-def _free(comm: MPI.Comm, control: Control) -> None:
-    control.comms.remove(comm)
-    comm.Free()
 
 
 def _discard(owned: list[Callable[[], None]], closer: Callable[[], None]) -> None:

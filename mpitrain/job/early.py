@@ -48,7 +48,10 @@ def helpers_end_with_this() -> None:
 
 
 def _end_with_parent(_: object) -> None:
-    """Let the kernel kill this process when the other end of a pipe is closed, which only its parent has open."""
+    """Let the kernel kill this process when the other end of a pipe is closed.
+
+    Its parent has the end open, and so have later children of the parent, which end with it too.
+    """
     from multiprocessing import parent_process
 
     parent = parent_process()

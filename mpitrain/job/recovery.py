@@ -194,7 +194,10 @@ class Recovery:
     def _lost_text(self) -> str:
         control = self.world.control
         names = [control.name(control.members.index(rank)) for rank in self._failed() if rank in control.members]
-        return f"{control.name()}: {' and '.join(names) or 'a rank'} has been lost"
+        return (
+            f"{control.name()}: {' and '.join(names) or 'a rank'} has been lost; a Trainer and a loop in mt.elastic go "
+            "on without it"
+        )
 
     def _tell(self, old: World, seconds: float) -> None:
         if not self.world.is_root:

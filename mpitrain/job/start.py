@@ -114,6 +114,8 @@ def _begin(settings: dict[str, Any]) -> Job:
     if recovers:
         job.recovery = Recovery(job.world, MPI.COMM_WORLD)
         job.world = job.recovery.world
+        if world.size == 1:  # a rank that is alone has no farewell
+            atexit.register(job.recovery.finish)
     _job = job
     return job
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Hashable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -72,7 +73,7 @@ def make_world(
         context=JobContext.read(os.environ),
         control=control,
         make_arrays=ArrayTrees,
-        owned=[duplicate.Free for duplicate in comms],
+        owned=[partial(control.give_back, duplicate) for duplicate in comms],
         parent=parent,
     )
 

@@ -40,7 +40,9 @@ def run(job: JobSpec, from_file: Mapping[str, str]) -> Ended:
     wish = {"token": context.job, "roll_call": context.roll_call, "peers": {}, "silence_seconds": 0}
     with Guards(own, [own], {own: wish}) as guards:
         guards.facts()
-        watched = WatchedJob(job.placement.places, guards, Path(context.roll_call), start_seconds=0.0)
+        watched = WatchedJob(
+            job.placement.places, guards, Path(context.roll_call), start_seconds=0.0, recovers=bool(context.recover)
+        )
         return run_job(replace(job, context=context), watched)
 
 

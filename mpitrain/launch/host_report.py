@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,13 +53,15 @@ class HostReport:
         """Return the ranks that live on although their starter, a daemon of mpiexec, has ended."""
         return [rank for rank, view in sorted(self.ranks.items()) if view.is_orphan]
 
-    def vanished(self, lost: Collection[int]) -> list[int]:
-        """The ranks that ended before their program did, which mpiexec has not seen; without those that are `lost`."""
+    def vanished(self, *, recovers: bool = False) -> list[int]:
+        """Return the ranks that ended before their program did, unseen by mpiexec.
+
+        If the job `recovers`, a rank that ended after init() does not count: the others go on without it, as soon as
+        each of them has come to its next call.
+        """
+        phases = (CALLED, FAILED) if recovers else (CALLED, BEGUN, FAILED)
         return [
             rank
             for rank, view in sorted(self.ranks.items())
-            if view.ended_seconds is not None
-            and view.ended_seconds > _VANISHED_SECONDS
-            and view.record.phase in (CALLED, BEGUN, FAILED)
-            and rank not in lost
+            if view.ended_seconds is not None and view.ended_seconds > _VANISHED_SECONDS and view.record.phase in phases
         ]

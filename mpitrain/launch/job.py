@@ -59,9 +59,6 @@ class Watched(Protocol):
     def lost(self) -> list[str]:
         """Return the hosts that fell silent."""
 
-    def lost_ranks(self) -> list[int]:
-        """The ranks that were lost, and without which the others went on."""
-
     def first_ends(self) -> list[FirstEnd]:
         """Return the first end on each host, if known, in order of time."""
 
@@ -254,8 +251,6 @@ class _Run:
             return 1
         if failed := first_failure(ended):  # mpiexec may report another rank, which it ended because of this one
             return 128 + signal.SIGINT if failed.error == INTERRUPTED else 1
-        if self._watched.lost_ranks() and not (left or ended.missing):
-            return 0  # mpiexec speaks of ranks that the others have replaced
         if returncode < 0:
             return 128 - returncode
         if returncode and (number := signal_told(ended, self._host_of)):

@@ -86,7 +86,9 @@ def run(job: JobSpec, script: str, start_seconds: float, from_file: Mapping[str,
             # The ssh script above exists on this machine only, so all connections must start here.
             **({"PRTE_MCA_plm_ssh_no_tree_spawn": "1"} if job.mpiexec.vendor == "openmpi" else {}),
         }
-        watched = WatchedJob(placement.places, guards, Path(context.roll_call), start_seconds)
+        watched = WatchedJob(
+            placement.places, guards, Path(context.roll_call), start_seconds, recovers=bool(context.recover)
+        )
         return run_job(_fitted(replace(job, context=context), facts, pinning, added), watched)
 
 

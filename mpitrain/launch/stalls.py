@@ -50,7 +50,9 @@ class Stalls:
         return []
 
     def _views(self) -> list[RankView]:
-        return [view for report in self._guards.reports.values() for view in report.ranks.values()]
+        lost = self._guards.lost()  # their records stay as they were when they ended
+        views = [view for report in self._guards.reports.values() for view in report.ranks.values()]
+        return [view for view in views if view.record.rank not in lost]
 
     def _report(self, hang_seconds: float = 0.0) -> tuple[list[RankView], list[str]]:
         silent = self._guards.look_at_ranks()

@@ -23,9 +23,15 @@ from mpitrain.watching.rank_record import FAILED, RankRecord
 class WatchedJob:
     """The job as run_job needs it."""
 
-    def __init__(self, places: Sequence[Place], guards: Guards, path: Path, start_seconds: float) -> None:
-        """`path` is the roll call; all ranks must register within `start_seconds`, 0: no limit."""
+    def __init__(
+        self, places: Sequence[Place], guards: Guards, path: Path, start_seconds: float, *, recovers: bool = False
+    ) -> None:
+        """`path` is the roll call; all ranks must register within `start_seconds`, 0: no limit.
+
+        The job `recovers` if the loss of a rank does not end it.
+        """
         self.path = path
+        self._recovers = recovers
         self._places, self._guards, self._start_seconds = places, guards, start_seconds
         self._stalls = Stalls(places, guards)
         self._since = 0.0
@@ -50,7 +56,7 @@ class WatchedJob:
                 orphans = f"rank{'s' * (len(lost) > 1)} {rank_ranges(lost)}"
                 why = report.kernel(None) or "it was killed, or has crashed"
                 return [f"the process of mpiexec on {host} that started {orphans} has gone: {why}"]
-            if lost := report.vanished(self._guards.lost()):
+            if lost := report.vanished(recovers=self._recovers):
                 vanished = f"rank{'s' * (len(lost) > 1)} {rank_ranges(lost)} on {host}"
                 how = "ended without a word (os._exit, or killed?)"
                 if any(report.ranks[rank].record.phase == FAILED for rank in lost):
@@ -71,10 +77,6 @@ class WatchedJob:
         """The ranks that began and did not come to their end."""
         lost = self._guards.lost()
         return [rank for rank in self._guards.phases.missing() if rank not in lost]
-
-    def lost_ranks(self) -> list[int]:
-        """The ranks that were lost, and without which the others went on."""
-        return sorted(self._guards.lost())
 
     def lost(self) -> list[str]:
         """Return the hosts that fell silent."""

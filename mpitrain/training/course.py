@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpitrain.errors import ConfigError
 from mpitrain.job.job import Job
+from mpitrain.job.recovery import Recovery
 from mpitrain.training.built import Built
 from mpitrain.training.hooks.hook import Hook
 from mpitrain.training.hooks.named import restore_all, states_of
@@ -44,16 +45,23 @@ class Course:
         self._begin = begin
         self._job = job
         self._stage = _BUILD
+        self._noted: dict[int, tuple[dict[str, Any], int | None, dict[str, float]]] = {}
         self.is_running = False
 
     def build(self, world: World) -> None:
-        """Make all parts for the first World of this Trainer."""
-        self._recovery = self._job.recovery if world is self._job.world else None
+        """Make all parts for the first World of this Trainer.
+
+        Raises:
+            ConfigError: this is in mpitrain.elastic, which would go on at another place than the Trainer.
+        """
+        if self._job.is_elastic:
+            raise ConfigError("a Trainer goes on by itself after the loss of a rank; do not run it in mt.elastic")
         self._go_through(lambda: self._begin(world))
 
     def run(self) -> None:
         """See Trainer.run."""
         stages = {
+            _BUILD: self._begin_run,  # a rank was lost while others were still building
             _BEGIN: self._begin_run,
             _AFTER_STEP: self._after_step,
             _BEFORE_STEP: self._before_step,
@@ -76,7 +84,7 @@ class Course:
         self.is_running = True
         if trainer.last_step is None and not any(hook.ends_run for hook in trainer.hooks):
             raise ConfigError("nothing ends this run; add the hook StopAtStep(number)")
-        self._stage = self._next_stage()
+        self._come_to(self._next_stage())
 
     def _before_step(self) -> None:
         self._trainer.metrics = {}
@@ -88,21 +96,31 @@ class Course:
         self._cursor = self._trainer.data.state() if self._recovery else {}
         trainer = self._trainer
         self._made: Step = trainer.step()
-        if self._recovery:
-            self._noted = states_of(trainer.hooks), trainer.last_step, dict(trainer.metrics)
-        self._stage = _AFTER_STEP
+        self._come_to(_AFTER_STEP)
 
     def _after_step(self) -> None:
         # A checkpoint holds what the other hooks have seen of the step.
         for hook in sorted(self._trainer.hooks, key=lambda hook: hook.keeps_state):
             hook.after_step(self._trainer, self._made)
-        self._stage = self._next_stage()
+        self._come_to(self._next_stage())
 
     def _end_run(self) -> None:
         for hook in self._keeping_first():  # what has been saved is on the disk before another hook can fail
             hook.after_run(self._trainer)
         self._trainer.world.commit()  # no rank leaves a run that others have to repeat the end of
         self._stage = _OVER
+
+    def _come_to(self, stage: int) -> None:
+        """Begin a stage of hooks, and note how the hooks stand: there they begin again, if a rank is lost in it."""
+        self._stage = stage
+        if self._recovery:
+            trainer = self._trainer
+            self._noted[stage] = states_of(trainer.hooks), trainer.last_step, dict(trainer.metrics)
+
+    @property
+    def _recovery(self) -> Recovery | None:
+        """What takes this Trainer to the next World. None: another World of it than the job's is not replaced."""
+        return self._job.recovery if self._trainer.world is self._job.world else None
 
     def _keeping_first(self) -> list[Hook]:
         """The hooks, those that restore the others first."""
@@ -117,9 +135,10 @@ class Course:
         try:
             stage()
         except Exception as error:
-            if self._recovery is None or not self._recovery.is_loss(error):
+            recovery = self._recovery
+            if recovery is None or not recovery.is_loss(error):
                 raise
-            self._recovery.abandon()
+            recovery.abandon()
             # A copy: `build` may make the next parts of the same arrays.
             state = deepcopy(self._built.state()) if self._stage > _BUILD else {}
             if self._stage == _STEP:
@@ -138,7 +157,7 @@ class Course:
         if self._stage > _BEGIN:
             for hook in trainer.hooks:
                 hook.world_changed(trainer)
-        if self._stage == _AFTER_STEP:  # some ranks have made more of its calls than others
-            states, trainer.last_step, metrics = self._noted
+        if self._stage in (_AFTER_STEP, _BEFORE_STEP, _END):  # of its calls, some ranks have made more than others
+            states, trainer.last_step, metrics = self._noted[self._stage]
             trainer.metrics = dict(metrics)
             restore_all(trainer.hooks, states)

@@ -68,7 +68,8 @@ class Control:
         self._hosts = hosts
         self.open_tests: list[Callable[[], object]] = []  # drive what has begun and is not complete
         self.agreements: list[object] = []  # the agreements among them, in the order begun
-        self.comms: list[MPI.Comm] = []  # of the World, all that can be revoked
+        # All that can be revoked, of this World and of those that have it as a part.
+        self.comms: list[MPI.Comm] = parent.comms if parent else []
         # Each waits for the calls that a library makes in its threads.
         self.elsewhere: list[Callable[[], object]] = parent.elsewhere if parent else []
         self.posted: BaseException | None = None  # an error of a thread, for the main one to raise
@@ -183,6 +184,11 @@ class Control:
         if not (isinstance(error, MpitrainError) and error.known_everywhere):
             self._broken_in = str(doing)
             self._wreck = error  # its traceback keeps the buffers that MPI still writes into
+
+    def give_back(self, comm: MPI.Comm) -> None:
+        """Free a communicator of this World. Collective."""
+        self.comms.remove(comm)
+        comm.Free()
 
     def settle(self) -> None:
         """Wait until the calls that the program has left to threads of other libraries are made. They come first."""

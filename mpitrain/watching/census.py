@@ -129,8 +129,10 @@ class Census:
     def first_end(self) -> FirstEnd | None:
         """What ended first; None: nothing yet, or it is not known. Ranks that had come to their end do not
         count, nor do those without which the others go on."""
-        lost = {number for rank in self._ranks.values() for number in self._read(rank).lost}
-        ended = [rank for rank in self._ranks.values() if rank.process.order is not None and rank.number not in lost]
+        ended = [rank for rank in self._ranks.values() if rank.process.order is not None]
+        if ended:
+            lost = {number for rank in self._ranks.values() for number in self._read(rank).lost}
+            ended = [rank for rank in ended if rank.number not in lost]
         ended = [rank for rank in ended if self._read(rank).phase != DONE] or ended
         if not self._order_is_known:
             return None

@@ -110,7 +110,7 @@ class Page:
         self._numbers[_EDITION] = edition
         times = since, record.stall_seconds, record.hang_seconds, record.failed_seconds
         numbers = record.pid, record.stacks, PHASES.index(record.phase), status
-        lost = ",".join(map(str, record.lost)).encode()[:_MOST_TEXT]
+        lost = "".join(f"{rank}," for rank in record.lost).encode()[:_MOST_TEXT].rpartition(b",")[0]
         lengths = len(doing), len(error), len(names), len(lost)
         _TEXTS.pack_into(self._memory, _TEXTS_AT, *times, *numbers, *lengths, doing, error, names, lost)
         self._numbers[_EDITION_AGAIN] = edition
@@ -177,5 +177,5 @@ def read_record(path: str, rank: int) -> RankRecord | None:
         stacks=stacks,
         failed_seconds=failed_seconds,
         error=error,
-        lost=tuple(map(int, lost.split(","))) if lost else (),
+        lost=tuple(int(number) for number in lost.split(",") if number.isdigit()),
     )

@@ -46,6 +46,7 @@ OF_THE_REQUEST = {
     "placement.refuse_crowds",
     "placement._refuse_count",
     "placement._counts",
+    "start._check_recovers",
     "start.start",
     "variables.read_env_file",
 }

@@ -6,7 +6,6 @@ import json
 import re
 import socket
 from pathlib import Path
-from typing import Any
 
 import numpy
 import pytest
@@ -70,6 +69,9 @@ class Steps(mt.Hook):
         trainer.world.barrier()
 
 class Hears(mt.Hook):
+    def before_run(self, trainer):
+        IN_BEFORE_RUN
+
     def world_changed(self, trainer):
         IN_RECOVERY
 
@@ -85,7 +87,7 @@ said = {
 }
 (folder / f"rank{me}.json").write_text(json.dumps(said))
 """
-PLACES = "GRADIENTS", "EXCHANGE", "BUILD", "BEFORE_STEP", "AFTER_STEP", "AFTER_RUN", "RECOVERY"
+PLACES = "GRADIENTS", "EXCHANGE", "BUILD", "BEFORE_RUN", "BEFORE_STEP", "AFTER_STEP", "AFTER_RUN", "RECOVERY"
 
 
 def train(
@@ -118,8 +120,11 @@ def reckoned() -> tuple[numpy.ndarray, list[float], list[range]]:
     return w, losses, batches
 
 
-def went_on(job: Job, folder: Path, left: list[int], losses: int = 1) -> list[dict[str, Any]]:
-    """The ranks that are `left` came to the end, as one process would have, and with the same bits."""
+def went_on(job: Job, folder: Path, left: list[int], losses: int = 1, died: int = 7) -> None:
+    """The ranks that are `left` came to the end, as one process would have, and with the same bits.
+
+    In the steps behind the one in which the last of the others `died`, they have all samples.
+    """
     succeeded(job)
     assert sorted(int(path.stem.removeprefix("rank")) for path in folder.glob("rank*.json")) == left, job.output
     said = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in left]
@@ -137,12 +142,11 @@ def went_on(job: Job, folder: Path, left: list[int], losses: int = 1) -> list[di
         together = [sample for part in parts for sample in part]
         assert len(set(together)) == len(together)
         assert set(together) <= set(batch)
-    assert together == list(batch)  # the last step: those that are left have all of it
+        assert together == list(batch) or number <= died
     told = re.findall(
         rf"^\[\d+\] mpitrain: (rank.*) on {HERE}.* lost; ranks? (.*) went on after \d+\.\d\d s$", job.stderr, re.M
     )
     assert len(told) == losses, job.output
-    return said
 
 
 @pytest.mark.parametrize(
@@ -164,7 +168,7 @@ def test_a_killed_rank(tmp_path: Path, ranks: int, dead: int, place: str) -> Non
 def test_one_after_the_other(tmp_path: Path) -> None:
     """Down to a single rank, which is not the first."""
     job = train(tmp_path, 4, gradients="if (me, now) in ((0, 5), (3, 9), (1, 10)): die()")
-    went_on(job, tmp_path, [2], losses=3)
+    went_on(job, tmp_path, [2], losses=3, died=10)
 
 
 @pytest.mark.parametrize("built", [1, 2])
@@ -181,6 +185,41 @@ def test_a_rank_that_dies_when_it_hears_of_a_loss(tmp_path: Path) -> None:
     went_on(job, tmp_path, [1, 2])
 
 
+def test_a_rank_that_dies_before_others_have_built(tmp_path: Path) -> None:
+    """Rank 1 is still in its `build`, while rank 0 has begun to run."""
+    late = "if me == 1 and built == 1:\n        time.sleep(1)"
+    job = train(tmp_path, 3, build=late, before_run="if me == 0: die()")
+    went_on(job, tmp_path, [1, 2], died=0)
+
+
+def test_a_rank_that_hears_late_of_a_loss(tmp_path: Path) -> None:
+    """It computes for longer than the launcher waits for mpiexec to end a job without a loss."""
+    late = "if me == 0 and now == 7: die()\n    if me == 1 and now == 7 and built == 1: time.sleep(13)"
+    job = train(tmp_path, 3, gradients=late)
+    went_on(job, tmp_path, [1, 2])
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_without_a_loss(tmp_path: Path, ranks: int) -> None:
+    """The way out of MPI is another one with --recover."""
+    job = train(tmp_path, ranks)
+    went_on(job, tmp_path, list(range(ranks)), losses=0, died=0)
+    assert job.stderr == ""
+
+
+def test_the_exit_code_is_that_of_the_ranks_that_are_left(tmp_path: Path) -> None:
+    job = train(tmp_path, 3, gradients="if me == 1 and now == 7: die()", after_run="sys.exit(3)")
+    failed(job)
+    assert job.code == 3
+
+
+def test_a_trainer_in_a_loop_that_goes_on(tmp_path: Path) -> None:
+    script = tmp_path / "nested.py"
+    script.write_text("import mpitrain as mt\nmt.elastic(lambda world: mt.Trainer(None, []))\n")
+    job = run_command([str(VENVS[need("openmpi")] / "bin/python"), str(script)], cwd=tmp_path)
+    failed(job, "ConfigError: a Trainer goes on by itself after the loss of a rank; do not run it in mt.elastic")
+
+
 def test_two_at_once(tmp_path: Path) -> None:
     job = train(tmp_path, 5, gradients="if me in (0, 2) and now == 7: die()")
     succeeded(job)
@@ -191,14 +230,14 @@ def test_two_at_once(tmp_path: Path) -> None:
 
 def test_a_rank_that_dies_behind_its_last_step(tmp_path: Path) -> None:
     job = train(tmp_path, 3, after_run="if me == 1: die()")
-    went_on(job, tmp_path, [0, 2])
+    went_on(job, tmp_path, [0, 2], died=STEPS)
 
 
 def test_checkpoints_and_the_record_go_on(tmp_path: Path) -> None:
     """The root is lost: another rank writes what it has written until then."""
     hooks = '[mt.Record([mt.JsonLines(folder)], steps=1), mt.Checkpoint(folder / "checkpoints", steps=5)]'
     job = train(tmp_path, 3, hooks=hooks, gradients="if me == 0 and now == 12: die()")
-    went_on(job, tmp_path, [1, 2])
+    went_on(job, tmp_path, [1, 2], died=12)
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert [row["loss"] for row in rows] == pytest.approx(reckoned()[1], rel=1e-12)

@@ -331,11 +331,11 @@ def test_who_has_vanished() -> None:
         for rank, phase in enumerate(PHASES)
     }
     assert (views[0].record.phase, views[3].record.phase) == (STARTED, DONE)
-    assert HostReport(dict(reversed(views.items()))).vanished(()) == [1, 2, 4]  # in the order of ranks, not of arrival
+    assert HostReport(dict(reversed(views.items()))).vanished() == [1, 2, 4]  # in the order of ranks, not of arrival
     for ended_seconds in (9.9, None):
         recent = {rank: replace(view, ended_seconds=ended_seconds) for rank, view in views.items()}
-        assert HostReport(recent).vanished(()) == []
-    assert HostReport(views).vanished({2}) == [1, 4]
+        assert HostReport(recent).vanished() == []
+    assert HostReport(views).vanished(recovers=True) == [1, 4]  # the others go on without the one that had begun
 
 
 WORDS = 'the kernel killed it for want of memory: "Killed process 7"'
@@ -366,7 +366,7 @@ def test_of_which_process_of_mpiexec_the_kernel_speaks(rank: int | None, why: st
 
 def trouble_of(report: HostReport) -> list[str]:
     """What the launcher says of a job on one host, `a`, that its guard reports."""
-    guards: Any = SimpleNamespace(trouble="", reports={"a": report}, lost=set)
+    guards: Any = SimpleNamespace(trouble="", reports={"a": report})
     return WatchedJob([Place("a", 0, 3)], guards, Path("/nowhere"), 0.0).trouble()
 
 

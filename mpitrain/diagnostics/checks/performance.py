@@ -130,7 +130,7 @@ CHECKS = (
         uses=("ways",),
         looks="Bytes a second over TCP between each two nodes, each way, the best of 5; those that seem slow again, 5 "
         "times, in turns with one that does not. Slow on all ways of a node is the node; on one way only, the link. "
-        "Unknown where the turns differ by more than that: a busy node makes any way look slow.",
+        "Unknown if the turns differ by more: a busy node makes any way look slow.",
         why="An allreduce is as fast as the slowest way in its ring.",
         needs=("PRB01", "NET01", "NET09", "NET11", "NET03", "NET04", "PRF03"),
         fault="one node limited to 100 Mbit/s; one link limited, in one direction",

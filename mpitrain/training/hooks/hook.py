@@ -26,7 +26,7 @@ class Hook:
     ends_run = False
 
     def before_run(self, trainer: Trainer) -> None:
-        """Is called once, before the first step."""
+        """Is called once, before the first step; again if a rank is lost in these calls."""
 
     def before_step(self, trainer: Trainer) -> None:
         """Is called before every step. `trainer.step_number` counts the steps so far, also those before a resume."""
@@ -35,10 +35,13 @@ class Hook:
         """Is called after every step."""
 
     def world_changed(self, trainer: Trainer) -> None:
-        """Is called after Trainer.rebuild in a run. `trainer.world` and its parts are new; rank and size may be too."""
+        """Is called in a run after Trainer.rebuild, and after the loss of a rank.
+
+        `trainer.world` and its parts are new. Rank and size may be new too.
+        """
 
     def after_run(self, trainer: Trainer) -> None:
-        """Is called once, after the last step. Is not called after an error."""
+        """Is called once, after the last step; again if a rank is lost in these calls. Is not called after an error."""
 
     def close(self) -> None:
         """Is called once, at the very end, also after an error. Close files here. Not collective."""

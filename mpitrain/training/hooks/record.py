@@ -70,6 +70,7 @@ class Record(Hook):
         self._throughput = Throughput(tokens_per_sample=tokens_per_sample)
         self._outputs = [_Output(writer) for writer in writers]
         self._is_open = False
+        self._has_rows = False  # was open in an earlier World of this run
         self._num_measured = 0  # steps since the last row
         self._samples = self._seconds = 0.0
         self._restored: Mapping[str, Any] = {}
@@ -101,7 +102,6 @@ class Record(Hook):
             if world.is_root:
                 for output in self._outputs:
                     output.writer.open(after_step)
-        self._is_open = True
         meters = self._meters
         if meters is None:
             meters = [Loss(), LearningRate(), GradientNorm(), self._throughput, Communication(), Memory()]
@@ -117,6 +117,7 @@ class Record(Hook):
                 print(f"mpitrain: {name} is not recorded on {on}. {without[0]}", file=sys.stderr, flush=True)
         self._all_meters = meters
         self._begun = time.monotonic()
+        self._is_open = True  # last: where a rank is lost in here, all of it is made again
 
     def _ends_row(self, trainer: Trainer, number: int) -> bool:
         return number % self._steps == 0 or number == trainer.last_step
@@ -134,14 +135,18 @@ class Record(Hook):
 
     def world_changed(self, trainer: Trainer) -> None:
         """See Hook. The writers go on where another rank may have stopped, and the meters begin anew."""
+        self._has_rows = self._has_rows or self._is_open
         state = self.state()
         self.close()
         self.restore(state)
 
     def after_run(self, trainer: Trainer) -> None:
         """See Hook. If a hook after this one has ended the run, write the last row here."""
-        if self._is_open and self._num_measured:  # not where the run had ended before its first step
-            self._write_row(trainer)
+        if not self._num_measured or not (self._is_open or self._has_rows):
+            return  # nothing is new, or the run had ended before its first step
+        if not self._is_open:  # the World has changed in this call
+            self._open(trainer, trainer.step_number - 1)
+        self._write_row(trainer)
 
     def _write_row(self, trainer: Trainer) -> None:
         self._num_measured = 0
