@@ -25,10 +25,11 @@ from mpitrain.launch.connections import Connection, connect, explain
 from mpitrain.launch.host_report import HostReport
 from mpitrain.launch.placement import Place
 from mpitrain.launch.shared_files import FOLDER
+from mpitrain.launch.stalls import Stalls
 from mpitrain.launch.watch import Guards
 from mpitrain.launch.watched import WatchedJob
 from mpitrain.watching.census import FirstEnd
-from mpitrain.watching.rank_record import BEGUN, DONE, PHASES, STARTED, RankRecord
+from mpitrain.watching.rank_record import BEGUN, DONE, PHASES, STARTED, WAITS, RankRecord
 from mpitrain.watching.view import RankView
 
 
@@ -368,6 +369,18 @@ def trouble_of(report: HostReport) -> list[str]:
     """What the launcher says of a job on one host, `a`, that its guard reports."""
     guards: Any = SimpleNamespace(trouble="", reports={"a": report})
     return WatchedJob([Place("a", 0, 3)], guards, Path("/nowhere"), 0.0).trouble()
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_a_lost_rank_waits_no_more(is_lost: bool) -> None:
+    """Its record stays as it was when it was killed: in a wait."""
+    record = RankRecord(1, BEGUN, status=WAITS, stall_seconds=1.0, hang_seconds=2.0)
+    view = RankView(record, 4711, seconds=100.0, state="S")
+    report = HostReport({1: view}, seen=[view])
+    guards: Any = SimpleNamespace(reports={"a": report}, lost=lambda: {1} if is_lost else set(), look_at_ranks=dict)
+    stalls = Stalls([Place("a", 0, 2)], guards)
+    assert (stalls.news() == []) is is_lost
+    assert (stalls.fatal() == []) is is_lost
 
 
 def test_reports_do_not_change_while_they_are_read(wish: dict[str, Any]) -> None:
