@@ -83,7 +83,7 @@ def _begin(settings: dict[str, Any]) -> Job:
     stop_waiting = _appear()
     _choose_gpu(settings)
     recovers = bool(JobContext.read(os.environ).recover)
-    _start_mpi(recovers=recovers)
+    _start_mpi()
     from mpi4py import MPI
 
     world = make_world(MPI.COMM_WORLD)
@@ -184,7 +184,7 @@ def _choose_gpu(settings: dict[str, Any]) -> None:
         choose_early(given, read_config(os.environ, settings).transport, os.environ)
 
 
-def _start_mpi(*, recovers: bool) -> None:
+def _start_mpi() -> None:
     """Load and initialise MPI, and refuse a job that is not one."""
     # While such a process still reads the script, only multiprocessing's own mark tells what it is.
     starting = getattr(multiprocessing.current_process(), "_inheriting", False)
@@ -199,7 +199,7 @@ def _start_mpi(*, recovers: bool) -> None:
 
         # Identify the library before MPI_Init, which fails obscurely under a foreign mpiexec.
         mpi4py.rc.initialize = False
-        mpi4py.rc.finalize = not recovers  # Recovery.finish does it
+        mpi4py.rc.finalize = not JobContext.read(os.environ).recover  # else Recovery.finish does it
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise LaunchError(

@@ -381,7 +381,7 @@ def test_workers_of_a_loader(script: Script) -> None:
     check = "assert main(2) == main(0)\n"
     job = script(2, prepared + check + averaged + check + "print('equal')")
     succeeded(job)
-    assert (job.stdout, job.stderr) == ("equal\nequal\n", "")
+    assert ("".join(job.stdout.split()), job.stderr) == ("equalequal", "")  # lines of two ranks may come apart
 
 
 def test_a_worker_that_is_killed(script: Script) -> None:

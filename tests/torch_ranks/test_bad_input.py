@@ -191,7 +191,7 @@ REFUSED: dict[str, tuple[Callable[[int], Any], type[Exception], str]] = {
     "a factor": (
         lambda n: dist.all_reduce(ones(), dist._make_nccl_premul_sum(2.0)),
         ProcessGroupError,
-        "PREMUL_SUM is not there",
+        "PREMUL_SUM does not exist",
     ),
     "8 bits": (lambda n: dist.all_reduce(ones().to(torch.float8_e4m3fn)), ProcessGroupError, "cannot be reduced"),
 }
