@@ -7,6 +7,7 @@ import os
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy
@@ -243,13 +244,9 @@ class Channel:
             self._is_closed = True
         del self.sums  # and the memory that it shares with others
         if not self.world.control.is_broken:  # or MPI still uses them
-            self.engine.free(self)
-
-    def read_words(self, sent: Sequence[int]) -> None:
-        """Take in the words of monitored barriers that this rank has missed. Each rank has sent it so many."""
-        for rank, count in enumerate(sent):
-            if rank != self.world.rank:
-                self._peers.take_in(rank, WORD_TAG, count - self.words_read[rank])
+            # Without this channel, which need not stay until all ranks have closed the group.
+            read_words = partial(_read_words, self._peers, self.words_read, self.world.rank)
+            self.engine.free(self.world, self.num_monitored, read_words)
 
     def _agreement(self, call: str, lines: Callable[[], list[str]]) -> Agreement | None:
         if not self.compares:
@@ -301,3 +298,10 @@ class Channel:
 def _size(tensor: torch.Tensor) -> float:
     """The bytes of its memory; a sparse tensor may become of any size."""
     return math.inf if tensor.is_sparse else tensor.untyped_storage().nbytes()
+
+
+def _read_words(peers: Peers, words_read: Counter[int], own_rank: int, sent: Sequence[int]) -> None:
+    """Take in the words of monitored barriers that this rank has missed. Each rank has sent it so many."""
+    for rank, count in enumerate(sent):
+        if rank != own_rank:
+            peers.take_in(rank, WORD_TAG, count - words_read[rank])

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from mpitrain.torch.channel import Channel
     from mpitrain.torch.work import Call, CallFuture
     from mpitrain.world import World
+
+    # Receives the words that are still on their way; told how many each rank has sent.
+    ReadWords = Callable[[Sequence[int]], None]
 
 _NAP_SECONDS = 50e-6  # Linux adds as much again
 _SECONDS_BETWEEN_JUDGEMENTS = 0.01
@@ -49,7 +52,7 @@ class Engine:
         self.ended: deque[CallFuture] = deque()
         self.wrecks: set[Channel] = set()
         self._busy: dict[Channel, None] = {}  # those with calls in flight
-        self._closed: list[tuple[MPI.Request, Channel, numpy.ndarray, numpy.ndarray]] = []  # by this rank; see free
+        self._closed: list[tuple[MPI.Request, World, numpy.ndarray, numpy.ndarray, ReadWords]] = []  # see free
         self._wake = threading.Condition()
         self._driving = threading.Lock()  # held by the thread that looks
         self._waiters = 0
@@ -109,26 +112,25 @@ class Engine:
         self._complete()
         return nap
 
-    def free(self, channel: Channel) -> None:
+    def free(self, world: World, num_sent: int, read_words: ReadWords) -> None:
         """Give a group's communicators back once all its ranks have closed it, which nobody waits for.
 
         A later communicator to which MPI gives the same number would receive what is still on its way. So the ranks
         tell each other how many words they have sent, and read those that are left. A rank that broke the group off
         never comes to here.
         """
-        world = channel.world
-        sent, of_all = numpy.array([channel.num_monitored]), numpy.empty(world.size, numpy.int64)
-        self._closed.append((world.comm.Iallgather(sent, of_all), channel, sent, of_all))
+        sent, of_all = numpy.array([num_sent]), numpy.empty(world.size, numpy.int64)
+        self._closed.append((world.comm.Iallgather(sent, of_all), world, sent, of_all, read_words))
         self.free_closed()
 
     def free_closed(self) -> None:
         """Give back the communicators of the groups that all their ranks have closed by now."""
         for closed in tuple(self._closed):
-            everyone, channel, _, sent = closed
+            everyone, world, _, sent, read_words = closed
             if everyone.Test():
                 self._closed.remove(closed)
-                channel.read_words(sent.tolist())
-                channel.world.free()
+                read_words(sent.tolist())
+                world.free()
 
     def who_waits(self) -> str:
         """What the ranks of this host do, in words."""
