@@ -60,7 +60,10 @@ EMULATED_GPUS = {1: 1, 2: 2, 3: 1, 4: 2}  # by number of ranks
 # so they run beside all others. Those of the first two start from one snapshot (`provisioned` in tests/conftest.py):
 # the second makes it while the first one, in its first file, sets up a cluster of its own.
 ON_NODES = {
-    "a cluster": [f"tests/cluster/test_{name}.py" for name in ("cycle", "restart_over_hosts", "run_over_hosts")],
+    "a cluster": [
+        f"tests/cluster/test_{name}.py"
+        for name in ("cycle", "restart_over_hosts", "run_over_hosts", "chaos_over_hosts")
+    ],
     "faults of a cluster": ["tests/faults/cluster"],
     "bare nodes": ["tests/testbed", "tests/cli/test_cluster_bed.py", "tests/cluster"],
 }

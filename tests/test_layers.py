@@ -91,6 +91,7 @@ LAYERS: dict[str, list[str]] = {
     "bench": ["bench.*"],
     "diagnostics": ["diagnostics.*"],
     "testbed": ["testbed.*"],
+    "chaos": ["chaos.*"],
     "provision": ["provision.*"],
     "command line": ["cli.*", "__main__"],
 }
@@ -102,6 +103,7 @@ ONLY = {
     "diagnostics.*": ["errors", "config", "launch.*", "diagnostics.*"],
     "testbed.*": ["errors", "config", "launch.*", "testbed.*"],
     "provision.*": ["errors", "config", "launch.*", "provision.*"],
+    "chaos.*": ["errors", "config", "job.context", "watching.*", "launch.*", "testbed.*", "chaos.*"],
 }
 
 # Imported nowhere else in the package, not even inside a function.
@@ -120,7 +122,7 @@ HOMES = {
     ],
     "jax": ["jax.*"],
     "fabric": ["diagnostics.connect"],
-    "matplotlib": ["bench.plot", "training.plot"],
+    "matplotlib": ["bench.plot", "chaos.picture", "training.plot"],
     "numba": ["compression.kernels"],
     "pynvml": ["training.meters.gpu_utilisation"],
     "rich": ["cli.check_cluster", "training.hooks.log"],

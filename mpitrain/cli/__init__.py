@@ -39,6 +39,7 @@ COMMANDS = {
     "verify": "mpitrain.cli.verify",
     "checkpoint": "mpitrain.cli.checkpoint",
     "plot": "mpitrain.cli.plot",
+    "chaos": "mpitrain.cli.chaos",
 }
 
 

@@ -152,9 +152,16 @@ class Connection:
 
 
 def connect(
-    host: str, is_this_machine: bool, wish: Mapping[str, Any], now: float, modules: Sequence[str] = GUARD
+    host: str,
+    is_this_machine: bool,
+    wish: Mapping[str, Any],
+    now: float,
+    modules: Sequence[str] = GUARD,
+    way: Sequence[str] = (),
 ) -> Connection:
     """Start a guard on `host`, or the main() of the last of `modules`. Return at once; its messages come later.
+
+    `way` are the words that run a command there, in place of ssh.
 
     Raises:
         LaunchError: there is no ssh on this machine.
@@ -162,6 +169,8 @@ def connect(
     boot = ["-I", "-u", "-c", _BOOT]
     if is_this_machine:
         command = [sys.executable, *boot]
+    elif way:
+        command = [*way, _PYTHON, *boot]
     else:
         command = ["ssh", *SSH_OPTIONS, *_GUARD_OPTIONS, host, f"exec {shlex.join([_PYTHON, *boot])}"]
     errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the connection

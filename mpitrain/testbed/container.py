@@ -105,12 +105,11 @@ class Container:
 
     def run(self, command: Sequence[str], *, timeout_seconds: float) -> subprocess.CompletedProcess[str]:
         """Run a command as root in it, by its namespaces: the network is not needed."""
-        enter = ["nsenter", "--target", str(self._running()), "--all", "env", "-i"]
-        words = [*enter, *(f"{name}={value}" for name, value in _ENVIRONMENT.items()), *command]
-        group = self.group / "visitors" / f"{os.getpid()}-{os.urandom(4).hex()}"
+        visitor = f"{os.getpid()}-{os.urandom(4).hex()}"
+        group = self._visitors(visitor)
         try:
             return subprocess.run(
-                cgroup.in_group(group, words),
+                self.entered(command, visitor),
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
@@ -124,6 +123,15 @@ class Container:
         finally:
             with suppress(OSError):  # what it has left in the background lives on
                 group.rmdir()
+
+    def entered(self, command: Sequence[str], visitor: str) -> list[str]:
+        """The command line that runs a command as root in it, in a control group of that name, which stays."""
+        enter = ["nsenter", "--target", str(self._running()), "--all", "env", "-i"]
+        words = [*enter, *(f"{name}={value}" for name, value in _ENVIRONMENT.items()), *command]
+        return cgroup.in_group(self._visitors(visitor), words)
+
+    def _visitors(self, visitor: str) -> Path:
+        return self.group / "visitors" / visitor
 
     def flush(self) -> None:
         """Nothing to do: its files are this machine's."""

@@ -1,0 +1,271 @@
+"""Makes the planned faults in a job that runs, one after the other, and keeps what is seen of the job."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+from mpitrain.chaos.course import Course, Hit
+from mpitrain.chaos.crew import OUTAGES, Crew
+from mpitrain.chaos.plan import Fault
+from mpitrain.chaos.timeline import Point, went_on
+from mpitrain.errors import LaunchError
+from mpitrain.watching.rank_record import BEGUN, DONE
+
+_TICK_SECONDS = 0.05
+_OF_SABOTEUR = ("rank", "freeze", "disk")
+# A saboteur looks closely for twice as long.
+_CLOSELY_SECONDS = 5.0
+# After a cable was pulled out, ranks may still begin the step behind the one that they are in.
+_SETTLE_SECONDS = 0.2
+# Bed.start waits that long for a node, and chaos for its undoing.
+_UNDO_SECONDS = 150.0
+_LEFT_SECONDS = 30.0
+
+
+class Conductor:
+    """Runs until the job has ended, or until a signal."""
+
+    def __init__(
+        self,
+        crew: Crew,
+        faults: Iterator[Fault],
+        *,
+        hold_seconds: float,
+        pause_seconds: float,
+        apart: str,
+        say: Callable[[str], None],
+    ) -> None:
+        """A fault lasts for `hold_seconds`; between two, the job goes on for `pause_seconds` at least.
+
+        `apart` is the launcher's host; `say` is told what is done.
+        """
+        self.course = Course()
+        self._crew, self._faults, self._apart, self._say = crew, faults, apart, say
+        self._hold_seconds, self._pause_seconds = hold_seconds, pause_seconds
+        self._began = 0.0  # when the job made its first step under chaos
+        self._tokens: list[str] = []
+        self._ranks: dict[str, list[dict[str, Any]]] = {}  # by host
+        self._size, self._recovers = 0, False
+        self._is_launched = False
+        self._settles = float("inf")
+        self._looked = 0.0
+        self._signals: list[int] = []
+        self._folders: list[str] = []
+
+    def run(self) -> None:
+        """See to it all.
+
+        Raises:
+            LaunchError: hosts do not answer; the job's launcher is on none of them; a cable or power is still cut.
+        """
+        greetings = self._crew.greetings()
+        self.course.hears = greetings.get(self._apart, {}).get("hears", False)
+        refusals = {host: greeting["disk"] for host, greeting in greetings.items()}
+        self._folders = [host for host, refusal in refusals.items() if not refusal]
+        if not self._folders:
+            raise LaunchError("; ".join(f"{host}: {refusal}" for host, refusal in refusals.items()))
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        before = {number: signal.signal(number, self._on_signal) for number in numbers}
+        try:
+            self._conduct()
+        finally:
+            self._undo()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    @property
+    def interrupted(self) -> int:
+        """The signal that has ended chaos; 0: none."""
+        return self._signals[0] if self._signals else 0
+
+    def _conduct(self) -> None:
+        fault = next(self._faults, None)
+        while not self._signals:
+            self._take(self._crew.exchange(_TICK_SECONDS))
+            if self.course.has_ended:
+                self._ask_what_is_left()
+                return
+            self._crew.reconnect()
+            if not self._began:
+                point = self._now_at()
+                if point is None:
+                    continue
+                self._began = time.monotonic()
+                self.course.points.append(point)
+            self._look_on()
+            if fault is not None and self._seconds() >= fault.seconds and self._is_ready():
+                self._make(fault)
+                fault = next(self._faults, None)
+
+    def _seconds(self) -> float:
+        return time.monotonic() - self._began if self._began else 0.0
+
+    def _take(self, messages: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+        for host, message in messages:
+            if "ranks" in message:
+                self._take_ranks(host, message)
+            self.course.said += [(self._seconds(), line) for line in message.get("said", [])]
+            if "left" in message:
+                self.course.left[host] = message["left"]
+            hit = self.course.hits[-1] if self.course.hits else None
+            if hit is None or hit.fault.number not in (message.get(key) for key in ("done", "refused", "undone")):
+                if "closed" in message and host == OUTAGES:
+                    raise LaunchError(
+                        "what breaks cables and power of the test bed has ended: `mpitrain testbed status` shows "
+                        "what is broken, `mpitrain testbed heal all` mends it"
+                    )
+                if "closed" in message and hit is not None and hit.host == host and hit.fault.kind in _OF_SABOTEUR:
+                    hit.is_undone = True  # by the keeper of the outage
+                    hit.why_not = "" if hit.what else f"the connection to {host} has closed"
+            elif "done" in message:
+                hit.what, hit.step = message["what"], message["step"] or None
+                if hit.step is None:
+                    self._settles = time.monotonic() + _SETTLE_SECONDS
+                self._say(f"fault {hit.fault.number}, {hit.fault.kind}: {hit.victim}: {hit.what}")
+            elif "refused" in message:
+                hit.why_not, hit.is_undone = message["why"], True
+                self._say(f"fault {hit.fault.number}, {hit.fault.kind}: left out: {hit.why_not}")
+            else:
+                hit.is_undone = True
+
+    def _take_ranks(self, host: str, message: Mapping[str, Any]) -> None:
+        self._ranks[host] = message["ranks"]
+        self._size, self._recovers = message["size"] or self._size, message["recovers"] or self._recovers
+        for rank in message["ranks"]:
+            if rank["token"] not in self._tokens:
+                self._tokens.append(rank["token"])
+        if host == self._apart:
+            self.course.has_ended = self._is_launched and not message["launcher"]
+            self._is_launched = self._is_launched or message["launcher"]
+        point = self._now_at()
+        if self._began and point is not None:
+            self.course.points.append(point)
+
+    def _of_attempt(self) -> dict[int, dict[str, Any]]:
+        """Return the ranks of the job's last attempt, each with its host."""
+        return {
+            rank["rank"]: {**rank, "host": host}
+            for host, ranks in self._ranks.items()
+            for rank in ranks
+            if rank["token"] == self._tokens[-1]
+        }
+
+    def _now_at(self) -> Point | None:
+        """Return where the job is; None: it has not made a step yet."""
+        if not self._tokens:
+            return None
+        ranks = self._of_attempt()
+        step = max((rank["step"] for rank in ranks.values()), default=0)
+        if not step and not self._began:
+            return None
+        working = [rank for number, rank in sorted(ranks.items()) if rank["is_alive"] and number not in _lost(ranks)]
+        speed = next((rank["samples_per_second"] for rank in working if rank["samples_per_second"]), 0.0)
+        first = min((rank["first_step"] for rank in ranks.values() if rank["first_step"]), default=0)
+        is_done = not _failure(ranks, self._size)
+        return Point(self._seconds(), len(self._tokens), first, step, len(working), speed, is_done)
+
+    def _is_ready(self) -> bool:
+        """Return whether the next fault may come: the last one is undone, and the job has gone on since then."""
+        hit = self.course.hits[-1] if self.course.hits else None
+        if hit is None or hit.why_not:
+            return hit is None or hit.is_undone
+        if hit.went_on is None or not hit.is_undone:
+            return False
+        return self._seconds() >= hit.seconds + hit.went_on.seconds + self._pause_seconds
+
+    def _targets(self) -> dict[int, str]:
+        """Return the host of each rank that is between its start and its end."""
+        ranks = self._of_attempt()
+        return {
+            number: rank["host"]
+            for number, rank in ranks.items()
+            if rank["is_alive"] and rank["phase"] == BEGUN and number not in _lost(ranks)
+        }
+
+    def _make(self, fault: Fault) -> None:
+        targets = self._targets()
+        hit = Hit(fault, self._seconds(), None, "", len(self._tokens))
+        self.course.hits.append(hit)
+        try:
+            if fault.kind == "rank" and self._recovers and len(targets) == 1:
+                raise LookupError("one rank is left, and the job would end with it")
+            hit.rank, hit.host = fault.victim(targets, self._apart, self._folders)
+        except LookupError as error:
+            hit.why_not = str(error)
+            self._say(f"fault {fault.number}, {fault.kind}: left out: {hit.why_not}")
+            return
+        self._crew.send_all({"look": 1})
+        self._looked = time.monotonic()
+        order = {
+            "fault": fault.number,
+            "kind": fault.kind,
+            "token": self._tokens[-1],
+            "rank": hit.rank,
+            "host": hit.host,
+            "seconds": self._hold_seconds,
+        }
+        if not self._crew.send(hit.host if fault.kind in _OF_SABOTEUR else OUTAGES, order):
+            hit.why_not = f"there is no connection to {hit.host}"
+            return
+        hit.is_undone = fault.kind == "rank"
+
+    def _look_on(self) -> None:
+        """See whether the job has gone on after the last fault."""
+        hit = self.course.hits[-1] if self.course.hits else None
+        if hit is None or hit.went_on is not None or hit.why_not:
+            return
+        if time.monotonic() - self._looked > _CLOSELY_SECONDS:
+            self._looked = time.monotonic()
+            self._crew.send_all({"look": 1})
+        if hit.step is None:
+            if time.monotonic() < self._settles:
+                return
+            hit.step, self._settles = self.course.points[-1].step, float("inf")
+        recent = [point for point in self.course.points if point.seconds > hit.seconds - 60.0]
+        hit.went_on = went_on(recent, hit.seconds, hit.attempt, hit.step)
+        if hit.went_on is not None:
+            again = f", from step {hit.went_on.from_step}" if hit.went_on.from_step else ""
+            self._say(f"    the job went on after {hit.went_on.seconds:.2f} s{again}")
+
+    def _ask_what_is_left(self) -> None:
+        asked = self._crew.send_all({"end": 1})
+        deadline = time.monotonic() + _LEFT_SECONDS
+        while len(self.course.left) < len(asked) and time.monotonic() < deadline:
+            self._take(self._crew.exchange(_TICK_SECONDS))
+        for host in self._ranks.keys() - self.course.left.keys():
+            self.course.left[host] = ["it could not be asked what is left there"]
+        self._look_on()
+        self.course.error = _failure(self._of_attempt(), self._size) if self._tokens else "no rank has started"
+
+    def _undo(self) -> None:
+        """Undo what is in force, and wait for that."""
+        for host in {hit.host for hit in self.course.hits if not hit.is_undone}:
+            self._crew.send(host, {"undo": 1})
+            self._crew.send(OUTAGES, {"undo": 1})
+        deadline = time.monotonic() + _UNDO_SECONDS
+        while not all(hit.is_undone for hit in self.course.hits) and time.monotonic() < deadline:
+            self._take(self._crew.exchange(_TICK_SECONDS))
+        self.course.seconds = self._seconds()
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        self._signals.append(number)
+
+
+def _lost(ranks: Mapping[int, Mapping[str, Any]]) -> set[int]:
+    return {lost for rank in ranks.values() for lost in rank["lost"]}
+
+
+def _failure(ranks: Mapping[int, Mapping[str, Any]], size: int) -> str:
+    """Say why these ranks have not done the job's work; "": they have."""
+    lost = _lost(ranks)
+    for number, rank in sorted(ranks.items()):
+        if rank["error"]:
+            return f"rank {number} on {rank['host']} failed: {rank['error']}"
+    missing = [number for number, rank in sorted(ranks.items()) if rank["phase"] != DONE and number not in lost]
+    if missing:
+        return f"rank {missing[0]} on {ranks[missing[0]]['host']} did not reach its end"
+    return "" if ranks and len(ranks) >= size else f"{len(ranks)} of {size} ranks have begun"

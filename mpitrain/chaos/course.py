@@ -1,0 +1,67 @@
+"""What chaos has made, and what it has seen of the job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from mpitrain.chaos.plan import Fault
+from mpitrain.chaos.timeline import Point, WentOn
+
+
+@dataclass
+class Hit:
+    """A fault as it was made.
+
+    Attributes:
+        fault: as planned.
+        seconds: when it was ordered, after the start of chaos.
+        rank: the rank that it hit; None: not one alone.
+        host: where.
+        attempt: the job's attempt that it hit.
+        step: the last step that the victim had begun; None: not known yet.
+        what: what was done.
+        why_not: why nothing was done; "": it was done.
+        is_undone: nothing of it is in force.
+        went_on: how the job went on; None: it has not.
+    """
+
+    fault: Fault
+    seconds: float
+    rank: int | None
+    host: str
+    attempt: int
+    step: int | None = None
+    what: str = ""
+    why_not: str = ""
+    is_undone: bool = True
+    went_on: WentOn | None = None
+
+    @property
+    def victim(self) -> str:
+        """Text such as "rank 2 on node1"."""
+        return self.host if self.rank is None else f"rank {self.rank} on {self.host}"
+
+
+@dataclass
+class Course:
+    """What was seen of a job under chaos.
+
+    Attributes:
+        points: in order of time.
+        hits: the faults.
+        said: lines of the launcher about the job, with the time at which each was seen.
+        hears: the launcher's output can be read.
+        seconds: how long chaos took.
+        has_ended: the job is over.
+        error: why the job has failed; "": it has not.
+        left: what is left of the job, by host.
+    """
+
+    points: list[Point] = field(default_factory=list)
+    hits: list[Hit] = field(default_factory=list)
+    said: list[tuple[float, str]] = field(default_factory=list)
+    hears: bool = False
+    seconds: float = 0.0
+    has_ended: bool = False
+    error: str = ""
+    left: dict[str, list[str]] = field(default_factory=dict)

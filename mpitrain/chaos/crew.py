@@ -1,0 +1,113 @@
+"""The saboteurs on all hosts of a job, and what breaks cables and power: messages to and from them."""
+
+from __future__ import annotations
+
+import selectors
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from mpitrain.chaos.sites import Site
+from mpitrain.errors import LaunchError
+from mpitrain.launch.connections import Connection
+
+# What breaks cables and power, in place of a host's name.
+OUTAGES = ""
+_AGAIN_SECONDS = 3.0
+_CLOSE_SECONDS = 3.0
+_GREETING_SECONDS = 45.0
+
+
+class Crew:
+    """Use this in `with`: at its end all saboteurs undo what they have made, and end."""
+
+    def __init__(self, site: Site, launcher: str, folder: str, *, breaks_nodes: bool) -> None:
+        """Start a saboteur on each host; `folder` is the one to fill, `breaks_nodes`: cables and power are wanted."""
+        self._site, self._wish = site, {"launcher": launcher, "folder": folder}
+        self._connections: dict[str, Connection] = {}
+        self._tried: dict[str, float] = {}
+        self._early: list[tuple[str, dict[str, Any]]] = []  # came beside the greetings
+        for host in site.hosts:
+            self._connect(host)
+        if breaks_nodes:
+            self._connections[OUTAGES] = site.outages()
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for connection in self._connections.values():
+            connection.hang_up()
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        for connection in self._connections.values():
+            connection.close(max(0.0, deadline - time.monotonic()))
+
+    def greetings(self) -> dict[str, dict[str, Any]]:
+        """Return what each saboteur says of its host.
+
+        Raises:
+            LaunchError: names every host that does not answer.
+        """
+        greetings: dict[str, dict[str, Any]] = {}
+        early: list[tuple[str, dict[str, Any]]] = []
+        deadline = time.monotonic() + _GREETING_SECONDS
+        while len(greetings) < len(self._site.hosts) and time.monotonic() < deadline:
+            for host, message in self.exchange(0.1):
+                if "greeting" in message:
+                    greetings[host] = message["greeting"]
+                else:
+                    early.append((host, message))
+            wrong = [connection.why_closed() for connection in self._connections.values() if connection.is_closed]
+            if wrong:
+                raise LaunchError("; ".join(wrong))
+        if silent := [host for host in self._site.hosts if host not in greetings]:
+            raise LaunchError(f"no answer within {_GREETING_SECONDS:g} s from {', '.join(silent)}")
+        self._early = early
+        return greetings
+
+    def send(self, host: str, message: Mapping[str, Any]) -> bool:
+        """Send to a saboteur; return whether there is a connection to it."""
+        connection = self._connections.get(host)
+        if connection is None or connection.is_closed:
+            return False
+        connection.send(message)
+        return True
+
+    def send_all(self, message: Mapping[str, Any]) -> list[str]:
+        """Send to the saboteur of every host; return the hosts to which there is a connection."""
+        return [host for host in self._site.hosts if self.send(host, message)]
+
+    def exchange(self, timeout_seconds: float) -> list[tuple[str, dict[str, Any]]]:
+        """Return what arrives within that time: host and message. {"closed": 1}: a connection has closed."""
+        messages, self._early = self._early, []
+        with selectors.DefaultSelector() as ways:
+            for host, connection in self._connections.items():
+                connection.flush()
+                if not connection.is_closed:
+                    assert connection.process.stdout is not None
+                    ways.register(connection.process.stdout, selectors.EVENT_READ, host)
+            if not ways.get_map():
+                time.sleep(timeout_seconds)
+            for key, _ in ways.select(timeout_seconds):
+                connection = self._connections[key.data]
+                messages += [(key.data, message) for message in connection.receive(time.monotonic())]
+                if connection.is_closed:
+                    messages.append((key.data, {"closed": 1}))
+        return messages
+
+    def reconnect(self) -> None:
+        """Start a saboteur again on the hosts that have lost theirs, now and then: such a host may come back."""
+        for host in self._site.hosts:
+            connection = self._connections.get(host)
+            is_due = time.monotonic() - self._tried[host] > _AGAIN_SECONDS
+            if is_due and (connection is None or connection.is_closed):
+                if connection is not None:
+                    connection.close(0.0)
+                self._connect(host)
+
+    def _connect(self, host: str) -> None:
+        self._tried[host] = time.monotonic()
+        try:
+            self._connections[host] = self._site.connect(host, self._wish)
+        except LaunchError:  # a node of a bed without power
+            self._connections.pop(host, None)

@@ -1,0 +1,279 @@
+"""Chaos on one host: sees the job's ranks there, makes the faults that processes can make, and undoes them.
+
+Sent to a host as text, like the guard. So this module imports only the modules that come with it, and must run with old
+Pythons. It touches only processes that carry the launcher in their environment. One JSON object per line:
+
+    chaos: {"launcher": ..., "folder": ...}, the wish   saboteur: {"greeting": {"hears", "disk"}}, see `_greet`
+    chaos: {"look": 1}: look closely for a while        saboteur: {"ranks": [view of a rank...], "launcher": alive?}
+                                                        saboteur: {"said": [line of the launcher...]}
+    chaos: {"fault": number, "kind", "token", "rank",   saboteur: {"done": number, "what", "step"}, then
+            "seconds"}                                            {"undone": number}; or {"refused": number, "why"}
+    chaos: {"undo": 1}                                  saboteur: {"undone": number} if there was anything to undo
+    chaos: {"end": 1}                                   saboteur: {"left": [text...]}: what is left of the job here
+
+If the connection closes, the saboteur undoes what it has made, and ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import stat
+import time
+from pathlib import Path
+from typing import Any
+
+from mpitrain.chaos.outage import Outage
+from mpitrain.job.context import LAUNCHER, JobContext
+from mpitrain.launch.guard import send
+from mpitrain.launch.marked import command_line, read, remove
+from mpitrain.launch.roster import jobs, launcher_pid
+from mpitrain.launch.shared_files import SharedFiles, files
+from mpitrain.watching.rank_record import NAME, RankRecord, read_record
+from mpitrain.watching.view import process_state
+
+_SCAN_SECONDS, _FAST_SCAN_SECONDS = 2.0, 0.1  # a scan reads all of /proc: 10 ms
+_LOOK_SECONDS, _FAST_LOOK_SECONDS = 0.25, 0.02
+_CLOSELY_SECONDS = 10.0
+_DIE_SECONDS = 1.0
+_LEAVE_SECONDS = 10.0  # a guard takes so long to clear up
+MOST_DISK_BYTES = 256 << 20  # a tmpfs is memory
+_FILLER = ".mpitrain-chaos-fills-this-disk"
+_SHARED_PLACES = ("/", "/tmp", "/run", "/dev/shm", "/var", "/home")
+
+
+class Saboteur:
+    """Chaos on this host."""
+
+    def __init__(self, wish: dict[str, Any]) -> None:
+        self._launcher, self._folder = wish["launcher"], wish["folder"]
+        self._received = b""
+        self._tokens: list[str] = []  # of the job's starts, in order
+        self._pids: list[int] = []
+        self._ranks: dict[int, tuple[str, int, int]] = {}  # token, process, descriptor of the record
+        self._size, self._recovers = 0, False
+        self._said = -1  # descriptor of the launcher's output
+        self._line = ""  # the last one of it, which has no end yet
+        self._outage: Outage | None = None
+        self._files = SharedFiles()
+        self._scanned = self._closely_until = 0.0
+        self._sent: Any = None
+
+    def run(self) -> None:
+        """Run until the connection closes."""
+        self._greet()
+        while True:
+            now = time.monotonic()
+            is_close = now < self._closely_until
+            if now - self._scanned >= (_FAST_SCAN_SECONDS if is_close else _SCAN_SECONDS):
+                self._scanned = now
+                self._scan()
+            self._report()
+            ready, _, _ = select.select([0], [], [], _FAST_LOOK_SECONDS if is_close else _LOOK_SECONDS)
+            if ready:
+                data = os.read(0, 1 << 16)
+                if not data:
+                    break
+                *lines, self._received = (self._received + data).split(b"\n")
+                for line in lines:
+                    self._obey(json.loads(line))
+            if self._outage is not None and self._outage.is_over():
+                send({"undone": self._outage.number})
+                self._outage = None
+        self._undo()
+
+    def _greet(self) -> None:
+        """Say whether the launcher's output can be read, and why the folder must not be filled ("": it may be)."""
+        pid = launcher_pid(self._launcher)
+        with contextlib.suppress(OSError):
+            if pid is not None and stat.S_ISREG(Path(f"/proc/{pid}/fd/2").stat().st_mode):
+                self._said = os.open(f"/proc/{pid}/fd/2", os.O_RDONLY)
+                os.lseek(self._said, 0, os.SEEK_END)
+        send({"greeting": {"hears": self._said >= 0, "disk": refusal_to_fill(self._folder) if self._folder else ""}})
+
+    def _scan(self) -> None:
+        """Find the processes of the job, and the records of its ranks."""
+        of_job = [job for job in jobs() if job["launcher"] == self._launcher]
+        self._pids = [pid for job in of_job for pid in job["pids"]]
+        for job in of_job:
+            token = job["id"]
+            if token not in self._tokens:
+                self._tokens.append(token)
+                for _, _, descriptor in self._ranks.values():
+                    os.close(descriptor)
+                self._ranks = {}
+            if token != self._tokens[-1]:
+                continue
+            for view in job["ranks"]:
+                rank, pid = view["record"]["rank"], view["pid"]
+                if self._ranks.get(rank, ("", 0, 0))[1] == pid:
+                    continue
+                descriptor = _record_of(pid, rank)
+                if descriptor >= 0:
+                    if rank in self._ranks:
+                        os.close(self._ranks[rank][2])
+                    self._ranks[rank] = token, pid, descriptor
+                    words = read(f"/proc/{pid}/environ").decode(errors="replace").split("\0")
+                    context = JobContext.read(dict(word.partition("=")[::2] for word in words))
+                    self._size, self._recovers = context.expected_size, bool(context.recover)
+        self._files.look(lambda: self._pids)
+
+    def _records(self) -> dict[int, RankRecord]:
+        """Return the last record of each rank, also of those that have ended."""
+        records = {}
+        for rank, (_, _, descriptor) in self._ranks.items():
+            record = read_record(f"/proc/self/fd/{descriptor}", rank)
+            if record is not None:
+                records[rank] = record
+        return records
+
+    def _report(self) -> None:
+        ranks = [
+            {
+                "token": self._ranks[rank][0],
+                "rank": rank,
+                "phase": record.phase,
+                "first_step": record.first_step,
+                "step": record.step,
+                "samples_per_second": record.metrics.get("samples/s", 0.0),
+                "lost": list(record.lost),
+                "error": record.error,
+                "is_alive": self._ranks[rank][1] in self._pids,
+            }
+            for rank, record in sorted(self._records().items())
+        ]
+        is_launched = launcher_pid(self._launcher) is not None
+        message = {"ranks": ranks, "launcher": is_launched, "size": self._size, "recovers": self._recovers}
+        if message != self._sent:
+            self._sent = message
+            send(message)
+        if self._said >= 0:
+            text = os.read(self._said, 1 << 16).decode(errors="replace")
+            *lines, self._line = (self._line + text).split("\n")
+            if ours := [line for line in lines if "mpitrain: " in line]:
+                send({"said": ours})
+
+    def _obey(self, order: dict[str, Any]) -> None:
+        if "look" in order:
+            self._closely_until = time.monotonic() + _CLOSELY_SECONDS
+        if "fault" in order:
+            why = self._make(order)
+            if why:
+                send({"refused": order["fault"], "why": why})
+        if "undo" in order:
+            self._undo()
+        if "end" in order:
+            self._report()
+            send({"left": self._left()})
+
+    def _make(self, order: dict[str, Any]) -> str:
+        """Make a fault; return why not, if it cannot be made."""
+        number, kind, rank, seconds = order["fault"], order["kind"], order["rank"], order["seconds"]
+        if self._outage is not None:
+            return "the fault before it has not been undone"
+        self._scan()
+        if kind == "disk":
+            if why := refusal_to_fill(self._folder):
+                return why
+            filler = str(Path(self._folder, _FILLER))
+            self._outage = Outage(number, lambda: _fill(filler), lambda: remove(filler), seconds)
+            send({"done": number, "what": f"{self._folder} filled for {seconds:g} s", "step": 0})
+            return ""
+        hit = [at for at in ([rank] if rank is not None else self._ranks) if at in self._ranks]
+        pids = (
+            self._pids if rank is None else [self._ranks[at][1] for at in hit if self._ranks[at][0] == order["token"]]
+        )
+        pids = [pid for pid in pids if self._is_of_job(pid)]
+        if not pids:
+            return "the process has ended before"
+        if kind == "rank":
+            what = f"process {pids[0]} killed"
+            os.kill(pids[0], signal.SIGKILL)
+            deadline = time.monotonic() + _DIE_SECONDS
+            while process_state(pids[0]) not in ("Z", "X", "gone") and time.monotonic() < deadline:
+                time.sleep(0.001)
+        else:
+            what = f"{len(pids)} process{'es' * (len(pids) > 1)} stopped for {seconds:g} s"
+            self._outage = Outage(
+                number, lambda: self._signal(pids, "STOP"), lambda: self._signal(pids, "CONT"), seconds
+            )
+            time.sleep(_FAST_LOOK_SECONDS)
+        records = self._records()
+        send({"done": number, "what": what, "step": min((records[at].step for at in hit if at in records), default=0)})
+        return ""
+
+    def _signal(self, pids: list[int], name: str) -> None:
+        """Send a signal to those that are still processes of the job."""
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                if self._is_of_job(pid):
+                    os.kill(pid, getattr(signal, f"SIG{name}"))
+
+    def _is_of_job(self, pid: int) -> bool:
+        return f"{LAUNCHER}={self._launcher}".encode() in read(f"/proc/{pid}/environ").split(b"\0")
+
+    def _undo(self) -> None:
+        if self._outage is not None:
+            self._outage.end()
+            send({"undone": self._outage.number})
+            self._outage = None
+
+    def _left(self) -> list[str]:
+        """Return what is left of the job here, after the time that a guard takes to clear up."""
+        deadline = time.monotonic() + _LEAVE_SECONDS
+        while True:
+            self._scan()
+            left = [f"process {pid} {command_line(pid)}" for pid in self._pids]
+            left += sorted(path for path, inode in self._files.of_job.intersection(files()))
+            left += sorted(
+                path for token in self._tokens for path in map(str, Path("/tmp").glob(f"mpitrain-*{token}*"))
+            )
+            if not left or time.monotonic() > deadline:
+                return left
+            time.sleep(0.2)
+
+
+def refusal_to_fill(folder: str) -> str:
+    """Say why the disk with this folder must not be filled; "" if it may be: a small file system of its own."""
+    try:
+        device = Path(folder).stat().st_dev
+        status = os.statvfs(folder)
+    except OSError as error:
+        return f"{folder}: {error.strerror}"
+    shared = [place for place in _SHARED_PLACES if Path(place).exists() and Path(place).stat().st_dev == device]
+    if shared:
+        return f"{folder} is on the file system of {shared[0]}, which others need"
+    size_bytes = status.f_blocks * status.f_frsize
+    if size_bytes > MOST_DISK_BYTES:
+        return f"{folder} is on a file system of {size_bytes >> 20} MiB; at most {MOST_DISK_BYTES >> 20} MiB is filled"
+    return "" if os.access(folder, os.W_OK) else f"{folder} cannot be written to"
+
+
+def _fill(path: str) -> None:
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        for size_bytes in (1 << 20, 1 << 12, 1):
+            with contextlib.suppress(OSError):
+                while True:
+                    os.write(descriptor, bytes(size_bytes))
+
+
+def _record_of(pid: int, rank: int) -> int:
+    """Return a descriptor of the record of a rank, which outlives the rank; -1: it has none yet."""
+    with contextlib.suppress(OSError):
+        for entry in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208 (names are wanted)
+            path = f"/proc/{pid}/fd/{entry}"
+            with contextlib.suppress(OSError):
+                if os.readlink(path).startswith(f"/memfd:{NAME}{rank} "):  # noqa: PTH115 (Path.readlink is of Python 3.9)
+                    return os.open(path, os.O_RDONLY)
+    return -1
+
+
+def main(wish: dict[str, Any], _probe: str) -> None:
+    """Serve chaos; the wish names the launcher of the job."""
+    os.set_blocking(1, True)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    Saboteur(wish).run()

@@ -1,0 +1,91 @@
+"""`mpitrain chaos --bed`: a cable is pulled out, a node loses its power, a host freezes; the job goes on each time."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launching import SHARE, Job, as_user, write
+
+from jobs import HANG_SECONDS, clean_environment
+from mpitrain.testbed import Bed
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("healed")]
+
+# Steps of 0.05 s, a checkpoint every 20, until there is a file `enough`.
+SCRIPT = """
+import pathlib, time
+import numpy
+import mpitrain as mt
+
+world = mt.init()
+
+class Enough(mt.Hook):
+    def after_step(self, trainer, step):
+        time.sleep(0.05)
+        if step.number == 10:
+            world.print("made step 10")
+        trainer.report({"enough": float(world.is_root and pathlib.Path("enough").exists())})
+
+def regression(parameters, batch, on_gradient):
+    x, y = batch
+    error = x @ parameters["w"] - y
+    on_gradient("w", 2 * x.T @ error / len(x))
+    return float((error**2).mean())
+
+def build(world):
+    random = numpy.random.default_rng(0)
+    data = mt.ArrayData(world, (random.standard_normal((60, 5)), random.standard_normal(60)), global_batch=12)
+    return mt.Parts(mt.ArrayFunction(regression, {"w": numpy.zeros(5)}, mt.Sgd(0.01)), mt.Sync(), data)
+
+hooks = [Enough(), mt.StopWhen("enough", at_least=1.0), mt.Checkpoint("checkpoints", steps=20)]
+mt.Trainer(build, hooks).run()
+"""
+
+
+def test_cables_power_and_freezes(bed: Bed, tmp_path: Path) -> None:
+    write(bed, "node1", f"{SHARE}/chaos.py", SCRIPT)
+    as_user(bed, "node1", "rm -rf checkpoints enough")
+    job = Job(bed, "-n 4 --restarts 9 chaos.py")
+    job.wait_for("made step 10")
+    listed = as_user(bed, "node1", "mpitrain ps --hosts node1").stdout
+    token = re.findall(r"^([0-9a-f]{8}) .*chaos\.py", listed, re.M)[0]
+    command = [sys.executable, "-m", "mpitrain", "chaos", token, "--bed", bed.name, "--faults", "link,host,freeze"]
+    chaos = subprocess.Popen(
+        [*command, "--every", "12s", "--hold", "4s", "--count", "3", "--report", str(tmp_path)],
+        env=clean_environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    said = ""
+    try:
+        assert chaos.stdout is not None
+        for line in chaos.stdout:
+            said += line
+            if said.count("the job went on after") == 3:
+                break
+        write(bed, "node1", f"{SHARE}/enough", "")
+        said += chaos.communicate(timeout=HANG_SECONDS)[0]
+    finally:
+        chaos.terminate()
+        chaos.wait(HANG_SECONDS)
+    end = job.end()
+    assert (end.code, chaos.returncode) == (0, 0), said + end.output
+    for node in bed.names:
+        assert bed.faults(node) == {}
+    report = json.loads((tmp_path / "chaos.json").read_text())
+    faults = {fault["kind"]: fault for fault in report["faults"]}
+    assert sorted(faults) == ["freeze", "host", "link"]
+    for kind in ("link", "host"):
+        assert faults[kind]["victim"] in ("node2", "node3", "node4")
+    assert faults["link"]["went_on_seconds"] >= 4.0
+    assert faults["freeze"]["went_on_seconds"] >= 4.0
+    assert faults["host"]["from_step"] > 1
+    assert faults["host"]["victim"] in faults["host"]["named"]
+    assert (report["error"], report["left"]) == ("", {node: [] for node in bed.names})

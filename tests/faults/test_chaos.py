@@ -1,0 +1,196 @@
+"""`mpitrain chaos`: real faults in real jobs on this machine, what is undone, and what is reported."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from faults.conftest import need
+from jobs import HANG_SECONDS, TOKEN, VENVS, clean_environment, processes_of, until
+from mpitrain.watching.view import process_state
+
+HERE = socket.gethostname()
+
+# Steps of 20 ms, a checkpoint every 10, until there is a file "enough".
+SCRIPT = """
+import os, pathlib, sys, time
+import numpy
+import mpitrain as mt
+
+folder = pathlib.Path(sys.argv[1])
+world = mt.init()
+(folder / "token").write_text(os.environ["_MPITRAIN_JOB"])
+
+class Enough(mt.Hook):
+    def after_step(self, trainer, step):
+        time.sleep(0.02)
+        (folder / f"rank{world.rank}").write_text(str(os.getpid()))
+        trainer.report({"enough": float((folder / "enough").exists())})
+
+def regression(parameters, batch, on_gradient):
+    x, y = batch
+    error = x @ parameters["w"] - y
+    on_gradient("w", 2 * x.T @ error / max(1, len(x)))
+    return float((error**2).mean()) if len(x) else 0.0
+
+def build(world):
+    random = numpy.random.default_rng(0)
+    data = mt.ArrayData(world, (random.standard_normal((60, 5)), random.standard_normal(60)), global_batch=12)
+    return mt.Parts(mt.ArrayFunction(regression, {"w": numpy.zeros(5)}, mt.Sgd(0.01)), mt.Sync(), data)
+
+hooks = [Enough(), mt.StopWhen("enough", at_least=1.0), mt.Checkpoint(folder / "checkpoints", steps=10)]
+mt.Trainer(build, hooks).run()
+"""
+
+
+@dataclass
+class RunningJob:
+    """A job that a launcher runs, which writes to a file."""
+
+    launcher: subprocess.Popen[bytes]
+    folder: Path
+
+    @property
+    def token(self) -> str:
+        """The id of its present attempt."""
+        return (self.folder / "token").read_text()
+
+    def said(self) -> str:
+        """What the launcher has written."""
+        return (self.folder / "output").read_text()
+
+    def pids(self) -> list[int]:
+        """The processes of the ranks."""
+        return [int(path.read_text() or 0) for path in self.folder.glob("rank*")]
+
+
+@contextmanager
+def running(folder: Path, ranks: int, *options: str, vendor: str) -> Iterator[RunningJob]:
+    """A job that makes steps."""
+    (folder / "train.py").write_text(SCRIPT)
+    mark = f"chaos{os.getpid()}{folder.name}"
+    command = [str(VENVS[vendor] / "bin/python"), "-m", "mpitrain", "run", "--hosts", "localhost", "-n", str(ranks)]
+    with (folder / "output").open("wb") as output:
+        launcher = subprocess.Popen(
+            [*command, *options, str(folder / "train.py"), str(folder)],
+            env=clean_environment({TOKEN: mark}),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            cwd=folder,
+        )
+    job = RunningJob(launcher, folder)
+    try:
+        until(lambda: len(job.pids()) == ranks or launcher.poll() is not None)
+        assert launcher.poll() is None, job.said()
+        yield job
+    finally:
+        launcher.terminate()
+        launcher.wait(HANG_SECONDS)
+        assert processes_of(mark, patience=60.0) == []
+
+
+def chaos(job: RunningJob, *options: str) -> subprocess.Popen[str]:
+    """Start chaos in a job."""
+    command = [sys.executable, "-m", "mpitrain", "chaos", "--hosts", "localhost", job.token, "--yes", *options]
+    return subprocess.Popen(
+        command,
+        env=clean_environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=job.folder,
+    )
+
+
+def wait_for(process: subprocess.Popen[str], words: str, count: int = 1) -> str:
+    """Read what chaos prints, until a line with these words has come so often."""
+    said = ""
+    assert process.stdout is not None
+    for line in process.stdout:
+        said += line
+        if said.count(words) >= count:
+            return said
+    raise AssertionError(f"{words!r} did not come {count} times:\n{said}")
+
+
+def finish(job: RunningJob, process: subprocess.Popen[str], faults: int) -> dict:
+    """Let the job end when it has gone on after so many faults; return the report."""
+    said = wait_for(process, "the job went on after", faults)
+    (job.folder / "enough").touch()
+    rest, _ = process.communicate(timeout=HANG_SECONDS)
+    assert process.returncode == 0, said + rest + job.said()
+    assert job.launcher.wait(HANG_SECONDS) == 0, job.said()
+    folder = next(job.folder.glob("chaos-*"))
+    assert sorted(path.name for path in folder.iterdir()) == ["chaos.json", "chaos.png", "chaos.txt"]
+    assert (folder / "chaos.txt").read_text() in rest
+    report = json.loads((folder / "chaos.json").read_text())
+    assert (report["has_ended"], report["error"], report["left"]) == (True, "", {HERE: []})
+    return report
+
+
+def test_killed_ranks_and_restarts(tmp_path: Path) -> None:
+    with running(tmp_path, 3, "--restarts", "9", vendor=need("mpich")) as job:
+        report = finish(job, chaos(job, "--faults", "rank", "--every", "3s", "--hold", "1s", "--count", "2"), 2)
+    assert [fault["kind"] for fault in report["faults"]] == ["rank", "rank"]
+    for fault in report["faults"]:
+        assert fault["went_on_seconds"] > 0
+        assert fault["from_step"] > 0
+        assert f"{fault['victim']} " in fault["named"]
+    assert report["kinds"]["rank"]["named"] == report["kinds"]["rank"]["to_name"] == 2
+    assert 0 < report["throughput_kept"] < 1
+
+
+def test_killed_ranks_in_place(tmp_path: Path) -> None:
+    """The last rank is not killed: the job would end."""
+    with running(tmp_path, 3, "--recover", vendor=need("openmpi")) as job:
+        process = chaos(job, "--faults", "rank", "--every", "2s", "--hold", "1s", "--count", "3")
+        wait_for(process, "left out: one rank is left, and the job would end with it")
+        (tmp_path / "enough").touch()
+        process.communicate(timeout=HANG_SECONDS)
+        assert process.returncode == 0
+        assert job.launcher.wait(HANG_SECONDS) == 0, job.said()
+    report = json.loads(next(tmp_path.glob("chaos-*/chaos.json")).read_text())
+    *killed, spared = report["faults"]
+    assert len({fault["victim"] for fault in killed}) == 2
+    for fault in killed:
+        assert (fault["from_step"], fault["repeated_steps"]) == (0, 0)
+        assert f"{fault['victim']} was lost" in fault["named"]
+    assert spared["why_not"]
+
+
+@pytest.mark.parametrize("recovers", [False, True])
+def test_frozen_ranks_go_on(tmp_path: Path, recovers: bool) -> None:
+    options = ["--recover"] if recovers else []
+    with running(tmp_path, 2, *options, vendor=need("openmpi" if recovers else "mpich")) as job:
+        report = finish(job, chaos(job, "--faults", "freeze", "--every", "3s", "--hold", "1s", "--count", "2"), 2)
+    assert len(report["faults"]) == 2
+    for fault in report["faults"]:
+        assert fault["went_on_seconds"] >= 1.0
+        assert (fault["from_step"], fault["named"]) == (0, "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_chaos_ends_and_the_frozen_go_on(tmp_path: Path, number: signal.Signals) -> None:
+    with running(tmp_path, 2, vendor=need("mpich")) as job:
+        process = chaos(job, "--faults", "freeze", "--every", "2s", "--hold", "1000s")
+        said = wait_for(process, "stopped for 1000 s")
+        process.send_signal(number)
+        rest, _ = process.communicate(timeout=HANG_SECONDS)
+        until(lambda: all(process_state(pid) in ("R", "S") for pid in job.pids()), "a rank is still stopped")
+        (tmp_path / "enough").touch()
+        assert job.launcher.wait(HANG_SECONDS) == 0, job.said()
+    if number == signal.SIGINT:
+        assert process.returncode == 128 + signal.SIGINT
+        assert "the job goes on; all faults are undone" in rest, said + rest
