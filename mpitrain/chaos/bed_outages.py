@@ -2,7 +2,7 @@
 
 A process of its own on the machine of the bed, `python -m mpitrain.chaos.bed_outages BED`. It speaks as a saboteur:
 
-    chaos: {"fault": number, "kind", "host", "seconds"}   it: {"done": number, "what"}, then {"undone": number}
+    chaos: {"fault": number, "kind", "host", "seconds"}   it: {"done": number, "deed"}, then {"undone": number}
     chaos: {"undo": 1}                                    it: {"undone": number} if there was anything to undo
 """
 
@@ -54,11 +54,11 @@ class BedOutages:
             self._broken, self._until = (number, node), time.monotonic() + seconds
             if order["kind"] == "link":
                 self._bed.cut(node)
-                what = f"cable pulled out for {seconds:g} s"
+                deed = f"cable pulled out for {seconds:g} s"
             else:
                 self._bed.kill(node)
-                what = f"no power for {seconds:g} s"
-            send({"done": number, "what": what, "step": 0})
+                deed = f"no power for {seconds:g} s"
+            send({"done": number, "deed": deed, "step": 0})
 
     def _heal(self) -> None:
         if self._broken is not None:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
-from mpitrain.chaos.course import Course, Hit
 from mpitrain.chaos.crew import OUTAGES, Crew
+from mpitrain.chaos.episode import Episode, Hit
 from mpitrain.chaos.plan import Fault
 from mpitrain.chaos.timeline import Point, went_on
 from mpitrain.errors import LaunchError
@@ -43,7 +43,7 @@ class Conductor:
 
         `apart` is the launcher's host; `say` is told what is done.
         """
-        self.course = Course()
+        self.episode = Episode()
         self._crew, self._faults, self._apart, self._say = crew, faults, apart, say
         self._hold_seconds, self._pause_seconds = hold_seconds, pause_seconds
         self._began = 0.0  # when the job made its first step under chaos
@@ -63,7 +63,7 @@ class Conductor:
             LaunchError: hosts do not answer; the job's launcher is on none of them; a cable or power is still cut.
         """
         greetings = self._crew.greetings()
-        self.course.hears = greetings.get(self._apart, {}).get("hears", False)
+        self.episode.hears = greetings.get(self._apart, {}).get("hears", False)
         refusals = {host: greeting["disk"] for host, greeting in greetings.items()}
         self._folders = [host for host, refusal in refusals.items() if not refusal]
         if not self._folders:
@@ -86,7 +86,7 @@ class Conductor:
         fault = next(self._faults, None)
         while not self._signals:
             self._take(self._crew.exchange(_TICK_SECONDS))
-            if self.course.has_ended:
+            if self.episode.has_ended:
                 self._ask_what_is_left()
                 return
             self._crew.reconnect()
@@ -95,7 +95,7 @@ class Conductor:
                 if point is None:
                     continue
                 self._began = time.monotonic()
-                self.course.points.append(point)
+                self.episode.points.append(point)
             self._look_on()
             if fault is not None and self._seconds() >= fault.seconds and self._is_ready():
                 self._make(fault)
@@ -108,10 +108,10 @@ class Conductor:
         for host, message in messages:
             if "ranks" in message:
                 self._take_ranks(host, message)
-            self.course.said += [(self._seconds(), line) for line in message.get("said", [])]
+            self.episode.said += [(self._seconds(), line) for line in message.get("said", [])]
             if "left" in message:
-                self.course.left[host] = message["left"]
-            hit = self.course.hits[-1] if self.course.hits else None
+                self.episode.left[host] = message["left"]
+            hit = self.episode.hits[-1] if self.episode.hits else None
             if hit is None or hit.fault.number not in (message.get(key) for key in ("done", "refused", "undone")):
                 if "closed" in message and host == OUTAGES:
                     raise LaunchError(
@@ -120,12 +120,12 @@ class Conductor:
                     )
                 if "closed" in message and hit is not None and hit.host == host and hit.fault.kind in _OF_SABOTEUR:
                     hit.is_undone = True  # by the keeper of the outage
-                    hit.why_not = "" if hit.what else f"the connection to {host} has closed"
+                    hit.why_not = "" if hit.deed else f"the connection to {host} has closed"
             elif "done" in message:
-                hit.what, hit.step = message["what"], message["step"] or None
+                hit.deed, hit.step = message["deed"], message["step"] or None
                 if hit.step is None:
                     self._settles = time.monotonic() + _SETTLE_SECONDS
-                self._say(f"fault {hit.fault.number}, {hit.fault.kind}: {hit.victim}: {hit.what}")
+                self._say(f"fault {hit.fault.number}, {hit.fault.kind}: {hit.victim}: {hit.deed}")
             elif "refused" in message:
                 hit.why_not, hit.is_undone = message["why"], True
                 self._say(f"fault {hit.fault.number}, {hit.fault.kind}: left out: {hit.why_not}")
@@ -139,11 +139,11 @@ class Conductor:
             if rank["token"] not in self._tokens:
                 self._tokens.append(rank["token"])
         if host == self._apart:
-            self.course.has_ended = self._is_launched and not message["launcher"]
+            self.episode.has_ended = self._is_launched and not message["launcher"]
             self._is_launched = self._is_launched or message["launcher"]
         point = self._now_at()
         if self._began and point is not None:
-            self.course.points.append(point)
+            self.episode.points.append(point)
 
     def _of_attempt(self) -> dict[int, dict[str, Any]]:
         """Return the ranks of the job's last attempt, each with its host."""
@@ -170,7 +170,7 @@ class Conductor:
 
     def _is_ready(self) -> bool:
         """Return whether the next fault may come: the last one is undone, and the job has gone on since then."""
-        hit = self.course.hits[-1] if self.course.hits else None
+        hit = self.episode.hits[-1] if self.episode.hits else None
         if hit is None or hit.why_not:
             return hit is None or hit.is_undone
         if hit.went_on is None or not hit.is_undone:
@@ -189,7 +189,7 @@ class Conductor:
     def _make(self, fault: Fault) -> None:
         targets = self._targets()
         hit = Hit(fault, self._seconds(), None, "", len(self._tokens))
-        self.course.hits.append(hit)
+        self.episode.hits.append(hit)
         try:
             if fault.kind == "rank" and self._recovers and len(targets) == 1:
                 raise LookupError("one rank is left, and the job would end with it")
@@ -215,7 +215,7 @@ class Conductor:
 
     def _look_on(self) -> None:
         """See whether the job has gone on after the last fault."""
-        hit = self.course.hits[-1] if self.course.hits else None
+        hit = self.episode.hits[-1] if self.episode.hits else None
         if hit is None or hit.went_on is not None or hit.why_not:
             return
         if time.monotonic() - self._looked > _CLOSELY_SECONDS:
@@ -224,8 +224,8 @@ class Conductor:
         if hit.step is None:
             if time.monotonic() < self._settles:
                 return
-            hit.step, self._settles = self.course.points[-1].step, float("inf")
-        recent = [point for point in self.course.points if point.seconds > hit.seconds - 60.0]
+            hit.step, self._settles = self.episode.points[-1].step, float("inf")
+        recent = [point for point in self.episode.points if point.seconds > hit.seconds - 60.0]
         hit.went_on = went_on(recent, hit.seconds, hit.attempt, hit.step)
         if hit.went_on is not None:
             again = f", from step {hit.went_on.from_step}" if hit.went_on.from_step else ""
@@ -234,22 +234,22 @@ class Conductor:
     def _ask_what_is_left(self) -> None:
         asked = self._crew.send_all({"end": 1})
         deadline = time.monotonic() + _LEFT_SECONDS
-        while len(self.course.left) < len(asked) and time.monotonic() < deadline:
+        while len(self.episode.left) < len(asked) and time.monotonic() < deadline:
             self._take(self._crew.exchange(_TICK_SECONDS))
-        for host in self._ranks.keys() - self.course.left.keys():
-            self.course.left[host] = ["it could not be asked what is left there"]
+        for host in self._ranks.keys() - self.episode.left.keys():
+            self.episode.left[host] = ["it could not be asked what is left there"]
         self._look_on()
-        self.course.error = _failure(self._of_attempt(), self._size) if self._tokens else "no rank has started"
+        self.episode.error = _failure(self._of_attempt(), self._size) if self._tokens else "no rank has started"
 
     def _undo(self) -> None:
         """Undo what is in force, and wait for that."""
-        for host in {hit.host for hit in self.course.hits if not hit.is_undone}:
+        for host in {hit.host for hit in self.episode.hits if not hit.is_undone}:
             self._crew.send(host, {"undo": 1})
             self._crew.send(OUTAGES, {"undo": 1})
         deadline = time.monotonic() + _UNDO_SECONDS
-        while not all(hit.is_undone for hit in self.course.hits) and time.monotonic() < deadline:
+        while not all(hit.is_undone for hit in self.episode.hits) and time.monotonic() < deadline:
             self._take(self._crew.exchange(_TICK_SECONDS))
-        self.course.seconds = self._seconds()
+        self.episode.seconds = self._seconds()
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self._signals.append(number)

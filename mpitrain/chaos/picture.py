@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from pathlib import Path
 
-from mpitrain.chaos.course import Course
+from mpitrain.chaos.episode import Episode
 from mpitrain.chaos.plan import KINDS
 from mpitrain.chaos.timeline import rate
 from mpitrain.errors import ConfigError
@@ -15,12 +15,12 @@ _MARKERS = dict(zip(KINDS, "oshDv", strict=True))
 _COLOURS = dict(zip(KINDS, ("tab:red", "tab:blue", "tab:orange", "tab:purple", "tab:brown"), strict=True))
 
 
-def draw(path: Path, course: Course, title: str) -> None:
+def draw(path: Path, episode: Episode, title: str) -> None:
     """Draw new steps per second over time, with a mark for each fault; below, how long the job took to go on.
 
     Args:
         path: of the picture; overwritten.
-        course: with at least two points.
+        episode: with at least two points.
         title: above it.
 
     Raises:
@@ -32,19 +32,19 @@ def draw(path: Path, course: Course, title: str) -> None:
     except ImportError as error:
         raise ConfigError(f"the picture needs matplotlib ({error}); pip install matplotlib") from None
 
-    end = course.points[-1].seconds
+    end = episode.points[-1].seconds
     width = max(1.0, end / _MOST_BARS)
     edges = [width * number for number in range(int(end / width) + 1)] + [end]
-    speeds = [_speed(course, left, right) for left, right in pairwise(edges)]
+    speeds = [_speed(episode, left, right) for left, right in pairwise(edges)]
     unit, scale = ("minutes", 60.0) if end > 300 else ("seconds", 1.0)
-    made = [hit for hit in course.hits if not hit.why_not]
+    made = [hit for hit in episode.hits if not hit.why_not]
 
     figure = Figure(figsize=(11, 6.5), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize="medium")
     speed, times = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     speed.stairs(speeds, [edge / scale for edge in edges], fill=True, color="tab:green", alpha=0.35)
-    if made and (undisturbed := rate(course.points, 0.0, made[0].seconds)):
+    if made and (undisturbed := rate(episode.points, 0.0, made[0].seconds)):
         speed.axhline(undisturbed, color="tab:green", linestyle="--", linewidth=1, label="before the first fault")
     for kind in dict.fromkeys(hit.fault.kind for hit in made):
         of_kind = [hit for hit in made if hit.fault.kind == kind]
@@ -70,13 +70,13 @@ def draw(path: Path, course: Course, title: str) -> None:
     figure.savefig(path, dpi=110, format="png")
 
 
-def _speed(course: Course, left: float, right: float) -> float:
+def _speed(episode: Episode, left: float, right: float) -> float:
     """Return the new steps per second in a part of the time."""
     tops = [0, 0]
-    for point in course.points:
+    for point in episode.points:
         if point.seconds <= left:
             tops[0] = max(tops[0], point.step)
         if point.seconds <= right:
             tops[1] = max(tops[1], point.step)
-    tops[0] = tops[0] or course.points[0].step
+    tops[0] = tops[0] or episode.points[0].step
     return (tops[1] - tops[0]) / (right - left) if right > left else 0.0

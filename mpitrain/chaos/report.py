@@ -1,4 +1,4 @@
-"""What chaos did to a job, and how the job took it: as numbers, and as text. Pure functions of a Course."""
+"""What chaos did to a job, and how the job took it: as numbers, and as text. Pure functions of a Episode."""
 
 from __future__ import annotations
 
@@ -7,40 +7,40 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mpitrain.chaos.course import Course, Hit
+from mpitrain.chaos.episode import Episode, Hit
 from mpitrain.chaos.timeline import kept, rate, samples_per_second
 
 # An undisturbed rate of less than this may be chance.
 _LEAST_SECONDS = 2.0
 
 
-def numbers(course: Course, job: str, options: Mapping[str, Any]) -> dict[str, Any]:
+def numbers(episode: Episode, job: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return all that is known, to be written as JSON; `options` are those that chaos ran with."""
-    made = [hit for hit in course.hits if not hit.why_not]
-    share, share_of_capacity = kept(course.points, [hit.seconds for hit in made])
-    steps = [point.step for point in course.points]
-    first = made[0].seconds if made else course.seconds
+    made = [hit for hit in episode.hits if not hit.why_not]
+    share, share_of_capacity = kept(episode.points, [hit.seconds for hit in made])
+    steps = [point.step for point in episode.points]
+    first = made[0].seconds if made else episode.seconds
     return {
         "job": job,
         **options,
-        "seconds": round(course.seconds, 1),
+        "seconds": round(episode.seconds, 1),
         "steps": [steps[0], max(steps)] if steps else [],
         "undisturbed_seconds": round(first, 1),
-        "undisturbed_steps_per_second": round(rate(course.points, 0.0, first), 3),
+        "undisturbed_steps_per_second": round(rate(episode.points, 0.0, first), 3),
         "throughput_kept": round(share, 4),
         "throughput_kept_of_capacity": round(share_of_capacity, 4),
-        "output_was_read": course.hears,
-        "faults": [_fault(course, hit) for hit in course.hits],
-        "kinds": {kind: _kind(course, [hit for hit in made if hit.fault.kind == kind]) for kind in _kinds(made)},
-        "has_ended": course.has_ended,
-        "error": course.error,
-        "left": course.left,
+        "output_was_read": episode.hears,
+        "faults": [_fault(episode, hit) for hit in episode.hits],
+        "kinds": {kind: _kind(episode, [hit for hit in made if hit.fault.kind == kind]) for kind in _kinds(made)},
+        "has_ended": episode.has_ended,
+        "error": episode.error,
+        "left": episode.left,
     }
 
 
-def is_good(course: Course) -> bool:
+def is_good(episode: Episode) -> bool:
     """Return whether the job has ended well, and nothing of it is left."""
-    return course.has_ended and not course.error and not any(course.left.values())
+    return episode.has_ended and not episode.error and not any(episode.left.values())
 
 
 def text(report: Mapping[str, Any]) -> str:
@@ -52,10 +52,12 @@ def text(report: Mapping[str, Any]) -> str:
     lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines.append("")
     for kind, summary in report["kinds"].items():
-        named = f", named {summary['named']} of {summary['to_name']}" if report["output_was_read"] else ""
+        named = ""
+        if report["output_was_read"] and summary["to_name"]:
+            named = f", named {summary['named']} of {summary['to_name']}"
         times = ""
         if summary["median_seconds"] is not None:
-            times = f": {summary['median_seconds']:.2f} s in the middle, {summary['worst_seconds']:.2f} s at worst"
+            times = f": {summary['median_seconds']:.2f} s in the median, {summary['worst_seconds']:.2f} s at worst"
         lines.append(f"{kind}: the job went on after {summary['went_on']} of {summary['count']}{times}{named}")
     if not report["output_was_read"]:
         lines.append("culprits: the launcher's output is no file, so it is not known what it named (`2> FILE`)")
@@ -84,55 +86,55 @@ def _row(fault: Mapping[str, Any]) -> tuple[str, ...]:
     after = "-" if went_on is None else f"{went_on:.2f} s"
     if fault["from_step"]:
         after += f" from step {fault['from_step']}, {fault['repeated_steps']} again"
-    what = f"left out: {fault['why_not']}" if fault["why_not"] else fault["what"]
+    deed = f"left out: {fault['why_not']}" if fault["why_not"] else fault["deed"]
     before = f"{fault['steps_per_second_before']:.2f}"
     at = f"{fault['seconds']:.1f} s"
-    return str(fault["number"]), at, fault["kind"], fault["victim"] or "-", what, after, before, fault["named"] or "-"
+    return str(fault["number"]), at, fault["kind"], fault["victim"] or "-", deed, after, before, fault["named"] or "-"
 
 
-def _fault(course: Course, hit: Hit) -> dict[str, Any]:
-    begin, end = _quiet(course, hit)
+def _fault(episode: Episode, hit: Hit) -> dict[str, Any]:
+    begin, end = _quiet(episode, hit)
     went_on = hit.went_on
-    until = hit.seconds + went_on.seconds if went_on is not None else course.seconds
+    until = hit.seconds + went_on.seconds if went_on is not None else episode.seconds
     return {
         "number": hit.fault.number,
         "kind": hit.fault.kind,
         "planned_seconds": round(hit.fault.seconds, 2),
         "seconds": round(hit.seconds, 2),
         "victim": hit.victim,
-        "what": hit.what,
+        "deed": hit.deed,
         "why_not": hit.why_not,
         "went_on_seconds": None if went_on is None else round(went_on.seconds, 3),
         "from_step": went_on.from_step if went_on is not None else 0,
         "repeated_steps": went_on.repeated_steps if went_on is not None else 0,
-        "steps_per_second_before": round(rate(course.points, begin, end), 3),
-        "steps_per_second_during": round(rate(course.points, hit.seconds, until), 3),
-        "samples_per_second_before": round(samples_per_second(course.points, begin, end), 1),
-        "samples_per_second_during": round(samples_per_second(course.points, hit.seconds, until), 1),
-        "named": _named(course, hit),
+        "steps_per_second_before": round(rate(episode.points, begin, end), 3),
+        "steps_per_second_during": round(rate(episode.points, hit.seconds, until), 3),
+        "samples_per_second_before": round(samples_per_second(episode.points, begin, end), 1),
+        "samples_per_second_during": round(samples_per_second(episode.points, hit.seconds, until), 1),
+        "named": _named(episode, hit),
     }
 
 
-def _quiet(course: Course, hit: Hit) -> tuple[float, float]:
+def _quiet(episode: Episode, hit: Hit) -> tuple[float, float]:
     """Return the time before a fault in which the job had gone on after the one before."""
     begin = 0.0
-    for other in course.hits[: course.hits.index(hit)]:
+    for other in episode.hits[: episode.hits.index(hit)]:
         if other.went_on is not None:
             begin = other.seconds + other.went_on.seconds
     return begin, hit.seconds
 
 
-def _lines(course: Course, hit: Hit) -> list[str]:
+def _lines(episode: Episode, hit: Hit) -> list[str]:
     """Return what the launcher said between this fault and the next one."""
-    later = [other.seconds for other in course.hits if other.seconds > hit.seconds and not other.why_not]
-    return [line for seconds, line in course.said if hit.seconds <= seconds < min(later, default=float("inf"))]
+    later = [other.seconds for other in episode.hits if other.seconds > hit.seconds and not other.why_not]
+    return [line for seconds, line in episode.said if hit.seconds <= seconds < min(later, default=float("inf"))]
 
 
-def _named(course: Course, hit: Hit) -> str:
+def _named(episode: Episode, hit: Hit) -> str:
     """Return the first line in which the launcher named the victim; "": none did."""
     if hit.why_not:
         return ""
-    for line in _lines(course, hit):
+    for line in _lines(episode, hit):
         ranks = {int(number) for words in re.findall(r"\branks? (\d[\d, -]*)", line) for number in _numbers(words)}
         if hit.rank in ranks if hit.rank is not None else re.search(rf"\b{re.escape(hit.host)}\b", line):
             return line.strip()
@@ -153,7 +155,7 @@ def _kinds(hits: Sequence[Hit]) -> list[str]:
     return list(dict.fromkeys(hit.fault.kind for hit in hits))
 
 
-def _kind(course: Course, hits: Sequence[Hit]) -> dict[str, Any]:
+def _kind(episode: Episode, hits: Sequence[Hit]) -> dict[str, Any]:
     """Return how the job took all faults of a kind. It must name a victim if the fault made it start again."""
     times = [hit.went_on.seconds for hit in hits if hit.went_on is not None]
     to_name = [hit for hit in hits if hit.fault.kind == "rank" or (hit.went_on is not None and hit.went_on.from_step)]
@@ -163,5 +165,5 @@ def _kind(course: Course, hits: Sequence[Hit]) -> dict[str, Any]:
         "median_seconds": round(statistics.median(times), 3) if times else None,
         "worst_seconds": round(max(times), 3) if times else None,
         "to_name": len(to_name),
-        "named": sum(bool(_named(course, hit)) for hit in to_name),
+        "named": sum(bool(_named(episode, hit)) for hit in to_name),
     }

@@ -6,7 +6,7 @@ Pythons. It touches only processes that carry the launcher in their environment.
     chaos: {"launcher": ..., "folder": ...}, the wish   saboteur: {"greeting": {"hears", "disk"}}, see `_greet`
     chaos: {"look": 1}: look closely for a while        saboteur: {"ranks": [view of a rank...], "launcher": alive?}
                                                         saboteur: {"said": [line of the launcher...]}
-    chaos: {"fault": number, "kind", "token", "rank",   saboteur: {"done": number, "what", "step"}, then
+    chaos: {"fault": number, "kind", "token", "rank",   saboteur: {"done": number, "deed", "step"}, then
             "seconds"}                                            {"undone": number}; or {"refused": number, "why"}
     chaos: {"undo": 1}                                  saboteur: {"undone": number} if there was anything to undo
     chaos: {"end": 1}                                   saboteur: {"left": [text...]}: what is left of the job here
@@ -153,8 +153,8 @@ class Saboteur:
         if self._said >= 0:
             text = os.read(self._said, 1 << 16).decode(errors="replace")
             *lines, self._line = (self._line + text).split("\n")
-            if ours := [line for line in lines if "mpitrain: " in line]:
-                send({"said": ours})
+            if marked := [line for line in lines if "mpitrain: " in line]:
+                send({"said": marked})
 
     def _obey(self, order: dict[str, Any]) -> None:
         if "look" in order:
@@ -180,7 +180,7 @@ class Saboteur:
                 return why
             filler = str(Path(self._folder, _FILLER))
             self._outage = Outage(number, lambda: _fill(filler), lambda: remove(filler), seconds)
-            send({"done": number, "what": f"{self._folder} filled for {seconds:g} s", "step": 0})
+            send({"done": number, "deed": f"{self._folder} filled for {seconds:g} s", "step": 0})
             return ""
         hit = [at for at in ([rank] if rank is not None else self._ranks) if at in self._ranks]
         pids = (
@@ -190,19 +190,19 @@ class Saboteur:
         if not pids:
             return "the process has ended before"
         if kind == "rank":
-            what = f"process {pids[0]} killed"
+            deed = f"process {pids[0]} killed"
             os.kill(pids[0], signal.SIGKILL)
             deadline = time.monotonic() + _DIE_SECONDS
             while process_state(pids[0]) not in ("Z", "X", "gone") and time.monotonic() < deadline:
                 time.sleep(0.001)
         else:
-            what = f"{len(pids)} process{'es' * (len(pids) > 1)} stopped for {seconds:g} s"
+            deed = f"{len(pids)} process{'es' * (len(pids) > 1)} stopped for {seconds:g} s"
             self._outage = Outage(
                 number, lambda: self._signal(pids, "STOP"), lambda: self._signal(pids, "CONT"), seconds
             )
             time.sleep(_FAST_LOOK_SECONDS)
         records = self._records()
-        send({"done": number, "what": what, "step": min((records[at].step for at in hit if at in records), default=0)})
+        send({"done": number, "deed": deed, "step": min((records[at].step for at in hit if at in records), default=0)})
         return ""
 
     def _signal(self, pids: list[int], name: str) -> None:

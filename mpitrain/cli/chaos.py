@@ -17,7 +17,7 @@ from mpitrain.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from mpitrain.chaos.course import Course
+    from mpitrain.chaos.episode import Episode
     from mpitrain.chaos.plan import Fault
     from mpitrain.chaos.sites import Site
 
@@ -85,8 +85,8 @@ def run(arguments: argparse.Namespace) -> int:
         pause = arguments.every / 4
         conductor = Conductor(crew, faults, hold_seconds=arguments.hold, pause_seconds=pause, apart=apart, say=_say)
         conductor.run()
-    _report(conductor.course, arguments, folder)
-    return 128 + conductor.interrupted if conductor.interrupted else int(not is_good(conductor.course))
+    _report(conductor.episode, arguments, folder)
+    return 128 + conductor.interrupted if conductor.interrupted else int(not is_good(conductor.episode))
 
 
 def _check(arguments: argparse.Namespace, kinds: Sequence[str]) -> None:
@@ -126,21 +126,21 @@ def _show(faults: itertools.islice[Fault], arguments: argparse.Namespace, site: 
         print("and so on, until the job ends")
 
 
-def _report(course: Course, arguments: argparse.Namespace, folder: Path) -> None:
+def _report(episode: Episode, arguments: argparse.Namespace, folder: Path) -> None:
     """Write and print the report."""
     from mpitrain.chaos.picture import draw
     from mpitrain.chaos.report import numbers, text
 
     names = ("every", "faults", "seed", "count", "hold")
-    report = numbers(course, arguments.job, {name: getattr(arguments, name) for name in names})
+    report = numbers(episode, arguments.job, {name: getattr(arguments, name) for name in names})
     (folder / "chaos.json").write_text(json.dumps(report, indent=1) + "\n")
     (folder / "chaos.txt").write_text(text(report))
     print(text(report), end="")
-    if len(course.points) < 2:
+    if len(episode.points) < 2:
         return
     try:
         title = f"job {arguments.job}: {report['throughput_kept']:.1%} of the undisturbed throughput"
-        draw(folder / "chaos.png", course, title)
+        draw(folder / "chaos.png", episode, title)
     except ConfigError as error:
         print(f"no picture: {error}")
     print(f"report: {folder}")

@@ -1,4 +1,4 @@
-"""The report and the picture of a course."""
+"""The report and the picture of a episode."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mpitrain.chaos.course import Course, Hit
+from mpitrain.chaos.episode import Episode, Hit
 from mpitrain.chaos.picture import draw
 from mpitrain.chaos.plan import Fault
 from mpitrain.chaos.report import is_good, numbers, text
@@ -16,7 +16,7 @@ from mpitrain.chaos.timeline import Point, WentOn
 TRY = "mpitrain: try 1 of 5 failed at step 21: rank 2 on b was killed by signal 9; starting again on a, b"
 
 
-def course() -> Course:
+def episode() -> Episode:
     """2 steps/s; a rank is killed at 10 s, which costs 4 s and a step; a freeze at 20 s that nobody names."""
     seen = [Point(float(second), 1, 1, 1 + 2 * second, 4, 64.0) for second in range(11)]
     seen += [Point(float(second), 2, 20, 20 + 2 * (second - 14), 4, 64.0) for second in range(14, 31)]
@@ -25,7 +25,7 @@ def course() -> Course:
     frozen = Hit(Fault(2, 20.0, "freeze", 0.1, True), 20.0, None, "a", 2, 32, "3 processes stopped for 1 s")
     frozen.went_on = WentOn(1.5)
     absent = Hit(Fault(3, 25.0, "rank", 0.1, False), 25.0, None, "", 2, why_not="no rank is there")
-    return Course(
+    return Episode(
         points=seen,
         hits=[killed, frozen, absent],
         said=[(1.0, "mpitrain: rank 2 waits"), (10.2, TRY)],
@@ -37,7 +37,7 @@ def course() -> Course:
 
 
 def test_numbers() -> None:
-    report = numbers(course(), "1a2b", {"seed": 1})
+    report = numbers(episode(), "1a2b", {"seed": 1})
     assert json.loads(json.dumps(report)) == report
     assert (report["job"], report["seed"], report["steps"]) == ("1a2b", 1, [1, 52])
     assert report["undisturbed_steps_per_second"] == 2.0
@@ -63,24 +63,24 @@ def test_numbers() -> None:
     ],
 )
 def test_who_is_named(line: str, is_named: bool) -> None:
-    seen = course()
+    seen = episode()
     seen.said = [(10.2, line)]
     assert bool(numbers(seen, "1a2b", {})["faults"][0]["named"]) == is_named
 
 
 def test_text() -> None:
-    seen = course()
+    seen = episode()
     said = text(numbers(seen, "1a2b", {}))
     assert "4.50 s from step 20, 1 again" in said
     assert "left out: no rank is there" in said
-    assert "rank: the job went on after 1 of 1: 4.50 s in the middle, 4.50 s at worst, named 1 of 1\n" in said
+    assert "rank: the job went on after 1 of 1: 4.50 s in the median, 4.50 s at worst, named 1 of 1\n" in said
     assert "kept: 85.0%" in said
     assert said.endswith("the job has reached its end\nleft behind: nothing\n")
     seen.error, seen.left, seen.hears = "rank 1 on a did not reach its end", {"a": ["/dev/shm/x"]}, False
     said = text(numbers(seen, "1a2b", {}))
     assert "culprits: the launcher's output is no file" in said
     assert said.endswith("the job has failed: rank 1 on a did not reach its end\nleft behind:\n    a: /dev/shm/x\n")
-    assert "the job goes on; all faults are undone" in text(numbers(Course(), "1a2b", {}))
+    assert "the job goes on; all faults are undone" in text(numbers(Episode(), "1a2b", {}))
 
 
 def test_what_is_good() -> None:
@@ -90,12 +90,12 @@ def test_what_is_good() -> None:
         ({"left": {"a": ["x"]}}, False),
         ({"has_ended": False}, False),
     ):
-        seen = course()
+        seen = episode()
         vars(seen).update(change)
         assert is_good(seen) == is_so
 
 
 def test_picture(tmp_path: Path) -> None:
     picture = tmp_path / "chaos.png"
-    draw(picture, course(), "job 1a2b")
+    draw(picture, episode(), "job 1a2b")
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"

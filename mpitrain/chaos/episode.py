@@ -19,7 +19,7 @@ class Hit:
         host: where.
         attempt: the job's attempt that it hit.
         step: the last step that the victim had begun; None: not known yet.
-        what: what was done.
+        deed: what was done.
         why_not: why nothing was done; "": it was done.
         is_undone: nothing of it is in force.
         went_on: how the job went on; None: it has not.
@@ -31,7 +31,7 @@ class Hit:
     host: str
     attempt: int
     step: int | None = None
-    what: str = ""
+    deed: str = ""
     why_not: str = ""
     is_undone: bool = True
     went_on: WentOn | None = None
@@ -43,7 +43,7 @@ class Hit:
 
 
 @dataclass
-class Course:
+class Episode:
     """What was seen of a job under chaos.
 
     Attributes:
