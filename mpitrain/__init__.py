@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from mpitrain.training.optimizers import AdamW as AdamW
     from mpitrain.training.optimizers import Sgd as Sgd
     from mpitrain.training.parts import Parts as Parts
+    from mpitrain.training.run_event import RunEvent as RunEvent
     from mpitrain.training.schedules import constant as constant
     from mpitrain.training.schedules import warmup_cosine as warmup_cosine
     from mpitrain.training.step import Step as Step
@@ -102,6 +103,7 @@ _HOME = {
     "Prefetch": "training.data.prefetch",
     "Reading": "training.meters.meter",
     "Record": "training.hooks.record",
+    "RunEvent": "training.run_event",
     "Sgd": "training.optimizers",
     "Step": "training.step",
     "StopAfter": "training.hooks.stop",

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Draw; returns the exit code."""
     from mpitrain.training.plot import plot
-    from mpitrain.training.writers.json_lines import FILE, read_rows
+    from mpitrain.training.writers.json_lines import FILE, read_events, read_rows
 
     path = arguments.directory / FILE
     if not path.is_file():
@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise DataError(f"{path} has no row yet")
     picture = path.with_suffix(".png")
     try:
-        plot(picture, rows, str(arguments.directory))
+        plot(picture, rows, str(arguments.directory), read_events(path))
     except OSError as error:
         raise MpitrainError(f"cannot write {picture}: {error}") from None
     print(f"{picture}: {len(rows)} rows, steps {rows[0]['step']:.0f} to {rows[-1]['step']:.0f}")

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from mpitrain.job.failure import end_job, farewell
-from mpitrain.job.recovery import Recovery
+from mpitrain.job.recovery import LostRanks, Recovery
 from mpitrain.world import World
 
 
@@ -52,7 +52,7 @@ class Job:
         if arguments.exc_type is not SystemExit:
             self._uncaught(arguments.exc_type, arguments.exc_value, arguments.exc_traceback)
 
-    def recover(self, go_on: Callable[[World], None], keep: object = None) -> None:
+    def recover(self, go_on: Callable[[World], None], keep: object = None) -> LostRanks:
         """Go on in a World without the lost ranks. See Recovery.recover."""
         assert self.recovery is not None
 
@@ -60,7 +60,7 @@ class Job:
             self.world = world
             go_on(world)
 
-        self.recovery.recover(enter, keep)
+        return self.recovery.recover(enter, keep)
 
     def _at_exit(self) -> None:
         if os.getpid() != self._process:

@@ -21,7 +21,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -39,6 +39,21 @@ if TYPE_CHECKING:
 
 # An error may come before MPI has heard of the loss that has caused it: the memory of a process is gone at once.
 _NEWS_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class LostRanks:
+    """What was lost, before the others went on.
+
+    Attributes:
+        text: as in "rank 2 on lab1 was lost".
+        ranks: by their numbers in the job.
+        seconds: the time on this rank from its notice of the loss until all ranks that are left were ready to go on.
+    """
+
+    text: str
+    ranks: tuple[int, ...]
+    seconds: float
 
 
 class Recovery:
@@ -102,8 +117,8 @@ class Recovery:
             time.sleep(0.001)
         return False
 
-    def recover(self, go_on: Callable[[World], None], keep: Any = None) -> World:
-        """Make a World of the ranks that are left, and have each of them `go_on` in it. Return that World.
+    def recover(self, go_on: Callable[[World], None], keep: Any = None) -> LostRanks:
+        """Make a World of the ranks that are left, and have each of them `go_on` in it. Return what was lost.
 
         Every rank that is left calls this, after `abandon`. If another rank is lost
         meanwhile, `go_on` is called again with another World.
@@ -134,8 +149,12 @@ class Recovery:
                 break
             self.abandon()
         self._has_agreed = False
-        self._tell(old, time.monotonic() - began)
-        return self.world
+        loss = self._loss(old, time.monotonic() - began)
+        if self.world.is_root:
+            left = rank_ranges(self.world.control.members)
+            ranks = f"rank{'s' * (self.world.size > 1)} {left}"
+            os.write(2, f"mpitrain: {loss.text}; {ranks} went on after {loss.seconds:.2f} s\n".encode())
+        return loss
 
     def finish(self) -> None:
         """End MPI, if it can be ended: after the loss of a rank MPI_Finalize of Open MPI may wait for ever (#11404)."""
@@ -172,8 +191,7 @@ class Recovery:
 
     def _members(self) -> Sequence[int]:
         """The numbers in the job of the ranks of the newest communicator."""
-        everyone = _mpi().COMM_WORLD.group
-        return [int(rank) for rank in self._base.group.Translate_ranks(list(range(self._base.size)), everyone)]
+        return numbers_in_job(self._base.Get_group())
 
     def _next_world(self, old: World) -> World:
         with _waiting("make the next World"):
@@ -185,31 +203,33 @@ class Recovery:
 
     def _failed(self) -> list[int]:
         """The ranks that MPI knows to be lost, by their numbers in the job."""
-        group = self._base.Get_failed()
-        ranks = _mpi().COMM_WORLD.group
-        failed = [int(rank) for rank in group.Translate_ranks(list(range(group.size)), ranks)] if group.size else []
-        group.Free()
-        return failed
+        return numbers_in_job(self._base.Get_failed())
 
     def _lost_text(self) -> str:
         control = self.world.control
         names = [control.name(control.members.index(rank)) for rank in self._failed() if rank in control.members]
         return (
-            f"{control.name()}: {' and '.join(names) or 'a rank'} has been lost; a Trainer and a loop in mt.elastic go "
-            "on without it"
+            f"{control.name()}: {' and '.join(names) or 'a rank'} has been lost; Trainer.run and a loop in mt.elastic "
+            "go on without it, other code does not"
         )
 
-    def _tell(self, old: World, seconds: float) -> None:
-        if not self.world.is_root:
-            return
+    def _loss(self, old: World, seconds: float) -> LostRanks:
         members = old.control.members
-        gone = [old.name(place) for place, rank in enumerate(members) if rank in self.lost]
-        left = rank_ranges(self.world.control.members)
-        os.write(
-            2,
-            f"mpitrain: {' and '.join(gone)} {'was' if len(gone) == 1 else 'were'} lost; rank"
-            f"{'s' * (self.world.size > 1)} {left} went on after {seconds:.2f} s\n".encode(),
-        )
+        places = [place for place, rank in enumerate(members) if rank in self.lost]
+        names = " and ".join(old.name(place) for place in places)
+        text = f"{names} {'was' if len(places) == 1 else 'were'} lost"
+        return LostRanks(text, tuple(members[place] for place in places), seconds)
+
+
+def numbers_in_job(group: MPI.Group) -> list[int]:
+    """The numbers in the job of a group's ranks. The group is freed."""
+    everyone = _mpi().COMM_WORLD.Get_group()
+    try:
+        here = list(range(group.size))
+        return [int(rank) for rank in group.Translate_ranks(here, everyone)] if here else []
+    finally:
+        everyone.Free()
+        group.Free()
 
 
 @contextmanager

@@ -100,7 +100,11 @@ class _Run:
         self._is_here, self._own, self._host_of = job.placement.is_here, job.placement.own, job.placement.host_of
         self._trouble: list[str] = []  # why the launcher ended the job
         self._printer = Printer(
-            self._command.tag, job.placement.num_ranks, job.shows_ranks, shows_bar=job.context.columns > 0
+            self._command.tag,
+            job.placement.num_ranks,
+            job.shows_ranks,
+            shows_bar=job.context.columns > 0,
+            recovers=bool(job.context.recover),
         )
         self._signals: list[int] = []  # signals to this process
         self._kill_at = float("inf")

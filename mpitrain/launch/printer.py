@@ -16,6 +16,8 @@ Stream = Literal["stdout", "stderr"]
 
 _INFINITY = float("inf")
 _TO_MARGIN = b"\r\x1b[K"  # also clears the line
+# Open MPI writes this of a collective that the loss of a rank has ended. `--recover` says itself what happened.
+_NOISE_OF_LOSS = re.compile(rb"NBC_Progress: an error -?\d+ was found during schedule .* - aborting the schedule.*")
 _STYLE = re.compile(rb"\x1b\[[0-9;]*m")
 
 
@@ -95,11 +97,27 @@ class _BottomLine:
 class Printer:
     """Prints the output of mpiexec's two pipes, each line with its ranks in front."""
 
-    def __init__(self, tag: Tag, num_ranks: int, shows_ranks: bool = True, shows_bar: bool = False) -> None:
-        """`shows_ranks`: print ranks in front of each line; `shows_bar`: stdout is a terminal, and ranks know it."""
+    def __init__(
+        self,
+        tag: Tag,
+        num_ranks: int,
+        shows_ranks: bool = True,
+        shows_bar: bool = False,
+        *,
+        recovers: bool = False,
+    ) -> None:
+        """
+        Args:
+            tag: the form of mpiexec's tags.
+            num_ranks: the number of ranks of the job.
+            shows_ranks: print ranks in front of each line.
+            shows_bar: stdout is a terminal, and the ranks know it.
+            recovers: the job goes on behind the loss of a rank. What MPI itself writes of a loss is left out.
+        """
         self.first_failure = FirstFailure()
         self.mpiexec_said = b""  # only the end of it
         self._shows_ranks = shows_ranks and num_ranks > 1
+        self._recovers = recovers
         streams: tuple[Stream, Stream] = ("stdout", "stderr")
         self._files: dict[Stream, BinaryIO] = {"stdout": sys.stdout.buffer, "stderr": sys.stderr.buffer}
         self._decoders = {stream: TagDecoder(tag) for stream in streams}
@@ -156,7 +174,8 @@ class Printer:
         if rank == MPIEXEC:
             self.mpiexec_said = (self.mpiexec_said + text)[-4096:]
         for piece in self._cutters[stream].feed(now, rank, text):
-            self._mergers[stream].feed(now, rank, piece)
+            if not (self._recovers and _NOISE_OF_LOSS.match(piece.text)):
+                self._mergers[stream].feed(now, rank, piece)
 
     def _print(self, stream: Stream, ranks: tuple[int, ...], piece: OutputPiece) -> None:
         if self._bar is not None and piece.end == b"\r" and BAR_START in piece.text:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mpitrain.cuda.shortage import memory_explained
+from mpitrain.training.checkpoint.parts import add_up
 from mpitrain.training.parts import Parts
 from mpitrain.world import World
 
@@ -48,6 +49,21 @@ class Built:
         parts.data.restore(state["data"])
         parts.strategy.restore(state["strategy"])
         parts.adapter.restore(state["adapter"])
+
+    def restore_own(self, world: World, own: dict[str, Any]) -> None:
+        """Go on from what `own_state` of the strategy gave on this rank, in this World or another one. Collective.
+
+        If the ranks are placed as they were then, everything stays with its rank. Otherwise it goes into the means of
+        the next step.
+        """
+        assert self.parts is not None
+        strategy = self.parts.strategy
+        is_placed_alike = own.get("place") == strategy.own_state().get("place")
+        if not all(world.allgather(is_placed_alike)):
+            total: dict[str, Any] = {}
+            add_up(total, own)
+            own = total
+        strategy.restore_own(own)
 
     def close(self) -> None:
         """Give back communicators, threads and memory. Collective, except in a broken World."""

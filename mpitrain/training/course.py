@@ -21,6 +21,7 @@ from mpitrain.job.recovery import Recovery
 from mpitrain.training.built import Built
 from mpitrain.training.hooks.hook import Hook
 from mpitrain.training.hooks.named import restore_all, states_of
+from mpitrain.training.run_event import RunEvent
 from mpitrain.world import World
 
 if TYPE_CHECKING:
@@ -93,8 +94,9 @@ class Course:
         self._stage = _STEP
 
     def _make_step(self) -> None:
-        self._cursor = self._trainer.data.state() if self._recovery else {}
         trainer = self._trainer
+        if self._recovery:  # the exchange changes both
+            self._before = trainer.data.state(), trainer.strategy.own_state()
         self._made: Step = trainer.step()
         self._come_to(_AFTER_STEP)
 
@@ -132,6 +134,7 @@ class Course:
 
     def _go_through(self, stage: Callable[[], None]) -> None:
         """Go through a stage. If a rank is lost in it, go on in the next World."""
+        trainer = self._trainer
         try:
             stage()
         except Exception as error:
@@ -139,20 +142,27 @@ class Course:
             if recovery is None or not recovery.is_loss(error):
                 raise
             recovery.abandon()
-            # A copy: `build` may make the next parts of the same arrays.
-            state = deepcopy(self._built.state()) if self._stage > _BUILD else {}
+            state: dict[str, Any] = {}
+            own: dict[str, Any] = {}
+            if self._stage > _BUILD:
+                # A copy: `build` may make the next parts of the same arrays.
+                state, own = deepcopy(self._built.state()), trainer.strategy.own_state()
             if self._stage == _STEP:
-                state["data"] = self._cursor
+                state["data"], own = self._before
             kept = self._built.parts
             self._built.close()
-            self._job.recover(lambda world: self._go_on(world, state), kept)
+            loss = self._job.recover(lambda world: self._go_on(world, state, own), kept)
+            trainer.tell(
+                RunEvent(trainer.step_number, loss.text, "ranks", loss.ranks, trainer.world.size, loss.seconds)
+            )
 
-    def _go_on(self, world: World, state: Mapping[str, Any]) -> None:
+    def _go_on(self, world: World, state: Mapping[str, Any], own: dict[str, Any]) -> None:
         self._built.close()  # what was made in an attempt in which another rank was lost
         self._stage = min(world.allgather(self._stage))
         self._begin(world)
         if self._stage > _BUILD:
             self._built.restore(state)
+            self._built.restore_own(world, own)
         trainer = self._trainer
         if self._stage > _BEGIN:
             for hook in trainer.hooks:

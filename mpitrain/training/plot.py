@@ -4,22 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from mpitrain.errors import ConfigError
+from mpitrain.training.run_event import RunEvent
 from mpitrain.training.writers.json_lines import RESUMED_AFTER
 
 # Where the run is; not drawn over the steps. RESUMED_AFTER is drawn as a line.
 _PLACES = {"step", "epoch", "samples", "seconds", RESUMED_AFTER}
 _SHARE = "communication_share"
+# Of the lines where the training went on after a fault, by the source of its state.
+_COLORS = {"ranks": "tab:red", "memory": "tab:purple", "disk": "tab:brown"}
+_MOST_TEXTS = 8
 
 
-def plot(path: Path, rows: Sequence[Mapping[str, float]], title: str) -> None:
-    """Loss, throughput, communication share and every other metric over the steps; a dashed line where a run resumed.
+def plot(path: Path, rows: Sequence[Mapping[str, float]], title: str, events: Sequence[RunEvent] = ()) -> None:
+    """Loss, throughput, communication share and every other metric over the steps.
+
+    A dashed line marks each step after which a run resumed, and after which the training went on after a fault.
 
     Args:
         path: of the picture; overwritten.
         rows: of a record, at least one. What they have not got of the first three is said in the picture.
         title: above it.
+        events: of the record.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -46,6 +54,7 @@ def plot(path: Path, rows: Sequence[Mapping[str, float]], title: str) -> None:
         for step in resumed:
             label_once = "resumed" if step == resumed[0] else None
             axes.axvline(step, color="gray", linestyle="--", linewidth=1, label=label_once)
+        _mark(axes, events, has_texts=axes is places[0] and len(events) <= _MOST_TEXTS)
         alone = len(names) == 1 and label == names[0].rpartition(" ")[2]
         axes.set(ylabel=(names[0] if alone else label).replace("_", " "))
         if names == [_SHARE]:
@@ -79,6 +88,19 @@ def _panels(rows: Sequence[Mapping[str, float]]) -> dict[str, list[str]]:
         if name not in ("loss", speed, _SHARE):
             panels.setdefault(name.rpartition(" ")[2], []).append(name)
     return panels
+
+
+def _mark(axes: Any, events: Sequence[RunEvent], *, has_texts: bool) -> None:
+    """A line for each event. The legend counts the events of each source."""
+    for source, color in _COLORS.items():
+        steps = [event.after_step for event in events if event.source == source]
+        for step in steps:
+            label = f"went on, from {source}: {len(steps)}" if step == steps[0] else None
+            axes.axvline(step, color=color, linestyle="--", linewidth=1, label=label)
+    for event in events if has_texts else ():
+        text = f" {event.text}, {event.seconds:.2g} s"
+        place = {"xycoords": axes.get_xaxis_transform(), "rotation": 90, "ha": "right", "va": "bottom"}
+        axes.annotate(text, (event.after_step, 0), fontsize="xx-small", color=_COLORS[event.source], **place)
 
 
 def _draw(axes: object, rows: Sequence[Mapping[str, float]], name: str) -> None:

@@ -11,12 +11,12 @@ from mpitrain.cuda.streams import wait_for_work
 from mpitrain.errors import CheckpointError, ConfigError, NonFiniteError, everywhere
 from mpitrain.job.start import init, the_job
 from mpitrain.training.built import Built
-from mpitrain.training.checkpoint.parts import add_up
 from mpitrain.training.course import Course
 from mpitrain.training.hooks.hook import Hook
 from mpitrain.training.hooks.named import refuse_others, restore_all, states_of
 from mpitrain.training.non_finite import located
 from mpitrain.training.parts import Parts
+from mpitrain.training.run_event import RunEvent
 from mpitrain.training.step import Step
 from mpitrain.verify.observe import observed
 from mpitrain.watching.activity import own_activity
@@ -87,12 +87,7 @@ class Trainer:
         self._built.close()
         self._begin(world)
         self._built.restore(state)
-        is_placed_alike = own.get("place") == self.strategy.own_state().get("place")
-        if not all(world.allgather(is_placed_alike)):
-            total: dict[str, Any] = {}
-            add_up(total, own)
-            own = total
-        self.strategy.restore_own(own)
+        self._built.restore_own(world, own)
         if self._course.is_running:
             for hook in self.hooks:
                 hook.world_changed(self)
@@ -139,10 +134,16 @@ class Trainer:
         if self._activity:
             self._activity.report(metrics)
 
+    def tell(self, event: RunEvent) -> None:
+        """Tell the hooks that the training has gone on after a fault. Every rank makes the same call."""
+        for hook in self.hooks:
+            hook.went_on(self, event)
+
     def step(self) -> Step:
         """Make one step: batch, gradients, exchange, update.
 
         Raises:
+            LostRankError: a rank has been lost. Only `run` goes on behind that.
             GradientError: as for `run`. For NaN and infinity, the error names rank, parameter and step, and says
                 whether loss, batch and parameters were finite on all ranks.
         """

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from mpitrain import RunEvent
 from mpitrain.cli import main
 
 ROWS = [
@@ -91,6 +92,28 @@ def test_every_metric_and_where_it_resumed(tmp_path: Path, monkeypatch: pytest.M
     assert [text.get_text() for text in panels["samples/s"].texts] == ["not recorded"]
     drawn_lines = [line.get_label() for line in panels["accuracy"].lines[:-1]]
     assert drawn_lines == ["accuracy", "test accuracy", "resumed"]
+
+
+def test_where_it_went_on_after_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = drawn(monkeypatch)
+    faults = [(3, "ranks", "rank 2 was lost"), (4, "ranks", "rank 0 was lost"), (5, "memory", "b fell silent")]
+    events = {
+        step: RunEvent(step, text, source, (), 2, seconds=0.25).plain()  # type: ignore[arg-type]
+        for step, source, text in faults
+    }
+    rows = [
+        {"step": step, "loss": 1.0, "samples_per_second": 5.0, "communication_share": 0.5}
+        | ({"events": [events[step - 1]]} if step - 1 in events else {})
+        for step in range(1, 9)
+    ]
+    assert main(["plot", str(record(tmp_path, rows))]) == 0
+    losses, speeds, _ = figures[0].axes
+    for axes in (losses, speeds):
+        assert [list(line.get_xdata()) for line in axes.lines[1:]] == [[3, 3], [4, 4], [5, 5]]
+    labels = [text.get_text() for text in losses.get_legend().get_texts()]
+    assert labels == ["loss", "went on, from ranks: 2", "went on, from memory: 1"]
+    assert [text.get_text() for text in losses.texts] == [f" {text}, 0.25 s" for _, _, text in faults]
+    assert not speeds.texts
 
 
 def test_what_cannot_be_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

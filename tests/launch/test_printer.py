@@ -33,6 +33,15 @@ def test_prefixes(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     assert err == b"[0,2] c\nown words\n"
 
 
+def test_what_open_mpi_writes_of_a_loss(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    noise = b"NBC_Progress: an error 75 was found during schedule 0x1f at row-offset 48 - aborting the schedule\n"
+    for recovers in (True, False):
+        printer = Printer(TAG, 2, recovers=recovers)
+        printer.feed(0.0, "stderr", b"<0>a\n<1>" + noise + b"<0>b\n")
+        printer.close()
+        assert (noise in capfdbinary.readouterr().err) is not recovers
+
+
 def test_one_rank_has_no_prefix(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     assert printed(capfdbinary, 1, ("stdout", b"<0>a\n"), ("stdout", b"<0>no end"))[0] == b"a\nno end\n"
 

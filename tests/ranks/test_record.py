@@ -63,7 +63,7 @@ class InMemory:
     def open(self, after_step: int) -> None:
         self.rows = [row for row in self.rows if row["step"] <= after_step]
 
-    def write(self, row: Any) -> None:
+    def write(self, row: Any, events: Any = ()) -> None:
         self.rows.append(dict(row))
 
     def close(self) -> None: ...

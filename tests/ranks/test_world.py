@@ -57,6 +57,20 @@ def test_communicators_are_private(world: World) -> None:
     assert MPI.Comm.Compare(world.comm, world.objects) == MPI.CONGRUENT
 
 
+def test_the_ranks_of_a_group_have_their_numbers_and_the_group_is_freed(world: World) -> None:
+    from mpi4py import MPI
+
+    from mpitrain.job.recovery import numbers_in_job
+
+    everyone = MPI.COMM_WORLD.Get_group()
+    odd = everyone.Incl(list(range(world.size - 1, -1, -2)))
+    assert numbers_in_job(odd) == list(range(world.size - 1, -1, -2))
+    empty = everyone.Excl(list(range(world.size)))
+    assert numbers_in_job(empty) == []
+    everyone.Free()
+    assert odd == empty == MPI.GROUP_NULL
+
+
 def test_world_is_made_once_and_never_changes(world: World) -> None:
     assert mpitrain.init() is world
     with pytest.raises(ConfigError, match="called before"):

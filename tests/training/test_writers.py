@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from jobs import HANG_SECONDS, REPOSITORY, clean_environment
-from mpitrain import Csv, JsonLines, TensorBoard
+from mpitrain import Csv, JsonLines, RunEvent, TensorBoard
 from mpitrain.errors import DataError
-from mpitrain.training.writers.json_lines import RESUMED_AFTER, read_rows
+from mpitrain.training.writers.json_lines import RESUMED_AFTER, read_events, read_rows
 from mpitrain.training.writers.writer import LineFile
 
 ROWS: list[dict[str, float]] = [
@@ -33,7 +33,7 @@ def read_csv(path: Path) -> list[dict[str, float]]:
         return [{name: float(text) for name, text in row.items() if text} for row in csv.DictReader(file)]
 
 
-def read_events(directory: Path) -> list[dict[str, Any]]:
+def read_scalars(directory: Path) -> list[dict[str, Any]]:
     """The scalars that TensorBoard shows: those of later steps than a start's are left out in the files before it."""
     from tensorboardX.proto.event_pb2 import Event, SessionLog
 
@@ -93,6 +93,28 @@ def test_what_is_cut_away_on_resuming(tmp_path: Path, after_step: int) -> None:
     assert read_csv(tmp_path / "metrics.csv") == kept + new
 
 
+def test_events_are_in_the_row_behind_them(tmp_path: Path) -> None:
+    first = RunEvent(3, "ranks 1 and 2 on a were lost", "ranks", (1, 2), 2, 0.1)
+    second = RunEvent(3, "b fell silent", "memory", (), 1, 1.5, repeated_steps=2)
+    written(JsonLines(tmp_path), ROWS[:1])
+    for writer in (JsonLines(tmp_path), Csv(tmp_path), TensorBoard(tmp_path)):
+        writer.open(3)
+        writer.write(ROWS[1], [first, second])
+        writer.write(ROWS[2])
+        writer.close()
+    assert read_rows(tmp_path / "metrics.jsonl") == ROWS
+    assert read_csv(tmp_path / "metrics.csv") == ROWS[1:]
+    assert read_events(tmp_path / "metrics.jsonl") == [first, second]
+    assert ["events" in line for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [False, True, False]
+
+
+@pytest.mark.parametrize("events", ["[1]", '[{"after_step": 3}]', "7"])
+def test_what_is_no_event(tmp_path: Path, events: str) -> None:
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{{"step": 2, "events": {events}}}\n')
+    with pytest.raises(DataError, match="line 2 is not a row of a record"):
+        read_rows(tmp_path / "metrics.jsonl")
+
+
 def test_every_place_where_a_process_may_have_been_killed(tmp_path: Path) -> None:
     """A file that ends anywhere: whole rows are kept, what was begun is written anew."""
     for make, name, read in ((JsonLines, "metrics.jsonl", read_rows), (Csv, "metrics.csv", read_csv)):
@@ -108,10 +130,10 @@ def test_every_place_where_a_process_may_have_been_killed(tmp_path: Path) -> Non
 def test_tensorboard(tmp_path: Path) -> None:
     rows = [{"step": step, "loss": step / 2, "a name": math.inf} for step in (2, 4, 6)]
     written(TensorBoard(tmp_path), rows)
-    assert read_events(tmp_path) == rows
+    assert read_scalars(tmp_path) == rows
     again = [{"step": step, "loss": -1.0} for step in (4, 5)]
     written(TensorBoard(tmp_path), again, after_step=3)
-    assert read_events(tmp_path) == rows[:1] + again
+    assert read_scalars(tmp_path) == rows[:1] + again
     assert len(list(tmp_path.iterdir())) == 2
 
 
@@ -131,7 +153,7 @@ def test_flushed_and_killed(tmp_path: Path) -> None:
     assert done.returncode == -signal.SIGKILL
     rows = [{"step": 1, "loss": 0.5}]
     assert read_rows(tmp_path / "metrics.jsonl") == read_csv(tmp_path / "metrics.csv") == rows
-    assert read_events(tmp_path / "events") == rows
+    assert read_scalars(tmp_path / "events") == rows
 
 
 def test_killed_while_writing_and_gone_on(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mpitrain.training.run_event import RunEvent
     from mpitrain.training.step import Step
     from mpitrain.training.trainer import Trainer
 
@@ -38,6 +39,12 @@ class Hook:
         """Is called in a run after Trainer.rebuild, and after the loss of a rank.
 
         `trainer.world` and its parts are new. Rank and size may be new too.
+        """
+
+    def went_on(self, trainer: Trainer, event: RunEvent) -> None:
+        """Is called when the training has gone on after a fault, before the next call of another method.
+
+        Not collective. Is called once for each event, on every rank.
         """
 
     def after_run(self, trainer: Trainer) -> None:

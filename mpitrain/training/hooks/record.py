@@ -20,6 +20,7 @@ from mpitrain.training.meters.memory import Memory
 from mpitrain.training.meters.meter import Meter, combine
 from mpitrain.training.meters.place import gpu_of
 from mpitrain.training.meters.throughput import Throughput
+from mpitrain.training.run_event import RunEvent
 from mpitrain.training.writers.writer import Row, Writer
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class Record(Hook):
     A row has the step, the epoch, and the samples and seconds of training so far, including the runs that this run
     resumes. It has the numbers that the meters have measured over all ranks since the last row (one small message a
     row), and the numbers that the hooks have reported for this step. Rank 0 writes. Record also reports the numbers of
-    the meters to the hooks that follow.
+    the meters to the hooks that follow. The first row after a fault, behind which the training went on, has the event.
 
     A run that resumes at step k removes rows of later steps that an earlier run has written, so no step has two rows. A
     run from the beginning removes all rows. If a writer fails, for example because the disk is full, training goes on.
@@ -74,6 +75,7 @@ class Record(Hook):
         self._num_measured = 0  # steps since the last row
         self._samples = self._seconds = 0.0
         self._restored: Mapping[str, Any] = {}
+        self._events: list[RunEvent] = []  # since the last row
 
     def before_run(self, trainer: Trainer) -> None:
         """See Hook.
@@ -140,6 +142,10 @@ class Record(Hook):
         self.close()
         self.restore(state)
 
+    def went_on(self, trainer: Trainer, event: RunEvent) -> None:
+        """See Hook."""
+        self._events.append(event)
+
     def after_run(self, trainer: Trainer) -> None:
         """See Hook. If a hook after this one has ended the run, write the last row here."""
         if not self._num_measured or not (self._is_open or self._has_rows):
@@ -161,13 +167,14 @@ class Record(Hook):
                     f"{', '.join(_FIRST)}. Give it another name"
                 )
             )
+        events, self._events = self._events, []
         if not trainer.world.is_root:
             return
         seconds = self._seconds + time.monotonic() - self._begun
         first = (trainer.step_number, trainer.data.epoch + 1, self._samples, seconds)
         row: Row = {**dict(zip(_FIRST, first, strict=True)), **measured, **reported}
         for output in self._outputs:
-            output.write(row, trainer.world.name())
+            output.write(row, events, trainer.world.name())
 
     def close(self) -> None:
         """See Hook."""
@@ -186,6 +193,7 @@ class Record(Hook):
             "seconds": self._seconds + since,
             "num_measured": self._num_measured,
             "meters": meters or dict(self._restored),
+            "events": [event.plain() for event in self._events],
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -193,9 +201,11 @@ class Record(Hook):
         try:
             samples, seconds = float(state["samples"]), float(state["seconds"])
             num_measured, restored = int(state["num_measured"]), dict(state.get("meters", {}))
+            events = [RunEvent.from_plain(fields) for fields in state.get("events", ())]
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"the state of Record is {dict(state)}; was it written by mpitrain?") from error
         self._samples, self._seconds, self._num_measured, self._restored = samples, seconds, num_measured, restored
+        self._events = events + [event for event in self._events if event not in events]  # what happened has happened
 
     def _restore_meters(self, meters: Sequence[Meter]) -> None:
         for meter in meters:
@@ -208,14 +218,14 @@ class _Output:
 
     def __init__(self, writer: Writer) -> None:
         self.writer = writer
-        self._lacking: list[Row] = []
+        self._lacking: list[tuple[Row, Sequence[RunEvent]]] = []
 
-    def write(self, row: Row, name: str) -> None:
-        self._lacking.append(row)
+    def write(self, row: Row, events: Sequence[RunEvent], name: str) -> None:
+        self._lacking.append((row, events))
         was_well = len(self._lacking) == 1
         try:
             while self._lacking:
-                self.writer.write(self._lacking[0])
+                self.writer.write(*self._lacking[0])
                 del self._lacking[0]
         except OSError as error:
             if was_well:

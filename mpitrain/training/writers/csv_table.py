@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mpitrain.errors import DataError
+from mpitrain.training.run_event import RunEvent
 from mpitrain.training.writers.writer import LineFile, Row
 
 FILE = "metrics.csv"
@@ -41,8 +42,8 @@ class Csv:
                 self._lines.append(line)
         self._file.keep([header, *self._lines] if header else [])
 
-    def write(self, row: Row) -> None:
-        """See Writer."""
+    def write(self, row: Row, events: Sequence[RunEvent] = ()) -> None:
+        """See Writer. Events are left out."""
         new = [name for name in row if name not in self._names]
         if new:
             names = [*self._names, *new]

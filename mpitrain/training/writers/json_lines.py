@@ -6,13 +6,17 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from mpitrain.errors import DataError
+from mpitrain.training.run_event import RunEvent
 from mpitrain.training.writers.writer import LineFile, Row
 
 FILE = "metrics.jsonl"
-# In the first row of a run that resumes: after which step.
+# In the first row of a run that resumes without an event: after which step.
 RESUMED_AFTER = "resumed_after"
+# In the first row after events: a list of them.
+_EVENTS = "events"
 
 
 class JsonLines:
@@ -33,13 +37,14 @@ class JsonLines:
     def open(self, after_step: int) -> None:
         """See Writer."""
         lines = self._file.open()
-        rows = parse(lines, self._file.path)
+        rows, _ = _parse(lines, self._file.path)
         self._resumed = {RESUMED_AFTER: after_step} if after_step else {}
         self._file.keep([line for line, row in zip(lines, rows, strict=True) if row["step"] <= after_step])
 
-    def write(self, row: Row) -> None:
+    def write(self, row: Row, events: Sequence[RunEvent] = ()) -> None:
         """See Writer."""
-        plain = {name: _plain(value) for name, value in {**row, **self._resumed}.items()}
+        plain: dict[str, Any] = {name: _plain(value) for name, value in row.items()}
+        plain |= {_EVENTS: [event.plain() for event in events]} if events else self._resumed
         self._file.add(json.dumps(plain).encode())
         self._resumed = {}
 
@@ -54,19 +59,31 @@ def read_rows(path: Path) -> list[dict[str, float]]:
     Raises:
         DataError: the file cannot be read, or has a line that is not a row.
     """
+    return _parse(_lines(path), path)[0]
+
+
+def read_events(path: Path) -> list[RunEvent]:
+    """Return the events of a `metrics.jsonl`. Like `read_rows`."""
+    return _parse(_lines(path), path)[1]
+
+
+def _lines(path: Path) -> list[bytes]:
     try:
         *lines, _ = path.read_bytes().split(b"\n")
     except OSError as error:
         raise DataError(f"cannot read {path}: {error}") from None
-    return parse(lines, path)
+    return lines
 
 
-def parse(lines: Sequence[bytes], path: Path) -> list[dict[str, float]]:
-    """Return the rows in these lines of `path`. Raise DataError for a line that is not a row."""
+def _parse(lines: Sequence[bytes], path: Path) -> tuple[list[dict[str, float]], list[RunEvent]]:
+    """Return the rows and the events in these lines of `path`. Raise DataError for a line that is not a row."""
     rows: list[dict[str, float]] = []
+    events: list[RunEvent] = []
     for number, line in enumerate(lines, 1):
         try:
-            row = {name: float(value) for name, value in json.loads(line).items()}
+            values = json.loads(line)
+            events += map(RunEvent.from_plain, values.pop(_EVENTS, ()))
+            row = {name: float(value) for name, value in values.items()}
             if not row["step"] > (rows[-1]["step"] if rows else 0):
                 raise ValueError(f"step {row['step']:g} is not after that of the line before")
         except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -75,7 +92,7 @@ def parse(lines: Sequence[bytes], path: Path) -> list[dict[str, float]]:
                 "away, or delete that line and what follows"
             ) from None
         rows.append(row)
-    return rows
+    return rows, events
 
 
 def _plain(value: float) -> float | str:

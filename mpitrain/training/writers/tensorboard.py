@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from mpitrain.errors import ConfigError
+from mpitrain.training.run_event import RunEvent
 from mpitrain.training.writers.writer import Row
 
 
@@ -48,8 +50,8 @@ class TensorBoard:
         self._add(step=after_step + 1, session_log=start)
         self._file.flush()
 
-    def write(self, row: Row) -> None:
-        """See Writer."""
+    def write(self, row: Row, events: Sequence[RunEvent] = ()) -> None:
+        """See Writer. Events are left out."""
         if row["step"] != self._buffered:  # after a full disk the buffer still has what was not written
             self._add_row(row)
         self._file.flush()

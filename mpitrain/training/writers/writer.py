@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, TypeAlias
+
+from mpitrain.training.run_event import RunEvent
 
 # Numbers by name; "step" is one of them. Rows come in the order of their steps.
 Row: TypeAlias = Mapping[str, float]
@@ -21,8 +23,11 @@ class Writer(Protocol):
         Raises OSError where the file cannot be made or read, DataError where it is none of this writer's.
         """
 
-    def write(self, row: Row) -> None:
-        """Write a row and hand it to the operating system. After an OSError the same row may come again."""
+    def write(self, row: Row, events: Sequence[RunEvent] = ()) -> None:
+        """Write a row and hand it to the operating system. After an OSError the same row may come again.
+
+        `events` are those since the row before. A writer of numbers alone may leave them out.
+        """
 
     def close(self) -> None:
         """Let go of the file. Also where `open` was not called."""

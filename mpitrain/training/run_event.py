@@ -1,0 +1,44 @@
+"""RunEvent: a fault did not end the training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class RunEvent:
+    """The training has gone on after a fault. The ranks agree on all values except `seconds`.
+
+    Attributes:
+        after_step: the number of the last step that counts. The training went on with the next one.
+        text: what had happened, as in "rank 2 on lab1 was lost".
+        source: where parameters, optimizer and position in the data came from: the ranks that were left, a copy in
+            memory, or a checkpoint on a disk.
+        lost_ranks: the ranks that were lost, by their numbers in the job.
+        num_ranks: the number of ranks that went on.
+        seconds: from the moment in which the fault was noticed until the training was ready for the next step.
+        repeated_steps: the number of steps that had counted and were made again.
+    """
+
+    after_step: int
+    text: str
+    source: Literal["ranks", "memory", "disk"]
+    lost_ranks: tuple[int, ...]
+    num_ranks: int
+    seconds: float
+    repeated_steps: int = 0
+
+    def plain(self) -> dict[str, Any]:
+        """Return the fields, as JSON can hold them."""
+        return {**asdict(self), "lost_ranks": list(self.lost_ranks)}
+
+    @classmethod
+    def from_plain(cls, fields: Mapping[str, Any]) -> RunEvent:
+        """The reverse of `plain`.
+
+        Raises:
+            KeyError, TypeError, ValueError: the fields are not those of an event.
+        """
+        return cls(**{**fields, "lost_ranks": tuple(fields["lost_ranks"])})
