@@ -40,11 +40,15 @@ class TreeExchange(Protocol):
 
 
 class Observer(Protocol):
-    """Is told which samples this rank gets, and the mean gradients by parameter. verify/run_record.py implements it."""
+    """Is told which samples and synced arrays this rank gets, and the mean gradients. verify/run_record.py is one."""
 
     def saw(self, batch: Tree) -> None: ...
 
+    def gave(self, tree: Tree) -> None: ...
+
     def saw_means(self, means: Mapping[str, Array], weight: float) -> None: ...
+
+    def saw_parameters(self, parameters: Mapping[str, Array]) -> None: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +149,10 @@ class World:
             MismatchError: the trees differ in form, shape or dtype. Raised on every rank, before anything is sent.
             TreeError: a leaf is neither an array nor a number.
         """
-        return self.arrays.sync(tree, root)
+        result = self.arrays.sync(tree, root)
+        if self.observer:
+            self.observer.gave(result)
+        return result
 
     def sum(self, tree: Tree) -> Tree:
         """Return the sum over ranks of every leaf, in a new tree, with the same bits on every rank.

@@ -27,6 +27,8 @@ digits of the dtype, the rest to half of them.
 Seen are the steps of Trainer.run, and the metrics of Evaluate; without a Trainer the
 steps of PyTorch's optimizers (with prepare(), DistributedDataParallel and others) and
 of a GradientReducer; else the calls of world.mean and world.sum, and of mpitrain.jax.
+Of these loops, parameters are seen in the arrays that world.sync gave, if the script
+changes them in place, and as arguments of a function in mpitrain.jax.mean.
 The script ends after the last of them. What writes files, such as the hook
 Checkpoint, is left out.
 

@@ -13,6 +13,7 @@ import numpy
 from mpitrain.errors import TreeError
 from mpitrain.jax.leaves import Leaf, PyTree, back, named_leaves, on_host
 from mpitrain.jax.traced import exchange, in_callback, is_traced
+from mpitrain.jax.watched import tell_parameters
 from mpitrain.job.start import init
 
 Result = TypeVar("Result")
@@ -35,7 +36,8 @@ def sync(tree: PyTree, root: int = 0) -> PyTree:
     names, leaves, form = named_leaves(tree)
     if is_traced(leaves):
         raise TreeError("sync inside jit: call it outside, once, before the first step")
-    results = init().sync(dict(zip(names, on_host(names, leaves), strict=True)), root)
+    # Not World.sync: JAX may take this memory for something else.
+    results = init().arrays.sync(dict(zip(names, on_host(names, leaves), strict=True)), root)
     return jax.tree.unflatten(form, back([results[name] for name in names], leaves))
 
 
@@ -63,7 +65,9 @@ def mean(function: Callable[..., Result], weight: Any = 1.0) -> Callable[..., Re
     @wraps(function)
     def averaged(*arguments: Any, **named: Any) -> Result:
         share = weight(*arguments, **named) if callable(weight) else weight
-        result: Result = weighted_mean(function(*arguments, **named), share)
+        own = function(*arguments, **named)
+        tell_parameters([*arguments, *named.values()], own)
+        result: Result = weighted_mean(own, share)
         return result
 
     return averaged

@@ -74,6 +74,18 @@ def in_callback(operation: str, names: Sequence[str], arrays: list[jax.Array], w
     return results
 
 
+def tell_in_callback(names: Sequence[str], arrays: list[jax.Array]) -> None:
+    """Tell `mpitrain verify` of parameters, as a part of the computation that is being traced."""
+    io_callback(partial(_told, tuple(names)), (), arrays, ordered=True)
+
+
+def _told(names: Sequence[str], arrays: Sequence[Leaf]) -> tuple[()]:
+    observer = init().observer
+    assert observer is not None
+    observer.saw_parameters({name: numpy.asarray(array) for name, array in zip(names, arrays, strict=True)})
+    return ()
+
+
 def _callback(
     operation: str, names: Sequence[str], weight: Any, arrays: Sequence[Leaf], weights: Sequence[Leaf]
 ) -> list[Leaf]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from mpitrain.verify.comparison import ROUNDOFFS, Comparison, Difference, relative
 from mpitrain.verify.fingerprint import NUM_PROJECTIONS, Sketch, distance
-from mpitrain.verify.record_file import Line
+from mpitrain.verify.record_file import STEP, Line
 
 # Each run rounds each parameter, in some operations; and a distance from projections may be twice as large as it is.
 _ROUNDINGS = 8
@@ -30,14 +30,19 @@ class ParameterChanges:
         self._allowed = max(math.sqrt(comparison.tolerance), comparison.tolerance)
         self._earlier: tuple[dict[str, Sketch], dict[str, Sketch]] = ({}, {})
         self._left_out: set[str] = set()
+        # Numbers of elements: in a loop of the script's own, parameters and means may have other names.
+        self._left_out_counts: set[int] = set()
 
     def compare(self, one: Line, several: Line) -> Iterator[Difference]:
         """What differs in the next lines of both runs."""
         yield from self._between(one, several)
-        self._left_out |= {name for name in one.tensors if self._is_unlike(one.tensors[name], several.tensors[name])}
+        unlike = {name for name in one.tensors if self._is_unlike(one.tensors[name], several.tensors[name])}
+        self._left_out |= unlike
+        if not one.parameters:
+            self._left_out_counts |= {one.tensors[name]["count"] for name in unlike}
         wrong: list[Difference] = []
         for name in one.parameters:
-            if self._can_compare(name):
+            if self._is_known(name) and not self._is_left_out(name, one.parameters[name]):
                 wrong += self._changes(one.number, name, (one.parameters[name], several.parameters[name]), "changed")
         if wrong:
             more = f"; so do {len(wrong) - 1} more of {len(one.parameters)}" if len(wrong) > 1 else ""
@@ -53,19 +58,25 @@ class ParameterChanges:
                 line.before.get(name) or earlier.get(name) for line, earlier in zip(lines, self._earlier, strict=True)
             ]
             alone, together = values
-            if alone is None or together is None:
+            if alone is None or together is None or alone["count"] != together["count"]:
                 continue
-            if self._can_compare(name):
-                yield from self._changes(before, name, (alone, together), f"changed before step {one.number} began")
-            elif name not in self._left_out:
+            if self._is_left_out(name, alone):
+                continue
+            if self._is_known(name):
+                what = "step" if one.kind == STEP else "call"
+                yield from self._changes(before, name, (alone, together), f"changed before {what} {one.number} began")
+            else:
                 norms = f"norm {alone['norm']:.6g} on 1 rank, {together['norm']:.6g} on several"
                 part = relative(distance(alone, together), max(alone["norm"], together["norm"]))
                 yield from self._comparison.judged("parameters", before, name, part, f"{name} began with {norms}")
         for earlier, line in zip(self._earlier, lines, strict=True):
             earlier.update(line.before)
 
-    def _can_compare(self, name: str) -> bool:
-        return name not in self._left_out and all(name in earlier for earlier in self._earlier)
+    def _is_known(self, name: str) -> bool:
+        return all(name in earlier for earlier in self._earlier)
+
+    def _is_left_out(self, name: str, value: Sketch) -> bool:
+        return name in self._left_out or value["count"] in self._left_out_counts
 
     def _is_unlike(self, gradient: Sketch, other: Sketch) -> bool:
         """Whether nothing follows from what becomes of it: it is small beside others, and much of it is rounding."""

@@ -12,17 +12,24 @@ from mpitrain.arrays import Array
 from mpitrain.errors import DataError, TreeError
 from mpitrain.tree import Tree, leaves
 from mpitrain.verify.fingerprint import Sketch, sample_hashes, sketch
+from mpitrain.verify.given_arrays import GivenArrays
 from mpitrain.verify.record_file import MEAN, STEP, SUM, Line, opened
 from mpitrain.world import TreeExchange, World
 
 # Whose steps are the lines of a record. The last one of these that the script has makes all lines.
 CALLS, REDUCER, TORCH, TRAINER = range(4)
-_SEEN = {
-    REDUCER: "compared are the steps of a GradientReducer: mean gradients, weights, and the samples of world.shard. "
-    "Losses, learning rates, parameters and metrics are not seen",
-    TORCH: "compared are the steps of torch.optim's optimizers: gradients, learning rates, parameters, and the samples "
-    "that DataLoaders and prepare() give. Losses and metrics are not seen",
+_OF_TORCH = (
+    "compared are the steps of torch.optim's optimizers: gradients, learning rates, parameters, and the samples "
+    "that DataLoaders and prepare() give. Losses and metrics are not seen"
+)
+_OF_LOOPS = {
+    CALLS: "the calls of world.mean, world.sum and mpitrain.jax: results",
+    REDUCER: "the steps of a GradientReducer: mean gradients",
 }
+_HOW_TO_SEE = (
+    "Parameters are seen if world.sync gave their arrays and the script changes these in place (w -= ...), or if they "
+    "are an argument of a function in mpitrain.jax.mean"
+)
 
 
 class Recorder:
@@ -40,6 +47,8 @@ class Recorder:
         self._seen_before: list[str] | None = []  # and in the lines so far
         self._parameters: dict[str, Sketch] = {}  # as the last step has left them
         self._before: dict[str, Sketch] = {}  # those that the next one begins with, where they are others
+        self._given = GivenArrays()
+        self._has_changed = False  # a parameter of a loop of the script's own, from one line to the next
         self._means: dict[str, Array] = {}  # of the step that the Trainer makes
         with world.together("begin the record for mpitrain verify"):
             if world.is_root:
@@ -57,6 +66,7 @@ class Recorder:
         """
         if source > self._source:
             self._source, self._number, self._parameters, self._before = source, 0, {}, {}
+            self._has_changed = False
             if source == TRAINER:  # it is there before its first step
                 self._seen = []
             else:  # the others are known when theirs ends: what the calls in it have used is its
@@ -64,8 +74,8 @@ class Recorder:
             self._seen_before = []
             if self._world.is_root:
                 self._begin()  # calls from before it are not what is to be compared
-            if self._world.size == 1 and source in _SEEN:
-                self._world.print(f"mpitrain verify: {_SEEN[source]}")
+            if source == TORCH:
+                self._tell(_OF_TORCH)
         return source == self._source
 
     def saw(self, batch: Tree) -> None:
@@ -77,6 +87,17 @@ class Recorder:
             self._seen += sample_hashes(batch)
         except (TreeError, DataError):
             self._seen = None
+
+    def gave(self, tree: Tree) -> None:
+        """World.sync has given `tree`, which may have the parameters of a loop of the script's own."""
+        if self._source in _OF_LOOPS:
+            self._given.add(tree)
+
+    def saw_parameters(self, parameters: Mapping[str, Array]) -> None:
+        """The next call of a loop of the script's own finds these parameters, the same on all ranks. Not collective."""
+        self._world.control.settle()  # see `saw`
+        if self._source in _OF_LOOPS:
+            self.begin_step(parameters)
 
     def saw_means(self, means: Mapping[str, Array], weight: float) -> None:
         """A GradientReducer has these mean gradients, by parameter; this rank's gradients had that weight."""
@@ -90,7 +111,7 @@ class Recorder:
         """A step begins with these parameters, the same on all ranks. Not collective."""
         if self._world.is_root:
             sketches = _sketches(parameters).items()
-            self._before = {name: value for name, value in sketches if value != self._parameters.get(name)}
+            self._before |= {name: value for name, value in sketches if value != self._parameters.get(name)}
 
     def add_step(self, weight: float, **more: Any) -> None:
         """Write a line about a step of the Trainer, with the means seen in it: none where it was skipped."""
@@ -111,6 +132,8 @@ class Recorder:
         self._seen, self._seen_before = [], _joined(self._seen_before, self._seen)
         if not self._world.is_root:
             return
+        if self._source in _OF_LOOPS:
+            self._look_at_loop()
         samples = [seen for seen, _ in of_all if seen is not None]
         line = Line(
             number=self._number,
@@ -122,8 +145,37 @@ class Recorder:
             parameters=_sketches(parameters or {}),
             **more,
         )
-        self._parameters, self._before = self._parameters | line.parameters, {}
+        self._parameters, self._before = self._parameters | line.before | line.parameters, {}
         self._write(asdict(line))
+
+    def _look_at_loop(self) -> None:
+        """The parameters that a line of a loop of the script's own begins with, and what cannot be seen of them."""
+        self.begin_step(self._given.now())
+        dropped = self._given.dropped()
+        what = "step" if self._source == REDUCER else "call"
+        if self._number == 1:
+            known = f", and {', '.join(self._before)} as each {what} finds them" if self._before else ""
+            unseen = "Losses, learning rates and metrics" if known else "Losses, learning rates, parameters and metrics"
+            hint = "" if known else f". {_HOW_TO_SEE}"
+            of_all = f"{_OF_LOOPS[self._source]}, weights, the samples of world.shard{known}"
+            self._tell(f"compared are {of_all}. {unseen} are not seen{hint}")
+            return
+        lost = [name for name in dropped if self._parameters.pop(name, None)]
+        self._has_changed |= bool(self._before)
+        if lost:
+            self._tell(
+                f"{', '.join(lost)}: not seen from {what} {self._number} on. The script has replaced the array "
+                f"that world.sync gave. {_HOW_TO_SEE}"
+            )
+        if self._parameters and not self._has_changed and self.steps_left <= 0:
+            self._tell(
+                f"no parameter changed between the {self._number} {what}s, so updates are not compared. {_HOW_TO_SEE}"
+            )
+
+    def _tell(self, text: str) -> None:
+        """Print it once, in the run on one rank."""
+        if self._world.size == 1:
+            self._world.print(f"mpitrain verify: {text}")
 
     def called(self, kind: str, tree: Tree, weight: float | None) -> None:
         """World.mean or World.sum has given `tree`. Ends the run after the last one that was asked for."""

@@ -225,6 +225,63 @@ def test_a_loop_that_means_by_ranks(tmp_path: Path) -> None:
     differs(job, "call 1, results: the result: norm ", "with weight=len(x) it is the mean over samples")
 
 
+# Parameters that the loop changes in place, in the array that world.sync gave.
+IN_PLACE = """
+w = world.sync({"w": numpy.zeros(4)})["w"]
+for epoch in range(100):
+    for part_x, part_y in world.shard([(x[begin : begin + 11], y[begin : begin + 11]) for begin in range(0, 44, 11)]):
+        gradient = 2 * part_x.T @ (part_x @ w - part_y) / max(len(part_x), 1)
+        w -= rate * mean(gradient, len(part_x))
+raise AssertionError("verify must end the script before")
+"""
+REDUCER = """
+reducer = mt.GradientReducer(world, [mt.Parameter("w", (4,), numpy.dtype("float64"))])
+def mean(gradient, weight):
+    reducer.begin(weight)
+    reducer.ready(0, gradient)
+    reducer.finish()
+    return reducer.gradients[0]
+"""
+CALLS = "mean = lambda tree, weight: world.mean(tree, weight=weight)\n"
+
+
+@pytest.mark.parametrize(("means", "unit"), [(CALLS, "call"), (REDUCER, "step")], ids=["calls", "reducer"])
+def test_a_loop_of_its_own_whose_update_knows_the_number_of_ranks(tmp_path: Path, means: str, unit: str) -> None:
+    """The last update that is compared: all that come of it are unseen."""
+    wrong = "rate = 1e-9 * world.size\n"  # too small for the next gradient to tell
+    job = verify(tmp_path, BEGIN + wrong + means + IN_PLACE, options=("--steps", "2", "--tolerance", "1e-4"))
+    where = f"{unit} 1, parameters: ['w']: changed before {unit} 2 began by "
+    differs(job, where, "; multiplied by 3, the number of ranks: is world.size in the update?")
+    (said,) = re.findall(r"^mpitrain verify: (compared are .*)$", job.stdout, re.M)
+    assert said.endswith(
+        f", weights, the samples of world.shard, and ['w'] as each {unit} finds them. Losses, learning rates and "
+        "metrics are not seen"
+    )
+
+
+def test_a_loop_of_its_own_that_is_right(tmp_path: Path) -> None:
+    """The first values, and what two updates have made of them."""
+    job = verify(tmp_path, BEGIN + "rate = 0.05\n" + CALLS + IN_PLACE, options=("--steps", "3"))
+    assert job.code == 0, job.output
+    assert "  parameters     3 values, largest relative difference " in job.stdout
+
+
+def test_what_is_not_seen_of_a_loop_is_said_at_once(tmp_path: Path) -> None:
+    """`w = w - ...`: the second call finds that the array is gone. Without world.sync, there was none."""
+    job = verify(tmp_path, BEGIN + CALLS + LOOP, options=("--steps", "2"))
+    assert job.code == 0, job.output
+    first, second = job.stdout.split("verify: the run on several ranks\n")
+    assert "and the array as each call finds them. Losses" in first
+    assert "mpitrain verify: the array: not seen from call 2 on. The script has replaced the array that " in first
+    assert "mpitrain verify" not in second
+    job = verify(tmp_path, BEGIN + CALLS + LOOP.replace("world.sync", ""), options=("--steps", "2"))
+    assert job.code == 0, job.output
+    assert "Losses, learning rates, parameters and metrics are not seen. Parameters are seen if " in job.stdout
+    unchanged = "kept = world.sync(numpy.zeros(2))\n"
+    job = verify(tmp_path, BEGIN + unchanged + CALLS + LOOP.replace("world.sync", ""), options=("--steps", "2"))
+    assert "mpitrain verify: no parameter changed between the 2 calls, so updates are not compared" in job.stdout
+
+
 def test_a_script_that_cannot_be_seen(tmp_path: Path) -> None:
     job = verify(tmp_path, "import mpitrain as mt\nmt.init().barrier()")
     assert job.code == 1, job.output

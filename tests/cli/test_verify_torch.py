@@ -199,6 +199,35 @@ def test_a_loop_in_jax(tmp_path: Path) -> None:
     assert "  samples        66 values, the same" in job.stdout
     assert "  weights        6 values, the same" in job.stdout
     assert "  results        12 values, largest relative difference " in job.stdout
+    assert "  parameters     6 values, largest relative difference " in job.stdout  # the first ones, and 5 updates
+    assert "the samples of world.shard, and 1 as each call finds them. Losses, " in job.stdout
+
+
+@pytest.mark.parametrize("jit", [True, False])
+def test_an_update_in_jax_that_knows_the_number_of_ranks(tmp_path: Path, jit: bool) -> None:
+    """Parameters in a dict, behind a number that has no gradient; the step is too small for the next gradient."""
+    pytest.importorskip("jax")
+    source = JAX.replace("w - 0.05 * gradient", "{'w': w['w'] - 1e-5 * mt.init().size * gradient['w']}")
+    source = source.replace("import mpitrain.jax\n", "import mpitrain as mt\nimport mpitrain.jax\n", 1)
+    source = source.replace("x @ w - y", "x @ w['w'] - y").replace("jnp.zeros(4)", "{'w': jnp.ones(4)}")
+    source = source if jit else source.replace("step = jax.jit(step)\n", "")
+    job = verify(tmp_path, source, steps=2)
+    assert (job.code, job.left) == (1, []), job.output
+    (first,) = re.findall(r"^verify: first difference: (.*)$", job.stdout, re.M)
+    assert first.startswith("call 1, parameters: 1/w: changed before call 2 began by "), first
+    assert "; multiplied by 2, the number of ranks: is world.size in the update?" in first, first
+
+
+def test_a_loop_in_jax_without_parameters(tmp_path: Path) -> None:
+    """weighted_mean is not given them. It is said in the first run."""
+    pytest.importorskip("jax")
+    whole = "mpitrain.jax.mean(jax.value_and_grad(loss), weight=lambda w, x, y: len(x))(w, x, y)"
+    assert whole in JAX
+    source = JAX.replace(whole, "mpitrain.jax.weighted_mean(jax.value_and_grad(loss)(w, x, y), len(x))")
+    job = verify(tmp_path, source, steps=2)
+    assert (job.code, job.left) == (0, []), job.output
+    assert "Losses, learning rates, parameters and metrics are not seen. " in job.stdout
+    assert "  parameters     not seen" in job.stdout
 
 
 def test_a_script_without_a_world(tmp_path: Path) -> None:

@@ -153,6 +153,44 @@ def test_calls_are_recorded(world: World, shared: Path) -> None:
     assert lines[1].tensors["['n']"]["norm"] == 9
 
 
+def test_arrays_of_world_sync_are_parameters(world: World, shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As each call finds them, while the script has them. Numbers, integers and what mpitrain.jax does are left out."""
+    own = recording(world, shared, 4)
+    tree = own.sync({"w": numpy.zeros(3), "b": numpy.ones(2, "float32"), "seed": 7, "order": numpy.arange(5)})
+    other = own.sync(numpy.ones(2))
+    again = own.sync({"w": numpy.full(3, 5.0)})
+    w = tree["w"]
+    own.mean(1.0)
+    w += 2
+    assert own.observer is not None
+    own.observer.saw_parameters({"1/w": numpy.full(4, 3.0)})
+    own.mean(1.0)
+    del other
+    own.mean(1.0)
+    again["w"] *= 2
+    with pytest.raises(SystemExit):
+        own.mean(1.0)
+    first, second, third, fourth = (line.before for line in record_of(world, shared).lines)
+    assert first == {
+        "['w']": sketch("['w']", numpy.zeros(3)),
+        "['b']": sketch("['b']", numpy.ones(2, "float32")),
+        "the array": sketch("the array", numpy.ones(2)),
+        "['w'] (2)": sketch("['w'] (2)", numpy.full(3, 5.0)),
+    }
+    assert second == {"['w']": sketch("['w']", numpy.full(3, 2.0)), "1/w": sketch("1/w", numpy.full(4, 3.0))}
+    assert third == {}
+    assert fourth == {"['w'] (2)": sketch("['w'] (2)", numpy.full(3, 10.0))}
+    said = [line.removeprefix("mpitrain verify: ") for line in capsys.readouterr().out.splitlines()]
+    if world.size > 1:  # the run on one rank has said it
+        assert said == []
+    else:
+        assert len(said) == 2
+        assert "the samples of world.shard, and ['b'], ['w'], the array, ['w'] (2) as each call finds them." in said[0]
+        assert said[1].startswith(
+            "the array: not seen from call 3 on. The script has replaced the array that world.sync"
+        )
+
+
 def test_samples_that_are_no_arrays_are_not_seen(world: World, shared: Path) -> None:
     own = recording(world, shared, 2)
     assert own.observer is not None

@@ -246,6 +246,43 @@ def test_what_follows_from_rounding_is_not_compared(sizes: tuple[float, float]) 
     assert found == ([(1, "parameters")] if sizes == (1.0, 1.0) else [])
 
 
+@pytest.mark.parametrize(("count", "differs"), [(600, False), (7, True)])
+def test_what_follows_from_rounding_in_a_loop_of_its_own(count: int, differs: bool) -> None:
+    """There parameters have names of world.sync, and means have others: they belong together by their sizes."""
+    noise = numpy.random.default_rng(3).standard_normal((2, count)).astype("float32")
+    large = sketch("large", WEIGHT * 1000)
+    lines = []
+    for ranks, its in zip((1, 2), noise, strict=True):
+        means = {"large": large, "the result": sketch("the result", its * numpy.float32(1e-6))}
+        values = [sketch("['w']", WEIGHT), sketch("['w']", WEIGHT * numpy.float32(1 + 0.1 * ranks))]
+        lines.append(
+            [
+                line(
+                    number,
+                    [["a"]] * ranks,
+                    kind=MEAN,
+                    tensors=means,
+                    before={"['w']": value},
+                    parameters={},
+                    weights=[],
+                )
+                for number, value in enumerate(values, 1)
+            ]
+        )
+    its = compare(RunRecord(1, tuple(lines[0])), RunRecord(2, tuple(lines[1])))
+    texts = [found.text for found in its.differences if found.kind == "parameters"]
+    assert [text.partition(" by ")[0] for text in texts] == ["['w']: changed before call 2 began"] * differs
+
+
+def test_arrays_of_world_sync_whose_size_depends_on_the_ranks() -> None:
+    """They are no parameters."""
+    alone, together = (
+        RunRecord(ranks, (line(1, [["a"]], before={"['rows']": sketch("['rows']", WEIGHT[:ranks])}),))
+        for ranks in (1, 2)
+    )
+    assert compare(alone, together).differences == []
+
+
 def test_changes_below_the_rounding_of_a_parameter() -> None:
     """In bfloat16 a small change may be none, or twice as large."""
     other = BIAS * (1 + 2.0**-8)
