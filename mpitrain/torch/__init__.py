@@ -16,11 +16,22 @@ from mpitrain.torch.monitored import monitored_barrier
 from mpitrain.torch.observed import watch
 from mpitrain.torch.prepare import accumulate, prepare
 from mpitrain.torch.rendezvous import offer
+from mpitrain.torch.residuals import residuals, restore_residuals
 from mpitrain.torch.uncompiled import uncompiled
 from mpitrain.torch.whole_loop import load, save, shard
 from mpitrain.world import World
 
-__all__ = ["accumulate", "compress", "load", "monitored_barrier", "prepare", "save", "shard"]
+__all__ = [
+    "accumulate",
+    "compress",
+    "load",
+    "monitored_barrier",
+    "prepare",
+    "residuals",
+    "restore_residuals",
+    "save",
+    "shard",
+]
 
 uncompiled(World)  # whose calls a compiled function may make
 offer()

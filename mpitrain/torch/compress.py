@@ -2,8 +2,9 @@
 
 # No `from __future__ import annotations`: DDP looks at those of a hook, and takes none that are strings.
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy
 import torch
@@ -15,8 +16,11 @@ from mpitrain.allreduce.compressed import compressed
 from mpitrain.compression import CODECS, make_codec
 from mpitrain.errors import ConfigError
 from mpitrain.torch.backend import MpiProcessGroup
+from mpitrain.torch.bucket_residuals import BucketResiduals
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
+
+RESIDUALS: WeakKeyDictionary[Hook, BucketResiduals] = WeakKeyDictionary()  # of each hook
 
 
 def compress(codec: str) -> Hook:
@@ -27,8 +31,8 @@ def compress(codec: str) -> Hook:
 
     The first argument of `register_comm_hook` is the process group, None for that of all ranks. Sums are made in
     float32, and the mean gives every rank the same weight, as DDP's own does. What the codec leaves out of a gradient
-    is added to the same one of the next step; it belongs to the buckets, and is lost where DDP makes new ones (after
-    its first step) and where a run resumes: no checkpoint has it. Sources: mpitrain/allreduce/direct.py.
+    is added to the same one of the next step. `residuals` gives it for a checkpoint. Sources:
+    mpitrain/allreduce/direct.py.
 
     Args:
         codec: a name in mpitrain.compression.CODECS.
@@ -40,12 +44,10 @@ def compress(codec: str) -> Hook:
     if codec not in CODECS:
         raise ConfigError(f"there is no codec {codec!r}; known: {', '.join(sorted(CODECS))}")
     sums: dict[MpiProcessGroup, Sequential] = {}
-    residuals: list[_Residual] = []
+    residuals = BucketResiduals()
 
     def hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        group = dist.group.WORLD if state is None else state
-        if not isinstance(group, MpiProcessGroup):
-            raise ConfigError(f"compress({codec!r}) works in groups of the backend mpitrain, not in {group!r}")
+        group = group_of(state)
         world, buffer = group._channel.world, bucket.buffer()
         if buffer.dtype != torch.float32:
             raise ConfigError(
@@ -54,35 +56,27 @@ def compress(codec: str) -> Hook:
             )
         if group not in sums:
             sums[group] = compressed(world, make_codec(codec))
-        parameters = bucket.parameters()
-        kept = next((one for one in residuals if one.is_of(parameters)), None)
-        if kept is None:  # the first step, or DDP has made new buckets
-            kept = _Residual(parameters, buffer.numel())
-            residuals[:] = [one for one in residuals if not one.shares(parameters)] + [kept]
-        residual, steps = kept.values, sums[group].steps
+        parameters, steps = bucket.parameters(), sums[group].steps
 
         def work(flat: numpy.ndarray) -> Progress:
-            return steps(flat, residual) if world.size > 1 and flat.size else iter(())
+            return residuals.add_to(parameters, flat, steps) if world.size > 1 and flat.size else iter(())
 
         buffer.div_(world.size)
         call = group.call_of_ours(f"all_reduce by {codec}", buffer, work)
         mean: torch.futures.Future[torch.Tensor] = call.get_future().then(lambda done: done.value()[0])
         return mean
 
+    RESIDUALS[hook] = residuals
     return hook
 
 
-class _Residual:
-    """What a codec has left out of a bucket's gradients."""
+def group_of(state: Any) -> MpiProcessGroup:
+    """The process group that a hook of `compress` was registered with.
 
-    def __init__(self, parameters: Sequence[torch.Tensor], count: int) -> None:
-        self.values = numpy.zeros(count, numpy.float32)
-        self._parameters = list(parameters)
-
-    def is_of(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether it is of these."""
-        return [id(one) for one in parameters] == [id(one) for one in self._parameters]
-
-    def shares(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether it is of one of these."""
-        return not {id(one) for one in parameters}.isdisjoint(id(one) for one in self._parameters)
+    Raises:
+        ConfigError: it is of another backend.
+    """
+    group = dist.group.WORLD if state is None else state
+    if not isinstance(group, MpiProcessGroup):
+        raise ConfigError(f"compress() works in groups of the backend mpitrain, not in {group!r}")
+    return group

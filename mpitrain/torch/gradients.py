@@ -14,7 +14,7 @@ plain mean over ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from weakref import WeakMethod
 import numpy
 import torch
 
-from mpitrain.adapters.torch_arrays import tensor_of
+from mpitrain.adapters.torch_arrays import array_of, tensor_of
 from mpitrain.adapters.torch_buffers import Values
 from mpitrain.adapters.torch_trained import Trained, call_weakly
 from mpitrain.errors import GradientError, NonFiniteError, everywhere
@@ -93,6 +93,18 @@ class Gradients:
             yield
         finally:
             self._accumulating = before
+
+    def state(self) -> dict[str, Any]:
+        """What the codec has left out on this rank so far; {} if there is none. See GradientReducer.state."""
+        state = self._reducer.state()
+        if not state:
+            return {}
+        residual = {name: tensor_of(values) for name, values in state["residual"].items()}
+        return {"place": state["place"], "residual": residual}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state` of this rank in an equal place. Raises CheckpointError if it is of another model."""
+        self._reducer.restore({"residual": {name: array_of(one) for name, one in state["residual"].items()}})
 
     def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """What the optimizer is about to use are means, and finite. Its pre-hook."""

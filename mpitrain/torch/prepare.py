@@ -105,9 +105,18 @@ def accumulate(model: torch.nn.Module) -> AbstractContextManager[None]:
     Raises:
         ConfigError: the model was not prepared.
     """
+    return gradients_of(model, "accumulate").accumulating()
+
+
+def gradients_of(model: torch.nn.Module, call: str) -> Gradients:
+    """Those of a model that prepare() had, for `call`.
+
+    Raises:
+        ConfigError: it was not prepared.
+    """
     if model not in _PREPARED:
-        raise ConfigError("accumulate(model): this model was not given to prepare()")
-    return _PREPARED[model].accumulating()
+        raise ConfigError(f"{call}(model): this model was not given to prepare()")
+    return _PREPARED[model]
 
 
 def _check(world: World, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -1,0 +1,90 @@
+"""What a codec has left out of the gradients so far, saved with a model and restored with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from mpitrain.errors import ConfigError
+from mpitrain.job.start import init
+from mpitrain.torch.compress import RESIDUALS, group_of
+from mpitrain.torch.gradients import Gradients
+from mpitrain.torch.prepare import gradients_of
+from mpitrain.torch.uncompiled import uncompiled
+
+
+@uncompiled
+def residuals(model: torch.nn.Module) -> dict[str, Any]:
+    """What the codec has left out of the gradients of all ranks so far, for `save`: one number a parameter and rank.
+
+        mpitrain.torch.save({"model": net.state_dict(), "residuals": mpitrain.torch.residuals(model)}, path)
+
+    Every rank calls it, between two steps. Rank 0 gets the residuals, the others get none.
+
+    Args:
+        model: that `prepare` had, or a DistributedDataParallel with the hook `compress`.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    of_ranks = init().gather(_kept(model).state())
+    return {"of_ranks": of_ranks or []}
+
+
+@uncompiled
+def restore_residuals(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
+    """Go on from what `residuals` has returned, so that a run resumes with the bits of one without interruption.
+
+    Every rank calls it with the whole `state`, as `load` gives it, before the first step: after `prepare`, or after
+    `register_comm_hook`. If the ranks are others than those that were saved, in number or in their nodes, nothing is
+    restored, and rank 0 says so: the next step then loses what a codec has left out of one step.
+
+    Raises:
+        ConfigError: see `residuals`.
+        CheckpointError: the state is of another model. On every rank.
+    """
+    world, of_ranks, kept = init(), state["of_ranks"], _kept(model)
+    own = of_ranks[world.rank] if len(of_ranks) == world.size else {}
+    places = world.allgather((kept.state().get("place"), own.get("place")))
+    if not any(of_ranks):
+        return
+    if any(here != saved for here, saved in places):
+        saved, nodes = len(of_ranks), "on other nodes or in other buckets" if len(of_ranks) == world.size else ""
+        world.print(
+            f"mpitrain: what the codec has left out of the gradients is not restored: it was saved by {saved} ranks"
+            f"{', ' + nodes if nodes else ''}, and these are {world.size}. The next step goes on without it"
+        )
+        return
+    with world.together("restore residuals"):
+        kept.restore(own)
+
+
+class _OfHook:
+    """The residuals of a DistributedDataParallel with the hook `compress`."""
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        hooks = [(hook, state) for hook, state in model._comm_hooks if hook in RESIDUALS]
+        if not hooks:
+            raise ConfigError(f"{init().name()}: this model has no hook of mpitrain.torch.compress; register it first")
+        ((hook, state),) = hooks  # DDP takes one
+        self._model = model
+        self._residuals, self._world = RESIDUALS[hook], group_of(state)._channel.world
+        self._named = dict(model.module.named_parameters())
+
+    def state(self) -> dict[str, Any]:
+        if self._world.num_nodes == 1:
+            return {}
+        self._model.reducer._rebuild_buckets()  # as its next forward pass would do
+        self._residuals.move([bucket.parameters() for bucket in self._model.reducer._get_zeros_like_grad_buckets()])
+        names = {id(parameter): name for name, parameter in self._named.items()}
+        return {"place": str(self._world.node_ranks), **self._residuals.state(names)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._residuals.restore(state, self._named)
+
+
+def _kept(model: torch.nn.Module) -> _OfHook | Gradients:
+    return _OfHook(model) if isinstance(model, DistributedDataParallel) else gradients_of(model, "residuals")

@@ -1,0 +1,151 @@
+"""What a codec has left out, saved and restored: a run that resumes has the bits of one without interruption."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpitrain import World
+from mpitrain.errors import CheckpointError, ConfigError
+from tests.ranks.common import error_on_all, skip_alone
+from tests.ranks.placements import placed
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+import torch.distributed as dist  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+
+import mpitrain.torch  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("group", "ours")
+
+STEPS = 6
+
+
+class Run:
+    """A model, its optimizer, and steps of all ranks, each as if on a node of its own."""
+
+    def __init__(self, world: World, kind: str) -> None:
+        torch.manual_seed(5)
+        self.net = nn.Sequential(nn.Linear(6, 50), nn.Tanh(), nn.Linear(50, 40), nn.Tanh(), nn.Linear(40, 1))
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=0.9)
+        self.world, self.kind = world, kind
+        made = torch.Generator().manual_seed(3)
+        self.x, self.y = (torch.randn(STEPS, 2 * world.size, count, generator=made) for count in (6, 1))
+        self.model: Any = self.net
+
+    def begin(self) -> None:
+        """Make the model ready, with parameters as they are now."""
+        if self.kind == "prepare":
+            batches = [(x, y) for x, y in zip(self.x, self.y, strict=True)]
+            self.model, _, self.data = mpitrain.torch.prepare(
+                self.net, self.optimizer, batches, compression="bf16", bucket_bytes=4000
+            )
+        else:
+            # Several buckets from the second step on.
+            self.model = DistributedDataParallel(self.net, bucket_cap_mb=0.002)
+            self.model.register_comm_hook(None, mpitrain.torch.compress("bf16"))
+
+    def steps(self, first: int, end: int) -> None:
+        mine = slice(2 * self.world.rank, 2 * self.world.rank + 2)
+        batches = (
+            enumerate(self.data)
+            if self.kind == "prepare"
+            else ((n, (self.x[n, mine], self.y[n, mine])) for n in range(STEPS))
+        )
+        for number, (x, y) in batches:
+            if first <= number < end:
+                self.optimizer.zero_grad()
+                nn.functional.mse_loss(self.model(x), y).backward()
+                self.optimizer.step()
+
+    def state(self) -> dict[str, Any]:
+        return {"net": self.net.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.net.load_state_dict(state["net"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+    def bits(self) -> list[bytes]:
+        return [parameter.detach().numpy().tobytes() for parameter in self.net.parameters()]
+
+
+@pytest.fixture(params=["ddp", "prepare"])
+def kind(world: World, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    skip_alone(world)
+    channel = dist.group.WORLD._channel
+    monkeypatch.setattr(channel, "world", placed(channel.world, "alone on each node"))
+    apart = placed(world, "alone on each node")
+    monkeypatch.setattr("mpitrain.torch.prepare.init", lambda: apart)
+    return str(request.param)
+
+
+@pytest.mark.parametrize("stop", [1, 3])
+def test_a_resumed_run_has_the_same_bits(world: World, kind: str, shared: Path, stop: int) -> None:
+    """Also after the first step, behind which DDP makes other buckets. Without the residuals it has others."""
+    whole = Run(world, kind)
+    whole.begin()
+    whole.steps(0, STEPS)
+    first = Run(world, kind)
+    first.begin()
+    first.steps(0, stop)
+    state = {**first.state(), "residuals": mpitrain.torch.residuals(first.model)}
+    mpitrain.torch.save(state, shared / "state.pt")
+    if stop > 1:
+        first.steps(stop, STEPS)  # undisturbed by the look at them
+        assert first.bits() == whole.bits()
+    for with_residuals in (True, False):
+        resumed, state = Run(world, kind), mpitrain.torch.load(shared / "state.pt")
+        resumed.restore(state)
+        resumed.begin()
+        if with_residuals:
+            mpitrain.torch.restore_residuals(resumed.model, state["residuals"])
+        resumed.steps(stop, STEPS)
+        assert (resumed.bits() == whole.bits()) == with_residuals
+
+
+def test_other_ranks_or_nodes(world: World, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Dropped, and said once; the run goes on."""
+    run = Run(world, kind)
+    run.begin()
+    run.steps(0, 2)
+    of_ranks = world.broadcast(mpitrain.torch.residuals(run.model))["of_ranks"]
+    assert len(of_ranks) == world.size
+    resumed = Run(world, kind)
+    resumed.begin()
+    moved = [{**one, "place": "elsewhere"} for one in of_ranks]
+    for other, words in (([*of_ranks, of_ranks[0]], f"by {world.size + 1} ranks, and"), (moved, "on other nodes")):
+        mpitrain.torch.restore_residuals(resumed.model, {"of_ranks": other})
+        out = capsys.readouterr().out
+        assert out.count("is not restored") == world.is_root
+        assert (words in out) == world.is_root
+    assert not any(part.any() for part in resumed_residuals(resumed))
+    resumed.steps(0, 1)
+
+
+def resumed_residuals(run: Run) -> list[Any]:
+    of_ranks = run.world.broadcast(mpitrain.torch.residuals(run.model))["of_ranks"]
+    return list(of_ranks[run.world.rank]["residual"].values())
+
+
+def test_what_has_no_residuals(world: World, kind: str) -> None:
+    if kind == "ddp":
+        text = error_on_all(
+            world, ConfigError, lambda: mpitrain.torch.residuals(DistributedDataParallel(nn.Linear(2, 1)))
+        )
+        assert "this model has no hook of mpitrain.torch.compress" in text
+    text = error_on_all(world, ConfigError, lambda: mpitrain.torch.residuals(nn.Linear(2, 1)))
+    assert "residuals(model): this model was not given to prepare()" in text
+
+
+def test_those_of_another_model(world: World, kind: str) -> None:
+    run = Run(world, kind)
+    run.begin()
+    run.steps(0, 1)
+    of_ranks = world.broadcast(mpitrain.torch.residuals(run.model))["of_ranks"]
+    for one in of_ranks:
+        one["residual"]["other"] = one["residual"].pop("0.weight")
+    error_on_all(world, CheckpointError, lambda: mpitrain.torch.restore_residuals(run.model, {"of_ranks": of_ranks}))
