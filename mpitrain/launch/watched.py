@@ -17,7 +17,7 @@ from mpitrain.launch.stalls import Stalls
 from mpitrain.launch.watch import Guards
 from mpitrain.watching.census import FirstEnd
 from mpitrain.watching.ranges import rank_ranges
-from mpitrain.watching.rank_record import FAILED, RankRecord
+from mpitrain.watching.rank_record import RankRecord
 
 
 class WatchedJob:
@@ -56,15 +56,8 @@ class WatchedJob:
                 orphans = f"rank{'s' * (len(lost) > 1)} {rank_ranges(lost)}"
                 why = report.kernel(None) or "it was killed, or has crashed"
                 return [f"the process of mpiexec on {host} that started {orphans} has gone: {why}"]
-            if lost := report.vanished(recovers=self._recovers):
-                vanished = f"rank{'s' * (len(lost) > 1)} {rank_ranges(lost)} on {host}"
-                how = "ended without a word (os._exit, or killed?)"
-                if any(report.ranks[rank].record.phase == FAILED for rank in lost):
-                    how = "failed"
-                elif first := [rank for rank in lost if report.kernel(rank)]:
-                    ended = "ended" if len(lost) == 1 else f"ended, rank {first[0]} first"
-                    how = f"{ended}: {report.kernel(first[0])}"
-                return [f"{vanished} {how}, and mpiexec goes on: the job is ended"]
+        if vanished := self._vanished():
+            return [f"{vanished}, and mpiexec goes on: the job is ended"]
         when, gone = self._guards.seen()
         now = time.monotonic()
         reason = problem(self._places, when, gone, since=self._since, now=now, start_seconds=self._start_seconds)
@@ -72,6 +65,21 @@ class WatchedJob:
             return self._stalls.fatal()
         self._guards.look()
         return [f"the job has not started: {reason}", *diagnosis(self._places, when, gone, self._guards.reports)]
+
+    def _vanished(self) -> str:
+        """Who ended unseen by mpiexec: the first one, because of whom the others ended, or all, where it is unknown."""
+        reports = self._guards.reports
+        lost = {rank: host for host, report in reports.items() for rank in report.vanished(recovers=self._recovers)}
+        failed = self._guards.failed()
+        if failed is not None and failed.rank in lost:
+            return f"rank {failed.rank} on {lost[failed.rank]} failed"
+        silent = "ended without a word (os._exit, or killed?)"
+        for end in self._guards.first_ends():
+            if end.rank in lost:
+                return f"rank {end.rank} on {lost[end.rank]} {f'ended: {end.kernel}' if end.kernel else silent}"
+        ranks = sorted(lost)
+        hosts = " and ".join(dict.fromkeys(lost[rank] for rank in ranks))
+        return f"rank{'s' * (len(ranks) > 1)} {rank_ranges(ranks)} on {hosts} {silent}" if lost else ""
 
     def missing(self) -> list[int]:
         """The ranks that began and did not come to their end."""

@@ -346,12 +346,14 @@ WORDS = 'the kernel killed it for want of memory: "Killed process 7"'
     ("first", "dead", "expected"),
     [
         (FirstEnd(1, (), 10.0, 7, WORDS), (1,), f"rank 1 on a ended: {WORDS}"),
-        (FirstEnd(1, (), 10.0, 7, WORDS), (0, 1), f"ranks 0,1 on a ended, rank 1 first: {WORDS}"),
+        (FirstEnd(1, (), 10.0, 7, WORDS), (0, 1), f"rank 1 on a ended: {WORDS}"),
+        (FirstEnd(1, (), 10.0, 7), (0, 1), "rank 1 on a ended without a word (os._exit, or killed?)"),
+        (None, (0, 1), "ranks 0,1 on a ended without a word (os._exit, or killed?)"),
         (FirstEnd(2, (), 10.0, 7, WORDS), (1,), "rank 1 on a ended without a word (os._exit, or killed?)"),
         (FirstEnd(None, (0,), 10.0, 7, WORDS), (1,), "rank 1 on a ended without a word (os._exit, or killed?)"),
     ],
 )
-def test_of_whom_the_kernel_speaks(first: FirstEnd, dead: tuple[int, ...], expected: str) -> None:
+def test_of_whom_the_kernel_speaks(first: FirstEnd | None, dead: tuple[int, ...], expected: str) -> None:
     """Of what ended first on its host, and of nothing else."""
     views = {rank: RankView(RankRecord(rank, BEGUN), 100 + rank, ended_seconds=10.1) for rank in dead}
     report = HostReport(views, first_end=first)
@@ -367,8 +369,32 @@ def test_of_which_process_of_mpiexec_the_kernel_speaks(rank: int | None, why: st
 
 def trouble_of(report: HostReport) -> list[str]:
     """What the launcher says of a job on one host, `a`, that its guard reports."""
-    guards: Any = SimpleNamespace(trouble="", reports={"a": report})
-    return WatchedJob([Place("a", 0, 3)], guards, Path("/nowhere"), 0.0).trouble()
+    return trouble({"a": report}, [report.first_end] if report.first_end else [])
+
+
+def trouble(reports: dict[str, HostReport], first_ends: list[FirstEnd], failed: RankRecord | None = None) -> list[str]:
+    guards: Any = SimpleNamespace(
+        trouble="",
+        reports=reports,
+        first_ends=lambda: first_ends,
+        failed=lambda: failed,
+        seen=lambda: ({}, []),
+    )
+    places = [Place(host, 2 * number, 2 * number + 2) for number, host in enumerate(reports)]
+    return WatchedJob(places, guards, Path("/nowhere"), 0.0).trouble()
+
+
+def test_who_vanished_first_on_several_hosts() -> None:
+    """mpiexec has ended the others, and then waits for what holds their output."""
+    views = {rank: RankView(RankRecord(rank, BEGUN), 100 + rank, ended_seconds=10.1) for rank in range(4)}
+    reports = {
+        host: HostReport({rank: views[rank] for rank in ranks}) for host, ranks in (("a", (0, 1)), ("b", (2, 3)))
+    }
+    first_ends = [FirstEnd(3, (), 10.0), FirstEnd(0, (), 10.1)]
+    goes_on = ", and mpiexec goes on: the job is ended"
+    assert trouble(reports, first_ends) == [f"rank 3 on b ended without a word (os._exit, or killed?){goes_on}"]
+    assert trouble(reports, []) == [f"ranks 0-3 on a and b ended without a word (os._exit, or killed?){goes_on}"]
+    assert trouble(reports, first_ends, views[1].record) == [f"rank 1 on a failed{goes_on}"]
 
 
 @pytest.mark.parametrize("is_lost", [True, False])
