@@ -113,7 +113,7 @@ class Guard:
             send({"first_end": first_end})
 
     def _look_at_files(self) -> None:
-        self._shared_files.look(self._job.find)
+        self._shared_files.look(self._job.find, self._census.alive())
         if len(self._shared_files.of_job) != self._num_files:
             self._num_files = len(self._shared_files.of_job)
             send({"files": sorted(self._shared_files.of_job), "since": self._since})

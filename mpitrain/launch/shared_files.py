@@ -3,7 +3,8 @@
 MPI libraries keep a file in /dev/shm while a job runs (MPICH's mpich_shm_*, Open MPI's sm_segment.*), and leave it
 behind if the ranks are killed. MPICH's daemon keeps a description of the machine in /tmp, wherever TMPDIR is, and
 leaves it behind if the daemon is killed. The daemons of Open MPI 5 and its mpiexec do the same with a folder whose name
-has their process number. The name of any other file does not tell which job owns the file. A file is the job's
+has their process number, in TMPDIR or where parameters of Open MPI put it: each of their ranks has its path in a
+variable. The name of any other file does not tell which job owns the file. A file is the job's
 if a process of the job has mapped or opened it; the daemon keeps its file open. A job may be over before anybody could
 look. Therefore a file of an MPI library that appeared while the job ran also counts as the job's, if no process uses
 the file at the job's end: nobody needs it. (Between the making of a file and its mapping, a file in use looks the same,
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -29,7 +31,11 @@ OF_PYTHON = ("psm_", "sem.mp-", "torch_")
 # The name that the daemon of MPICH's mpiexec (hydra_pmi_proxy) gives its file; the whole path is fixed.
 OF_DAEMON = "/tmp/hydra_hwloc_xmlfile_"
 # What Open MPI's mpiexec and its daemons call the folders of their sessions; a process number follows.
-OF_SESSIONS = ("/tmp/ompi.", "/tmp/prted.")
+OF_SESSIONS = ("ompi.", "prted.")
+# Where these folders are: in the first of these that is set, else in /tmp. In each rank another variable has the path.
+_TEMPORARY = ("TMPDIR", "TEMP", "TMP")
+_SESSION_VARIABLE = b"PMIX_SERVER_TMPDIR="
+_SESSION = re.compile("(?:{})[0-9]+".format("|".join(map(re.escape, OF_SESSIONS))))
 _OLD_SECONDS = 2.0
 
 
@@ -38,18 +44,30 @@ class SharedFiles:
 
     def __init__(self, since: float = float("inf"), of_job: Iterable[tuple[str, int]] = ()) -> None:
         """The job began at `since`, by time.time(), or begins now; files known to be the job's are `of_job`."""
-        self._before = {file for file, made in files().items() if made < since}
+        of_job = set(of_job)
+        bases = {next((os.environ[name] for name in _TEMPORARY if os.environ.get(name)), "/tmp"), "/tmp"}
+        self._bases = {os.path.realpath(base) for base in bases}  # of sessions
+        self._bases.update(os.path.dirname(path) for path, _ in of_job if _is_session(path))  # noqa: PTH120
+        self._asked: set[int] = set()  # processes that have said where their session is
+        self._before = {file for file, made in files(self._bases).items() if made < since}
         self._foreign = set(self._before)
-        self.of_job: set[tuple[str, int]] = set(of_job)
+        self.of_job: set[tuple[str, int]] = of_job
 
-    def look(self, find: Callable[[], Iterable[int]]) -> None:
-        """Note which files the job has; `find` returns its processes. Nearly free if there is no new file."""
+    def look(self, find: Callable[[], Iterable[int]], ranks: Iterable[int] = ()) -> None:
+        """Note which files the job has; `find` returns its processes. Nearly free if there is no new file.
+
+        `ranks` are those of its processes that are known already.
+        """
+        for pid in set(ranks) - self._asked:
+            self._asked.add(pid)
+            self._bases.update(os.path.dirname(path) for path in _session_told(pid))  # noqa: PTH120
         now = time.time()
-        new = {file: made for file, made in files().items() if file not in self._foreign and file not in self.of_job}
+        there = files(self._bases)
+        new = {file: made for file, made in there.items() if file not in self._foreign and file not in self.of_job}
         if not new:
             return
         for pid in find():
-            self.of_job.update(held(pid).intersection(new))
+            self.of_job.update(self._held(pid).intersection(new))
         # A process uses its file right after making it. So a file that was not the job's never becomes the job's.
         self._foreign.update(file for file, made in new.items() if now - made > _OLD_SECONDS)
         self._foreign -= self.of_job
@@ -58,18 +76,18 @@ class SharedFiles:
         """Remove the job's files; takes about two seconds if a file is too young to judge."""
         deadline = time.monotonic() + 2 * _OLD_SECONDS
         while True:
-            there = {file: made for file, made in files().items() if file not in self._before}
+            there = {file: made for file, made in files(self._bases).items() if file not in self._before}
             left = {file for file in there if _is_of_mpi(file[0])}
             left |= {file for file in there if file in self.of_job and _name(file[0]).startswith(OF_PYTHON)}
             # A number means another process in a container: a folder that was not seen to be the job's may be in use.
-            left |= {file for file in there if file in self.of_job and file[0].startswith(OF_SESSIONS)}
+            left |= {file for file in there if file in self.of_job and _is_session(file[0])}
             for entry in os.listdir("/proc") if left else []:  # noqa: PTH208 (names are wanted)
                 if entry.isdigit():
-                    left -= held(int(entry))
+                    left -= self._held(int(entry))
             now = time.time()
             sure = {file for file in left if file in self.of_job or not 0 <= now - there[file] <= _OLD_SECONDS}
             for path, _ in sure:
-                if path.startswith(OF_SESSIONS):
+                if _is_session(path):
                     shutil.rmtree(path, ignore_errors=True)
                     continue
                 with contextlib.suppress(OSError):
@@ -77,6 +95,10 @@ class SharedFiles:
             if sure == left or time.monotonic() > deadline:
                 return
             time.sleep(0.1)
+
+    def _held(self, pid: int) -> set[tuple[str, int]]:
+        """Path and inode of the files that a process has mapped or opened, or that have its number in their name."""
+        return {*_mapped(pid), *_opened(pid), *_sessions(pid, self._bases)}
 
 
 def remove_mine() -> None:
@@ -87,26 +109,25 @@ def remove_mine() -> None:
                 Path(path).unlink()
 
 
-def files() -> dict[tuple[str, int], float]:
-    """Return this user's files that may be a job's, by path and inode: each file's time in seconds since the epoch."""
+def files(bases: Iterable[str] = ()) -> dict[tuple[str, int], float]:
+    """Return this user's files that may be a job's, by path and inode: each file's time in seconds since the epoch.
+
+    The sessions of Open MPI are in the folders `bases`.
+    """
     made = {}
-    for folder, begin in ((FOLDER, ""), *(os.path.split(path) for path in (OF_DAEMON, *OF_SESSIONS))):
+    places = [(FOLDER, ""), os.path.split(OF_DAEMON), *((base, begin) for base in bases for begin in OF_SESSIONS)]
+    for folder, begin in places:
         with contextlib.suppress(OSError):
             for entry in os.scandir(folder):
                 if not entry.name.startswith(begin):
                     continue
                 with contextlib.suppress(OSError):
                     status = entry.stat(follow_symlinks=False)
-                    is_session = entry.path.startswith(OF_SESSIONS) and entry.is_dir(follow_symlinks=False)
+                    is_session = begin in OF_SESSIONS and entry.is_dir(follow_symlinks=False)
                     is_one = is_session or entry.is_file(follow_symlinks=False)
                     if status.st_uid == os.geteuid() and is_one:
                         made[entry.path, status.st_ino] = status.st_ctime
     return made
-
-
-def held(pid: int) -> set[tuple[str, int]]:
-    """Return path and inode of the files that a process has mapped or opened, or that have its number in their name."""
-    return {*_mapped(pid), *_opened(pid), *_session(pid)}
 
 
 def _mapped(pid: int) -> Iterator[tuple[str, int]]:
@@ -126,10 +147,28 @@ def _opened(pid: int) -> Iterator[tuple[str, int]]:
                     yield os.readlink(entry.path), entry.stat().st_ino  # noqa: PTH115
 
 
-def _session(pid: int) -> Iterator[tuple[str, int]]:
-    for begin in OF_SESSIONS:
+def _sessions(pid: int, bases: Iterable[str]) -> Iterator[tuple[str, int]]:
+    """The folders with the number of a process that lives: a dead one that nobody has reaped keeps its number."""
+    with contextlib.suppress(OSError):
+        if Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in (b"Z", b"X"):
+            return
+    for path in [*(f"{base}/{begin}{pid}" for base in bases for begin in OF_SESSIONS), *_session_told(pid)]:
         with contextlib.suppress(OSError):
-            yield f"{begin}{pid}", os.lstat(f"{begin}{pid}").st_ino
+            yield path, os.lstat(path).st_ino
+
+
+def _session_told(pid: int) -> Iterator[str]:
+    """The path of the session that a process is a rank of."""
+    with contextlib.suppress(OSError):
+        for word in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            if word.startswith(_SESSION_VARIABLE):
+                path = os.path.realpath(os.fsdecode(word[len(_SESSION_VARIABLE) :]))
+                if _is_session(path):
+                    yield path
+
+
+def _is_session(path: str) -> bool:
+    return bool(_SESSION.fullmatch(_name(path)))
 
 
 def _is_of_mpi(path: str) -> bool:

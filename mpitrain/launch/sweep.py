@@ -18,7 +18,7 @@ def main(wish: dict[str, Any], _probe: str) -> None:
     """`wish` has the guard's `token` and `roll_call`, and of the job the `files` that it knew and the start `since`."""
     job = Marked(wish["token"])
     shared_files = SharedFiles(wish["since"], {(path, inode) for path, inode in wish["files"]})
-    shared_files.look(job.find)
+    shared_files.look(job.find, job.find())
     ended, immortal = job.end(wish["linger_seconds"])
     shared_files.remove()
     remove(wish["roll_call"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -134,7 +135,7 @@ def test_the_folder_of_open_mpis_daemon(path: Path, begin: str) -> None:
     shared = SharedFiles()
     path.write_bytes(b"1")
     ours, theirs, gone = (opening(path) for _ in range(3))
-    folders = [Path(f"{begin}{process.pid}") for process in (ours, theirs, gone)]
+    folders = [Path(f"/tmp/{begin}{process.pid}") for process in (ours, theirs, gone)]
     try:
         for folder in folders:
             (folder / "1").mkdir(parents=True)
@@ -143,10 +144,47 @@ def test_the_folder_of_open_mpis_daemon(path: Path, begin: str) -> None:
         shared.look(lambda: [ours.pid])
         shared.remove()
         assert all(folder.exists() for folder in folders)
-        end(ours)
+        ours.kill()
+        os.waitid(os.P_PID, ours.pid, os.WEXITED | os.WNOWAIT)  # dead, and nobody has reaped it
         shared.remove()
         assert [folder.exists() for folder in folders] == [False, True, True]
     finally:
+        end(ours)
         end(theirs)
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_the_folder_of_open_mpis_daemon_in_tmpdir(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    shared = SharedFiles()
+    path.write_bytes(b"1")
+    daemon = opening(path)
+    folder = tmp_path / f"prted.{daemon.pid}"
+    folder.mkdir()
+    shared.look(lambda: [daemon.pid])
+    end(daemon)
+    shared.remove()
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("swept", [False, True])
+def test_the_folder_that_a_parameter_of_open_mpi_names(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swept: bool
+) -> None:
+    """Only the ranks know it, and then whoever takes over from the guard."""
+    shared = SharedFiles()
+    path.write_bytes(b"1")
+    folder = tmp_path / "prted.4711"
+    folder.mkdir()
+    monkeypatch.setenv("PMIX_SERVER_TMPDIR", str(folder))
+    rank = opening(path)
+    monkeypatch.delenv("PMIX_SERVER_TMPDIR")
+    shared.look(lambda: [rank.pid], [rank.pid])
+    shared.remove()
+    assert folder.exists()
+    end(rank)
+    if swept:
+        shared = SharedFiles(0.0, shared.of_job)
+    shared.remove()
+    assert not folder.exists()
