@@ -146,7 +146,7 @@ def test_who_names_the_interface_has_no_trouble_with_others() -> None:
 def test_drop_and_reject() -> None:
     looked = healthy()
     reach = looked.pairs[PAIR]["reach"]
-    reach.update(connect="timeout", found="no answer within 3 s")
+    reach.update(connect="timeout", found="no answer within 3 s", beside=["ok", "refused"])
     (result,) = judged("NET04", looked)
     assert (result.verdict, result.where, result.mend) == ("fail", PAIR, ("node2",))
     assert "DROP" in result.observed and "no firewall is seen there" in result.observed
@@ -156,6 +156,58 @@ def test_drop_and_reject() -> None:
     (result,) = judged("NET04", looked)
     assert "REJECT" in result.observed and "ufw is active there" in result.observed
     assert result.remedy == "ansible-playbook cluster/setup.yml --tags firewall --limit {limit}"
+
+
+@pytest.mark.parametrize("connect", ["timeout", "refused", "unreachable"])
+def test_a_way_that_is_too_slow_is_not_closed(connect: str) -> None:
+    """ssh's port gave no answer in one of the turns, so nothing is known of the high ones."""
+    looked = healthy()
+    looked.pairs[PAIR]["reach"].update(connect=connect, found="no answer within 3 s", beside=["ok", "timeout"])
+    (result,) = judged("NET04", looked)
+    assert (result.verdict, result.where) == ("unknown", PAIR)
+    assert result.observed == (
+        "a high port gave no connection (no answer within 3 s), and ssh's port, in turns with it: ok, timeout"
+    )
+
+
+@pytest.mark.parametrize(
+    ("tries", "beside"),
+    [
+        (["ok"], []),
+        (["timeout", "ok"], ["ok"]),
+        (["lost", "refused", "ok"], ["ok", "ok"]),
+        (["timeout", "timeout", "timeout"], ["ok", "ok"]),
+        (["timeout", "timeout", "refused"], ["ok", "ok"]),
+    ],
+)
+def test_what_seems_closed_is_tried_again(tries: list[str], beside: list[str]) -> None:
+    """In turns with ssh's port. A listener is made anew where the old one may be gone."""
+    looked = healthy()
+    calls: list[tuple[str, str]] = []
+
+    def ask(name: str, call: str, wish: dict[str, Any], **_: Any) -> Any:
+        calls.append((name, call))
+        if call == "reach":
+            return {**REACH, "connect": tries[sum(call == "reach" for _, call in calls) - 1]}
+        assert call != "answer" or wish["port"] == 22
+        return {"listen": 40000, "answer": "ok", "ping": REACH["ping"]}[call]
+
+    cluster = cast("Cluster", SimpleNamespace(target=looked.target, seen=looked, ask=ask))
+    reached = PAIRS["reach"](cluster, *PAIR)
+    assert (reached["connect"], reached["beside"]) == (tries[-1], beside)
+    listens = 1 + sum(one in ("lost", "refused") for one in tries[:-1])
+    expected = ["listen"] * listens + ["reach"] * len(tries) + ["answer"] * len(beside) + ["ping"]
+    assert sorted(call for _, call in calls) == sorted(expected)
+    assert [call for _, call in calls if call in ("reach", "answer")] == [
+        call for number in range(len(tries)) for call in ("answer", "reach") if number or call == "reach"
+    ]
+
+
+def test_what_a_port_answers() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        wish = {"address": "127.0.0.1", "port": server.getsockname()[1]}
+        assert ways.answer(wish) == "ok"
+    assert ways.answer(wish) == "refused"
 
 
 def test_nothing_gets_there() -> None:
@@ -216,8 +268,12 @@ def test_round_trips() -> None:
     for sections in looked.pairs.values():  # all alike: a slower network, and no fault
         sections["reach"]["round_trips_seconds"] = [7e-3]
     assert judged("NET06", looked) == []
-    looked.pairs[PAIR]["reach"] = {**REACH, "connect": "lost", "found": "timed out", "round_trips_seconds": []}
+    lost = {**REACH, "connect": "lost", "found": "timed out", "round_trips_seconds": [], "beside": ["ok", "ok"]}
+    looked.pairs[PAIR]["reach"] = lost
     assert judged("NET06", looked)[0].verdict == "fail"
+    assert judged("NET04", looked) == []
+    looked.pairs[PAIR]["reach"] = {**lost, "beside": ["timeout", "ok"]}
+    assert judged("NET06", looked)[0].verdict == "unknown"
 
 
 def test_devices_of_variables() -> None:

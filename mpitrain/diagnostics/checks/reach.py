@@ -6,10 +6,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from mpitrain.diagnostics.check import Ask, Check, Finding, NotHereError, NotSeenError, Seen
+from mpitrain.diagnostics.closed_ports import in_turns, why_unclear
 from mpitrain.diagnostics.collect import Cluster, ClusterStep, PairStep
+from mpitrain.diagnostics.node.children import MOST_PATIENCE
 from mpitrain.diagnostics.remedies import on_each
 from mpitrain.launch.variables import port_ranges
 
+_SSH = 22
+_SECONDS = 20.0
 _SLOW_MILLISECONDS = 10.0
 _ODD_MILLISECONDS = 5.0
 _ODD_TIMES = 3.0
@@ -26,9 +30,23 @@ def _reach(cluster: Cluster, a: str, b: str) -> Any:
         return {"error": str(error)}
     address = cluster.target.addresses[b]
     ranges = list(port_ranges(cluster.target.environ).values())
-    wish = {"address": address, "seconds": 15.0, "range": ranges[0] if ranges else None}
-    port = cluster.ask(b, "listen", wish, seconds=5.0, user="login")
-    connection = cluster.ask(a, "reach", {"address": address, "port": port}, seconds=20.0, user="login")
+    # It listens until the question of the other node has been given up.
+    to_listen = {"address": address, "seconds": MOST_PATIENCE * _SECONDS, "range": ranges[0] if ranges else None}
+    ports: list[int] = []
+
+    def connect() -> dict[str, Any]:
+        if not ports:
+            ports.append(cluster.ask(b, "listen", to_listen, seconds=5.0, user="login"))
+        wish = {"address": address, "port": ports[0]}
+        reached: dict[str, Any] = cluster.ask(a, "reach", wish, seconds=_SECONDS, user="login")
+        if reached["connect"] in ("lost", "refused"):  # nobody listens there any more, or perhaps not
+            ports.clear()
+        return reached
+
+    def answer() -> str:
+        return str(cluster.ask(a, "answer", {"address": address, "port": _SSH}, seconds=_SECONDS, user="login"))
+
+    connection = in_turns(connect, answer)
     interface = network["interfaces"].get(network["routes"].get(b, {}).get("interface"), {})
     wish = {"address": address, "mtu_bytes": interface.get("mtu_bytes", 1500)}
     return {
@@ -83,12 +101,14 @@ def _gets_there(seen: Seen, pair: tuple[str, str]) -> Iterator[Finding]:
 
 def _high_ports(seen: Seen, pair: tuple[str, str]) -> Iterator[Finding]:
     reach = seen.pair(pair, "reach")
-    if reach["connect"] == "ok":
+    if reach["connect"] in ("ok", "lost"):
         return
+    if unclear := why_unclear(reach):
+        raise NotSeenError(unclear)
     how = {"timeout": "dropped (DROP)", "refused": "refused (REJECT)", "unreachable": "refused (REJECT)"}
     firewall = seen.nodes.get(pair[1], {}).get("network", {}).get("firewall", "")
     active = f"{firewall} is active there" if firewall else "no firewall is seen there"
-    text = f"a connection to a high port is {how.get(reach['connect'], 'cut')}: {reach['found']}; {active}"
+    text = f"a connection to a high port is {how[reach['connect']]}: {reach['found']}; {active}"
     mended = (
         "{set_up} --tags firewall --limit {limit}" if firewall in ("ufw", "firewalld") else _look_at_rules(seen, pair)
     )
@@ -137,6 +157,8 @@ def _round_trips(seen: Seen, pair: tuple[str, str]) -> Iterator[Finding]:
     reach = seen.pair(pair, "reach")
     remedy = _both_ends(seen, pair, "ip -statistics link")
     if reach["connect"] == "lost":
+        if unclear := why_unclear(reach):
+            raise NotSeenError(unclear)
         yield Finding("fail", pair, f"a connection was made, then messages got lost: {reach['found']}", "", remedy)
         return
     # The quicker quarter: single ones are slow or quick by chance.
@@ -183,7 +205,8 @@ CHECKS = (
         _high_ports,
         uses=("network", "reach"),
         looks="A listener on the one, on a port that the system chose (or of MPIEXEC_PORT_RANGE), a connection from "
-        "the other: no answer is DROP, a refusal is REJECT.",
+        "the other: no answer is DROP, a refusal is REJECT. What fails is tried three times, in turns with ssh's port, "
+        "which must answer meanwhile.",
         why="MPI listens on ports that the system chooses; where they are dropped, a job hangs without a word.",
         tag="firewall",
         needs=("PRB01", "NET01", "NET09"),

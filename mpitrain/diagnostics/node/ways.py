@@ -121,6 +121,19 @@ def reach(wish: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
+def answer(wish: dict[str, Any]) -> str:
+    """What a port says to a connection: "ok", "refused", "timeout" or "unreachable"."""
+    try:
+        socket.create_connection((wish["address"], wish["port"]), _CONNECT_SECONDS).close()
+    except (TimeoutError, socket.timeout):  # noqa: UP041 (the same from Python 3.10 only)
+        return "timeout"
+    except ConnectionRefusedError:
+        return "refused"
+    except OSError:
+        return "unreachable"
+    return "ok"
+
+
 def round_trip(connection: socket.socket, count: int) -> float:
     """How long `count` bytes take there and back."""
     started = time.perf_counter()
@@ -188,6 +201,7 @@ def count_datagrams(wish: dict[str, Any]) -> int:
 CALLS = {
     "listen": listen,
     "reach": reach,
+    "answer": answer,
     "ping": ping,
     "open_room": open_room,
     "send_datagrams": send_datagrams,
