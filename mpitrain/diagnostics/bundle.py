@@ -21,6 +21,7 @@ _MODULES = (
     "sshd",
     "tunnel",
     "ways",
+    "shell",
     "jobs",
     "start",
     "gpu",

@@ -16,7 +16,7 @@ import pytest
 
 from jobs import HANG_SECONDS, until
 from mpitrain.diagnostics.bundle import BAIT, BOOT, bundle, in_a_word
-from mpitrain.diagnostics.node import jobs
+from mpitrain.diagnostics.node import shell
 
 # Stands for a sudo that waits for a directory server, or for one that says no.
 _HANGS = '#!/bin/sh\necho asked >> "$0.asked"\nexec sleep 60\n'
@@ -97,16 +97,16 @@ def test_a_shell_that_took_the_first_line_is_told_of(talk: Talk) -> None:
 def test_the_startup_file_that_keeps_a_shell_from_its_command(
     line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jobs, "_own_shell", lambda: "/bin/bash")
-    monkeypatch.setattr(jobs, "_STARTUP_SECONDS", HANG_SECONDS)
+    monkeypatch.setattr(shell, "_own_shell", lambda: "/bin/bash")
+    monkeypatch.setattr(shell, "_STARTUP_SECONDS", HANG_SECONDS)
     monkeypatch.setenv("HOME", str(tmp_path))
     file = tmp_path / ".bashrc"
     file.write_text("echo welcome\n")
-    assert jobs.startup() == ""
+    assert shell.startup() == ""
     file.write_text(f"{line}\n")
-    assert jobs.startup() == "~/.bashrc"
+    assert shell.startup() == "~/.bashrc"
     file.write_text(f"[ -t 0 ] || return\n{line}\n")  # the repair
-    assert jobs.startup() == ""
+    assert shell.startup() == ""
 
 
 def test_a_file_for_another_node_goes_with_the_agent(talk: Talk, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from diagnostics.made_up import here, seen
 from mpitrain.diagnostics.check import Result, Seen
 from mpitrain.diagnostics.checks import CHECKS
 from mpitrain.diagnostics.judge import judge
-from mpitrain.diagnostics.node import children, jobs, start
+from mpitrain.diagnostics.node import children, jobs, shell, start
 from mpitrain.launch import folders
 
 FOLDERS = {
@@ -229,14 +229,14 @@ def test_the_deadline_that_is_told_is_the_one_that_was_kept(monkeypatch: pytest.
     with pytest.raises(children.SlowError, match=r"`sleep 60` did not end within 2 s") as raised:
         children.run(["sleep", "60"], 0.5)
     assert raised.value.seconds == 1.5
-    monkeypatch.setattr(jobs, "_SSH_SECONDS", 0.5)
-    monkeypatch.setattr(jobs, "_SHELL", "import time\ntime.sleep(60)")
-    monkeypatch.setattr(jobs, "startup", str)
-    assert jobs.shell({"address": ""}) == {"refused": "does not end within 2 s", "startup": ""}
+    monkeypatch.setattr(shell, "SSH_SECONDS", 0.5)
+    monkeypatch.setattr(shell, "_SHELL", "import time\ntime.sleep(60)")
+    monkeypatch.setattr(shell, "startup", str)
+    assert shell.shell({"address": ""}) == {"refused": "does not end within 2 s", "startup": ""}
     monkeypatch.setattr(
         jobs,
         "in_job",
-        lambda *_: (0, f"{jobs._MARK}\n/v/python\n{jobs._MARK}124\n/m\n{jobs._MARK}0\n\n{jobs._MARK}\n", ""),
+        lambda *_: (0, f"{jobs.MARK}\n/v/python\n{jobs.MARK}124\n/m\n{jobs.MARK}0\n\n{jobs.MARK}\n", ""),
     )
     wish = {"address": "", "venv": "", "probe": "", "script": "", "python": ""}
     assert jobs.programs(wish)["python"]["why"] == "it does not end within 90 s"

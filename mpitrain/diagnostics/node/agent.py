@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mpitrain.diagnostics.node import account, children, jobs
+from mpitrain.diagnostics.node import account, children, shell
 
 # The other agent may have to remove its folder from a share that is slow, or dead.
 _END_SECONDS = 6.0
@@ -54,7 +54,7 @@ class Agent:
         threading.Thread(target=self._end_late, daemon=True).start()
         python = "{}.{}.{}".format(*sys.version_info[:3])
         hello = {"hello": self._me, "python": python, "family": _family(), "null": _null()}
-        swallowed_by = (jobs.startup() or "its shell") if self._bundle["swallowed"] else ""
+        swallowed_by = (shell.startup() or "its shell") if self._bundle["swallowed"] else ""
         self._send({**hello, "swallowed_by": swallowed_by})
         for line in sys.stdin.buffer:
             self._heard = time.monotonic()

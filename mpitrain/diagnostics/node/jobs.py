@@ -1,98 +1,15 @@
-"""What a job finds on this node: the shell that mpiexec's ssh gives it, and the programs that this shell finds."""
+"""What a job finds on this node: the programs of its shell, NumPy, and after it what it has left."""
 
 from __future__ import annotations
 
 import json
 import os
-import pwd
-import shlex
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from mpitrain.diagnostics.node import children
-
-_SSH_SECONDS = 10.0
-_SSH_FAILED = 255  # by ssh itself; what the far shell ends with is passed on
-_STARTUP_SECONDS = 5.0
-_MARK = "mpitrain-check:"
-_SENT = "# mpitrain-check\n"  # to the shell, whose startup files are not to read it
-
-# Runs in that shell, by the system's Python: whatever the shell's own setting does to another one is to be seen here.
-_SHELL = """
-import json, os, re, resource, shutil, sys
-names = r"PATH|(?i:\\w+_proxy)|(OMPI|UCX|FI|I_MPI|NCCL|GLOO|HYDRA|PRTE|PMIX)_\\w+|LD_PRELOAD|LD_LIBRARY_PATH|PYTHONPATH"
-names += "|OMP_NUM_THREADS"
-def limit(which):
-    return [None if most == resource.RLIM_INFINITY else most for most in resource.getrlimit(which)]
-try:
-    has_rdma = bool(os.listdir("/sys/class/infiniband"))
-except OSError:
-    has_rdma = False
-print("MARK" + json.dumps({
-    "limits": {"nofile": limit(resource.RLIMIT_NOFILE)[0], "nofile_hard": limit(resource.RLIMIT_NOFILE)[1],
-               "memlock_bytes": limit(resource.RLIMIT_MEMLOCK)[0]},
-    "has_rdma": has_rdma,
-    "input": sys.stdin.read(),
-    "environment": {name: value for name, value in sorted(os.environ.items()) if re.fullmatch(names, name)},
-    "programs": {name: shutil.which(name) for name in ("mpiexec", "python")},
-}))
-""".replace("MARK", _MARK)
-
-
-def shell(wish: dict[str, Any]) -> dict[str, Any]:
-    """What the shell of a job is like, which is not a login shell: limits, variables, programs, and what it prints.
-
-    `wish` has this node's "address"; without one it is the shell that this agent was started by. Where the user cannot
-    log in there is "refused" alone, with ssh's words; where the login came about and its shell ran no command, it has
-    "startup" too, the file that keeps it from doing so.
-    """
-    python = "/usr/bin/python3" if wish["address"] else sys.executable
-    try:
-        code, out, error = in_job(wish["address"], [python, "-I", "-c", _SHELL], _SSH_SECONDS, _SENT)
-    except children.SlowError as slow:
-        return {"refused": f"does not end within {slow.seconds:.0f} s", "startup": startup()}
-    noise, _, answer = out.partition(_MARK)
-    if not answer:
-        refused = {"refused": _ending(code, error, out)}
-        return refused if code == _SSH_FAILED else {**refused, "startup": startup()}
-    facts, rest = json.JSONDecoder().raw_decode(answer)
-    swallowed_by = "" if facts.pop("input") == _SENT else startup() or "its shell"
-    return {**facts, "noise": (noise + answer[rest:].lstrip("\n"))[:400], "swallowed_by": swallowed_by}
-
-
-def _ending(code: int, error: str, out: str) -> str:
-    said = " ".join((error.strip() or out.strip()).splitlines()[-1:])
-    return f"ended with code {code}" + (f": {said[:200]}" if said else ", without a word")
-
-
-def _own_shell() -> str:
-    try:
-        return pwd.getpwuid(os.getuid()).pw_shell
-    except KeyError:  # a container may run as a number without a name
-        return ""
-
-
-def startup() -> str:
-    """The file because of which bash, begun as sshd begins it, runs no command or takes its input; empty if none does.
-
-    Bash takes one that has SSH_CLIENT, and is no other shell's child, for a login by ssh, and reads both files.
-    """
-    own = _own_shell()
-    if not own.endswith("/bash"):
-        return ""
-    for options, path in ((["--norc"], ""), (["--rcfile", "/dev/null"], "/etc/bash.bashrc"), ([], "~/.bashrc")):
-        command = [own, *options, "-c", "cat"]
-        environment = {"SSH_CLIENT": "127.0.0.1 1 22", "SHLVL": "0"}
-        try:
-            _, out, _ = children.run(command, _STARTUP_SECONDS, _SENT, environment, str(Path.home()))
-        except children.SlowError:
-            return path
-        if not out.endswith(_SENT):
-            return path
-    return ""
-
+from mpitrain.diagnostics.node.shell import MARK, SSH_SECONDS, ending, in_job
 
 # mpitrain's own commands on a node that set-up made; each starts the one of its name in the virtual environment.
 _COMMANDS = "/usr/local/lib/mpitrain/bin"
@@ -117,16 +34,16 @@ else
     mpiexec=${{on_path:-$1/bin/mpiexec}}
     on_path=
 fi
-echo {_MARK}
+echo {MARK}
 echo "$python"
 timeout -k 1 "$6" "$python" -c "$2" "$3" "$4" 2>&1
-echo "{_MARK}$?"
+echo "{MARK}$?"
 echo "$mpiexec"
 timeout -k 1 "$7" "$mpiexec" --version 2>&1
-echo "{_MARK}$?"
+echo "{MARK}$?"
 echo "$on_path"
 [ -z "$on_path" ] || timeout -k 1 "$7" "$on_path" --version 2>&1
-echo "{_MARK}"
+echo "{MARK}"
 """
 # Three lines: loading a broken MPI may kill the process, and another Python takes its time. The first argument is
 # launch/probe.py.
@@ -219,10 +136,10 @@ def programs(wish: dict[str, Any]) -> dict[str, Any]:
     arguments = [wish["venv"], _FACTS, wish["probe"], wish["script"], wish["python"]]
     arguments += [f"{python_seconds:.0f}", f"{mpiexec_seconds:.0f}"]
     command = ["sh", "-c", _PROGRAMS, "sh", *arguments]
-    code, out, error = in_job(wish["address"], command, _SSH_SECONDS + _PYTHON_SECONDS + 2 * _MPIEXEC_SECONDS)
-    parts = out.split(_MARK)
+    code, out, error = in_job(wish["address"], command, SSH_SECONDS + _PYTHON_SECONDS + 2 * _MPIEXEC_SECONDS)
+    parts = out.split(MARK)
     if len(parts) != 5:
-        return {"refused": _ending(code, error, out)}
+        return {"refused": ending(code, error, out)}
     python_code, _, rest = parts[2].partition("\n")
     path, _, version = rest.partition("\n")
     mpiexec_code, _, rest = parts[3].partition("\n")
@@ -316,20 +233,7 @@ def left(wish: dict[str, Any]) -> list[str]:
         time.sleep(0.2)
 
 
-def in_job(address: str, command: list[str], seconds: float, input: str | None = None) -> tuple[int, str, str]:
-    """Run a command as mpiexec would start a rank here: through ssh, without a login shell; or, without an address, so.
-
-    On one machine mpiexec starts its ranks without ssh.
-    """
-    if not address:
-        return children.run(command, seconds, input)
-    # No word is asked for, and the connection of another command is not shared.
-    options = ["-o", "BatchMode=yes", "-o", "ControlPath=none", "-o", "ConnectTimeout=8"]
-    return children.run(["ssh", *options, "--", address, shlex.join(command)], seconds, input)
-
-
 CALLS = {
-    "shell": shell,
     "numpy": numpy,
     "job_programs": programs,
     "job_run": job,
