@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 
 from jobs import REPOSITORY, SNAPSHOT
 from mpitrain.errors import LaunchError
-from mpitrain.testbed import STATE, forget_snapshot, snapshot_names, up
+from mpitrain.testbed import STATE, Bed, find, forget_snapshot, snapshot_names, up
 from mpitrain.testbed.bed_record import locked
 from mpitrain.testbed.host import require_inotify
 
@@ -46,7 +46,10 @@ def _leave(number: int, frame: FrameType | None) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Let this machine hold the beds, also beside others; where that may not be, say so once for each test."""
     on_bed = [item for item in items if BEDS & set(getattr(item, "fixturenames", ()))]
-    if on_bed and os.geteuid() == 0 and (reason := too_few_inotify()):
+    if not on_bed:
+        return
+    # Beds are made of namespaces and containers.
+    if reason := too_few_inotify() if os.geteuid() == 0 else "a bed of nodes needs root":
         for item in on_bed:
             item.add_marker(pytest.mark.skip(reason=reason))
 
@@ -87,3 +90,17 @@ def provisioned() -> Iterator[str]:
         if not shared:
             lock.unlink()
             forget_snapshot(STATE, name)
+
+
+@pytest.fixture(scope="session")
+def bed(request: pytest.FixtureRequest) -> Iterator[Bed]:
+    """Four nodes that the playbooks have set up, for all tests of jobs over nodes, and for the fault matrix.
+
+    TEST_BED names a developer's own one, which stays.
+    """
+    given = os.environ.get("TEST_BED")
+    if given:
+        yield find(given)
+        return
+    with up(name=f"nodes{os.getpid()}", snapshot=request.getfixturevalue("provisioned")) as bed:
+        yield bed

@@ -1,34 +1,11 @@
-"""Beds are made of namespaces and containers, which takes root. One of them serves all tests of jobs over its nodes."""
+"""What the tests of jobs over the nodes of a bed share."""
 
-import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from launching import PYTHONS, install_open_mpi, left
 
-from mpitrain.testbed import Bed, find, up
-
-HERE = Path(__file__).parent
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if os.geteuid() == 0:
-        return
-    for item in items:
-        if HERE in item.path.parents and "bed" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.skip(reason="a bed of nodes needs root"))
-
-
-@pytest.fixture(scope="session")
-def bed(request: pytest.FixtureRequest) -> Iterator[Bed]:
-    """Four nodes that the playbooks have set up. TEST_BED names a developer's own one, which stays."""
-    given = os.environ.get("TEST_BED")
-    if given:
-        yield find(given)
-        return
-    with up(name=f"hosts{os.getpid()}", snapshot=request.getfixturevalue("provisioned")) as bed:
-        yield bed
+from mpitrain.testbed import Bed
 
 
 @pytest.fixture
