@@ -58,6 +58,7 @@ LAYERS: dict[str, list[str]] = {
         "verify.comparison",
         "verify.comparison_report",
         "verify.fingerprint",
+        "verify.given_arrays",
         "verify.parameter_changes",
         "verify.record_file",
         "verify.run_record",

@@ -63,8 +63,8 @@ class ParameterChanges:
             if self._is_left_out(name, alone):
                 continue
             if self._is_known(name):
-                what = "step" if one.kind == STEP else "call"
-                yield from self._changes(before, name, (alone, together), f"changed before {what} {one.number} began")
+                unit = "step" if one.kind == STEP else "call"
+                yield from self._changes(before, name, (alone, together), f"changed before {unit} {one.number} began")
             else:
                 norms = f"norm {alone['norm']:.6g} on 1 rank, {together['norm']:.6g} on several"
                 part = relative(distance(alone, together), max(alone["norm"], together["norm"]))

@@ -152,9 +152,9 @@ class Recorder:
         """The parameters that a line of a loop of the script's own begins with, and what cannot be seen of them."""
         self.begin_step(self._given.now())
         dropped = self._given.dropped()
-        what = "step" if self._source == REDUCER else "call"
+        unit = "step" if self._source == REDUCER else "call"
         if self._number == 1:
-            known = f", and {', '.join(self._before)} as each {what} finds them" if self._before else ""
+            known = f", and {', '.join(self._before)} as each {unit} finds them" if self._before else ""
             unseen = "Losses, learning rates and metrics" if known else "Losses, learning rates, parameters and metrics"
             hint = "" if known else f". {_HOW_TO_SEE}"
             of_all = f"{_OF_LOOPS[self._source]}, weights, the samples of world.shard{known}"
@@ -164,12 +164,12 @@ class Recorder:
         self._has_changed |= bool(self._before)
         if lost:
             self._tell(
-                f"{', '.join(lost)}: not seen from {what} {self._number} on. The script has replaced the array "
+                f"{', '.join(lost)}: not seen from {unit} {self._number} on. The script has replaced the array "
                 f"that world.sync gave. {_HOW_TO_SEE}"
             )
         if self._parameters and not self._has_changed and self.steps_left <= 0:
             self._tell(
-                f"no parameter changed between the {self._number} {what}s, so updates are not compared. {_HOW_TO_SEE}"
+                f"no parameter changed between the {self._number} {unit}s, so updates are not compared. {_HOW_TO_SEE}"
             )
 
     def _tell(self, text: str) -> None:
