@@ -46,10 +46,12 @@ class Config:
     bucket_mib: float = 0.0  # gradients are exchanged in buckets of about this many MiB; 0: by the profile, else 4
     stall_seconds: float = 10.0  # a wait in which nothing moves for so long is reported: who waits for whom
     hang_seconds: float = 600.0  # a wait in which nothing moves for so long ends the job; 0: none does
+    memory_steps: int = 0  # with --restarts: the state is copied to memory every so many steps; 0: at 1 % of the time
     trace: str = ""  # directory on rank 0 for a trace of all ranks, written at the end; "": none
 
     def __post_init__(self) -> None:
         check_range("bucket_mib", self.bucket_mib, 1e-6, 1e6, or_zero=True)
+        check_range("memory_steps", self.memory_steps, 1, 10**9, or_zero=True)
         check_range("stall_seconds", self.stall_seconds, *SECONDS)
         check_range("hang_seconds", self.hang_seconds, *SECONDS, or_zero=True)
 

@@ -24,7 +24,7 @@ def test_other_variables_are_none_of_our_business() -> None:
 
 
 def test_every_field_is_a_variable_and_an_argument() -> None:
-    samples = {str: "other", float: 2.5}
+    samples = {str: "other", float: 2.5, int: 3}
     values = {field.name: samples[type(field.default)] for field in dataclasses.fields(Config)}
     assert len(values) >= 4
     assert all(getattr(Config(), name) != value for name, value in values.items())

@@ -85,6 +85,7 @@ LAYERS: dict[str, list[str]] = {
         "training.meters.*",
         "training.plot",
         "training.course",
+        "training.state_copies",
         "training.trainer",
         "training.writers.*",
         "verify.observe",

@@ -23,8 +23,8 @@ the packages of all hosts. If a host vanishes, or the start does not finish, the
 job ends on all hosts.
 
 With --restarts, a job that fails during training starts again on the hosts that
-answer. The script resumes from its newest checkpoint if it has the hook
-mt.Checkpoint. A job that fails three times at the same step does not start
+answer. A Trainer goes on from a copy in memory or, if that is newer, from its
+newest checkpoint. A job that fails three times at the same step does not start
 again.
 
 The exit code is not 0 if any rank failed. It is 128 + the number of the signal

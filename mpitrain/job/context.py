@@ -31,6 +31,10 @@ class JobContext:
         launcher: which process that is; roster.launcher_name makes it.
         expected_size: ranks that the launcher started; 0: not known.
         roll_call: socket of the guard of its host, at which every rank calls; "": there is no guard.
+        keeper: socket of the keeper of its host, which holds memory for the next try; "": there is no keeper.
+        failed_ms: when the try before this one failed, by time.time(), in milliseconds; 0: this is the first try.
+        failed_step: the step in which that try failed; 0: before its first.
+        failure: why it failed, in a line.
         devices: of the ranks in order, such as ("cuda:0", "cuda:1", "cpu"); none where --hosts names none.
         columns: width of the terminal that the launcher prints to; 0: it prints to none.
         recover: 1: the ranks that are left go on where one is lost; 0: the loss of a rank ends the job.
@@ -42,6 +46,10 @@ class JobContext:
     launcher: str = ""
     expected_size: int = 0
     roll_call: str = ""
+    keeper: str = ""
+    failed_ms: int = 0
+    failed_step: int = 0
+    failure: str = ""
     devices: tuple[str, ...] = ()
     columns: int = 0
     recover: int = 0

@@ -20,6 +20,7 @@ class Job:
 
     Attributes:
         world: the current World, which init() returns. An object that outlives a World reads it here.
+        num_runs: how many runs of Trainers have begun.
         is_elastic: mpitrain.elastic goes on where a rank is lost.
         recovery: takes the job to its next World where a rank is lost. None: the loss of a rank ends the job.
     """
@@ -27,6 +28,7 @@ class Job:
     def __init__(self, world: World) -> None:
         """`world` has all ranks of the job. Collective."""
         self.world = world
+        self.num_runs = 0
         self.recovery: Recovery | None = None
         self.is_elastic = False
         self._process = os.getpid()

@@ -13,6 +13,7 @@ from mpitrain.launch.dialects import JobSpec, command_for
 from mpitrain.launch.ending import Ended
 from mpitrain.launch.facts import devices
 from mpitrain.launch.job import run_job
+from mpitrain.launch.keepers import Keepers
 from mpitrain.launch.variables import absent
 from mpitrain.launch.watch import Guards
 from mpitrain.launch.watched import WatchedJob, identified
@@ -24,12 +25,13 @@ def show(job: JobSpec, from_file: Mapping[str, str]) -> None:
     print(command_for(job, os.environ))
 
 
-def run(job: JobSpec, from_file: Mapping[str, str]) -> Ended:
+def run(job: JobSpec, from_file: Mapping[str, str], keepers: Keepers | None) -> Ended:
     """Start the job and see to its end.
 
     Args:
         job: what to start.
         from_file: variables of --env-file, already set; the devices that they name must exist.
+        keepers: of the job; None: it is not started again.
 
     Raises:
         LaunchError: the job cannot be started.
@@ -38,8 +40,12 @@ def run(job: JobSpec, from_file: Mapping[str, str]) -> Ended:
     own, context = job.placement.own, identified(job.context, Path(tempfile.gettempdir()))
     # No limit of silence: a launcher that is stopped (Ctrl-Z) sends nothing, but the job must go on.
     wish = {"token": context.job, "roll_call": context.roll_call, "peers": {}, "silence_seconds": 0}
-    with Guards(own, [own], {own: wish}) as guards:
+    if keepers is not None:
+        keepers.begin([own])
+    with Guards(own, [own], {own: wish}, keepers) as guards:
         guards.facts()
+        if keepers is not None:
+            keepers.settle()
         watched = WatchedJob(
             job.placement.places, guards, Path(context.roll_call), start_seconds=0.0, recovers=bool(context.recover)
         )

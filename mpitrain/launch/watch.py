@@ -16,6 +16,7 @@ from mpitrain.launch.conditions import Condition, Refusal, refuse, refuse_here
 from mpitrain.launch.connections import SWEEP, Connection, connect
 from mpitrain.launch.ending import in_order
 from mpitrain.launch.host_report import HostReport
+from mpitrain.launch.keepers import Keepers
 from mpitrain.watching.census import FirstEnd
 from mpitrain.watching.phases import Phases
 from mpitrain.watching.rank_record import FAILED, RankRecord
@@ -41,12 +42,18 @@ class Guards:
         trouble: why the job must be ended, if it must.
     """
 
-    def __init__(self, own: str, hosts: Iterable[str], wishes: Mapping[str, Mapping[str, Any]]) -> None:
-        """Connect to all hosts; `own` is the name of this machine among them."""
+    def __init__(
+        self,
+        own: str,
+        hosts: Iterable[str],
+        wishes: Mapping[str, Mapping[str, Any]],
+        keepers: Keepers | None = None,
+    ) -> None:
+        """Connect to all hosts; `own` is the name of this machine among them. `keepers` get their beats from here."""
         self.reports = {host: HostReport() for host in hosts}
         self.phases = Phases()
         self.trouble: str | None = None
-        self._wishes, self._own = wishes, own
+        self._wishes, self._own, self._keepers = wishes, own, keepers
         # By host, from its fastest echo: the echo's duration, and what to add to the host's times.
         self._clocks: dict[str, tuple[float, float]] = {}
         self._beaten = 0.0
@@ -232,6 +239,8 @@ class Guards:
         if now - self._beaten >= BEAT_SECONDS:
             self._beaten = now
             self._send_all({"beat": now})
+            if self._keepers is not None:
+                self._keepers.beat()
 
     def _send_all(self, message: Mapping[str, Any]) -> None:
         with self._lock:

@@ -11,9 +11,10 @@ counts once. Hooks may be called twice around a loss.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from mpitrain.errors import ConfigError
 from mpitrain.job.job import Job
@@ -22,6 +23,7 @@ from mpitrain.training.built import Built
 from mpitrain.training.hooks.hook import Hook
 from mpitrain.training.hooks.named import restore_all, states_of
 from mpitrain.training.run_event import RunEvent
+from mpitrain.training.state_copies import StateCopies
 from mpitrain.world import World
 
 if TYPE_CHECKING:
@@ -46,6 +48,7 @@ class Course:
         self._begin = begin
         self._job = job
         self._stage = _BUILD
+        self._copies = StateCopies(0, 0)
         self._noted: dict[int, tuple[dict[str, Any], int | None, dict[str, float]]] = {}
         self.is_running = False
 
@@ -70,18 +73,26 @@ class Course:
             _END: self._end_run,
         }
         self._stage = _BEGIN
+        self._job.num_runs += 1
+        self._copies = StateCopies(self._job.num_runs, self._trainer.step_number)
         try:
             while self._stage != _OVER:
                 self._go_through(stages[self._stage])
         finally:
             self.is_running = False
+            self._copies.close()
             for hook in self._trainer.hooks:
                 hook.close()
 
     def _begin_run(self) -> None:
         trainer = self._trainer
+        trainer.memory_step = 0
+        self._copies.resume(trainer)
+        copied = trainer.memory_step
         for hook in self._keeping_first():
             hook.before_run(trainer)
+        self._say_origin(copied)
+        trainer.copy_steps = self._copies.steps
         self.is_running = True
         if trainer.last_step is None and not any(hook.ends_run for hook in trainer.hooks):
             raise ConfigError("nothing ends this run; add the hook StopAtStep(number)")
@@ -104,6 +115,8 @@ class Course:
         # A checkpoint holds what the other hooks have seen of the step.
         for hook in sorted(self._trainer.hooks, key=lambda hook: hook.keeps_state):
             hook.after_step(self._trainer, self._made)
+        self._copies.after_step(self._trainer)
+        self._trainer.copy_steps = self._copies.steps
         self._come_to(self._next_stage())
 
     def _end_run(self) -> None:
@@ -111,6 +124,23 @@ class Course:
             hook.after_run(self._trainer)
         self._trainer.world.commit()  # no rank leaves a run that others have to repeat the end of
         self._stage = _OVER
+
+    def _say_origin(self, copied: int) -> None:
+        """Say from where a run goes on after a failure of the job; `copied` is the step of the copy in memory."""
+        trainer, context = self._trainer, self._trainer.world.context
+        if not context.failed_ms:
+            return
+        step, size = trainer.step_number, trainer.world.size
+        if trainer.memory_step:
+            trainer.world.print(f"resumed from memory at step {step}")
+        else:
+            why = f"its newest copy is of step {copied}" if copied else self._copies.why_not
+            place = f"goes on after step {step}" if step else "begins anew"
+            trainer.world.print(f"mpitrain: memory is not used: {why}. The training {place}")
+        if step and self._job.num_runs == 1:  # a later run begins as in the first try, or is told of by its line
+            seconds, repeated = time.time() - context.failed_ms / 1000, max(0, context.failed_step - 1 - step)
+            source: Literal["memory", "disk"] = "memory" if trainer.memory_step else "disk"
+            trainer.tell(RunEvent(step, context.failure, source, (), size, max(0.0, seconds), repeated))
 
     def _come_to(self, stage: int) -> None:
         """Begin a stage of hooks, and note how the hooks stand: there they begin again, if a rank is lost in it."""

@@ -11,7 +11,7 @@ from mpitrain.training.run_event import RunEvent
 from mpitrain.training.writers.json_lines import RESUMED_AFTER
 
 # Where the run is; not drawn over the steps. RESUMED_AFTER is drawn as a line.
-_PLACES = {"step", "epoch", "samples", "seconds", RESUMED_AFTER}
+_PLACES = {"step", "epoch", "samples", "seconds", "copy_steps", RESUMED_AFTER}
 _SHARE = "communication_share"
 # Of the lines where the training went on after a fault, by the source of its state.
 _COLORS = {"ranks": "tab:red", "memory": "tab:purple", "disk": "tab:brown"}

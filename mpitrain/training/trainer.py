@@ -32,6 +32,8 @@ class Trainer:
         world, adapter, strategy, data: as built.
         step_number: the number of steps made so far, including those before a resume.
         last_step: the number of the step to stop after. None while no hook has set it.
+        memory_step: the step after which this run went on from a copy in memory. 0: it did not.
+        copy_steps: the number of steps from one copy in memory to the next. 0: there are no copies.
         times_own_work: a hook or meter asks for `Step.own_seconds`. On a GPU a step then waits for its gradients
             before it goes on with their exchange.
         hooks: as given.
@@ -55,6 +57,8 @@ class Trainer:
         self._built = Built(build)
         self.step_number = 0
         self.last_step: int | None = None
+        self.memory_step = 0
+        self.copy_steps = 0
         self.times_own_work = False
         self.metrics: dict[str, float] = {}
         self._activity = own_activity()

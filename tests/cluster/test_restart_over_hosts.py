@@ -1,4 +1,7 @@
-"""`mpitrain run --restarts` over the nodes of a cluster: a rank is killed, a node loses its power, training goes on."""
+"""`mpitrain run --restarts` over the nodes of a cluster: a rank is killed, a node loses its power, training goes on.
+
+Steps are so long, and the state so small, that it is copied to memory after every step.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import signal
 import time
 
 import pytest
-from launching import MOSTLY_MPICH, SHARE, Job, as_user, write
+from launching import MOSTLY_MPICH, SHARE, Ended, Job, as_user, write
 
 from mpitrain.testbed import Bed
 
@@ -67,6 +70,14 @@ def no_checkpoints(bed: Bed, healed: None) -> None:
     as_user(bed, "node1", "rm -rf checkpoints go_on")
 
 
+def went_on_from_memory(end: Ended, failed: int) -> None:
+    """After the last step that all ranks had made, or the one before: a rank may have died between step and copy."""
+    resumed = re.findall(r"resumed from memory at step (\d+)\n", end.output)
+    assert len(resumed) == 1, end.output
+    assert failed - 2 <= int(resumed[0]) <= failed, end.output
+    assert "memory is not used" not in end.output, end.output
+
+
 @MOSTLY_MPICH
 def test_a_rank_is_killed(bed: Bed, python: str) -> None:
     job = Job(bed, "-n 4 --restarts 2 train.py 100", python=python)
@@ -80,7 +91,7 @@ def test_a_rank_is_killed(bed: Bed, python: str) -> None:
     assert found, end.output
     assert 50 <= int(found[1]) <= 76  # the others may be a step ahead of rank 0
     assert found[3] == "starting again on node1, node2, node3, node4"
-    assert re.search(r"resumed from .* at step (40|60)\n", end.output), end.output
+    went_on_from_memory(end, int(found[1]))
     assert "mpitrain: try 2 of 3 succeeded\n" in end.output
     assert end.output.count("made step 100 on 4 ranks") == 1
 
@@ -96,10 +107,11 @@ def test_a_daemon_is_killed_beside_another_job(bed: Bed, python: str) -> None:
     write(bed, "node1", "go_on", "")
     end = job.end()
     assert end.code == 0, end.output
-    assert re.search(
-        r"mpitrain: try 1 of 2 failed at step \d+: .*; starting again on node1, node2, node3, node4\n", end.output
+    found = re.search(
+        r"mpitrain: try 1 of 2 failed at step (\d+): .*; starting again on node1, node2, node3, node4\n", end.output
     )
-    assert re.search(r"resumed from .* at step (40|60)\n", end.output), end.output
+    assert found, end.output
+    went_on_from_memory(end, int(found[1]))
     assert "mpitrain: try 2 of 2 succeeded\n" in end.output
     assert other.is_running, other.output()
     other.signal("TERM")
@@ -130,10 +142,11 @@ def test_a_node_loses_its_power(bed: Bed, python: str) -> None:
     bed.kill("node2")
     end = job.end()
     assert end.code == 1, end.output
-    assert re.search(r"try 1 of 3 failed at step \d+: node3 fell silent; starting", end.output), end.output
-    assert re.search(r"resumed from .* at step (40|60)\n", end.output), end.output
+    found = re.search(r"try 1 of 3 failed at step (\d+): node3 fell silent; starting", end.output)
+    assert found, end.output
+    went_on_from_memory(end, int(found[1]))
     assert re.search(
-        r"try 2 of 3, from step (40|60), failed at step \d+: node2 fell silent; not started again: "
+        r"try 2 of 3, from step \d+, failed at step \d+: node2 fell silent; not started again: "
         r"of node1, node2, node3, node4 only node1, node4 can take part, and --min-nodes is 3\n$",
         end.output,
     ), end.output

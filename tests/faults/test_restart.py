@@ -1,4 +1,7 @@
-"""`mpitrain run --restarts`: a training that is killed goes on from its checkpoint; one that cannot succeed ends."""
+"""`mpitrain run --restarts`: a training that is killed goes on from its checkpoint; one that cannot succeed ends.
+
+Copies in memory, which would come first, are so far apart that there are none: test_memory.py has those.
+"""
 
 from __future__ import annotations
 
@@ -85,6 +88,7 @@ def train(
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(SCRIPT.replace("BEFORE", before).replace("WRONG", wrong))
     command = [str(VENVS[vendor] / "bin/python"), "-m", "mpitrain", "run", "-n", "3", "--restarts", "2", *options]
+    env = {"MPITRAIN_MEMORY_STEPS": "1000", **(env or {})}
     return run_command([*command, str(folder / "train.py"), str(folder)], cwd=folder, env=env, during=during)
 
 

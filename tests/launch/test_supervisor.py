@@ -118,13 +118,15 @@ def killed(rank: int, step: int, code: int = 137) -> Ended:
 
 
 class Tries:
-    """Ends tries as told, and keeps where each ran."""
+    """Ends tries as told, and keeps where each ran, and which failure it was told of."""
 
     def __init__(self, *ends: Ended | LaunchError) -> None:
         self.ends = list(ends)
         self.ran: list[dict[str, int]] = []
+        self.told: list[str] = []
 
-    def __call__(self, placement: Placement) -> Ended:
+    def __call__(self, placement: Placement, failed: FailedTry | None) -> Ended:
+        self.told.append(failed.cause if failed else "")
         self.ran.append({place.host: place.num_ranks for place in placement.places})
         end = self.ends.pop(0)
         if isinstance(end, LaunchError):
@@ -142,6 +144,7 @@ def test_again_after_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
     tries = Tries(killed(2, 7), Ended(0))
     assert supervise(tries, PLACEMENT, FIVE) == 0
     assert tries.ran == [{"a": 2, "b": 1, "c": 2}] * 2
+    assert tries.told == ["", "rank 2 on b was killed by signal 9"]
     assert capsys.readouterr().err.splitlines() == [
         "mpitrain: try 1 of 6 failed at step 7: rank 2 on b was killed by signal 9; starting again on a, b, c",
         "mpitrain: try 2 of 6 succeeded",

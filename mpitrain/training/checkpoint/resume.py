@@ -10,15 +10,16 @@ from __future__ import annotations
 import os
 import sys
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mpitrain.errors import CheckpointError, everywhere
-from mpitrain.training.checkpoint.manifest import Manifest
-from mpitrain.training.checkpoint.parts import add_up, read_part
-from mpitrain.training.checkpoint.store import entries, half_written, make_directory, name_of, read
+from mpitrain.training.checkpoint.manifest import Manifest, read_manifest
+from mpitrain.training.checkpoint.parts import add_up
+from mpitrain.training.checkpoint.store import entries, half_written, make_directory, read
 from mpitrain.world import World
 
 
@@ -96,8 +97,10 @@ def _check_writable(directory: Path, token: Path) -> None:
         ) from error
 
 
-def newest(world: World, directory: Path, *, reads: bool) -> Found | None:
+def newest(world: World, directory: Path, *, reads: bool, above: int = 0) -> Found | None:
     """The newest whole checkpoint, or None where there never was one. Collective.
+
+    If the step of the newest one is not `above` that of a copy in memory, its state is not read, and {}.
 
     Names on stderr what is damaged or half written, and passes it over.
 
@@ -130,7 +133,8 @@ def newest(world: World, directory: Path, *, reads: bool) -> Found | None:
             if world.rank == rank:
                 try:
                     with world.control.busy(f"read {claims[step]}"):
-                        content = read(claims[step])
+                        path = claims[step]
+                        content = read(path) if step > above else (read_manifest(path), {})
                 except CheckpointError as error:
                     problems.append(str(error))
                     say(world, f"{error}; it is skipped")
@@ -139,7 +143,7 @@ def newest(world: World, directory: Path, *, reads: bool) -> Found | None:
                 manifest, state = content
                 return Found(manifest, state, rank)
     problems_everywhere = [problem for of_rank in world.allgather(problems) for problem in of_rank]
-    if problems_everywhere:
+    if problems_everywhere and not above:
         raise everywhere(
             CheckpointError(
                 f"none of the checkpoints in {directory} is complete: {'; '.join(problems_everywhere)}. "
@@ -149,25 +153,28 @@ def newest(world: World, directory: Path, *, reads: bool) -> Found | None:
     return None
 
 
-def own_part(world: World, directory: Path, newest: Found, place: str | None, *, reads: bool) -> dict[str, Any]:
+def own_part(
+    world: World, name: str, parts: int, place: str | None, read_part: Callable[[int], dict[str, Any]], *, reads: bool
+) -> dict[str, Any]:
     """What this rank goes on from, of what the ranks kept for themselves. Collective.
 
     Args:
-        found: the checkpoint that is gone on from.
+        name: of what is gone on from.
+        parts: the number of ranks that wrote a part beside it.
         place: the entry of that name in this rank's own state now; None where it keeps none.
+        read_part: reads what a rank has written; raises CheckpointError.
         reads: as for `newest`.
 
     Returns:
         the part that this rank wrote, where all ranks are placed as then; else `{"carried": ...}` on some ranks, with
         the sums that are to be put into the next step's mean; {} where there is nothing.
     """
-    manifest = newest.manifest
-    if manifest.parts == 0:
+    if parts == 0:
         return {}
     part: dict[str, Any] | None = None
-    if world.size == manifest.parts and place is not None:
+    if world.size == parts and place is not None:
         try:
-            part = read_part(directory, manifest, world.rank)
+            part = read_part(world.rank)
         except CheckpointError:
             part = None  # told below, by those who read
     if all(world.allgather(part is not None and part.get("place") == place)):
@@ -175,19 +182,19 @@ def own_part(world: World, directory: Path, newest: Found, place: str | None, *,
         return part
     readable: dict[int, dict[str, Any]] = {}
     problems: dict[int, str] = {}
-    for rank in range(manifest.parts) if reads else []:
+    for rank in range(parts) if reads else []:
         try:
-            readable[rank] = read_part(directory, manifest, rank)
+            readable[rank] = read_part(rank)
         except CheckpointError as error:
             problems[rank] = str(error)
     everyone = world.allgather((set(readable), problems))
     total: dict[str, Any] = {}
-    for rank in range(manifest.parts):
+    for rank in range(parts):
         readers = [reader for reader, (could_read, _) in enumerate(everyone) if rank in could_read]
         if not readers:
             reasons = dict.fromkeys(unreadable[rank] for _, unreadable in everyone if rank in unreadable)
             world.print(
-                f"mpitrain: {name_of(manifest.step)}: what rank {rank} had left to send is lost, which costs its "
+                f"mpitrain: {name}: what rank {rank} had left to send is lost, which costs its "
                 f"rounding of one step: {'; '.join(reasons)}"
             )
         elif readers[0] == world.rank:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from mpitrain.errors import CheckpointError, ConfigError
 from mpitrain.training.checkpoint.manifest import Manifest, information, now
 from mpitrain.training.checkpoint.names import split
-from mpitrain.training.checkpoint.parts import part_name, prune_parts
+from mpitrain.training.checkpoint.parts import part_name, prune_parts, read_part
 from mpitrain.training.checkpoint.resume import is_first_of_node, keepers, newest, own_part, say
 from mpitrain.training.checkpoint.store import name_of, prune, write
 from mpitrain.training.checkpoint.writer import BackgroundWriter, HostCopies
@@ -85,17 +85,19 @@ class Checkpoint(Hook):
         is_first, node = is_first_of_node(world), world.node_rank
         # A node that keeps none may have one of an earlier run.
         reads = is_first and keeper.get(node, node) == node
-        whole = newest(world, self._directory, reads=reads)
-        if whole is None:
-            self._run = world.broadcast(uuid.uuid4().hex)
+        whole = newest(world, self._directory, reads=reads, above=trainer.memory_step)
+        self._run = (whole.manifest.run if whole else "") or world.broadcast(uuid.uuid4().hex)
+        if whole is None or whole.manifest.step <= trainer.memory_step:
             return
         with world.together("resume from a checkpoint"):
             trainer.restore(whole.state)
         strategy = trainer.strategy
-        part = own_part(world, self._directory, whole, strategy.own_state().get("place"), reads=reads)
+        place, name = strategy.own_state().get("place"), name_of(whole.manifest.step)
+        read = partial(read_part, self._directory, whole.manifest)
+        part = own_part(world, name, whole.manifest.parts, place, read, reads=reads)
         with world.together("resume from a checkpoint"):
             strategy.restore_own(part)
-        self._run = whole.manifest.run or world.broadcast(uuid.uuid4().hex)
+        trainer.memory_step = 0
         self._trusted.add(whole.manifest.step)
         path = self._directory / name_of(whole.manifest.step)
         there = "" if shared else f" of {world.name(whole.rank)}"

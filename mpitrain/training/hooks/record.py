@@ -173,6 +173,8 @@ class Record(Hook):
         seconds = self._seconds + time.monotonic() - self._begun
         first = (trainer.step_number, trainer.data.epoch + 1, self._samples, seconds)
         row: Row = {**dict(zip(_FIRST, first, strict=True)), **measured, **reported}
+        if trainer.copy_steps:
+            row = {**row, "copy_steps": trainer.copy_steps}
         for output in self._outputs:
             output.write(row, events, trainer.world.name())
 

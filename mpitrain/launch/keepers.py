@@ -1,0 +1,115 @@
+"""The keepers of all hosts of a job (keeper.py), as the launcher sees them, from the first try to the end of the last.
+
+No thread belongs to them: the guards of a try send their beats. Ranks find out by themselves if a keeper is gone.
+"""
+
+from __future__ import annotations
+
+import selectors
+import sys
+import time
+from collections.abc import Sequence
+
+from mpitrain.launch.connections import Connection, connect
+
+# The modules of the keeper, each after those that it imports.
+KEEPER = ("launch.kept", "launch.keeper")
+
+# Longer than that of a guard: between two tries, nobody sends beats.
+KEEPER_SILENCE_SECONDS = 60.0
+# A keeper that does not answer within this time is replaced by a new one, which holds nothing.
+_PONG_SECONDS = 3.0
+_READY_SECONDS = 10.0
+_CLOSE_SECONDS = 3.0
+
+
+class Keepers:
+    """Use this in `with`: at its end, no keeper is left on a host that can be reached.
+
+    Attributes:
+        name: of the socket of each keeper, for the ranks.
+    """
+
+    def __init__(self, own: str, name: str) -> None:
+        """`own` is the name of this machine among the hosts. No keeper is started yet."""
+        self.name = name
+        self._own = own
+        self._connections: dict[str, Connection] = {}
+        self._said: dict[str, list[dict[str, object]]] = {}
+
+    def __enter__(self) -> Keepers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._let_go(list(self._connections), _CLOSE_SECONDS)
+
+    def begin(self, hosts: Sequence[str]) -> None:
+        """Before a try: see to it that there is a keeper on these hosts, and on no others. `settle` waits for them.
+
+        A host that does not take part in a try loses its keeper: what it holds would be older than what the others do.
+        """
+        for connection in self._connections.values():
+            connection.send({"ping": 1})
+        self._hear("pong", [host for host in self._connections if host in hosts], _PONG_SECONDS)
+        silent = [host for host in self._connections if not any("pong" in one for one in self._said[host])]
+        self._let_go([host for host in self._connections if host not in hosts or host in silent], 0.0)
+        for host in hosts:
+            if host not in self._connections:
+                silence = 0 if host == self._own else KEEPER_SILENCE_SECONDS
+                wish = {"keeper": self.name, "silence_seconds": silence}
+                self._connections[host] = connect(host, host == self._own, wish, time.monotonic(), KEEPER)
+                self._said[host] = []
+
+    def settle(self) -> None:
+        """Wait until the keepers are ready. Say which one is not: its host then has no copy in memory."""
+        new = [host for host, said in self._said.items() if not said]
+        self._hear("ready", new, _READY_SECONDS)
+        for host in new:
+            if not any("ready" in one for one in self._said[host]):
+                errors = [str(one["error"]) for one in self._said[host] if "error" in one]
+                why = errors[0] if errors else f"no answer within {_READY_SECONDS:g} s"
+                text = f"{host}: no keeper can be started ({why}), so this host keeps no copy of the state in memory"
+                print(f"mpitrain: {text}", file=sys.stderr, flush=True)
+        for said in self._said.values():
+            said[:] = [{"ready": 1}]
+
+    def beat(self) -> None:
+        """Call this every second."""
+        for connection in self._connections.values():
+            connection.send({"beat": 1})
+
+    def _hear(self, word: str, hosts: Sequence[str], seconds: float) -> None:
+        """Take in what the keepers say until these have said `word` or an error, or have gone, or the time is over."""
+        deadline = time.monotonic() + seconds
+
+        def missing() -> list[str]:
+            return [
+                host
+                for host in hosts
+                if not self._connections[host].is_closed
+                and not any(word in one or "error" in one for one in self._said[host])
+            ]
+
+        with selectors.DefaultSelector() as ways:
+            for host in hosts:
+                output = self._connections[host].process.stdout
+                assert output is not None
+                ways.register(output, selectors.EVENT_READ, host)
+            while missing() and (left := deadline - time.monotonic()) > 0:
+                for connection in self._connections.values():
+                    connection.flush()
+                for key, _ in ways.select(min(left, 0.25)):
+                    connection = self._connections[key.data]
+                    self._said[key.data] += connection.receive(time.monotonic())
+                    if connection.is_closed:
+                        ways.unregister(key.fileobj)
+
+    def _let_go(self, hosts: Sequence[str], patience_seconds: float) -> None:
+        gone = [self._connections.pop(host) for host in hosts]
+        for host in hosts:
+            del self._said[host]
+        for connection in gone:
+            connection.hang_up()
+        deadline = time.monotonic() + patience_seconds
+        for connection in gone:
+            connection.close(max(0.0, deadline - time.monotonic()))

@@ -1,0 +1,122 @@
+"""Which copy in memory all ranks go on from: the newest whole one that any host of the job has.
+
+Hosts that have it read their own, the others get it from one that has it. What a rank had kept for itself
+(parts.py) is beside it, with the keeper of the host on which the rank was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy
+
+from mpitrain.errors import CheckpointError
+from mpitrain.launch.kept import KeeperLine
+from mpitrain.training.checkpoint.memory_slot import Copy, MemorySlot, read_copy
+from mpitrain.training.checkpoint.resume import is_first_of_node
+from mpitrain.world import World
+
+_STATE = "state"
+
+
+def state_name(run: int) -> str:
+    """The name of a run's state with the keeper; `run` counts the runs of trainers in a process."""
+    return f"{run}/{_STATE}"
+
+
+def part_name(run: int, rank: int) -> str:
+    """The name of what a rank keeps for itself."""
+    return f"{run}/{_part(rank)}"
+
+
+def slots_of(line: KeeperLine, name: str) -> list[MemorySlot]:
+    """The two slots that are kept under a name; [] if none are.
+
+    Raises:
+        OSError: the keeper does not answer.
+    """
+    return [MemorySlot(descriptor) for descriptor in line.give(name)]
+
+
+class KeptCopies:
+    """The copies of one run that the keepers of all hosts have. Only what every rank asks for is read."""
+
+    def __init__(self, world: World, line: KeeperLine | None, run: int) -> None:
+        """Look what there is. Collective. `line` leads to the keeper of this rank's host; None: there is none."""
+        self._world, self._line, self._run = world, line, run
+        here: dict[str, dict[int, int]] = {}
+        with world.together("look for copies in memory"):
+            if line is not None and is_first_of_node(world):
+                here = _whole(line, run)
+        everyone = world.allgather(here)
+        self._holders: dict[int, list[int]] = {}  # by step: the first ranks of the nodes that have it
+        parts: dict[int, int] = {}
+        for rank, names in enumerate(everyone):
+            for step, num_parts in names.get(_STATE, {}).items():
+                self._holders.setdefault(step, []).append(rank)
+                parts[step] = num_parts
+
+        def is_complete(step: int) -> bool:
+            kept = {name for names in everyone for name, steps in names.items() if step in steps}
+            return kept >= {_part(rank) for rank in range(parts[step])}
+
+        newest = sorted(self._holders, reverse=True)
+        # A rank may have been killed before it had copied its part of the newest step.
+        self.step = next((step for step in newest if is_complete(step)), newest[0] if newest else 0)
+
+    def read(self) -> Copy:
+        """The copy of `step`, which is not 0. Collective."""
+        world, holders = self._world, self._holders[self.step]
+        nodes = {world.node_ranks[rank] for rank in holders}
+        content = numpy.zeros(0, numpy.uint8)
+        with world.together("read the copy in memory"):
+            if world.node_rank in nodes:
+                content = self._content(_STATE)
+        if len(nodes) < world.num_nodes:
+            size = world.broadcast(len(content), root=holders[0])
+            room = content if len(content) == size else numpy.empty(size, numpy.uint8)
+            sent = world.sync({"copy": room}, root=holders[0])["copy"]
+            content = content if world.node_rank in nodes else sent
+        return read_copy(content)
+
+    def part(self, rank: int) -> dict[str, Any]:
+        """What `rank` had kept for itself, from the keeper of this host.
+
+        Raises:
+            CheckpointError: this keeper has no such part of this step.
+        """
+        return read_copy(self._content(_part(rank))).state
+
+    def _content(self, kind: str) -> numpy.ndarray:
+        name = f"{self._run}/{kind}"
+        try:
+            slots: Sequence[MemorySlot] = slots_of(self._line, name) if self._line else ()
+        except OSError as error:
+            raise CheckpointError(f"{self._world.name()}: the keeper of this host does not answer: {error}") from None
+        contents = [slot.content() for slot in slots if slot.step == self.step]
+        for slot in slots:
+            slot.close()
+        if not contents:
+            raise CheckpointError(f"{self._world.name()}: the memory of this host has no {name} of step {self.step}")
+        return contents[0]
+
+
+def _part(rank: int) -> str:
+    return f"rank-{rank}"
+
+
+def _whole(line: KeeperLine, run: int) -> dict[str, dict[int, int]]:
+    """By what is kept of a run on this host: the steps of whole copies, each with the number of ranks with parts."""
+    copies: dict[str, dict[int, int]] = {}
+    try:
+        for name in line.names():
+            number, _, kind = name.partition("/")
+            if int(number) == run:
+                slots = slots_of(line, name)
+                copies[kind] = {slot.step: slot.parts for slot in slots if slot.step}
+                for slot in slots:
+                    slot.close()
+    except OSError:  # a keeper that does not answer holds nothing
+        return {}
+    return copies

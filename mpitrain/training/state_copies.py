@@ -1,0 +1,201 @@
+"""Copies of a training's state in memory that outlives the ranks: a restart goes on from them, and not from the disk.
+
+    a step ─> hooks ─> copy, every k steps ─> the next step ...        the keeper of each host has the memory
+    restart ─> the newest whole copy of all hosts ─> Checkpoint: is there a newer one on the disk? ─> go on
+
+The first rank of each node copies what a checkpoint holds. What a rank keeps for itself, that rank copies. The keepers
+(mpitrain/launch/keeper.py) belong to `mpitrain run --restarts`. docs/recovery.md has more.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from mpitrain.errors import CheckpointError
+from mpitrain.job.start import the_job
+from mpitrain.launch.kept import KeeperLine
+from mpitrain.training.checkpoint.copies import KeptCopies, part_name, slots_of, state_name
+from mpitrain.training.checkpoint.memory_slot import MemorySlot
+from mpitrain.training.checkpoint.names import split
+from mpitrain.training.checkpoint.resume import is_first_of_node, own_part, say
+from mpitrain.training.checkpoint.room import NoRoomError
+from mpitrain.world import World
+
+if TYPE_CHECKING:
+    from mpitrain.training.trainer import Trainer
+
+# The share of the time that the copies may take.
+_SHARE = 0.01
+
+
+def steps_between(copy_seconds: float, step_seconds: float) -> int:
+    """The fewest steps from copy to copy, with which the copies take at most their share of the time."""
+    return max(1, math.ceil(copy_seconds / (_SHARE * max(step_seconds, 1e-9))))
+
+
+class StateCopies:
+    """The copies of one run of a Trainer. All ranks make the same calls.
+
+    Attributes:
+        steps: the number of steps from copy to copy; so many may have to be made again. 0: nothing is copied.
+        why_not: why there is no copy to go on from.
+    """
+
+    def __init__(self, run: int, first_step: int) -> None:
+        """`run` counts the runs of Trainers in this process. `first_step` is the number of steps made before."""
+        self.steps = 0
+        self.why_not = ""
+        self._run, self._first_step = run, first_step
+        self._world: World | None = None
+        self._line: KeeperLine | None = None
+        self._slots: dict[str, list[MemorySlot]] = {}  # by name; those that this rank writes
+        self._is_refused = False
+        self._has_copied = False
+        self._last_step, self._last_seconds = 0, 0.0  # of the last copy, and when it ended
+
+    def resume(self, trainer: Trainer) -> None:
+        """Go on from the newest whole copy, if there is one. Collective.
+
+        Raises:
+            CheckpointError: the copy belongs to another model or data set. Raised on every rank.
+        """
+        self._enter(trainer)
+        if not self.steps:
+            return
+        world, strategy = trainer.world, trainer.strategy
+        kept = KeptCopies(world, self._line, self._run)
+        if not kept.step:
+            self.why_not = "no host that takes part has a whole copy"
+            return
+        if kept.step <= self._first_step:  # the script has restored something newer
+            self.why_not = f"its newest copy is of step {kept.step}"
+            return
+        copy = kept.read()
+        with world.together("resume from memory"):
+            trainer.restore(copy.state)
+        place = strategy.own_state().get("place")
+        reads, name = is_first_of_node(world), f"the copy of step {copy.step} in memory"
+        part = own_part(world, name, copy.parts, place, kept.part, reads=reads)
+        with world.together("resume from memory"):
+            strategy.restore_own(part)
+        trainer.memory_step = self._last_step = copy.step
+
+    def after_step(self, trainer: Trainer) -> None:
+        """Copy the state, if it is time to. Collective; call it when all hooks have seen the step."""
+        if trainer.world is not self._world:
+            self._enter(trainer)
+        step, world = trainer.step_number, trainer.world
+        fixed = world.config.memory_steps
+        is_due = step % fixed == 0 if fixed else not self._has_copied or step >= self._last_step + self.steps
+        if not self.steps or not (is_due or step == trainer.last_step):
+            return
+        step_seconds = (time.perf_counter() - self._last_seconds) / max(1, step - self._last_step)
+        copy_seconds = self._copy(trainer)
+        of_ranks = world.allgather((copy_seconds, step_seconds, self._is_refused and is_first_of_node(world)))
+        seconds, step_seconds_of, refused = zip(*of_ranks, strict=True)
+        if sum(refused) == world.num_nodes:
+            self.steps = 0
+            return
+        self.steps = fixed or steps_between(max(seconds), step_seconds_of[0])
+        if not self._has_copied:
+            self._has_copied = True
+            self._drop_old()
+        self._last_step, self._last_seconds = step, time.perf_counter()
+
+    def close(self) -> None:
+        """Let go of the memory, which stays with the keeper."""
+        self._let_go()
+        if self._line is not None:
+            self._line.close()
+            self._line = None
+
+    def _enter(self, trainer: Trainer) -> None:
+        """Find the keepers of a World. Collective."""
+        self.close()
+        self._world = world = trainer.world
+        self.steps, self._is_refused, self._has_copied = 0, False, False
+        self._last_step, self._last_seconds = trainer.step_number, time.perf_counter()
+        if not world.context.keeper:
+            return
+        if world is not the_job().world:
+            self.why_not = "a Trainer in a World of its own keeps no copies in memory"
+            world.print(f"mpitrain: {self.why_not}")
+            return
+        try:
+            self._line = KeeperLine(world.context.keeper)
+        except OSError as error:
+            if is_first_of_node(world):
+                say(
+                    world, f"the keeper of this host does not answer ({error}): it keeps no copy of the state in memory"
+                )
+        if any(world.allgather(self._line is not None)):
+            self.steps = world.config.memory_steps or 1
+        else:
+            self.why_not = "no host has a keeper"
+
+    def _copy(self, trainer: Trainer) -> float:
+        """Copy what this rank has to copy. Return the time that will be needed again for the next copy."""
+        world = trainer.world
+        if self._line is None or self._is_refused:
+            self._is_refused = True
+            return 0.0
+        began, waited = time.perf_counter(), 0.0
+        try:
+            own = trainer.strategy.own_state()
+            states = {state_name(self._run): trainer.state()} if is_first_of_node(world) else {}
+            if own:
+                states[part_name(self._run, world.rank)] = own
+            for name, state in states.items():
+                tensors, values = split(state)
+                reserving = time.perf_counter()
+                slots = self._slots_for(self._line, name, trainer.step_number)
+                for slot in slots:
+                    slot.reserve(tensors, values)
+                waited += time.perf_counter() - reserving
+                oldest = min(slots, key=lambda slot: slot.step)
+                oldest.write(trainer.step_number, world.size if own else 0, tensors, values)
+        except (NoRoomError, CheckpointError, OSError) as error:
+            self._is_refused = True
+            self._give_up(self._line)
+            say(world, f"the state is not copied to memory here, so a restart may have to go on from the disk: {error}")
+        return time.perf_counter() - began - waited
+
+    def _slots_for(self, line: KeeperLine, name: str, step: int) -> list[MemorySlot]:
+        """The two slots of that name. Those of an earlier try are used again."""
+        if name not in self._slots:
+            slots = slots_of(line, name)
+            if not slots:
+                slots = [MemorySlot(), MemorySlot()]
+                line.keep(name, [slot.descriptor for slot in slots])
+            for slot in slots:
+                if slot.step >= step:  # the ranks have gone on from an earlier one
+                    slot.clear()
+            self._slots[name] = slots
+        return self._slots[name]
+
+    def _give_up(self, line: KeeperLine) -> None:
+        """Free the memory of slots that hold no copy. A copy of an earlier step is better than none."""
+        for name, slots in self._slots.items():
+            if not any(slot.step for slot in slots):
+                with suppress(OSError):
+                    line.keep(name, [])
+        self._let_go()
+
+    def _let_go(self) -> None:
+        for slots in self._slots.values():
+            for slot in slots:
+                slot.close()
+        self._slots = {}
+
+    def _drop_old(self) -> None:
+        """Have what earlier runs, and ranks that are elsewhere now, have copied on this host dropped."""
+        world, line = self._world, self._line
+        assert world is not None
+        if line is None or not is_first_of_node(world):
+            return
+        here = [rank for rank, node in enumerate(world.node_ranks) if node == world.node_rank]
+        with suppress(OSError):  # the next try says that the keeper is gone
+            line.keep_only([state_name(self._run), *(part_name(self._run, rank) for rank in here)], self._run)

@@ -1,0 +1,319 @@
+"""`mpitrain run --restarts`: a training that is killed goes on from memory, with the bits of one that is not."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy
+import pytest
+
+from faults.outcome import failed, succeeded
+from jobs import VENVS, Job, run_command
+
+HERE = socket.gethostname()
+STEPS = 20
+
+# A regression with momentum. What goes wrong is what a test puts into WRONG, which runs before every step, or into one
+# of the other places. `once` is true the first time, in whichever try.
+SCRIPT = """
+import json, os, pathlib, signal, sys, time
+import numpy
+import mpitrain as mt
+
+folder = pathlib.Path(sys.argv[1])
+world = mt.init()
+rank = world.rank
+steps = []
+
+def once(name):
+    try:
+        (folder / name).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def regression(parameters, batch, on_gradient):
+    step = trainer.step_number + 1
+    WRONG
+    x, y = batch
+    error = x @ parameters["w"] - y
+    on_gradient("w", 2 * x.T @ error / max(1, len(x)))
+    return float((error**2).mean()) if len(x) else 0.0
+
+def build(world):
+    random = numpy.random.default_rng(0)
+    data = mt.ArrayData(world, (random.standard_normal((61, 5)), random.standard_normal(61)), global_batch=12)
+    return mt.Parts(mt.ArrayFunction(regression, {"w": numpy.zeros(5)}, mt.Sgd(0.01, momentum=0.9)), mt.Sync(), data)
+
+class Steps(mt.Hook):
+    def after_step(self, trainer, step):
+        steps.append((step.number, step.loss))
+
+BEFORE
+trainer = mt.Trainer(build, [mt.StopAtStep(20), Steps(), *HOOKS])
+trainer.run()
+AFTER
+if world.is_root:
+    numpy.save(folder / "w.npy", trainer.adapter.parameters()["w"])
+    (folder / "steps.json").write_text(json.dumps(steps))
+"""
+
+
+def train(
+    folder: Path,
+    wrong: str = "pass",
+    *options: str,
+    ranks: int = 3,
+    before: str = "",
+    after: str = "",
+    hooks: str = "[]",
+    vendor: str = "mpich",
+    every: int | None = 1,
+) -> Job:
+    """Run the training, three times at most; the state is copied to memory `every` so many steps."""
+    folder.mkdir(exist_ok=True)
+    source = SCRIPT.replace("BEFORE", before).replace("AFTER", after).replace("*HOOKS", f"*{hooks}")
+    (folder / "train.py").write_text(source.replace("WRONG", wrong))
+    command = [str(VENVS[vendor] / "bin/python"), "-m", "mpitrain", "run", "-n", str(ranks), "--restarts", "2"]
+    env = {} if every is None else {"MPITRAIN_MEMORY_STEPS": str(every)}
+    return run_command([*command, *options, str(folder / "train.py"), str(folder)], cwd=folder, env=env)
+
+
+def resumed(job: Job) -> list[int]:
+    """The steps after which tries went on from memory."""
+    return [int(step) for step in re.findall(r"resumed from memory at step (\d+)$", job.stdout, re.M)]
+
+
+def not_from_memory(job: Job) -> list[str]:
+    """What the tries say that did not go on from memory."""
+    return re.findall(r"mpitrain: memory is not used: (.*)$", job.stdout, re.M)
+
+
+def result(folder: Path) -> tuple[bytes, dict[int, float]]:
+    """The parameters that the training ended with, and the loss of each step of its last try; to the bit."""
+    return numpy.load(folder / "w.npy").tobytes(), dict(json.loads((folder / "steps.json").read_text()))
+
+
+Undisturbed = Callable[..., tuple[bytes, dict[int, float]]]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    """The result of a training in which nothing goes wrong. Sums of MPI's own differ between MPI libraries."""
+    results: dict[tuple[int, str], tuple[bytes, dict[int, float]]] = {}
+
+    def of(ranks: int, vendor: str = "mpich") -> tuple[bytes, dict[int, float]]:
+        if (ranks, vendor) not in results:
+            folder = tmp_path_factory.mktemp("undisturbed")
+            job = train(folder, ranks=ranks, vendor=vendor)
+            succeeded(job)
+            assert job.stderr == ""
+            assert (resumed(job), not_from_memory(job)) == ([], [])
+            results[ranks, vendor] = result(folder)
+        return results[ranks, vendor]
+
+    return of
+
+
+def went_on(job: Job, folder: Path, after: list[int], expected: tuple[bytes, dict[int, float]]) -> None:
+    """Tries went on from memory after these steps, and the training ended with the bits of an undisturbed one."""
+    succeeded(job)
+    assert resumed(job) == after, job.output
+    parameters, losses = result(folder)
+    assert parameters == expected[0]
+    assert losses == {step: loss for step, loss in expected[1].items() if step > after[-1]}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_a_killed_rank(tmp_path: Path, ranks: int, vendor: str, undisturbed: Undisturbed) -> None:
+    job = train(tmp_path, f"if rank == {ranks - 1} and step == 7 and once('killed'): die()", ranks=ranks, vendor=vendor)
+    went_on(job, tmp_path, [6], undisturbed(ranks, vendor))
+    assert not_from_memory(job) == []
+
+
+def test_all_ranks_at_once(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    job = train(tmp_path, "if step == 7 and once(f'killed-{rank}'): die()")
+    went_on(job, tmp_path, [6], undisturbed(3))
+
+
+def test_one_after_the_other(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    wrong = "if (rank, step) in ((0, 5), (1, 6)) and once(f'killed-{rank}'): die()"
+    went_on(train(tmp_path, wrong), tmp_path, [4, 5], undisturbed(3))
+
+
+def test_copies_every_few_steps(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    job = train(tmp_path, "if rank == 1 and step == 12 and once('killed'): die()", every=5)
+    went_on(job, tmp_path, [10], undisturbed(3))
+
+
+def test_as_often_as_it_costs_little(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    """By default the first copy comes after the first step."""
+    job = train(tmp_path, "if rank == 1 and step == 2 and once('killed'): die()", every=None)
+    went_on(job, tmp_path, [1], undisturbed(3))
+
+
+def test_behind_the_last_step(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    """What follows the training fails: no step is made again."""
+    job = train(tmp_path, after="if rank == 1 and once('killed'): die()", every=1000)
+    succeeded(job)
+    assert resumed(job) == [STEPS]
+    assert result(tmp_path) == (undisturbed(3)[0], {})
+
+
+# Rank 0 copies; it dies when it has copied half of what there is after step 9.
+HALF = """
+from mpitrain.training.checkpoint import memory_slot
+
+copy_to_host, arrays = memory_slot.copy_to_host, []
+
+def half(*arguments):
+    arrays.append(0)
+    if trainer.step_number == 9 and len(arrays) % 2 == 0 and once("killed"):
+        die()
+    copy_to_host(*arguments)
+
+if rank == 0:
+    memory_slot.copy_to_host = half
+"""
+
+
+def test_a_rank_that_is_killed_while_it_copies(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    job = train(tmp_path, before=HALF)
+    went_on(job, tmp_path, [8], undisturbed(3))
+
+
+def test_a_newer_checkpoint(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    """Copies every 5 steps, checkpoints every 3: after step 8, the checkpoint of step 6 is newer."""
+    hooks = "[mt.Checkpoint(folder / 'checkpoints', steps=3)]"
+    saved = "(folder / 'checkpoints' / 'step-00000006').exists()"
+    wrong = (
+        f"if rank == 1 and step == 8 and once('killed'):\n        while not {saved}: time.sleep(0.01)\n        die()"
+    )
+    job = train(tmp_path, wrong, hooks=hooks, every=5)
+    succeeded(job)
+    assert resumed(job) == []
+    assert not_from_memory(job) == ["its newest copy is of step 5. The training goes on after step 6"]
+    assert result(tmp_path)[0] == undisturbed(3)[0]
+
+
+def test_an_older_checkpoint(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    hooks = "[mt.Checkpoint(folder / 'checkpoints', steps=3)]"
+    job = train(tmp_path, "if rank == 1 and step == 8 and once('killed'): die()", hooks=hooks)
+    went_on(job, tmp_path, [7], undisturbed(3))
+    assert "resumed from /" not in job.stdout
+
+
+# The one of the launcher's processes that holds the memory.
+KEEPER = """
+def parent(pid):
+    return int(pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+def holds(pid):
+    return any("memfd:mpitrain-state" in os.readlink(path) for path in pathlib.Path(f"/proc/{pid}/fd").iterdir())
+
+def keeper():
+    launcher = parent(parent(os.getppid()))
+    children = pathlib.Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    (holder,) = [int(pid) for pid in children if holds(pid)]
+    return holder
+"""
+
+
+def test_a_killed_keeper(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    """The next try goes on from the disk, says so, and has a keeper again."""
+    hooks = "[mt.Checkpoint(folder / 'checkpoints', steps=3)]"
+    wrong = """if rank == 1 and step == 8 and once("killed"):
+        saved = folder / "checkpoints" / "step-00000006"
+        while not saved.exists():
+            time.sleep(0.01)
+        os.kill(keeper(), signal.SIGKILL)
+        die()
+    if rank == 2 and step == 15 and once("again"):
+        die()"""
+    job = train(tmp_path, wrong, hooks=hooks, before=KEEPER)
+    succeeded(job)
+    (said,) = not_from_memory(job)
+    assert said == "no host that takes part has a whole copy. The training goes on after step 6"
+    assert resumed(job) == [14]
+    assert result(tmp_path)[0] == undisturbed(3)[0]
+
+
+def test_too_little_memory(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    """Nothing is copied; it is said at the first step, and again at the restart, which begins anew."""
+    before = "from mpitrain.training.checkpoint import room\nroom._limits = lambda: [(100, 10**9, 'this machine')]"
+    job = train(tmp_path, "if rank == 1 and step == 8 and once('killed'): die()", before=before)
+    succeeded(job)
+    assert re.search(
+        rf"mpitrain: rank 0 on {HERE}: the state is not copied to memory here, .* MiB are free", job.stderr
+    )
+    assert not_from_memory(job) == ["no host that takes part has a whole copy. The training begins anew"]
+    assert result(tmp_path) == undisturbed(3)
+
+
+def test_two_trainings_in_a_script(tmp_path: Path) -> None:
+    """The second one is killed: it goes on from its own copy, and the first one is made again."""
+    after = """
+def build_other(world):
+    data = mt.ArrayData(world, (numpy.ones((8, 2)), numpy.arange(8.0)), global_batch=4)
+    def function(parameters, batch, on_gradient):
+        if rank == 1 and other.step_number == 5 and once("killed"): die()
+        on_gradient("v", parameters["v"] * 0.5 + batch[1].sum())
+        return 0.0
+    return mt.Parts(mt.ArrayFunction(function, {"v": numpy.ones(3)}, mt.Sgd(0.1)), mt.Sync(), data)
+other = mt.Trainer(build_other, [mt.StopAtStep(9)])
+other.run()
+world.print("the other:", other.adapter.parameters()["v"].tobytes().hex())
+"""
+    killed = train(tmp_path / "killed", after=after)
+    succeeded(killed)
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole" / "killed").touch()
+    whole = train(tmp_path / "whole", after=after)
+    succeeded(whole)
+    assert resumed(whole) == []
+    assert resumed(killed) == [5]
+    assert killed.stdout.splitlines()[-1] == whole.stdout.splitlines()[-1]
+    assert result(tmp_path / "killed") == result(tmp_path / "whole")
+
+
+def test_the_record(tmp_path: Path) -> None:
+    """The event is in the first row of the try that goes on, and how often is copied in every row."""
+    hooks = "[mt.Record([mt.JsonLines(folder), mt.Csv(folder)], steps=1)]"
+    job = train(tmp_path, "if rank == 1 and step == 8 and once('killed'): die()", hooks=hooks, every=2)
+    succeeded(job)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    ((row, event),) = [(row["step"], event) for row in rows for event in row.get("events", [])]
+    assert 0 < event.pop("seconds") < 300
+    assert event == {
+        "after_step": 6,
+        "text": f"rank 1 on {HERE} was killed by signal 9",
+        "source": "memory",
+        "lost_ranks": [],
+        "num_ranks": 3,
+        "repeated_steps": 1,
+    }
+    assert row == 7
+    assert {row["copy_steps"] for row in rows} == {2}
+
+
+def test_a_state_that_no_copy_can_hold(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    """Nothing saves it, so it ends no training."""
+    before = "class Odd(mt.Hook):\n    def state(self):\n        return {'what': {1, 2}}"
+    job = train(tmp_path, before=before, hooks="[Odd()]")
+    succeeded(job)
+    assert "hooks/Odd/what is a set" in job.stderr
+    assert result(tmp_path) == undisturbed(3)
+
+
+def test_without_restarts_nothing_is_copied(tmp_path: Path) -> None:
+    job = train(tmp_path, "if rank == 1 and step == 8: die()", "--restarts", "0")
+    failed(job)
+    assert "memory" not in job.output

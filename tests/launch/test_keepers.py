@@ -1,0 +1,134 @@
+"""A keeper holds descriptors for ranks that come later, ends with its launcher, and answers nobody else."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from jobs import until
+from mpitrain.launch.keepers import Keepers
+from mpitrain.launch.kept import KeeperLine, Kept
+
+
+@pytest.fixture
+def keepers() -> Iterator[Keepers]:
+    """Of this machine alone."""
+    with Keepers("here", f"mpitrain-test-{secrets.token_hex(8)}") as keepers:
+        keepers.begin(["here"])
+        keepers.settle()
+        yield keepers
+
+
+def memory(text: bytes) -> int:
+    descriptor = os.memfd_create("test")
+    os.write(descriptor, text)
+    return descriptor
+
+
+def content(descriptor: int) -> bytes:
+    return os.pread(descriptor, 100, 0)
+
+
+def test_what_is_kept_outlives_who_kept_it(keepers: Keepers) -> None:
+    line = KeeperLine(keepers.name)
+    given = [memory(b"first"), memory(b"second")]
+    line.keep("1/state", given)
+    for descriptor in given:
+        os.close(descriptor)
+    line.close()
+    line = KeeperLine(keepers.name)
+    assert line.names() == ["1/state"]
+    back = line.give("1/state")
+    assert [content(descriptor) for descriptor in back] == [b"first", b"second"]
+    assert line.give("1/nothing") == []
+    line.close()
+
+
+def test_a_new_try_has_the_same_keeper(keepers: Keepers) -> None:
+    line = KeeperLine(keepers.name)
+    line.keep("1/state", [memory(b"x")])
+    keepers.begin(["here"])
+    keepers.settle()
+    assert line.names() == ["1/state"]
+    line.close()
+
+
+def test_a_killed_keeper_is_replaced(keepers: Keepers) -> None:
+    line = KeeperLine(keepers.name)
+    line.keep("1/state", [memory(b"x")])
+    keepers._connections["here"].process.kill()
+    with pytest.raises(OSError):
+        until(lambda: line.names() is None)
+    line.close()
+    keepers.begin(["here"])
+    keepers.settle()
+    line = KeeperLine(keepers.name)
+    assert line.names() == []
+    line.close()
+
+
+def test_a_host_that_takes_no_part_loses_its_keeper(keepers: Keepers) -> None:
+    keepers.begin([])
+
+    def is_gone() -> bool:
+        try:
+            KeeperLine(keepers.name).close()
+        except ConnectionRefusedError:
+            return True
+        return False
+
+    until(is_gone)
+
+
+def test_older_runs_and_other_ranks_are_dropped(keepers: Keepers) -> None:
+    line = KeeperLine(keepers.name)
+    for name in ("1/state", "2/state", "2/rank-0", "2/rank-3", "3/state"):
+        line.keep(name, [memory(b"x")])
+    line.keep_only(["2/state", "2/rank-0"], 2)
+    assert line.names() == ["2/rank-0", "2/state", "3/state"]
+    line.close()
+
+
+def test_a_name_that_is_taken(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said, and the job goes on without."""
+    name = f"mpitrain-test-{secrets.token_hex(8)}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
+        other.bind("\0" + name)
+        with Keepers("here", name) as keepers:
+            keepers.begin(["here"])
+            keepers.settle()
+            said = capfd.readouterr().err
+            assert "mpitrain: here: no keeper can be started (" in said
+            assert "Address already in use" in said
+
+
+def test_nonsense_ends_only_its_own_line() -> None:
+    name = f"mpitrain-test-{secrets.token_hex(8)}"
+    kept, stop = Kept(name), threading.Event()
+
+    def serve() -> None:
+        while not stop.is_set():
+            kept.look()
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        for nonsense in (b"no json", b"[]", b"{}", b'{"give": {}}'):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
+                line.connect("\0" + name)
+                line.settimeout(60)
+                line.send(nonsense)
+                assert line.recv(100) == b""
+        line_after = KeeperLine(name)
+        assert line_after.names() == []
+        line_after.close()
+    finally:
+        stop.set()
+        thread.join()
