@@ -2,7 +2,8 @@
 
 A process of its own on the machine of the bed, `python -m mpitrain.chaos.bed_outages BED`. It speaks as a saboteur:
 
-    chaos: {"fault": number, "kind", "host", "seconds"}   it: {"done": number, "deed"}, then {"undone": number}
+    chaos: {"fault": number, "kind", "host", "seconds"}   it: {"done": number, "deed", "step": 0,
+                                                              "ago_seconds"}, then {"undone": number}
     chaos: {"undo": 1}                                    it: {"undone": number} if there was anything to undo
 """
 
@@ -51,14 +52,15 @@ class BedOutages:
         if "fault" in order:
             number, node, seconds = order["fault"], order["host"], order["seconds"]
             self._heal()
-            self._broken, self._until = (number, node), time.monotonic() + seconds
+            made = time.monotonic()
+            self._broken, self._until = (number, node), made + seconds
             if order["kind"] == "link":
                 self._bed.cut(node)
                 deed = f"cable pulled out for {seconds:g} s"
             else:
                 self._bed.kill(node)
                 deed = f"no power for {seconds:g} s"
-            send({"done": number, "deed": deed, "step": 0})
+            send({"done": number, "deed": deed, "step": 0, "ago_seconds": time.monotonic() - made})
 
     def _heal(self) -> None:
         if self._broken is not None:

@@ -49,7 +49,6 @@ class Conductor:
         self._began = 0.0  # when the job made its first step under chaos
         self._tokens: list[str] = []
         self._ranks: dict[str, list[dict[str, Any]]] = {}  # by host
-        self._size, self._recovers = 0, False
         self._is_launched = False
         self._settles = float("inf")
         self._looked = 0.0
@@ -123,6 +122,7 @@ class Conductor:
                     hit.why_not = "" if hit.deed else f"the connection to {host} has closed"
             elif "done" in message:
                 hit.deed, hit.step = message["deed"], message["step"] or None
+                hit.seconds = self._seconds() - message["ago_seconds"]
                 if hit.step is None:
                     self._settles = time.monotonic() + _SETTLE_SECONDS
                 self._say(f"fault {hit.fault.number}, {hit.fault.kind}: {hit.victim}: {hit.deed}")
@@ -131,10 +131,10 @@ class Conductor:
                 self._say(f"fault {hit.fault.number}, {hit.fault.kind}: left out: {hit.why_not}")
             else:
                 hit.is_undone = True
+                self._say("    undone")
 
     def _take_ranks(self, host: str, message: Mapping[str, Any]) -> None:
         self._ranks[host] = message["ranks"]
-        self._size, self._recovers = message["size"] or self._size, message["recovers"] or self._recovers
         for rank in message["ranks"]:
             if rank["token"] not in self._tokens:
                 self._tokens.append(rank["token"])
@@ -165,7 +165,7 @@ class Conductor:
         working = [rank for number, rank in sorted(ranks.items()) if rank["is_alive"] and number not in _lost(ranks)]
         speed = next((rank["samples_per_second"] for rank in working if rank["samples_per_second"]), 0.0)
         first = min((rank["first_step"] for rank in ranks.values() if rank["first_step"]), default=0)
-        is_done = not _failure(ranks, self._size)
+        is_done = not _failure(ranks)
         return Point(self._seconds(), len(self._tokens), first, step, len(working), speed, is_done)
 
     def _is_ready(self) -> bool:
@@ -191,7 +191,8 @@ class Conductor:
         hit = Hit(fault, self._seconds(), None, "", len(self._tokens))
         self.episode.hits.append(hit)
         try:
-            if fault.kind == "rank" and self._recovers and len(targets) == 1:
+            recovers = any(rank["recovers"] for rank in self._of_attempt().values())
+            if fault.kind == "rank" and recovers and len(targets) == 1:
                 raise LookupError("one rank is left, and the job would end with it")
             hit.rank, hit.host = fault.victim(targets, self._apart, self._folders)
         except LookupError as error:
@@ -239,7 +240,7 @@ class Conductor:
         for host in self._ranks.keys() - self.episode.left.keys():
             self.episode.left[host] = ["it could not be asked what is left there"]
         self._look_on()
-        self.episode.error = _failure(self._of_attempt(), self._size) if self._tokens else "no rank has started"
+        self.episode.error = _failure(self._of_attempt()) if self._tokens else "no rank has started"
 
     def _undo(self) -> None:
         """Undo what is in force, and wait for that."""
@@ -259,7 +260,7 @@ def _lost(ranks: Mapping[int, Mapping[str, Any]]) -> set[int]:
     return {lost for rank in ranks.values() for lost in rank["lost"]}
 
 
-def _failure(ranks: Mapping[int, Mapping[str, Any]], size: int) -> str:
+def _failure(ranks: Mapping[int, Mapping[str, Any]]) -> str:
     """Say why these ranks have not done the job's work; "": they have."""
     lost = _lost(ranks)
     for number, rank in sorted(ranks.items()):
@@ -268,4 +269,5 @@ def _failure(ranks: Mapping[int, Mapping[str, Any]], size: int) -> str:
     missing = [number for number, rank in sorted(ranks.items()) if rank["phase"] != DONE and number not in lost]
     if missing:
         return f"rank {missing[0]} on {ranks[missing[0]]['host']} did not reach its end"
-    return "" if ranks and len(ranks) >= size else f"{len(ranks)} of {size} ranks have begun"
+    size = max((rank["size"] for rank in ranks.values()), default=1)
+    return "" if len(ranks) >= size else f"{len(ranks)} of {size} ranks have begun"

@@ -14,7 +14,7 @@ class Hit:
 
     Attributes:
         fault: as planned.
-        seconds: when it was ordered, after the start of chaos.
+        seconds: when it was made, after the start of chaos.
         rank: the rank that it hit; None: not one alone.
         host: where.
         attempt: the job's attempt that it hit.

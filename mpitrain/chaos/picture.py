@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from pathlib import Path
 
@@ -62,9 +63,12 @@ def draw(path: Path, episode: Episode, title: str) -> None:
     speed.set(ylabel="new steps/s", ylim=(0, None), xlim=(0, max(end, 1e-3) / scale))
     speed.legend(loc="lower left", bbox_to_anchor=(0, 1.03), ncols=6, frameon=False, fontsize="small")
     times.set(ylabel="went on after (s)", xlabel=unit)
-    if any(hit.went_on is not None for hit in made):
-        times.set_yscale("log")
+    if taken := [hit.went_on.seconds for hit in made if hit.went_on is not None]:
+        # Whole decades, so that no label is between two of them.
+        decades = math.floor(math.log10(min(taken))), math.floor(math.log10(max(taken))) + 1
+        times.set(yscale="log", ylim=[10.0**decade for decade in decades])
         times.yaxis.set_major_formatter("{x:g}")
+        times.yaxis.set_minor_formatter("")
     for axes in (speed, times):
         axes.grid(True, alpha=0.3)
     figure.savefig(path, dpi=110, format="png")

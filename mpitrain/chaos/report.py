@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import statistics
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from mpitrain.chaos.timeline import kept, rate, samples_per_second
 
 # An undisturbed rate of less than this may be chance.
 _LEAST_SECONDS = 2.0
+_MOST_NAMED = 90
 
 
 def numbers(episode: Episode, job: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,7 +91,8 @@ def _row(fault: Mapping[str, Any]) -> tuple[str, ...]:
     deed = f"left out: {fault['why_not']}" if fault["why_not"] else fault["deed"]
     before = f"{fault['steps_per_second_before']:.2f}"
     at = f"{fault['seconds']:.1f} s"
-    return str(fault["number"]), at, fault["kind"], fault["victim"] or "-", deed, after, before, fault["named"] or "-"
+    named = textwrap.shorten(fault["named"] or "-", _MOST_NAMED, placeholder=" ...")
+    return str(fault["number"]), at, fault["kind"], fault["victim"] or "-", deed, after, before, named
 
 
 def _fault(episode: Episode, hit: Hit) -> dict[str, Any]:

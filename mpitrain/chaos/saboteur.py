@@ -6,7 +6,7 @@ Pythons. It touches only processes that carry the launcher in their environment.
     chaos: {"launcher": ..., "folder": ...}, the wish   saboteur: {"greeting": {"hears", "disk"}}, see `_greet`
     chaos: {"look": 1}: look closely for a while        saboteur: {"ranks": [view of a rank...], "launcher": alive?}
                                                         saboteur: {"said": [line of the launcher...]}
-    chaos: {"fault": number, "kind", "token", "rank",   saboteur: {"done": number, "deed", "step"}, then
+    chaos: {"fault": number, "kind", "token", "rank",   saboteur: {"done": number, "deed", "step", "ago_seconds"}, then
             "seconds"}                                            {"undone": number}; or {"refused": number, "why"}
     chaos: {"undo": 1}                                  saboteur: {"undone": number} if there was anything to undo
     chaos: {"end": 1}                                   saboteur: {"left": [text...]}: what is left of the job here
@@ -54,7 +54,7 @@ class Saboteur:
         self._tokens: list[str] = []  # of the job's starts, in order
         self._pids: list[int] = []
         self._ranks: dict[int, tuple[str, int, int]] = {}  # token, process, descriptor of the record
-        self._size, self._recovers = 0, False
+        self._context = JobContext()  # of the last attempt
         self._said = -1  # descriptor of the launcher's output
         self._line = ""  # the last one of it, which has no end yet
         self._outage: Outage | None = None
@@ -117,8 +117,7 @@ class Saboteur:
                         os.close(self._ranks[rank][2])
                     self._ranks[rank] = token, pid, descriptor
                     words = read(f"/proc/{pid}/environ").decode(errors="replace").split("\0")
-                    context = JobContext.read(dict(word.partition("=")[::2] for word in words))
-                    self._size, self._recovers = context.expected_size, bool(context.recover)
+                    self._context = JobContext.read(dict(word.partition("=")[::2] for word in words))
         self._files.look(lambda: self._pids)
 
     def _records(self) -> dict[int, RankRecord]:
@@ -142,11 +141,12 @@ class Saboteur:
                 "lost": list(record.lost),
                 "error": record.error,
                 "is_alive": self._ranks[rank][1] in self._pids,
+                "size": self._context.expected_size,
+                "recovers": self._context.recover,
             }
             for rank, record in sorted(self._records().items())
         ]
-        is_launched = launcher_pid(self._launcher) is not None
-        message = {"ranks": ranks, "launcher": is_launched, "size": self._size, "recovers": self._recovers}
+        message = {"ranks": ranks, "launcher": launcher_pid(self._launcher) is not None}
         if message != self._sent:
             self._sent = message
             send(message)
@@ -180,7 +180,8 @@ class Saboteur:
                 return why
             filler = str(Path(self._folder, _FILLER))
             self._outage = Outage(number, lambda: _fill(filler), lambda: remove(filler), seconds)
-            send({"done": number, "deed": f"{self._folder} filled for {seconds:g} s", "step": 0})
+            deed = f"{self._folder} filled for {seconds:g} s"
+            send({"done": number, "deed": deed, "step": 0, "ago_seconds": 0.0})
             return ""
         hit = [at for at in ([rank] if rank is not None else self._ranks) if at in self._ranks]
         pids = (
@@ -189,6 +190,7 @@ class Saboteur:
         pids = [pid for pid in pids if self._is_of_job(pid)]
         if not pids:
             return "the process has ended before"
+        made = time.monotonic()
         if kind == "rank":
             deed = f"process {pids[0]} killed"
             os.kill(pids[0], signal.SIGKILL)
@@ -202,7 +204,8 @@ class Saboteur:
             )
             time.sleep(_FAST_LOOK_SECONDS)
         records = self._records()
-        send({"done": number, "deed": deed, "step": min((records[at].step for at in hit if at in records), default=0)})
+        step = min((records[at].step for at in hit if at in records), default=0)
+        send({"done": number, "deed": deed, "step": step, "ago_seconds": time.monotonic() - made})
         return ""
 
     def _signal(self, pids: list[int], name: str) -> None:

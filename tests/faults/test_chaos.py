@@ -75,14 +75,14 @@ class RunningJob:
 
 
 @contextmanager
-def running(folder: Path, ranks: int, *options: str, vendor: str) -> Iterator[RunningJob]:
-    """A job that makes steps."""
+def running(folder: Path, ranks: int, *options: str, vendor: str, before: tuple[str, ...] = ()) -> Iterator[RunningJob]:
+    """A job that makes steps; `before` are words before its command."""
     (folder / "train.py").write_text(SCRIPT)
     mark = f"chaos{os.getpid()}{folder.name}"
     command = [str(VENVS[vendor] / "bin/python"), "-m", "mpitrain", "run", "--hosts", "localhost", "-n", str(ranks)]
     with (folder / "output").open("wb") as output:
         launcher = subprocess.Popen(
-            [*command, *options, str(folder / "train.py"), str(folder)],
+            [*before, *command, *options, str(folder / "train.py"), str(folder)],
             env=clean_environment({TOKEN: mark}),
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -100,11 +100,11 @@ def running(folder: Path, ranks: int, *options: str, vendor: str) -> Iterator[Ru
         assert processes_of(mark, patience=60.0) == []
 
 
-def chaos(job: RunningJob, *options: str) -> subprocess.Popen[str]:
-    """Start chaos in a job."""
-    command = [sys.executable, "-m", "mpitrain", "chaos", "--hosts", "localhost", job.token, "--yes", *options]
+def chaos(job: RunningJob, *options: str, before: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    """Start chaos in a job; `before` are words before its command."""
+    command = [sys.executable, "-m", "mpitrain", "chaos", "--hosts", "localhost", job.token, "--yes"]
     return subprocess.Popen(
-        command,
+        [*before, *command, *options],
         env=clean_environment(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -125,9 +125,9 @@ def wait_for(process: subprocess.Popen[str], words: str, count: int = 1) -> str:
     raise AssertionError(f"{words!r} did not come {count} times:\n{said}")
 
 
-def finish(job: RunningJob, process: subprocess.Popen[str], faults: int) -> dict:
-    """Let the job end when it has gone on after so many faults; return the report."""
-    said = wait_for(process, "the job went on after", faults)
+def finish(job: RunningJob, process: subprocess.Popen[str], faults: int, words: str = "the job went on after") -> dict:
+    """Let the job end when chaos has said these words of so many faults; return the report."""
+    said = wait_for(process, words, faults)
     (job.folder / "enough").touch()
     rest, _ = process.communicate(timeout=HANG_SECONDS)
     assert process.returncode == 0, said + rest + job.said()
@@ -174,8 +174,9 @@ def test_killed_ranks_in_place(tmp_path: Path) -> None:
 def test_frozen_ranks_go_on(tmp_path: Path, recovers: bool) -> None:
     options = ["--recover"] if recovers else []
     with running(tmp_path, 2, *options, vendor=need("openmpi" if recovers else "mpich")) as job:
-        report = finish(job, chaos(job, "--faults", "freeze", "--every", "3s", "--hold", "1s", "--count", "2"), 2)
-    assert len(report["faults"]) == 2
+        options = ["--faults", "freeze", "--every", "3s", "--hold", "1s", "--count", "2", "--seed", "3"]
+        report = finish(job, chaos(job, *options), 2)
+    assert [fault["victim"].startswith("rank ") for fault in report["faults"]] == [True, False]
     for fault in report["faults"]:
         assert fault["went_on_seconds"] >= 1.0
         assert (fault["from_step"], fault["named"]) == (0, "")
@@ -194,3 +195,42 @@ def test_chaos_ends_and_the_frozen_go_on(tmp_path: Path, number: signal.Signals)
     if number == signal.SIGINT:
         assert process.returncode == 128 + signal.SIGINT
         assert "the job goes on; all faults are undone" in rest, said + rest
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """A tmpfs that only the job and chaos see: no checkpoint can be written for a second, and the job goes on."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting needs root")
+    disk = tmp_path / "checkpoints"
+    disk.mkdir()
+    mounted = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=2m none "$0" && exec "$@"', str(disk))
+    with running(tmp_path, 2, vendor=need("mpich"), before=mounted) as job:
+        inside = ("nsenter", "--target", str(job.launcher.pid), "--mount")
+        options = [
+            "--faults",
+            "disk",
+            "--disk",
+            str(disk),
+            "--every",
+            "3s",
+            "--hold",
+            "1s",
+            "--count",
+            "2",
+            "--report",
+            str(tmp_path / "chaos-report"),
+        ]
+        report = finish(job, chaos(job, *options, before=inside), 2, "    undone")
+    assert [fault["deed"] for fault in report["faults"]] == [f"{disk} filled for 1 s"] * 2
+    assert "No space left on device" in job.said()
+
+
+def test_a_disk_that_others_need(tmp_path: Path) -> None:
+    with running(tmp_path, 1, vendor=need("mpich")) as job:
+        process = chaos(job, "--faults", "disk", "--disk", str(tmp_path))
+        said, _ = process.communicate(timeout=HANG_SECONDS)
+        (tmp_path / "enough").touch()
+        assert job.launcher.wait(HANG_SECONDS) == 0
+    assert process.returncode == 1
+    assert f"mpitrain chaos: {HERE}: {tmp_path} is on the file system of /" in said
+    assert not list(tmp_path.glob(".mpitrain*"))
