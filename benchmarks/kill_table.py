@@ -1,12 +1,13 @@
 """The kill table: of each process of a job over several hosts, whether its kill is blamed on it, and what it leaves.
 
     mpitrain testbed up 4 && mpitrain testbed run ansible-playbook cluster/setup.yml
-    python benchmarks/kill_table.py [--times 10] [--kinds rank,power] [--python /home/cluster/nfs/venv/bin/python]
+    python benchmarks/kill_table.py [--times 10] [--kinds rank,power] [--mpi openmpi]
 
-As root. Each time a job trains on three nodes of the bed, two ranks on each, with the mpitrain of this checkout. Then
-one thing, drawn by lot, gets SIGKILL (`stop`: SIGSTOP), or a node loses its power or its cable, or is frozen. It counts
-as right if the job names that, and blames no rank that is not to blame. Left is what a node has then and had not
-before: processes of the shared user, and entries of /tmp and /dev/shm.
+As root. Each time a job trains on all nodes of the bed, two ranks on each, with the mpitrain of this checkout. Open MPI
+is that of .venv-openmpi, which scripts/test makes. Then one thing, drawn by lot, gets SIGKILL (`stop`: SIGSTOP), or a
+node loses its power or its cable, or is frozen. It counts as right if the job names that, and blames no rank that is
+not to blame. Left is what a node has then and had not before: processes of the shared user, and entries of /tmp and
+/dev/shm.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from pathlib import Path
 from mpitrain.testbed import Bed, find
 
 REPOSITORY = Path(__file__).parents[1]
-SHARE = "/home/cluster/nfs"
-NODES = ("node1", "node2", "node3")
+sys.path[:0] = [str(REPOSITORY / "tests"), str(REPOSITORY / "tests/cluster")]
+from launching import PYTHONS, SHARE, install_open_mpi  # noqa: E402
+
 RANKS_PER_NODE = 2
 KINDS = ("rank", "mpiexec", "proxy", "guard", "launcher", "power", "cable", "freeze", "stop")
 GONE_SECONDS = 90.0
@@ -63,7 +65,7 @@ class Trial:
         self._files = f"/tmp/kill-{uuid.uuid4().hex}"
         self._code: int | None = None
         self.before = left(bed)
-        hosts = f"--hosts {','.join(NODES)} --ppn {RANKS_PER_NODE}"
+        hosts = f"--hosts {','.join(bed.names)} --ppn {RANKS_PER_NODE}"
         line = f"cd {SHARE}; exec {python} -m mpitrain run {hosts} kill.py > {self._files}.output 2>&1"
         variables = [*ENVIRONMENT.split(), *(["MPITRAIN_HANG_SECONDS=12"] if kind == "stop" else [])]
         setting = ["env", "-i", "-C", "/", *variables, "bash", "-c", f"echo $$ > {self._files}.pid; {line}"]
@@ -71,7 +73,7 @@ class Trial:
         self._thread.start()
         self.ranks: dict[int, tuple[str, int, int]] = {}  # host, process and its parent
         until = time.monotonic() + JOB_SECONDS / 2
-        while len(self.ranks) < len(NODES) * RANKS_PER_NODE:
+        while len(self.ranks) < len(bed.names) * RANKS_PER_NODE:
             if time.monotonic() > until or not self._thread.is_alive():
                 self.on("node1", f"kill -TERM $(cat {self._files}.pid)")
                 raise NotStartedError(self.end()[1])
@@ -98,9 +100,9 @@ class Trial:
         launcher = self.on("node1", f"cat {self._files}.pid").strip()
         mpiexec = self.on("node1", f"pgrep -P {launcher} -x 'mpiexec|prterun|mpiexec.hydra'").strip()
         if kind in ("power", "cable", "freeze"):
-            host = random.choice(NODES[1:])
+            host = random.choice(self._bed.names[1:])
             {"power": self._bed.kill, "cable": self._bed.cut, "freeze": self._bed.freeze}[kind](host)
-            return host, rf"^mpitrain: {host}: nothing has been heard from it since "
+            return host, rf"^mpitrain: {host}: no message from this host since "
         if kind == "rank":
             pattern = rf"^mpitrain: rank {rank} on {host} (was killed by signal 9|ended without a word).*$"
         elif kind == "mpiexec":
@@ -110,7 +112,7 @@ class Trial:
                 host, pid, parent = self.ranks[random.randrange(len(self.ranks))]
             pid, pattern = parent, rf"^mpitrain: the process of mpiexec on {host} .*(was killed|has gone)"
         elif kind == "guard":
-            host = random.choice(NODES)
+            host = random.choice(self._bed.names)
             pid = int(self.on(host, "pgrep -u cluster -f '^[^ ]*python[^ ]* -I -u -c .import json'").split()[0])
             pattern = rf"^mpitrain: {host}: the guard of the job there was killed"
         elif kind == "launcher":
@@ -131,7 +133,7 @@ class Trial:
 def left(bed: Bed) -> Counter[str]:
     """What there is on the nodes."""
     lines = [
-        f"{node}: {line}" for node in NODES for line in bed.node_run(node, ["bash", "-c", LEFT]).stdout.splitlines()
+        f"{node}: {line}" for node in bed.names for line in bed.node_run(node, ["bash", "-c", LEFT]).stdout.splitlines()
     ]
     return Counter(lines)
 
@@ -145,7 +147,7 @@ def trial(bed: Bed, python: str, kind: str) -> tuple[bool, list[str], str]:
     blamed = [line for line in said if re.match(r"mpitrain: ranks? [\d,-]+ on \S+ (was|were|ended|left|failed)", line)]
     is_right = code != 0 and any(re.search(pattern, line) for line in said) if pattern else code == 137
     is_right = is_right and (len(blamed) == 1 if kind == "rank" else not blamed)
-    for node in NODES:
+    for node in bed.names:
         bed.heal(node)
     until = time.monotonic() + GONE_SECONDS
     while (rest := left(bed) - job.before) and time.monotonic() < until:
@@ -178,17 +180,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--times", type=int, default=10)
     parser.add_argument("--kinds", default=",".join(KINDS))
-    parser.add_argument("--python", default=f"{SHARE}/venv/bin/python", help="on the nodes, with the MPI library")
+    parser.add_argument("--mpi", choices=sorted(PYTHONS), default="mpich")
     parser.add_argument("--name", help="the test bed, where there are several")
     arguments = parser.parse_args()
     bed = find(arguments.name)
+    if arguments.mpi == "openmpi" and not install_open_mpi(bed):
+        parser.error("there is no .venv-openmpi of the nodes' version of Python; scripts/test makes it")
     install(bed)
     table = []
     for kind in arguments.kinds.split(","):
         tries = []
         while len(tries) < arguments.times:
             try:
-                tries.append(trial(bed, arguments.python, kind))
+                tries.append(trial(bed, PYTHONS[arguments.mpi], kind))
             except NotStartedError as error:
                 print(f"not started, so not counted: {error}", file=sys.stderr)
                 continue

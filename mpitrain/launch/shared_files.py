@@ -37,6 +37,7 @@ _TEMPORARY = ("TMPDIR", "TEMP", "TMP")
 _SESSION_VARIABLE = b"PMIX_SERVER_TMPDIR="
 _SESSION = re.compile("(?:{})[0-9]+".format("|".join(map(re.escape, OF_SESSIONS))))
 _OLD_SECONDS = 2.0
+_EXITING = 0x4  # PF_EXITING of the kernel, set until a process is reaped
 
 
 class SharedFiles:
@@ -98,7 +99,7 @@ class SharedFiles:
 
     def _held(self, pid: int) -> set[tuple[str, int]]:
         """Path and inode of the files that a process has mapped or opened, or that have its number in their name."""
-        return {*_mapped(pid), *_opened(pid), *_sessions(pid, self._bases)}
+        return set() if _is_dying(pid) else {*_mapped(pid), *_opened(pid), *_sessions(pid, self._bases)}
 
 
 def remove_mine() -> None:
@@ -148,13 +149,22 @@ def _opened(pid: int) -> Iterator[tuple[str, int]]:
 
 
 def _sessions(pid: int, bases: Iterable[str]) -> Iterator[tuple[str, int]]:
-    """The folders with the number of a process that lives: a dead one that nobody has reaped keeps its number."""
-    with contextlib.suppress(OSError):
-        if Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in (b"Z", b"X"):
-            return
     for path in [*(f"{base}/{begin}{pid}" for base in bases for begin in OF_SESSIONS), *_session_told(pid)]:
         with contextlib.suppress(OSError):
             yield path, os.lstat(path).st_ino
+
+
+def _is_dying(pid: int) -> bool:
+    """Return True if a process has begun to exit; it keeps its number until it is reaped.
+
+    A killed process loses its environment before its memory is freed, so marked.py no longer finds it. On a busy
+    machine the rest of its exit may take a tenth of a second.
+    """
+    with contextlib.suppress(OSError):
+        # "pid (name) state parent group session tty foreground flags ...", where the name may hold spaces and brackets.
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        return bool(int(fields[6]) & _EXITING)
+    return False
 
 
 def _session_told(pid: int) -> Iterator[str]:

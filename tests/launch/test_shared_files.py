@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from mpitrain.launch.marked import read
 from mpitrain.launch.shared_files import FOLDER, OF_DAEMON, OF_SESSIONS, SharedFiles
 
 MAPS = "import mmap, sys; f = open(sys.argv[1], 'r+b'); m = mmap.mmap(f.fileno(), 0); print(flush=True); input()"
@@ -54,9 +55,9 @@ def test_what_a_process_of_the_job_has_mapped(path: Path) -> None:
 OPENS = "import sys; f = open(sys.argv[1], 'r+b'); print(flush=True); input()"
 
 
-def opening(path: Path) -> subprocess.Popen[str]:
+def opening(path: Path, program: str = OPENS) -> subprocess.Popen[str]:
     pipe = subprocess.PIPE
-    process = subprocess.Popen([sys.executable, "-c", OPENS, str(path)], stdin=pipe, stdout=pipe, text=True)
+    process = subprocess.Popen([sys.executable, "-c", program, str(path)], stdin=pipe, stdout=pipe, text=True)
     assert process.stdout is not None
     process.stdout.readline()
     return process
@@ -153,6 +154,28 @@ def test_the_folder_of_open_mpis_daemon(path: Path, begin: str) -> None:
         end(theirs)
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+ALLOCATES = "import sys; b = bytes(range(256)) * (1 << 19); print(flush=True); input()"
+
+
+def test_a_killed_process_does_not_keep_its_folder(path: Path) -> None:
+    """While its memory is freed it is not yet a zombie, and has its number, but no environment."""
+    shared = SharedFiles()
+    path.write_bytes(b"1")
+    daemon = opening(path, ALLOCATES)
+    folder = Path(f"/tmp/prted.{daemon.pid}")
+    try:
+        folder.mkdir()
+        shared.look(lambda: [daemon.pid])
+        daemon.kill()
+        while read(f"/proc/{daemon.pid}/environ"):
+            pass
+        shared.remove()
+        assert not folder.exists()
+    finally:
+        end(daemon)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def test_the_folder_of_open_mpis_daemon_in_tmpdir(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
