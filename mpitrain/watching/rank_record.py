@@ -144,7 +144,10 @@ class Page:
 
 
 def read_record(path: str, rank: int) -> RankRecord | None:
-    """Read the record of `rank` at `path`, /proc/PID/fd/N; None if there is none, or it belongs to another user."""
+    """Read the record of `rank` at `path`, /proc/PID/fd/N.
+
+    None if there is none, if it belongs to another user, or if the rank was killed in the middle of a write.
+    """
     try:
         if not os.readlink(path).startswith(f"/memfd:{NAME}{rank} "):  # noqa: PTH115 (Path.readlink is of Python 3.9)
             return None  # another process has the process id now
@@ -153,6 +156,8 @@ def read_record(path: str, rank: int) -> RankRecord | None:
             numbers = memoryview(data).cast("Q")
             if numbers[_EDITION] == numbers[_EDITION_AGAIN]:  # otherwise a write was in progress
                 break
+        else:
+            return None
         fields = _TEXTS.unpack_from(data, _TEXTS_AT)
     except (OSError, struct.error, TypeError, IndexError):
         return None

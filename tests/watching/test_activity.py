@@ -152,6 +152,17 @@ def test_a_record_outlives_its_rank(rank: Rank) -> None:
     assert (record.pid, record.step) == (pid, 7)
 
 
+def test_a_rank_that_was_killed_in_the_middle_of_a_write(rank: Rank) -> None:
+    """struct.pack_into makes all bytes zero first: a limit of 0 s would be read, and divided by."""
+    pid, descriptor = rank.at
+    kept = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
+    rank.process.kill()
+    rank.process.wait()
+    os.pwrite(kept, (99).to_bytes(8, "little"), 0)  # of a write that has begun
+    assert read_record(f"/proc/self/fd/{kept}", 3) is None
+    os.close(kept)
+
+
 def test_waits_that_end_in_another_order(rank: Rank) -> None:
     rank.do("nest")
     record = record_of(rank)
