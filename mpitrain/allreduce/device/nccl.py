@@ -24,7 +24,7 @@ from typing import Any
 import numpy
 
 from mpitrain.allreduce.algorithm import BFLOAT16, Progress
-from mpitrain.allreduce.device.sequential import DevicePlace, DeviceSequential, refuse
+from mpitrain.allreduce.device.sequential import DevicePlace, DeviceSequential, outlived_by, refuse
 from mpitrain.arrays import Array
 from mpitrain.cuda.device import cupy_module, raise_first
 from mpitrain.world import World
@@ -52,7 +52,7 @@ def nccl(world: World, place: DevicePlace | None = None) -> DeviceSequential:
             rank.
     """
     place = place or DevicePlace(world)
-    refuse(world, "nccl", _why_not(place))
+    refuse(world, "nccl", outlived_by(world) or _why_not(place))
     library = _library()
     communicator = _connect(world, place, library)
     dtypes = {dtype: getattr(library, nccl_name) for dtype, nccl_name in _DTYPES.items() if hasattr(library, nccl_name)}

@@ -34,7 +34,7 @@ from typing import TypeVar
 import numpy
 
 from mpitrain.allreduce.algorithm import Progress, Steps
-from mpitrain.allreduce.device.sequential import DevicePlace, DeviceSequential, refuse
+from mpitrain.allreduce.device.sequential import DevicePlace, DeviceSequential, outlived_by, refuse
 from mpitrain.allreduce.device.staged import staged_steps
 from mpitrain.allreduce.group import Group, lane, num_lanes, of_this_node
 from mpitrain.allreduce.hierarchical import between_nodes as fastest_over
@@ -81,7 +81,7 @@ def peer_steps(
     Raises as peer does.
     """
     alone = world.size > 1 and world.num_nodes == world.size
-    refuse(world, "peer", "no two ranks are on one node" if alone else "")
+    refuse(world, "peer", "no two ranks are on one node" if alone else outlived_by(world))
     group = of_this_node(world)
     mates = Mates(group.comm, group.members, group.index, _TAG)
     memory = PeerMemory(place.gpu, mates)

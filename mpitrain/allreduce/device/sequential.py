@@ -169,6 +169,13 @@ def check_device_flat(flat: Array, gpu: Gpu, dtypes: Sequence[numpy.dtype] = DTY
         raise ValueError(f"this allreduce cannot sum {flat.dtype}; allowed are {known}.{others}")
 
 
+def outlived_by(world: World) -> str:
+    """Why no transport is possible whose work on a GPU waits for that of other ranks. "" unless ranks may be lost."""
+    if world.committer is None:
+        return ""
+    return "with --recover the ranks go on without a lost one, but work on a GPU would wait for it; use staged"
+
+
 def refuse(world: World, name: str, problem: str) -> None:
     """Raise the same DeviceError on every rank if some rank has a reason against this transport. Collective."""
     problems = world.allgather(problem)
