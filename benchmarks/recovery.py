@@ -121,6 +121,7 @@ class Machine:
 class Trial:
     """One job."""
 
+    moment: str
     is_right: bool
     gap_seconds: float
     step_seconds: float
@@ -159,11 +160,15 @@ def trial(machine: Machine, options: argparse.Namespace, moment: str, *, is_rest
     victims = ", ".join(f"{rank} in {moment}" for rank in plan["victims"])
     expected = options.ranks - (0 if is_restarted else len(plan["victims"]))
     if code or len(ends) != expected or len({end["bits"] for end in ends}) != 1:
-        return Trial(False, 0.0, 0.0, f"code {code}, {len(ends)} ranks ended, killed {victims}\n{output[-2000:]}")
-    return judged(ends, options.steps, min(times), victims, is_restarted=is_restarted)
+        return Trial(
+            moment, False, 0.0, 0.0, f"code {code}, {len(ends)} ranks ended, killed {victims}\n{output[-2000:]}"
+        )
+    return judged(moment, ends, options.steps, min(times), victims, is_restarted=is_restarted)
 
 
-def judged(ends: list[dict[str, Any]], steps: int, began: float, victims: str, *, is_restarted: bool) -> Trial:
+def judged(
+    moment: str, ends: list[dict[str, Any]], steps: int, began: float, victims: str, *, is_restarted: bool
+) -> Trial:
     """Whether every step has all its samples once, and how long no step ended."""
     made = [end["made"] for end in ends]
     newest = max(step[2] for steps_of in made for step in steps_of)
@@ -190,7 +195,7 @@ def judged(ends: list[dict[str, Any]], steps: int, began: float, victims: str, *
     words = f"(killed: {victims})"
     if wrong:
         words += " " + "; ".join(wrong[:3])
-    return Trial(not wrong, max(first_ends) - began, statistics.median(lengths), words)
+    return Trial(moment, not wrong, max(first_ends) - began, statistics.median(lengths), words)
 
 
 def main() -> None:
@@ -221,18 +226,23 @@ def main() -> None:
         right = "" if one.is_right else "FAILED "
         print(f"{right}{kind} {one.gap_seconds:.3f} s, load {load:.0f} {one.words}", flush=True)
     for is_restarted, name in ((False, "--recover"), (True, "--restarts")):
-        right = [one for one in trials[is_restarted] if one.is_right]
-        if not right:
-            continue
-        gaps, step = [one.gap_seconds for one in right], statistics.median(one.step_seconds for one in right)
-        middle = statistics.median(gaps)
-        spread = (
-            f"median {middle:.3f} s ({min(gaps):.3f} to {max(gaps):.3f}), {middle / step:.1f} steps of {step:.3f} s"
-        )
-        print(f"{name}: {len(right)} of {len(trials[is_restarted])} went on; kill to next step: {spread}")
-    both = [[one.gap_seconds for one in trials[kind] if one.is_right] for kind in (False, True)]
+        of_kind = trials[is_restarted]
+        print(f"{name}: {sum(one.is_right for one in of_kind)} of {len(of_kind)} went on")
+        for moment in dict.fromkeys(one.moment for one in of_kind):
+            right = [one for one in of_kind if one.is_right and one.moment == moment]
+            if not right:
+                continue
+            gaps, step = [one.gap_seconds for one in right], statistics.median(one.step_seconds for one in right)
+            middle = statistics.median(gaps)
+            print(
+                f"    killed in {moment}, {len(right)} jobs: kill to next step: median {middle:.3f} s "
+                f"({min(gaps):.3f} to {max(gaps):.3f}), {middle / step:.1f} steps of {step:.3f} s"
+            )
+    both = [
+        [one.gap_seconds for one in trials[kind] if one.is_right and one.moment == "step"] for kind in (False, True)
+    ]
     if all(both):
-        print(f"ratio to a restart: {statistics.median(both[0]) / statistics.median(both[1]):.3f}")
+        print(f"killed in a step, ratio to a restart: {statistics.median(both[0]) / statistics.median(both[1]):.3f}")
 
 
 if __name__ == "__main__":
