@@ -1,4 +1,4 @@
-"""`mpitrain verify`: does a script compute the same on several ranks as on one?"""
+"""`mpitrain verify`: check that a script computes the same on several ranks as on one."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ from mpitrain.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from mpitrain.launch.start import Request
 
-HELP = "run a script on one rank and on several, and say where they first differ"
+HELP = "run a script on one rank and on several, and report where the runs first differ"
 
 _EPILOG = """\
-The script runs twice, on one rank of this machine and on the ranks that the options
-ask for, each time for --steps steps. Then samples, weights, losses, mean gradients,
-learning rates, parameters and metrics of both runs are compared, step by step:
-samples, weights and rates exactly, the change of a parameter to a quarter of the
-digits of the dtype, the rest to half of them.
+The script runs twice: on one rank of this machine, and on the ranks that the options
+ask for. Each run makes --steps steps. Then verify compares both runs step by step:
+samples, weights and learning rates exactly; the changes of parameters to a quarter of
+the digits of the dtype; losses, mean gradients and metrics to half of the digits.
 
-Seen are the steps of Trainer.run, and the metrics of Evaluate; without a Trainer the
-steps of PyTorch's optimizers (with prepare(), DistributedDataParallel and others) and
-of a GradientReducer; else the calls of world.mean and world.sum, and of mpitrain.jax.
-Of these loops, parameters are seen in the arrays that world.sync gave, if the script
-changes them in place, and as arguments of a function in mpitrain.jax.mean.
-The script ends after the last of them. What writes files, such as the hook
-Checkpoint, is left out.
+With a Trainer, verify records the steps of Trainer.run and the metrics of Evaluate.
+Without one, it records the steps of PyTorch's optimizers (with prepare(),
+DistributedDataParallel and others) and of a GradientReducer. If there are no steps,
+it records the calls of world.mean and world.sum, and of mpitrain.jax. In such loops,
+it sees parameters in the arrays that world.sync gave, if the script changes them in
+place, and in arguments of a function in mpitrain.jax.mean. The script ends after the
+last recorded step or call. Hooks that write files, such as Checkpoint, do not run.
 
-The exit code is 0 if the runs are equal, 1 if they differ or one of them failed.
+The exit code is 0 if the runs are equal, and 1 if they differ or one of them failed.
 
   mpitrain verify -n 4 examples/train.py --data digits
   mpitrain verify --steps 20 --hosts node1,node2 --ppn 2 train.py
@@ -43,20 +42,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.epilog = _EPILOG
     add_launch_arguments(parser)
-    parser.add_argument("--steps", type=int, default=5, metavar="N", help="how many steps (5)")
+    parser.add_argument("--steps", type=int, default=5, metavar="N", help="number of steps to compare (5)")
     parser.add_argument(
-        "--tolerance", type=float, metavar="X", help="allowed relative difference, instead of the dtype's"
+        "--tolerance", type=float, metavar="X", help="allowed relative difference (follows from the dtype)"
     )
-    parser.add_argument("--directory", type=Path, metavar="PATH", help="keep the records here")
+    parser.add_argument("--directory", type=Path, metavar="PATH", help="keep the records in this folder")
     add_script_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the script twice, compare; returns the exit code."""
+    """Run the script twice and compare the runs. Return the exit code."""
     if arguments.steps < 1:
-        raise ConfigError(f"--steps {arguments.steps}: it takes at least 1")
+        raise ConfigError(f"--steps is {arguments.steps}; it must be at least 1")
     if arguments.tolerance is not None and not 0 <= arguments.tolerance < float("inf"):
-        raise ConfigError(f"--tolerance {arguments.tolerance}: a number of 0 or above")
+        raise ConfigError(f"--tolerance is {arguments.tolerance}; it must be a finite number of at least 0")
     request = request_of_script(arguments)
     if arguments.directory:
         return _verify(request, arguments.directory.absolute(), arguments.steps, arguments.tolerance)
@@ -82,9 +81,9 @@ def _verify(request: Request, directory: Path, steps: int, tolerance: float | No
         records.append(read_record(record))
         if not records[-1].lines:
             raise DataError(
-                f"it cannot see what {request.script} computes: on {name} there was no step of Trainer.run, of an "
+                f"verify cannot see what {request.script} computes: on {name} there was no step of Trainer.run, of an "
                 "optimizer of PyTorch (where mpitrain.torch is imported) or of a GradientReducer, and no call of "
-                "world.mean or world.sum. What is exchanged in another way (by mpitrain.collectives, mpi4py, JAX's own "
+                "world.mean or world.sum. Data exchanged in another way (by mpitrain.collectives, mpi4py or JAX's own "
                 "collectives) is not recorded"
             )
     alone, together = records

@@ -1,22 +1,22 @@
-"""Two records of one script, of a run on one rank and one on several: where do they first differ?
+"""Compare two records of one script, of a run on one rank and a run on several: where do they first differ?
 
-    samples          exactly: the same ones in the same step, each as often
+    samples          exactly: the same ones in the same step, each equally often
     weights          exactly: their sum over the ranks
     learning rate    exactly
     loss, gradients, metrics
                      to a relative difference of sqrt(u), where u is the unit roundoff of the narrowest dtype that
-                     anything was computed in: half of its digits. float32 5e-08 -> 2.4e-04; float64 -> 1.1e-08;
+                     anything was computed in: half of its digits. float32 6e-08 -> 2.4e-04; float64 -> 1.1e-08;
                      float16 -> 2.2e-02; bfloat16 -> 6.3e-02
-    parameters       to the square root of that, a quarter of the digits: what each step has changed in each of them,
-                     and what the script has changed between two steps
+    parameters       to the square root of that tolerance, a quarter of the digits: what each step changes in a
+                     parameter, what the script changes between two steps, and the values at the beginning
 
-Rounding alone gives differences of a few u in the first step, since sums are added up in another order, and they grow
-from step to step; half of the digits leave them room for some thousand times as much. What is wrong in the program,
-rather, shows in the first digits. A loss is compared with the largest loss so far, for it may go to 0. A gradient is
-compared by the 2-norm of the difference with the norm of the parameter's gradient or, where that is larger, with the
-norm it would have if all elements of all gradients were of one size: a gradient that is zero but for rounding, as that
-of a bias before a normalisation, would else be all difference. A Python number counts as float32, since nobody knows
-what it was computed from.
+Several ranks add up the same numbers in another order. In the first step, this rounding gives differences of a few u.
+They grow from step to step; half of the digits leave them room to grow some thousandfold. A fault of the program shows
+in the first digits instead. The difference of two losses is relative to the largest loss so far, because a loss may go
+to 0. The 2-norm of the difference of two gradients is relative to the norm of the parameter's gradient or, if that is
+larger, to the norm that this gradient would have if all elements of all gradients were equally large. Otherwise a
+gradient that is zero up to rounding, such as that of a bias before a normalisation, would always differ. A Python
+number counts as float32, because its origin is unknown.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def compare(alone: RunRecord, together: RunRecord, tolerance: float | None = Non
     """Compare the record of a run on one rank with that of a run on several.
 
     Args:
-        tolerance: relative, instead of the one that follows from the dtypes.
+        tolerance: allowed relative difference; None: it follows from the dtypes.
     """
     dtype = narrowest([*alone.lines, *together.lines])
     comparison = Comparison(
@@ -50,7 +50,7 @@ def compare(alone: RunRecord, together: RunRecord, tolerance: float | None = Non
         largest_loss = max(largest_loss, abs(one.loss or 0.0), abs(several.loss or 0.0))
         differences += _calls(one, several, together.num_ranks)
         if differences and differences[-1].kind == "calls":
-            break  # what follows does not belong together
+            break  # later lines do not correspond to each other
         differences += _samples(comparison, one, several)
         differences += _weights(comparison, one, several, together.num_ranks)
         differences += _loss(comparison, one, several, largest_loss)
@@ -73,7 +73,7 @@ def compare(alone: RunRecord, together: RunRecord, tolerance: float | None = Non
 
 
 def narrowest(lines: list[Line]) -> str:
-    """The dtype with the largest roundoff that anything in the record was computed in."""
+    """Return the dtype with the largest roundoff among those that the record was computed in."""
     dtypes = {sketch["dtype"] for line in lines for sketch in line.tensors.values()}
     dtypes |= {line.precision for line in lines}
     return max(dtypes & ROUNDOFFS.keys(), key=lambda dtype: ROUNDOFFS[dtype], default="float32")
@@ -124,8 +124,8 @@ def _samples(comparison: Comparison, one: Line, several: Line) -> Iterator[Diffe
     others = len(more) - len(twice)
     if others:
         parts.append(
-            f"{others} {_plural('sample', others)} that the batch on 1 rank does not hold: another order, or changes "
-            "that depend on the rank (a seed with the rank in it?)"
+            f"{others} {_plural('sample', others)} that the batch on 1 rank does not hold: the order differs, or the "
+            "samples are changed depending on the rank (does a seed depend on the rank?)"
         )
     if fewer:
         parts.append(
@@ -145,7 +145,7 @@ def _weights(comparison: Comparison, one: Line, several: Line, num_ranks: int) -
             f"{alone:g} on 1 rank, {other:g} on {num_ranks} ({', '.join(f'{weight:g}' for weight in several.weights)})"
         )
         if _by_ranks(several):
-            text += "; every rank has weight 1, so this is a mean by ranks and not by samples"
+            text += "; every rank has weight 1, so this is a mean over ranks, not over samples"
         yield Difference(one.number, "weights", text)
 
 
@@ -157,7 +157,7 @@ def _loss(comparison: Comparison, one: Line, several: Line, scale: float) -> Ite
 def _metrics(comparison: Comparison, one: Line, several: Line) -> Iterator[Difference]:
     for name in sorted({*one.metrics, *several.metrics}):
         if name not in one.metrics or name not in several.metrics:
-            yield Difference(one.number, "metrics", f"{name} is there in one of the runs only")
+            yield Difference(one.number, "metrics", f"only one of the runs has {name}")
             continue
         alone, other = one.metrics[name], several.metrics[name]
         yield from _value(comparison, "metrics", one.number, name, alone, other, max(abs(alone), abs(other)))
@@ -173,7 +173,7 @@ def _value(
 
 def _gradients(comparison: Comparison, one: Line, several: Line) -> Iterator[Difference]:
     norms = [max(sketch["norm"], several.tensors[name]["norm"]) for name, sketch in one.tensors.items()]
-    total = math.hypot(*norms)  # no square of it need be a float
+    total = math.hypot(*norms)  # its square may be too large for a float
     elements = sum(sketch["count"] for sketch in one.tensors.values())
     wrong: list[Difference] = []
     for name, sketch in one.tensors.items():
@@ -185,9 +185,9 @@ def _gradients(comparison: Comparison, one: Line, several: Line) -> Iterator[Dif
     if wrong:
         text = wrong[0].text
         if len(wrong) > 1:
-            text += f"; so do {len(wrong) - 1} more of {len(one.tensors)}"
+            text += f"; {len(wrong)} of {len(one.tensors)} differ"
         if one.kind == MEAN and _by_ranks(several) and len(several.weights) > 1:
-            text += "; every rank has weight 1: with weight=len(x) it is the mean over samples"
+            text += "; every rank has weight 1: weight=len(x) gives the mean over samples"
         yield Difference(one.number, "gradients", text)
 
 

@@ -1,4 +1,4 @@
-"""What a comparison of two records has found."""
+"""The result of a comparison of two records."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KINDS = ("calls", "samples", "weights", "loss", "gradients", "learning rate", "p
 
 @dataclass(frozen=True)
 class Difference:
-    """The first one of its kind."""
+    """The first difference of its kind."""
 
     step: int
     kind: str  # one of KINDS
@@ -23,14 +23,15 @@ class Difference:
 
 @dataclass
 class Comparison:
-    """What was found.
+    """The result of a comparison.
 
     Attributes:
-        num_steps: how many steps both records have.
-        dtype, tolerance: the narrowest dtype, and what follows from it.
-        differences: the first one of each kind, by step and then by kind: the first of them is where it begins.
-        largest: of the values that are compared with a tolerance, by kind: relative difference, step and name.
-        counts: how many values of each kind were compared.
+        num_steps: number of steps that both records have.
+        dtype, tolerance: the narrowest dtype, and the tolerance that follows from it.
+        differences: the first one of each kind, sorted by step and then by kind; the runs diverge at the first entry.
+        largest: by kind, the largest difference among values compared with a tolerance: relative difference, step and
+            name.
+        counts: number of values compared, by kind.
     """
 
     num_steps: int
@@ -43,18 +44,18 @@ class Comparison:
     def judged(
         self, kind: str, step: int, name: str, relative: float, text: str, *, allowed: float | None = None
     ) -> Iterator[Difference]:
-        """Count a relative difference of `name`. More than `allowed`, which is the tolerance, is a Difference."""
+        """Count a relative difference of `name`. Yield a Difference if it exceeds `allowed` (the tolerance)."""
         self.counts[kind] += 1
         if not relative <= self.largest.get(kind, (-1.0, 0, ""))[0]:
             self.largest[kind] = (relative, step, name)
         allowed = self.tolerance if allowed is None else allowed
         if not relative <= allowed:
-            text = f"{text}: a relative difference of {relative:.2g}, allowed is {allowed:.2g}"
+            text = f"{text}: the relative difference is {relative:.2g}, allowed is {allowed:.2g}"
             yield Difference(step, kind, text)
 
 
 def relative(apart: float, scale: float) -> float:
-    """The part that a distance is of a size; infinite where there is no size."""
+    """Return the distance relative to the scale; infinity if the scale is 0 and the distance is not."""
     if apart == 0.0:
         return 0.0
     return apart / scale if scale else math.inf

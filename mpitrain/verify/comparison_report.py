@@ -1,4 +1,4 @@
-"""What a comparison has found, in lines for a person."""
+"""The result of a comparison as lines for the user."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mpitrain.verify.record_file import STEP, RunRecord
 
 
 def report(alone: RunRecord, together: RunRecord, comparison: Comparison) -> Iterator[str]:
-    """What the comparison says, line by line."""
+    """Yield the report line by line."""
     has_steps = any(line.kind == STEP for line in (*alone.lines, *together.lines))
     unit, tensors = ("step", "gradients") if has_steps else ("call", "results")
     units = "steps" if has_steps else "calls of world.mean or world.sum"

@@ -1,4 +1,4 @@
-"""Few numbers that stand for many: of samples, to know them again; of arrays, to tell how far apart two of them are."""
+"""A few numbers that represent many: hashes that identify samples; sketches that give the distance of two arrays."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ _BLOCK_COUNT = 2**16
 
 
 class Sketch(TypedDict):
-    """What is kept of an array.
+    """The numbers that are kept of an array.
 
-    `projections` are its inner products with random vectors of +1 and -1, the same ones for the same name and size. The
-    mean square of the differences of two arrays' projections is, on average, their squared distance; that it comes out
-    below a hundredth of it has a chance of one in ten million. (Johnson and Lindenstrauss; Achlioptas 2003.)
+    `projections` are the array's inner products with random vectors of +1 and -1. The same name and size give the same
+    vectors. The mean square of the differences of two arrays' projections is, on average, the squared distance of the
+    arrays. With a chance of one in ten million, that mean square is below a hundredth of the squared distance.
+    (Johnson and Lindenstrauss; Achlioptas 2003.)
     """
 
     dtype: str
@@ -31,21 +32,21 @@ class Sketch(TypedDict):
 
 
 def sketch(name: str, array: Array) -> Sketch:
-    """Of a host or device array, or of a number; in float64, one pass."""
+    """Sketch a host or device array, or a number; in float64, in one pass."""
     flat = numpy.ascontiguousarray(array.get() if is_device_array(array) else array).reshape(-1)
     signs = numpy.random.Philox(key=zlib.crc32(name.encode()))
     norm, projections = 0.0, numpy.zeros(NUM_PROJECTIONS)
     for begin in range(0, flat.size, _BLOCK_COUNT):
         block = flat[begin : begin + _BLOCK_COUNT].astype(numpy.float64)
         bits = numpy.unpackbits(signs.random_raw(-(-block.size // 8)).view(numpy.uint8)).reshape(-1, NUM_PROJECTIONS)
-        # So that no square of an element overflows or vanishes.
+        # This scale keeps the squares of elements from overflowing or vanishing.
         largest = float(numpy.abs(block).max())
         scale = largest if 0 < largest < math.inf else 1.0
         block /= scale
-        # 2 x bit - 1 is the sign.
+        # The sign is 2 x bit - 1.
         projections += scale * (2 * (block @ bits[: block.size].astype(numpy.float64)) - block.sum())
         norm = math.hypot(norm, scale * math.sqrt(float(block @ block)))
-    # Nobody knows what a Python number was computed from.
+    # The origin of a Python number is unknown.
     dtype = str(array.dtype) if hasattr(array, "dtype") else "float32"
     return {
         "dtype": dtype,
@@ -56,16 +57,16 @@ def sketch(name: str, array: Array) -> Sketch:
 
 
 def distance(one: Sketch, other: Sketch) -> float:
-    """About the 2-norm of the difference of two arrays of one size."""
+    """Return approximately the 2-norm of the difference of two arrays of equal size."""
     pairs = zip(one["projections"], other["projections"], strict=True)
     return math.hypot(*(a - b for a, b in pairs)) / math.sqrt(NUM_PROJECTIONS)
 
 
 def sample_hashes(batch: Tree) -> list[str]:
-    """One a sample, of the bytes of all its arrays, in the batch's order.
+    """Hash each sample: the bytes of all its arrays. The hashes are in the batch's order.
 
     Raises:
-        TreeError, DataError: the batch is no tree of arrays with the samples along their first dimension.
+        TreeError, DataError: the batch is not a tree of arrays with the samples along their first dimension.
     """
     count = num_samples(batch)
     arrays = [leaf.get() if is_device_array(leaf) else leaf for _, leaf in leaves(batch) if is_array(leaf)]

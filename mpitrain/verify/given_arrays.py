@@ -1,7 +1,7 @@
-"""The parameters of a loop of the script's own, as far as they can be seen: the arrays that world.sync gave.
+"""The visible parameters of the script's own loop: the arrays that world.sync gave.
 
-A script that changes them in place (`w -= ...`) has its parameters in them. One that makes new arrays (`w = w - ...`)
-drops them, and nobody is told of the new ones.
+A script that changes these arrays in place (`w -= ...`) has its parameters in them. A script that makes new arrays
+(`w = w - ...`) drops them, and the new ones cannot be seen.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from mpitrain.verify.comparison import ROUNDOFFS
 
 
 class GivenArrays:
-    """Those of them that the script still has."""
+    """The arrays from world.sync that the script still has."""
 
     def __init__(self) -> None:
         self._arrays: dict[str, ref[Array]] = {}
 
     def add(self, tree: Tree) -> None:
-        """world.sync has given `tree`."""
+        """Note a result of world.sync."""
         for path, leaf in leaves(tree):
             if is_array(leaf) and str(leaf.dtype) in ROUNDOFFS:
                 name = path or "the array"
@@ -28,11 +28,11 @@ class GivenArrays:
                 self._arrays[f"{name} ({alike + 1})" if alike else name] = ref(leaf)
 
     def now(self) -> dict[str, Array]:
-        """The arrays by name, as they are now."""
+        """Return the present arrays by name."""
         return {name: array for name, weak in self._arrays.items() if (array := weak()) is not None}
 
     def dropped(self) -> list[str]:
-        """The names of those that the script has no longer; each is told once."""
+        """Return the names of arrays that the script no longer has. Each name is returned once."""
         names = [name for name, weak in self._arrays.items() if weak() is None]
         for name in names:
             del self._arrays[name]

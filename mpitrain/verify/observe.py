@@ -1,4 +1,4 @@
-"""How a Trainer is watched for `mpitrain verify`: the recorder hears of batches and means, a hook ends each line."""
+"""How a Trainer is recorded for `mpitrain verify`: the recorder gets batches and means; a hook ends each line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def observed(world: World, hooks: Sequence[Hook]) -> tuple[Hook, ...]:
-    """The hooks without those that write files, and one that records; unchanged where nothing is verified."""
+    """Under verify, leave out the hooks that write files and add one that records. Otherwise return the same hooks."""
     recorder = world.observer
     if recorder is None:
         return tuple(hooks)
@@ -25,12 +25,12 @@ def observed(world: World, hooks: Sequence[Hook]) -> tuple[Hook, ...]:
     silent = [hook for hook in hooks if not hook.writes_files]
     for hook in hooks:
         if hook.writes_files:
-            world.print(f"mpitrain verify: without the hook {type(hook).__name__}, which reads or writes files")
+            world.print(f"mpitrain verify: leaving out the hook {type(hook).__name__}, which reads or writes files")
     return (*silent, _Watch(recorder, [hook for hook in silent if isinstance(hook, Evaluate)]))
 
 
 class _Watch(Hook):
-    """The last hook: it writes down the step, and ends the script after the last one."""
+    """The last hook: it records each step, and ends the script after the last step."""
 
     def __init__(self, recorder: Recorder, evaluations: Sequence[Evaluate]) -> None:
         self._recorder, self._evaluations = recorder, evaluations

@@ -1,7 +1,7 @@
-"""What each step changes in the parameters, compared: whether both runs make the same of equal gradients.
+"""Compare what each step changes in the parameters: do both runs make the same update of equal gradients?
 
-A change is small beside its parameter, so changes are compared, and not the values. Their projections are the
-differences of those of the values, for projections are linear.
+A change is small beside its parameter, so this module compares changes, not values. The projections of a change are
+the differences of the projections of the values, because projections are linear.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from mpitrain.verify.comparison import ROUNDOFFS, Comparison, Difference, relati
 from mpitrain.verify.fingerprint import NUM_PROJECTIONS, Sketch, distance
 from mpitrain.verify.record_file import STEP, Line
 
-# Each run rounds each parameter, in some operations; and a distance from projections may be twice as large as it is.
+# Each run rounds each parameter in several operations, and projections may give twice the real distance.
 _ROUNDINGS = 8
-# By how much a ratio of changes may miss the number of ranks, and still be said to be it.
+# A ratio of changes that misses the number of ranks by less than this part counts as the number of ranks.
 _ABOUT = 0.01
 
 
 class ParameterChanges:
-    """The parameters of both runs, as they were at the line before."""
+    """The parameters of both runs, as they were at the previous line."""
 
     def __init__(self, comparison: Comparison, num_ranks: int) -> None:
-        """`num_ranks` is of the run on several."""
+        """`num_ranks` is the number of ranks of the run on several."""
         self._comparison = comparison
         self._num_ranks = num_ranks
-        # An optimizer that divides by the size of a gradient makes more of what rounding leaves of small ones.
+        # An optimizer that divides by the size of a gradient enlarges rounding where the gradient is small.
         self._allowed = max(math.sqrt(comparison.tolerance), comparison.tolerance)
         self._earlier: tuple[dict[str, Sketch], dict[str, Sketch]] = ({}, {})
         self._left_out: set[str] = set()
@@ -34,7 +34,7 @@ class ParameterChanges:
         self._left_out_counts: set[int] = set()
 
     def compare(self, one: Line, several: Line) -> Iterator[Difference]:
-        """What differs in the next lines of both runs."""
+        """Yield what differs in the next lines of both runs."""
         yield from self._between(one, several)
         unlike = {name for name in one.tensors if self._is_unlike(one.tensors[name], several.tensors[name])}
         self._left_out |= unlike
@@ -45,13 +45,13 @@ class ParameterChanges:
             if self._is_known(name) and not self._is_left_out(name, one.parameters[name]):
                 wrong += self._changes(one.number, name, (one.parameters[name], several.parameters[name]), "changed")
         if wrong:
-            more = f"; so do {len(wrong) - 1} more of {len(one.parameters)}" if len(wrong) > 1 else ""
+            more = f"; {len(wrong)} of {len(one.parameters)} differ" if len(wrong) > 1 else ""
             yield Difference(one.number, "parameters", wrong[0].text + more)
         for earlier, line in zip(self._earlier, (one, several), strict=True):
             earlier.update(line.parameters)
 
     def _between(self, one: Line, several: Line) -> Iterator[Difference]:
-        """What the script itself has changed since the step before, and first values; both count as of that step."""
+        """Compare first values, and what the script itself has changed since the step before. Both count as its."""
         lines, before = (one, several), one.number - 1
         for name in {**one.before, **several.before}:
             values = [
@@ -79,7 +79,7 @@ class ParameterChanges:
         return name in self._left_out or value["count"] in self._left_out_counts
 
     def _is_unlike(self, gradient: Sketch, other: Sketch) -> bool:
-        """Whether nothing follows from what becomes of it: it is small beside others, and much of it is rounding."""
+        """Return whether the gradients differ too much to judge the update: small gradients may be mostly rounding."""
         return not distance(gradient, other) <= self._comparison.tolerance * max(gradient["norm"], other["norm"])
 
     def _changes(self, step: int, name: str, values: tuple[Sketch, Sketch], word: str) -> Iterator[Difference]:
@@ -91,7 +91,7 @@ class ParameterChanges:
         apart = _size([new - old for new, old in zip(*changes, strict=True)])
         roundoff = ROUNDOFFS.get(values[0]["dtype"], 0.0)
         rounding = _ROUNDINGS * roundoff * max(value["norm"] for value in values)
-        # Written so that NaN is a difference.
+        # This form counts NaN as a difference.
         part = 0.0 if apart <= rounding else relative(apart, max(alone, several))
         text = f"{name}: {word} by {alone:.6g} on 1 rank, by {several:.6g} on several, {apart:.2g} apart"
         for difference in self._comparison.judged("parameters", step, name, part, text, allowed=self._allowed):

@@ -1,4 +1,4 @@
-"""The file of a run's record: one line of JSON a step. `mpitrain verify` makes it, rank 0 fills it, verify reads it."""
+"""The file of a run's record, one line of JSON per step: `mpitrain verify` makes and reads it, rank 0 fills it."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class Line:
     """One step of a Trainer, an optimizer of PyTorch or a GradientReducer, or one call of world.mean or world.sum.
 
     Attributes:
-        number: from 1.
+        number: counts from 1.
         kind: STEP, MEAN or SUM.
-        samples: hashes by rank, in the order in which each rank had them; None where they could not be seen.
-        weights: by rank; none for a sum.
-        tensors: of mean gradients by parameter, or of a result's leaves by path.
-        before: the parameters at its beginning, where they are not what the line before has left.
-        parameters: as the step has left them.
+        samples: hashes by rank, in the order in which each rank read them; None if they could not be seen.
+        weights: weights by rank; empty for a sum.
+        tensors: sketches of mean gradients by parameter, or of a result's leaves by path.
+        before: sketches of those parameters that the script has changed since the line before.
+        parameters: sketches of the parameters after the step.
         precision: the dtype that the gradients were computed in.
-        loss, learning_rate, metrics: of a step.
+        loss, learning_rate, metrics: those of a step.
     """
 
     number: int
@@ -50,17 +50,17 @@ class Line:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What one run has left: how many ranks it had, and its lines."""
+    """The record of one run: its number of ranks, and its lines."""
 
     num_ranks: int
     lines: tuple[Line, ...]
 
 
 def make_record(directory: Path) -> None:
-    """Make the empty file that rank 0 fills; `mpitrain verify` calls it, on the machine where it was started.
+    """Make the empty file that rank 0 fills. `mpitrain verify` calls this on its own machine.
 
     Raises:
-        DataError: it cannot be made.
+        DataError: the file cannot be made.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -74,10 +74,10 @@ def make_record(directory: Path) -> None:
 
 
 def opened(directory: Path) -> TextIO:
-    """The file that make_record has made, and no other: its path comes from the environment.
+    """Open the file that make_record has made. Refuse any other: the path comes from the environment.
 
     Raises:
-        OSError: it is not there, or is another file.
+        OSError: the file does not exist, or is another file.
     """
     path, problem = directory / FILE, ""
     try:
@@ -93,22 +93,22 @@ def opened(directory: Path) -> TextIO:
         problem = f"is {described}"
     raise OSError(
         f"the record {path} {problem}. It must be the file that mpitrain verify has made: "
-        f"{stat.filemode(stat.S_IFREG | _MODE)}, owner {os.geteuid()}, 1 links. Where rank 0 runs on another host, use "
-        "mpitrain verify --directory on a file system that both share"
+        f"{stat.filemode(stat.S_IFREG | _MODE)}, owner {os.geteuid()}, 1 links. If rank 0 runs on another host, use "
+        "mpitrain verify --directory with a folder that both hosts share"
     )
 
 
 def read_record(directory: Path) -> RunRecord:
-    """The record that a run has left in `directory`.
+    """Read the record that a run has left in `directory`.
 
     Raises:
-        DataError: there is none.
+        DataError: there is no record, or it is damaged.
     """
     path = directory / FILE
     if path.is_file() and path.stat().st_size == 0:
         raise DataError(
-            "the script made no World, so there is nothing to compare: it did not come to mpitrain.init(), which "
-            'prepare(), Trainer and init_process_group("mpitrain") call. Does it import mpitrain at all?'
+            "the script made no World, so there is nothing to compare: it did not reach mpitrain.init(), which "
+            'prepare(), Trainer and init_process_group("mpitrain") call. Does the script import mpitrain at all?'
         )
     try:
         head, *lines = (json.loads(line) for line in path.read_text().splitlines())
@@ -118,16 +118,16 @@ def read_record(directory: Path) -> RunRecord:
         return RunRecord(num_ranks, tuple(_line(number, fields) for number, fields in enumerate(lines, 1)))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise DataError(
-            f"there is no whole record in {directory} ({type(error).__name__}: {error}). Rank 0 writes it on its host: "
-            "if that is another one, use mpitrain verify --directory on a file system that both share"
+            f"there is no complete record in {directory} ({type(error).__name__}: {error}). Rank 0 writes the record "
+            "on its host. If that is another host, use mpitrain verify --directory with a folder that both hosts share"
         ) from None
 
 
 def _line(number: int, fields: dict[str, Any]) -> Line:
-    """The line, where each field is what a Recorder writes.
+    """Return the line, after checking that each field is what a Recorder writes.
 
     Raises:
-        ValueError, TypeError, KeyError, AttributeError, OverflowError: one is not.
+        ValueError, TypeError, KeyError, AttributeError, OverflowError: a field is not.
     """
     line = Line(**fields)
     weights = [_number(weight) for weight in line.weights]
@@ -137,7 +137,7 @@ def _line(number: int, fields: dict[str, Any]) -> Line:
     if not all(0 <= weight < math.inf for weight in weights):
         raise ValueError(f"line {number + 1} has the weights {weights}; they must be 0 or more")
     if samples is not None and not all(type(sample) is str for of_rank in samples for sample in of_rank):
-        raise ValueError(f"line {number + 1} has samples that are no hashes")
+        raise ValueError(f"line {number + 1} has samples that are not hashes")
     return replace(
         line,
         weights=weights,

@@ -1,4 +1,4 @@
-"""How a run is recorded: what happened in each step."""
+"""The recorder of a run: it notes what happens in each step."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from mpitrain.verify.given_arrays import GivenArrays
 from mpitrain.verify.record_file import MEAN, STEP, SUM, Line, opened
 from mpitrain.world import TreeExchange, World
 
-# Whose steps are the lines of a record. The last one of these that the script has makes all lines.
+# The lines of a record are steps or calls of one of these. If a script has several, the last one in this order counts.
 CALLS, REDUCER, TORCH, TRAINER = range(4)
 _OF_TORCH = (
-    "compared are the steps of torch.optim's optimizers: gradients, learning rates, parameters, and the samples "
+    "comparing the steps of torch.optim's optimizers: gradients, learning rates, parameters, and the samples "
     "that DataLoaders and prepare() give. Losses and metrics are not seen"
 )
 _OF_LOOPS = {
@@ -33,54 +33,54 @@ _HOW_TO_SEE = (
 
 
 class Recorder:
-    """Writes the record of this run, and ends it after the steps that were asked for. Its calls are collective."""
+    """Writes the record of this run, and ends the run after the requested steps. Its methods are collective."""
 
     def __init__(self, world: World) -> None:
         """
         Raises:
-            MpitrainError: the record cannot be written. On every rank.
+            MpitrainError: the record cannot be written; raised on every rank.
         """
         self._world = world
         self._number = 0
         self._source = CALLS
-        self._seen: list[str] | None = []  # by this rank since the last line; None: they could not be seen
-        self._seen_before: list[str] | None = []  # and in the lines so far
-        self._parameters: dict[str, Sketch] = {}  # as the last step has left them
-        self._before: dict[str, Sketch] = {}  # those that the next one begins with, where they are others
+        self._seen: list[str] | None = []  # samples read since the last line; None: they could not be seen
+        self._seen_before: list[str] | None = []  # samples of the lines so far
+        self._parameters: dict[str, Sketch] = {}  # after the last step
+        self._before: dict[str, Sketch] = {}  # parameters that the script has changed since the last step
         self._given = GivenArrays()
-        self._has_changed = False  # a parameter of a loop of the script's own, from one line to the next
-        self._means: dict[str, Array] = {}  # of the step that the Trainer makes
+        self._has_changed = False  # True: a parameter of the script's own loop has changed between two lines
+        self._means: dict[str, Array] = {}  # of the Trainer's current step
         with world.together("begin the record for mpitrain verify"):
             if world.is_root:
                 self._begin()
 
     @property
     def steps_left(self) -> int:
-        """How many are still to be recorded."""
+        """The number of steps still to be recorded."""
         return self._world.context.verify_steps - self._number
 
     def attach(self, source: int) -> bool:
-        """A Trainer, an optimizer or a reducer is there: its steps are recorded from now on, and nothing lower.
+        """Record from now on the steps of this source (a Trainer, an optimizer, a reducer), and of no lower source.
 
-        Returns whether they are: not where there is a higher source.
+        Return False if a higher source is attached already; its steps are recorded instead.
         """
         if source > self._source:
             self._source, self._number, self._parameters, self._before = source, 0, {}, {}
             self._has_changed = False
-            if source == TRAINER:  # it is there before its first step
+            if source == TRAINER:  # a Trainer attaches before its first step
                 self._seen = []
-            else:  # the others are known when theirs ends: what the calls in it have used is its
+            else:  # the others attach when their first step ends: the samples of all calls so far are that step's
                 self._seen = _joined(self._seen_before, self._seen)
             self._seen_before = []
             if self._world.is_root:
-                self._begin()  # calls from before it are not what is to be compared
+                self._begin()  # drop the calls of lower sources
             if source == TORCH:
                 self._tell(_OF_TORCH)
         return source == self._source
 
     def saw(self, batch: Tree) -> None:
-        """This rank has got these samples. Not collective, but behind all calls before."""
-        self._world.control.settle()  # a library that computes ahead has made the calls with the samples before
+        """Note that this rank has read these samples. Not collective, but ordered after all earlier calls."""
+        self._world.control.settle()  # a library that computes ahead may still owe calls with earlier samples
         if self._seen is None:
             return
         try:
@@ -89,18 +89,18 @@ class Recorder:
             self._seen = None
 
     def gave(self, tree: Tree) -> None:
-        """World.sync has given `tree`, which may have the parameters of a loop of the script's own."""
+        """Note the result of World.sync, which may have the parameters of the script's own loop."""
         if self._source in _OF_LOOPS:
             self._given.add(tree)
 
     def saw_parameters(self, parameters: Mapping[str, Array]) -> None:
-        """The next call of a loop of the script's own finds these parameters, the same on all ranks. Not collective."""
+        """Note the parameters that the next call of the script's own loop finds, equal on all ranks. Not collective."""
         self._world.control.settle()  # see `saw`
         if self._source in _OF_LOOPS:
             self.begin_step(parameters)
 
     def saw_means(self, means: Mapping[str, Array], weight: float) -> None:
-        """A GradientReducer has these mean gradients, by parameter; this rank's gradients had that weight."""
+        """Record a GradientReducer's mean gradients, by parameter, and the weight of this rank's gradients."""
         if self._source == TRAINER:
             self._means = {name: mean.copy() for name, mean in means.items()}  # the optimizer may overwrite them
         elif self.attach(REDUCER):
@@ -108,13 +108,13 @@ class Recorder:
             self.end_if_done()
 
     def begin_step(self, parameters: Mapping[str, Any]) -> None:
-        """A step begins with these parameters, the same on all ranks. Not collective."""
+        """Note that a step begins with these parameters, the same on all ranks. Not collective."""
         if self._world.is_root:
             sketches = _sketches(parameters).items()
             self._before |= {name: value for name, value in sketches if value != self._parameters.get(name)}
 
     def add_step(self, weight: float, **more: Any) -> None:
-        """Write a line about a step of the Trainer, with the means seen in it: none where it was skipped."""
+        """Write a line about a step of the Trainer, with the means seen in the step; a skipped step has none."""
         means, self._means = self._means, {}
         self.add(STEP, weight, means, **more)
 
@@ -149,7 +149,8 @@ class Recorder:
         self._write(asdict(line))
 
     def _look_at_loop(self) -> None:
-        """The parameters that a line of a loop of the script's own begins with, and what cannot be seen of them."""
+        """Note the parameters with which a line of the script's own loop begins, and tell what cannot be seen of
+        them."""
         self.begin_step(self._given.now())
         dropped = self._given.dropped()
         unit = "step" if self._source == REDUCER else "call"
@@ -158,7 +159,7 @@ class Recorder:
             unseen = "Losses, learning rates and metrics" if known else "Losses, learning rates, parameters and metrics"
             hint = "" if known else f". {_HOW_TO_SEE}"
             of_all = f"{_OF_LOOPS[self._source]}, weights, the samples of world.shard{known}"
-            self._tell(f"compared are {of_all}. {unseen} are not seen{hint}")
+            self._tell(f"comparing {of_all}. {unseen} are not seen{hint}")
             return
         lost = [name for name in dropped if self._parameters.pop(name, None)]
         self._has_changed |= bool(self._before)
@@ -173,19 +174,19 @@ class Recorder:
             )
 
     def _tell(self, text: str) -> None:
-        """Print it once, in the run on one rank."""
+        """Print a line once, in the run on one rank."""
         if self._world.size == 1:
             self._world.print(f"mpitrain verify: {text}")
 
     def called(self, kind: str, tree: Tree, weight: float | None) -> None:
-        """World.mean or World.sum has given `tree`. Ends the run after the last one that was asked for."""
+        """Record `tree`, the result of World.mean or World.sum. End the run after the last requested call."""
         if self._source != CALLS:
             return
         self.add(kind, weight, {path or "the result": leaf for path, leaf in leaves(tree)})
         self.end_if_done()
 
     def end_if_done(self) -> None:
-        """Leave the script once all is recorded: what it does at its end, such as saving a model, must not be done."""
+        """Leave the script once all steps are recorded: its end, such as saving a model, must not run."""
         if self.steps_left <= 0:
             raise SystemExit(0)
 

@@ -121,7 +121,7 @@ def test_a_right_script_leaves_nothing_behind(tmp_path: Path) -> None:
     job = verify(tmp_path, BEGIN + TRAIN, str(checkpoints), options=("--directory", str(tmp_path / "records")))
     assert job.code == 0, job.output
     for name in ("Checkpoint", "Record"):
-        assert f"without the hook {name}, which reads or writes files" in job.stdout
+        assert f"leaving out the hook {name}, which reads or writes files" in job.stdout
     assert not checkpoints.exists()
     assert "metrics        3 values" in job.stdout  # after steps 2, 4, and 5, which is the last one
     assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.jsonl")) == [
@@ -141,7 +141,7 @@ def test_a_mean_by_ranks(tmp_path: Path) -> None:
     differs(
         verify(tmp_path, BEGIN + wrong + TRAIN, options=("--steps", "4")),
         "step 1, weights: ",
-        "1 on 1 rank, 3 on 3 (1, 1, 1); every rank has weight 1, so this is a mean by ranks and not by samples",
+        "1 on 1 rank, 3 on 3 (1, 1, 1); every rank has weight 1, so this is a mean over ranks, not over samples",
     )
 
 
@@ -175,7 +175,7 @@ def regression(parameters, batch, on_gradient):
     return whole(parameters, (x * (dropout.random(x.shape) < 0.5), y), on_gradient)
 """
     job = verify(tmp_path, BEGIN + wrong + TRAIN)
-    differs(job, "step 1, gradients: w: norm ", " on several, ", " apart: a relative difference of 0.")
+    differs(job, "step 1, gradients: w: norm ", " on several, ", " apart: the relative difference is 0.")
     assert "samples        50 values, the same" in job.stdout
     assert "then: step 2, loss: loss is " in job.stdout
 
@@ -192,7 +192,7 @@ class Noisy(Batches):
 Batches = Noisy
 """
     differs(
-        verify(tmp_path, BEGIN + wrong + TRAIN, options=("--steps", "2")), "step 1, samples: ", "does not hold: another"
+        verify(tmp_path, BEGIN + wrong + TRAIN, options=("--steps", "2")), "step 1, samples: ", "the order differs, or"
     )
 
 
@@ -205,7 +205,7 @@ class Scaled(mt.Sgd):
 mt.Sgd = Scaled
 """
     job = verify(tmp_path, BEGIN + wrong + TRAIN, options=("--steps", "1"))
-    differs(job, "step 1, parameters: w: changed by ", "; multiplied by 3, the number of ranks", "; so do 1 more of 2")
+    differs(job, "step 1, parameters: w: changed by ", "; multiplied by 3, the number of ranks", "; 2 of 2 differ")
 
 
 @pytest.mark.slow
@@ -222,7 +222,7 @@ def test_a_loop_without_a_trainer(tmp_path: Path) -> None:
 def test_a_loop_that_means_by_ranks(tmp_path: Path) -> None:
     wrong = "mean = lambda tree, weight: world.mean(tree)\n"
     job = verify(tmp_path, BEGIN + wrong + LOOP)
-    differs(job, "call 1, results: the result: norm ", "with weight=len(x) it is the mean over samples")
+    differs(job, "call 1, results: the result: norm ", "weight=len(x) gives the mean over samples")
 
 
 # Parameters that the loop changes in place, in the array that world.sync gave.
@@ -252,7 +252,7 @@ def test_a_loop_of_its_own_whose_update_knows_the_number_of_ranks(tmp_path: Path
     job = verify(tmp_path, BEGIN + wrong + means + IN_PLACE, options=("--steps", "2", "--tolerance", "1e-4"))
     where = f"{unit} 1, parameters: ['w']: changed before {unit} 2 began by "
     differs(job, where, "; multiplied by 3, the number of ranks: is world.size in the update?")
-    (said,) = re.findall(r"^mpitrain verify: (compared are .*)$", job.stdout, re.M)
+    (said,) = re.findall(r"^mpitrain verify: (comparing .*)$", job.stdout, re.M)
     assert said.endswith(
         f", weights, the samples of world.shard, and ['w'] as each {unit} finds them. Losses, learning rates and "
         "metrics are not seen"
@@ -285,7 +285,7 @@ def test_what_is_not_seen_of_a_loop_is_said_at_once(tmp_path: Path) -> None:
 def test_a_script_that_cannot_be_seen(tmp_path: Path) -> None:
     job = verify(tmp_path, "import mpitrain as mt\nmt.init().barrier()")
     assert job.code == 1, job.output
-    assert "it cannot see what " in job.stderr
+    assert "verify cannot see what " in job.stderr
     assert "on one rank there was no step of Trainer.run, of an optimizer of PyTorch " in job.stderr
     assert "several ranks" not in job.stdout
 
@@ -303,9 +303,9 @@ def test_a_script_that_fails_on_several_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--steps", "0", __file__], "--steps 0: it takes at least 1"),
-        (["--tolerance", "-1", __file__], "--tolerance -1.0: a number of 0 or above"),
-        (["--tolerance", "nan", __file__], "--tolerance nan: a number of 0 or above"),
+        (["--steps", "0", __file__], "--steps is 0; it must be at least 1"),
+        (["--tolerance", "-1", __file__], "--tolerance is -1.0; it must be a finite number of at least 0"),
+        (["--tolerance", "nan", __file__], "--tolerance is nan; it must be a finite number of at least 0"),
         (["examples/trian.py"], "there is no script 'examples/trian.py' in "),
     ],
 )

@@ -101,7 +101,7 @@ def test_a_loop_over_prepare(tmp_path: Path) -> None:
     assert lines[7] == "  learning rate  7 values, the same"
     assert lines[8].startswith("  parameters     32 values, largest relative difference "), job.output
     assert lines[-1].endswith("script.py: equal")
-    said = "mpitrain verify: compared are the steps of torch.optim's optimizers: "
+    said = "mpitrain verify: comparing the steps of torch.optim's optimizers: "
     assert job.stdout.count(said) == 1
     assert job.stdout.index(said) < job.stdout.index("verify: the run on several ranks")
 

@@ -209,8 +209,8 @@ def test_a_record_that_cannot_be_written(world: World, shared: Path) -> None:
     assert text == (
         f"{world.name(0)}, begin the record for mpitrain verify: OSError: the record {shared}/nowhere/record.jsonl "
         f"cannot be opened (No such file or directory). It must be the file that mpitrain verify "
-        f"has made: -rw-------, owner {os.geteuid()}, 1 links. Where rank 0 runs "
-        "on another host, use mpitrain verify --directory on a file system that both share"
+        f"has made: -rw-------, owner {os.geteuid()}, 1 links. If rank 0 runs "
+        "on another host, use mpitrain verify --directory with a folder that both hosts share"
     )
 
 

@@ -120,7 +120,7 @@ def test_values_are_compared_with_the_tolerance(kind: str, value: Any, factor: f
         step, found, text = only(its)
         assert (step, found) == (at, kind)
         assert "on 1 rank, " in text
-        assert text.endswith("a relative difference of 0.00027, allowed is 0.00024")
+        assert text.endswith("the relative difference is 0.00027, allowed is 0.00024")
 
 
 def test_a_loss_that_is_no_number_differs() -> None:
@@ -134,7 +134,7 @@ def test_the_gradient_that_differs_is_named_with_its_norms() -> None:
     step, kind, text = only(compare(*records(2, tensors=tensors)))
     assert (step, kind) == (2, "gradients")
     norms = [f"{numpy.linalg.norm(array.astype(float)):.6g}" for array in (WEIGHT * 2, other)]
-    assert text.startswith(f"w: norm {norms[0]} on 1 rank, {norms[1]} on several, 5 apart: a relative difference of 0.")
+    assert text.startswith(f"w: norm {norms[0]} on 1 rank, {norms[1]} on several, 5 apart: the relative difference is ")
 
 
 def test_all_gradients_that_differ_are_counted() -> None:
@@ -142,7 +142,7 @@ def test_all_gradients_that_differ_are_counted() -> None:
     tensors = {"w": sketch("w", WEIGHT), "b": sketch("b", -BIAS)}
     text = only(compare(*records(3, tensors=tensors, parameters=parameters(0))))[2]
     assert text.startswith("w: ")
-    assert text.endswith("; so do 1 more of 2")
+    assert text.endswith("; 2 of 2 differ")
 
 
 def test_a_gradient_of_rounding_alone_is_no_difference() -> None:
@@ -175,8 +175,8 @@ def test_the_parameter_that_is_changed_otherwise_is_named() -> None:
     step, kind, text = only(compare(*records(3, parameters=changed("w", 3, 1.5))))
     assert (step, kind) == (3, "parameters")
     found = re.fullmatch(
-        r"w: changed by (\S+) on 1 rank, by (\S+) on several, (\S+) apart: a relative difference of 0\.33, allowed is "
-        r"0\.016",
+        r"w: changed by (\S+) on 1 rank, by (\S+) on several, (\S+) apart: the relative difference is 0\.33, allowed "
+        r"is 0\.016",
         text,
     )
     assert found, text
@@ -200,8 +200,8 @@ def test_parameters_that_begin_otherwise() -> None:
     norm = numpy.linalg.norm(BIAS.astype(float))
     assert [(one.step, one.kind) for one in its.differences] == [(0, "parameters"), (1, "loss")]
     assert its.differences[0].text == (
-        f"b began with norm {norm:.6g} on 1 rank, {2 * norm:.6g} on several: a relative difference of 0.5, allowed is "
-        "0.00024"
+        f"b began with norm {norm:.6g} on 1 rank, {2 * norm:.6g} on several: the relative difference is 0.5, allowed "
+        "is 0.00024"
     )
     found = list(report(*both, its))
     assert "  parameters     differ before the first step" in found
@@ -307,8 +307,8 @@ def test_the_order_of_samples_and_who_has_them_does_not_matter() -> None:
 
 GROWS = "the global batch grows with the number of ranks: divide it by world.size for each rank"
 OTHERS = (
-    "samples that the batch on 1 rank does not hold: another order, or changes that depend on the rank (a seed with "
-    "the rank in it?)"
+    "samples that the batch on 1 rank does not hold: the order differs, or the samples are changed depending on the "
+    "rank (does a seed depend on the rank?)"
 )
 
 
@@ -350,7 +350,7 @@ def test_samples_that_were_not_seen_are_not_compared() -> None:
 def test_weights() -> None:
     assert only(compare(*records(2, weights=[3.0, 3.0]))) == (2, "weights", "4 on 1 rank, 6 on 2 (3, 3)")
     text = only(compare(*records(2, weights=[1.0, 1.0])))[2]
-    assert text == "4 on 1 rank, 2 on 2 (1, 1); every rank has weight 1, so this is a mean by ranks and not by samples"
+    assert text == "4 on 1 rank, 2 on 2 (1, 1); every rank has weight 1, so this is a mean over ranks, not over samples"
 
 
 def test_means_without_weights_are_judged_by_their_results() -> None:
@@ -363,7 +363,7 @@ def test_means_without_weights_are_judged_by_their_results() -> None:
 
     assert compare(*both(WEIGHT)).differences == []
     assert only(compare(*both(WEIGHT + 1)))[2].endswith(
-        "; every rank has weight 1: with weight=len(x) it is the mean over samples"
+        "; every rank has weight 1: weight=len(x) gives the mean over samples"
     )
 
 
@@ -386,7 +386,7 @@ def test_runs_of_unequal_lengths_and_kinds() -> None:
     only_b = {"b": sketch("b", BIAS)}
     assert only(compare(*records(3, tensors=only_b))) == (3, "calls", text)
     assert only(compare(*records(3, parameters=only_b))) == (3, "calls", text)
-    assert only(compare(*records(3, metrics={})))[2] == "accuracy is there in one of the runs only"
+    assert only(compare(*records(3, metrics={})))[2] == "only one of the runs has accuracy"
 
 
 def test_report_of_equal_runs() -> None:
@@ -418,7 +418,7 @@ def test_report_of_a_difference() -> None:
 def test_a_record_that_is_not_whole(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "record.jsonl").write_text(content)
-    with pytest.raises(DataError, match=r"there is no whole record in .* --directory on a file system"):
+    with pytest.raises(DataError, match=r"there is no complete record in .* --directory with a folder"):
         read_record(tmp_path)
 
 
@@ -456,7 +456,7 @@ def test_a_record_comes_back(tmp_path: Path) -> None:
         ((2, "precision"), None, "ValueError: line 3 is of call 2, kind 'step', dtype None"),
         ((2, "weights"), [1.0, -1.0], "ValueError: line 3 has the weights [1.0, -1.0]; they must be 0 or more"),
         ((2, "weights"), [True], "TypeError: True is not a number"),
-        ((2, "samples"), [[1]], "ValueError: line 3 has samples that are no hashes"),
+        ((2, "samples"), [[1]], "ValueError: line 3 has samples that are not hashes"),
         ((2, "loss"), "1", "TypeError: '1' is not a number"),
         ((2, "learning_rate"), 10**400, "OverflowError: int too large to convert to float"),
         ((2, "metrics"), [1], "AttributeError: 'list' object has no attribute 'items'"),
@@ -478,8 +478,8 @@ def test_a_record_with_other_values(tmp_path: Path, place: tuple[Any, ...], valu
     with pytest.raises(DataError) as caught:
         read_record(written(tmp_path, content))
     assert str(caught.value) == (
-        f"there is no whole record in {tmp_path} ({why}). Rank 0 writes it on its host: "
-        "if that is another one, use mpitrain verify --directory on a file system that both share"
+        f"there is no complete record in {tmp_path} ({why}). Rank 0 writes the record on its host. "
+        "If that is another host, use mpitrain verify --directory with a folder that both hosts share"
     )
 
 
