@@ -149,6 +149,6 @@ def test_a_writer_among_the_hooks(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as caught:
             mpitrain.Trainer(lambda _: pytest.fail("nothing is made"), hooks)
         assert str(caught.value) == (
-            f"hooks[1] of Trainer is {kind}; it must be a Hook. What writes or measures goes into mt.Record, as in "
+            f"hooks[1] of Trainer is {kind}; it must be a Hook. Put a writer or meter into mt.Record, as in "
             "hooks=[mt.Record([mt.JsonLines(directory)])]"
         )

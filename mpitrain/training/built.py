@@ -1,4 +1,4 @@
-"""What `build` has made for a World, and the way of its state into what it makes for the next one."""
+"""The parts that `build` makes for a World, and how their state passes to the parts for the next World."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Built:
     """Makes the parts of a Trainer anew for every World.
 
     Attributes:
-        parts: the newest ones. None before the first.
+        parts: the newest parts; None before the first `begin`.
     """
 
     def __init__(self, build: Callable[[World], Parts]) -> None:
@@ -33,13 +33,13 @@ class Built:
         return parts
 
     def state(self) -> dict[str, Any]:
-        """What the next parts go on from, the same on every rank. Not collective."""
+        """Return the state from which the next parts go on, the same on every rank. Not collective."""
         parts = self.parts
         assert parts is not None
         return {"data": parts.data.state(), "adapter": parts.adapter.state(), "strategy": parts.strategy.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave.
+        """Go on from a result of `state`.
 
         Raises:
             CheckpointError: `build` has made a different model or data set than before.
@@ -67,7 +67,7 @@ class Built:
 
     def close(self) -> None:
         """Give back communicators, threads and memory. Collective, except in a broken World."""
-        if self.parts is None or not self._is_whole:  # a rank was lost while they were made
+        if self.parts is None or not self._is_whole:  # not whole: a rank was lost while the parts were made
             return
         self.parts.strategy.close()
         if hasattr(self.parts.data, "close"):  # Prefetch has a thread

@@ -53,7 +53,7 @@ class FlatOptimizer:
         self._parameters: Array = None
         self._measures_norm = False
         self._last_norm: float | None = None
-        self._norm_is_on_device = False  # then its square is in self._squared
+        self._norm_is_on_device = False  # True: the square of the norm is in self._squared
 
     def start(self, parameters: Array, decayed: Sequence[slice]) -> None:
         if str(parameters.dtype) not in _DTYPES:
@@ -183,7 +183,7 @@ def clip_by_global_norm(gradients: Array, max_norm: float) -> float:
 
 
 def global_norm(flat: Array) -> float:
-    """The 2-norm, added up in float64 and without overflow."""
+    """Return the 2-norm, added up in float64 and without overflow."""
     xp = namespace(flat)
     if is_device_array(flat):
         out = xp.empty(1, xp.float64)

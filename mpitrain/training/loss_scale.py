@@ -8,7 +8,7 @@ from typing import Any
 
 from mpitrain.errors import CheckpointError, ConfigError
 
-# Gradients are divided by it in float32 together with a rank's share of the samples: there is room for both.
+# One float32 factor divides gradients by the scale and by a rank's share of the samples. It has room for both.
 _LARGEST = 2.0**32
 
 

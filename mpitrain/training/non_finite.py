@@ -1,4 +1,4 @@
-"""Where NaN or infinity came from: looked for once a step has failed, so that good steps pay nothing."""
+"""The search for the origin of NaN or infinity. It runs only after a step has failed, so good steps pay nothing."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from mpitrain.world import World
 def located(
     world: World, error: NonFiniteError, *, step: int, batch: Tree, loss: float, parameters: Mapping[str, Array]
 ) -> NonFiniteError:
-    """`error`, which all ranks have got, with the step and what else was not finite on which rank. Collective.
+    """Return `error`, which all ranks have, with the step and what else was not finite on which rank. Collective.
 
     Args:
-        step: the number of the step that has failed, the same on all ranks.
-        batch: this rank's part, as it came from the data.
-        loss: this rank's; 0 where it had no samples.
-        parameters: this rank's by name.
+        step: the number of the step that failed, the same on all ranks.
+        batch: this rank's part of the batch, as the data source returned it.
+        loss: this rank's loss; 0 if it had no samples.
+        parameters: this rank's parameters by name.
     """
     of_rank = world.allgather(", ".join([*_of_loss(loss), *_of_batch(batch), *_of_parameters(parameters)]))
     if len(set(of_rank)) == 1:
@@ -39,7 +39,7 @@ def _of_loss(loss: float) -> Iterator[str]:
 
 
 def _of_batch(batch: Tree) -> Iterator[str]:
-    """The first place in each leaf; a sample's number counts from 0 in this rank's part."""
+    """Name the first non-finite place in each leaf. Sample numbers count from 0 in this rank's part."""
     try:
         for path, leaf in leaves(batch):
             if is_array(leaf) and leaf.ndim and (place := _first(leaf)) is not None:
@@ -56,7 +56,7 @@ def _of_parameters(parameters: Mapping[str, Array]) -> Iterator[str]:
 
 
 def _first(array: Array) -> tuple[int, ...] | None:
-    """The first place that is not finite, in the array's order."""
+    """Return the first place that is not finite, in the array's order."""
     if array.dtype.kind not in "fc" and array.dtype not in FLOATS:
         return None
     xp = namespace(array)

@@ -16,7 +16,7 @@ from mpitrain.training.schedules import Schedule
 
 
 class Optimizer(Protocol):
-    """What the trainer needs of an optimizer. No method communicates; every rank makes the same calls."""
+    """The methods that the Trainer needs of an optimizer. None communicates; every rank makes the same calls."""
 
     def start(self, parameters: Array, decayed: Sequence[slice]) -> None:
         """Keep `parameters` to update them in place, and allocate the state as before step 0.

@@ -1,4 +1,4 @@
-"""Parts: what a Trainer is made of, in one World."""
+"""The parts of a Trainer in one World."""
 
 from __future__ import annotations
 

@@ -10,24 +10,24 @@ from mpitrain.errors import ConfigError
 from mpitrain.training.run_event import RunEvent
 from mpitrain.training.writers.json_lines import RESUMED_AFTER
 
-# Where the run is; not drawn over the steps. RESUMED_AFTER is drawn as a line.
+# The position of a row in the run; these names are not drawn as curves. RESUMED_AFTER is drawn as a line.
 _PLACES = {"step", "epoch", "samples", "seconds", "copy_steps", RESUMED_AFTER}
 _SHARE = "communication_share"
-# Of the lines where the training went on after a fault, by the source of its state.
+# The colours of the lines where the training went on after a fault, by the source of its state.
 _COLORS = {"ranks": "tab:red", "memory": "tab:purple", "disk": "tab:brown"}
 _MOST_TEXTS = 8
 
 
 def plot(path: Path, rows: Sequence[Mapping[str, float]], title: str, events: Sequence[RunEvent] = ()) -> None:
-    """Loss, throughput, communication share and every other metric over the steps.
+    """Plot loss, throughput, communication share and every other metric over the steps.
 
     A dashed line marks each step after which a run resumed, and after which the training went on after a fault.
 
     Args:
-        path: of the picture; overwritten.
-        rows: of a record, at least one. What they have not got of the first three is said in the picture.
-        title: above it.
-        events: of the record.
+        path: the file of the picture; it is overwritten.
+        rows: the rows of a record, at least one. The picture names those of the first three that they lack.
+        title: the text above the picture.
+        events: the events of the record.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -76,9 +76,9 @@ def plot(path: Path, rows: Sequence[Mapping[str, float]], title: str, events: Se
 
 
 def _panels(rows: Sequence[Mapping[str, float]]) -> dict[str, list[str]]:
-    """The names that are drawn together, by the label of their axis.
+    """Return the names that are drawn together, by the label of their axis.
 
-    A metric of an evaluation is in the panel of the one of training: "test loss" and "loss" are to be compared.
+    A metric of an evaluation shares the panel of the same metric in training, to compare "test loss" with "loss".
     """
     names = list(dict.fromkeys(name for row in rows for name in row if name not in _PLACES))
     speed = "tokens_per_second" if "tokens_per_second" in names else "samples_per_second"

@@ -228,7 +228,7 @@ class Trainer:
                 self.data.restore(state["data"])
                 self.strategy.restore(state.get("strategy", {}))
                 restore_all(self.hooks, state.get("hooks", {}))
-                # Last, for it is large: it refuses before it overwrites anything, so it never has to be put back.
+                # Last, because it is large. It refuses before it overwrites anything, so it is never put back.
                 self.adapter.restore(state["adapter"])
             except BaseException:
                 self.data.restore(data)

@@ -500,7 +500,7 @@ def test_a_part_that_is_damaged_or_missing(
     again.run()
     said = capfd.readouterr().out
     if world.is_root:
-        assert "mpitrain: step-00000003: what rank 1 had left to send is lost, which costs its rounding of " in said
+        assert "mpitrain: step-00000003: what rank 1 had left to send is lost. This costs the rounding of " in said
         assert f"part-1-of-{world.size}/{TENSORS} is damaged" in said
     # The others' is not lost, though it is no longer theirs.
     carried = world.allgather(again.strategy.own_state().get("carried"))

@@ -112,7 +112,7 @@ def test_a_sample_that_cannot_be_read_is_named() -> None:
         Batches(numpy.zeros(3)).batch(numpy.array([0, 7]))
     assert caught.value.__notes__ == ["in samples 0, 7"]
     few = type("Few", (), {"__getitem__": lambda _, numbers: numbers[:-1]})()
-    with pytest.raises(DataError, match="asked for 3 samples, the data set gave 2"):
+    with pytest.raises(DataError, match="the data set returned 2 samples; it must return 3"):
         Batches(few).batch(NUMBERS)
 
 

@@ -1,6 +1,7 @@
-"""The manifest of a checkpoint: a JSON file with every value that is no array, and a checksum of every other file.
+"""The manifest of a checkpoint: a JSON file with every value that is not an array, and a checksum of every other file.
 
-It is written last, and has a checksum of itself: where it is whole, and the files are what it says, the checkpoint is.
+The manifest is written last, and has a checksum of itself. If the manifest is complete and the files match it, the
+checkpoint is complete.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _MOST_PARTS = 2**20
 
 @dataclass(frozen=True)
 class File:
-    """One file of a checkpoint. SHA-256, so that `sha256sum` can check it too."""
+    """One file of a checkpoint. The checksum is SHA-256, so `sha256sum` can check it too."""
 
     bytes: int
     sha256: str
@@ -36,16 +37,16 @@ class File:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What is in a checkpoint.
+    """The contents of a checkpoint.
 
     Attributes:
-        step: steps made when it was taken.
-        run: names the training, also across resumes; two trainings have different ones.
-        score: by which the best is kept; None where there is none.
-        parts: ranks that wrote a part of their own beside it; 0: none did.
-        values: what of the state is no array, by flat name.
-        files: by name.
-        information: for people: versions, ranks, hosts, settings, time. Nothing depends on it.
+        step: number of steps made before the checkpoint was taken.
+        run: identifies the training, also across resumes; each training has its own.
+        score: the score by which the best checkpoint is kept; None if there is none.
+        parts: number of ranks that wrote a part of their own beside the checkpoint; 0: none did.
+        values: the values of the state that are not arrays, by flat name.
+        files: the other files of the checkpoint, by name.
+        information: information for people: versions, ranks, hosts, settings, time. Nothing depends on it.
     """
 
     step: int
@@ -58,16 +59,16 @@ class Manifest:
 
 
 def to_text(manifest: Manifest) -> str:
-    """The content of the file."""
+    """Return the content of the file."""
     content = {"format": _FORMAT, **dataclasses.asdict(manifest)}
     return json.dumps({"manifest": content, "sha256": _checksum(content)}, indent=1) + "\n"
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of the checkpoint `path`.
+    """Read the manifest of the checkpoint `path`.
 
     Raises:
-        CheckpointError: it is not there, cannot be read or is not what was written.
+        CheckpointError: the manifest is missing, unreadable or damaged.
     """
     try:
         content = json.loads((path / FILE).read_bytes())
@@ -92,7 +93,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def _problem(manifest: Manifest) -> str:
-    """What is of another kind than what is written; empty where nothing is."""
+    """Name a field whose content is none that this module writes; empty if there is none."""
     for name, kind in (("step", int), ("run", str), ("parts", int), ("values", dict), ("information", dict)):
         if type(getattr(manifest, name)) is not kind:
             return f"{name} is a {type(getattr(manifest, name)).__name__}; it must be a {kind.__name__}"
@@ -110,7 +111,7 @@ def _problem(manifest: Manifest) -> str:
 
 
 def information(world: World) -> dict[str, Any]:
-    """What people may want to know of the job that saves; nothing depends on it."""
+    """Return information for people about the job that saves. Nothing depends on it."""
     script = Path(sys.argv[0]) if sys.argv and sys.argv[0] else None
     return {
         "mpitrain": __version__,
@@ -126,12 +127,12 @@ def information(world: World) -> dict[str, Any]:
 
 
 def now() -> str:
-    """The time of this machine's clock, UTC."""
+    """Return the time of this machine's clock, in UTC."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 def file_checksum(path: Path) -> str:
-    """SHA-256 of a file's content. Other threads run on meanwhile."""
+    """Return the SHA-256 of a file's content. Other threads keep running meanwhile."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

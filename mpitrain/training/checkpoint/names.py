@@ -11,26 +11,26 @@ from mpitrain.errors import CheckpointError
 from mpitrain.training.checkpoint.tensors import NAMES
 
 _SEPARATOR = "/"
-# Parameter names may hold dots and slashes.
+# Parameter names may contain dots and slashes.
 _ESCAPES = (("%", "%25"), (_SEPARATOR, "%2F"))
 
 
 def split(state: Mapping[str, Any]) -> tuple[dict[str, Array], dict[str, Any]]:
-    """The arrays of a nested state, themselves, and copies of its other values, each by flat name.
+    """Return the arrays of a nested state (not copies), and copies of its other values, each by flat name.
 
     Args:
-        state: nested dicts with string keys around arrays (host or device), and what JSON can hold: numbers,
-            strings, None, lists of these.
+        state: nested dicts with string keys. Their leaves are arrays (host or device), and what JSON can hold:
+            numbers, strings, None, lists of these.
 
     Raises:
-        CheckpointError: something else; the text has its name.
+        CheckpointError: the state holds anything else; the text names it.
     """
     tensors: dict[str, Array] = {}
     values: dict[str, Any] = {}
     for name, value in _flatten(state):
         if not is_array(value):
             try:
-                values[name] = json.loads(json.dumps(value))  # a copy, as it will come back
+                values[name] = json.loads(json.dumps(value))  # a copy, as a load will return it
             except (TypeError, ValueError) as error:
                 raise CheckpointError(
                     f"{name} is a {type(value).__name__} ({error}); a checkpoint holds arrays, numbers, strings, None "
@@ -45,10 +45,10 @@ def split(state: Mapping[str, Any]) -> tuple[dict[str, Array], dict[str, Any]]:
 
 
 def join(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """The nested state of flat names; the reverse of `split`, but for empty dicts.
+    """Return the nested state of flat names. This reverses `split`, except that empty dicts are lost.
 
     Raises:
-        CheckpointError: a name is that of a value and of a group.
+        CheckpointError: the same name belongs to a value and to a group.
     """
     state: dict[str, Any] = {}
     for name, value in flat.items():

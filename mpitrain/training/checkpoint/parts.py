@@ -1,9 +1,10 @@
-"""What belongs to a rank: what its codec has left out of the gradients it sent, and has not sent yet.
+"""What belongs to a single rank: the rest of the gradients that its codec has left out and not sent yet.
 
-Nothing in a checkpoint knows a rank, and this still has to be kept. So each rank writes a part of its own beside the
-checkpoint, `step-00000100.part-2-of-4`. What counts for the training is the sum of all parts: it is missing from the
-means so far. Ranks that are placed as those that wrote the parts get their own back, bit for bit. At any other number
-of ranks, or in another placement, the readers add the parts up and put the sum into the next step's mean.
+A checkpoint does not depend on ranks, but this rest must be kept. So each rank writes a part of its own beside the
+checkpoint, `step-00000100.part-2-of-4`. The training needs only the sum of all parts, which is missing from the means
+so far. If the ranks are placed as when the parts were written, each gets its own part back, bit for bit.
+With another number of ranks, or another placement, the readers add the parts up and put the sum into the next step's
+mean.
 
 A part that is missing or damaged costs one step's rounding on one rank; a line says so.
 """
@@ -25,18 +26,18 @@ _NAME = re.compile(r"step-(\d{8,})\.part-(\d+)-of-(\d+)")
 
 
 def part_name(step: int, rank: int, size: int) -> str:
-    """What a rank's part of the checkpoint of a step is called."""
+    """Return the name of a rank's part of the checkpoint of a step."""
     return f"{name_of(step)}.part-{rank}-of-{size}"
 
 
 def prune_parts(directory: Path, keep: int, last: int) -> None:
-    """Remove all ranks' parts of older steps than the `keep` newest up to the step `last`. Any rank may do it.
+    """Remove all ranks' parts, except those of the `keep` newest steps up to the step `last`. Any rank may call this.
 
     Raises:
-        OSError: one cannot be removed.
+        OSError: a part cannot be removed.
     """
     parts = [(int(match[1]), path) for path in directory.iterdir() if (match := _NAME.fullmatch(path.name))]
-    # Those of higher steps are of faster ranks, or of a run that this one has gone back behind.
+    # Parts of higher steps belong to faster ranks, or to an earlier run that went further than this one so far.
     steps = sorted({step for step, _ in parts if step <= last}, reverse=True)
     for step, path in parts:
         if step in steps[keep:]:
@@ -44,10 +45,10 @@ def prune_parts(directory: Path, keep: int, last: int) -> None:
 
 
 def read_part(directory: Path, manifest: Manifest, rank: int) -> dict[str, Any]:
-    """The part that `rank` wrote for the checkpoint with this manifest.
+    """Read the part that `rank` wrote for the checkpoint with this manifest.
 
     Raises:
-        CheckpointError: it is not there, damaged, or of another training.
+        CheckpointError: the part is missing, damaged, or of another training.
     """
     path = directory / part_name(manifest.step, rank, manifest.parts)
     its_manifest, state = read(path)
@@ -57,7 +58,7 @@ def read_part(directory: Path, manifest: Manifest, rank: int) -> dict[str, Any]:
 
 
 def add_up(total: dict[str, dict[str, numpy.ndarray]], part: Mapping[str, Any]) -> None:
-    """Add what a part holds, whatever it calls it, to `total["carried"]`."""
+    """Add the contents of a part, whatever their name, to `total["carried"]`."""
     carried = total.setdefault("carried", {})
     for key in ("residual", "carried"):
         for name, value in part.get(key, {}).items():

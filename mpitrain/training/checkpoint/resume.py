@@ -1,8 +1,8 @@
-"""Which checkpoint all ranks go on from: the newest whole one that any of the directories has.
+"""The choice of the checkpoint that all ranks go on from: the newest complete one in any of the directories.
 
-Where all nodes see one directory, rank 0 reads it. Where they do not, one rank looks into each of those there are, and
-the lowest of them that has the newest whole checkpoint reads it. The state is sent to all ranks, so a node that has
-lost its disk, or was not there before, needs no copy of its own.
+If all nodes see one directory, rank 0 reads it. Otherwise one rank looks into each directory, and the lowest rank with
+the newest complete checkpoint reads it. All ranks receive the state, so a node that has lost its disk, or is new, needs
+no copy of its own.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Found:
     """A checkpoint to go on from; the same on every rank.
 
     Attributes:
-        manifest, state: of it; the arrays are on the host.
-        rank: that has read it.
+        manifest, state: its manifest and state; the arrays are on the host.
+        rank: the rank that has read it.
     """
 
     manifest: Manifest
@@ -38,31 +38,31 @@ class Found:
 
 
 def is_first_of_node(world: World) -> bool:
-    """This rank is the lowest of its node: it looks after the node's copy."""
+    """Return whether this rank is the lowest of its node, and so looks after the node's copy."""
     return world.node_ranks.index(world.node_rank) == world.rank
 
 
 def say(world: World, text: str) -> None:
-    """A line on stderr with this rank's name."""
+    """Print a line with this rank's name to stderr."""
     print(f"mpitrain: {world.name()}: {text}", file=sys.stderr, flush=True)
 
 
 def keepers(world: World, directory: Path, copies: int | None) -> dict[int, int]:
-    """By node the one whose first rank looks after the directory that it sees: itself, or one before it. Collective.
+    """Return, by node, the node whose first rank looks after the directory that it sees. Collective.
 
-    Directories are made if need be.
+    That is the node itself, or an earlier one that sees the same directory. Missing directories are made.
 
     Args:
-        copies: nodes that see none of so many directories are left out; None: there are none such.
+        copies: the most directories to look after. Nodes that see none of these are left out. None: no limit.
 
     Raises:
-        CheckpointError: one of those ranks cannot write there. On every rank.
+        CheckpointError: one of those ranks cannot write there. Raised on every rank.
     """
     keeper_of_node: dict[int, int] = {}
     while len(keeper_of_node) < world.num_nodes and (copies is None or len(set(keeper_of_node.values())) < copies):
         keeper = min(set(world.node_ranks) - keeper_of_node.keys())
         root = world.node_ranks.index(keeper)
-        token = directory / f".seen-{uuid.uuid4().hex}"  # a new name, which no cache of a network file system knows
+        token = directory / f".seen-{uuid.uuid4().hex}"  # a new name, which is in no cache of a network file system
         with world.together("use the checkpoint directory"):
             if world.rank == root:
                 _check_writable(directory, token)
@@ -73,21 +73,21 @@ def keepers(world: World, directory: Path, copies: int | None) -> dict[int, int]
             with suppress(OSError):
                 token.unlink()
         seeing = {world.node_ranks[rank] for rank, saw in enumerate(sees) if saw} | {keeper}
-        # An earlier one sees it where this one did not see the earlier one's: a cache had no such directory yet.
+        # An earlier keeper may see this token though this node did not see the earlier one's: its cache was stale.
         first = min((keeper_of_node[node] for node in seeing if node in keeper_of_node), default=keeper)
         keeper_of_node |= dict.fromkeys(seeing - keeper_of_node.keys(), first)
     return keeper_of_node
 
 
 def _check_writable(directory: Path, token: Path) -> None:
-    """Make the directory and the empty file `token` in it, which needs no room on a full disk.
+    """Make the directory and the empty file `token` in it. An empty file needs no space on a full disk.
 
     Raises:
-        CheckpointError: that failed.
+        CheckpointError: one of them cannot be made.
     """
     try:
         make_directory(directory)
-        for left in directory.glob(".seen-*"):  # by a job that was killed in its first moments
+        for left in directory.glob(".seen-*"):  # left by a job that was killed in its first moments
             left.unlink(missing_ok=True)
         token.touch()
     except OSError as error:
@@ -98,18 +98,18 @@ def _check_writable(directory: Path, token: Path) -> None:
 
 
 def newest(world: World, directory: Path, *, reads: bool, above: int = 0) -> Found | None:
-    """The newest whole checkpoint, or None where there never was one. Collective.
+    """Return the newest complete checkpoint, or None if there never was one. Collective.
 
-    If the step of the newest one is not `above` that of a copy in memory, its state is not read, and {}.
+    If its step is not greater than `above`, the step of a copy in memory, its state is not read, and is {}.
 
-    Names on stderr what is damaged or half written, and passes it over.
+    Skip damaged and incomplete checkpoints, and name them on stderr.
 
     Args:
-        reads: this rank looks into its directory; the same ranks' manifests are compared.
+        reads: this rank looks into its directory. The manifests of all ranks that do so are compared.
 
     Raises:
-        CheckpointError: there are checkpoints, and none of them is whole; or those of different nodes are of
-            different trainings. On every rank.
+        CheckpointError: there are checkpoints, but none of them is complete; or the nodes have checkpoints of
+            different trainings. Raised on every rank.
     """
     claims: dict[int, Path] = {}
     runs: set[str] = set()
@@ -156,18 +156,18 @@ def newest(world: World, directory: Path, *, reads: bool, above: int = 0) -> Fou
 def own_part(
     world: World, name: str, parts: int, place: str | None, read_part: Callable[[int], dict[str, Any]], *, reads: bool
 ) -> dict[str, Any]:
-    """What this rank goes on from, of what the ranks kept for themselves. Collective.
+    """Return what this rank goes on from, out of the parts that the ranks have kept. Collective.
 
     Args:
-        name: of what is gone on from.
+        name: the name of the checkpoint or copy to resume from.
         parts: the number of ranks that wrote a part beside it.
-        place: the entry of that name in this rank's own state now; None where it keeps none.
-        read_part: reads what a rank has written; raises CheckpointError.
+        place: the placement in this rank's own state now; None if it keeps none.
+        read_part: reads the part of a rank; raises CheckpointError.
         reads: as for `newest`.
 
     Returns:
-        the part that this rank wrote, where all ranks are placed as then; else `{"carried": ...}` on some ranks, with
-        the sums that are to be put into the next step's mean; {} where there is nothing.
+        The part that this rank wrote, if all ranks are placed as then. Otherwise `{"carried": ...}` on some ranks, with
+        sums to put into the next step's mean. {} if there is nothing.
     """
     if parts == 0:
         return {}
@@ -176,7 +176,7 @@ def own_part(
         try:
             part = read_part(world.rank)
         except CheckpointError:
-            part = None  # told below, by those who read
+            part = None  # reported below, by the ranks that read
     if all(world.allgather(part is not None and part.get("place") == place)):
         assert part is not None
         return part
@@ -194,8 +194,8 @@ def own_part(
         if not readers:
             reasons = dict.fromkeys(unreadable[rank] for _, unreadable in everyone if rank in unreadable)
             world.print(
-                f"mpitrain: {name}: what rank {rank} had left to send is lost, which costs its "
-                f"rounding of one step: {'; '.join(reasons)}"
+                f"mpitrain: {name}: what rank {rank} had left to send is lost. This costs the "
+                f"rounding of one step on that rank: {'; '.join(reasons)}"
             )
         elif readers[0] == world.rank:
             add_up(total, readable[rank])

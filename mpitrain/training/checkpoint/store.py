@@ -1,7 +1,7 @@
 """A directory of checkpoints, each a directory `step-00000100` with `tensors.safetensors` and `manifest.json`.
 
-Each is written beside its final name, flushed to the disk and renamed, so a crash or a full disk leaves the earlier
-ones as they were. One job at a time uses a directory; in it, each name has one writer.
+Each is written under a temporary name beside its final one, flushed to the disk and renamed. So a crash or a full disk
+leaves earlier checkpoints as they were. One job at a time uses a directory; in that job, each name has one writer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TENSORS = "tensors.safetensors"
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """What a directory has under a checkpoint's name: its manifest, or why it has none."""
+    """What a directory holds under a checkpoint's name: a manifest, or the reason why it has none."""
 
     path: Path
     step: int
@@ -39,18 +39,19 @@ class StoredCheckpoint:
 
 
 def name_of(step: int) -> str:
-    """What the checkpoint of a step is called."""
+    """Return the name of the checkpoint of a step."""
     return f"step-{step:08d}"
 
 
 def save(directory: Path, step: int, state: Mapping[str, Any]) -> Path:
-    """Write `state` as the checkpoint of `step` and return its path; one rank calls it, and it waits for the disk.
+    """Write `state` as the checkpoint of `step`, wait for the disk, and return the path. One rank calls this.
 
     Args:
-        state: nested dicts with string keys around arrays (host or device), numbers, strings, None and lists of them.
+        state: nested dicts with string keys; the leaves are arrays (host or device), numbers, strings, None, and lists
+            of them.
 
     Raises:
-        CheckpointError: it could not be written; nothing of it is left.
+        CheckpointError: the checkpoint could not be written; nothing of it is left.
     """
     tensors, values = split(state)
     on_host = {name: value.get() if is_device_array(value) else value for name, value in tensors.items()}
@@ -58,7 +59,7 @@ def save(directory: Path, step: int, state: Mapping[str, Any]) -> Path:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The state of a checkpoint, with host arrays, after a comparison of all checksums.
+    """Compare all checksums of a checkpoint, and return its state with host arrays.
 
     Raises:
         CheckpointError: it is not there, incomplete or damaged.
@@ -67,19 +68,19 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def latest(directory: Path) -> Path | None:
-    """The checkpoint of the highest step in `directory` that has a whole manifest, or None.
+    """Return the checkpoint of the highest step in `directory` that has a complete manifest, or None.
 
     Raises:
-        CheckpointError: `directory` is there but cannot be read. To begin anew would hide that.
+        CheckpointError: `directory` exists but cannot be read. Starting over would hide that.
     """
     return next((entry.path for entry in entries(directory) if entry.manifest), None)
 
 
 def entries(directory: Path) -> list[StoredCheckpoint]:
-    """All checkpoints in `directory`, newest first. Reads manifests only; no directory is an empty one.
+    """Return all checkpoints in `directory`, newest first; none if it does not exist. Read only the manifests.
 
     Raises:
-        CheckpointError: `directory` is there but cannot be read.
+        CheckpointError: `directory` exists but cannot be read.
     """
     result = []
     for name in _names(directory):
@@ -97,7 +98,7 @@ def entries(directory: Path) -> list[StoredCheckpoint]:
 
 
 def half_written(directory: Path) -> list[Path]:
-    """What writers that were killed have left; nobody reads it, and the next one of that name removes it."""
+    """Return what killed writers have left. Nothing reads it, and the next writer of that name removes it."""
     return [directory / name for name in sorted(_names(directory)) if name.startswith(".writing-")]
 
 
@@ -126,7 +127,7 @@ def verify(path: Path) -> Manifest:
 
 
 def read(path: Path) -> tuple[Manifest, dict[str, Any]]:
-    """A checkpoint's manifest and its state. Raises as `load`."""
+    """Return a checkpoint's manifest and its state. Raises the errors of `load`."""
     manifest = verify(path)
     try:
         tensors = load_file(path / TENSORS)
@@ -136,10 +137,10 @@ def read(path: Path) -> tuple[Manifest, dict[str, Any]]:
 
 
 def write(directory: Path, name: str, manifest: Manifest, tensors: Mapping[str, numpy.ndarray]) -> Path:
-    """Write `directory/name`, in place of one that may be there; `manifest` gets the files.
+    """Write `directory/name`, and replace an existing one. This fills in the files of `manifest`.
 
     Raises:
-        CheckpointError: it could not be written; nothing of it is left, and what was there before is as it was.
+        CheckpointError: the checkpoint could not be written; nothing of it is left, and an existing one is unchanged.
     """
     final = directory / name
     temporary = directory / f".writing-{name}-{os.getpid()}"
@@ -152,14 +153,14 @@ def write(directory: Path, name: str, manifest: Manifest, tensors: Mapping[str, 
         (temporary / FILE).write_text(to_text(replace(manifest, files=files)))
         _sync(temporary / FILE)
         _sync(temporary)
-        if final.exists():  # of an earlier run to this step; a directory can only be renamed to a free name
+        if final.exists():  # an earlier run made this step; a directory can only be renamed to a free name
             final.rename(replaced)
         temporary.rename(final)
         _remove_tree(replaced)
         _sync(directory)
     except BaseException as error:
         if replaced.exists() and not final.exists():
-            with suppress(OSError):  # what went wrong first is what is raised
+            with suppress(OSError):  # the first error is the one to raise
                 replaced.rename(final)
         _remove_tree(temporary)
         if isinstance(error, OSError):
@@ -169,10 +170,10 @@ def write(directory: Path, name: str, manifest: Manifest, tensors: Mapping[str, 
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint: what is half removed is none any more.
+    """Remove a checkpoint. A half-removed checkpoint does not count as one.
 
     Raises:
-        OSError: it cannot be removed.
+        OSError: the checkpoint cannot be removed.
     """
     doomed = path.parent / f".removing-{path.name}-{os.getpid()}"
     try:
@@ -186,11 +187,11 @@ def prune(directory: Path, keep: int, trusted: Collection[int]) -> None:
     """Remove all but the `keep` newest checkpoints and the one of the highest score.
 
     Args:
-        trusted: steps that this job has written or gone on from. They come before all others: one of a higher step
-            that could not be read must not push them out.
+        trusted: steps that this job has written or resumed from. They are kept before all others: an unreadable
+            checkpoint of a higher step must not displace them.
 
     Raises:
-        OSError: one cannot be removed.
+        OSError: a checkpoint cannot be removed.
     """
     whole = [entry for entry in entries(directory) if entry.manifest]
     newest = sorted(whole, key=lambda entry: (entry.step in trusted, entry.step), reverse=True)
@@ -205,8 +206,8 @@ def prune(directory: Path, keep: int, trusted: Collection[int]) -> None:
 
 
 def make_directory(directory: Path) -> None:
-    """Make it, and those above it that are missing, so that they survive a power cut."""
-    if directory.exists():  # where it is a file, what follows says so
+    """Make the directory and its missing parents, so that they survive a power cut."""
+    if directory.exists():  # if it is a file, the caller's next step fails and says so
         return
     if directory.parent != directory:
         make_directory(directory.parent)
@@ -224,7 +225,7 @@ def _names(directory: Path) -> list[str]:
 
 
 def _clear_remains(directory: Path, name: str) -> None:
-    """Clear away what killed runs left: of a checkpoint of any step, or of a rank's part of any step."""
+    """Remove what killed runs have left, of a checkpoint of any step or of a rank's part of any step."""
     of_any_step = re.compile(re.sub(r"\\-\d+", r"\\-\\d+", re.escape(name), count=1))
     for remains in _names(directory):
         kind, _, rest = remains.removeprefix(".").partition("-")
@@ -232,16 +233,16 @@ def _clear_remains(directory: Path, name: str) -> None:
         if kind not in ("writing", "replaced", "removing") or not of_any_step.fullmatch(its_name):
             continue
         if kind == "replaced" and not (directory / its_name).exists():
-            (directory / remains).rename(directory / its_name)  # killed between the two renames: it is the only one
+            (directory / remains).rename(directory / its_name)  # killed between the two renames: this is the only copy
         else:
             _remove_tree(directory / remains)
 
 
 def _remove_tree(path: Path) -> None:
-    """As far as it goes: what is left is removed at the next save."""
+    """Remove as much as possible; the next save removes the rest."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
-    else:  # somebody has put a file there
+    else:  # a file has that name
         with suppress(OSError):
             path.unlink(missing_ok=True)
 

@@ -1,9 +1,9 @@
-"""Arrays into a file, piece by piece, in the format of safetensors (github.com/huggingface/safetensors, "Format"): 8
-bytes that say how long the header is, the header (JSON: dtype, shape and place of each array), array after array.
+"""Arrays to a file, piece by piece, in the format of safetensors (github.com/huggingface/safetensors, "Format"): 8
+bytes with the length of the header, the header (JSON: dtype, shape and place of each array), array after array.
 
-The library, which reads these files, would write one at once into pages that the kernel has to find first. Where all
-cores compute, that costs the training several times what pieces of a few MB cost, each hashed while it is in the cache,
-brought to the disk and dropped, so that the next one takes the same pages (docs/log.md has the figures).
+The library reads these files, but would write one all at once, into pages that the kernel has to find first. If all
+cores compute, that costs the training several times as much as pieces of a few MB do. Here each piece is hashed while
+it is in the cache, written to the disk and dropped, so the next piece takes the same pages (figures: docs/log.md).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy
 
 from mpitrain.training.checkpoint.manifest import File
 
-# What the format has a name for.
+# The dtypes that the format has a name for.
 NAMES = {
     numpy.dtype(kind): name
     for kind, name in (
@@ -44,12 +44,12 @@ _PIECE_BYTES = 4 << 20
 
 
 def write_tensors(path: Path, tensors: Mapping[str, numpy.ndarray]) -> File:
-    """Write host arrays of dtypes in NAMES to a new file, and flush it to the disk; its size and checksum.
+    """Write host arrays of dtypes in NAMES to a new file, flush it to the disk, and return its size and checksum.
 
     Raises:
-        OSError, UnicodeEncodeError: it could not be written; what there is of it stays.
+        OSError, UnicodeEncodeError: the file could not be written completely; it is not removed.
     """
-    # Large items first: so each array begins at a multiple of its items' size.
+    # Large items first, so that each array begins at a multiple of its items' size.
     order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     header, end = {}, 0
     for name in order:
@@ -67,7 +67,7 @@ def write_tensors(path: Path, tensors: Mapping[str, numpy.ndarray]) -> File:
             while written < len(piece):
                 written += os.write(descriptor, piece[written:])
             os.fdatasync(descriptor)
-            with suppress(OSError):  # a hint, by which the kernel may use the pages again at once
+            with suppress(OSError):  # a hint: the kernel may reuse the pages at once
                 os.posix_fadvise(descriptor, num_bytes, len(piece), os.POSIX_FADV_DONTNEED)
             num_bytes += len(piece)
         os.fsync(descriptor)
@@ -77,10 +77,10 @@ def write_tensors(path: Path, tensors: Mapping[str, numpy.ndarray]) -> File:
 
 
 def _pieces(first: bytes, arrays: Iterable[numpy.ndarray]) -> Iterator[memoryview]:
-    """All bytes in order; small arrays together, for each piece waits for the disk."""
+    """Yield all bytes in order. Small arrays share a piece, because each piece waits for the disk."""
     gathered = bytearray(first)
     for array in arrays:
-        # Whatever its order in memory was; the format has the low byte first.
+        # The order in memory does not matter; the format puts the low byte first.
         flat = numpy.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(-1).view(numpy.uint8).data
         for begin in range(0, len(flat), _PIECE_BYTES):
             piece = flat[begin : begin + _PIECE_BYTES]

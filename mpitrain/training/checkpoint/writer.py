@@ -1,6 +1,6 @@
-"""A copy of the state, and a thread that brings it to the disk while training goes on.
+"""A copy of the state, and a thread that writes it to the disk while training goes on.
 
-Memory is bounded: there is one copy, in buffers that are used again. While it is being written no other is taken.
+Memory is bounded: there is one copy, in buffers that are reused. No other copy is taken while it is being written.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from mpitrain.cuda.staging import copy_to_host
 
 
 class HostCopies:
-    """Host memory for a copy of arrays, made once and used again: fresh pages cost more than the copy."""
+    """Host memory for a copy of arrays, made once and reused: new pages cost more than the copy."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, numpy.ndarray] = {}
 
     def copy(self, tensors: Mapping[str, Array]) -> dict[str, numpy.ndarray]:
-        """Copies of host or device arrays; overwrites those of the call before."""
+        """Copy host or device arrays to the host. This overwrites the copies of the previous call."""
         buffers = {}
         for name, value in tensors.items():
             buffer = self._buffers.get(name)
@@ -35,15 +35,15 @@ class HostCopies:
 
 
 class BackgroundWriter:
-    """One piece of work at a time, in a thread. All methods are for the thread that trains.
+    """One piece of work at a time, in a thread. Call all methods from the thread that trains.
 
     Attributes:
-        doing: what is, or was last, being done.
-        failed: the last work raised an error; None before there was any.
+        doing: a name of the current or last work.
+        failed: whether the last work raised an error; None before any work.
     """
 
     def __init__(self, report: Callable[[str], None]) -> None:
-        """`report` is called with the text of an error, from the thread that writes."""
+        """The thread that writes calls `report` with the text of an error."""
         self.doing = ""
         self.failed: Exception | None = None
         self._report = report
@@ -51,28 +51,28 @@ class BackgroundWriter:
         self._started = 0.0
 
     def start(self, doing: str, work: Callable[[], None]) -> None:
-        """Begin `work`, which `doing` names; not while there is other work."""
+        """Begin `work`, which `doing` names. Do not call this while other work is under way."""
         assert not self.is_busy
 
         def run() -> None:
             try:
                 work()
                 self.failed = None
-            except Exception as error:  # training goes on, whatever it is
+            except Exception as error:  # training goes on after any error
                 self.failed = error
                 self._report(str(error))
 
         self.doing, self._started = doing, time.monotonic()
-        # Not a daemon: a process that comes to its end finishes what it has begun to write.
+        # Not a daemon: a process that ends first finishes what it has begun to write.
         self._thread = threading.Thread(target=run, name="mpitrain checkpoint")
         self._thread.start()
 
     @property
     def is_busy(self) -> bool:
-        """The work is under way."""
+        """Whether work is under way."""
         return self._thread is not None and self._thread.is_alive()
 
     @property
     def seconds(self) -> float:
-        """Since the work began."""
+        """Seconds since the work began."""
         return time.monotonic() - self._started

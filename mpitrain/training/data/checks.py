@@ -1,4 +1,4 @@
-"""What every data source asks of its options."""
+"""The checks of options that all data sources share."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from mpitrain.world import World
 
 
 def check_counts(world: World, num_samples: int | None, global_batch: int, seed: int) -> None:
-    """Raise unless every rank can have samples. Called with the same values on all ranks.
+    """Raise unless every rank can have samples. Call this with the same values on all ranks.
 
     Args:
-        num_samples: None: not known.
+        num_samples: the number of samples; None: unknown.
 
     Raises:
-        DataError: no samples, or fewer than ranks.
-        ConfigError: a global batch that is no int or leaves ranks without samples in every step; a seed that is no
+        DataError: there are no samples, or fewer than ranks.
+        ConfigError: the global batch is not an int, or leaves ranks without samples in every step; the seed is not an
             int of at least 0.
     """
     if num_samples == 0:

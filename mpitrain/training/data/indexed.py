@@ -15,7 +15,7 @@ from mpitrain.world import World
 
 
 class IndexedData:
-    """What ArrayData and MapData share: cursor, order, this rank's part.
+    """The common part of ArrayData and MapData: cursor, order, this rank's part.
 
     An epoch visits every sample exactly once, in an order drawn from (seed, epoch). Its last batch may be smaller;
     ranks then have unequal parts, which the weighted mean makes exact.
@@ -31,7 +31,7 @@ class IndexedData:
         shuffle: bool,
         augment: Augment | None,
     ) -> None:
-        """No rank speaks to another here, but all come here: see `check_counts` for what is raised."""
+        """All ranks call this, but exchange nothing here. Raises the errors of `check_counts`."""
         check_counts(world, num_samples, global_batch, seed)
         self.num_samples = num_samples
         self.global_batch = min(int(global_batch), num_samples)
@@ -46,25 +46,25 @@ class IndexedData:
 
     @property
     def steps_per_epoch(self) -> int:
-        """How many global batches an epoch has; the last one may be smaller."""
+        """The number of global batches of an epoch. The last batch may be smaller."""
         return -(-self.num_samples // self.global_batch)
 
     def __iter__(self) -> Iterator[tuple[Tree, int]]:
         return self
 
     def __next__(self) -> tuple[Tree, int]:
-        """This rank's part of the next global batch, and its number of samples (0 where there are too few)."""
+        """Return this rank's part of the next global batch, and its number of samples (0 if there are too few)."""
         epoch, begin = (self.epoch, self.cursor) if self.cursor < self.num_samples else (self.epoch + 1, 0)
         end = min(begin + self.global_batch, self.num_samples)
         part = self._shares.part(end - begin)
         count = part.stop - part.start
         if count:
             batch = self._read(epoch, begin + part.start, begin + part.stop)
-        else:  # a sample of another rank, for the form
+        else:  # another rank's sample, only for its form, shapes and dtypes
             batch = self._read(epoch, begin, begin + 1)
             values = (leaf[:0] for _, leaf in leaves(batch))
             batch = rebuild(batch, values.__next__)
-        self.epoch, self.cursor = epoch, end  # last: where reading fails, the data stands where it stood
+        self.epoch, self.cursor = epoch, end  # last: if reading fails, the position is unchanged
         return batch, count
 
     def _read(self, epoch: int, begin: int, end: int) -> Tree:
@@ -76,15 +76,15 @@ class IndexedData:
     def share_out(self, samples_per_second: float) -> None:
         """Give each rank its part of a batch in proportion to its speed, from the next batch on. Collective.
 
-        The samples of each step stay the same, and so does their mean. It is in no checkpoint.
+        The samples of each step stay the same, and so does their mean. No checkpoint holds the speeds.
 
         Raises:
-            ConfigError: a speed is not a finite number above 0. On every rank.
+            ConfigError: a speed is not a finite number above 0. Raised on every rank.
         """
         self._shares.measured(samples_per_second)
 
     def state(self) -> dict[str, Any]:
-        """Where the data stands, the same on every rank and for any world size."""
+        """Return the position in the data. The state is the same on every rank and for any world size."""
         return {
             "epoch": self.epoch,
             "cursor": self.cursor,
@@ -97,7 +97,7 @@ class IndexedData:
         """Go on where `state` was taken.
 
         Raises:
-            CheckpointError: it was taken with another data set or order of samples, or is out of range.
+            CheckpointError: the state belongs to another data set or order of samples, or is out of range.
         """
         for key, value in (("num_samples", self.num_samples), ("seed", self._seed), ("shuffle", self._shuffle)):
             if state[key] != value:

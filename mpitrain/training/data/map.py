@@ -1,4 +1,4 @@
-"""Samples by number from anything with a length: files, a data base, another library's data set."""
+"""Samples by number from anything with a length: files, a database, another library's data set."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class DataSource(Protocol):
 
 @dataclass(frozen=True)
 class _Read:
-    """A batch, and where the data stood when it had been read; or the error that came in its place."""
+    """A batch and the position in the data after it was read, or the error that came in its place."""
 
     batch: Tree
     weight: int
@@ -73,7 +73,7 @@ class Prefetch:
         self._epoch = data.epoch
         self._state = data.state()
         self._reader: _Reader | None = None
-        self._interrupted = False  # what was read ahead does not follow on what was handed out
+        self._interrupted = False  # the batches read ahead do not follow the batch that was handed out last
         self._at_exit: weakref.finalize[..., Prefetch] | None = None
 
     @property
@@ -95,9 +95,9 @@ class Prefetch:
             self.close()
         if self._reader is None:
             self._reader = _Reader(self._data, self._batches)
-            # Also at the end of the program: a thread that then still runs Python may bring the process down.
+            # Also at the end of the program: a thread that still runs Python then may crash the process.
             self._at_exit = weakref.finalize(self, self._reader.end, _PATIENCE_SECONDS)
-        self._interrupted = True  # Ctrl-C may come when the batch is no longer there and not yet here
+        self._interrupted = True  # Ctrl-C may come when the thread has given up the batch and it has not arrived here
         read = self._reader.next()
         if read.error is not None:
             self.close()
@@ -133,7 +133,7 @@ class Prefetch:
 
 
 class _Reader:
-    """The thread. It must not know the Prefetch, whose end is its own."""
+    """The thread. It must hold no reference to the Prefetch, because it ends with the Prefetch."""
 
     def __init__(self, data: DataSource, batches: int) -> None:
         self._data = data
@@ -145,18 +145,18 @@ class _Reader:
         self._thread.start()
 
     def next(self) -> _Read:
-        """The next batch or error. After an error there is nothing more."""
+        """Return the next batch or error. Nothing follows an error."""
         read = self._ready.get()
         self._free.release()
         return read
 
     def end(self, patience_seconds: float | None = None) -> None:
-        """Read nothing more. When this returns, nothing is being read, or the patience was at its end."""
+        """Read no more batches. Return when no read is under way, or when the patience is over."""
         self._ending = True
         self._free.release()
-        if threading.current_thread() is self._thread:  # it may be the one that collects the Prefetch
+        if threading.current_thread() is self._thread:  # this thread may be the one that collects the Prefetch
             return
-        # Where Ctrl-C breaks off a join(), Python takes the thread for ended from then on; so that comes last.
+        # After a join() that Ctrl-C interrupts, Python takes the thread for ended. So join() comes last.
         if self._ended.wait(patience_seconds):
             self._thread.join()
 
@@ -174,7 +174,7 @@ class _Reader:
             try:
                 batch, weight = next(self._data)
                 read = _Read(batch, weight, self._data.epoch, self._data.state())
-            except BaseException as error:  # also SystemExit: whoever waits for the batch must hear of it
+            except BaseException as error:  # also SystemExit: the caller that waits for the batch must get it
                 self._ready.put(_Read(None, 0, 0, {}, error))
                 return
             self._ready.put(read)

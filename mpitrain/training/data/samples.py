@@ -1,4 +1,4 @@
-"""Samples by number, and how single ones become a batch."""
+"""Samples by number, and how single samples become a batch."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Source(Protocol):
     """Samples by number."""
 
     def batch(self, numbers: numpy.ndarray) -> Tree:
-        """These samples, at least one, in new arrays along the first dimension."""
+        """Return these samples, at least one, in new arrays along the first dimension."""
         ...
 
     def each(self, numbers: numpy.ndarray) -> Iterator[Any]:
-        """One after the other."""
+        """Yield these samples one after the other."""
         ...
 
 
@@ -39,7 +39,7 @@ class Arrays:
         return rebuild(self._arrays, values.__next__)
 
     def each(self, numbers: numpy.ndarray) -> Iterator[Tree]:
-        """See Source. Copies: who changes one does not change the data set."""
+        """See Source. The samples are copies: a change to one does not change the data set."""
         return rows(self.batch(numbers))
 
 
@@ -78,7 +78,7 @@ class Batches:
             error.add_note(f"in samples {_shortened(numbers)}")
             raise
         if num_samples(batch) != len(numbers):
-            raise DataError(f"asked for {len(numbers)} samples, the data set gave {num_samples(batch)}")
+            raise DataError(f"the data set returned {num_samples(batch)} samples; it must return {len(numbers)}")
         return batch
 
     def each(self, numbers: numpy.ndarray) -> Iterator[Tree]:
@@ -87,7 +87,7 @@ class Batches:
 
 
 def rows(batch: Tree) -> Iterator[Tree]:
-    """The samples of a batch, as views of its arrays."""
+    """Yield the samples of a batch as views of its arrays."""
     of_leaves = [leaf for _, leaf in leaves(batch)]
     for row in range(num_samples(batch)):
         values = (leaf[row] for leaf in of_leaves)
@@ -95,11 +95,11 @@ def rows(batch: Tree) -> Iterator[Tree]:
 
 
 def stack(samples: Sequence[Tree], numbers: Sequence[int] | numpy.ndarray) -> Tree:
-    """One batch of single samples, at least one: trees of host arrays and numbers, all alike.
+    """Make a batch of single samples, at least one: trees of host arrays and numbers, all alike.
 
     Raises:
-        DataError: two of them differ in form, shape or dtype; names both by their `numbers`.
-        TreeError: one is no tree of arrays.
+        DataError: two samples differ in form, shape or dtype. The error names both by their `numbers`.
+        TreeError: a sample is not a tree of arrays.
     """
     columns = [[(path, numpy.asarray(leaf)) for path, leaf in leaves(sample)] for sample in samples]
     for number, column in zip(numbers, columns, strict=True):
@@ -113,7 +113,7 @@ def stack(samples: Sequence[Tree], numbers: Sequence[int] | numpy.ndarray) -> Tr
 
 
 def augmented(augment: Augment, samples: Iterator[Any], numbers: Sequence[int], seed: int, epoch: int) -> Tree:
-    """The samples, each changed by `augment` with random numbers of its own, as one batch."""
+    """Make a batch of the samples, each changed by `augment` with random numbers of its own."""
     changed = []
     for number, sample in zip(numbers, samples, strict=True):
         try:
@@ -125,7 +125,7 @@ def augmented(augment: Augment, samples: Iterator[Any], numbers: Sequence[int], 
 
 
 def random_of(seed: int, epoch: int, number: int) -> numpy.random.Generator:
-    """Random numbers that depend on the seed, the epoch and the sample, and on nothing else."""
+    """Return a generator of random numbers that depend only on the seed, the epoch and the sample."""
     return numpy.random.Generator(numpy.random.PCG64(numpy.random.SeedSequence((seed, epoch, number))))
 
 

@@ -1,4 +1,4 @@
-"""Which part of each global batch is this rank's: equal parts, or in proportion to speeds that were measured."""
+"""Each rank's part of a global batch: equal parts, or parts in proportion to measured speeds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mpitrain.world import World
 
 
 class Shares:
-    """The parts of all ranks: contiguous, in rank order, equal (to a sample) until `measured` is called."""
+    """The parts of all ranks: contiguous, in rank order, equal (within one sample) until `measured` is called."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -18,10 +18,10 @@ class Shares:
         self._parts: dict[int, slice] = {}
 
     def measured(self, samples_per_second: float) -> None:
-        """From now on parts in proportion to the speeds; each rank gives its own. Collective.
+        """Make the parts proportional to the speeds from now on. Each rank passes its own speed. Collective.
 
         Raises:
-            ConfigError: a speed is not a finite number above 0. On every rank.
+            ConfigError: a speed is not a finite number above 0. Raised on every rank.
         """
         speeds = self._world.allgather(float(samples_per_second))
         for rank, speed in enumerate(speeds):
@@ -32,7 +32,7 @@ class Shares:
         self._speeds, self._parts = speeds, {}
 
     def part(self, length: int) -> slice:
-        """This rank's part of a global batch of `length` samples."""
+        """Return this rank's part of a global batch of `length` samples."""
         if length not in self._parts:
             counts = split(length, self._speeds)
             begin = sum(counts[: self._world.rank])
@@ -41,13 +41,13 @@ class Shares:
 
 
 def split(length: int, speeds: Sequence[float]) -> list[int]:
-    """How many of `length` samples each rank gets, so that the last one to be done is done as early as can be.
+    """Return how many of `length` samples each rank gets, so that the slowest rank ends as early as possible.
 
         64 samples, speeds 4 2 1:  36.57 18.29 9.14  ->  36 18 9  ->  37 18 9     (37/4 < 19/2 < 10/1)
 
-    Each rank gets its proportion, rounded down; then each sample that is left goes to the rank that would be done with
-    it first, the lower one at a tie (D'Hondt's method of dealing out seats). Equal speeds give `part_of`'s sizes.
-    Where there are enough samples every rank has one, or its speed could not be measured again.
+    Each rank gets its proportion, rounded down. Then each remaining sample goes to the rank that would finish it first;
+    in a tie, to the lower rank (D'Hondt's method of allocating seats). Equal speeds give `part_of`'s sizes. With enough
+    samples, every rank has at least one. Otherwise its speed could not be measured again.
     """
     total = math.fsum(speeds)
     counts = [int(length * (speed / total)) for speed in speeds]

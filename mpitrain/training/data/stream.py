@@ -85,7 +85,7 @@ class StreamData:
             DataError: an epoch has no samples, has another number of samples than `num_samples`, or ends before the
                 cursor that was restored.
         """
-        stream, self._open = self._open, None  # one that has failed is not read on: it would seem to have ended
+        stream, self._open = self._open, None  # do not read on after a failure: the stream would seem to have ended
         epoch, cursor = self.epoch, self.cursor
         if stream is None:
             stream = self._skip_to(epoch, cursor)

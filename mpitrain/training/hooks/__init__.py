@@ -1,1 +1,1 @@
-"""What happens around the steps: stop, log, evaluate, save. One file, one hook."""
+"""Hooks: what happens around the steps, such as stop, log, evaluate, save. One file, one hook."""

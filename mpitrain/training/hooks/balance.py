@@ -69,7 +69,7 @@ class Balance(Hook):
         """See Hook."""
         if self._begin is None or step.number < self._begin:
             return
-        if not trainer.times_own_work:  # it begins with the next step
+        if not trainer.times_own_work:  # the measurement begins with the next step
             trainer.times_own_work = True
             return
         if step.own_samples and step.own_seconds > 0:
@@ -81,7 +81,7 @@ class Balance(Hook):
         speeds = trainer.world.allgather(speed)
         if 0.0 in speeds:  # a rank had no samples in any of these steps: measure one more
             return
-        data: Any = trainer.data  # before_run has looked
+        data: Any = trainer.data  # before_run has checked that it has share_out
         data.share_out(speed)
         self.samples_per_second = speeds
         trainer.times_own_work = False

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from mpitrain.world import World
 
 _NAP_SECONDS = 0.002
-# A write that is younger is waited for, so that small states that are saved often are all saved. A disk that hangs
-# holds a step up no more than once for so long.
+# A save waits for an earlier write until it has lasted so long, so small states that are saved often are all saved. A
+# disk that hangs delays only one step, by no more than this.
 _PATIENCE_SECONDS = 1.0
 
 
@@ -83,7 +83,7 @@ class Checkpoint(Hook):
         keeper = self._begin_in(world)
         shared = _is_shared(world, keeper)
         is_first, node = is_first_of_node(world), world.node_rank
-        # A node that keeps none may have one of an earlier run.
+        # A node that keeps no checkpoints now may have one of an earlier run.
         reads = is_first and keeper.get(node, node) == node
         whole = newest(world, self._directory, reads=reads, above=trainer.memory_step)
         self._run = (whole.manifest.run if whole else "") or world.broadcast(uuid.uuid4().hex)
@@ -114,7 +114,7 @@ class Checkpoint(Hook):
         self._is_ending = False
 
         def report(text: str) -> None:
-            if not self._is_ending:  # then it is raised
+            if not self._is_ending:  # at the end, the failure is raised
                 say(world, f"{text}; training goes on, and the next save tries again. Earlier checkpoints are intact")
 
         self._writer = BackgroundWriter(report)
@@ -222,5 +222,5 @@ class Checkpoint(Hook):
 
 
 def _is_shared(world: World, keeper: Mapping[int, int]) -> bool:
-    """Whether all nodes see one directory; `keeper` is what `keepers` says."""
+    """Whether all nodes see one directory; `keeper` is the result of `keepers`."""
     return len(keeper) == world.num_nodes and set(keeper.values()) == {0}

@@ -1,4 +1,4 @@
-"""The console: a progress bar on a terminal, a line every so often elsewhere."""
+"""The console: a progress bar on a terminal, a line every few seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ _BAR_SECONDS = 0.2
 class Log(Hook):
     """Progress on rank 0: step, loss, learning rate, samples/s of all ranks, and the time left.
 
-    With a loss scale also: what it is, and how many steps it cost since the start of training. Between nodes: how long
-    gradients were under way in a step, and how much of that the step did not wait for.
-    Where rank 0 or its `mpitrain run` writes to a terminal, that is a bar that is kept up to date, below what is
-    printed; otherwise a line every `seconds`. Ranks that plain mpiexec started write into pipes.
+    With a loss scale also: its value, and the number of steps skipped since the start of training. Between nodes also:
+    how long gradients were under way in a step, and how much of that time was hidden.
+    If rank 0 or its `mpitrain run` writes to a terminal, Log shows a progress bar below what is printed. Otherwise it
+    prints a line every `seconds`. Ranks that plain mpiexec started write into pipes, so they print lines.
     """
 
     def __init__(self, seconds: float = 5.0) -> None:
-        """`seconds` between lines where stdout is no terminal."""
+        """`seconds` is the time between lines if stdout is not a terminal."""
         self._seconds = seconds
         self._bar: _Bar | None = None
 
     def before_run(self, trainer: Trainer) -> None:
         """See Hook."""
         launcher = JobContext.read(os.environ)
-        # Open MPI gives its ranks a terminal of their own, whatever reads what comes out of it.
+        # Open MPI gives its ranks a terminal of their own, even if their output goes elsewhere.
         is_own = not launcher.job and trainer.world.size == 1 and sys.stdout.isatty()
-        # What a rank's own programs write may go anywhere, though they inherit what the rank was told.
+        # The output of a program that a rank starts may go anywhere, though the program inherits the rank's variables.
         columns = 0 if is_helper() else launcher.columns
         is_terminal = is_own or columns > 0
         if trainer.world.is_root and is_terminal:
             self._bar = _Bar(trainer.step_number, trainer.last_step, columns)
         self._interval = _BAR_SECONDS if is_terminal else self._seconds
         self._last = time.perf_counter()
-        self._first = True  # the first step is shown at once: training has begun
+        self._first = True  # show the first step at once: it says that training has begun
         self._steps = 0
         self._samples = self._exposed = self._wire = 0.0
 
@@ -94,24 +94,24 @@ class Log(Hook):
 
 
 class _Bar:
-    """Rich's progress bar; what is printed in the meantime stands above it."""
+    """Rich's progress bar. Other output appears above it."""
 
     def __init__(self, first: int, last: int | None, columns: int) -> None:
-        """`columns`: of the launcher's terminal; 0: stdout is a terminal."""
-        # Here, so that only a terminal takes the time to load it.
+        """`columns` is the width of the launcher's terminal; 0: stdout is a terminal."""
+        # Imported here, so that the time to load it is spent only for a terminal.
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
         texts = [TextColumn("{task.fields[where]}"), BarColumn(bar_width=None), TextColumn("{task.fields[facts]}")]
         if columns:
-            # By the encoding Rich knows which characters the bar may have. Nothing is written to the file.
+            # From the encoding, Rich knows which characters the bar may have. Nothing is written to the file.
             file = io.TextIOWrapper(io.BytesIO(), encoding=sys.stdout.encoding)
             self._console = Console(file=file, force_terminal=True, width=columns - 1)
         else:
             self._console = Console(file=sys.stdout)
         self._is_own = not columns
         self._last_line = ""
-        # Drawn by `show`, so that no thread takes the processor away from a step.
+        # `show` draws the bar, so that no thread takes the processor away from a step.
         self._progress: Any = Progress(*texts, console=self._console, auto_refresh=False, expand=True)
         self._task = self._progress.add_task("", total=last, completed=first, where="", facts="")
         if self._is_own:

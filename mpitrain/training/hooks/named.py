@@ -10,7 +10,7 @@ from mpitrain.training.hooks.hook import Hook
 
 
 def by_name(hooks: Sequence[Hook]) -> dict[str, Hook]:
-    """The hooks by name: EarlyStopping, and a second one EarlyStopping 2."""
+    """Return the hooks by name: the first of a class is EarlyStopping, the second EarlyStopping 2."""
     named: dict[str, Hook] = {}
     for hook in hooks:
         kind = type(hook).__name__
@@ -20,23 +20,23 @@ def by_name(hooks: Sequence[Hook]) -> dict[str, Hook]:
 
 
 def states_of(hooks: Sequence[Hook]) -> dict[str, dict[str, Any]]:
-    """The states of those that have one, by name."""
+    """Return the states of those hooks that have one, by name."""
     return {name: state for name, hook in by_name(hooks).items() if (state := hook.state())}
 
 
 def restore_all(hooks: Sequence[Hook], states: Mapping[str, dict[str, Any]]) -> None:
-    """The reverse of `states_of`. A hook without a state stays as it is; a state without a hook is ignored."""
+    """Reverse `states_of`. A hook without a state stays as it is; a state without a hook is ignored."""
     for name, hook in by_name(hooks).items():
         if name in states:
             hook.restore(states[name])
 
 
 def refuse_others(hooks: Sequence[object]) -> None:
-    """Raise ConfigError unless all of them are hooks."""
+    """Raise ConfigError unless all objects are hooks."""
     for number, hook in enumerate(hooks):
         if not isinstance(hook, Hook):
             kind = f"the class {hook.__name__}" if isinstance(hook, type) else f"a {type(hook).__name__}"
             raise ConfigError(
-                f"hooks[{number}] of Trainer is {kind}; it must be a Hook. What writes or measures goes into "
+                f"hooks[{number}] of Trainer is {kind}; it must be a Hook. Put a writer or meter into "
                 "mt.Record, as in hooks=[mt.Record([mt.JsonLines(directory)])]"
             )

@@ -1,4 +1,4 @@
-"""Keeps a record of the run: rows of numbers that meters and hooks measure and writers store."""
+"""The record of a run: rows of numbers, which meters and hooks measure and writers store."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mpitrain.training.step import Step
     from mpitrain.training.trainer import Trainer
 
-# What each row begins with.
+# The names that each row begins with.
 _FIRST = ("step", "epoch", "samples", "seconds")
 
 
@@ -71,7 +71,7 @@ class Record(Hook):
         self._throughput = Throughput(tokens_per_sample=tokens_per_sample)
         self._outputs = [_Output(writer) for writer in writers]
         self._is_open = False
-        self._has_rows = False  # was open in an earlier World of this run
+        self._has_rows = False  # True: the record was open in an earlier World of this run
         self._num_measured = 0  # steps since the last row
         self._samples = self._seconds = 0.0
         self._restored: Mapping[str, Any] = {}
@@ -92,7 +92,7 @@ class Record(Hook):
         Raises:
             MpitrainError: a writer cannot begin, because its files cannot be made or read. Raised on every rank.
         """
-        if not self._is_open:  # not before_run: a hook behind this one may resume, which says after which step
+        if not self._is_open:  # not in before_run: a later hook may resume there, and the step is known only then
             self._open(trainer, trainer.step_number)
         if self._ends_row(trainer, trainer.step_number + 1):
             for meter in self._measuring:
@@ -119,7 +119,7 @@ class Record(Hook):
                 print(f"mpitrain: {name} is not recorded on {on}. {without[0]}", file=sys.stderr, flush=True)
         self._all_meters = meters
         self._begun = time.monotonic()
-        self._is_open = True  # last: where a rank is lost in here, all of it is made again
+        self._is_open = True  # last: if a rank is lost in this method, all of it is repeated
 
     def _ends_row(self, trainer: Trainer, number: int) -> bool:
         return number % self._steps == 0 or number == trainer.last_step
@@ -136,7 +136,7 @@ class Record(Hook):
             self._write_row(trainer)
 
     def world_changed(self, trainer: Trainer) -> None:
-        """See Hook. The writers go on where another rank may have stopped, and the meters begin anew."""
+        """See Hook. The writers go on where another rank may have stopped, and the meters start anew."""
         self._has_rows = self._has_rows or self._is_open
         state = self.state()
         self.close()
@@ -239,10 +239,10 @@ class _Output:
                 )
             return
         if not was_well:
-            print(f"mpitrain: {name}: {self.writer} is written again, nothing is lost", file=sys.stderr, flush=True)
+            print(f"mpitrain: {name}: {self.writer} is written again; no row is lost", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         if self._lacking:
             print(f"mpitrain: {self.writer} lacks its last {len(self._lacking)} rows", file=sys.stderr, flush=True)
-        with suppress(OSError):  # of the rows that were just spoken of
+        with suppress(OSError):  # the message above has reported the missing rows
             self.writer.close()

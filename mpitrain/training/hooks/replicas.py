@@ -1,4 +1,4 @@
-"""Checks that the replicas are still equal. Otherwise nobody sees a flipped bit, or a step that depends on the rank."""
+"""Checks that the replicas are still equal. Without it, a flipped bit or a rank-dependent step goes unnoticed."""
 
 from __future__ import annotations
 
@@ -85,13 +85,13 @@ class CompareReplicas(Hook):
 
 
 def checksum(value: Array) -> int:
-    """32 bits of the bytes of an array on the host or a device. Any single flipped bit changes them."""
+    """Return a 32-bit checksum of the bytes of an array on the host or a device. Any single flipped bit changes it."""
     host = numpy.ascontiguousarray(value.get() if is_device_array(value) else value)
     return zlib.crc32(host.reshape(-1).view(numpy.uint8).data)
 
 
 def right_rank(hashes: Sequence[int], *, by_majority: bool) -> int:
-    """The rank whose replica is right: the lowest one with the most frequent hash, or the root if there are several."""
+    """Return the rank whose replica is right: the lowest with the most frequent hash; in a tie, the root."""
     if not by_majority:
         return 0
     (most, count), *others = Counter(hashes).most_common()
@@ -101,13 +101,13 @@ def right_rank(hashes: Sequence[int], *, by_majority: bool) -> int:
 
 
 def _joined(checksums: Sequence[int]) -> int:
-    """One signed number of 8 bytes, as an agreement carries it."""
+    """Return one signed number of 8 bytes, the form that an agreement carries."""
     content = numpy.array(checksums, "<u4").tobytes()
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
 
 
 def _describe(world: World, parameters: Mapping[str, Array], checksums: Sequence[int], right: int) -> str:
-    """Each rank that differs, with the first parameter in which it does and its values there. Collective."""
+    """Describe each rank that differs: the first parameter that differs, and its values there. Collective."""
     of_all = world.allgather(list(checksums))
     first = [_first_difference(checksums_of_rank, of_all[right]) for checksums_of_rank in of_all]
     names = list(parameters)
@@ -130,7 +130,7 @@ def _first_difference(checksums: Sequence[int], expected: Sequence[int]) -> int 
 
 
 def _difference(value: Array, expected: Array) -> str:
-    """How many elements are other bits, and the first one's place and values."""
+    """Describe how many elements have other bits, and the place and values of the first."""
     own, other = (array.get() if is_device_array(array) else array for array in (value, expected))
     unequal = [numpy.ascontiguousarray(array).reshape(-1).view(f"V{array.itemsize}") for array in (own, other)]
     places = numpy.flatnonzero(unequal[0] != unequal[1])

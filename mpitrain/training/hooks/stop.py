@@ -64,14 +64,14 @@ class StopAfter(Hook):
             stop(trainer, f"step {step.number}: stopped after {self._seconds:g} s")
 
     def _steps_to_make(self, number: int) -> int:
-        """Before the clock is looked at again; 0 where the time is up."""
+        """Return how many steps to make before the next look at the clock; 0: the time is up."""
         now = time.monotonic()
         step_seconds = (now - self._looked) / (number - self._looked_at)
         self._looked, self._looked_at = now, number
         if now >= self._end:
             return 0
         steps = int(min((self._end - now) / 2, _MOST_SECONDS_BETWEEN_LOOKS) / step_seconds)
-        # The first step says little: of the hooks behind this one it has seen nothing.
+        # The first step says little, because its time does not include the hooks after this one.
         return max(1, min(steps, number - self._begun_at))
 
 
@@ -112,7 +112,7 @@ def stop(trainer: Trainer, why: str) -> None:
 
 
 def shared_metric(trainer: Trainer, name: str, seen: set[str]) -> float | None:
-    """Rank 0's value of a metric of the last step made, on every rank. None if this step does not have the metric.
+    """Return rank 0's value of a metric of the last step, on every rank. None if this step does not have the metric.
 
     Raises:
         MismatchError: some ranks have the metric and some do not. Raised on every rank.
@@ -124,7 +124,7 @@ def shared_metric(trainer: Trainer, name: str, seen: set[str]) -> float | None:
 
 
 def say_unseen(trainer: Trainer, hook: str, metric: str, seen: set[str]) -> None:
-    """Report that a hook has waited in vain for its metric. `seen` are the metrics that there were."""
+    """Report that no step had the metric that a hook waits for. `seen` are the metrics that the steps had."""
     if metric not in seen and trainer.world.is_root:
         print(
             f"mpitrain: {hook}: no step had the metric {metric!r}; those reported by hooks before it: "

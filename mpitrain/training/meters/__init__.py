@@ -1,1 +1,1 @@
-"""What a record of a run is made of. One file, one meter; see meter.py."""
+"""Meters measure the numbers in a record of a run. One file, one meter; see meter.py."""

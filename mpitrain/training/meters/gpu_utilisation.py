@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from mpitrain.training.step import Step
     from mpitrain.training.trainer import Trainer
 
-# What NVML gives is over its last sampling period, which is 1/6 to 1 s by the GPU's model.
+# NVML reports on its last sampling period, which is 1/6 to 1 s long, depending on the GPU's model.
 _SECONDS = 0.2
 
 
@@ -39,9 +39,9 @@ class GpuUtilisation(Meter):
             return f"{error}; pip install nvidia-ml-py"
         try:
             pynvml.nvmlInit()
-            # By the address, for NVML counts all GPUs of the machine and CUDA those that it may see.
+            # By address, because NVML counts all GPUs of the machine, but CUDA only the visible ones.
             self._handle = pynvml.nvmlDeviceGetHandleByPciBusId(gpu.pci_bus_id.encode())
-            pynvml.nvmlDeviceGetUtilizationRates(self._handle)  # a slice of a GPU has none
+            pynvml.nvmlDeviceGetUtilizationRates(self._handle)  # raises for a slice of a GPU, which has no utilisation
         except pynvml.NVMLError as error:
             return f"NVML: {error}"
         self._rates = pynvml.nvmlDeviceGetUtilizationRates

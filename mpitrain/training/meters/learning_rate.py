@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class LearningRate(Meter):
-    """`learning_rate`: that of the last step of the row, 0 if the step was skipped.
+    """`learning_rate`: the rate of the last step of the row, 0 if the step was skipped.
 
     With a loss scale also `loss_scale`, and `skipped_steps` since the start of training.
     """

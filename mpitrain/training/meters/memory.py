@@ -30,8 +30,8 @@ class Memory(Meter):
 
 
 def peak_bytes() -> float:
-    """The peak of this process's resident memory."""
-    # Not getrusage: its ru_maxrss begins with that of the process which started this one (Linux keeps it over exec).
+    """Return the peak of this process's resident memory, in bytes."""
+    # Not getrusage: its ru_maxrss starts with the value of the parent process (Linux keeps it across exec).
     line = re.search(r"^VmHWM:\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.M)
     assert line
     return float(line[1]) * 1024

@@ -75,7 +75,7 @@ def combine(of_ranks: Sequence[Mapping[str, Reading]]) -> dict[str, float]:
         else:
             try:
                 total = math.fsum(reading.value * reading.weight for reading in readings_of_name)
-            except (OverflowError, ValueError):  # fsum's words for sums of infinities
+            except (OverflowError, ValueError):  # fsum raises these for sums of infinities
                 total = sum(reading.value * reading.weight for reading in readings_of_name)
             combined[name] = total / math.fsum(reading.weight for reading in readings_of_name)
     return combined

@@ -11,5 +11,5 @@ if TYPE_CHECKING:
 
 
 def gpu_of(trainer: Trainer) -> Any:
-    """CuPy's Device that the parameters are on; None where they are on the host."""
+    """Return CuPy's Device that the parameters are on; None if they are on the host."""
     return next((value.device for value in trainer.adapter.parameters().values() if is_device_array(value)), None)

@@ -1,1 +1,1 @@
-"""Where the rows of a record go. One file, one writer; see writer.py."""
+"""Writers store the rows of a record. One file, one writer; see writer.py."""

@@ -24,7 +24,7 @@ class Csv:
         """`directory` is made if it is missing."""
         self._file = LineFile(Path(directory) / FILE)
         self._names: list[str] = []
-        self._lines: list[bytes] = []  # without that of names; as long as the file, which is 200 bytes a row
+        self._lines: list[bytes] = []  # all lines but that of the names; some 200 bytes per row
 
     def __str__(self) -> str:
         return str(self._file.path)

@@ -1,4 +1,4 @@
-"""Rows as JSON, one a line."""
+"""Rows as JSON, one row per line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpitrain.training.run_event import RunEvent
 from mpitrain.training.writers.writer import LineFile, Row
 
 FILE = "metrics.jsonl"
-# In the first row of a run that resumes without an event: after which step.
+# In the first row of a run that resumes without an event: the step after which it resumes.
 RESUMED_AFTER = "resumed_after"
 # In the first row after events: a list of them.
 _EVENTS = "events"

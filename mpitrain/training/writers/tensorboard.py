@@ -31,7 +31,7 @@ class TensorBoard:
             import tensorboardX.proto.summary_pb2
         except ImportError as error:
             raise ConfigError(f"TensorBoard needs tensorboardX ({error}); pip install tensorboardX") from None
-        # Not its SummaryWriter: that writes from a thread, which says nothing of a full disk, and starts a process.
+        # Not SummaryWriter: it writes from a thread, which does not report a full disk, and it starts a process.
         self._make_file = tensorboardX.event_file_writer.EventsWriter
         self._events, self._summaries = tensorboardX.proto.event_pb2, tensorboardX.proto.summary_pb2
         self._directory = Path(directory)
@@ -44,7 +44,7 @@ class TensorBoard:
     def open(self, after_step: int) -> None:
         """See Writer."""
         self._directory.mkdir(parents=True, exist_ok=True)
-        # The name has the second. Runs may begin in the same one.
+        # tensorboardX puts only the second into the name, and two runs may begin in the same second.
         self._file = self._make_file(str(self._directory / "events"), f".{time.time_ns()}.{os.getpid()}")
         start = self._events.SessionLog(status=self._events.SessionLog.START)
         self._add(step=after_step + 1, session_log=start)
@@ -52,7 +52,7 @@ class TensorBoard:
 
     def write(self, row: Row, events: Sequence[RunEvent] = ()) -> None:
         """See Writer. Events are left out."""
-        if row["step"] != self._buffered:  # after a full disk the buffer still has what was not written
+        if row["step"] != self._buffered:  # after a full disk, the buffer still holds the row that was not written
             self._add_row(row)
         self._file.flush()
 

@@ -1,4 +1,4 @@
-"""What a writer is, and a file of lines that no crash leaves with a broken one."""
+"""The interface of writers, and a file of lines in which no crash leaves a broken line."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Row: TypeAlias = Mapping[str, float]
 
 
 class Writer(Protocol):
-    """Keeps rows; only rank 0 calls it. Its str() is the file's name, for messages."""
+    """Stores rows. Only rank 0 calls it. Its str() is the file's name, for messages."""
 
     def open(self, after_step: int) -> None:
-        """Begin, or go on: what was written of steps beyond `after_step` is cut away.
+        """Begin, or go on: remove rows of steps after `after_step`.
 
-        Raises OSError where the file cannot be made or read, DataError where it is none of this writer's.
+        Raises OSError if the file cannot be made or read, and DataError if it is not a file of this writer.
         """
 
     def write(self, row: Row, events: Sequence[RunEvent] = ()) -> None:
@@ -30,11 +30,11 @@ class Writer(Protocol):
         """
 
     def close(self) -> None:
-        """Let go of the file. Also where `open` was not called."""
+        """Close the file. Does nothing if `open` was not called."""
 
 
 class LineFile:
-    """A file that lines are added to, each whole or not at all."""
+    """A file to which lines are added, each completely or not at all."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -42,7 +42,7 @@ class LineFile:
         self._end = 0
 
     def open(self) -> list[bytes]:
-        """Open or make the file; returns its lines. A last one without its end, as kill -9 leaves it, is cut away."""
+        """Open or make the file and return its lines. Remove an incomplete last line, as kill -9 leaves it."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # Not "a+": with O_APPEND a part of a line could not be written over.
         self._file = io.FileIO(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+")
@@ -51,7 +51,7 @@ class LineFile:
         return lines
 
     def keep(self, lines: list[bytes]) -> None:
-        """Cut away all behind these, which are the file's first ones."""
+        """Remove everything after these lines, which are the first lines of the file."""
         self._cut(sum(len(line) + 1 for line in lines))
 
     def _cut(self, end: int) -> None:
@@ -60,17 +60,17 @@ class LineFile:
         self._file.truncate(end)
 
     def add(self, line: bytes) -> None:
-        """Add a line. After an OSError, such as on a full disk, the next one takes its place."""
+        """Add a line. After an OSError, such as on a full disk, the next line takes its place."""
         assert self._file is not None
         rest = memoryview(line + b"\n")
         self._file.seek(self._end)
-        while rest:  # a disk that becomes full takes a part
+        while rest:  # a disk that becomes full writes only a part
             rest = rest[self._file.write(rest) :]
         self._end += len(line) + 1
-        self._file.truncate(self._end)  # a longer line may have been begun here
+        self._file.truncate(self._end)  # a part of a longer line may stand here
 
     def replace(self, lines: list[bytes]) -> None:
-        """Other lines instead of all there are: the file has the old ones or the new ones, whatever happens."""
+        """Replace all lines. Whatever happens, the file has the old lines or the new ones."""
         temporary = self.path.with_name(f".{self.path.name}-{os.getpid()}")
         try:
             temporary.write_bytes(b"".join(line + b"\n" for line in lines))
@@ -81,7 +81,7 @@ class LineFile:
         self.open()
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         if self._file is not None:
             self._file.close()
             self._file = None
