@@ -1,1 +1,1 @@
-"""What the Trainer needs of a framework. Nothing is imported until it is asked for."""
+"""Adapters connect the Trainer to a framework. Nothing is imported until it is needed."""

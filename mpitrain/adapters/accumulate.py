@@ -73,7 +73,7 @@ class Accumulate:
             return self._adapter.loss_and_gradients(batch, on_gradient)
         pieces = [part_of(count, number, num_pieces) for number in range(num_pieces)]
         sums: dict[int, Array] = {}
-        counted = [0] * len(self.layout)  # pieces whose gradient of this parameter has come in
+        counted = [0] * len(self.layout)  # by parameter: the number of pieces that have handed in its gradient
         loss = 0.0
         for part in pieces:
             share = (part.stop - part.start) / count
@@ -83,7 +83,7 @@ class Accumulate:
                 parameter = self.layout[index]
                 kind = getattr(gradient, "shape", None), getattr(gradient, "dtype", None)
                 if gradient is not None and kind != (parameter.shape, parameter.dtype):
-                    on_gradient(index, gradient)  # says what is wrong with it
+                    on_gradient(index, gradient)  # raises the error for it
                     return
                 if index in here:
                     raise GradientError(f"the gradient of {parameter.name} was handed in twice for the same samples")
@@ -95,7 +95,7 @@ class Accumulate:
                         sums[index] += weighted
                     else:
                         sums[index] = weighted
-                # One that did not come for every piece is not handed in: it is missing, as without pieces.
+                # A gradient that is missing for a piece is not handed in: it counts as missing, as without pieces.
                 if counted[index] == num_pieces:
                     on_gradient(index, sums.pop(index, None))
 

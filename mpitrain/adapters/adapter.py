@@ -1,4 +1,4 @@
-"""The only seam that knows a framework: a model's parameters, its gradients and its optimizer."""
+"""The only interface to a framework: a model's parameters, its gradients and its optimizer."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from mpitrain.exchange.remarks import Remarks
 from mpitrain.training.loss_scale import LossScale
 from mpitrain.tree import Tree
 
-# Called with a parameter's index and its gradient, as soon as the backward pass has it; with None where the loss does
-# not depend on the parameter.
+# Is called with a parameter's index and its gradient, as soon as the backward pass has it. The gradient is None if the
+# loss does not depend on the parameter.
 OnGradient: TypeAlias = Callable[[int, Array | None], None]
 
 
@@ -23,27 +23,27 @@ class Adapter(Protocol):
 
     @property
     def layout(self) -> Sequence[Parameter]:
-        """Name, shape and dtype of every parameter; a parameter's index is its place here.
+        """The name, shape and dtype of every parameter. A parameter's index is its position here.
 
-        Of what is trained, or changes otherwise by a mean over the samples, such as running means.
+        This lists what is trained, and what else changes by a mean over the samples, such as running means.
         """
         ...
 
     @property
     def loss_scale(self) -> LossScale | None:
-        """What the gradients are multiplied by when they are handed in; None where they are not.
+        """The factor of the gradients that are handed in; None: they are not scaled.
 
-        The strategy divides by it, updates it, and skips a step whose gradients it made infinite.
+        The strategy divides by it, updates it, and skips a step if the scale made gradients infinite.
         """
         ...
 
     @property
     def precision(self) -> numpy.dtype:
-        """The narrowest dtype that losses and gradients are computed in."""
+        """The narrowest dtype in which losses and gradients are computed."""
         ...
 
     def parameters(self) -> dict[str, Array]:
-        """The parameters by name, and what else must be equal on all ranks: themselves, not copies."""
+        """Return the parameters, and what else must be equal on all ranks, by name. They are not copies."""
         ...
 
     def load_parameters(self, values: Mapping[str, Array]) -> None:
@@ -51,24 +51,24 @@ class Adapter(Protocol):
         ...
 
     def loss_and_gradients(self, batch: Tree, on_gradient: OnGradient) -> float:
-        """This rank's mean loss over its batch, handing in every gradient on the way, in any order.
+        """Return this rank's mean loss over its batch, and hand in every gradient on the way, in any order.
 
         A batch of no samples gives loss 0 and gradients of zeros.
         """
         ...
 
     def note(self) -> Any:
-        """What every rank must know of this rank's last `loss_and_gradients`, besides gradients; None for nothing.
+        """Return what every rank must know of this rank's last `loss_and_gradients`, besides gradients; None: nothing.
 
-        Any value that can be pickled and whose repr tells it from others.
+        The note may be any value that can be pickled, if equal notes have an equal repr and others do not.
         """
         ...
 
     def apply_gradients(self, flats: Mapping[numpy.dtype, Array], remarks: Remarks) -> float:
-        """One step of the optimizer, with mean gradients in flat buffers by dtype, in layout order.
+        """Make one step of the optimizer, with mean gradients in flat buffers by dtype, in layout order.
 
-        The buffers, on the host or where the parameters are, may be overwritten. `remarks` say which parameters no
-        rank has used, and what the ranks have noted. Returns the learning rate that was used.
+        The buffers are on the host or where the parameters are, and may be overwritten. `remarks` says which parameters
+        no rank has used, and what the ranks have noted. Return the learning rate that was used.
         """
         ...
 
@@ -77,13 +77,13 @@ class Adapter(Protocol):
         ...
 
     def gradient_norm(self) -> float | None:
-        """The 2-norm over all parameters of the last `apply_gradients`, before clipping; None: it was not measured."""
+        """Return the 2-norm of the last `apply_gradients`, over all parameters, before clipping; None: not measured."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """Parameters and optimizer state for a checkpoint: nested dicts of arrays and numbers, by name."""
+        """Return parameters and optimizer state for a checkpoint: nested dicts of arrays and numbers, by name."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """The reverse of `state`. Raises CheckpointError, before anything is overwritten, where it does not fit."""
+        """Reverse `state`. Raise CheckpointError, before anything is overwritten, if `state` does not fit."""
         ...

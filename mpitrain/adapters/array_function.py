@@ -19,11 +19,11 @@ from mpitrain.training.loss_scale import LossScale
 from mpitrain.training.optimizers import Optimizer
 from mpitrain.tree import Leaf, Tree, leaves, rebuild
 
-# function(parameters, batch, on_gradient) -> loss, which calls on_gradient(name, gradient) for every parameter. With a
-# loss scale there is one more argument, loss_scale=.
+# function(parameters, batch, on_gradient) -> loss. It calls on_gradient(name, gradient) for every parameter. With a
+# loss scale, it gets one more argument, loss_scale=.
 LossAndGradients = Callable[..., float]
 
-# What a model may compute in, for parameters that are kept in float32; None: in the parameters themselves.
+# The dtypes in which a model may compute if its parameters are kept in float32; None: in the parameters' own dtype.
 PRECISIONS: dict[str, numpy.dtype | None] = {
     "float32": None,
     "bf16": numpy.dtype(ml_dtypes.bfloat16),
@@ -88,7 +88,7 @@ class ArrayFunction:
         self._views: dict[str, Array] = dict(zip(self._index, views, strict=True))
         self._places = plan.places
         self._narrow: Array = None if narrow is None else namespace(self._flat).empty(count, narrow)
-        # What the function sees; the layout's dtype stands for the flat buffer of the copy.
+        # The views that the function gets. The layout's dtype is that of the copy's flat buffer.
         self._seen = (
             self._views if narrow is None else dict(zip(self._index, plan.views({dtype: self._narrow}), strict=True))
         )
@@ -112,7 +112,7 @@ class ArrayFunction:
         return seen
 
     def parameters(self) -> dict[str, Array]:
-        """See Adapter. A new dict of the same views."""
+        """See Adapter. Each call returns a new dict of the same views."""
         return dict(self._views)
 
     def load_parameters(self, values: Mapping[str, Array]) -> None:
@@ -123,8 +123,8 @@ class ArrayFunction:
     def loss_and_gradients(self, batch: Tree, on_gradient: OnGradient) -> float:
         """See Adapter. A batch on the host is copied to the device where the parameters are."""
         if self._narrow is not None:
-            # Here and not after the optimizer's step: whoever else wrote into the parameters is not overlooked.
-            with numpy.errstate(over="ignore"):  # what is infinite in fp16 shows in the loss
+            # Here, not after the optimizer's step, so that any other change of the parameters counts too.
+            with numpy.errstate(over="ignore"):  # a value that is infinite in fp16 shows in the loss
                 self._narrow[...] = self._flat
         if self._narrow is not None or is_device_array(self._flat):
             values = (self._as_seen(leaf) for _, leaf in leaves(batch))
@@ -136,7 +136,7 @@ class ArrayFunction:
                     f"a gradient was handed in for {name!r}; the parameters are {', '.join(self._index)}"
                 )
             if gradient is None:
-                raise GradientError(f"the gradient of {name} is None; hand in zeros where a batch does not use it")
+                raise GradientError(f"the gradient of {name} is None; hand in zeros if the batch does not use it")
             if self._narrow is not None and getattr(gradient, "dtype", None) == self._narrow.dtype:
                 gradient = gradient.astype(self._flat.dtype)  # exact
             on_gradient(self._index[name], gradient)
@@ -144,11 +144,11 @@ class ArrayFunction:
         scaled = {} if self._loss_scale is None else {"loss_scale": self._loss_scale.value}
         if self._narrow is None:
             return float(self._function(self._seen, batch, hand_in, **scaled))
-        with numpy.errstate(over="ignore", invalid="ignore"):  # found by the exchange, and what the loss scale is for
+        with numpy.errstate(over="ignore", invalid="ignore"):  # the exchange finds these; the loss scale handles them
             return float(self._function(self._seen, batch, hand_in, **scaled))
 
     def _as_seen(self, leaf: Leaf) -> Leaf:
-        """A leaf of a batch as the function gets it. Rounding comes before the copy to the device, and halves it."""
+        """Return a leaf of a batch as the function gets it. Rounding before the copy to the device halves the copy."""
         if self._narrow is not None and is_array(leaf) and leaf.dtype.kind == "f":
             with numpy.errstate(over="ignore"):
                 leaf = leaf.astype(self._narrow.dtype)
@@ -213,7 +213,7 @@ class ArrayFunction:
 
 
 def _narrow_dtype(precision: str | None, parameters: Mapping[str, Array]) -> numpy.dtype | None:
-    """The 16-bit dtype that the function computes in, if any."""
+    """Return the 16-bit dtype in which the function computes, if any."""
     if precision is None:
         return None
     if precision not in PRECISIONS:

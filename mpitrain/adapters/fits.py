@@ -1,4 +1,4 @@
-"""Whether the arrays of a checkpoint are those of this model."""
+"""Check that the arrays of a checkpoint fit this model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mpitrain.errors import CheckpointError
 
 
 def check_fits(subject: str, saved: Mapping[str, Array], expected: Mapping[str, Array]) -> None:
-    """Raise CheckpointError, which says `subject` they are, unless both have the same names, shapes and dtypes."""
+    """Raise CheckpointError, which begins with `subject`, unless both have the same names, shapes and dtypes."""
     kinds = [{name: (value.shape, value.dtype) for name, value in values.items()} for values in (saved, expected)]
     for name in [*expected, *saved]:
         if kinds[0].get(name) != kinds[1].get(name):

@@ -9,7 +9,7 @@ from mpitrain.allreduce.algorithm import BFLOAT16
 
 
 def array_of(tensor: torch.Tensor) -> numpy.ndarray:
-    """The array over a CPU tensor's memory, with its shape and strides; bfloat16 as that of ml_dtypes.
+    """Return an array over a CPU tensor's memory, with its shape and strides; bfloat16 becomes that of ml_dtypes.
 
     Raises:
         TypeError: NumPy has no such dtype or layout (float8, sparse, quantized), or the tensor is not on the CPU.
@@ -21,7 +21,7 @@ def array_of(tensor: torch.Tensor) -> numpy.ndarray:
 
 
 def tensor_of(array: numpy.ndarray) -> torch.Tensor:
-    """The CPU tensor over a writable array's memory: the reverse of `array_of`."""
+    """Return a CPU tensor over a writable array's memory. This reverses `array_of`."""
     if array.dtype == BFLOAT16:
         return torch.from_numpy(array.view(numpy.uint16)).view(torch.bfloat16)
     return torch.from_numpy(array)

@@ -1,4 +1,4 @@
-"""A batch of arrays as a module takes it."""
+"""A batch of arrays in the form that a module takes."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from mpitrain.tree import Leaf, Tree, leaves, rebuild
 
 
 def is_empty(batch: Tree) -> bool:
-    """It has arrays of samples, and no sample."""
+    """Whether the batch has arrays of samples, but no sample."""
     lengths = [len(leaf) for _, leaf in leaves(batch) if is_array(leaf) and leaf.ndim]
     return bool(lengths) and not any(lengths)
 
 
 def as_tensors(batch: Tree) -> Any:
-    """The same nesting with tensors in place of arrays."""
+    """Return the same nesting with tensors in place of arrays."""
     tensors = (_tensor(leaf) for _, leaf in leaves(batch))
     return rebuild(batch, tensors.__next__)
 
 
 def _tensor(leaf: Leaf) -> Any:
-    """Over the same memory where PyTorch can have that: writable, and no step backwards."""
+    """Return a tensor over the same memory, if PyTorch can use it: writable, and no negative stride."""
     if not is_array(leaf):
         return leaf
     if not leaf.flags.writeable or any(step < 0 for step in leaf.strides):

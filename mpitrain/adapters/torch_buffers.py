@@ -1,15 +1,15 @@
 """A module's buffers, such as the running statistics of batch norm: one rule for TorchModule and prepare.
 
-- A buffer that the module's `state_dict` has is the same on all ranks after every step. One with persistent=False is
-  the module's own business: scratch memory, a cache, a hidden state of this rank's samples.
-- A floating buffer becomes the mean over the ranks of what each rank's forward passes have made of it, weighted by
-  samples. For a running mean that is the one of the whole batch.
-- A buffer of another dtype, such as a counter, becomes that of the first rank with samples, to the bit. A step in which
-  all ranks have changed it alike, as they mostly do, sends nothing for it.
+- A buffer in the module's `state_dict` is the same on all ranks after every step. A buffer with persistent=False is
+  left to the module: scratch memory, a cache, a hidden state of this rank's samples.
+- A floating buffer becomes the mean, weighted by samples, of the values after each rank's forward passes. For a running
+  mean, this is the running mean of the whole batch.
+- A buffer of another dtype, such as a counter, gets the bits of the first rank with samples. If all ranks have changed
+  it alike in a step, as they mostly do, nothing is sent for it.
 - A rank without samples does not count. A buffer that no rank changes keeps its bits.
 
-TorchModule exchanges the changes of floating buffers in the buckets of the gradients, prepare their values in float64
-(mpitrain/torch/buffer_means.py).
+TorchModule exchanges the changes of floating buffers in the buckets of the gradients. prepare exchanges their values in
+float64 (mpitrain/torch/buffer_means.py).
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from mpitrain.adapters.torch_arrays import array_of, tensor_of
 
-# The bytes of buffers that are not floating and have changed, by name.
+# The bytes of the changed buffers that are not floating, by name.
 Values: TypeAlias = tuple[tuple[str, bytes], ...]
 
 
 class ModuleBuffers:
-    """The buffers of a module that its `state_dict` has. It does not keep the module.
+    """The buffers in a module's `state_dict`. This object does not keep the module alive.
 
     Attributes:
-        floats: names of the floating ones, in the module's order.
-        others: names of the others.
+        floats: the names of floating buffers, in the module's order.
+        others: the names of the other buffers.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
-        """From now on changes are noticed."""
+        """Notice changes from now on."""
         kept = module.state_dict(keep_vars=True).keys()
         self._owners = {}
         for name in (name for name, _ in module.named_buffers() if name in kept):
@@ -50,24 +50,24 @@ class ModuleBuffers:
         self.keep(self._owners)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The buffer of this name now: a module may put a new tensor into a buffer's place.
+        """Return the present buffer of this name. A module may put a new tensor into a buffer's place.
 
-        By `data`, as the kernels of norm layers write them: a graph that is kept can be gone through again.
+        This goes through `data`, as the kernels of norm layers do, so that a kept graph can be used again.
         """
         module, own = self._owners[name]
         buffer: torch.Tensor = getattr(module(), own)
         return buffer.data
 
     def arrays(self) -> dict[str, numpy.ndarray]:
-        """By name, over the buffers' memory."""
+        """Return arrays over the buffers' memory, by name."""
         return {name: array_of(self.tensor(name)) for name in self._owners}
 
     def keep(self, names: Iterable[str]) -> None:
-        """Remember the values of these as they are now."""
+        """Remember the present values of these buffers."""
         for name in names:
             tensor = self.tensor(name)
             before = self._before.get(name)
-            # Also where no change was noticed: a checkpoint is loaded through NumPy, which leaves no trace.
+            # Also if no change was noticed: a checkpoint is loaded through NumPy, which leaves no trace.
             if before is None or before.shape != tensor.shape or before.dtype != tensor.dtype:
                 self._before[name] = tensor.clone()
             else:
@@ -75,41 +75,41 @@ class ModuleBuffers:
             self._versions[name] = self._version(name)
 
     def moved(self, names: Iterable[str]) -> list[str]:
-        """Those of `names` that may have changed since `keep`."""
+        """Return those of `names` that may have changed since `keep`."""
         return [name for name in names if self._has_moved(name)]
 
     def put_back(self, names: Iterable[str] | None = None) -> None:
-        """Undo what has changed in these, or in all, since `keep`."""
+        """Undo the changes since `keep`, of these buffers or of all."""
         for name in self.moved(self._owners if names is None else names):
             self.tensor(name).copy_(self._before[name])
 
     def changes(self, dtype: torch.dtype, scale: float) -> Iterator[numpy.ndarray]:
-        """What has changed in the floating ones since `keep`, times `scale`, in `dtype`."""
+        """Yield the changes of the floating buffers since `keep`, times `scale`, in `dtype`."""
         for name in self.floats:
             tensor, before = self.tensor(name), self._before[name]
             if not self._has_moved(name):
                 yield numpy.zeros(tuple(tensor.shape), array_of(torch.empty(0, dtype=dtype)).dtype)
                 continue
             wide = torch.promote_types(tensor.dtype, dtype)
-            # Infinity that stays, as in a mask, is no change.
+            # Infinity that stays infinite, as in a mask, is no change.
             same = (tensor == before) | (tensor.isnan() & before.isnan())
             change = torch.where(same, 0, tensor.to(wide) - before.to(wide)).to(dtype)
             yield array_of(change if scale == 1 else change * scale)
 
     def add(self, changes: Sequence[numpy.ndarray]) -> None:
-        """Make these changes, as `changes` gives them, to the floating ones."""
+        """Add these changes, as `changes` yields them, to the floating buffers."""
         for name, array in zip(self.floats, changes, strict=True):
             tensor, change = self.tensor(name), tensor_of(array)
             wide = torch.promote_types(tensor.dtype, change.dtype)
             tensor.copy_(torch.where(change == 0, tensor.to(wide), tensor.to(wide) + change.to(wide)))
 
     def changed_others(self) -> Values:
-        """Those that are not floating and have changed since `keep`."""
+        """Return the buffers that are not floating and have changed since `keep`."""
         moved = (name for name in self.moved(self.others) if not torch.equal(self.tensor(name), self._before[name]))
         return tuple((name, self.tensor(name).reshape(-1).view(torch.uint8).numpy().tobytes()) for name in moved)
 
     def settle_others(self, of_ranks: Sequence[Values]) -> None:
-        """Give all ranks the first one's values of those that are not floating; its others are as before."""
+        """Set the buffers that are not floating to the first of these values. Undo changes that it does not have."""
         values = dict(of_ranks[0]) if of_ranks else {}
         for name in self.others:
             tensor = self.tensor(name)
@@ -124,7 +124,7 @@ class ModuleBuffers:
         return isinstance(self._owners[name][0](), _NormBase) or self._version(name) != self._versions.get(name)
 
     def _version(self, name: str) -> tuple[int, int]:
-        """Another one after each change by PyTorch, and of another tensor in the buffer's place."""
+        """Return a version that differs after each change by PyTorch, and for another tensor in the buffer's place."""
         module, own = self._owners[name]
         buffer: torch.Tensor = getattr(module(), own)
         return buffer.data_ptr(), buffer._version

@@ -1,4 +1,4 @@
-"""What TorchModule refuses before the first step, and what it asks of a loss."""
+"""What TorchModule refuses before the first step, and what it requires of a loss."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def check_places(module: torch.nn.Module) -> None:
             raise ConfigError(f"{name} has no shape yet; run a batch through the module first")
         if tensor.device.type != "cpu":
             raise DeviceError(
-                f"{name} is on {tensor.device}; TorchModule trains on the CPU. On GPUs use the module with PyTorch's "
-                "own loop and mpitrain.torch, or ArrayFunction with CuPy"
+                f"{name} is on {tensor.device}; TorchModule trains on the CPU. On GPUs, use the module with PyTorch's "
+                "own loop and mpitrain.torch, or use ArrayFunction with CuPy"
             )
     kept = module.state_dict().keys()
     for name, buffer in module.named_buffers():
         if name in kept and buffer.is_complex():
             raise ConfigError(
                 f"the buffer {name} is {buffer.dtype}; its changes have no mean here. If it never changes, "
-                "register it with persistent=False, else as two real ones"
+                "register it with persistent=False; otherwise register two real buffers"
             )
 
 
@@ -40,11 +40,11 @@ def check_optimizer(
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ConfigError(
-            f"{kind} computes the loss again within a step (a closure); here a step has one backward pass, whose "
-            "gradients are exchanged. Use another optimizer, such as torch.optim.AdamW"
+            f"{kind} computes the loss again within a step (a closure); TorchModule exchanges the gradients of one "
+            "backward pass per step. Use another optimizer, such as torch.optim.AdamW"
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
-        raise ConfigError("SparseAdam takes sparse gradients, and dense ones are exchanged; use torch.optim.Adam")
+        raise ConfigError("SparseAdam needs sparse gradients; TorchModule exchanges dense ones. Use torch.optim.Adam")
     if not trained:
         raise ConfigError("the module has no parameters to train; is requires_grad False for all?")
     known, given = set(named.values()), [tensor for group in optimizer.param_groups for tensor in group["params"]]
@@ -52,7 +52,7 @@ def check_optimizer(
         if tensor not in known:
             raise ConfigError(
                 f"the optimizer has a parameter of shape {tuple(tensor.shape)} that the module does not have; "
-                "make it one of the module's, or its values would differ over the ranks"
+                "register it in the module, otherwise its values would differ between ranks"
             )
     for name, tensor in trained.items():
         if all(tensor is not other for other in given):
@@ -64,7 +64,7 @@ def check_optimizer(
 
 def check_schedule(schedule: Schedule | Scheduler | None, optimizer: torch.optim.Optimizer) -> None:
     if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise ConfigError("ReduceLROnPlateau waits for a metric, which a step does not have; call it in your own hook")
+        raise ConfigError("ReduceLROnPlateau needs a metric, which a step does not have; call it in a hook of your own")
     if isinstance(schedule, Scheduler):
         if schedule.optimizer is not optimizer:
             raise ConfigError("the schedule belongs to another optimizer; make one for this optimizer")
@@ -73,7 +73,8 @@ def check_schedule(schedule: Schedule | Scheduler | None, optimizer: torch.optim
         if not callable(schedule) or len(rates) > 1:
             raise ConfigError(
                 f"schedule is {schedule!r}, for groups with the rates {', '.join(map(str, sorted(rates)))}; a function "
-                "of the step sets one rate for all groups, a scheduler of torch.optim.lr_scheduler one for each"
+                "of the step sets one rate for all groups. Use a scheduler of torch.optim.lr_scheduler, which sets one "
+                "for each"
             )
 
 
@@ -93,5 +94,5 @@ def checked_loss(loss: Any) -> Any:
         kind = f"{loss.dtype} {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise GradientError(f"the loss is {kind}; it must be a tensor of one number: the mean over the samples")
     if not loss.requires_grad:
-        raise GradientError("the loss depends on no parameter; was it computed under torch.no_grad, or detached?")
+        raise GradientError("the loss depends on no parameter; was it computed under torch.no_grad(), or detached?")
     return loss if loss.dtype == torch.float64 else loss.float()  # a scaled loss may be too large for 16 bits

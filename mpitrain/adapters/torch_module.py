@@ -44,23 +44,23 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class TorchModule:
     """An Adapter around a module on the host, a loss and an optimizer of torch.optim.
 
-    Gradients are handed in while the backward pass runs, tied parameters once, frozen ones (requires_grad=False) never.
-    A parameter that the loss does not depend on is named once in a warning. On every rank, so that no rank uses it: the
-    optimizer leaves it alone, as in one process. On some ranks: their gradients count as zero. torch_trained.py has the
-    rule.
+    Gradients are exchanged while the backward pass runs. A tied parameter has one gradient, a frozen one
+    (requires_grad=False) has none. A warning names once each parameter that a loss does not depend on. If no rank's
+    loss depends on it, the optimizer leaves it alone, as in one process. If only some ranks' losses do, the gradients
+    of the other ranks count as zero. torch_trained.py has the rule.
 
-    Parameters, frozen ones too, and persistent buffers are those of rank 0 at the start, belong to checkpoints, and
-    have the same bits on all ranks after every step: floating buffers by the mean, weighted by samples, of what the
-    ranks have changed in them, others by the values of the first rank with samples. torch_buffers.py has the rule.
-    Changes are exchanged as gradients are, so a codec shortens them too; one from infinity to a number has no mean and
-    raises NonFiniteError. The running mean of batch norm becomes that of the whole batch; its running variance is the
-    mean of the variances within the ranks' parts. Batch norm itself normalises by each rank's own part, so with it
-    training on several ranks is not the training on one.
+    All parameters, also frozen ones, and persistent buffers start with rank 0's values, are in checkpoints, and have
+    the same bits on all ranks after every step. A floating buffer changes by the mean, weighted by samples, of the
+    ranks' changes. Any other buffer takes the values of the first rank with samples. torch_buffers.py has the rule.
+    Changes are exchanged with the gradients, so a codec compresses them too. A change from infinity to a number has no
+    mean and raises NonFiniteError. The running mean of batch norm becomes that of the whole batch. Its running variance
+    is the mean of the variances within the ranks' parts. Batch norm itself normalises each rank's own part, so a model
+    with batch norm does not train on several ranks as it does on one.
 
-    What is random in the module, such as dropout, draws from each rank's own generator: seed it by rank, with
-    `torch.manual_seed(seed + world.rank)` after the module is made. The generators are not in checkpoints.
+    Random layers, such as dropout, draw from each rank's own generator. Seed it by rank, with
+    `torch.manual_seed(seed + world.rank)`, after the module is made. The generators are not in checkpoints.
 
-    Whether the module trains or evaluates (`module.train()`, `module.eval()`) is left to the script.
+    The script switches the module between training and evaluation (`module.train()`, `module.eval()`).
     """
 
     def __init__(
@@ -77,22 +77,24 @@ class TorchModule:
         """Not collective; every rank makes the same module.
 
         Args:
-            module: on the CPU. It is trained in place; from now on its parameters keep their shapes and requires_grad.
+            module: is on the CPU, and is trained in place. From now on, its parameters must keep their shapes and
+                requires_grad.
             loss: `loss(module, batch)` returns the mean loss over the batch's samples, a tensor of one number. The
-                batch's arrays are tensors, over the same memory where that may be written. Not called for a batch of
-                no samples.
-            optimizer: of all trained parameters and no others; any of torch.optim whose step needs no closure.
-            schedule: the rate of every step, a function of the step (from 0) or a scheduler of PyTorch for `optimizer`,
-                which is stepped after every step of training. Default: the optimizer's rate.
+                batch has tensors in place of arrays, over the same memory if it is writable. `loss` is not called for a
+                batch without samples.
+            optimizer: has all trained parameters and no others. It may be any of torch.optim whose step needs no
+                closure.
+            schedule: the learning rate of every step: a function of the step (from 0), or a scheduler of PyTorch for
+                `optimizer`, which is stepped after every step of training. Default: the optimizer's rate.
             clip_norm: the largest 2-norm of the mean gradient over all parameters.
-            precision: for float32 parameters: "bf16" or "fp16", what autocast computes in. Parameters, optimizer,
-                exchange and checkpoints stay float32.
-            loss_scale: default for fp16: `LossScale()`; else none, and NaN or infinity in a gradient is an error.
+            precision: "bf16" or "fp16", the dtype in which autocast computes, for float32 parameters. Parameters,
+                optimizer, exchange and checkpoints stay float32.
+            loss_scale: default for fp16: `LossScale()`. Otherwise none, and NaN or infinity in a gradient is an error.
 
         Raises:
-            ConfigError: nothing to train; a parameter of the module that is trained and not in the optimizer, or the
-                reverse; an optimizer, schedule or precision that cannot be used here.
-            DeviceError: a parameter or buffer that is not on the CPU.
+            ConfigError: there is nothing to train; a trained parameter of the module is not in the optimizer, or the
+                reverse; or the optimizer, schedule or precision cannot be used here.
+            DeviceError: a parameter or buffer is not on the CPU.
         """
         self._module, self._loss = module, loss
         check_places(module)
@@ -104,7 +106,7 @@ class TorchModule:
         self._buffers = ModuleBuffers(module)
         double = any(one.dtype == torch.float64 for one in self._trained.tensors.values())
         self._wide = torch.float64 if double else torch.float32
-        # Behind the parameters, for the last ones are exchanged first: they are known before the backward pass.
+        # After the parameters: the last entries are exchanged first, and these are known before the backward pass.
         wide = numpy.dtype("float64" if double else "float32")
         shapes = {name: tuple(self._buffers.tensor(name).shape) for name in self._buffers.floats}
         buffers = [Parameter(name, shape, wide) for name, shape in shapes.items()]
@@ -149,10 +151,10 @@ class TorchModule:
             if not same or now[name].requires_grad != (name in trained):
                 raise GradientError(
                     f"{name} was added, replaced, frozen or thawed after TorchModule was made; do that before, or "
-                    "make a new one, and a new Trainer, from a checkpoint"
+                    "make a new TorchModule and a new Trainer from a checkpoint"
                 )
         for parameter in trained.values():
-            parameter.grad = None  # of a backward pass that was not for this step
+            parameter.grad = None  # it may come from a backward pass that was not for this step
         self._changed = None
         if is_empty(batch):
             for index, entry in enumerate(self.layout):
@@ -186,9 +188,9 @@ class TorchModule:
         return autocast
 
     def _hand_in(self, index: int, parameter: Any) -> None:
-        """Called in the backward pass, when a parameter's gradient is complete."""
+        """Is called in the backward pass, when a parameter's gradient is complete."""
         if self._on_gradient is None:
-            return  # somebody else's backward pass
+            return  # a backward pass that is not for a step of this adapter
         gradient = parameter.grad
         if problem := self._trained.problem(index, gradient):
             raise GradientError(problem)
@@ -202,13 +204,13 @@ class TorchModule:
         self._on_gradient(index, array_of(gradient))
 
     def note(self) -> Values | None:
-        """See Adapter: what this rank has made of the buffers that are not floating."""
+        """See Adapter: the buffers that are not floating and that this rank has changed."""
         return self._changed
 
     def apply_gradients(self, flats: Mapping[numpy.dtype, Array], remarks: Remarks) -> float:
         """See Adapter."""
         for text in self._trained.report(remarks):
-            warnings.warn(f"{text}. Freeze what is never trained with requires_grad_(False)", stacklevel=2)
+            warnings.warn(f"{text}. Freeze parameters that are never trained: requires_grad_(False)", stacklevel=2)
         views = self._plan.views(dict(flats))
         trained = self._trained.tensors.values()
         for index, (parameter, view) in enumerate(zip(trained, views, strict=False)):
@@ -225,19 +227,19 @@ class TorchModule:
         self._optimizer.measure_gradient_norm()
 
     def gradient_norm(self) -> float | None:
-        """See Adapter. Without the changes of buffers."""
+        """See Adapter. The norm does not include the changes of buffers."""
         return self._optimizer.gradient_norm()
 
     def state(self) -> dict[str, Any]:
-        """See Adapter: `parameters`; `optimizer` with `step`, its `groups` and its `state` by parameter; and
-        `schedule` and `loss_scale`, where there is a scheduler of PyTorch or a scale."""
+        """See Adapter: `parameters`; `optimizer` with `step`, its `groups` and its `state` by parameter; `schedule`, if
+        there is a scheduler of PyTorch; and `loss_scale`, if there is a scale."""
         state = {"parameters": self.parameters(), **self._optimizer.state()}
         if self._loss_scale:
             state["loss_scale"] = self._loss_scale.state()
         return state
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """See Adapter. One without a loss scale leaves it as it is."""
+        """See Adapter. A state without a loss scale leaves the present one unchanged."""
         check_fits("parameters", state["parameters"], self.parameters())
         scale = state.get("loss_scale") if self._loss_scale else None
         if self._loss_scale and scale is not None:

@@ -24,7 +24,7 @@ from mpitrain.training.schedules import Schedule
 
 
 class ScheduledOptimizer:
-    """What TorchModule steps: `optimizer`, at the rate of `schedule`, on gradients of at most `clip_norm`."""
+    """TorchModule's optimizer, at the rate of `schedule`, on gradients of at most `clip_norm`."""
 
     def __init__(
         self,
@@ -33,10 +33,10 @@ class ScheduledOptimizer:
         schedule: Schedule | Scheduler | None,
         clip_norm: float | None,
     ) -> None:
-        """`named` are the module's parameters by name. The rest is as for TorchModule, which documents it.
+        """`named` are the module's parameters by name. See TorchModule for the other arguments.
 
         Raises:
-            ConfigError: a schedule or a norm that cannot be used here.
+            ConfigError: the schedule or the norm cannot be used here.
         """
         check_schedule(schedule, optimizer)
         if clip_norm is not None:
@@ -51,11 +51,11 @@ class ScheduledOptimizer:
         """Clip, make one step, and return its rate.
 
         Args:
-            gradients: of all trained parameters, flat, one array a dtype: the memory of what is in p.grad. They are
-                scaled in place where they are clipped.
+            gradients: the gradients of all trained parameters, flat, one array per dtype. They share the memory of
+                p.grad. Clipping scales them in place.
 
         Raises:
-            ConfigError: the schedule gives a rate that is none.
+            ConfigError: the schedule returns a rate that is not allowed.
         """
         self._clip(gradients)
         groups = self._optimizer.param_groups
@@ -91,7 +91,7 @@ class ScheduledOptimizer:
         return self._last_norm
 
     def state(self) -> dict[str, Any]:
-        """`optimizer` with `step`, its `groups` and its `state` by parameter; and `schedule`, where there is a
+        """Return `optimizer` with `step`, its `groups` and its `state` by parameter; and `schedule`, if there is a
         scheduler of PyTorch."""
         state: dict[str, Any] = {"optimizer": {"step": self._steps, **optimizer_state(self._optimizer, self._named)}}
         if isinstance(self._schedule, Scheduler):
@@ -99,10 +99,10 @@ class ScheduledOptimizer:
         return state
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`, which may have other entries too; what it is given is copied.
+        """Go on from a copy of `state`, which may have other entries too.
 
         Raises:
-            CheckpointError: it is of another optimizer or schedule. Nothing has changed.
+            CheckpointError: the state belongs to another optimizer or schedule. Nothing has changed.
         """
         optimizer = state["optimizer"]
         check_optimizer_state(self._optimizer, self._named, optimizer)

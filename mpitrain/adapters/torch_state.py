@@ -1,8 +1,8 @@
 """An optimizer's state by parameter name, in nested dicts of arrays and numbers, and back.
 
-PyTorch's own `state_dict` numbers the parameters, in the order in which the script has given them. As there, the
-options of a group (its rate, momentum, decay) belong to the state: schedulers and some optimizers keep what they have
-learned in them.
+PyTorch's own `state_dict` numbers the parameters, in the order in which the script passed them. Here as there, the
+options of a group (its rate, momentum, decay) belong to the state, because schedulers and some optimizers keep their
+state in them.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ Scheduler: TypeAlias = torch.optim.lr_scheduler.LRScheduler
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, named: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """`groups` with the options by number of the group, `state` by parameter name; arrays over the tensors' memory.
+    """Return `groups`, the options by group number, and `state` by parameter name; its arrays share tensors' memory.
 
     Raises:
-        CheckpointError: it keeps something that belongs to none of the parameters `named`.
+        CheckpointError: the optimizer keeps a state that belongs to none of the parameters `named`.
     """
     names = {parameter: name for name, parameter in named.items()}
     unknown = [key for key in optimizer.state if key not in names]
     if unknown:
         raise CheckpointError(
-            f"{type(optimizer).__name__} keeps a state under {str(unknown[0])[:60]!r}, which is no parameter of the "
+            f"{type(optimizer).__name__} keeps a state under {str(unknown[0])[:60]!r}, which is not a parameter of the "
             "module; a checkpoint holds state by parameter"
         )
     return {
@@ -46,7 +46,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, named: Mapping[str, torch.
 def check_optimizer_state(
     optimizer: torch.optim.Optimizer, named: Mapping[str, torch.Tensor], state: Mapping[str, Any]
 ) -> None:
-    """Raise CheckpointError unless `state` is one of such an optimizer for these parameters."""
+    """Raise CheckpointError unless `state` belongs to such an optimizer for these parameters."""
     kind = type(optimizer).__name__
     groups = state["groups"]
     if groups.keys() != {str(number) for number in range(len(optimizer.param_groups))}:
@@ -59,7 +59,7 @@ def check_optimizer_state(
             if option not in group:
                 raise CheckpointError(
                     f"the checkpoint's optimizer has an option {option}, this {kind} has none; "
-                    "is it the same optimizer, and with the same kind of schedule?"
+                    "is it the same optimizer with the same kind of schedule?"
                 )
     for name, entry in state.get("state", {}).items():
         if name not in named:
@@ -77,7 +77,7 @@ def check_optimizer_state(
 def restore_optimizer_state(
     optimizer: torch.optim.Optimizer, named: Mapping[str, torch.Tensor], state: Mapping[str, Any]
 ) -> None:
-    """The reverse of `optimizer_state`; what it is given is copied. To be checked before."""
+    """Reverse `optimizer_state`; `state` is copied. Call check_optimizer_state first."""
     for number, group in enumerate(optimizer.param_groups):
         for option, value in state["groups"][str(number)].items():
             if isinstance(group[option], torch.Tensor):
@@ -94,23 +94,23 @@ def restore_optimizer_state(
 
 
 def scheduler_state(scheduler: Scheduler) -> numpy.ndarray:
-    """All that a scheduler of PyTorch keeps, as the bytes that `torch.save` makes of it."""
+    """Return all that a scheduler of PyTorch keeps, as the bytes of `torch.save`."""
     file = io.BytesIO()
     torch.save(scheduler.state_dict(), file)
     return numpy.frombuffer(file.getvalue(), numpy.uint8)
 
 
 def read_scheduler_state(scheduler: Scheduler, state: Any) -> dict[str, Any]:
-    """What `scheduler.load_state_dict` takes.
+    """Return the argument for `scheduler.load_state_dict`.
 
     Raises:
-        CheckpointError: it is not that of such a scheduler.
+        CheckpointError: the state does not belong to such a scheduler.
     """
     kind = type(scheduler).__name__
     try:
         read = torch.load(io.BytesIO(numpy.asarray(state, numpy.uint8).tobytes()), weights_only=True)
         keys = set(read)
-    except Exception as error:  # whatever unpickling raises
+    except Exception as error:  # unpickling may raise anything
         raise CheckpointError(f"the checkpoint's schedule cannot be read for {kind}: {error}") from None
     if keys != scheduler.state_dict().keys():
         raise CheckpointError(f"the checkpoint's schedule holds {', '.join(sorted(keys))}; is it a {kind}?")
@@ -119,7 +119,7 @@ def read_scheduler_state(scheduler: Scheduler, state: Any) -> dict[str, Any]:
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers among a group's options; what else there is cannot change."""
+    """Return the numbers among a group's options; no other option can change."""
     values = {name: _plain(value) for name, value in group.items() if name != "params"}
     return {
         name: value.item() if is_array(value) else list(value) if isinstance(value, tuple) else value

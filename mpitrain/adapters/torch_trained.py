@@ -1,10 +1,9 @@
-"""The parameters of a module that are trained, and what becomes of those that a loss does not use: one rule for
-TorchModule and prepare.
+"""The trained parameters of a module, and the rule for those that a loss does not use, for TorchModule and prepare.
 
-- A parameter that the loss of no rank depends on has no gradient: p.grad is None, and the optimizer leaves it alone, as
-  in one process.
-- One that the loss of some rank depends on gets the mean over all samples on every rank; those of the other ranks count
-  with a gradient of zeros.
+- If no rank's loss depends on a parameter, it has no gradient: p.grad is None, and the optimizer leaves it alone, as in
+  one process.
+- If some rank's loss depends on a parameter, every rank gets the mean over all samples. On the other ranks, the samples
+  count with a gradient of zeros.
 - A rank without samples does not count, whatever its loss depends on.
 """
 
@@ -24,16 +23,16 @@ from mpitrain.exchange.remarks import Remarks
 
 
 class Trained:
-    """Those of one module with requires_grad=True, tied ones once.
+    """The parameters of one module with requires_grad=True, tied ones once.
 
     Attributes:
         named: all parameters of the module by name.
-        tensors: the trained ones by name; their order is that of the indices.
-        layout: what a GradientReducer needs of them, in the same order.
+        tensors: the trained parameters by name, in the order of their indices.
+        layout: their description for a GradientReducer, in the same order.
     """
 
     def __init__(self, module: torch.nn.Module, call: str) -> None:
-        """`call` is what the module was given to, such as `prepare()`, for errors."""
+        """`call` is the name of the call that got the module, such as `prepare()`, for errors."""
         self.named = dict(module.named_parameters())
         self.tensors: dict[str, Any] = {name: one for name, one in self.named.items() if one.requires_grad}
         self.layout = [Parameter(name, tuple(one.shape), array_of(one).dtype) for name, one in self.tensors.items()]
@@ -46,13 +45,14 @@ class Trained:
     def watch(self, came: Callable[[int, Any], None], gone: str = "") -> None:
         """Let every backward pass call the method `came(index, parameter)` when a gradient is final in p.grad.
 
-        The method's object is not kept. Once it is gone, a backward pass raises GradientError(gone); for "" it goes on.
+        The method's object is not kept alive. Once it is gone, a backward pass raises GradientError(gone), or goes on
+        if `gone` is "".
         """
         for index, parameter in enumerate(self._values):
             parameter.register_post_accumulate_grad_hook(partial(call_weakly, WeakMethod(came), gone, index))
 
     def problem(self, index: int, gradient: torch.Tensor) -> str:
-        """Why this cannot be exchanged as the gradient of its parameter; "" where it can."""
+        """Return why this tensor cannot be exchanged as the gradient of its parameter; "" if it can."""
         dtype = self._dtypes[index]
         if (gradient.layout, gradient.dtype, gradient.device.type) == (torch.strided, dtype, "cpu"):
             return ""
@@ -63,7 +63,7 @@ class Trained:
         )
 
     def report(self, remarks: Remarks) -> Iterator[str]:
-        """What the ranks have not used and has not been reported yet, in lines for a person."""
+        """Yield lines about parameters that ranks have not used, if they were not reported before."""
         for indices, text in (
             (remarks.unused, "no rank's loss depends on these parameters, so the optimizer leaves them alone"),
             (remarks.partly_used, "some ranks' losses do not depend on these parameters; zeros count there"),
@@ -74,7 +74,7 @@ class Trained:
 
 
 def call_weakly(method: WeakMethod[Callable[..., Any]], gone: str, *arguments: Any) -> Any:
-    """A hook that does not keep what it belongs to: Python cannot see that PyTorch's hooks end with their parameter."""
+    """Call a hook without keeping its object: Python cannot see that PyTorch's hooks end with their parameter."""
     bound = method()
     if bound is not None:
         return bound(*arguments)

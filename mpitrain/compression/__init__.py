@@ -1,8 +1,9 @@
 """Codecs: fewer bytes on the wire for float32 values. No MPI here, and no state: an exchange holds the residuals.
 
-To add one: a file with a factory that takes `compiled`, and a line below. It then inherits the contract tests
-(tests/test_compression.py, tests/ranks/test_compressed.py), MPITRAIN_COMPRESSION, `mpitrain bench --codecs` and the
-benchmark (benchmarks/codecs.py). Without kernels for GPUs (Codec.device_code) gradients there are coded on the host.
+To add a codec, write a file with a factory that takes `compiled`, and add a line below. The codec then inherits the
+contract tests (tests/test_compression.py, tests/ranks/test_compressed.py), MPITRAIN_COMPRESSION, `mpitrain bench
+--codecs` and the benchmark (benchmarks/codecs.py). If it has no kernels for GPUs (Codec.device_code), gradients on GPUs
+are coded on the host.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ CODECS: dict[str, Callable[[bool], Codec]] = {
 
 
 def make_codec(name: str) -> Codec:
-    """The codec of that name, ready to run: compiled by Numba where that can be imported, else by NumPy.
+    """Make the codec of that name, ready to run: compiled by Numba if it can be imported, otherwise in NumPy.
 
-    Both give the same bits, so ranks with and without Numba can work together; `codec.compiled` says which it is. The
-    first one of a name takes one to two CPU seconds, to load Numba and to compile; no rank waits for another.
+    Both give the same bits, so ranks with and without Numba can work together. `codec.compiled` says which one it is.
+    The first codec of a name takes one to two CPU seconds, to load Numba and to compile. No rank waits for another.
 
     Raises:
         ConfigError: there is no codec of that name.
@@ -38,7 +39,7 @@ def make_codec(name: str) -> Codec:
     if name not in CODECS:
         raise ConfigError(f"there is no codec {name!r}; known: {', '.join(sorted(CODECS))}")
     codec = CODECS[name](can_compile())
-    # Compile now: a first call in the middle of a training step would hold up every rank.
+    # Compile now: to compile in the middle of a training step would delay every rank.
     values, wire = numpy.zeros(1, numpy.float32), numpy.empty(codec.wire_bytes(1), numpy.uint8)
     codec.encode(values, wire, error=values)
     codec.decode(wire, values)

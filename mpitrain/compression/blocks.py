@@ -1,4 +1,4 @@
-"""What int8 and int4 share: the reference in NumPy passes, over rows of one block each."""
+"""The common part of int8 and int4: the reference in NumPy passes, over rows of one block each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy
 
 from mpitrain.compression.codec import PIECE_VALUES, Passes
 
-# Put rounded float32 numbers into the codes, for the values in the slice; and take them out again, as int8.
+# Write puts rounded float32 numbers into the codes, for the values in the slice. Read returns them as int8.
 Write = Callable[[numpy.ndarray, slice, numpy.ndarray], None]
 Read = Callable[[numpy.ndarray, slice], numpy.ndarray]
 
@@ -37,7 +37,7 @@ def twin(
         for part, blocks in pieces(values.size, block_values):
             rows = values[part].reshape(scales[blocks].size, -1)
             work = scratch[: rows.size].reshape(rows.shape)
-            with numpy.errstate(all="ignore"):  # infinity and NaN are values like any other here
+            with numpy.errstate(all="ignore"):  # infinity and NaN are ordinary values here
                 largest = numpy.abs(rows, out=work).max(axis=1)
                 is_finite, is_zero = numpy.isfinite(largest), largest < smallest_absmax
                 scales[blocks] = numpy.minimum(largest / steps, largest_scale)
@@ -66,7 +66,7 @@ def twin(
 
 
 def pieces(count: int, block_values: int) -> Iterator[tuple[slice, slice]]:
-    """Which values and which blocks to take at a time: equally long blocks, then the short one if there is one."""
+    """Yield the values and the blocks to process at a time: equally long blocks, then the short one if there is one."""
     whole = count - count % block_values
     for start in range(0, whole, PIECE_VALUES):
         stop = min(start + PIECE_VALUES, whole)

@@ -5,7 +5,7 @@
     fp16       s eeeee mmmmmmmmmm                       6.1e-5 to 65504 (coarser from 6e-8), 11 significant bits
 
 Rounding is to nearest, ties to even. Four values: 1 + 2^-8 lies halfway between the bf16 numbers 1 and 1.0078125, and
-goes to the even one; 65520 lies halfway between the largest fp16 number and what would come next.
+is rounded to the even one; 65520 lies halfway between the largest fp16 number and the next one that would follow.
 
     values          1.00390625     0.1             65520       1e-8
     bf16 decodes    1              0.10009765625   65536       1.0012e-08
@@ -13,11 +13,11 @@ goes to the even one; 65520 lies halfway between the largest fp16 number and wha
     fp16 decodes    1.00390625     0.0999755859    infinity    0
     error           0              2.441e-05       0           1e-8
 
-A finite value beyond the format's range becomes infinity, as in every cast: a sum that is too large shows. Every NaN
-becomes one and the same NaN. Up to the range's ends, half a unit in the last place bounds the error, and the difference
-is exact in float32, so value = decoded + error without rounding. decode is exact, so encoding again changes nothing.
+A finite value beyond the format's range becomes infinity, as in every cast, so a sum that is too large shows. Every NaN
+becomes the same NaN. Within the range, the error is at most half a unit in the last place, and is exact in float32:
+value = decoded + error without rounding. decode is exact, so encoding again changes nothing.
 
-Cost: 2 bytes a value. Source: IEEE 754-2019, section 4.3.1 (rounding) and 3.6 (binary16); bfloat16: Kalamkar et al.,
+Cost: 2 bytes per value. Source: IEEE 754-2019, section 4.3.1 (rounding) and 3.6 (binary16); bfloat16: Kalamkar et al.,
 A Study of BFLOAT16 for Deep Learning Training, arXiv:1905.12322 (2019). Error feedback: Seide et al., 1-Bit Stochastic
 Gradient Descent, Interspeech 2014; Karimireddy et al., Error Feedback Fixes SignSGD, ICML 2019.
 """
@@ -48,7 +48,7 @@ def bfloat16(compiled: bool) -> Codec:
 
 
 def float16(compiled: bool) -> Codec:
-    """IEEE's half precision: more digits than bf16 for a much smaller range."""
+    """IEEE's half precision: more digits than bf16, but a much smaller range."""
     passes = (
         fast(kernels.encode_fp16, kernels.decode_fp16, kernels.add_fp16)
         if compiled
@@ -60,12 +60,12 @@ def float16(compiled: bool) -> Codec:
 
 
 def parts(count: int) -> list[tuple[numpy.dtype, int]]:
-    """One word a value."""
+    """One word for each value."""
     return [(WORD, count)]
 
 
 def fast(encode: Callable[..., None], decode: Callable[..., None], add: Callable[..., None]) -> Passes:
-    """The kernels, compiled."""
+    """Return the compiled kernels."""
     encode, decode, add = kernels.compiled(encode), kernels.compiled(decode), kernels.compiled(add)
     scratch = numpy.empty(kernels.BLOCK_VALUES, numpy.float32)
     return Passes(
@@ -76,7 +76,7 @@ def fast(encode: Callable[..., None], decode: Callable[..., None], add: Callable
 
 
 def twin(dtype: numpy.dtype, nan: int) -> Passes:
-    """The reference, in NumPy's own casts; `nan` is the word that stands for every NaN."""
+    """Return the reference, which uses NumPy's own casts; `nan` is the word for every NaN."""
     decoded_scratch = numpy.empty(PIECE_VALUES, numpy.float32)
     mask_scratch = numpy.empty(PIECE_VALUES, bool)
 
@@ -88,7 +88,7 @@ def twin(dtype: numpy.dtype, nan: int) -> Passes:
         for piece in pieces(values.size):
             part, word = values[piece], words[piece]
             mask, decoded = mask_scratch[: part.size], decoded_scratch[: part.size]
-            with numpy.errstate(all="ignore"):  # infinity and NaN are values like any other here
+            with numpy.errstate(all="ignore"):  # infinity and NaN are ordinary values here
                 numpy.copyto(word.view(dtype), part, casting="unsafe")
                 numpy.copyto(word, nan, where=numpy.isnan(part, out=mask))
                 if error.size:

@@ -1,4 +1,4 @@
-"""What a codec is: float32 values to the bytes that travel, and back.
+"""The interface of codecs: from float32 values to the bytes that travel, and back.
 
 All arrays are one-dimensional, contiguous and on the host. Sums are made in float32, never in the wire's format.
 """
@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 import numpy
 
-# Up to so many values fit into a codec's scratch memory; more are worked through in pieces of this size.
+# The number of values that fit into a codec's scratch memory. More values are processed in pieces of this size.
 PIECE_VALUES = 65536
 
 
@@ -18,9 +18,9 @@ class DeviceCode(NamedTuple):
     """The kernels that code on a GPU, with the bits of the host's codec.
 
     Attributes:
-        file: in mpitrain/cuda/kernels.
-        name: the kernels in it are `encode_NAME`, `decode_NAME` and `add_decoded_NAME`; codec.cu has what they take.
-        parts: gives the dtype and length of the arrays in a wire of so many values.
+        file: the file in mpitrain/cuda/kernels.
+        name: its kernels are `encode_NAME`, `decode_NAME` and `add_decoded_NAME`; codec.cu documents their arguments.
+        parts: returns the dtype and length of the arrays in a wire of so many values.
     """
 
     file: str
@@ -29,28 +29,28 @@ class DeviceCode(NamedTuple):
 
 
 class Codec(Protocol):
-    """What a factory in CODECS makes. It has no state but scratch memory: one caller at a time for each object."""
+    """The result of a factory in CODECS. Its only state is scratch memory, so an object serves one caller at a time."""
 
     name: str
-    compiled: bool  # by Numba; else NumPy passes, which give the same bits and are slower
-    may_overflow: bool  # what is finite may become infinite
-    # How far off a value is decoded at most, as a part of the largest |value| of the array; in the codec's usual range.
+    compiled: bool  # True: by Numba; False: NumPy passes, which give the same bits and are slower
+    may_overflow: bool  # a finite value may become infinite
+    # The largest error of a decoded value in the codec's usual range, relative to the largest |value| of the array.
     relative_error: float
     device_code: DeviceCode | None  # None: gradients on a GPU are coded on the host
 
     def wire_bytes(self, count: int) -> int:
-        """The bytes on the wire of `count` values."""
+        """Return the number of bytes that `count` values take on the wire."""
         ...
 
     def encode(self, values: numpy.ndarray, wire: numpy.ndarray, error: numpy.ndarray | None = None) -> None:
-        """Overwrite `wire`; and `error`, if given, by values - decode(wire), in float32.
+        """Overwrite `wire` with the encoded values; overwrite `error`, if given, with values - decode(wire) in float32.
 
-        Where what was decoded is not finite, `error` is 0: what is infinite or NaN once must not stay in a residual.
+        If the decoded value is not finite, `error` is 0, because infinity and NaN must not stay in a residual.
 
         Args:
             values: float32[n].
             wire: uint8[wire_bytes(n)].
-            error: float32[n]; either the same memory as `values` or none of it.
+            error: float32[n]; either exactly the memory of `values`, or none of it.
 
         Raises:
             ValueError: the arrays do not fit together.
@@ -58,16 +58,16 @@ class Codec(Protocol):
         ...
 
     def decode(self, wire: numpy.ndarray, values: numpy.ndarray) -> None:
-        """Overwrite `values`, float32[n], by what `wire`, uint8[wire_bytes(n)], holds. Raises as encode does."""
+        """Overwrite `values`, float32[n], with the content of `wire`, uint8[wire_bytes(n)]. Raises as encode does."""
         ...
 
     def add(self, wire: numpy.ndarray, total: numpy.ndarray) -> None:
-        """Add to `total`, float32[n], what decode(wire) gives, one float32 addition a value. Raises as encode does."""
+        """Add decode(wire) to `total`, float32[n], with one float32 addition per value. Raises as encode does."""
         ...
 
 
 class Passes(NamedTuple):
-    """The work itself, on the arrays that lie in a wire. `error` is empty where none is asked for."""
+    """The actual work, on the arrays in a wire. `error` is empty if the caller does not need it."""
 
     encode: Callable[[numpy.ndarray, tuple[numpy.ndarray, ...], numpy.ndarray], None]  # values, parts, error
     decode: Callable[[tuple[numpy.ndarray, ...], numpy.ndarray], None]  # parts, values
@@ -75,7 +75,7 @@ class Passes(NamedTuple):
 
 
 class ArrayCodec:
-    """A Codec whose wire is a few arrays one behind the other."""
+    """A Codec whose wire consists of a few consecutive arrays."""
 
     def __init__(
         self,
@@ -90,8 +90,8 @@ class ArrayCodec:
     ) -> None:
         """
         Args:
-            name: of the codec.
-            parts: gives the dtype and length of the arrays in a wire of so many values.
+            name: the name of the codec.
+            parts: returns the dtype and length of the arrays in a wire of so many values.
             passes: the work.
             compiled: see Codec.
             relative_error: see Codec.
@@ -128,7 +128,7 @@ class ArrayCodec:
         self._passes.add(self._arrays(wire, total), total)
 
     def _arrays(self, wire: numpy.ndarray, values: numpy.ndarray) -> tuple[numpy.ndarray, ...]:
-        """The arrays in `wire`. Compiled code does not look whether it leaves an array, so it is checked here."""
+        """Return the arrays in `wire`. Check the sizes here, because compiled code checks no bounds."""
         if values.ndim != 1 or values.dtype != numpy.float32 or not values.flags.c_contiguous:
             raise ValueError(
                 f"{self.name}: values are {values.dtype} {values.shape}; they must be float32, one-dimensional and "

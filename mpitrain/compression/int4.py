@@ -5,8 +5,9 @@ The wire of n values, with b = n / 64 rounded up; the last block may be short:
     | scale of block 0 | scale of block 1 | ... | b scales, 4 bytes each
     | codes of block 0: 32 bytes | codes of block 1 | ... | n / 2 bytes, rounded up; two codes in each
 
-The value of even index is in a byte's lower four bits, that of odd index in the upper four, both in two's complement; a
-last byte of one value has zeros above. Scale, rounding and everything else are as in int8.py, with 7 for 127:
+A value of even index is in a byte's lower four bits, a value of odd index in the upper four, both in two's complement.
+If the last byte holds only one value, its upper bits are zeros. Scale, rounding and the rest are as in int8.py, with 7
+for 127:
 
     scale = largest |value| / 7        code = value x (7 / largest |value|), rounded        decoded = code x scale
 
@@ -23,13 +24,13 @@ One block of five values:
   to 7 steps.
 - A block whose largest |value| is below 7 x 2^-126 = 8.2e-38 is encoded as zeros; all of it goes to the error.
 - Infinity or NaN in a block: its scale is NaN, its codes are 0, all of it decodes to NaN on every rank.
-- 7 x the largest scale is finite, so none is cut, unlike those of int8.
+- 7 x the largest scale is finite, so no scale is limited, unlike the scales of int8.
 
-Shorter blocks than int8's, as so few steps leave most of a long block at 0: of normally distributed values, the root
-mean square of the error is 10.8 % of theirs with 64 to a block; 9.7 % with 32, for 11 % more bytes; 12.7 % with 256,
-for 8 % fewer.
+The blocks are shorter than int8's, because so few steps leave most values of a long block at 0. For normally
+distributed values, the root mean square of the error is 10.8 % of that of the values with blocks of 64; 9.7 % with
+blocks of 32, for 11 % more bytes; 12.7 % with blocks of 256, for 8 % fewer.
 
-Cost: 0.5 + 4 / 64 = 0.5625 bytes a value. Source: as of int8.py; blocks of 64 for 4 bits: Dettmers et al., QLoRA,
+Cost: 0.5 + 4 / 64 = 0.5625 bytes per value. Source: as of int8.py; blocks of 64 for 4 bits: Dettmers et al., QLoRA,
 NeurIPS 2023 (with other codes, for weights at rest).
 """
 
@@ -45,7 +46,7 @@ SCALE, CODES = numpy.dtype(numpy.float32), numpy.dtype(numpy.uint8)
 
 
 def int4(compiled: bool) -> Codec:
-    """Whole numbers from -7 to 7 in blocks of 64 with a scale each."""
+    """Whole numbers from -7 to 7, in blocks of 64 with one scale each."""
     passes, error = fast() if compiled else twin(), (0.5 + 2.0**-18) / 7
     return ArrayCodec("int4", parts, passes, compiled, relative_error=error, device_file="codec.cu")
 
@@ -56,7 +57,7 @@ def parts(count: int) -> list[tuple[numpy.dtype, int]]:
 
 
 def fast() -> Passes:
-    """The kernels, compiled."""
+    """Return the compiled kernels."""
     encode, decode, add = (
         kernels.compiled(kernel) for kernel in (kernels.encode_int4, kernels.decode_int4, kernels.add_int4)
     )
@@ -70,7 +71,7 @@ def fast() -> Passes:
 
 
 def twin() -> Passes:
-    """The reference, in NumPy passes."""
+    """Return the reference, in NumPy passes."""
     scratch = numpy.empty(PIECE_VALUES, numpy.int8)
 
     def write(codes: numpy.ndarray, part: slice, rounded: numpy.ndarray) -> None:
@@ -85,7 +86,7 @@ def twin() -> Passes:
     def read(codes: numpy.ndarray, part: slice) -> numpy.ndarray:
         packed = codes[part.start // 2 : (part.stop + 1) // 2].view(numpy.int8)
         nibbles = scratch[: 2 * packed.size]
-        # To the upper half and back with the sign.
+        # Shift to the upper half and back, to extend the sign.
         numpy.right_shift(numpy.left_shift(packed, 4, out=nibbles[::2]), 4, out=nibbles[::2])
         numpy.right_shift(packed, 4, out=nibbles[1::2])
         return nibbles[: part.stop - part.start]

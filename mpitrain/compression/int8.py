@@ -9,7 +9,7 @@ All scales come first, so that both arrays are aligned and one loop runs over al
 
     scale = largest |value| / 127        code = value x (127 / largest |value|), rounded        decoded = code x scale
 
-Rounding is to nearest, ties to even; there is no chance in it, so every rank gets the same. One block of five values:
+Rounding is to nearest, ties to even. It is not random, so every rank gets the same codes. One block of five values:
 
     values      50    -127     0.4     1.5     2.5
     scale 1: codes
@@ -21,14 +21,14 @@ Rounding is to nearest, ties to even; there is no chance in it, so every rank ge
   to 127 steps.
 - A block of one constant decodes to it exactly or, for 0.8 % of all numbers, to the float32 next to it. A block of
   zeros has scale 0 and decodes to zeros (-0 to 0). Encoding what was decoded gives the same wire.
-- Infinity or NaN in a block: its scale is NaN, its codes are 0, all of it decodes to NaN on every rank. Nothing of an
-  overflow gets lost.
+- Infinity or NaN in a block: its scale is NaN, its codes are 0, all of it decodes to NaN on every rank. So an overflow
+  is never hidden.
 - Largest |value| below 127 x 2^-126 = 1.5e-36: the scale would be subnormal, with fewer digits, and its reciprocal
   might be infinite. Such a block is encoded as zeros; all of it goes to the error.
-- No scale is above 2.679e36, the largest one of which 127 times is finite: the largest float32 decodes to the one
-  below.
+- No scale is above 2.679e36, the largest scale for which 127 x scale is finite. So the largest float32 decodes to the
+  float32 below it.
 
-Cost: 1 + 4 / 256 = 1.016 bytes a value. Source: Dettmers, 8-Bit Approximations for Parallelism in Deep Learning, ICLR
+Cost: 1 + 4 / 256 = 1.016 bytes per value. Source: Dettmers, 8-Bit Approximations for Parallelism in Deep Learning, ICLR
 2016, and block-wise as in Dettmers et al., 8-bit Optimizers via Block-wise Quantization, ICLR 2022 (with linear codes
 here). Error feedback: Seide et al., 1-Bit Stochastic Gradient Descent, Interspeech 2014; Karimireddy et al., Error
 Feedback Fixes SignSGD, ICML 2019.
@@ -46,7 +46,7 @@ SCALE, CODE = numpy.dtype(numpy.float32), numpy.dtype(numpy.int8)
 
 
 def int8(compiled: bool) -> Codec:
-    """Whole numbers from -127 to 127 in blocks of 256 with a scale each."""
+    """Whole numbers from -127 to 127, in blocks of 256 with one scale each."""
     passes, error = fast() if compiled else twin(), (0.5 + 2.0**-14) / 127
     return ArrayCodec("int8", parts, passes, compiled, relative_error=error, device_file="codec.cu")
 
@@ -57,7 +57,7 @@ def parts(count: int) -> list[tuple[numpy.dtype, int]]:
 
 
 def fast() -> Passes:
-    """The kernels, compiled."""
+    """Return the compiled kernels."""
     encode, decode, add = (
         kernels.compiled(kernel) for kernel in (kernels.encode_int8, kernels.decode_int8, kernels.add_int8)
     )
@@ -70,7 +70,7 @@ def fast() -> Passes:
 
 
 def twin() -> Passes:
-    """The reference, in NumPy passes."""
+    """Return the reference, in NumPy passes."""
 
     def write(codes: numpy.ndarray, part: slice, rounded: numpy.ndarray) -> None:
         numpy.copyto(codes[part], rounded, casting="unsafe")

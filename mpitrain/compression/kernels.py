@@ -1,20 +1,21 @@
-"""The codecs' loops for Numba, the only module that imports it. Same bits as the NumPy twins of cast.py and blocks.py.
+"""The codecs' loops for Numba, with the same bits as the NumPy twins in cast.py and blocks.py. Only this module imports
+Numba.
 
-Each value is read once and worked on while it is in a register; NumPy goes through memory once for each operation.
-What makes LLVM turn these loops into vector instructions:
+These loops read each value once and process it while it is in a register. NumPy goes through memory for each operation.
+LLVM turns these loops into vector instructions because of the following:
 
 - Blocks as slices, so that every index is a plain 0 to n.
-- Errors go to a small scratch array first. Where `error` is the memory of `values`, a loop that reads one and writes
-  the other would be run value by value; a loop of either and the scratch is not.
-- The largest |value| of a block by integers: the bits of floats without their sign are ordered as the floats are, with
-  infinity and NaN above all others, and the largest of integers may be found in any order.
-- No `fastmath`: it would allow LLVM to join multiplication and addition, and to assume that there is no NaN.
+- Errors go to a small scratch array first. If `error` is the memory of `values`, a loop that reads one and writes the
+  other would run value by value. A loop over one of them and the scratch does not.
+- Integers give the largest |value| of a block: the bits of floats without their sign are ordered as the floats are,
+  with infinity and NaN above all others, and the largest integer may be found in any order.
+- No `fastmath`: it would allow LLVM to fuse multiplication and addition, and to assume that there is no NaN.
 
-NumPy's types are spelled out at every step, as Numba makes 64-bit numbers of 32-bit ones otherwise.
+NumPy's types are spelled out at every step, because Numba would otherwise turn 32-bit numbers into 64-bit ones.
 
-Nothing is kept on disk (`cache=True`): the index of that cache is read, changed and written without a lock, so two
-nodes with different CPUs that share a folder may put two programs under one name, and one of them die of an illegal
-instruction (see also Numba's issue 10128). Compilation takes about one CPU second a codec.
+Nothing is cached on disk (`cache=True`): Numba reads, changes and writes the index of that cache without a lock. So two
+nodes with different CPUs that share a folder may store two programs under one name, and one of the nodes dies of an
+illegal instruction (see also Numba's issue 10128). Compilation takes about one CPU second per codec.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import numpy
 from numpy import float32, int8, int32, uint8, uint32
 
 BLOCK_VALUES = 256
-# int8: below it the scale would not be a normal number; above it 127 x scale would not be finite.
+# int8: below the first the scale would not be a normal number; above the second 127 x scale would not be finite.
 SMALLEST_ABSMAX = float32(127 * 2.0**-126)
 LARGEST_SCALE = numpy.nextafter(numpy.finfo(float32).max / float32(127), float32(0))
 INT4_BLOCK_VALUES = 64
@@ -38,18 +39,18 @@ _NAN = float32(numpy.nan)
 
 
 def can_compile() -> bool:
-    """Whether Numba is there (and not told to compile nothing by NUMBA_DISABLE_JIT)."""
+    """Whether Numba is installed, and NUMBA_DISABLE_JIT does not switch it off."""
     try:
         import numba
     except ImportError:
         return False
-    config: Any = numba.config  # its names are made when it is loaded
+    config: Any = numba.config  # its names exist only at run time
     return not config.DISABLE_JIT
 
 
 @cache
 def compiled(kernel: Callable[..., None]) -> Callable[..., None]:
-    """`kernel`, compiled at its first call; lets go of Python's lock while it runs."""
+    """Let Numba compile `kernel` at its first call. The kernel releases Python's lock while it runs."""
     import numba
 
     result: Callable[..., None] = numba.njit(nogil=True, error_model="numpy")(kernel)
@@ -114,7 +115,7 @@ def encode_int4(
     scratch: numpy.ndarray,
     nibbles: numpy.ndarray,
 ) -> None:
-    """See int4.py. `nibbles` takes the codes of a block, before two become a byte."""
+    """See int4.py. `nibbles` holds the codes of a block before two codes become a byte."""
     all_bits = values.view(uint32)
     for block in range(scales.size):
         start = block * INT4_BLOCK_VALUES
@@ -128,7 +129,7 @@ def encode_int4(
         if largest < _INFINITY and absmax >= INT4_SMALLEST_ABSMAX:
             scale = float32(absmax / float32(7))
             inverse = float32(float32(7) / absmax)
-        nibbles[part.size & ~1 :] = 0  # above the last one of an odd number
+        nibbles[part.size & ~1 :] = 0  # the upper half of the last byte, if the number is odd
         if largest < _INFINITY:
             scales[block] = scale
             for i in range(part.size):
@@ -147,7 +148,7 @@ def encode_int4(
 
 
 def decode_int4(scales: numpy.ndarray, codes: numpy.ndarray, values: numpy.ndarray) -> None:
-    """See int4.py. Four bits as a number: with the sign's bit turned round they are 8 more than it."""
+    """See int4.py. Four bits to a number: with the sign bit flipped, they are the number plus 8."""
     for block in range(scales.size):
         start = block * INT4_BLOCK_VALUES
         part, scale = values[start : start + INT4_BLOCK_VALUES], scales[block]
@@ -176,7 +177,7 @@ def add_int4(scales: numpy.ndarray, codes: numpy.ndarray, total: numpy.ndarray) 
 
 
 def encode_bf16(values: numpy.ndarray, words: numpy.ndarray, error: numpy.ndarray, scratch: numpy.ndarray) -> None:
-    """Half of what is cut off is added first; one less where the last bit that stays is 0, so that ties go to even."""
+    """Add half of the range that is cut off first; one less if the last kept bit is 0, so that ties go to even."""
     all_bits = values.view(uint32)
     for start in range(0, values.size, BLOCK_VALUES):
         stop = min(start + BLOCK_VALUES, values.size)
@@ -209,8 +210,8 @@ def add_bf16(words: numpy.ndarray, total: numpy.ndarray) -> None:
 
 
 def encode_fp16(values: numpy.ndarray, words: numpy.ndarray, error: numpy.ndarray, scratch: numpy.ndarray) -> None:
-    """Normal numbers as in encode_bf16, with another exponent. The subnormal ones of fp16 are multiples of 2^-24, which
-    is the last bit of a float32 from 0.5 to 1: adding 0.5 rounds them, and leaves them in the lowest bits.
+    """Normal numbers are rounded as in encode_bf16, with another exponent. Subnormal numbers of fp16 are multiples of
+    2^-24, the last bit of a float32 between 0.5 and 1: adding 0.5 rounds them, and leaves them in the lowest bits.
     """
     all_bits = values.view(uint32)
     for start in range(0, values.size, BLOCK_VALUES):
@@ -218,15 +219,15 @@ def encode_fp16(values: numpy.ndarray, words: numpy.ndarray, error: numpy.ndarra
         part, bits, word = values[start:stop], all_bits[start:stop], words[start:stop]
         for i in range(bits.size):
             x = uint32(bits[i] & uint32(0x7FFFFFFF))
-            # 0xC8000FFF is half of what is cut off, and 15 - 127 in the place of the exponent.
+            # 0xC8000FFF is half of the range that is cut off, and 15 - 127 in the place of the exponent.
             normal = uint32(x + uint32(0xC8000FFF) + (x >> uint32(13) & uint32(1))) >> uint32(13)
             small = float32(x.view(float32) + float32(0.5)).view(uint32) - uint32(0x3F000000)
             rounded = uint32(small) if x < uint32(0x38800000) else uint32(normal)  # 2^-14
-            # From 65520 on, which is halfway to what would come after the largest one.
+            # From 65520 on, which is halfway between the largest number and the next one that would follow.
             rounded = uint32(0x7C00) if x >= uint32(0x477FF000) else rounded
             signed = uint32(rounded | (bits[i] >> uint32(16) & uint32(0x8000)))
             word[i] = uint32(0x7E00) if x > _INFINITY else signed
-            # What decode_fp16 makes of it, where it is finite.
+            # The result of decode_fp16, if it is finite.
             shifted = uint32(rounded << uint32(13))
             lowest = float32(uint32(shifted + uint32(0x38800000)).view(float32) - float32(2.0**-14)).view(uint32)
             decoded = uint32(lowest) if rounded < uint32(0x400) else uint32(shifted + uint32(0x38000000))
@@ -238,7 +239,7 @@ def encode_fp16(values: numpy.ndarray, words: numpy.ndarray, error: numpy.ndarra
 
 
 def decode_fp16(words: numpy.ndarray, values: numpy.ndarray) -> None:
-    """Moves the exponent; a subnormal number is made normal by adding 2^-14 in bits, and taking it off in float32."""
+    """Move the exponent. A subnormal number becomes normal by adding 2^-14 in bits and subtracting it in float32."""
     bits = values.view(uint32)
     for i in range(bits.size):
         word = uint32(words[i])

@@ -3,7 +3,7 @@
     params = mpitrain.jax.sync(params)
     step = mpitrain.jax.mean(jax.value_and_grad(loss), weight=lambda params, x, y: len(x))
 
-docs/jax.md has the rest: from one process or another library to this one, derivatives, limits.
+docs/jax.md explains how to move from one process or another library to this one, derivatives, and limits.
 """
 
 try:

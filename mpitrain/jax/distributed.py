@@ -21,20 +21,20 @@ _CONNECT_SECONDS = 3.0
 
 
 def initialize() -> None:
-    """jax.distributed.initialize with everything it asks for taken from MPI. All ranks call it, before JAX computes.
+    """Call jax.distributed.initialize with arguments from MPI. All ranks call this before JAX computes.
 
-    From then on jax.devices() are those of all ranks, JAX's own collectives (jit over a Mesh, shard_map) run between
-    them, by NCCL on GPUs and Gloo on CPUs, and rank r is JAX's process r. The GPUs of a machine are divided among its
-    ranks, unless each has its own already by CUDA_VISIBLE_DEVICES or `mpitrain run --hosts`.
+    From then on, jax.devices() lists the devices of all ranks, and JAX's own collectives (jit over a Mesh, shard_map)
+    run between them, with NCCL on GPUs and Gloo on CPUs. Rank r is JAX's process r. The GPUs of a machine are divided
+    among its ranks, unless CUDA_VISIBLE_DEVICES or `mpitrain run --hosts` has given each rank its own.
 
     Raises:
-        DeviceError: a machine has fewer GPUs than ranks. On every rank.
-        LaunchError: no address of rank 0's machine can be reached from all others. On every rank.
-        RuntimeError: by JAX, where it has computed something already.
+        DeviceError: a machine has fewer GPUs than ranks. Raised on every rank.
+        LaunchError: no address of rank 0's machine can be reached from all others. Raised on every rank.
+        RuntimeError: JAX has already computed something; JAX raises this.
     """
     world = init()
     if world.observer:
-        world.print("mpitrain verify: what JAX's own collectives exchange is not seen, only calls of mpitrain.jax are")
+        world.print("mpitrain verify: only calls of mpitrain.jax are seen, not exchanges by JAX's own collectives")
     gpus = _gpus(world)
     address = _meeting_point(world)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -48,11 +48,11 @@ def initialize() -> None:
 
 
 def _meeting_point(world: World) -> str:
-    """HOST:PORT on rank 0's machine that every rank can connect to, on a port that was free just now. Collective."""
+    """Return HOST:PORT on rank 0's machine that every rank can reach; the port was free just now. Collective."""
     with socket.socket() as listener:
         meeting: tuple[list[str], int] = ([], 0)
         if world.is_root:
-            # Connections are made by the kernel, up to that many without being accepted.
+            # The kernel completes up to that many connections without accept().
             listener.bind(("0.0.0.0", 0))
             listener.listen(len(world.hosts) * 8)
             meeting = _own_addresses(world.hosts) if world.num_nodes > 1 else ["127.0.0.1"], listener.getsockname()[1]
@@ -64,18 +64,18 @@ def _meeting_point(world: World) -> str:
         raise everywhere(
             LaunchError(
                 f"{world.name(lost)} cannot connect to {world.name(0)}, port {port}, at any address that all can use; "
-                f"tried: {', '.join(addresses) or 'none, it has none'}. Let TCP through between the machines (mpitrain "
-                "check-cluster), and let their names lead to addresses that the others can reach"
+                f"tried: {', '.join(addresses) or 'none, it has none'}. Allow TCP between the machines (mpitrain "
+                "check-cluster), and make their names resolve to addresses that the others can reach"
             )
         )
     return f"{common[0]}:{port}"
 
 
 def _own_addresses(hosts: Sequence[str]) -> list[str]:
-    """This machine's IPv4 addresses, those that it uses towards the other hosts first; no loopback."""
+    """Return this machine's IPv4 addresses, except loopback; first those that it uses towards the other hosts."""
     addresses: dict[str, None] = {}
     for host in dict.fromkeys(hosts):
-        # Connecting a datagram socket sends nothing, and says which of our addresses would be used.
+        # Connecting a datagram socket sends nothing, and shows which of this machine's addresses would be used.
         with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as towards:
             towards.connect((host, 9))
             addresses[towards.getsockname()[0]] = None
@@ -92,13 +92,13 @@ def _answers(address: str, port: int) -> bool:
 
 @dataclass(frozen=True)
 class Sight:
-    """What GPUs a rank may use.
+    """The GPUs that a rank may use.
 
     Attributes:
-        node_rank: its machine.
-        visible: CUDA_VISIBLE_DEVICES, None where it is not set.
-        count: how many CUDA sees.
-        given: by `mpitrain run --hosts`, such as "cuda:1".
+        node_rank: the number of its machine.
+        visible: CUDA_VISIBLE_DEVICES; None if it is not set.
+        count: the number of GPUs that CUDA sees.
+        given: the device that `mpitrain run --hosts` has given to the rank, such as "cuda:1".
     """
 
     node_rank: int
@@ -108,9 +108,9 @@ class Sight:
 
 
 def _gpus(world: World) -> list[int] | None:
-    """The GPUs of this rank, for JAX; None: all that it sees. Collective."""
+    """Return the GPUs of this rank, for JAX; None: all that it sees. Collective."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    # JAX cannot be asked before it is initialised, which is too early, and without its plugin it sees none.
+    # JAX must not be initialised yet, so it cannot be asked. Without its plugin it sees no GPUs.
     if not any("cuda" in entry.name for entry in entry_points(group="jax_plugins")):
         count = 0
     elif visible is not None:
@@ -127,14 +127,14 @@ def _gpus(world: World) -> list[int] | None:
 
 
 def share_of_gpus(sights: Sequence[Sight], rank: int) -> list[int] | None:
-    """The GPUs of one rank, by their numbers among those that it sees; None: all of them, or there are none.
+    """Return the GPUs of one rank, by their numbers among those that it sees; None: all of them, or there are none.
 
     Args:
-        sights: what every rank sees.
-        rank: which of them.
+        sights: the GPUs that each rank sees, in rank order.
+        rank: the rank.
 
     Raises:
-        DeviceError: its machine has fewer GPUs than ranks, which must not share one.
+        DeviceError: the rank's machine has fewer GPUs than ranks. Ranks must not share a GPU here.
     """
     sight = sights[rank]
     if sight.given.startswith("cuda:"):

@@ -1,4 +1,5 @@
-"""What a JAX program calls: sync, mean, weighted_mean, sum, shard. Outside jit they work on the arrays' own memory."""
+"""The calls for JAX programs: sync, mean, weighted_mean, sum, shard. Outside jit they work on the arrays' own
+memory."""
 
 from __future__ import annotations
 
@@ -20,18 +21,18 @@ Result = TypeVar("Result")
 
 
 def sync(tree: PyTree, root: int = 0) -> PyTree:
-    """`root`'s values in a new pytree on every rank, on the devices where each rank had its own.
+    """Return `root`'s values in a new pytree on every rank, on the devices where each rank had its own values.
 
-    Every rank calls it, outside jit: once, before training, with the parameters and the optimizer's state.
+    Every rank calls this outside jit. Call it once, before training, with the parameters and the optimizer's state.
 
     Args:
-        tree: any pytree of JAX or NumPy arrays of any dtype and shape, and numbers; not changed. Names, shapes and
-            dtypes of the leaves must be equal on all ranks.
+        tree: any pytree of numbers, and of JAX or NumPy arrays of any dtype and shape. It is not changed. Names, shapes
+            and dtypes of the leaves must be equal on all ranks.
         root: the rank whose values count.
 
     Raises:
-        MismatchError: the leaves differ. On every rank, before anything is sent.
-        TreeError: a leaf that cannot be sent, such as PRNG keys; or the call is inside jit.
+        MismatchError: the leaves differ. Raised on every rank, before anything is sent.
+        TreeError: a leaf cannot be sent, such as PRNG keys; or the call is inside jit.
     """
     names, leaves, form = named_leaves(tree)
     if is_traced(leaves):
@@ -42,17 +43,17 @@ def sync(tree: PyTree, root: int = 0) -> PyTree:
 
 
 def mean(function: Callable[..., Result], weight: Any = 1.0) -> Callable[..., Result]:
-    """A function like this one whose result is the weighted mean over ranks: see `weighted_mean`.
+    """Return a function like `function` whose result is the weighted mean over ranks; see `weighted_mean`.
 
         step = mpitrain.jax.mean(jax.value_and_grad(loss), weight=lambda params, x, y: len(x))
 
-    It may be called inside jit and outside. All ranks call it together.
+    The returned function may be called inside jit and outside. All ranks call it together.
 
     Args:
-        function: its result is a pytree of floating leaves, such as a loss and gradients.
-        weight: this rank's: a number, or a function of the same arguments that returns one (traced inside jit), as a
-            rule the number of samples. The default counts every rank alike, which is right only if all have equally
-            many.
+        function: returns a pytree of floating leaves, such as a loss and gradients.
+        weight: this rank's weight, usually its number of samples: a number, or a function of the same arguments that
+            returns a number (traced inside jit). The default counts every rank equally, which is right only if all
+            ranks have equally many samples.
 
     Raises:
         TypeError: `function` cannot be called.
@@ -74,41 +75,41 @@ def mean(function: Callable[..., Result], weight: Any = 1.0) -> Callable[..., Re
 
 
 def weighted_mean(tree: PyTree, weight: Any = 1.0) -> PyTree:
-    """The weighted mean over ranks of every leaf, in a new pytree; the same bits on every rank, inside jit and outside.
+    """Return the weighted mean over ranks of every leaf, in a new pytree, with the same bits on every rank.
 
-    mean = sum over ranks of weight x leaf, divided by the sum of the weights. All leaves go in one exchange. It has no
-    derivative: differentiate first, or use `sum`.
+    mean = sum over ranks of weight x leaf, divided by the sum of the weights. All leaves go in one exchange. Call this
+    inside jit or outside. It has no derivative: differentiate first, or use `sum`.
 
     Args:
-        tree: any pytree of floating JAX or NumPy arrays, and numbers; the same names, shapes and dtypes on every rank.
-            Results are where the arrays were.
-        weight: this rank's, in samples, a number or an array of no dimension; 0 makes this rank's values count for
-            nothing, NaN included.
+        tree: any pytree of numbers and floating JAX or NumPy arrays, with the same names, shapes and dtypes on every
+            rank. Results are where the arrays were.
+        weight: this rank's weight, in samples: a number, or an array without dimensions. With weight 0, this rank's
+            values do not count, not even NaN.
 
     Raises:
-        MismatchError: the leaves differ, or ranks make different calls. On every rank.
-        TreeError: a leaf that has no mean, such as an integer array.
-        DataError: a weight is negative or not finite, or all are 0. On every rank.
+        MismatchError: the leaves differ, or ranks make different calls. Raised on every rank.
+        TreeError: a leaf has no mean, such as an integer array.
+        DataError: a weight is negative or not finite, or all are 0. Raised on every rank.
         jax.errors.JaxRuntimeError: inside jit, in place of MismatchError and DataError, with their text.
-        TypeError: it is differentiated.
+        TypeError: the result is differentiated.
     """
     return _exchanged("mean", tree, weight)
 
 
 def sum(tree: PyTree) -> PyTree:
-    """The sum over ranks of every leaf, in a new pytree; the same bits on every rank, inside jit and outside.
+    """Return the sum over ranks of every leaf, in a new pytree, with the same bits on every rank.
 
-    Its derivative (reverse mode) is the sum over ranks of the cotangents: the gradient that each rank gets is that of
-    the sum over ranks of all their losses. Leaves may be integers too, which wrap. Otherwise as `weighted_mean`.
+    Its derivative (reverse mode) is the sum over ranks of the cotangents, so each rank gets the gradient of the sum of
+    all ranks' losses. Leaves may also be integers, which wrap on overflow. The rest is as for `weighted_mean`.
     """
     return _exchanged("sum", tree, 1.0)
 
 
 def shard(batches: Iterable[PyTree], start: int = 0) -> Iterator[PyTree]:
-    """This rank's part of every batch, as `World.shard`, for pytrees of any kind and of JAX's arrays too.
+    """Yield this rank's part of every batch, like `World.shard`, for any pytrees, also of JAX's arrays.
 
-    The parts are NumPy arrays, which jitted functions take, without a copy where the batches are on the host. Where
-    their number of samples changes, jit compiles anew: it does so once for each of the few sizes there are.
+    The parts are NumPy arrays, which jitted functions accept. They are no copies if the batches are on the host. For
+    each new number of samples, jit compiles again; there are only a few sizes.
     """
     form: Any = None
 
@@ -125,7 +126,7 @@ def shard(batches: Iterable[PyTree], start: int = 0) -> Iterator[PyTree]:
 def _exchanged(operation: str, tree: PyTree, weight: Any) -> PyTree:
     names, leaves, form = named_leaves(tree)
     if is_traced([weight, *leaves]):
-        # What is differentiated must be an argument of its own; a weight that is not traced must stay a number.
+        # A value that is differentiated must be an argument of its own; a weight that is not traced must stay a number.
         weights = [weight] if isinstance(weight, jax.Array) else []
         arrays = [_array(leaf, operation) for leaf in leaves]
         results = _differentiable((operation, names, None if weights else weight), arrays, weights)
@@ -135,7 +136,7 @@ def _exchanged(operation: str, tree: PyTree, weight: Any) -> PyTree:
 
 
 def _array(leaf: Leaf, operation: str) -> Leaf:
-    """Numbers as JAX has them; those of a mean are floating, as in World.mean."""
+    """Turn a number into JAX's type for it. Numbers of a mean become floating, as in World.mean."""
     if isinstance(leaf, bool | int) and operation == "mean":
         leaf = float(leaf)
     return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
@@ -152,7 +153,7 @@ _Call = tuple[str, tuple[str, ...], Any]  # operation, names, and the weight unl
 def _differentiable(call: _Call, leaves: list[Leaf], weights: list[Leaf]) -> list[Leaf]:
     operation, names, weight = call
     weight = weights[0] if weights else weight
-    # jax.grad outside jit comes here with plain values.
+    # jax.grad outside jit calls this with plain values.
     make = in_callback if is_traced([weight, *leaves]) else _direct
     return make(operation, names, leaves, weight)
 
@@ -168,7 +169,7 @@ def _backward(call: _Call, _: None, cotangents: list[Leaf]) -> tuple[list[Leaf],
             "a mean over ranks has no derivative here: put mean() around jax.value_and_grad(loss), or build the loss "
             "with mpitrain.jax.sum"
         )
-    # Integers have no gradient, and JAX hands in a mark of dtype float0 for them.
+    # Integers have no gradient; JAX passes a marker of dtype float0 for them.
     places = [place for place, one in enumerate(cotangents) if one.dtype != jax.dtypes.float0]
     call = "sum", tuple(f"cotangent of {names[place]}" for place in places), 1.0
     results = list(cotangents)

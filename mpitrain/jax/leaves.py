@@ -1,4 +1,4 @@
-"""The leaves of a pytree: their names, as NumPy arrays, and back to where they were."""
+"""The leaves of a pytree: their names, their values as NumPy arrays, and the way back to their devices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Leaf = Any
 
 
 def named_leaves(tree: PyTree) -> tuple[tuple[str, ...], list[Leaf], Any]:
-    """The leaves' names, such as `dense/weight`, no two alike; the leaves; and the form, for jax.tree.unflatten."""
+    """Return the leaves' unique names, such as `dense/weight`; the leaves; and the form, for jax.tree.unflatten."""
     paths, form = jax.tree_util.tree_flatten_with_path(tree)
     names = ["/".join(map(_step, path)) or "value" for path, _ in paths]
     if len(set(names)) < len(names):  # {"a/b": x, "a": {"b": y}}
@@ -23,15 +23,17 @@ def named_leaves(tree: PyTree) -> tuple[tuple[str, ...], list[Leaf], Any]:
 
 
 def _step(entry: Any) -> str:
-    """One step of a path: a key of a dict, a place in a list, or the name of an attribute."""
+    """Return one step of a path: a key of a dict, a position in a list, or the name of an attribute."""
     return next((str(getattr(entry, kind)) for kind in ("key", "idx", "name") if hasattr(entry, kind)), str(entry))
 
 
 def on_host(names: Sequence[str], leaves: Sequence[Leaf]) -> list[Leaf]:
-    """JAX's arrays as NumPy's: on a CPU over the same memory, read-only; others are copied here. The rest as it is.
+    """Return JAX's arrays as NumPy arrays, read-only. Those on a CPU share memory, others are copied to the host.
+
+    Other leaves are returned unchanged.
 
     Raises:
-        TreeError: an array of PRNG keys, or one that is spread over several processes.
+        TreeError: an array has PRNG keys, or is spread over several processes.
     """
     for name, leaf in zip(names, leaves, strict=True):
         check(name, leaf)
@@ -40,7 +42,7 @@ def on_host(names: Sequence[str], leaves: Sequence[Leaf]) -> list[Leaf]:
 
 
 def check(name: str, leaf: Leaf) -> None:
-    """Raise TreeError if `leaf` is a JAX array that has no values here."""
+    """Raise TreeError if `leaf` is a JAX array whose values are not available here."""
     if not isinstance(leaf, jax.Array):
         return
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
@@ -53,12 +55,12 @@ def check(name: str, leaf: Leaf) -> None:
 
 
 def back(values: Sequence[Leaf], models: Sequence[Leaf]) -> list[Leaf]:
-    """Each value where its model is: on the same devices if that is a JAX array, else as it is.
+    """Put each value where its model is: on the same devices if the model is a JAX array, otherwise on the host.
 
-    On a CPU the result uses the value's memory if it begins at a multiple of 64 bytes; so that must never be written
+    On a CPU the result shares the value's memory if that begins at a multiple of 64 bytes. So never write to the value
     again.
     """
-    # Arrays that nobody has put on a device may be used together with those on any; they must stay so.
+    # An array that is not committed to a device can be combined with arrays on any device. It must stay uncommitted.
     free = [place for place, model in enumerate(models) if isinstance(model, jax.Array) and not model.committed]
     bound = [place for place, model in enumerate(models) if isinstance(model, jax.Array) and model.committed]
     results = list(values)

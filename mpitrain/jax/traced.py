@@ -1,7 +1,7 @@
 """Exchanges inside jit: one ordered callback for all leaves of a pytree.
 
-XLA calls it when the computation comes to it, from one of its threads, in the order in which the program was traced.
-What the program calls directly waits until all callbacks before it are done (Control.settle), so that ranks that
+XLA calls the callbacks from one of its threads, when the computation reaches them, in the order in which the program
+was traced. A direct call of the program waits until all earlier callbacks are done (Control.settle). So ranks that
 compute at different speeds still make their calls in the same order.
 """
 
@@ -28,30 +28,30 @@ from mpitrain.job.start import init
 from mpitrain.world import World
 
 _here = threading.local()  # `inside`: this thread is in a callback
-_failed: list[BaseException] = []  # what the last callback that failed has raised
-_leaving: list[bool] = []  # not empty: the program ends by it
+_failed: list[BaseException] = []  # the error of the last callback that failed
+_leaving: list[bool] = []  # not empty: the program is ending, because a callback asked for it
 
 
 _new_array = jax.jit(lambda: jnp.zeros((), bool))
 
 
 def is_traced(values: Sequence[Leaf]) -> bool:
-    """Whether JAX is recording what is computed now, so that nothing can be exchanged yet.
+    """Whether JAX is tracing now, so that nothing can be exchanged yet.
 
-    It may be so where none of the values is traced: of a constant, too, every run of the program needs the exchange.
+    JAX may be tracing even if none of the values is traced. Every run of the program must also exchange constants.
     """
     return any(isinstance(value, jax.core.Tracer) for value in values) or isinstance(_new_array(), jax.core.Tracer)
 
 
 def exchange(operation: str, names: Sequence[str], values: Sequence[Leaf], weight: Any) -> list[Leaf]:
-    """World.sum or World.mean, as `operation` says, of NumPy arrays and numbers with names."""
+    """Call World.sum or World.mean, as `operation` says, with NumPy arrays and numbers by name."""
     world, tree = init(), dict(zip(names, values, strict=True))
     results = world.sum(tree) if operation == "sum" else world.mean(tree, float(weight))
     return [results[name] for name in names]
 
 
 def in_callback(operation: str, names: Sequence[str], arrays: list[jax.Array], weight: Any) -> list[jax.Array]:
-    """The same as a part of the computation that is being traced.
+    """Make the same exchange a part of the computation that is being traced.
 
     Raises:
         TreeError: a leaf has a dtype that is not allowed.
@@ -65,7 +65,7 @@ def in_callback(operation: str, names: Sequence[str], arrays: list[jax.Array], w
             raise TreeError(f"{operation} of {name}: its dtype is {array.dtype}; allowed are {allowed}")
     is_known = not isinstance(weight, jax.Array)
     if world.size == 1 and is_known and world.observer is None:
-        exchange("mean", [], [], weight)  # the weight may be wrong
+        exchange("mean", [], [], weight)  # this checks the weight
         return arrays
     _prepare(world)
     callback = partial(_callback, operation, tuple(names), weight if is_known else None)
@@ -100,10 +100,10 @@ def _callback(
 
 
 def _prepare(world: World) -> None:
-    """Before the first callback in a World."""
+    """Prepare a World for its first callback."""
     if world.size > 1 and not allows_threads():
         raise ConfigError(
-            f"{world.name()}: inside jit MPI is called from XLA's threads, and MPI was initialised without "
+            f"{world.name()}: inside jit, MPI is called from XLA's threads, but MPI was initialised without "
             "MPI_THREAD_MULTIPLE; let mpitrain.init() initialise it, or exchange outside jit"
         )
     if _settle not in world.control.elsewhere:
@@ -113,9 +113,9 @@ def _prepare(world: World) -> None:
 
 @cache
 def _tell_causes() -> None:
-    """Once: from now on a callback's own error is told in place of JAX's."""
+    """Report a callback's own error in place of JAX's from now on. Only the first call does something."""
     sys.excepthook = partial(_uncaught, sys.excepthook)
-    # JAX logs each exception of a callback, on every rank; it raises it as well.
+    # JAX logs each exception of a callback on every rank, and also raises it.
     logging.getLogger("jax._src.callback").addFilter(_is_news)
 
 
@@ -131,20 +131,20 @@ def _settle() -> None:
 
 
 def _has_ended() -> bool:
-    """Whether a callback has ended the program: `mpitrain verify` has seen enough."""
+    """Whether a callback has ended the program, because `mpitrain verify` has seen enough."""
     return bool(_failed) and isinstance(_failed[0], SystemExit)
 
 
 def _leave() -> NoReturn:
-    """End the program, as the callback wanted to: JAX has made another error of that."""
+    """End the program as the callback asked. JAX has turned its exception into another error."""
     _leaving.append(True)
     raise _failed[0] from None
 
 
 def _uncaught(previous: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """JAX raises another error in place of the callback's, with its text. The one to tell is the callback's."""
+    """Report the callback's error: JAX raises another error in its place, with its text."""
     if isinstance(error, jax.errors.JaxRuntimeError) and _has_ended():
-        _leave()  # from a hook, too, Python ends by it
+        _leave()  # SystemExit from this hook ends Python too
     if _failed and isinstance(error, jax.errors.JaxRuntimeError) and str(_failed[0]) in str(error):
         kind, error = type(_failed[0]), _failed[0].with_traceback(trace)
     previous(kind, error, trace)

@@ -3,8 +3,8 @@
     import mpitrain.torch
     torch.distributed.init_process_group("mpitrain")
 
-Importing it makes the backend `mpitrain` known to torch.distributed, for tensors on the host and on GPUs. `prepare`
-needs no process group.
+The import registers the backend `mpitrain` with torch.distributed, for tensors on the host and on GPUs. `prepare` needs
+no process group.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
     "shard",
 ]
 
-uncompiled(World)  # whose calls a compiled function may make
+uncompiled(World)  # a compiled function may call its methods
 offer()
 register()
 mend_coalescing()

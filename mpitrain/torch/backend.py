@@ -1,6 +1,6 @@
-"""The process group of torch.distributed: torch's calls, checked and handed to the channel."""
+"""The process group of torch.distributed: it checks torch's calls and passes them to the channel."""
 
-# torch declares each call twice, for lists of tensors and for one; what it calls is the first.
+# torch declares each call twice, for lists of tensors and for one tensor. It calls the first.
 # mypy: disable-error-code="override"
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mpitrain.waiting.control import until
 @with_old_names
 @uncompiled
 class MpiProcessGroup(PairCalls, SparseCalls):
-    """What `init_process_group("mpitrain")` and `new_group` make. Its methods are called by torch."""
+    """The group that `init_process_group("mpitrain")` and `new_group` make. torch calls its methods."""
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> Call:
         """See torch."""
@@ -91,11 +91,11 @@ class MpiProcessGroup(PairCalls, SparseCalls):
         return self._allgather("all_gather", [parts], [tensor], opts)
 
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Call:
-        """See torch: one list of outputs a rank, in it one tensor an input."""
+        """See torch: one list of outputs per rank, and in it one tensor per input."""
         name = "all_gather_coalesced"
         lengths = [len(of_rank) for of_rank in outputs]
         if lengths != [len(inputs)] * self.size():
-            allowed = f"{self.size()} lists, one a rank, each with {len(inputs)}, one an input"
+            allowed = f"{self.size()} lists, one per rank, each with {len(inputs)} tensors, one per input"
             self._refuse(name, ValueError(f"lists of {lengths} outputs; allowed: {allowed}"))
         by_input = [[of_rank[number] for of_rank in outputs] for number in range(len(inputs))]
         for parts, tensor in zip(by_input, inputs, strict=True):
@@ -253,14 +253,14 @@ class MpiProcessGroup(PairCalls, SparseCalls):
         call = self._call(name, [output], opts)
         into, own = raw(call.buffers.write(output)), raw(call.buffers.read(input))
         if numpy.may_share_memory(into, own):
-            own = own.copy()  # what is still to be sent must not be overwritten
+            own = own.copy()  # data that is still to be sent must not be overwritten
         receives, sends = numpy.split(into, ends[0]), numpy.split(own, ends[1])
         return self._alltoall(call, sends, receives, input, opts)
 
     def _alltoall(
         self, call: Call, sends: list[numpy.ndarray], receives: list[numpy.ndarray], like: torch.Tensor, opts: Any
     ) -> Call:
-        # Sizes are the business of two ranks each, and equal on none: what is compared is made of all of them.
+        # Each size concerns two ranks, and no two ranks need the same sizes. So all of them are compared at once.
         sizes = checks.Sizes(self._world, call, sends, receives) if self._channel.compares else None
 
         def work() -> Progress:
@@ -281,17 +281,17 @@ class MpiProcessGroup(PairCalls, SparseCalls):
         return self._begin(call, work, list, opts)
 
     def call_of_ours(self, name: str, tensor: torch.Tensor, work: Callable[[numpy.ndarray], Progress]) -> Call:
-        """A call that torch does not know: `work` replaces the tensor's values, flat and on the host."""
+        """Begin a call that torch does not know: `work` replaces the tensor's values, flat and on the host."""
         call = self._call(name, [tensor], None)
         flat = values(call.buffers.write(tensor, filled=True))
         return self._begin(call, lambda: work(flat), lambda: [checks.count(tensor)], None)
 
     def start_coalescing(self, device: Any) -> None:
-        """What is begun from now on ends together."""
+        """Let all calls begun from now on end together."""
         self._together = []
 
     def end_coalescing(self, device: Any) -> Call:
-        """One work for all that has been begun since."""
+        """Return one work for all calls begun since `start_coalescing`."""
         calls, self._together = self._together or [], None
         call = self._call("coalesced calls", [result for begun in calls for result in begun.results], None)
 

@@ -1,6 +1,6 @@
-"""A process group without its calls: who it is, and what all calls begin with."""
+"""A process group without its calls: its identity, and the first steps that all calls share."""
 
-# torch declares each call twice, for lists of tensors and for one; what it calls is the first.
+# torch declares each call twice, for lists of tensors and for one tensor. It calls the first.
 # mypy: disable-error-code="override"
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Tensors: TypeAlias = Sequence[torch.Tensor]
 
 @uncompiled
 class BareGroup(dist.ProcessGroup):
-    """What backend.py adds the calls to."""
+    """The base class of the process group. backend.py adds the calls."""
 
     supports_splitting = supports_coalescing = supports_time_estimate = False
 
@@ -38,7 +38,7 @@ class BareGroup(dist.ProcessGroup):
         self._name = channel.name
         self._description = ""
         self._split = split
-        self._together: list[Call] | None = None  # what has been begun between start_coalescing and end_coalescing
+        self._together: list[Call] | None = None  # calls begun since start_coalescing
 
     # -- who it is -------------------------------------------------------------------------------------------------
 
@@ -83,13 +83,13 @@ class BareGroup(dist.ProcessGroup):
         return self._store
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Of the calls that follow."""
+        """Set the timeout of later calls."""
         self._channel.timeout_seconds = timeout.total_seconds()
 
     _set_default_timeout = set_timeout
 
     def _set_sequence_number_for_group(self) -> None:
-        """There is none."""
+        """Do nothing: the group has no sequence number."""
 
     def split_group(
         self,
@@ -100,7 +100,7 @@ class BareGroup(dist.ProcessGroup):
         group_desc: str | None = None,
         device_types: Any = None,
     ) -> BareGroup | None:
-        """A group of these ranks of this one; None on the others. Those that are in it call it."""
+        """Make a group of these ranks of this group; None on other ranks. The ranks in the new group call this."""
         if self.rank() not in ranks:
             return None
         made: BareGroup = self._split(self, list(ranks), timeout, group_name)
@@ -108,15 +108,15 @@ class BareGroup(dist.ProcessGroup):
         return made
 
     def shutdown(self) -> None:
-        """Wait until what is in flight has ended, and free what MPI has for it."""
+        """Wait until all calls in flight have ended, and free the group's MPI objects."""
         self._channel.close()
 
     def abort(self) -> None:
-        """End what is in flight with an error; nothing can be called after it."""
+        """End all calls in flight with an error. No call can follow."""
         self._channel.abort()
 
     def stop_collecting(self) -> None:
-        """What has been begun since start_coalescing goes on, and nobody waits for all of it together."""
+        """Stop collecting calls. Those begun since start_coalescing go on, without a common work."""
         self._together = None
 
     # -- what they are made of -------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ class BareGroup(dist.ProcessGroup):
 
     def _one(self, name: str, tensors: Tensors) -> torch.Tensor:
         if len(tensors) != 1:
-            self._refuse(name, ValueError(f"{len(tensors)} tensors; it takes one"))
+            self._refuse(name, ValueError(f"{len(tensors)} tensors; give one"))
         self._check(name, tensors)
         return tensors[0]
 

@@ -1,4 +1,4 @@
-"""A batch, whatever it is made of: how many samples it has, and a part of them."""
+"""Batches of any structure: the number of samples, and a part of them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from mpitrain.errors import DataError
 
 
 def described(batch: Any) -> tuple[int, str]:
-    """How many samples a batch has, and that as text with a checksum of the first and the last one.
+    """Return the number of samples of a batch, and a text with it and a checksum of the first and the last sample.
 
     Raises:
-        DataError: it has no tensor or array with samples along the first dimension, or of unequal numbers.
+        DataError: no tensor or array has samples along its first dimension, or their numbers differ.
     """
     leaves = [leaf for leaf in _leaves(batch) if _has_samples(leaf)]
     lengths = sorted({len(leaf) for leaf in leaves})
@@ -30,16 +30,16 @@ def described(batch: Any) -> tuple[int, str]:
 
 
 def arrays_of(batch: Any) -> list[numpy.ndarray]:
-    """The tensors and arrays of a batch that have samples along the first dimension, on the host."""
+    """Return the tensors and arrays of a batch that have samples along the first dimension, on the host."""
     leaves = [leaf for leaf in _leaves(batch) if _has_samples(leaf)]
     return [array_of(leaf.cpu()) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
 
 def divided(batch: Any, part: slice, total: int) -> Any:
-    """These samples of a batch of `total`: of each tensor, array and list of texts or numbers of that length.
+    """Return these samples of a batch of `total`, out of each tensor, array, and list of texts or numbers.
 
     Raises:
-        DataError: it holds something else.
+        DataError: the batch holds something else.
     """
 
     def one(leaf: Any) -> Any:
@@ -74,7 +74,7 @@ def _leaves(batch: Any) -> list[Any]:
 
 
 def _is_column(batch: list[Any] | tuple[Any, ...]) -> bool:
-    """One text or number a sample, as the default of a DataLoader leaves texts."""
+    """Whether a list has one text or number per sample; a DataLoader leaves texts in this form."""
     return bool(batch) and all(isinstance(value, str | bytes | bool | int | float) for value in batch)
 
 
@@ -83,7 +83,7 @@ def _has_samples(leaf: Any) -> bool:
 
 
 def checksum(leaves: Sequence[Any]) -> int:
-    """Of the first and the last sample of each tensor or array."""
+    """Return a checksum of the first and the last sample of each tensor or array."""
     result = 0
     for leaf in leaves:
         for sample in (leaf[0], leaf[-1]) if len(leaf) else ():

@@ -1,9 +1,9 @@
-"""The buffers of a model that `prepare` has seen, kept equal on all ranks: see mpitrain/adapters/torch_buffers.py.
+"""Keep the buffers of a prepared model equal on all ranks; see mpitrain/adapters/torch_buffers.py.
 
 The means of floating buffers are summed in float64 and rounded once, so a buffer of 32 bits or fewer that is equal on
-all ranks stays as it is. Known to change are those of the norm layers, whose kernels leave no trace: they travel while
-the backward pass runs. Of the others it is seen when they have changed; from then on they travel too. A table that
-never changes is never sent.
+all ranks stays as it is. The buffers of norm layers are known to change, because their kernels leave no trace. They are
+exchanged while the backward pass runs. For other buffers, a change is detected; from then on they are exchanged too. A
+table that never changes is never sent.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mpitrain.world import World
 
 
 class BufferMeans:
-    """Those of one model. Each step: `begin`, `changed`, `end`."""
+    """The buffer means of one model. Each step calls `begin`, `changed`, `end`."""
 
     def __init__(self, world: World, model: torch.nn.Module) -> None:
         self._world = world
@@ -30,12 +30,12 @@ class BufferMeans:
         self._begun: collectives.Handle[Array] | None = None
 
     def begin(self, share: Share) -> None:
-        """Begin to exchange those that are known to change. Does not wait."""
+        """Begin to exchange the buffers that are known to change. Do not wait."""
         self._share = share
         self._begun = self._exchange(self._moving)
 
     def changed(self) -> tuple[tuple[str, ...], Values]:
-        """Floating ones that have been seen to change and are not exchanged yet; and what this rank has made of others.
+        """Return newly changed floating buffers, which are not exchanged yet, and this rank's values of the others.
 
         Not collective.
         """
@@ -43,17 +43,18 @@ class BufferMeans:
         return tuple(self._buffers.moved(still)), self._buffers.changed_others()
 
     def end(self, changed: Sequence[str], others: Sequence[Values]) -> None:
-        """All are equal on all ranks when this returns.
+        """Make all buffers equal on all ranks before returning.
 
         Args:
-            changed: names that some rank has seen to change. They are exchanged at once, and in every step from now on.
-            others: what the ranks have made of those that are not floating, in rank order.
+            changed: names of buffers that some rank has seen to change. They are exchanged now, and in every later
+                step.
+            others: the ranks' values of buffers that are not floating, in rank order.
         """
         self._take(self._moving, self._begun)
         self._begun = None
         self._take(changed, self._exchange(changed))
         self._moving = [*self._moving, *changed]
-        # A rank without samples is not heard: what it alone has changed must not stay, and count in a later step.
+        # A rank without samples does not count. What only it has changed must not stay and count in a later step.
         own = self._buffers.moved(name for name in self._buffers.floats if name not in self._moving)
         self._buffers.put_back(own)
         self._buffers.keep(own)
@@ -64,7 +65,7 @@ class BufferMeans:
             return None
         share = self._share
         flat = torch.cat([self._buffers.tensor(name).reshape(-1).double() for name in names])
-        # Not multiplied by 0, which would leave NaN what it is.
+        # Not multiplied by 0, because NaN times 0 is NaN.
         flat = flat * (share.count / share.total) if share.count else torch.zeros_like(flat)
         return collectives.allreduce(self._world, flat.numpy())
 

@@ -1,4 +1,4 @@
-"""What goes on in one process group: its world, the calls in flight, and how they end."""
+"""The channel of one process group: its world, the calls in flight, and how they end."""
 
 from __future__ import annotations
 
@@ -27,20 +27,21 @@ if TYPE_CHECKING:
     from mpitrain.torch.engine import Engine
     from mpitrain.world import World
 
-# So many calls of each group begin with a comparison of what the ranks are about to do.
+# In each group, so many calls begin with a comparison of what the ranks are about to do.
 COMPARED_CALLS = 100
-WORD_TAG = -1  # of the words of monitored barriers; those of send and recv are 0 and above
-# How long a call is driven where its future is asked for. With 0.02, four ranks on two cores took a fifth longer.
+WORD_TAG = -1  # the tag of the messages of monitored barriers; send and recv use tags of 0 and above
+# How long get_future drives a call. With 0.02, four ranks on two cores took a fifth longer.
 _HERE_SECONDS = 0.3
-# PyTorch's C++ may keep a work that Python has begun, and ask it again when nothing in Python refers to it any more: in
-# the backward pass, DistributedDataParallel asks for the one-element sums of its `join`. Without its Python half a work
-# waits for ever. So as many of the last small ones are kept.
+# PyTorch's C++ may keep a work that Python has begun, and use it when nothing in Python refers to it any more: in the
+# backward pass, DistributedDataParallel waits for the one-element sums of its `join`. A work without its Python half
+# waits for ever. So this number of the last small works is kept.
 _KEPT_CALLS = 256
 _KEPT_BYTES = 1024
 
 
 class Channel:
-    """One group's. Calls of all ranks run one after the other, in the order begun; sends and receives beside them."""
+    """The channel of one group. Collective calls run one after the other, in the order begun; sends and receives run
+    beside them."""
 
     def __init__(self, engine: Engine, world: World, name: str, timeout_seconds: float) -> None:
         """`world` is the group's own. Collective over its ranks."""
@@ -50,8 +51,8 @@ class Channel:
         self.timeout_seconds = timeout_seconds
         self.sums = ALGORITHMS[world.config.algorithm].make(world)
         self.calls: dict[Call, None] = {}  # in flight, in the order begun
-        self.num_monitored = 0  # monitored barriers so far, in each of which a word went to every other rank
-        self.words_read: Counter[int] = Counter()  # of such words, by rank
+        self.num_monitored = 0  # monitored barriers so far; each sends a message to every other rank
+        self.words_read: Counter[int] = Counter()  # the number of these messages that were received, by rank
         self._kept: deque[Call] = deque(maxlen=_KEPT_CALLS)
         self._peers = Peers(world)
         self._queue = world.background
@@ -64,12 +65,12 @@ class Channel:
         return f"process group {self.name}"
 
     def check(self, call: str) -> None:
-        """Raise ProcessGroupError where no call can be made."""
+        """Raise ProcessGroupError if no call can be made."""
         if os.getpid() != self._process:
             raise ProcessGroupError(
                 f"{self.world.name()}: {call} in process {os.getpid()}, which was forked from the rank's own "
-                f"({self._process}); MPI works in the process that called init_process_group only: return to "
-                "the rank what it is to send"
+                f"({self._process}); MPI works only in the process that called init_process_group: pass the data to "
+                "that process, and make the call there"
             )
         if self._is_closed:
             raise ProcessGroupError(
@@ -88,19 +89,19 @@ class Channel:
         is_awaited: bool,
         root: int | None = None,
     ) -> Call:
-        """Begin a call of all ranks, or of this one alone, behind all before it.
+        """Begin a call of all ranks, or of this one alone, after all earlier calls.
 
         Args:
-            call: which one.
-            work: makes its steps.
-            lines: describe what must be equal on all ranks; None: it is this rank's alone.
-            is_awaited: the caller will wait for it at once.
+            call: the call.
+            work: makes the steps of the call.
+            lines: describes what must be equal on all ranks; None: the call is this rank's alone.
+            is_awaited: the caller will wait for the call at once.
         """
         name = call.name if root is None else f"{call.name} with root {root}"
         agreement = None if lines is None else self._agreement(name, lines)
         self._enqueue(call, self._run(call, agreement, work), is_for_all=lines is not None)
         if not is_awaited:
-            # What is read counts too, and of a part of a tensor, all of it.
+            # Tensors that are read count too; a part of a tensor counts with the whole tensor's memory.
             tensors = (*call.results, *call.buffers.kept)
             if sum(_size(tensor) for tensor in tensors) <= _KEPT_BYTES:
                 self._kept.append(call)
@@ -108,7 +109,7 @@ class Channel:
         return call
 
     def refuse(self, call: str, error: Exception) -> None:
-        """This rank cannot make a call. Tell the others, while calls are compared; then raise `error`."""
+        """Refuse a call that this rank cannot make. Tell the other ranks if calls are compared; then raise `error`."""
         agreement = self._agreement(call, lambda: [f"refused: {error}"])
         if agreement is not None:
             told = Call(self, call, (), self.timeout_seconds)
@@ -129,14 +130,14 @@ class Channel:
         return self._begun(call)
 
     def _begun(self, call: Call) -> Call:
-        self.look()  # a short one is over at once
+        self.look()  # a short message is complete at once
         if not call.is_done:
             self.engine.wake()
         return call
 
     @property
     def largest_tag(self) -> int:
-        """Of sends and receives."""
+        """The largest tag of sends and receives."""
         return self._peers.largest_tag
 
     @property
@@ -145,7 +146,7 @@ class Channel:
         return self.world.size > 1 and (self._left_to_compare > 0 or self._compares_all)
 
     def look(self) -> float | None:
-        """Do what can be done without waiting; the seconds that one may sleep before the next look."""
+        """Do what can be done without waiting. Return the seconds that the caller may sleep before the next look."""
         nap = self._queue.look()
         if self._peers.is_busy:
             try:
@@ -158,13 +159,13 @@ class Channel:
         return nap
 
     def judge(self, now: float) -> None:
-        """End what cannot end any more: calls whose time is over, and all where a member has left. Now and then."""
+        """End calls whose time is over, and all calls if a member has left. Is called now and then."""
         for call in tuple(self.calls):
             if call.deadline > now or call.is_done:
                 continue
             error = ProcessGroupError(
                 f"{self.world.name()}: {call} has not ended after {call.seconds:g} s (timeout); do all its ranks make "
-                f"this call? {self.engine.who_waits()}. A longer time is set by the timeout of init_process_group or "
+                f"this call? {self.engine.who_waits()}. For a longer time, set timeout= of init_process_group or "
                 "new_group"
             )
             if self._peers.give_up(call):
@@ -180,13 +181,13 @@ class Channel:
                 return
 
     def others(self, call: Call) -> Collection[int] | None:
-        """The ranks of the group that a send or receive is for; None for a call of all."""
+        """Return the ranks of the group that a send or receive is for; None for a call of all ranks."""
         return self._peers.others(call)
 
     def break_off(self, doing: str, error: BaseException) -> None:
-        """Messages are half way: nothing more can go through this group, and all that is in flight ends with `error`.
+        """Give the group up, with messages half transferred. All calls in flight end with `error`.
 
-        The queue is left as it is, since MPI may still write into the memory of what is in it.
+        The queue stays as it is, because MPI may still write into its memory.
         """
         self.engine.wrecks.add(self)
         control = self.world.control
@@ -200,51 +201,51 @@ class Channel:
             self._end(call, error)
 
     def drive_here(self, call: Call) -> None:
-        """Drive the call from this thread for a while, where ranks share the cores that they compute with.
+        """Drive the call from this thread for a while, if ranks share the cores on which they compute.
 
-        Whoever asks for the future (DistributedDataParallel, in the backward pass) waits for it where nobody can drive;
-        the engine's thread takes more from the computation, for it works and naps beside it (measured).
+        The caller that gets the future (DistributedDataParallel, in the backward pass) waits for it without driving.
+        The engine's thread would take more time from the computation, because it works and naps beside it (measured).
         """
         if self.world.num_nodes == 1 and self.is_for_all(call) and not call.is_done:
-            with suppress(MpitrainError):  # the call ends with it
+            with suppress(MpitrainError):  # the call ends with this error
                 self.engine.wait(call, _HERE_SECONDS)
 
     def is_for_all(self, call: Call) -> bool:
-        """Whether it is one of all ranks: it ends as soon as they have come. A receive may be begun for later."""
+        """Whether this is a call of all ranks, which ends as soon as all have made it. A receive may be for later."""
         return self.others(call) is None
 
     def abort(self) -> None:
-        """End what is in flight with an error."""
+        """End all calls in flight with an error."""
         text = f"{self.world.name()}: {self} was aborted"
         self.break_off("a call", ProcessGroupError(text))
         self._is_closed = True
 
     def finish(self) -> None:
-        """Wait until what is in flight has ended. Receives that nothing came for end without.
+        """Wait until all calls in flight have ended. Give up receives for which no message has come.
 
         Raises:
-            MpitrainError: some of it has failed.
+            MpitrainError: a call has failed.
         """
         for call in tuple(self.calls):
             if self._peers.give_up(call):
-                text = f"{self.world.name()}: {call} was given up: the process group has come to its end"
+                text = f"{self.world.name()}: {call} was given up, because the process group has ended"
                 self._end(call, ProcessGroupError(text))
             elif not self.world.control.is_broken:
                 self.engine.wait(call)
-                if call.error is not None:  # and nobody has been told
+                if call.error is not None:  # and no caller has got it
                     raise call.error
 
     def close(self) -> None:
-        """End as `finish` does, and free the communicators once all ranks of the group have come to here."""
+        """End as `finish` does, and free the communicators once all ranks of the group have called this."""
         if self._is_closed or os.getpid() != self._process:
             return
         try:
             self.finish()
         finally:
             self._is_closed = True
-        del self.sums  # and the memory that it shares with others
-        if not self.world.control.is_broken:  # or MPI still uses them
-            # Without this channel, which need not stay until all ranks have closed the group.
+        del self.sums  # this also frees the memory that it shares with other ranks
+        if not self.world.control.is_broken:  # MPI may still use the communicators of a broken World
+            # No reference to this channel, which need not stay until all ranks have closed the group.
             read_words = partial(_read_words, self._peers, self.words_read, self.world.rank)
             self.engine.free(self.world, self.num_monitored, read_words)
 
@@ -269,7 +270,7 @@ class Channel:
         try:
             if agreement is not None and not call.is_done:
                 yield from until(agreement.test)
-            if not call.is_done:  # by another one's failure
+            if not call.is_done:  # the failure of another call may have ended this one
                 yield from work()
         except MpitrainError as error:
             if error.known_everywhere:
@@ -282,7 +283,7 @@ class Channel:
             self._end(call, None)
 
     def _end(self, call: Call, error: BaseException | None) -> None:
-        if self.calls.pop(call, call) is call:  # it has ended already
+        if self.calls.pop(call, call) is call:  # the call has ended already
             return
         if error is None:
             try:
@@ -296,12 +297,12 @@ class Channel:
 
 
 def _size(tensor: torch.Tensor) -> float:
-    """The bytes of its memory; a sparse tensor may become of any size."""
+    """Return the bytes of the tensor's memory; infinity for a sparse tensor, which may become of any size."""
     return math.inf if tensor.is_sparse else tensor.untyped_storage().nbytes()
 
 
 def _read_words(peers: Peers, words_read: Counter[int], own_rank: int, sent: Sequence[int]) -> None:
-    """Take in the words of monitored barriers that this rank has missed. Each rank has sent it so many."""
+    """Receive the messages of monitored barriers that this rank has missed. Rank r has sent it `sent[r]`."""
     for rank, count in enumerate(sent):
         if rank != own_rank:
             peers.take_in(rank, WORD_TAG, count - words_read[rank])

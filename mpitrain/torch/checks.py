@@ -1,4 +1,4 @@
-"""What can be seen of a call's tensors before anything is sent."""
+"""Checks of a call's tensors before anything is sent."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
 
 
 def kind(tensor: torch.Tensor) -> str:
-    """Its dtype and place, in words."""
+    """Return the tensor's dtype and place, in words."""
     return f"{str(tensor.dtype).removeprefix('torch.')} on {tensor.device.type}"
 
 
 def count(tensor: torch.Tensor) -> str:
-    """Its dtype, place and number of elements, in words. Shapes may differ between ranks."""
+    """Return the tensor's dtype, place and number of elements, in words. Shapes may differ between ranks."""
     return f"{tensor.numel()} {kind(tensor)}"
 
 
 def tensors(given: Sequence[torch.Tensor], *, dtypes: bool = True) -> None:
-    """All are such as can be sent, on one device, and with `dtypes` of one dtype.
+    """Check that all tensors can be sent, are on one device, and, with `dtypes`, have one dtype.
 
     Raises:
-        TypeError: they are not.
-        ValueError: there is none.
+        TypeError: a tensor fails the check.
+        ValueError: there are no tensors.
     """
     if not given:
-        raise ValueError("no tensor; give at least one")
+        raise ValueError("there is no tensor; give at least one")
     for tensor in given:
         if tensor.layout != torch.strided:
             raise TypeError(f"a tensor of layout {tensor.layout}; use tensor.to_dense() first")
@@ -50,13 +50,13 @@ def tensors(given: Sequence[torch.Tensor], *, dtypes: bool = True) -> None:
 
 
 def peer(given: Sequence[torch.Tensor], rank: int, size: int, tag: int, largest_tag: int, where: str) -> torch.Tensor:
-    """The one tensor of a send or recv.
+    """Check the arguments of a send or recv, and return its only tensor.
 
     Raises:
-        TypeError, ValueError: it, the rank or the tag is none.
+        TypeError, ValueError: the tensor, the rank or the tag is not allowed.
     """
     if len(given) != 1:
-        raise ValueError(f"{where}: {len(given)} tensors; it takes one")
+        raise ValueError(f"{where}: {len(given)} tensors; give one")
     try:
         tensors(given)
     except TypeError as error:
@@ -69,10 +69,10 @@ def peer(given: Sequence[torch.Tensor], rank: int, size: int, tag: int, largest_
 
 
 def splits(tensor: torch.Tensor, sizes: Sequence[int], size: int, role: str) -> list[int]:
-    """Where the parts of the ranks end, but the last, in bytes; `sizes` along the first dimension, or none: equal.
+    """Return the byte offsets between the ranks' parts. `sizes` are along the first dimension; empty: equal parts.
 
     Raises:
-        ValueError: the sizes are not those of the tensor.
+        ValueError: the sizes do not fit the tensor.
     """
     length = tensor.shape[0] if tensor.dim() else 0
     if not sizes:
@@ -90,7 +90,7 @@ def splits(tensor: torch.Tensor, sizes: Sequence[int], size: int, role: str) -> 
 
 
 class Sizes:
-    """What the ranks send each other and what they expect, compared by all."""
+    """The sizes that the ranks send each other and expect from each other, which all ranks compare."""
 
     def __init__(
         self, world: World, call: Call, sends: Sequence[numpy.ndarray], receives: Sequence[numpy.ndarray]
@@ -99,7 +99,7 @@ class Sizes:
         self._own = numpy.array([[part.nbytes for part in sends], [part.nbytes for part in receives]], numpy.int64)
 
     def compare(self) -> Progress:
-        """Raises MismatchError on every rank where a size is not what its receiver expects."""
+        """Raise MismatchError on every rank if a size is not what its receiver expects."""
         world = self._world
         of_all = numpy.empty((world.size, *self._own.shape), numpy.int64)
         yield from until(world.background.comm.Iallgather(self._own, of_all).Test)

@@ -1,7 +1,7 @@
-"""PyTorch's coalescing manager, mended for the groups of this backend: an exception in it ends the collecting.
+"""A repair of PyTorch's coalescing manager for the groups of this backend: an exception in it ends the collecting.
 
-PyTorch's own leaves its mark on the group then, up to version 2.15 at least: all later calls of the group that can be
-coalesced are collected, return at once and do nothing.
+PyTorch's own manager then leaves a mark on the group, at least up to version 2.15: all later calls of the group that
+can be coalesced are collected, return at once and do nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mpitrain.torch.bare_group import BareGroup
 
 
 def mend_coalescing() -> None:
-    """Put a mended manager in the place of PyTorch's; once."""
+    """Replace PyTorch's manager with a repaired one. Only the first call does something."""
     original: Any = distributed_c10d._coalescing_manager
     if hasattr(original, "is_mended"):
         return
@@ -28,7 +28,7 @@ def mend_coalescing() -> None:
     def mended(group: Any = None, device: torch.device | None = None, async_ops: bool = False) -> Iterator[Any]:
         group = group or distributed_c10d._get_default_group()
         collecting = distributed_c10d._world.pg_coalesce_state
-        is_ours = isinstance(group, BareGroup) and group not in collecting  # or it is that of a manager around this one
+        is_ours = isinstance(group, BareGroup) and group not in collecting  # otherwise an outer manager collects
         try:
             with original(group, device, async_ops) as calls:
                 yield calls

@@ -1,6 +1,6 @@
 """Fewer bytes on the wire in DistributedDataParallel: a communication hook from the codecs of mpitrain.compression."""
 
-# No `from __future__ import annotations`: DDP looks at those of a hook, and takes none that are strings.
+# No `from __future__ import annotations`: DDP checks the annotations of a hook, and accepts no strings.
 
 from collections.abc import Callable
 from typing import Any
@@ -24,22 +24,22 @@ RESIDUALS: WeakKeyDictionary[Hook, BucketResiduals] = WeakKeyDictionary()  # of 
 
 
 def compress(codec: str) -> Hook:
-    """A hook that sends gradients in the form of `codec` between nodes, with error feedback; in full inside a node.
+    """Make a hook for DDP that sends gradients between nodes as `codec` encodes them, with error feedback.
 
         model = DistributedDataParallel(net)
         model.register_comm_hook(None, mpitrain.torch.compress("bf16"))
 
-    The first argument of `register_comm_hook` is the process group, None for that of all ranks. Sums are made in
-    float32, and the mean gives every rank the same weight, as DDP's own does. What the codec leaves out of a gradient
-    is added to the same one of the next step. `residuals` gives it for a checkpoint. Sources:
-    mpitrain/allreduce/direct.py.
+    Inside a node, gradients travel uncompressed. The first argument of `register_comm_hook` is the process group; None
+    is the group of all ranks. Sums are made in float32. The mean gives every rank the same weight, as DDP's own does.
+    What the codec leaves out of a gradient is added to the same gradient in the next step. `residuals` returns it for a
+    checkpoint. Sources: mpitrain/allreduce/direct.py.
 
     Args:
         codec: a name in mpitrain.compression.CODECS.
 
     Raises:
-        ConfigError: there is no such codec; or, in the backward pass, a gradient is not float32 or the group is not of
-            the backend mpitrain.
+        ConfigError: there is no such codec; or, in the backward pass, a gradient is not float32, or the group does not
+            use the backend mpitrain.
     """
     if codec not in CODECS:
         raise ConfigError(f"there is no codec {codec!r}; known: {', '.join(sorted(CODECS))}")
@@ -51,7 +51,7 @@ def compress(codec: str) -> Hook:
         world, buffer = group._channel.world, bucket.buffer()
         if buffer.dtype != torch.float32:
             raise ConfigError(
-                f"{world.name()}: compress({codec!r}) shortens float32 gradients, not {buffer.dtype}; make the model's "
+                f"{world.name()}: compress({codec!r}) takes float32 gradients, not {buffer.dtype}; make the model's "
                 "parameters float32, or leave the hook out"
             )
         if group not in sums:
@@ -71,10 +71,10 @@ def compress(codec: str) -> Hook:
 
 
 def group_of(state: Any) -> MpiProcessGroup:
-    """The process group that a hook of `compress` was registered with.
+    """Return the process group with which a hook of `compress` was registered.
 
     Raises:
-        ConfigError: it is of another backend.
+        ConfigError: the group uses another backend.
     """
     group = dist.group.WORLD if state is None else state
     if not isinstance(group, MpiProcessGroup):

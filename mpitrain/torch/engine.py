@@ -1,7 +1,7 @@
-"""The one thread that moves on what all process groups of this process have in flight, and whoever waits instead.
+"""The engine that drives the calls in flight of all process groups of this process: one thread, or a waiting caller.
 
-A caller that waits drives everything itself, which is quickest. While nobody does, such as in a backward pass, the
-thread does it, with naps in between: in one node every core that it takes is one that computes.
+A waiting caller drives everything itself, which is fastest. If no caller waits, as in a backward pass, the thread
+drives, with naps in between. Otherwise it would take a core of the node that computes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from mpitrain.torch.work import Call, CallFuture
     from mpitrain.world import World
 
-    # Receives the words that are still on their way; told how many each rank has sent.
+    # Receives the messages that are still on their way; its argument is the number that each rank has sent.
     ReadWords = Callable[[Sequence[int]], None]
 
 _NAP_SECONDS = 50e-6  # Linux adds as much again
@@ -37,13 +37,13 @@ _SECONDS_BETWEEN_JUDGEMENTS = 0.01
 
 
 class Engine:
-    """What is in flight in this process.
+    """The calls in flight in this process.
 
     Attributes:
-        world: of the whole job.
-        ended: futures of calls that have ended, to be completed when no lock is held.
-        wrecks: groups that were broken off. MPI may still write into the memory of what was in flight there, so they
-            are kept, also when the program has no use for them.
+        world: the World of the whole job.
+        ended: futures of calls that have ended. Complete them when no lock is held.
+        wrecks: groups that were given up. MPI may still write into the memory of their calls, so they are kept, even if
+            the program does not refer to them any more.
     """
 
     def __init__(self, world: World) -> None:
@@ -54,7 +54,7 @@ class Engine:
         self._busy: dict[Channel, None] = {}  # those with calls in flight
         self._closed: list[tuple[MPI.Request, World, numpy.ndarray, numpy.ndarray, ReadWords]] = []  # see free
         self._wake = threading.Condition()
-        self._driving = threading.Lock()  # held by the thread that looks
+        self._driving = threading.Lock()  # held by the thread that drives
         self._waiters = 0
         self._judged = 0.0
         self._waited: Call | None = None
@@ -63,22 +63,22 @@ class Engine:
         self._is_ending = False
         self._neighbours = _neighbours(world)
         self._process = os.getpid()
-        atexit.register(self._finish)  # before the rank says that it has finished: the last one is called first
+        atexit.register(self._finish)  # runs before the rank reports that it has finished: last in, first out
         self._thread = threading.Thread(target=self._run, name="mpitrain torch", daemon=True)
         self._thread.start()
 
     def add(self, channel: Channel) -> None:
-        """The channel has a call in flight."""
+        """Note that the channel has a call in flight."""
         with self._wake:
             self._busy[channel] = None
 
     def wake(self) -> None:
-        """There is something that the caller does not wait for."""
+        """Wake the thread, because a caller does not wait for its call."""
         with self._wake:
             self._wake.notify()
 
     def wait(self, call: Call, seconds: float | None = None) -> None:
-        """Drive until the call has ended, or for so many seconds."""
+        """Drive until the call has ended, or until the seconds are over."""
         with self._wake:
             self._waiters += 1
         deadline = None if seconds is None else time.monotonic() + seconds
@@ -89,7 +89,7 @@ class Engine:
                         self._until(call, deadline), call, call.channel.others(call), call=call.number
                     )
                 except MpitrainError as error:
-                    # One that all ranks know is another call's, and raised there; this one goes on.
+                    # An error that all ranks know belongs to another call, which raises it. This call goes on.
                     if not error.known_everywhere:
                         raise
         except BaseException as error:
@@ -102,7 +102,7 @@ class Engine:
                     self._wake.notify()
 
     def look(self) -> float:
-        """Do what can be done without waiting, unless another thread does; seconds that one may sleep afterwards."""
+        """Do what can be done without waiting, unless another thread does. Return the seconds that one may sleep."""
         nap = 0.0
         if self._driving.acquire(blocking=False):
             try:
@@ -113,18 +113,18 @@ class Engine:
         return nap
 
     def free(self, world: World, num_sent: int, read_words: ReadWords) -> None:
-        """Give a group's communicators back once all its ranks have closed it, which nobody waits for.
+        """Free a group's communicators once all its ranks have closed it. Do not wait for this.
 
-        A later communicator to which MPI gives the same number would receive what is still on its way. So the ranks
-        tell each other how many words they have sent, and read those that are left. A rank that broke the group off
-        never comes to here.
+        A later communicator with the same number in MPI would receive messages that are still on their way. So the
+        ranks tell each other how many messages they have sent, and receive the rest. A rank that gave the group up
+        never calls this.
         """
         sent, of_all = numpy.array([num_sent]), numpy.empty(world.size, numpy.int64)
         self._closed.append((world.comm.Iallgather(sent, of_all), world, sent, of_all, read_words))
         self.free_closed()
 
     def free_closed(self) -> None:
-        """Give back the communicators of the groups that all their ranks have closed by now."""
+        """Free the communicators of the groups that all their ranks have closed by now."""
         for closed in tuple(self._closed):
             everyone, world, _, sent, read_words = closed
             if everyone.Test():
@@ -133,13 +133,13 @@ class Engine:
                 world.free()
 
     def who_waits(self) -> str:
-        """What the ranks of this host do, in words."""
+        """Describe in words what the ranks of this host do."""
         return "; ".join(line.strip() for line in self._neighbours.look()[1] if line[:1] != " ")
 
     def _until(self, call: Call, deadline: float | None) -> Iterator[float | None]:
         while not call.is_done:
             nap = 0.0
-            # The lock gives way to a thread that is still at it, or waits for the same.
+            # Another thread may still drive, or wait for the same.
             if self._driving.acquire(timeout=1e-3):
                 try:
                     nap = self._drive()
@@ -186,7 +186,7 @@ class Engine:
             time.sleep(max(nap, _NAP_SECONDS))
 
     def _publish(self, call: Call | None) -> None:
-        """What the thread waits for is a wait of this rank's too, when it has lasted: others read of it."""
+        """Publish a long wait of the thread as a wait of this rank, for reports of other ranks."""
         if self._long_wait is not None and (call is None or call is not self._waited):
             self._long_wait.end()
             self._long_wait = None
@@ -205,7 +205,7 @@ class Engine:
             self._long_wait = LongWait(activity, self.world.rank, call, self._since)
 
     def _finish(self) -> None:
-        """The program ends: what it has begun ends first, and receives that nothing came for are forgotten."""
+        """Let the calls that the program has begun end before the program ends. Give up receives without a message."""
         from mpi4py import MPI
 
         if os.getpid() != self._process or MPI.Is_finalized():
@@ -222,7 +222,7 @@ class Engine:
 
 @cache
 def engine_of(world: World) -> Engine:
-    """The engine of this process; one a World. Collective at its first call."""
+    """Return the engine of this process for a World. Its first call is collective."""
     return Engine(world)
 
 

@@ -11,19 +11,19 @@ from mpitrain.adapters.torch_arrays import array_of
 
 
 class FlatTensors:
-    """Flat arrays over tensors; where a tensor is elsewhere or in no order of its own, over a copy on the host.
+    """Flat arrays over tensors, or over a copy on the host if a tensor is elsewhere or not contiguous.
 
     A contiguous tensor on the host is its own buffer: nothing is copied. A tensor on a GPU is copied to pinned memory
-    when the call begins, after what its current stream has to do, and back when the call ends; both are waited for,
-    so every stream sees the result. (Written for CUDA's rules; it has only run on hosts.)
+    when the call begins, after the work queued in its current stream, and back when the call ends. Both copies are
+    waited for, so every stream sees the result. (Written for CUDA's rules; it has only run on hosts.)
     """
 
     def __init__(self) -> None:
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # a tensor, and the copy that holds its result
-        self.kept: list[torch.Tensor] = []  # read until the call ends
+        self.kept: list[torch.Tensor] = []  # tensors that are read until the call ends
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A flat tensor on the host with its values, which are not written."""
+        """Return a flat tensor on the host with the tensor's values. Do not write to it."""
         flat = _flat(tensor)
         if flat is None:
             flat = _copy(tensor, filled=True)
@@ -31,7 +31,7 @@ class FlatTensors:
         return flat
 
     def write(self, tensor: torch.Tensor, *, filled: bool = False) -> torch.Tensor:
-        """A flat tensor on the host for its new values; with `filled` it begins with the old ones."""
+        """Return a flat tensor on the host for the tensor's new values; with `filled` it holds the old ones."""
         flat = _flat(tensor)
         if flat is None:
             flat = _copy(tensor, filled)
@@ -40,10 +40,10 @@ class FlatTensors:
         return flat
 
     def finish(self) -> None:
-        """The results are there: bring them to the tensors that have a copy."""
+        """Copy the results to the tensors that have a copy."""
         for tensor, flat in self._copies:
             if tensor.is_cuda:
-                # On a stream of its own: what this thread's current stream has to do is not ours to wait for.
+                # A stream of its own, so that this does not wait for work in the thread's current stream.
                 stream = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
                 with torch.cuda.stream(stream):
                     tensor.copy_(flat.view(tensor.shape), non_blocking=True)
@@ -53,23 +53,23 @@ class FlatTensors:
 
 
 def values(flat: torch.Tensor) -> numpy.ndarray:
-    """The array over a flat host tensor, in its own dtype, for arithmetic."""
+    """Return the array over a flat host tensor, in its own dtype, for arithmetic."""
     return raw(flat).view(_dtype_of(flat.dtype))
 
 
 def raw(flat: torch.Tensor) -> numpy.ndarray:
-    """The array over a flat host tensor as bytes, for any dtype."""
+    """Return the array over a flat host tensor as bytes, for any dtype."""
     return numpy.asarray(_Memory(flat))
 
 
 class _Memory:
-    """A flat host tensor as NumPy takes it.
+    """A flat host tensor in a form that NumPy accepts.
 
-    After `tensor.numpy()` torch never lets the tensor's storage be resized again, which FSDP does after each use.
+    After `tensor.numpy()`, torch never allows the tensor's storage to be resized again, which FSDP does after each use.
     """
 
     def __init__(self, flat: torch.Tensor) -> None:
-        self._flat = flat  # the array keeps this object, which keeps the memory
+        self._flat = flat  # the array refers to this object, which keeps the memory alive
         self.__array_interface__ = {
             "version": 3,
             "typestr": "|u1",
@@ -84,7 +84,7 @@ def _dtype_of(dtype: torch.dtype) -> numpy.dtype:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The tensor itself as a flat one, where it lies in its order on the host."""
+    """Return a contiguous host tensor itself, flattened; None for any other tensor."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return None
     # Not a view: an empty tensor, or one of a single element, may have strides that cannot be viewed as bytes.
@@ -94,7 +94,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor | None:
 def _copy(tensor: torch.Tensor, filled: bool) -> torch.Tensor:
     flat = torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=tensor.is_cuda)
     if tensor.is_cuda:
-        # Also where nothing is read: what is written must not be overwritten by what was asked for before.
+        # Also if nothing is read: earlier work in the stream must not overwrite the result.
         torch.cuda.current_stream(tensor.device).synchronize()
     if filled:
         flat.view(tensor.shape).copy_(tensor.detach())

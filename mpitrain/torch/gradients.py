@@ -1,14 +1,14 @@
-"""The gradients of a model that `prepare` has seen: exchanged while the backward pass runs, equal when it returns.
+"""The gradients of a prepared model: they are exchanged while the backward pass runs, and equal when it returns.
 
-    backward()   a gradient is there -> its place in a bucket -> the bucket is full -> on its way to the other ranks
-                 the last one is there -> wait for the buckets -> p.grad holds the mean over all samples of the batch
+    backward()   a gradient is final -> its place in a bucket -> the bucket is full -> on its way to the other ranks
+                 the last one is final -> wait for the buckets -> p.grad holds the mean over all samples of the batch
 
-p.grad is a view of its bucket from then on. The end of the backward pass is the end of the exchange, so what comes
-between it and optimizer.step() sees the means: clipping, GradScaler.unscale_, a look at p.grad.
+p.grad is a view of its bucket from then on. The exchange ends with the backward pass, so everything between it and
+optimizer.step() sees the means: clipping, GradScaler.unscale_, a look at p.grad.
 
-Every exchange is linear in what p.grad held before, so gradients may be added up over several backward passes as in
-one process. `accumulating` leaves the exchange out. Then gradients of batches of different sizes meet in one buffer,
-each multiplied, as it comes in, by this rank's share of its batch times the number of ranks; their exchange is the
+Every exchange is linear in the earlier content of p.grad, so gradients may be added up over several backward passes as
+in one process. `accumulating` leaves the exchange out. Then gradients of batches of different sizes meet in one buffer.
+Each is multiplied, as it comes in, by this rank's share of its batch times the number of ranks. Their exchange is the
 plain mean over ranks.
 """
 
@@ -36,13 +36,13 @@ from mpitrain.torch.uncompiled import uncompiled
 from mpitrain.world import World
 
 _GONE = (
-    "the model and the optimizer that prepare() was given are gone, and this is a backward pass through parameters of "
-    "theirs, whose gradients nobody exchanges any more; keep the model"
+    "a backward pass uses parameters of a model that prepare() was given, but that model and its optimizer no longer "
+    "exist, so their gradients are not exchanged; keep a reference to the model"
 )
 
 
 class _Note(NamedTuple):
-    """What a rank has noticed: parameters that were frozen at prepare() and are not now; see BufferMeans.changed."""
+    """A rank's remarks: parameters that were frozen at prepare() but are not now; see BufferMeans.changed."""
 
     thawed: tuple[str, ...] = ()
     floats: tuple[str, ...] = ()
@@ -51,7 +51,7 @@ class _Note(NamedTuple):
 
 @uncompiled
 class Gradients:
-    """Of one model, on one rank. All ranks make the same backward passes."""
+    """The gradients of one model, on one rank. All ranks make the same backward passes."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Gradients:
         bucket_bytes: int | None,
         threaded: bool | None,
     ) -> None:
-        """Collective: the ranks compare the parameters that have gradients. Raises as GradientReducer does."""
+        """Collective: the ranks compare the parameters that have gradients. Raises the errors of GradientReducer."""
         self._world = world
         self._data = data
         self._trained = Trained(model, "prepare()")
@@ -75,18 +75,19 @@ class Gradients:
         self._views = [tensor_of(gradient) for gradient in self._reducer.gradients]
         self._buffers = BufferMeans(world, model)
         self._share = Share(1, 1)
-        self._missing: set[int] | None = None  # not come in yet; None between backward passes
+        self._missing: set[int] | None = None  # gradients that have not come in yet; None between backward passes
         self._accumulating = False
-        self._holds_own = False  # p.grad may hold what has been accumulated on this rank alone
+        self._holds_own = False  # True: p.grad may hold gradients that this rank alone has accumulated
         self._cause: NonFiniteError | None = None
         self._trained.watch(self._came, gone=_GONE)
         for parameter in self._parameters:
-            # Now, for one that is frozen later takes none.
+            # Now, because a parameter that is frozen later accepts no hook.
             parameter.register_hook(partial(call_weakly, WeakMethod(self._scaled), _GONE))
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Backward passes in this block add to p.grad on this rank alone; the first one behind it exchanges the sum."""
+        """Let backward passes in this block add to p.grad on this rank alone. The first one after it exchanges the
+        sum."""
         before, self._accumulating = self._accumulating, True
         self._holds_own = True
         try:
@@ -107,16 +108,16 @@ class Gradients:
         self._reducer.restore({"residual": {name: array_of(one) for name, one in state["residual"].items()}})
 
     def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """What the optimizer is about to use are means, and finite. Its pre-hook."""
+        """Check that the optimizer is about to use means, and finite ones. This is the optimizer's pre-hook."""
         if self._missing is not None:
             raise GradientError(
                 f"{self._world.name()}: optimizer.step() came after a backward() that an error ended in the middle of "
-                "its exchange, so gradients differ from rank to rank; start again from a checkpoint"
+                "its exchange, so gradients differ between ranks; start again from a checkpoint"
             )
         if self._holds_own:
             raise GradientError(
-                f"{self._world.name()}: optimizer.step() came while gradients are accumulated on this rank alone; the "
-                "last backward() before a step belongs outside of `with accumulate(model)`"
+                f"{self._world.name()}: optimizer.step() came while gradients are accumulated on this rank alone; put "
+                "the last backward() before a step outside of `with accumulate(model)`"
             )
         known = set(self._trained.named.values())
         for group in optimizer.param_groups:
@@ -124,15 +125,15 @@ class Gradients:
                 if parameter not in known:
                     raise GradientError(
                         f"{self._world.name()}: the optimizer has a parameter of shape {tuple(parameter.shape)} that "
-                        "the model did not have at prepare(), whose gradient would differ from rank to rank. Call "
-                        "prepare() when the model has all its parameters"
+                        "the model did not have at prepare(); its gradient would differ between ranks. Call prepare() "
+                        "when the model has all its parameters"
                     )
-        # One that a GradScaler has handed its flag to looks for itself.
+        # An optimizer that a GradScaler has given its flag checks this itself.
         if self._cause is not None and getattr(optimizer, "found_inf", None) is None:
             raise self._cause
 
     def _came(self, index: int, parameter: torch.Tensor) -> None:
-        """A gradient is final for this backward pass. Its hook."""
+        """Take a gradient that is final for this backward pass. This is the parameter's hook."""
         view = self._views[index]
         gradient = parameter.grad
         assert gradient is not None
@@ -140,22 +141,22 @@ class Gradients:
             self._begin()
         if gradient is not view:
             self._check(index, gradient)
-            view.copy_(gradient.detach())  # with create_graph=True the memory would keep every graph there was
+            view.copy_(gradient.detach())  # with create_graph=True, the view would otherwise keep every graph alive
             parameter.grad = view
         if self._missing is not None:
             if index not in self._missing:
                 raise GradientError(
                     f"{self._world.name()}: the gradient of {self._names[index]} came twice in one step. If an "
-                    "error has ended a backward() before, gradients differ from rank to rank: start again from a "
-                    "checkpoint. With torch.utils.checkpoint, use_reentrant=False"
+                    "error has ended an earlier backward(), gradients differ between ranks: start again from a "
+                    "checkpoint. With torch.utils.checkpoint, pass use_reentrant=False"
                 )
             self._reducer.ready(index, self._reducer.gradients[index])
             self._missing.discard(index)
 
     def _begin(self) -> None:
-        """The first gradient of a backward pass: begin an exchange, and wait for it at the end of the pass."""
+        """Begin an exchange at the first gradient of a backward pass, and let the end of the pass wait for it."""
         self._share = self._share_now()
-        # What is accumulated has been multiplied by the shares.
+        # Accumulated gradients have been multiplied by the shares.
         weight = 1 if self._holds_own else self._share.count
         self._reducer.begin(weight, turn=self._data.turn)
         self._missing = set(range(len(self._parameters)))
@@ -163,7 +164,7 @@ class Gradients:
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
     def _finish(self) -> None:
-        """The end of a backward pass: afterwards all of p.grad, and the buffers, are the same on all ranks."""
+        """End a backward pass. Afterwards every p.grad, and the buffers, are the same on all ranks."""
         assert self._missing is not None
         for index in self._missing:
             view, parameter = self._views[index], self._parameters[index]
@@ -188,7 +189,7 @@ class Gradients:
             self._spoil()
 
     def _heed(self, remarks: Remarks) -> None:
-        """What the ranks have noticed in this backward pass."""
+        """Act on the ranks' remarks about this backward pass."""
         notes = [note or _Note() for note in remarks.notes]
         self._buffers.end(sorted({name for note in notes for name in note.floats}), [note.others for note in notes])
         thawed = sorted({name for note in notes for name in note.thawed})
@@ -196,16 +197,16 @@ class Gradients:
             raise everywhere(
                 GradientError(
                     f"{', '.join(thawed)} had requires_grad=False at prepare() and has a gradient now, which would "
-                    "differ from rank to rank. Call prepare() with requires_grad=True, and freeze it afterwards"
+                    "differ between ranks. Call prepare() with requires_grad=True, and freeze the parameter afterwards"
                 )
             )
-        for index in remarks.unused:  # as in one process
+        for index in remarks.unused:  # an unused parameter has no gradient, as in one process
             self._parameters[index].grad = None
         for text in self._trained.report(remarks):
             self._world.print(f"mpitrain: {text}")
 
     def _scaled(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """A gradient on its way into p.grad, where that adds up those of several batches. Its hook."""
+        """Scale a gradient on its way into p.grad, if p.grad adds up several batches. This is the tensor's hook."""
         if not (self._accumulating or self._holds_own):
             return None
         share = self._share_now()
@@ -219,8 +220,8 @@ class Gradients:
     def _share_now(self) -> Share:
         if self._data.share is None:
             raise GradientError(
-                f"{self._world.name()}: backward() came while no batch of the prepared data is in use, so how much "
-                "this rank's gradients count is not known; loop over the data that prepare() returned"
+                f"{self._world.name()}: backward() came while no batch of the prepared data is in use, so the weight "
+                "of this rank's gradients is unknown; loop over the data that prepare() returned"
             )
         return self._data.share
 
@@ -229,7 +230,7 @@ class Gradients:
             raise GradientError(f"{self._world.name()}: {problem}")
 
     def _spoil(self) -> None:
-        """A codec need not pass NaN on. A GradScaler finds it on every rank or on none."""
+        """Write NaN into a gradient, so that a GradScaler finds it on every rank. A codec may not pass NaN on."""
         for view, parameter in zip(self._views, self._parameters, strict=True):
             if view.numel() and parameter.grad is not None:
                 view.view(-1)[0] = numpy.nan

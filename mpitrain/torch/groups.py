@@ -1,4 +1,4 @@
-"""From torch's wish for a process group to one: its ranks, its World."""
+"""The making of process groups: torch asks for one; this module finds its ranks and makes its World."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from mpitrain.torch.rendezvous import check_place
 from mpitrain.torch.versions import record_nothing
 
 _MEET_TAG = 900
-_TAGS = 2**15  # that MPI promises
+_TAGS = 2**15  # the number that MPI guarantees
 
 
 def register() -> None:
-    """Make the backend known to torch.distributed."""
+    """Register the backend with torch.distributed."""
     if "MPITRAIN" not in dist.Backend._plugins:
         dist.Backend.register_backend("mpitrain", _create, extended_api=True, devices=["cpu", "cuda"])
         record_nothing("mpitrain")
 
 
 def _create(options: Any, _: Any) -> MpiProcessGroup:
-    """What torch calls for init_process_group and new_group, on the ranks of the group."""
+    """Make a group. torch calls this for init_process_group and new_group, on the ranks of the group."""
     world = mpitrain.init()
     rank, size = options.group_rank, options.group_size
     members = list(options.global_ranks_in_group)
@@ -46,21 +46,21 @@ def _create(options: Any, _: Any) -> MpiProcessGroup:
 
 
 def _make(members: Sequence[int], name: str, timeout: timedelta, store: Any) -> MpiProcessGroup:
-    """A group of these global ranks, which all call it."""
+    """Make a group of these global ranks, which all call this."""
     from mpi4py import MPI
 
     world = mpitrain.init()
-    if not allows_threads():  # each rank finds the same
+    if not allows_threads():  # the result is the same on every rank
         raise MpitrainError(
             f"{world.name()}: this MPI cannot be called from several threads, which the backend mpitrain needs. "
-            "Where the program starts MPI itself, leave it MPI_THREAD_MULTIPLE, mpi4py's default; else use an MPI "
-            "that has it"
+            "If the program initialises MPI itself, let it use MPI_THREAD_MULTIPLE, mpi4py's default; otherwise use an "
+            "MPI that supports it"
         )
     engine = engine_of(world)
     engine.free_closed()
     seconds = timeout.total_seconds()
     doing = f"process group {name} of ranks {', '.join(map(str, members))} begins"
-    # In MPI's own call a rank could wait for others in silence.
+    # In MPI's own call, a rank could wait for the others without any report.
     ranks = Group(world.comm, tuple(members), list(members).index(world.rank))
     world.control.wait(_meet(ranks, doing, seconds), doing)
     assert isinstance(world.comm, MPI.Intracomm)
@@ -70,8 +70,8 @@ def _make(members: Sequence[int], name: str, timeout: timedelta, store: Any) -> 
         comm.Free()
     except MPI.Exception as error:
         raise MpitrainError(
-            f"{world.name()}: MPI has no further communicator ({error}); destroy_process_group gives those of a group "
-            "back: destroy groups that are used no more"
+            f"{world.name()}: MPI has no further communicator ({error}); call destroy_process_group for groups that "
+            "are no longer used, which frees theirs"
         ) from None
     channel = Channel(engine, replace(members_world, profile=world.profile), name, seconds)
 
@@ -86,7 +86,7 @@ def _make(members: Sequence[int], name: str, timeout: timedelta, store: Any) -> 
 
 
 def hash_of(name: str) -> int:
-    """A number for a name, the same on every rank."""
+    """Return a number for a name, the same on every rank."""
     return int.from_bytes(name.encode()[-8:], "little")
 
 
@@ -94,5 +94,5 @@ def _meet(ranks: Group, doing: str, seconds: float) -> Progress:
     deadline = time.monotonic() + seconds
     for step in meet(ranks, _MEET_TAG):
         if time.monotonic() > deadline:
-            raise ProcessGroupError(f"{doing}: not all of them have come within {seconds:g} s (timeout)")
+            raise ProcessGroupError(f"{doing}: not all of these ranks have arrived within {seconds:g} s (timeout)")
         yield step

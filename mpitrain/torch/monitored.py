@@ -1,4 +1,4 @@
-"""A barrier that says who is missing. PyTorch's own is for gloo alone."""
+"""A barrier that names missing ranks. PyTorch's own works only with gloo."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from mpitrain.torch.work import Call
 def monitored_barrier(
     group: dist.ProcessGroup | None = None, timeout: timedelta | None = None, wait_all_ranks: bool = False
 ) -> None:
-    """Wait until every rank of the group is here, or say which are not. All ranks of the group call it.
+    """Wait until every rank of the group has called this. If some do not, raise an error that names them.
 
-    Every rank tells every other that it is here, so each one that has come knows by itself who is missing: p - 1
-    messages of 8 bytes a rank. After an error the group works on; a rank that comes later finds the others' messages
-    there, and passes.
+    All ranks of the group call this. Every rank sends every other rank a message, so each rank that has arrived knows
+    which ranks are missing. This takes p - 1 messages of 8 bytes per rank. After an error the group still works. A rank
+    that comes later finds the others' messages, and passes.
 
     Args:
-        group: of the backend mpitrain, or of gloo; default: all ranks.
-        timeout: how long to wait; default: the group's.
-        wait_all_ranks: as PyTorch has it. All missing ranks are named either way.
+        group: a group of the backend mpitrain, or of gloo. Default: all ranks.
+        timeout: how long to wait. Default: the group's timeout.
+        wait_all_ranks: accepted as in PyTorch. The error names all missing ranks either way.
 
     Raises:
-        ProcessGroupError: on the ranks that have come: some have not, within the timeout; names them and their hosts.
+        ProcessGroupError: some ranks have not arrived within the timeout. Raised on the ranks that have; it names the
+            missing ranks and their hosts.
     """
     group = dist.group.WORLD if group is None else group
     if not isinstance(group, MpiProcessGroup):
@@ -52,12 +53,12 @@ def monitored_barrier(
     if missing:
         raise ProcessGroupError(
             f"{world.name()}: monitored_barrier in {channel}: {', '.join(world.name(rank) for rank in missing)} "
-            f"{'has' if len(missing) == 1 else 'have'} not come within {seconds:g} s. {channel.engine.who_waits()}"
+            f"{'has' if len(missing) == 1 else 'have'} not arrived within {seconds:g} s. {channel.engine.who_waits()}"
         )
 
 
 def _has_come(call: Call, rank: int) -> bool:
-    """Whether this rank's word has come in time."""
+    """Whether this rank's message has come in time."""
     channel = call.channel
     while True:
         channel.engine.wait(call)
@@ -68,7 +69,7 @@ def _has_come(call: Call, rank: int) -> bool:
         channel.words_read[rank] += 1
         if int(call.results[0]) >= channel.num_monitored:
             return True
-        # It came too late for an earlier one.
+        # The message came too late for an earlier barrier.
         call = channel.receive(
             Call(channel, call.name, call.results, call.seconds), raw(call.results[0]), rank, WORD_TAG
         )

@@ -1,8 +1,8 @@
-"""How a PyTorch program is watched for `mpitrain verify`: at each step of an optimizer, whatever averages gradients.
+"""How a PyTorch program is recorded for `mpitrain verify`: at each step of an optimizer, whatever averages gradients.
 
-What p.grad holds when `optimizer.step()` returns are the means that it used: those of `prepare`, of
-DistributedDataParallel, FSDP and other wrappers, and of a loop that averages by itself. What the parameters hold then
-is what the step has made of them, and whatever else has changed them since the step before.
+When `optimizer.step()` returns, p.grad holds the means that it used: those of `prepare`, of DistributedDataParallel,
+FSDP and other wrappers, and of a loop that averages by itself. The parameters then hold the result of the step, and of
+whatever else has changed them since the step before.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from mpitrain.verify.run_record import TORCH, Recorder
 
 
 class _TorchWatch:
-    """What one rank's optimizers, modules and loaders do."""
+    """Watches the optimizers, modules and loaders of one rank."""
 
     def __init__(self) -> None:
-        self.is_divided = False  # by prepare() or shard(): what loaders give is not this rank's part
-        self._weight: float | None = None  # of the batches since the last step, where they are known
+        self.is_divided = False  # True: prepare() or shard() divides batches, so loaders yield more than this rank's
+        self._weight: float | None = None  # the weight of the batches since the last step, if it is known
         self._waiting: list[tuple[list[numpy.ndarray], int | None]] = []  # batches that no model has computed with
-        self._is_evaluated = False  # a model has computed with them, and without gradients
-        self._names: dict[int, str] = {}  # of parameters, by id
-        self._modules: WeakSet[torch.nn.Module] = WeakSet()  # whose parameters have names
-        self._precisions: set[str] = set()  # that autocast has computed in
+        self._is_evaluated = False  # True: a model has computed with them, but without gradients
+        self._names: dict[int, str] = {}  # the names of parameters, by id
+        self._modules: WeakSet[torch.nn.Module] = WeakSet()  # modules whose parameters have names
+        self._precisions: set[str] = set()  # the dtypes in which autocast has computed
         self._has_optimizer = False
         register_optimizer_step_pre_hook(self._steps)
         register_optimizer_step_post_hook(self._stepped)
@@ -46,22 +46,22 @@ class _TorchWatch:
         self._see_optimizers()
 
     def expect_steps(self) -> None:
-        """What comes before the first step is no line."""
+        """Record no call before the first step as a line."""
         recorder = init().observer
         assert isinstance(recorder, Recorder)
         recorder.attach(TORCH)
 
     def saw(self, batch: Any, count: int | None) -> None:
-        """This rank has got a batch, of which the first samples count; None: all of them do, and weigh nothing.
+        """Note a batch of this rank, of which the first `count` samples count; None: all do, without a weight.
 
-        It counts once a model computes with it and keeps gradients, or at the next step.
+        The batch counts when a model computes with it and keeps gradients, or at the next step.
         """
         self._forget_evaluated()
         if init().observer is not None and torch.is_grad_enabled():
             self._waiting.append(([array[:count] for array in arrays_of(batch)], count))
 
     def _forget_evaluated(self) -> None:
-        """The next batch is asked for: one that a model has computed with, but only without gradients, is no sample."""
+        """Forget a batch with which a model has computed only without gradients: the loop takes the next batch."""
         if self._is_evaluated:
             self._waiting.clear()
         self._is_evaluated = False
@@ -103,14 +103,14 @@ class _TorchWatch:
         if not torch.is_grad_enabled():
             self._is_evaluated = True
         else:
-            if self._has_optimizer and has_begun():  # no world.mean of gradients before its step is a line by itself
+            if self._has_optimizer and has_begun():  # a world.mean of gradients before its step is not a line
                 self.expect_steps()
             if self._waiting:
                 self._count_waiting()
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):
                 self._precisions.add(str(torch.get_autocast_dtype(device)).removeprefix("torch."))
-        if module not in self._modules:  # of modules in modules, the outermost comes first
+        if module not in self._modules:  # of nested modules, the outermost comes first
             self._modules.update(module.modules())
             for name, parameter in module.named_parameters():
                 self._names.setdefault(id(parameter), name)
@@ -138,7 +138,7 @@ class _TorchWatch:
     def _named(
         self, optimizer: torch.optim.Optimizer, choose: Callable[[torch.Tensor], torch.Tensor | None]
     ) -> Iterator[tuple[str, numpy.ndarray]]:
-        """What is chosen of each parameter, where there is any; whole, which is collective with FSDP."""
+        """Yield what `choose` returns for each parameter, unless it is None, in full. Collective with FSDP."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         names = [self._names.get(id(parameter), "parameter") for parameter in parameters]
         for number, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
@@ -146,7 +146,7 @@ class _TorchWatch:
             if chosen is None:
                 continue
             chosen = chosen.detach()
-            if hasattr(chosen, "full_tensor"):  # FSDP has a part on each rank
+            if hasattr(chosen, "full_tensor"):  # with FSDP, each rank has a part
                 chosen = chosen.full_tensor()
             if chosen.is_sparse:
                 chosen = chosen.to_dense()
@@ -157,24 +157,24 @@ _watches: list[_TorchWatch] = []
 
 
 def watch() -> None:
-    """Watch this process, if `mpitrain verify` has started it; once."""
+    """Watch this process if `mpitrain verify` has started it. Only the first call does something."""
     if JobContext.read(os.environ).verify_record and not _watches:
         _watches.append(_TorchWatch())
 
 
 def samples_come_divided() -> None:
-    """From now on `saw` is told of this rank's part of each batch, and loaders are not listened to."""
+    """From now on, use this rank's part of each batch, which `saw` gets, and ignore what loaders yield."""
     for one in _watches:
         one.is_divided = True
 
 
 def expect_steps() -> None:
-    """prepare() has been called: the exchange of its gradients is part of a step, and no line by itself."""
+    """Note that prepare() was called: the exchange of its gradients is a part of a step, not a line."""
     for one in _watches:
         one.expect_steps()
 
 
 def saw(batch: Any, count: int) -> None:
-    """This rank has got its part of a batch; `count` samples of it count."""
+    """Note this rank's part of a batch, of which the first `count` samples count."""
     for one in _watches:
         one.saw(batch, count)

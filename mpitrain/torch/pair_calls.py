@@ -1,4 +1,4 @@
-"""The calls of a process group that are between two ranks: send and receive."""
+"""The calls of a process group between two ranks: send and receive."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mpitrain.torch.work import Call
 
 @uncompiled
 class PairCalls(BareGroup):
-    """Its methods are called by torch."""
+    """The calls between two ranks. torch calls these methods."""
 
     def send(self, tensors: Tensors, to: int, tag: int = 0) -> Call:
         """See torch."""

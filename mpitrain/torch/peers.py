@@ -1,7 +1,7 @@
-"""Tensors from one rank to one other: send and recv with tags, and recv from any rank.
+"""Tensors from one rank to another: send and recv with tags, and recv from any rank.
 
-A receive is matched when a message is there (MPI_Improbe), so that its size can be compared, and one that nothing has
-come for can be given up. The order is MPI's: of two receives that a message fits, the one that was begun first has it.
+A receive is matched when a message has arrived (MPI_Improbe). So its size can be compared, and a receive without a
+message can be given up. The order is MPI's: if a message fits two receives, the one that was begun first gets it.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from mpitrain.torch.work import Call
     from mpitrain.world import World
 
-_PROMISED_TAG = 32767  # by MPI (MPI-4.1, section 9.1.2)
-FIRST_TAG = 1000  # those below belong to the algorithms, which share the communicator
+_PROMISED_TAG = 32767  # the largest tag that MPI guarantees (MPI-4.1, section 9.1.2)
+FIRST_TAG = 1000  # lower tags belong to the algorithms, which share the communicator
 
 
 @dataclass(eq=False)
 class _Transfer:
     call: Call
-    left: list[numpy.ndarray]  # pieces that have not been begun, last one first
+    left: list[numpy.ndarray]  # pieces that have not been begun, the last piece first
     requests: list[MPI.Request] = field(default_factory=list)
-    source: int = -1  # or target
+    source: int = -1  # the source, or the target of a send
     tag: int = 0
     problem: MismatchError | None = None
 
@@ -44,18 +44,18 @@ class Peers:
         self._world = world
         self._comm = world.comm
         self._sends: list[_Transfer] = []
-        self._receives: list[_Transfer] = []  # in the order begun
+        self._receives: list[_Transfer] = []  # in the order in which they were begun
         self._changing = threading.Lock()
         self._any = MPI.ANY_SOURCE
         self.largest_tag = int(self._comm.Get_attr(MPI.TAG_UB) or _PROMISED_TAG) - FIRST_TAG
 
     @property
     def is_busy(self) -> bool:
-        """Whether something is under way."""
+        """Whether a transfer is under way."""
         return bool(self._sends or self._receives)
 
     def others(self, call: Call) -> tuple[int, ...] | None:
-        """Whom a send or receive is for: one rank, or none where any rank will do; None for another call."""
+        """Return the peer of a send or receive: one rank, or () for a receive from any rank; None for another call."""
         for pending in (*self._sends, *self._receives):
             if pending.call is call:
                 return () if pending.source == self._any else (pending.source,)
@@ -69,13 +69,13 @@ class Peers:
             self._sends.append(_Transfer(call, [], requests, source=to))
 
     def receive(self, call: Call, data: numpy.ndarray, source: int | None, tag: int) -> None:
-        """Begin to receive bytes, from any rank where `source` is None."""
+        """Begin to receive bytes, from any rank if `source` is None."""
         with self._changing:
             source = self._any if source is None else source
             self._receives.append(_Transfer(call, _pieces(data), source=source, tag=tag))
 
     def look(self) -> list[tuple[Call, MismatchError | None]]:
-        """Do what can be done without waiting; the calls that have ended, and how."""
+        """Do what can be done without waiting. Return the calls that have ended, with their errors."""
         ended: list[tuple[Call, MismatchError | None]] = []
         if not self._changing.acquire(blocking=False):
             return ended
@@ -84,7 +84,7 @@ class Peers:
                 if all(request.Test() for request in pending.requests):
                     self._sends.remove(pending)
                     ended.append((pending.call, None))
-            taken: set[tuple[int, int]] = set()  # source and tag of receives that come first
+            taken: set[tuple[int, int]] = set()  # source and tag of earlier receives
             for pending in tuple(self._receives):
                 if pending.left and not self._match(pending, taken):
                     taken.add((pending.source, pending.tag))
@@ -96,7 +96,7 @@ class Peers:
         return ended
 
     def give_up(self, call: Call) -> bool:
-        """Forget a receive for which nothing has come; whether it was one."""
+        """Give up a receive for which no message has come. Return whether the call was one."""
         with self._changing:
             for pending in self._receives:
                 if pending.call is call and not pending.requests:
@@ -105,12 +105,12 @@ class Peers:
         return False
 
     def take_in(self, source: int, tag: int, count: int) -> None:
-        """Receive so many messages of 8 bytes that are on their way, and forget them."""
+        """Receive and discard `count` messages of 8 bytes that are on their way."""
         for _ in range(count):
             self._comm.Recv(numpy.empty(1, numpy.int64), source, FIRST_TAG + tag)
 
     def _match(self, pending: _Transfer, taken: set[tuple[int, int]]) -> bool:
-        """Begin to receive what has come for it; whether that is all of it."""
+        """Begin to receive the message that has come for a receive. Return whether that is all of it."""
         from mpi4py import MPI
 
         while pending.left:
@@ -122,7 +122,7 @@ class Peers:
                 if not self._comm.Iprobe(self._any, FIRST_TAG + pending.tag, status):
                     return False
                 source = status.source
-                if (source, pending.tag) in taken:  # of an earlier receive from this very rank
+                if (source, pending.tag) in taken:  # an earlier receive from this very rank gets the message
                     return False
             message = self._comm.Improbe(source, FIRST_TAG + pending.tag, status)
             if message is None:
@@ -143,6 +143,6 @@ class Peers:
 
 
 def _pieces(data: numpy.ndarray) -> list[numpy.ndarray]:
-    """At least one, the last one first."""
+    """Cut the data into pieces, at least one, and return the last piece first."""
     begins = range(0, max(data.size, 1), transfer.AT_ONCE)
     return [data[begin : begin + transfer.AT_ONCE] for begin in reversed(begins)]

@@ -1,4 +1,4 @@
-"""Two lines that let an ordinary training loop run on all ranks: `import mpitrain.torch`, and `prepare`."""
+"""`prepare` lets an ordinary training loop run on all ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def prepare(
     bucket_bytes: int | None = None,
     threaded: bool | None = None,
 ) -> tuple[Model, Optimizer, ShardedData]:
-    """Let a training loop for one process run on all ranks, each with its part of every batch; the loop stays as it is.
+    """Let a training loop for one process run on all ranks, each with its part of every batch. The loop does not
+    change.
 
         model, optimizer, data = mpitrain.torch.prepare(model, optimizer, data)
         for x, y in data:
@@ -44,37 +45,43 @@ def prepare(
             loss_fn(model(x), y).backward()
             optimizer.step()
 
-    Every rank calls it, with the same model, optimizer and data; it needs no process group. A batch of `data` is that
-    of all ranks together, and its loss a mean over samples: then the gradients that the optimizer sees are those of one
-    process, to rounding, at any number of ranks, however a batch divides. They are exchanged while `backward` runs, and
-    when it returns p.grad holds the means. Parameters and buffers get rank 0's values now; buffers stay equal (see
-    mpitrain/adapters/torch_buffers.py).
+    Every rank calls this with the same model, optimizer and data. It needs no process group. A batch of `data` is the
+    batch of all ranks together, and its loss must be a mean over samples. Then the optimizer gets the gradients of one
+    process, up to rounding, at any number of ranks and for any size of a batch. They are exchanged while `backward`
+    runs; when it returns, p.grad holds the means. Parameters and buffers get rank 0's values now. Buffers stay equal
+    (see mpitrain/adapters/torch_buffers.py).
 
     Args:
-        model: on the CPU, its parameters float16, bfloat16, float32 or float64. Hooks are added to its parameters, and
-            the same object is returned. Those with requires_grad=False now are left out, and must stay so.
-        optimizer: of parameters of this model. A hook is added, and the same object is returned. The state it may have
-            is the caller's: load the same one on all ranks.
-        data: a DataLoader, whose samples rank 0 draws (so shuffling is that of one process) and whose workers then read
-            this rank's samples alone; or any iterable that gives the same batches on every rank, of tensors and arrays
-            with the samples along the first dimension. What a former call returned serves a second model.
-        compression: of gradients between nodes, a name in mpitrain.compression.CODECS, "auto" or "none"; default: the
-            world's setting.
-        algorithm: that sums them, a name in mpitrain.allreduce.ALGORITHMS; default: the world's setting.
+        model: is on the CPU; its parameters are float16, bfloat16, float32 or float64. Its parameters get hooks, and
+            the same object is returned. Parameters that have requires_grad=False now are left out, and must stay
+            frozen.
+        optimizer: has parameters of this model. It gets a hook, and the same object is returned. Its state is not
+            synchronised: if it has one, load the same state on all ranks.
+        data: a DataLoader, or any iterable that yields the same batches on every rank, of tensors and arrays with the
+            samples along the first dimension. Rank 0 draws the samples of a DataLoader, so the order is that of one
+            process; its workers read only this rank's samples. For a second model, pass the data that the first call
+            returned.
+        compression: how gradients are compressed between nodes: a name in mpitrain.compression.CODECS, "auto" or
+            "none". Default: the World's setting.
+        algorithm: the allreduce algorithm, a name in mpitrain.allreduce.ALGORITHMS. Default: the World's setting.
         bucket_bytes, threaded: as for GradientReducer.
 
     Raises:
-        ConfigError: an optimizer that cannot work so (LBFGS, which takes several passes a step), sparse gradients, an
-            optimizer of other parameters, a DistributedSampler, a model that was prepared before, or an option's value.
+        ConfigError: the optimizer takes several passes per step (LBFGS) or has other parameters than the model,
+            gradients are sparse, the data has a DistributedSampler, the model was prepared before, or an option is not
+            allowed.
         DeviceError: a parameter is not on the CPU.
-        MismatchError: the ranks differ in parameters, buffers or data. On every rank, naming the first difference.
+        MismatchError: the ranks differ in parameters, buffers or data. Raised on every rank; it names the first
+            difference.
 
-    Use torch.utils.checkpoint with use_reentrant=False: the other kind ends backward passes inside of one, each with an
-    exchange of all gradients, and parameters that come later are printed as unused. The means are right.
+    Use torch.utils.checkpoint with use_reentrant=False. With True, it runs backward passes inside the backward pass.
+    Each ends with an exchange of all gradients, and parameters that come later are reported as unused. The means are
+    right.
 
-    `backward` weighs by the samples of the batch taken last from `data`: do not take one ahead.
+    `backward` weights gradients by the samples of the batch taken last from `data`, so do not take a batch ahead.
 
-    In the loop, `backward` and `step` raise GradientError (all kinds of it), on every rank wherever all can know.
+    In the loop, `backward` and `step` raise GradientError and its subclasses, on every rank if all can know of the
+    error.
     """
     world = init()
     _check(world, model, optimizer)
@@ -89,7 +96,8 @@ def prepare(
 
 
 def accumulate(model: torch.nn.Module) -> AbstractContextManager[None]:
-    """A block whose backward passes add up gradients on this rank alone; the first one behind it exchanges the sum.
+    """Return a context in which backward passes add up gradients on this rank alone. The first pass after it exchanges
+    the sum.
 
         for number, (x, y) in enumerate(data, 1):
             last = number % 4 == 0
@@ -99,8 +107,8 @@ def accumulate(model: torch.nn.Module) -> AbstractContextManager[None]:
                 optimizer.step()
                 optimizer.zero_grad()
 
-    Every rank enters it for the same batches. Without it such a loop gives the same gradients, with an exchange for
-    each batch. The sum is that of one process, also where the batches are of different sizes.
+    Every rank enters it for the same batches. Without it, such a loop computes the same gradients, with an exchange for
+    each batch. The sum is that of one process, also if batches differ in size.
 
     Raises:
         ConfigError: the model was not prepared.
@@ -120,7 +128,7 @@ def gradients_of(model: torch.nn.Module, call: str) -> Gradients:
 
 
 def _check(world: World, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """All that can be wrong on this rank. Nothing is compared yet, so ranks that differ come to that later."""
+    """Check what can be wrong on this rank. Differences between ranks are found later."""
     named = dict(model.named_parameters())
     known = {id(parameter) for parameter in named.values()}
     foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
@@ -129,19 +137,19 @@ def _check(world: World, model: torch.nn.Module, optimizer: torch.optim.Optimize
     elsewhere = [f"{name} is on {tensor.device}" for name, tensor in tensors.items() if tensor.device.type != "cpu"]
     problem = ""
     if model in _PREPARED:
-        problem = "prepare() has had this model before; prepare it once, and keep what it returned"
+        problem = "this model was prepared before; call prepare() once, and keep what it returned"
     elif isinstance(optimizer, torch.optim.LBFGS | torch.optim.SparseAdam):
         problem = (
             f"prepare() cannot work with {type(optimizer).__name__}: a step of it takes several backward passes, or "
-            "sparse gradients. Use another optimizer of torch.optim"
+            "needs sparse gradients. Use another optimizer of torch.optim"
         )
     elif foreign:
         problem = (
             f"the optimizer has {len(foreign)} parameters that are not the model's, the first of shape "
-            f"{tuple(foreign[0].shape)}; make it of model.parameters()"
+            f"{tuple(foreign[0].shape)}; make the optimizer from model.parameters()"
         )
     elif sparse:
-        problem = f"{', '.join(sparse)} gives sparse gradients; make it with sparse=False"
+        problem = f"{', '.join(sparse)} has sparse gradients; make the layer with sparse=False"
     if problem:
         raise ConfigError(f"{world.name()}: {problem}")
     if elsewhere:
@@ -152,7 +160,7 @@ def _check(world: World, model: torch.nn.Module, optimizer: torch.optim.Optimize
 
 
 def _sync(world: World, model: torch.nn.Module) -> None:
-    """Rank 0's parameters and buffers on all ranks."""
+    """Copy rank 0's parameters and buffers to all ranks."""
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
     values: dict[str, numpy.ndarray] = world.sync({name: array_of(tensor) for name, tensor in tensors.items()})
     if world.size > 1:

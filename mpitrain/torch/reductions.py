@@ -35,9 +35,9 @@ class Reduction:
     """One operation.
 
     Attributes:
-        name: torch's, such as SUM.
-        ufunc: of two arrays.
-        averages: what comes out of all ranks is divided by their number; integers toward zero.
+        name: torch's name, such as SUM.
+        ufunc: combines two arrays.
+        averages: the result of all ranks is divided by their number, for integers toward zero.
     """
 
     name: str
@@ -45,16 +45,16 @@ class Reduction:
     averages: bool
 
     def combine(self, total: numpy.ndarray, other: numpy.ndarray) -> None:
-        """`total` becomes the result of both."""
+        """Overwrite `total` with the result of both."""
         with numpy.errstate(all="ignore"):
             self.ufunc(total, other, out=total)
 
     def end(self, flat: numpy.ndarray, size: int) -> None:
-        """`flat` holds the result of all ranks; what is still to be done with it."""
+        """Finish the result of all ranks in `flat`, in place."""
         if not self.averages:
             return
         if flat.dtype.kind in "iu":
-            # As NCCL has it: the sum, whole, divided toward zero. NumPy's own division of integers goes down.
+            # As in NCCL, the exact sum is divided toward zero. NumPy's own division of integers rounds down.
             divisor = numpy.array(size, numpy.result_type(flat.dtype, numpy.min_scalar_type(size)))
             flat[:] = (flat - numpy.fmod(flat, divisor)) // divisor
         else:
@@ -63,10 +63,10 @@ class Reduction:
 
 @cache
 def reduction(kind: Any, dtype: torch.dtype) -> Reduction:
-    """What to do for torch's `kind`, opts.reduceOp.op.
+    """Return the operation for torch's `kind`, which is opts.reduceOp.op.
 
     Raises:
-        ProcessGroupError: it cannot be done, or not with this dtype.
+        ProcessGroupError: the operation does not exist here, or not for this dtype.
     """
     name = kind.name
     ufunc = _UFUNCS.get(name)
@@ -85,12 +85,12 @@ def reduction(kind: Any, dtype: torch.dtype) -> Reduction:
     if name in ("MIN", "MAX") and dtype.is_complex:
         raise ProcessGroupError(f"ReduceOp.{name} of {dtype}: complex numbers have no order")
     if dtype.itemsize == 1 and dtype.is_floating_point:
-        raise ProcessGroupError(f"{dtype} cannot be reduced; convert to bfloat16 or a wider one")
+        raise ProcessGroupError(f"{dtype} cannot be reduced; convert to bfloat16 or a wider dtype")
     return Reduction(name, ufunc, name == "AVG")
 
 
 def allreduce(world: World, sums: Sequential, flat: numpy.ndarray, how: Reduction) -> Progress:
-    """Replace `flat` by the result over all ranks. `sums` adds up what it can."""
+    """Replace `flat` with the result over all ranks. `sums` adds up what it can."""
     if world.size > 1 and flat.size:
         if how.ufunc is numpy.add and flat.dtype in DTYPES:
             yield from sums.steps(flat, None)
@@ -106,7 +106,7 @@ def allreduce(world: World, sums: Sequential, flat: numpy.ndarray, how: Reductio
 
 
 def reduce(world: World, flat: numpy.ndarray, root: int, how: Reduction) -> Progress:
-    """Replace `root`'s `flat` by the result over all ranks; the others' stays as it is."""
+    """Replace `root`'s `flat` with the result over all ranks. On other ranks `flat` does not change."""
     if world.size > 1 and flat.size:
         if flat.nbytes * world.size <= moves.SHORT_BYTES:
             rows = numpy.empty((world.size if world.rank == root else 0, flat.size), flat.dtype)
@@ -127,10 +127,10 @@ def reduce(world: World, flat: numpy.ndarray, root: int, how: Reduction) -> Prog
 
 
 def reduce_scatter(world: World, parts: list[numpy.ndarray], own: numpy.ndarray, how: Reduction) -> Progress:
-    """`own` becomes the result of what all ranks have for this one. It may lie in the parts."""
+    """Overwrite `own` with the result of all ranks' parts for this rank. `own` may lie in the parts."""
     total = own
     if any(numpy.may_share_memory(own, part) for part in parts):
-        total = numpy.empty_like(own)  # what is still to be sent must not be overwritten
+        total = numpy.empty_like(own)  # data that is still to be sent must not be overwritten
     total[:] = parts[world.rank]
     yield from moves.reduce_scatter(world, parts, total, how.combine)
     how.end(total, world.size)
@@ -139,7 +139,7 @@ def reduce_scatter(world: World, parts: list[numpy.ndarray], own: numpy.ndarray,
 
 
 def fold(rows: numpy.ndarray, flat: numpy.ndarray, how: Reduction) -> None:
-    """The result of the rows, in rank order, in `flat`."""
+    """Overwrite `flat` with the result of the rows, in rank order."""
     flat[:] = rows[0]
     for row in rows[1:]:
         how.combine(flat, row)

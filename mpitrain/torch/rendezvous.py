@@ -1,17 +1,18 @@
-"""What `init_process_group("mpitrain")` starts from: rank, world size and a store, all of them from MPI.
+"""The rendezvous of `init_process_group("mpitrain")`: rank, world size and a store, all from MPI.
 
-`import mpitrain.torch` sets RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE where they are missing, as torchrun does,
-from the marks of the launcher: scripts read them before anything else, and MPI need not have started.
-`init_process_group` without an init_method asks the handler of `env://`. In a job of MPI that is ours: it calls
-`mpitrain.init()`, and refuses a RANK or WORLD_SIZE, from the environment or as an argument, that is not MPI's. Where no
-MPI launcher has started the process and torchrun's variables are there, it hands on to PyTorch's own handler.
+`import mpitrain.torch` sets RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE if they are missing, as torchrun does,
+from the launcher's variables. Scripts read them before anything else, and MPI need not have started.
+`init_process_group` without an init_method calls the handler of `env://`. In an MPI job, that is this module's handler.
+It calls `mpitrain.init()`, and refuses a RANK or WORLD_SIZE, from the environment or as an argument, that is not MPI's.
+If no MPI launcher has started the process and torchrun's variables are set, it passes the call on to PyTorch's own
+handler.
 
-The store is a TCPStore on rank 0, to which a rank connects when something asks it. mpitrain itself never does, nor do
-`new_group`, DDP, FSDP2, DeviceMesh and torch.distributed.checkpoint over it: so no job fails for want of a port that a
-firewall closes or of a host name that leads nowhere. Other backends beside it do ask (`new_group(backend="gloo")`), and
-so does TORCH_DIST_INIT_BARRIER=1. The operating system chooses the port, unless MASTER_PORT is set; rank 0's addresses
-come over MPI, and those that another host has too (127.0.0.1, docker0) are left out there. MASTER_ADDR, where it is
-set, is tried first; where not, both are set for scripts that read them.
+The store is a TCPStore on rank 0. A rank connects to it at its first use. mpitrain itself never uses it, nor do
+`new_group`, DDP, FSDP2, DeviceMesh and torch.distributed.checkpoint with this backend. So no job fails because a
+firewall closes a port, or a host name does not resolve. Other backends beside it do use it
+(`new_group(backend="gloo")`), and so does TORCH_DIST_INIT_BARRIER=1. The operating system chooses the port, unless
+MASTER_PORT is set. Rank 0's addresses come over MPI; a rank leaves out those that its own host has too (127.0.0.1,
+docker0). If MASTER_ADDR is set, it is tried first. If not, both variables are set for scripts that read them.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from mpitrain.world import World
 
 _SIOCGIFADDR = 0x8915
 _CONNECT_SECONDS = 5.0
-# What mpiexec of MPICH and Intel MPI, of Open MPI, and srun tell of the place on this machine.
+# The variables for the place on this machine, of mpiexec (MPICH and Intel MPI, Open MPI) and srun.
 _LOCAL = {
     "LOCAL_RANK": ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID"),
     "LOCAL_WORLD_SIZE": ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE"),
@@ -45,13 +46,14 @@ _LOCAL = {
 _FOUR = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 _env_handler = handlers["env"]
-_set_here: dict[str, str] = {}  # what we have added to the environment
-_store: LateStore | None = None  # one for the process: a second init_process_group finds the same server
-_num_groups = 0  # how often it was handed out
+_set_here: dict[str, str] = {}  # the variables that this module has added to the environment
+_store: LateStore | None = None  # one per process: a second init_process_group finds the same server
+_num_groups = 0  # how often the store was handed out
 
 
 def offer() -> None:
-    """Be what `env://` means from now on, and set the variables that the launcher's marks tell. No MPI yet."""
+    """Register this module's handler for `env://`, and set the variables that follow from the launcher's. No MPI
+    yet."""
     handlers["env"] = _from_mpi
     launched = launched_by(os.environ)
     if launched is None or launched.rank is None:
@@ -67,13 +69,13 @@ def offer() -> None:
 def check_place(world: World, rank: int, size: int, origin: str) -> None:
     """Raise LaunchError unless `rank` and `size`, from `origin`, are MPI's.
 
-    Not collective, but where it raises on one rank alone, the job ends: see mpitrain.init.
+    Not collective, but if only one rank raises, the job ends; see mpitrain.init.
     """
     if (rank, size) != (world.rank, world.size):
         raise LaunchError(
             f"{world.name()}: {origin} says rank {rank} of {size}, MPI says rank {world.rank} of {world.size}. The "
-            "backend mpitrain runs one process for each rank of MPI: start the job by mpiexec or `mpitrain run`, not "
-            "by torchrun, and leave out rank= and world_size=, RANK and WORLD_SIZE"
+            "backend mpitrain runs one process for each rank of MPI: start the job with mpiexec or `mpitrain run`, not "
+            "with torchrun, and leave out rank= and world_size=, RANK and WORLD_SIZE"
         )
 
 
@@ -102,15 +104,15 @@ def _from_mpi(url: str, timeout: timedelta = default_pg_timeout, **rest: Any) ->
     }.items():
         _add(name, value)
     store = _shared_store(world, timeout)
-    engine_of(world)  # here all ranks come; the first group of ours may be one of a few
+    engine_of(world)  # all ranks call this; the first group of this backend may have only a few of them
     _num_groups += 1
-    # As torchrun does for its attempts: nothing of an earlier group is found by this one.
+    # As torchrun does for its attempts, so that this group finds nothing of an earlier one.
     yield PrefixStore(f"mpitrain {_num_groups}", store), world.rank, world.size
-    raise RuntimeError("a rank of MPI cannot leave its job and come back")
+    raise RuntimeError("a rank of MPI cannot leave its job and join it again")
 
 
 class LateStore(Store):
-    """A store on rank 0, connected to when it is first asked.
+    """A store on rank 0. A rank connects at its first use.
 
     The names of the methods are those by which PyTorch's own stores call a store that is written in Python.
     """
@@ -118,7 +120,7 @@ class LateStore(Store):
     def __init__(
         self, world: World, server: Store | None, port: int, addresses: Sequence[str], timeout: timedelta
     ) -> None:
-        """`server`: on rank 0, else None. `addresses`: where to look for it, in this order."""
+        """`server` is None except on rank 0. `addresses` are tried in this order."""
         super().__init__()
         self._timeout = timeout
         self._world = world
@@ -163,20 +165,20 @@ class LateStore(Store):
         tried = []
         for address in self._addresses:
             try:
-                # By ourselves first: a TCPStore tries for long, and writes warnings.
+                # Try the connection first, because a TCPStore tries for long and writes warnings.
                 socket.create_connection((address, self._port), _CONNECT_SECONDS).close()
                 return TCPStore(address, self._port, timeout=self._timeout, wait_for_workers=False)
             except (OSError, RuntimeError) as error:
                 tried.append(f"{address}: {error}")
         raise MpitrainError(
             f"{self._world.name()}: cannot reach the store on {self._world.name(0)}, port {self._port}, which "
-            f"something beside the backend mpitrain asks for ({'; '.join(tried)}). Open a port between the hosts and "
-            "set MASTER_PORT to it, and MASTER_ADDR to an address of that host; or use the backend mpitrain alone"
+            f"something beside the backend mpitrain uses ({'; '.join(tried)}). Open a port between the hosts and "
+            "set MASTER_PORT to it, and MASTER_ADDR to an address of that host; or use only the backend mpitrain"
         )
 
 
 def _shared_store(world: World, timeout: timedelta) -> Store:
-    """The store of this job. Collective."""
+    """Return the store of this job. Collective."""
     global _store  # noqa: PLW0603 - one server a process
     if _store is not None:
         return _store
@@ -203,20 +205,20 @@ def _shared_store(world: World, timeout: timedelta) -> Store:
 
 
 def addresses() -> list[str]:
-    """The IPv4 addresses of this machine's interfaces."""
+    """Return the IPv4 addresses of this machine's interfaces."""
     result = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
             try:
                 answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", name.encode()))
             except OSError:
-                continue  # it has none
+                continue  # the interface has no address
             result.append(socket.inet_ntoa(answer[20:24]))
     return result
 
 
 def _add(name: str, value: object) -> None:
-    """Set an environment variable that is missing."""
+    """Set an environment variable if it is missing."""
     if name not in os.environ:
         os.environ[name] = _set_here[name] = str(value)
 

@@ -1,4 +1,4 @@
-"""Batches of all ranks together in, this rank's part of each out: what a loop runs over after `prepare`."""
+"""The data of a prepared loop: it reads the batches of all ranks together, and yields this rank's part of each."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from mpitrain.torch.observed import samples_come_divided, saw
 from mpitrain.torch.uncompiled import uncompiled
 from mpitrain.world import World
 
-# Rank 0 draws so many samples at a time, and tells the others which: one message an epoch for most data sets.
+# Rank 0 draws so many samples at a time and sends their numbers to the others: for most data sets, once per epoch.
 _DRAWN_AT_ONCE = 2**16
 _EXACT = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 @dataclass(frozen=True)
 class Share:
-    """What this rank has of a batch: `count` of `total` samples. With 0 it computes with one that does not count."""
+    """This rank's share of a batch: `count` of `total` samples. If it is 0, one sample is there that does not count."""
 
     count: int
     total: int
@@ -35,21 +35,21 @@ class Share:
 
 @uncompiled
 class ShardedData:
-    """This rank's part of every batch; the parts are disjoint and together the whole batch, as `World.shard` has it.
+    """This rank's part of every batch. As with `World.shard`, the parts are disjoint, and together the whole batch.
 
-    Where a batch has fewer samples than there are ranks, the last ranks get its first sample, which then counts for
-    nothing there: a loop need not know of it.
+    If a batch has fewer samples than there are ranks, the last ranks get its first sample, which does not count there.
+    A loop need not care about this.
 
-    It is no DataLoader. It has the attributes that loops ask one for, those of the data that was given, and None where
-    that has none; all else is in `given`.
+    ShardedData is not a DataLoader. It has the attributes of a DataLoader that loops use, with the values of the given
+    data, or None if that has no such attribute. All other attributes are in `given`.
 
     Attributes:
-        share: of the batch that this rank has now; None before the first one and behind the last.
-        turn: how many batches have been handed out.
+        share: this rank's share of the present batch; None before the first batch and after the last.
+        turn: the number of batches handed out so far.
         given: the data that `prepare` was given.
-        dataset: with the samples of all ranks.
-        batch_size: of all ranks together.
-        sampler, batch_sampler: those of all ranks together; rank 0's draw. Call `set_epoch`, where one has it, on all
+        dataset: the data set, with the samples of all ranks.
+        batch_size: the number of samples of all ranks together.
+        sampler, batch_sampler: those of all ranks together; rank 0's draw. If one has `set_epoch`, call it on all
             ranks.
         drop_last, num_workers, collate_fn, generator: as in DataLoader.
     """
@@ -58,13 +58,13 @@ class ShardedData:
         """Collective; see `prepare` for the data.
 
         Raises:
-            ConfigError: it deals samples out to ranks already. On every rank.
-            MismatchError: the ranks have data of different kinds or lengths, other samples in a Subset, or other
-                integers, such as labels, in the first and the last sample of a TensorDataset. Other data sets are not
-                read to be compared: a sample may be another one at each reading.
+            ConfigError: the data already divides samples among ranks. Raised on every rank.
+            MismatchError: the ranks' data differ in kind or length, in the samples of a Subset, or in the integers,
+                such as labels, of the first and the last sample of a TensorDataset. Other data sets are not compared by
+                reading, because a sample may change with each reading.
         """
         self.share: Share | None = None
-        self._newest: Share | None = None  # also behind the last batch
+        self._newest: Share | None = None  # stays after the last batch
         self.turn = 0
         self._world = world
         self.given = data
@@ -86,21 +86,21 @@ class ShardedData:
             _refuse_distributed(data)
             if not isinstance(data.dataset, IterableDataset) and data.batch_sampler is not None:
                 self._parts = _Parts(world, data.batch_sampler)
-                loader = copy.copy(data)  # all as it is, workers and pinned memory too, but for the batches
+                loader = copy.copy(data)  # keep everything, also workers and pinned memory, except the batches
                 vars(loader).update(batch_sampler=self._parts, in_order=True, _iterator=None)
                 self._source = loader
         length = len(data) if _has_length(data) else "an unknown number of"  # type: ignore[arg-type]
         world.agree("compare the data", [*lines, f"{kind}, {length} batches"])
 
     def __len__(self) -> int:
-        """How many batches: as many as all ranks together have."""
+        """The number of batches, the same as for all ranks together."""
         return len(self.given)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        """Collective, and so is each step: the ranks take the same batches at the same time.
+        """Yield this rank's part of each batch. Collective, as is each step: all ranks take the same batches together.
 
         Raises:
-            DataError: the first batch has fewer samples than there are ranks, or a batch holds what cannot be divided.
+            DataError: the first batch has fewer samples than there are ranks, or a batch cannot be divided.
             MismatchError: a source that every rank reads itself gives the ranks different batches.
         """
         batches = self._drawn(self._parts) if self._parts else self._read()
@@ -109,7 +109,7 @@ class ShardedData:
                 raise everywhere(
                     DataError(
                         f"{self._world.name()}: the first batch has {share.total} samples for {self._world.size} "
-                        "ranks; a batch is divided among all ranks: use fewer ranks or larger batches"
+                        "ranks; a batch is divided among all ranks, so use fewer ranks or larger batches"
                     )
                 )
             self.share = self._newest = share
@@ -119,29 +119,31 @@ class ShardedData:
         self.share = None
 
     def mean(self, value: Any) -> float:
-        """The mean over all samples of the newest batch of a mean over this rank's part of it, such as a loss.
+        """Return the mean over all samples of the newest batch, from each rank's mean over its part, such as a loss.
 
-        Collective: every rank calls it for the same batch, in the loop or behind it.
+        Collective: every rank calls this for the same batch, in the loop or after it.
 
         Args:
-            value: a number, or a tensor of one element; what it is on a rank without samples does not count.
+            value: this rank's mean: a number, or a tensor of one element. On a rank without samples it does not count.
 
         Raises:
-            DataError: there was no batch yet, on every rank; or `value` has several elements.
+            DataError: there was no batch yet (raised on every rank), or `value` has several elements.
         """
         value = float(self._numbers(value, "mean").reshape(()))
         return float(self._world.mean(value, weight=self._share().count))
 
     def sum(self, values: Any) -> float:
-        """The sum over all samples of the newest batch of one value a sample, such as whether a guess was right.
+        """Return the sum over all samples of the newest batch of one value per sample, such as 1 for a right guess.
 
-        Collective, as `mean`. Each sample counts once, also where a rank without samples computes with one.
+        Collective, like `mean`. Each sample counts once, also if a rank without samples computes with one of another
+        rank.
 
         Args:
-            values: a tensor or array of shape (n,), where n is the length of this rank's part. It is added in float64.
+            values: a tensor or array of shape (n,), where n is the length of this rank's part. They are added in
+                float64.
 
         Raises:
-            DataError: there was no batch yet, on every rank; or `values` has another shape.
+            DataError: there was no batch yet (raised on every rank), or `values` has another shape.
         """
         share, numbers = self._share(), self._numbers(values, "sum")
         if numbers.shape != (max(share.count, 1),):
@@ -168,14 +170,14 @@ class ShardedData:
         return self._newest
 
     def _drawn(self, parts: _Parts) -> Iterator[tuple[Any, Share]]:
-        """From a data set with numbered samples this rank reads only its own."""
+        """Yield batches of a data set with numbered samples, of which this rank reads only its own."""
         batches = iter(self._source)
-        shares = parts.shares  # made by this iteration; another one makes others
+        shares = parts.shares  # those of this iteration; another iteration makes its own
         for batch in batches:
             yield batch, shares.popleft()
 
     def _read(self) -> Iterator[tuple[Any, Share]]:
-        """What can only be read from its beginning every rank reads, and keeps its part of each batch."""
+        """Yield batches of data that can only be read from the beginning: every rank reads all, and keeps its part."""
         world = self._world
         for number, batch in enumerate(self._source):
             try:
@@ -190,7 +192,7 @@ class ShardedData:
 
 
 class _Parts:
-    """A batch sampler: of each batch of sample numbers that rank 0's draws, this rank's part."""
+    """A batch sampler that yields this rank's part of each batch of sample numbers that rank 0's sampler draws."""
 
     def __init__(self, world: World, batches: Any) -> None:
         self._world = world
@@ -208,7 +210,7 @@ class _Parts:
         world = self._world
         drawing = iter(self._batches) if world.is_root else None
         while True:
-            # Only rank 0 draws: random numbers, and so the order of an epoch, are those of one process.
+            # Only rank 0 draws, so the random numbers, and the order of an epoch, are those of one process.
             with world.together("draw the samples of the next batches"):
                 drawn = [] if drawing is None else _some(drawing)
             drawn = world.broadcast(drawn)
@@ -222,7 +224,7 @@ class _Parts:
 
 
 def _lines_of(dataset: Any) -> Iterator[str]:
-    """What is compared of a data set, an item a line."""
+    """Yield what is compared of a data set, one item per line."""
     text = f"{type(dataset).__name__} of {len(dataset) if _has_length(dataset) else 'an unknown number of'} samples"
     if isinstance(dataset, Subset):
         text += f", checksum of their numbers {_checksum_of_numbers(dataset.indices):08x}"
@@ -234,7 +236,7 @@ def _lines_of(dataset: Any) -> Iterator[str]:
             yield from _lines_of(part)
     elif isinstance(dataset, TensorDataset):
         shapes = [f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in dataset.tensors]
-        # Not of floats: another CPU may round what it has computed to other bits.
+        # Not of floats, because another CPU may have rounded computed values to other bits.
         exact = [tensor for tensor in dataset.tensors if tensor.device.type == "cpu" and tensor.dtype in _EXACT]
         text += f": {', '.join(shapes)}, checksum {checksum(exact):08x}"
         yield f"{text} of the integers of the first and the last one"
@@ -243,7 +245,8 @@ def _lines_of(dataset: Any) -> Iterator[str]:
 
 
 def _checksum_of_numbers(indices: Any) -> int:
-    """Of the samples of a Subset; 0 where they are not numbers or texts, which may look different on each rank."""
+    """Return a checksum of the sample numbers of a Subset; 0 if they are other objects, whose text may differ by
+    rank."""
     if isinstance(indices, range):
         return zlib.crc32(repr(indices).encode())
     try:
@@ -265,7 +268,7 @@ def _some(drawing: Iterator[Any]) -> list[list[Any]]:
 def _has_length(data: Any) -> bool:
     try:
         len(data)
-    except (TypeError, NotImplementedError):  # what has none, and a DataLoader of a stream
+    except (TypeError, NotImplementedError):  # from data without a length, and from a DataLoader of a stream
         return False
     return True
 
@@ -275,7 +278,7 @@ def _refuse_distributed(loader: DataLoader[Any]) -> None:
     if any(isinstance(sampler, DistributedSampler) for sampler in samplers):
         raise everywhere(
             ConfigError(
-                "the DataLoader has a DistributedSampler, which deals samples out to ranks; prepare() does that. "
-                "Leave it out: shuffle=True, and batch_size of all ranks together"
+                "the DataLoader has a DistributedSampler, which divides samples among ranks; prepare() does that. "
+                "Leave the sampler out: pass shuffle=True, and a batch_size for all ranks together"
             )
         )

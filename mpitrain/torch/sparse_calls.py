@@ -23,7 +23,7 @@ from mpitrain.world import World
 
 @uncompiled
 class SparseCalls(BareGroup):
-    """What backend.py calls for tensors of layout torch.sparse_coo."""
+    """The calls that backend.py makes for tensors of layout torch.sparse_coo."""
 
     def _allreduce_sparse(self, tensor: torch.Tensor, opts: Any) -> Call:
         name = "all_reduce"
@@ -36,7 +36,7 @@ class SparseCalls(BareGroup):
             text = f"ReduceOp.{opts.reduceOp.op.name} of a sparse tensor; it can be SUM: use that, or tensor.to_dense()"
             self._refuse(name, ProcessGroupError(text))
         call = self._call(name, [tensor], opts)
-        # A copy: what the caller does with its tensor meanwhile does not matter.
+        # A copy, so that the caller may change its tensor meanwhile.
         own = tensor.detach().coalesce().clone()
 
         def work() -> Progress:
@@ -49,7 +49,7 @@ class SparseCalls(BareGroup):
 
 
 def _total(world: World, own: torch.Tensor) -> Generator[float | None, None, torch.Tensor]:
-    """The sum of all ranks' tensors, in rank order: every rank adds up what all have."""
+    """Return the sum of all ranks' tensors. Every rank adds all of them, in rank order."""
     num_elements = numpy.empty(world.size, numpy.int64)
     own_number = numpy.array([own.values().shape[0]])
     yield from until(world.background.comm.Iallgather(own_number, num_elements).Test)
@@ -58,6 +58,6 @@ def _total(world: World, own: torch.Tensor) -> Generator[float | None, None, tor
     indices[world.rank], values[world.rank] = own.indices().contiguous(), own.values().contiguous()
     for parts in (indices, values):
         yield from moves.allgather(world, [raw(part.view(-1)) for part in parts])
-    # Checked: an index beyond the shape, from a rank whose tensor has another one, would be written outside of it.
+    # Check the indices: one beyond the shape, from a rank with a tensor of another shape, would write out of bounds.
     whole = torch.sparse_coo_tensor(torch.cat(indices, 1), torch.cat(values), own.shape, check_invariants=True)
     return whole.coalesce()

@@ -1,4 +1,4 @@
-"""What differs between versions of PyTorch, 2.11 to 2.15: the names of calls, and who records them."""
+"""Differences between the versions of PyTorch from 2.11 to 2.15: the names of calls, and their recording."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.distributed import distributed_c10d
 
-# What old versions call, and since 2.13 new ones.
+# The old names of calls, and the names since 2.13.
 ALIASES = {
     "_allgather_base": "all_gather_single",
     "_reduce_scatter_base": "reduce_scatter_single",
@@ -17,18 +17,18 @@ ALIASES = {
 
 
 def with_old_names(kind: Any) -> Any:
-    """A class decorator: what old versions of torch call is there too."""
+    """Decorate a class so that it also has the names that old versions of torch call."""
     for old, new in ALIASES.items():
         setattr(kind, old, getattr(kind, new))
     return kind
 
 
 def record_nothing(backend: str) -> None:
-    """Since 2.15 torch records the calls of a group (flight recorder), and fails with one that is no C++ object."""
+    """Switch off the flight recorder: since 2.15 torch records a group's calls, and fails if it is not a C++ object."""
     recorders: set[str] = getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
     recorders.add(backend)
 
 
 def is_awaited(options: Any) -> bool:
-    """Whether torch waits for the call at once; False where it does not say so."""
+    """Whether torch says that it waits for the call at once."""
     return not getattr(options, "asyncOp", True)

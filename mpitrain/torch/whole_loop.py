@@ -1,4 +1,4 @@
-"""What a loop around `prepare` does besides training, a line each: evaluate, save, resume."""
+"""One line each for what a loop around `prepare` does besides training: evaluate, save, resume."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from mpitrain.torch.uncompiled import uncompiled
 
 @uncompiled
 def shard(data: Iterable[Any]) -> ShardedData:
-    """This rank's part of every batch, to evaluate a model with: as `prepare` gives it, without a model.
+    """Return this rank's part of every batch, to evaluate a model. This is `prepare` for data alone.
 
         test = mpitrain.torch.shard(test_loader)
         right = sum(test.sum(model(x).argmax(1) == y) for x, y in test)  # of all ranks, each sample once
 
-    Every rank calls it with the same data, and takes the batches at the same time.
+    Every rank calls this with the same data, and the ranks take the batches together.
 
     Args:
         data: see `prepare`.
@@ -35,16 +35,16 @@ def shard(data: Iterable[Any]) -> ShardedData:
 
 @uncompiled
 def save(state: Any, path: Path | str) -> None:
-    """Write rank 0's `state` with torch.save, whole or not at all: the file is replaced when the new one is complete.
+    """Write rank 0's `state` with torch.save, completely or not at all.
 
-    Every rank calls it, and returns when the file is there.
+    Every rank calls this, and returns when the file is complete. An old file is replaced only by a complete one.
 
     Args:
-        state: what torch.save takes, such as a dict of state_dict()s. The other ranks' is not looked at.
-        path: on rank 0's machine; overwritten.
+        state: an object for torch.save, such as a dict of state_dict()s. Other ranks' `state` is ignored.
+        path: the file on rank 0's machine. It is overwritten.
 
     Raises:
-        MpitrainError: it cannot be written. On every rank; an older file is as it was.
+        MpitrainError: the file cannot be written. Raised on every rank; an old file is unchanged.
     """
     path, world = Path(path), init()
     if world.observer:
@@ -65,17 +65,20 @@ def save(state: Any, path: Path | str) -> None:
 
 @uncompiled
 def load(path: Path | str) -> Any:
-    """What `save` wrote, on every rank; None where rank 0's machine has no such file.
+    """Return on every rank what `save` wrote, or None if rank 0's machine has no such file.
 
-    Rank 0 reads the file, so it need not be on a share. Every rank calls it. Tensors come to the CPU. It is read with
-    weights_only=True, which runs no code of the file.
+    Every rank calls this. Rank 0 reads the file, so it need not be on a share. Tensors are loaded to the CPU. The file
+    is read with weights_only=True, which runs no code from the file.
+
+    Args:
+        path: the file on rank 0's machine.
 
     Raises:
-        MpitrainError: it cannot be read. On every rank.
+        MpitrainError: the file cannot be read. Raised on every rank.
     """
     path, world = Path(path), init()
     if world.observer:
-        world.print(f"mpitrain verify: {path} is not loaded, as if there were none")
+        world.print(f"mpitrain verify: {path} is not loaded, as if the file did not exist")
         return None
     content = None
     with world.together(f"load {path}"):

@@ -1,4 +1,4 @@
-"""What a call returns: torch's Work, and its future."""
+"""The result of a call: torch's Work, and its future."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mpitrain.torch.channel import Channel
 
 _NEVER = timedelta(0)
-_futures = threading.Lock()  # a call ends in one thread while another asks for its future
+_futures = threading.Lock()  # a call may end in one thread while another gets its future
 
 
 @uncompiled
@@ -27,12 +27,12 @@ class Call(dist.Work):
     """A call that has begun on a process group.
 
     Attributes:
-        channel: of the group.
-        name: torch's, such as all_reduce.
+        channel: the channel of the group.
+        name: torch's name of the call, such as all_reduce.
         buffers: the memory that its messages come from and go to.
         results: the tensors that hold the result.
-        deadline: when the group gives it up, by time.monotonic().
-        is_done: it has ended, and `error` says how.
+        deadline: the time at which the group gives the call up, by time.monotonic().
+        is_done: whether the call has ended; `error` is None if it succeeded.
     """
 
     def __init__(self, channel: Channel, name: str, results: Sequence[torch.Tensor], seconds: float) -> None:
@@ -43,14 +43,14 @@ class Call(dist.Work):
         self.seconds = seconds
         self.deadline = time.monotonic() + seconds
         self.buffers = FlatTensors()
-        self.source = -1  # of a receive
-        self.number = 0  # of those of all ranks, in the order begun: 1, 2 ...
+        self.source = -1  # the sender, for a receive
+        self.number = 0  # collective calls are numbered 1, 2 ... in the order in which they were begun
         self.is_done = False
         self.error: BaseException | None = None
         self._future: CallFuture | None = None
 
     def __str__(self) -> str:
-        """What is waited for, in reports."""
+        """The name of the call in reports."""
         amount = ""
         if self.results:
             first = self.results[0]
@@ -59,7 +59,7 @@ class Call(dist.Work):
         return f"{self.name}{amount} in {self.channel}"
 
     def end(self, error: BaseException | None) -> CallFuture | None:
-        """It has ended. The future, if one was asked for, is to be completed by the caller."""
+        """End the call. If a future exists, return it; the caller must complete it."""
         with _futures:
             self.error = error
             self.is_done = True
@@ -71,9 +71,9 @@ class Call(dist.Work):
         """Drive the call until it has ended.
 
         Raises:
-            MismatchError: the ranks have made different calls; on every rank.
-            ProcessGroupError: it has not ended within `timeout`, and may still do; or within the group's, and the
-                group cannot be used any more.
+            MismatchError: the ranks have made different calls. Raised on every rank.
+            ProcessGroupError: the call has not ended within `timeout`, but may still do so; or it has not ended within
+                the group's timeout, and the group can no longer be used.
         """
         if not self.is_done:
             seconds = timeout.total_seconds() if timeout > _NEVER else None
@@ -88,35 +88,35 @@ class Call(dist.Work):
         return True
 
     def synchronize(self) -> None:
-        """As `wait`: results are in place when the call ends, for every stream."""
+        """Wait as `wait` does: results are in place when the call ends, for every stream."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether it has ended."""
+        """Whether the call has ended."""
         if not self.is_done:
             self.channel.engine.look()
         return self.is_done
 
     def is_success(self) -> bool:
-        """Whether it has ended well."""
+        """Whether the call has ended without an error."""
         return self.is_done and self.error is None
 
     def exception(self) -> BaseException | None:
-        """The error it has ended with."""
+        """Return the error with which the call has ended, or None."""
         return self.error
 
     def result(self) -> list[torch.Tensor]:
-        """The tensors that hold the result."""
+        """Return the tensors that hold the result."""
         return list(self.results)
 
     def source_rank(self) -> int:
-        """Of a receive: who has sent it, as a rank of the group."""
+        """Return the sender of a received message, as a rank of the group."""
         return self.source
 
     _source_rank = source_rank
 
     def get_future(self) -> CallFuture:
-        """A future whose value is the list of the tensors that hold the result."""
+        """Return a future. Its value is the list of the tensors that hold the result."""
         self.channel.drive_here(self)
         with _futures:
             if self._future is not None:
@@ -126,7 +126,7 @@ class Call(dist.Work):
         if self.is_done:
             future.complete()
         else:
-            self.channel.engine.wake()  # whoever waits for a future does not drive
+            self.channel.engine.wake()  # a thread that waits for a future does not drive
         return future
 
 
@@ -141,17 +141,17 @@ class CallFuture(torch.futures.Future):  # type: ignore[type-arg]
         self._is_complete = False
 
     def complete(self) -> None:
-        """The call has ended: tell whoever waits. Called without any lock."""
+        """Complete the future of a call that has ended. Call this without any lock."""
         with _futures:
             if self._is_complete:
                 return
             self._is_complete = True
         if self._has_callbacks:
-            # A callback may make further calls and wait for them, which the thread that drives them must not.
+            # A callback may make further calls and wait for them. The thread that drives must not do this.
             try:
                 threading.Thread(target=self._set, name="mpitrain callback", daemon=True).start()
                 return
-            except RuntimeError:  # the interpreter ends, and starts no threads any more
+            except RuntimeError:  # the interpreter is ending, and starts no more threads
                 pass
         self._set()
 
@@ -168,7 +168,7 @@ class CallFuture(torch.futures.Future):  # type: ignore[type-arg]
         self.set_result(_CallError(error))
 
     def wait(self) -> Any:
-        """The value, once it is there. Raises the call's error."""
+        """Wait for the value and return it. Raise the call's error."""
         self._call.wait()
         return super().wait()
 
@@ -184,9 +184,9 @@ class CallFuture(torch.futures.Future):  # type: ignore[type-arg]
 
 
 class _CallError(Exception):
-    """The value of a future whose call has failed: raises the call's error wherever it is looked at.
+    """The value of a future whose call has failed. Any use of it raises the call's error.
 
-    torch knows only values, and gives them to C++ (DDP) as they are, which takes them apart by pickling them.
+    torch has only values here. It passes them unchanged to C++ (DDP), which unpacks them by pickling.
     """
 
     def __init__(self, error: BaseException) -> None:

@@ -156,7 +156,7 @@ REFUSED: dict[str, tuple[Callable[[int], Any], type[Exception], str]] = {
     "lists by input, not by rank": (
         lambda n: dist.group.WORLD.allgather_coalesced([[ones()] * n] * (n + 1), [ones()] * (n + 1)),
         ValueError,
-        "allowed: . lists, one a rank, each with ., one an input",
+        "allowed: . lists, one per rank, each with . tensors, one per input",
     ),
     "dtypes in a list": (
         lambda n: dist.group.WORLD.allgather([[ones(3, torch.int32)] * n], [ones()]),
@@ -269,7 +269,7 @@ def test_monitored_barrier(world: World) -> None:
     skip_alone(world)
     late = [0] if world.size == 2 else [0, world.size - 1]
     if world.rank not in late:
-        with pytest.raises(ProcessGroupError, match=r"not come within 3 s") as caught:
+        with pytest.raises(ProcessGroupError, match=r"not arrived within 3 s") as caught:
             monitored_barrier(timeout=timedelta(seconds=3), wait_all_ranks=True)
         for rank in late:
             assert world.name(rank) in str(caught.value)
@@ -294,7 +294,7 @@ def test_a_later_group_does_not_hear_what_an_earlier_one_has_missed(world: World
     for turn in range(10):
         some = dist.new_group()
         if world.rank == turn % 2:
-            with pytest.raises(ProcessGroupError, match=r"not come within 0.5 s"):
+            with pytest.raises(ProcessGroupError, match=r"not arrived within 0.5 s"):
                 monitored_barrier(some, timeout=timedelta(seconds=0.5))
         world.barrier()
         dist.destroy_process_group(some)

@@ -267,7 +267,7 @@ def test_what_a_codec_does_not_take(world: World, ours: None) -> None:
         compress("int3")
     model = DistributedDataParallel(Model())
     model.register_comm_hook(None, compress("bf16"))
-    with pytest.raises(ConfigError, match=r"rank \d on .* shortens float32 gradients, not torch.float64"):
+    with pytest.raises(ConfigError, match=r"rank \d on .* takes float32 gradients, not torch.float64"):
         model(samples(world, 0)[0]).sum().backward()
 
 

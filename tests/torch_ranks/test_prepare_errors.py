@@ -32,7 +32,7 @@ def test_models_and_optimizers_that_cannot_work(world: World) -> None:
         (model, torch.optim.LBFGS(model.parameters()), "LBFGS"),
         (model, torch.optim.SparseAdam(model.parameters()), "SparseAdam"),
         (model, sgd(mlp().parameters()), "4 parameters that are not the model's"),
-        (sparse, sgd(sparse.parameters()), "0 gives sparse gradients; make it with sparse=False"),
+        (sparse, sgd(sparse.parameters()), "0 has sparse gradients; make the layer with sparse=False"),
     ):
         with pytest.raises(ConfigError, match=text):
             mpitrain.torch.prepare(its, optimizer, batches())
@@ -41,7 +41,7 @@ def test_models_and_optimizers_that_cannot_work(world: World) -> None:
     with pytest.raises(ConfigError, match="there is no compression 'zip'"):
         mpitrain.torch.prepare(model, sgd(model.parameters()), batches(), compression="zip")
     prepared(model)
-    with pytest.raises(ConfigError, match="has had this model before"):
+    with pytest.raises(ConfigError, match="this model was prepared before"):
         prepared(model)
     frozen = mlp().requires_grad_(False)
     assert "no parameters" in error_on_all(world, ConfigError, lambda: prepared(frozen))
@@ -121,7 +121,7 @@ def test_passes_that_cannot_count(world: World) -> None:
     for batch in data:
         with mpitrain.torch.accumulate(model):
             loss_of(model, batch).backward()
-        with pytest.raises(GradientError, match="last backward\\(\\) before a step belongs outside"):
+        with pytest.raises(GradientError, match="put the last backward\\(\\) before a step outside"):
             optimizer.step()
     model = mlp()
     model[0].requires_grad_(False)

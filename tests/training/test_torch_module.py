@@ -306,7 +306,7 @@ def unequal(module: Any) -> Any:
             ConfigError,
             "LBFGS computes the loss again with",
         ),
-        (with_optimizer(lambda m: torch.optim.SparseAdam(m.parameters())), ConfigError, "SparseAdam takes sparse"),
+        (with_optimizer(lambda m: torch.optim.SparseAdam(m.parameters())), ConfigError, "SparseAdam needs sparse"),
         (with_optimizer(lambda m: torch.optim.SGD(m[0].parameters())), ConfigError, "1.weight is trained (requires_gr"),
         (
             with_optimizer(lambda m: torch.optim.SGD([*m.parameters(), torch.nn.Parameter(torch.ones(7))])),
@@ -330,7 +330,7 @@ def unequal(module: Any) -> Any:
             ConfigError,
             "for groups with the rates 0.1, 0.5; a function",
         ),
-        (plateau, ConfigError, "ReduceLROnPlateau waits for a metric"),
+        (plateau, ConfigError, "ReduceLROnPlateau needs a metric"),
         (
             refused(schedule=torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.ones(2)]), 1)),
             ConfigError,
@@ -481,5 +481,5 @@ def test_state_that_is_of_no_parameter() -> None:
     optimizer = torch.optim.Adam(module.parameters())
     adapter = TorchModule(module, squares, optimizer)
     optimizer.state["global"] = {"count": 3}
-    with pytest.raises(CheckpointError, match="Adam keeps a state under 'global', which is no parameter"):
+    with pytest.raises(CheckpointError, match="Adam keeps a state under 'global', which is not a parameter"):
         adapter.state()
