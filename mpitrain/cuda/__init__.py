@@ -1,1 +1,1 @@
-"""What is particular to CUDA devices. CuPy is imported by the user, never here."""
+"""Everything that is specific to CUDA devices. The user imports CuPy; this module does not."""

@@ -1,7 +1,7 @@
-"""Does the MPI library take addresses of GPU memory? Asked in a child process: where it does not, the process dies.
+"""Check whether the MPI library accepts addresses of GPU memory. A child process tries it: if not, the process dies.
 
-The child sends a GPU array to itself. What comes out is kept in a file (~/.cache/mpitrain/cuda_aware.json), by a hash
-of the MPI library's content and of the settings that make it CUDA-aware or not, so that each is tried once.
+The child sends a GPU array to itself. The result is kept in a file (~/.cache/mpitrain/cuda_aware.json), by a hash of
+the MPI library's content and of the settings that make it CUDA-aware or not. So each combination is tried once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from mpitrain.cuda.device import cupy_module
 
 _SECONDS = 60.0
-# What may change the answer of one and the same library.
+# Settings that may change the result for the same library.
 _SETTINGS = (
     "OMPI_MCA_",
     "PRTE_MCA_",
@@ -32,7 +32,7 @@ _SETTINGS = (
     "LD_LIBRARY_PATH",
     "CUDA_",
 )
-# What the launcher left would make the child a rank of this job.
+# The launcher's variables would make the child a rank of this job.
 _LAUNCHERS = ("PMI", "PMIX", "OMPI_COMM", "OMPI_UNIVERSE", "PRTE_", "HYDRA", "MPI_LOCAL", "SLURM_", "MPITRAIN_")
 _LIBRARIES = ("/libmpi", "/libucp", "/libuct", "/libfabric", "/libopen-pal")
 
@@ -51,7 +51,7 @@ print("right" if int(received.sum()) == 7 * count else "wrong")
 
 
 def why_not_aware(gpu_number: int) -> str:
-    """Why MPI does not take GPU memory here, or "". Not collective."""
+    """Return why MPI does not accept GPU memory here, or "". Not collective."""
     cache = _cache_file()
     known = _read(cache)
     key = fingerprint(os.environ)
@@ -65,7 +65,7 @@ def why_not_aware(gpu_number: int) -> str:
 
 
 def fingerprint(environ: Mapping[str, str]) -> str:
-    """Of the libraries of MPI in this process, by their content, of CuPy, the driver and the settings that count."""
+    """Return a hash of the content of this process's MPI libraries, of CuPy, the driver and the relevant settings."""
     cupy = cupy_module()
     versions = (sys.executable, cupy.__file__, cupy.__version__, cupy.cuda.runtime.driverGetVersion())
     digest = hashlib.sha256(repr(versions).encode())
@@ -80,30 +80,30 @@ def fingerprint(environ: Mapping[str, str]) -> str:
 
 
 def _ask(gpu_number: int) -> tuple[str, bool]:
-    """Why not, or ""; and whether that will be so the next time."""
+    """Return why not, or ""; and whether the result will be the same the next time."""
     environment = {name: text for name, text in os.environ.items() if not _is_launchers(name)}
-    # What a child of Python's -c imports must not be a file of the working folder.
+    # -P: a child of Python's -c must not import files of the working folder.
     command = [sys.executable, "-P", "-c", _PROBE, str(gpu_number)]
     try:
         done = subprocess.run(
             command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=_SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
-        return f"a process that sent GPU memory to itself by MPI did not end in {_SECONDS:g} s", False
+        return f"a process that sent GPU memory to itself through MPI did not end within {_SECONDS:g} s", False
     except OSError as error:
-        return f"no process to try it in: {error}", False
+        return f"the process to try it in cannot be started: {error}", False
     words = done.stdout.decode(errors="replace").split()
     if done.returncode == 0:
-        return ("", True) if words[-1:] == ["right"] else ("MPI changed what was in GPU memory", True)
+        return ("", True) if words[-1:] == ["right"] else ("MPI changed the data in GPU memory", True)
     said = done.stderr.decode(errors="replace").strip().splitlines()
     reason = signal.Signals(-done.returncode).name if done.returncode < 0 else said[-1] if said else "no word"
     if words[-1:] == ["asking"]:
-        return f"the MPI library is not CUDA-aware: a process that sent GPU memory by it ended with {reason}", True
+        return f"the MPI library is not CUDA-aware: a process that sent GPU memory with it ended with {reason}", True
     return f"whether the MPI library is CUDA-aware could not be tried: the process for it ended with {reason}", False
 
 
 def _is_launchers(name: str) -> bool:
-    # Where a library was moved to, PMIX_PREFIX and its like say; the child needs that too.
+    # PMIX_PREFIX and similar variables say where a library was moved to. The child needs them too.
     return name.startswith(_LAUNCHERS) and not name.endswith("_PREFIX")
 
 
@@ -113,7 +113,7 @@ def _cache_file() -> Path:
 
 
 def _read(path: Path) -> dict[str, str]:
-    """What is known; nothing where the file cannot be read: it is asked again then."""
+    """Read the known results; none if the file cannot be read, so that they are tried again."""
     try:
         verdict = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -122,7 +122,7 @@ def _read(path: Path) -> dict[str, str]:
 
 
 def _write(path: Path, known: Mapping[str, str]) -> None:
-    """All of it or nothing. A folder that cannot be written costs a question the next time, no more."""
+    """Write the file completely or not at all. If the folder is not writable, the next run only tries again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:

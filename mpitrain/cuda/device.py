@@ -1,8 +1,8 @@
-"""Which GPU is this rank's, and which array module it computes with.
+"""The GPU of this rank, and the array module with which it computes.
 
-The GPU is the one that `mpitrain run --hosts a/cuda:0-3x2` gave to the rank, else the local rank modulo the number of
-GPUs, so that ranks share a GPU where there are more ranks than GPUs. That is allowed, and said once. CuPy is imported
-here and in this package's other modules only, when they are asked for a GPU.
+The GPU is the one that `mpitrain run --hosts a/cuda:0-3x2` gave to the rank. Without that, its number is the local rank
+modulo the number of GPUs. If there are more ranks than GPUs, ranks share a GPU. This is allowed, and reported once.
+Only the modules of this package import CuPy, and only when they need a GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy
 from mpitrain.errors import ConfigError, DeviceError, MpitrainError, everywhere
 from mpitrain.world import World
 
-# Where launchers say which process of its machine this one is: Open MPI; MPICH and Intel MPI; Slurm; Cray; MVAPICH.
+# The variables in which launchers give the local rank: Open MPI; MPICH and Intel MPI; Slurm; Cray; MVAPICH.
 _LOCAL_RANKS = (
     "OMPI_COMM_WORLD_LOCAL_RANK",
     "MPI_LOCALRANKID",
@@ -28,7 +28,7 @@ _LOCAL_RANKS = (
     "PALS_LOCAL_RANKID",
     "MV2_COMM_WORLD_LOCAL_RANK",
 )
-# Less free memory than this (a quarter of a small GPU) holds no kernels, streams and first arrays.
+# With less free memory than this (a quarter of a small GPU), there is no room for kernels, streams and first arrays.
 _LEAST_FREE_BYTES = 2**28
 
 
@@ -37,10 +37,10 @@ class Gpu:
     """This rank's GPU.
 
     Attributes:
-        number: as CUDA counts in this process, after CUDA_VISIBLE_DEVICES.
-        name: the model's.
-        identity: equal on two ranks of a node exactly where they are on the same GPU.
-        ranks: those that are on this GPU, this one included.
+        number: CUDA's number of the GPU in this process, after CUDA_VISIBLE_DEVICES.
+        name: the name of the model.
+        identity: equal on two ranks of a node if and only if they are on the same GPU.
+        ranks: the ranks on this GPU, including this one.
     """
 
     number: int
@@ -53,12 +53,12 @@ class Gpu:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """A block in which it is this thread's current device: a new thread begins on 0."""
-        with cupy_module().cuda.Device(self.number):  # a new object: it keeps the device before in itself
+        """A context in which the GPU is this thread's current device. A new thread begins on device 0."""
+        with cupy_module().cuda.Device(self.number):  # a new object, because it remembers the previous device
             yield
 
     def memory(self) -> tuple[int, int]:
-        """Free and all bytes of its memory."""
+        """Return the free and the total bytes of its memory."""
         free, total = cupy_module().cuda.Device(self.number).mem_info
         return int(free), int(total)
 
@@ -67,18 +67,18 @@ _bound: Gpu | None = None
 
 
 def cupy_module() -> Any:
-    """CuPy, imported now if it was not. Only for code that has a GPU: see `bind`."""
+    """Import and return CuPy. Only for code that has a GPU; see `bind`."""
     import cupy
 
     return cupy
 
 
 def bind(world: World) -> Gpu:
-    """This rank's GPU, made current in this thread. Collective; after the first time it changes nothing but that.
+    """Return this rank's GPU, and make it current in this thread. Collective. Later calls only make it current again.
 
     Raises:
         DeviceError: some rank has no CuPy, no driver or one that is too old, not the GPU that it was given, or hardly
-            any free memory on it. On every rank, naming the lowest such rank.
+            any free memory on it. Raised on every rank; it names the lowest such rank.
     """
     global _bound  # noqa: PLW0603 - a process works on one GPU
     gpu, problem = _bound, ""
@@ -101,24 +101,24 @@ def bind(world: World) -> Gpu:
 
 
 def raise_first(world: World, problems: list[str]) -> None:
-    """Raise the same DeviceError on every rank if there is a problem; `problems` are the ranks', "" for none."""
+    """Raise the same DeviceError on every rank if a rank has a problem. `problems` are in rank order, "" for none."""
     for rank, problem in enumerate(problems):
         if problem:
             raise everywhere(DeviceError(f"{world.name(rank)}: {problem}"))
 
 
 def open_gpu(given: str, local_rank: int) -> Gpu:
-    """A GPU that can be used, made current in this thread. Not collective.
+    """Return a usable GPU, and make it current in this thread. Not collective.
 
     Args:
-        given: what Config.device says: "cuda:1"; "" for one by the local rank.
-        local_rank: of this process.
+        given: the value of Config.device, such as "cuda:1"; "": choose by the local rank.
+        local_rank: the local rank of this process.
 
     Raises:
-        DeviceError: it cannot be used; says why and what to do.
+        DeviceError: the GPU cannot be used. The error says why and what to do.
     """
     if given == "cpu":
-        raise DeviceError("--hosts gave this rank no GPU (cpu), but a GPU is requested; give all ranks a GPU, or none")
+        raise DeviceError("--hosts gave this rank no GPU (cpu), but one is requested; give all ranks a GPU, or none")
     try:
         cupy = cupy_module()
     except ImportError as error:
@@ -129,7 +129,7 @@ def open_gpu(given: str, local_rank: int) -> Gpu:
         number = int(given.removeprefix("cuda:")) if given else local_rank % count
         if number >= count:
             raise DeviceError(
-                f"it was given {given}, and CUDA sees {count} GPU(s) here, 0 to {count - 1}"
+                f"this rank was given {given}, but CUDA sees {count} GPU(s) here, 0 to {count - 1}"
                 f"{_visible()}; name others in --hosts"
             )
         device = cupy.cuda.Device(number)
@@ -137,10 +137,10 @@ def open_gpu(given: str, local_rank: int) -> Gpu:
         properties = runtime.getDeviceProperties(number)
         name = properties["name"].decode()
         free, total = device.mem_info
-        identity = f"{device.pci_bus_id} {properties.get('uuid', b'')!r}"  # slices of one GPU have one address
+        identity = f"{device.pci_bus_id} {properties.get('uuid', b'')!r}"  # slices of a GPU share its address
     except runtime.CUDARuntimeError as error:
         raise DeviceError(
-            f"CUDA cannot use the GPU: {error}; see nvidia-smi, another process may have all its memory"
+            f"CUDA cannot use the GPU: {error}; see nvidia-smi: another process may have taken all its memory"
         ) from None
     if free < min(_LEAST_FREE_BYTES, total // 4):
         raise DeviceError(
@@ -151,14 +151,14 @@ def open_gpu(given: str, local_rank: int) -> Gpu:
 
 
 def _num_gpus(runtime: Any) -> int:
-    """How many CUDA sees, above 0. Importing CuPy proves nothing: it imports without a GPU too."""
+    """Return the number of GPUs that CUDA sees, at least 1. To import CuPy proves nothing: that works without a GPU."""
     driver, needed = runtime.driverGetVersion(), runtime.runtimeGetVersion()
     if driver == 0:
         raise DeviceError("there is no NVIDIA driver on this machine; install one, or compute on the CPU")
     if driver // 1000 < needed // 1000:
         raise DeviceError(
             f"the NVIDIA driver is for CUDA {version(driver)}, CuPy for CUDA {version(needed)}; install a newer "
-            f"driver, or the CuPy for this one: pip install cupy-cuda{driver // 1000}x"
+            f"driver, or the CuPy for this driver: pip install cupy-cuda{driver // 1000}x"
         )
     try:
         count = int(runtime.getDeviceCount())
@@ -170,7 +170,7 @@ def _num_gpus(runtime: Any) -> int:
 
 
 def version(number: int) -> str:
-    """CUDA's number of a version in its usual form: 13.0 for 13000."""
+    """Return CUDA's version number in its usual form: 13.0 for 13000."""
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
@@ -180,7 +180,7 @@ def _visible() -> str:
 
 
 def _say_shared(world: World, places: list[tuple[int, str]]) -> None:
-    """Once: which ranks share a GPU."""
+    """Report once which ranks share a GPU."""
     if not world.is_root:
         return
     for place in dict.fromkeys(places):
@@ -188,22 +188,22 @@ def _say_shared(world: World, places: list[tuple[int, str]]) -> None:
         if len(ranks) > 1:
             print(
                 f"mpitrain: ranks {', '.join(map(str, ranks))} share one GPU on {world.hosts[ranks[0]]}: "
-                "they take turns, and each needs memory of its own",
+                "they take turns, and each needs its own memory",
                 file=sys.stderr,
                 flush=True,
             )
 
 
 def array_module(world: World, device: str = "auto") -> ModuleType:
-    """numpy, or cupy with this rank's GPU made current, on all ranks alike. Collective.
+    """Return numpy, or cupy with this rank's GPU made current; the same on all ranks. Collective.
 
-    `device` is "host", "cuda", or "auto": what `--hosts` says of devices; where it says nothing, cuda if every rank has
-    a GPU that can be used.
+    `device` is "host", "cuda" or "auto". "auto" follows the devices in `--hosts`; if there are none, it is cuda if
+    every rank has a usable GPU.
 
     Raises:
-        ConfigError: another `device`.
-        DeviceError: GPUs are asked for and some rank cannot have one. On every rank.
-        MismatchError: the ranks give different `device`.
+        ConfigError: `device` has another value.
+        DeviceError: GPUs are requested, but some rank cannot have one. Raised on every rank.
+        MismatchError: the ranks pass different values of `device`.
     """
     if device not in ("auto", "host", "cuda"):
         raise ConfigError(f"device={device!r}; allowed are auto, host and cuda")
@@ -222,19 +222,19 @@ def array_module(world: World, device: str = "auto") -> ModuleType:
 
 
 def local_rank_of(environ: Mapping[str, str]) -> int | None:
-    """Which process of its machine this one is, from what the launcher left behind; None where it does not say."""
+    """Return the local rank from the launcher's variables; None if they do not give it."""
     return next((int(text) for name in _LOCAL_RANKS if (text := environ.get(name, "")).isdecimal()), None)
 
 
 def choose_early(given: str, transport: str, environ: Mapping[str, str]) -> None:
-    """Make this rank's GPU current before MPI starts: a CUDA-aware MPI keeps to the one that is current then.
+    """Make this rank's GPU current before MPI starts, because a CUDA-aware MPI keeps the GPU that is current then.
 
-    Only where the settings name GPUs. What is wrong with them is said by `bind`, on all ranks.
+    This happens only if the settings name GPUs. `bind` reports what is wrong with them, on all ranks.
 
     Args:
-        given: this rank's device, as the launcher gave it; "" where it did not.
-        transport: the setting.
-        environ: where the launcher left the local rank.
+        given: this rank's device from the launcher; "" if it gave none.
+        transport: the setting `transport`.
+        environ: the environment with the launcher's variables.
     """
     local_rank = local_rank_of(environ)
     if given.startswith("cuda:") or (not given and transport == "aware" and local_rank is not None):

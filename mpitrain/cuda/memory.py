@@ -1,7 +1,7 @@
-"""Memory for transfers: page-locked memory of the host, and memory of a GPU that other processes can open.
+"""Memory for transfers: page-locked memory of the host, and GPU memory that other processes can open.
 
-What is handed to other processes is allocated by itself (cudaMalloc): the handle of an array from CuPy's pool would be
-that of the whole block around it (CuPy issue 9436).
+Memory for other processes is allocated separately (cudaMalloc): the handle of an array from CuPy's pool would be that
+of the whole block around it (CuPy issue 9436).
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ PAGE_BYTES = 4096
 
 
 def pinned(num_bytes: int) -> numpy.ndarray:
-    """Page-locked host memory, uint8[num_bytes], uninitialised: the GPU copies it while the host goes on."""
+    """Return page-locked host memory, uint8[num_bytes], uninitialised. The GPU copies it while the host goes on."""
     cupy = cupy_module()
     try:
         memory = cupy.cuda.alloc_pinned_memory(max(num_bytes, 1))  # rounds up
     except cupy.cuda.runtime.CUDARuntimeError as error:
-        raise DeviceError(f"{num_bytes:,} bytes of page-locked memory: {error}; see free -h") from None
+        raise DeviceError(f"cannot allocate {num_bytes:,} bytes of page-locked memory: {error}; see free -h") from None
     return numpy.frombuffer(memory, numpy.uint8, max(num_bytes, 1))[:num_bytes]
 
 
 def is_page_aligned(array: numpy.ndarray) -> bool:
-    """True where no other array can share its first page: it may be page-locked."""
+    """Whether the array begins at a page, so that no other array shares its first page and it may be page-locked."""
     return address(array) % PAGE_BYTES == 0
 
 
 def page_lock(array: numpy.ndarray) -> None:
-    """Page-lock host memory that is there already, until the array is gone. It begins at a page."""
+    """Page-lock existing host memory, which must begin at a page, until the array is gone."""
     runtime = cupy_module().cuda.runtime
     at = address(array)
     try:
@@ -49,22 +49,22 @@ def page_lock(array: numpy.ndarray) -> None:
 
 
 def address(array: numpy.ndarray) -> int:
-    """Of the first byte of a host array."""
+    """Return the address of the first byte of a host array."""
     return int(array.__array_interface__["data"][0])
 
 
 def raw(gpu: Gpu, num_bytes: int, purpose: str) -> Any:
-    """A block of the GPU's memory of its own, a cupy.cuda.Memory, uninitialised.
+    """Allocate a separate block of the GPU's memory, a cupy.cuda.Memory, uninitialised.
 
     Raises:
-        DeviceError: there is not so much; says how much there is, and which setting to change.
+        DeviceError: there is not enough memory. The error says how much is free, and which setting to change.
     """
     cupy = cupy_module()
     with gpu.current():
         try:
             return cupy.cuda.Memory(max(num_bytes, 1))
         except cupy.cuda.runtime.CUDARuntimeError:
-            # The pool keeps what arrays have left; the driver alone does not take it back.
+            # The pool keeps the memory of freed arrays, and the driver cannot reclaim it.
             cupy.get_default_memory_pool().free_all_blocks()
         try:
             return cupy.cuda.Memory(max(num_bytes, 1))
@@ -74,10 +74,10 @@ def raw(gpu: Gpu, num_bytes: int, purpose: str) -> Any:
 
 @contextmanager
 def allocating(world: World, gpu: Gpu, num_bytes: int, purpose: str) -> Iterator[None]:
-    """A block in which every rank allocates, `num_bytes` of its GPU, which is current. Collective, after the block.
+    """A context in which every rank allocates `num_bytes` on its GPU, which is current. Its end is collective.
 
     Raises:
-        DeviceError: some rank has not the memory, on its GPU or page-locked. On every rank.
+        DeviceError: some rank lacks the memory, on its GPU or page-locked. Raised on every rank.
     """
     problem = ""
     with gpu.current():
@@ -93,7 +93,7 @@ def allocating(world: World, gpu: Gpu, num_bytes: int, purpose: str) -> Iterator
 
 
 def out_of_memory(gpu: Gpu, num_bytes: int, purpose: str, error: Exception) -> DeviceError:
-    """What to raise where an allocation has failed."""
+    """Return the error to raise if an allocation has failed."""
     free, total = gpu.memory()
     return DeviceError(
         f"{gpu} has no {num_bytes:,} bytes for {purpose}: {free:,} of {total:,} are free ({error}). {REMEDY}"
@@ -101,7 +101,7 @@ def out_of_memory(gpu: Gpu, num_bytes: int, purpose: str, error: Exception) -> D
 
 
 def array_in(gpu: Gpu, pointer: int, num_bytes: int, owner: object) -> Array:
-    """Device memory that somebody else has as an array, uint8[num_bytes]; keeps `owner` alive."""
+    """Return device memory that belongs to `owner` as an array, uint8[num_bytes]. The array keeps `owner` alive."""
     cupy = cupy_module()
     with gpu.current():
         memory = cupy.cuda.UnownedMemory(pointer, max(num_bytes, 1), owner, gpu.number)
@@ -109,11 +109,11 @@ def array_in(gpu: Gpu, pointer: int, num_bytes: int, owner: object) -> Array:
 
 
 def open_block(gpu: Gpu, handle: bytes) -> int:
-    """The address here of another process's block.
+    """Open another process's block, and return its address here.
 
     Raises:
-        DeviceError: it cannot be opened: its process has ended or is in another container, or the GPUs cannot reach
-            each other.
+        DeviceError: the block cannot be opened. Its process has ended or is in another container, or the GPUs cannot
+            reach each other.
     """
     runtime = cupy_module().cuda.runtime
     with gpu.current():

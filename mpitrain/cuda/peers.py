@@ -1,11 +1,11 @@
-"""Memory of GPUs that all ranks of a node see: what one writes, the others read without a copy (CUDA IPC).
+"""GPU memory that all ranks of a node share: what one rank writes, the others read without a copy (CUDA IPC).
 
-Each rank makes a block of its own (cudaMalloc) and opens those of the others. The rules of CUDA that this keeps:
+Each rank makes a block of its own (cudaMalloc) and opens the others' blocks. This module follows these rules of CUDA:
 
-- whoever has opened a block closes it before its owner frees it. So a block whose array is gone stays until the next
-  allocation, in which all ranks learn what is gone everywhere, close it, meet, and free;
-- an event of another process counts as it was when one's own stream is told to wait for it. So a message that the
-  event has been recorded comes first.
+- Every process that has opened a block closes it before its owner frees it. So a block whose array is gone stays until
+  the next allocation. There, all ranks learn which blocks are gone everywhere, close them, meet, and free them.
+- A stream waits for the state that another process's event has at the time of the call. So a message that the event has
+  been recorded comes first.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from mpitrain.waiting.control import until
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# cudaMalloc may cut what is smaller out of a larger block, whose handle it then is (CUDA Programming Guide).
+# cudaMalloc may cut smaller allocations out of a larger block, and give that block's handle (CUDA Programming Guide).
 _GRAIN_BYTES = 2**21
-HANDLE_BYTES = 64  # of memory and of events (cudaIpcMemHandle_t, cudaIpcEventHandle_t)
+HANDLE_BYTES = 64  # the size of handles of memory and events (cudaIpcMemHandle_t, cudaIpcEventHandle_t)
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Mates:
     comm: MPI.Comm
     members: tuple[int, ...]
     index: int
-    tag: int  # for their messages here
+    tag: int  # the tag of their messages here
 
 
 class _Block(NamedTuple):
@@ -48,31 +48,32 @@ class _Block(NamedTuple):
 
     number: int
     num_bytes: int
-    memory: Any  # this rank's
-    pointers: list[int]  # by place
-    lease: weakref.ref[_Lease]  # dead when no array lies in it any more
+    memory: Any  # this rank's block
+    pointers: list[int]  # the blocks' addresses, in the mates' order
+    lease: weakref.ref[_Lease]  # dead when no array lies in the block any more
 
 
 class _Lease:
-    """What the arrays of a block keep alive."""
+    """The object that the arrays of a block keep alive."""
 
 
 @dataclass
 class _Held:
-    """What a PeerMemory has of CUDA."""
+    """The CUDA resources of a PeerMemory."""
 
     gpu: Gpu
-    blocks: dict[int, _Block] = field(default_factory=dict)  # by the address of this rank's
-    opened: dict[int, list[int]] = field(default_factory=dict)  # of the mates', by the same address
+    blocks: dict[int, _Block] = field(default_factory=dict)  # by the address of this rank's block
+    opened: dict[int, list[int]] = field(default_factory=dict)  # the mates' blocks, by the same address
 
 
-# Of those that are gone. To close and to free waits for the GPU, which may wait for a mate, who waits for this host: so
-# not while something is collected, in the middle of anything, but in the next allocation, when nothing is on its way.
+# Resources of objects that are gone. To close and free them waits for the GPU, which may wait for a mate, which may
+# wait for this host. So this happens not during garbage collection, at any point of the program, but in the next
+# allocation, when no message is on its way.
 _left: list[_Held] = []
 
 
 class PeerMemory:
-    """The blocks of one transport. `allocate` is for all mates together, in the same order."""
+    """The blocks of one transport. All mates call `allocate` together, in the same order."""
 
     def __init__(self, gpu: Gpu, mates: Mates) -> None:
         self._gpu = gpu
@@ -84,10 +85,11 @@ class PeerMemory:
         weakref.finalize(self, _left.append, held).atexit = False
 
     def allocate(self, num_bytes: int) -> Generator[float | None, None, Array]:
-        """Work that ends with this rank's part, uint8[num_bytes] on the GPU, uninitialised.
+        """Work whose result is this rank's part, uint8[num_bytes] on the GPU, uninitialised.
 
         Raises:
-            DeviceError: the text of the first rank that has not the memory, or cannot open a mate's; on all mates.
+            DeviceError: a rank lacks the memory, or cannot open a mate's. Raised on all mates, with the text of the
+                first such rank.
         """
         _free_what_is_left()
         yield from self._free_what_is_gone()
@@ -101,7 +103,7 @@ class PeerMemory:
             handle = _exported(memory.ptr)
         except DeviceError as error:
             problem = str(error)
-        # A problem of one is known to all before anybody opens anything.
+        # All mates learn of a problem before any of them opens a block.
         yield from raise_among(mates, problem)
         handles = yield from exchange(mates, handle)
         pointers: list[int] = []
@@ -114,7 +116,7 @@ class PeerMemory:
         try:
             yield from raise_among(mates, problem)
         except DeviceError:
-            # What this rank could open is closed before its owner lets the block go.
+            # Close what this rank could open before its owner frees the block.
             _close(gpu, [pointer for pointer in pointers if pointer not in (0, int(memory.ptr))])
             yield from exchange(mates, bytes(1))
             raise
@@ -128,7 +130,7 @@ class PeerMemory:
         return array_in(gpu, address, num_bytes, lease)
 
     def place_of(self, flat: Array) -> tuple[int, int]:
-        """The number of its block, equal on all mates, and where in it the array begins; (-1, 0) if it is in none."""
+        """Return the number of the array's block, equal on all mates, and its offset; (-1, 0) if it lies in none."""
         begin = flat.data.ptr
         place = bisect.bisect(self._begins, begin) - 1
         if place >= 0:
@@ -139,7 +141,7 @@ class PeerMemory:
         return -1, 0
 
     def mates_arrays(self, flat: Array) -> list[Array]:
-        """The same place in every mate's block as that of `flat`, which lies in one; in the mates' order."""
+        """Return the same place in every mate's block as that of `flat`, which lies in a block; in the mates' order."""
         number, offset = self.place_of(flat)
         block = next(block for block in self._blocks.values() if block.number == number)
         return [
@@ -150,7 +152,7 @@ class PeerMemory:
         ]
 
     def _free_what_is_gone(self) -> Iterator[float | None]:
-        """Blocks in which no rank has an array any more."""
+        """Free the blocks in which no rank has an array any more."""
         gone = [block.number for block in self._blocks.values() if block.lease() is None]
         texts = yield from exchange_any(self._mates, numpy.array(gone, numpy.int64).tobytes())
         everywhere = set.intersection(*(set(numpy.frombuffer(text, numpy.int64).tolist()) for text in texts))
@@ -158,7 +160,7 @@ class PeerMemory:
         if not blocks:
             return
         with self._gpu.current():
-            # Of this rank's own work on them nothing may be left.
+            # This rank's own work on them must be complete.
             cupy_module().cuda.runtime.deviceSynchronize()
         for address in blocks:
             _close(self._gpu, self._opened.pop(address))
@@ -169,10 +171,10 @@ class PeerMemory:
 
 
 class PeerEvents:
-    """One event of every mate, which all of them can wait for."""
+    """One event per mate; all mates can wait for them."""
 
     def __init__(self, gpu: Gpu, handles: list[bytes], own: Any, index: int) -> None:
-        """Of the mates' handles in their order; `own` is this rank's event."""
+        """`handles` are the mates' handles in their order; `own` is this rank's event."""
         self._gpu = gpu
         self._own = own
         runtime = cupy_module().cuda.runtime
@@ -183,21 +185,21 @@ class PeerEvents:
         weakref.finalize(self, _destroy, runtime, self._events_of_others).atexit = False
 
     def record(self, stream: Any) -> None:
-        """Say that what the stream has by now is done; a message to the mates must follow."""
+        """Record this rank's event in the stream. A message to the mates must follow."""
         self._own.record(stream)
 
     def hold(self, stream: Any) -> None:
-        """What the stream is given from now on begins after every mate's event, as it was recorded last."""
+        """Let later work in the stream begin after every mate's event, as it was last recorded."""
         runtime = cupy_module().cuda.runtime
         for event in self._events_of_others:
             runtime.streamWaitEvent(stream.ptr, event, 0)
 
 
 def make_events(gpu: Gpu, mates: Mates, number: int) -> Generator[float | None, None, list[PeerEvents]]:
-    """So many; for all mates together.
+    """Make `number` events. All mates call this together.
 
     Raises:
-        DeviceError: the text of the first rank that cannot open a mate's; on all mates.
+        DeviceError: a rank cannot open a mate's event. Raised on all mates, with the text of the first such rank.
     """
     runtime = cupy_module().cuda.runtime
     made: list[PeerEvents] = []
@@ -216,7 +218,7 @@ def make_events(gpu: Gpu, mates: Mates, number: int) -> Generator[float | None, 
 
 
 def exchange(mates: Mates, own: bytes) -> Generator[float | None, None, list[bytes]]:
-    """Every mate's bytes, of one length on all, in their order; also a barrier."""
+    """Return every mate's bytes, of equal length on all, in the mates' order. This is also a barrier."""
     rows = numpy.empty((len(mates.members), max(len(own), 1)), numpy.uint8)
     rows[mates.index, : len(own)] = numpy.frombuffer(own, numpy.uint8)
     sent = rows[mates.index].copy()
@@ -231,7 +233,7 @@ def exchange(mates: Mates, own: bytes) -> Generator[float | None, None, list[byt
 
 
 def exchange_any(mates: Mates, own: bytes) -> Generator[float | None, None, list[bytes]]:
-    """The same for bytes of any length."""
+    """Do the same for bytes of any length."""
     lengths = yield from exchange(mates, len(own).to_bytes(8, "little"))
     numbers = [int.from_bytes(text, "little") for text in lengths]
     longest = max(numbers)
@@ -242,7 +244,7 @@ def exchange_any(mates: Mates, own: bytes) -> Generator[float | None, None, list
 
 
 def raise_among(mates: Mates, problem: str) -> Generator[float | None, None, None]:
-    """Raise DeviceError on all mates if one has a problem; "" is none."""
+    """Raise DeviceError on all mates if one has a problem; "" means none."""
     texts = yield from exchange_any(mates, problem.encode())
     for rank, text in zip(mates.members, texts, strict=True):
         if text:
@@ -257,7 +259,7 @@ def _close(gpu: Gpu, pointers: list[int]) -> None:
 
 
 def _free_what_is_left() -> None:
-    """Close what was opened, and free this rank's blocks in which no array lies any more."""
+    """Close opened blocks, and free this rank's blocks in which no array lies any more."""
     for held in tuple(_left):
         with held.gpu.current():
             cupy_module().cuda.runtime.deviceSynchronize()

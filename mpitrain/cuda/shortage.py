@@ -1,4 +1,4 @@
-"""What to say where a GPU's memory is used up in the middle of a model."""
+"""The explanation if a GPU's memory runs out in the middle of a model."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ REMEDY = (
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Whether it is CuPy's error, or CUDA's, for want of a GPU's memory."""
+    """Whether the error is CuPy's or CUDA's for lack of GPU memory."""
     cupy = sys.modules.get("cupy")
     if cupy is None:
         return False
-    # The driver's own, where a kernel is loaded onto a GPU that is full by its first launch.
+    # The driver raises its own error if the first launch loads a kernel onto a full GPU.
     if isinstance(error, cupy.cuda.runtime.CUDARuntimeError | cupy.cuda.driver.CUDADriverError):
         return bool(error.status == _OUT_OF_MEMORY)
     return isinstance(error, cupy.cuda.memory.OutOfMemoryError)
@@ -28,14 +28,14 @@ def is_shortage(error: BaseException) -> bool:
 
 @contextmanager
 def memory_explained() -> Iterator[None]:
-    """A block in which CuPy's error for want of memory becomes one that says what there is and what to change.
+    """A context in which CuPy's error for lack of memory becomes one that says what is free and what to change.
 
     Raises:
-        DeviceError: on this rank; the others are ended with it, as after every error of one rank alone.
+        DeviceError: memory ran out on this rank. The other ranks end with it, as after every error of a single rank.
     """
     try:
         yield
-    except (MemoryError, RuntimeError) as error:  # CuPy's pool raises the one, CUDA the other
+    except (MemoryError, RuntimeError) as error:  # CuPy's pool raises the first, CUDA the second
         if not is_shortage(error):
             raise
         device = sys.modules["cupy"].cuda.Device()

@@ -16,5 +16,5 @@ def copy_to_host(source: Array, target: numpy.ndarray) -> None:
 
 
 def like(source: numpy.ndarray, model: Array) -> Array:
-    """`source` where `model` is: itself on the host, a copy on the device that is current."""
+    """Return `source` where `model` is: `source` itself on the host, or a copy on the current device."""
     return namespace(model).asarray(source) if is_device_array(model) else source

@@ -48,7 +48,7 @@ def test_another_device(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EMULATED_GPUS", "2")
     with cupy.cuda.Device(1):
         there = cupy.zeros(10, numpy.float32)
-    with pytest.raises(ValueError, match=r"total is on device 1, the current one is 0; .*Device\(1\)"):
+    with pytest.raises(ValueError, match=r"total is on device 1, but the current device is 0; .*Device\(1\)"):
         kernels.add(there, cupy.zeros(10, numpy.float32))
     with cupy.cuda.Device(1):
         kernels.add(there, there)

@@ -104,7 +104,7 @@ def test_more_gpus_are_given_than_there_are(world: World, unbound: pytest.Monkey
     devices = ["cuda:0"] * world.size
     devices[-1] = f"cuda:{count}"
     said = error_on_all(world, DeviceError, lambda: bind(given(world, ",".join(devices))))
-    assert f"{world.name(world.size - 1)}: it was given cuda:{count}, and CUDA sees {count} GPU(s) here" in said
+    assert f"{world.name(world.size - 1)}: this rank was given cuda:{count}, but CUDA sees {count} GPU(s) here" in said
 
 
 def test_a_rank_that_was_given_none(world: World, unbound: pytest.MonkeyPatch) -> None:
@@ -225,7 +225,7 @@ def test_every_transport_says_why_it_is_not_possible(world: World, unbound: pyte
 
 
 def test_numbers_are_checked_without_ranks() -> None:
-    with pytest.raises(DeviceError, match="it was given cuda:99"):
+    with pytest.raises(DeviceError, match="this rank was given cuda:99"):
         open_gpu("cuda:99", 0)
 
 
@@ -237,7 +237,7 @@ def test_an_mpi_that_is_not_cuda_aware(world: World, tmp_path: Path, monkeypatch
     for _ in range(2):
         said = error_on_all(world, DeviceError, lambda: make_transport(world, "aware"))
         assert said.startswith(f"the transport aware is not possible here: {world.name(0)}: the MPI library is not")
-        assert "CUDA-aware: a process that sent GPU memory by it ended with " in said
+        assert "CUDA-aware: a process that sent GPU memory with it ended with " in said
         monkeypatch.setattr(aware, "_ask", lambda number: ("asked again", True))
     if world.local_rank == 0:
         assert len(json.loads((tmp_path / "mpitrain/cuda_aware.json").read_text())) == 1

@@ -52,7 +52,7 @@ def test_what_does_not_fit(cupy: Any) -> None:
         "error is": lambda: kernels.encode("bf16", flat, cupy.zeros(20, numpy.uint8), flat[1:]),
         "total begins at address": lambda: kernels.add(cupy.zeros(41, numpy.uint8)[1:].view(numpy.float32), flat),
         "momentum is 0.9 and velocity not given": lambda: kernels.sgd(flat, flat, rate=1.0, momentum=0.9),
-        "copies are made of float32": lambda: kernels.sgd(
+        "only float32 parameters have copies": lambda: kernels.sgd(
             flat.astype(float), flat.astype(float), rate=1.0, fused=Fused(copy=flat)
         ),
         "step is 0": lambda: kernels.adam(flat, flat, flat, flat, step=0, rate=1.0),

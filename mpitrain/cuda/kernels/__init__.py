@@ -1,11 +1,11 @@
-"""Kernels over CuPy arrays, on the current stream unless `stream` is given; the host waits for none of them.
+"""Kernels over CuPy arrays. They run on the current stream unless `stream` is given, and the host never waits for them.
 
-The sources are the *.cu files of this folder. What they compute with one value is in arithmetic.h, which the tests
-compare with NumPy on the CPU; how they go over arrays is in stride.h. docs/cuda.md has the table of what each reads
-and writes. Arrays may have any length and lie at any address that is a multiple of their itemsize.
+The sources are the *.cu files of this folder. arithmetic.h has the computation on one value, which the tests compare
+with NumPy on the CPU. stride.h has the loops over arrays. docs/cuda.md has a table of what each kernel reads and
+writes. Arrays may have any length, and may lie at any address that is a multiple of their itemsize.
 
-A launch takes an array's address and no more: as with every CuPy kernel, memory that is given back to CuPy's pool may
-be used again by what comes next on the same stream, which is safe, and on another one, which is not.
+A launch takes only the address of an array. As with every CuPy kernel, memory that returns to CuPy's pool may be reused
+by later work. On the same stream this is safe, on another stream it is not.
 """
 
 from mpitrain.cuda.kernels.bucket import add, all_finite, pack, scale, sum_of, unpack

@@ -1,4 +1,5 @@
-"""Work on flat device buffers: sums, packing, scaling, and whether all is finite. The kernels are in bucket.cu."""
+"""Operations on flat device buffers: sums, packing, scaling, and the search for NaN and infinity. The kernels are in
+bucket.cu."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from mpitrain.arrays import Array
 from mpitrain.cuda.kernels.launch import blocks_for, check, launch
 
 FLOATS = {"bfloat16": "bf16", "float16": "fp16", "float32": "f32", "float64": "f64"}
-# Integers wrap, so signed ones are added as unsigned ones of their size.
+# Integers wrap, so signed integers are added as unsigned integers of the same size.
 SUMMABLE = FLOATS | {f"{sign}int{8 * size}": f"u{8 * size}" for sign in ("", "u") for size in (1, 2, 4, 8)}
 SHORT = {"bfloat16": "bf16", "float16": "fp16"}
 MOST_PARTS = 16  # in one launch of sum_of: bucket.cu's Parts
@@ -27,12 +28,12 @@ def add(total: Array, arrived: Array, *, copy: Array | None = None, stream: Any 
     Args:
         total: flat device array of one of DTYPES; overwritten.
         arrived: flat device array, as many elements of the same dtype.
-        copy: if given, bfloat16 or float16, as many elements; overwritten by the new total, rounded. `total` is float32
-            then, and `arrived` float32 or of the dtype of `copy`.
+        copy: bfloat16 or float16 array of as many elements, or None; overwritten with the new total, rounded. With it,
+            `total` must be float32, and `arrived` float32 or of the dtype of `copy`.
         stream: a CuPy stream in place of the current one.
 
     Raises:
-        ValueError: the arrays are not such arrays.
+        ValueError: an array is different.
         KernelError: the kernels do not compile.
     """
     if copy is None:
@@ -50,20 +51,20 @@ def add(total: Array, arrived: Array, *, copy: Array | None = None, stream: Any 
 
 
 def sum_of(parts: Sequence[Array], out: Array, *, copies: Sequence[Array] = (), stream: Any = None) -> None:
-    """out = parts[0] + parts[1] + ... in that order, each sum rounded once, so that equal calls give equal bits.
+    """out = parts[0] + parts[1] + ... in this order, each sum rounded once, so equal calls give equal bits.
 
     Args:
-        parts: one or more flat device arrays, of one of DTYPES and all of the same dtype and size. They may be memory
-            of other processes or devices that this one can read.
-        out: as the parts, and overwritten. It may be one of them.
-        copies: up to 15 more arrays that get the sum in the same pass; as the parts, and any of them.
+        parts: one or more flat device arrays, of one of DTYPES, all of the same dtype and size. They may be memory of
+            other processes or devices that this device can read.
+        out: an array like the parts; overwritten. It may be one of them.
+        copies: up to 15 more arrays like the parts, which get the sum in the same pass. They may be parts.
         stream: a CuPy stream in place of the current one.
 
     More than 16 parts take another launch for every 15 of them. Raises as add does.
     """
     dtype = check("out", out, list(SUMMABLE))
     if not parts:
-        raise ValueError("there are no parts; it must be one array at least")
+        raise ValueError("there are no parts; give at least one array")
     for number, part in enumerate(parts):
         _check_foreign(f"part {number}", part, out)
     if len(copies) >= MOST_PARTS:
@@ -89,13 +90,13 @@ def sum_of(parts: Sequence[Array], out: Array, *, copies: Sequence[Array] = (), 
 
 
 def pack(arrays: Sequence[Array], flat: Array, *, stream: Any = None) -> None:
-    """Copy the arrays into `flat`, one behind the other, nothing between them.
+    """Copy the arrays into `flat`, one after the other, without gaps.
 
-    Up to 224 neighbours of one dtype go in one launch, whatever their shapes.
+    One launch copies up to 224 consecutive arrays of one dtype, whatever their shapes.
 
     Args:
-        arrays: contiguous device arrays of any shape, as many elements together as `flat` has; each of the dtype of
-            `flat` or, where that is float32, bfloat16 or float16.
+        arrays: contiguous device arrays of any shape, with as many elements in total as `flat`. Each has the dtype of
+            `flat`; if that is float32, bfloat16 and float16 are also allowed.
         flat: flat device array of one of DTYPES; overwritten.
         stream: a CuPy stream in place of the current one.
 
@@ -105,9 +106,9 @@ def pack(arrays: Sequence[Array], flat: Array, *, stream: Any = None) -> None:
 
 
 def unpack(flat: Array, arrays: Sequence[Array], *, stream: Any = None) -> None:
-    """The reverse of pack: overwrites the arrays by what lies in `flat`, rounded where they are shorter.
+    """Reverse pack: overwrite the arrays with the content of `flat`, rounded to narrower dtypes.
 
-    Arguments as there. Raises as add does.
+    The arguments are those of pack. Raises as add does.
     """
     _move("unpack", arrays, flat, stream)
 
@@ -140,11 +141,12 @@ def _move(operation: str, arrays: Sequence[Array], flat: Array, stream: Any) -> 
 
 
 def scale(flat: Array, factor: float, *, stream: Any = None) -> None:
-    """flat *= factor, rounded once; by 0 it is cleared, NaN and infinity too. As the exchange does on the host.
+    """flat *= factor, rounded once. A factor of 0 clears `flat`, also NaN and infinity, as the exchange on the host
+    does.
 
     Args:
         flat: flat device array, floating; overwritten.
-        factor: used as float32, for a float64 array as float64.
+        factor: used as float32; for a float64 array, as float64.
         stream: a CuPy stream in place of the current one.
 
     Raises as add does.
@@ -157,7 +159,7 @@ def scale(flat: Array, factor: float, *, stream: Any = None) -> None:
 
 
 def all_finite(flat: Array, flag: Array, *, stream: Any = None) -> None:
-    """flag[0] = 1 where `flat` holds infinity or NaN; it is never cleared.
+    """Set flag[0] to 1 if `flat` holds infinity or NaN. The flag is never cleared.
 
     Args:
         flat: flat device array, floating.
@@ -177,7 +179,7 @@ def _blocks(flat: Array) -> int:
 
 
 def _check_foreign(argument: str, part: Array, out: Array) -> None:
-    """As check, for memory that may be of another device."""
+    """Like check, for memory that may belong to another device."""
     if part.dtype != out.dtype or part.shape != out.shape or not part.flags.c_contiguous:
         raise ValueError(
             f"{argument} is {part.dtype} {part.shape}; it must be contiguous and as out: {out.dtype} {out.shape}"

@@ -1,4 +1,4 @@
-"""The codecs of mpitrain.compression on device arrays: the same bits. The kernels are in codec.cu."""
+"""The codecs of mpitrain.compression on device arrays, with the same bits. The kernels are in codec.cu."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from mpitrain.cuda.kernels.launch import blocks_for, check, check_aligned, launc
 
 
 def wire_bytes(codec: str, count: int) -> int:
-    """The bytes on the wire of `count` values, as the host's codec of that name has it. Raises ValueError."""
+    """Return the bytes that `count` values take on the wire, as the host's codec does. Raises ValueError."""
     return sum(dtype.itemsize * length for dtype, length in _parts(codec, count))
 
 
 def encode(codec: str, values: Array, wire: Array, error: Array | None = None, *, stream: Any = None) -> None:
-    """Overwrite `wire`; and `error`, if given, by values - decode(wire), 0 where what was decoded is not finite.
+    """Overwrite `wire` with the encoded values; overwrite `error`, if given, with values - decode(wire).
+
+    `error` is 0 where the decoded value is not finite.
 
     Args:
-        codec: a name in CODECS, of a codec with kernels.
+        codec: the name in CODECS of a codec with kernels.
         values: float32[n], flat on the device.
         wire: uint8[wire_bytes(codec, n)], flat on the device; it begins at a multiple of 4 bytes.
-        error: float32[n]; either the same memory as `values` or none of it.
+        error: float32[n]; either exactly the memory of `values`, or none of it.
         stream: a CuPy stream in place of the current one.
 
     Raises:
@@ -46,12 +48,12 @@ def encode(codec: str, values: Array, wire: Array, error: Array | None = None, *
 
 
 def decode(codec: str, wire: Array, values: Array, *, stream: Any = None) -> None:
-    """Overwrite `values` by what `wire` holds. Arguments and Raises as of encode."""
+    """Overwrite `values` with the content of `wire`. Arguments and Raises as for encode."""
     _read("decode", codec, wire, values, stream)
 
 
 def add_decoded(codec: str, wire: Array, total: Array, *, stream: Any = None) -> None:
-    """Add to `total` what decode would give, one float32 addition a value. Arguments and Raises as of encode."""
+    """Add decode(wire) to `total`, with one float32 addition per value. Arguments and Raises as for encode."""
     _read("add_decoded", codec, wire, total, stream)
 
 
@@ -77,7 +79,7 @@ def _device_code(codec: str) -> DeviceCode:
 
 
 def _arrays(codec: str, values: Array, wire: Array) -> list[Array]:
-    """The arrays in `wire`."""
+    """Return the arrays in `wire`."""
     check("values", values, ["float32"])
     check("wire", wire, ["uint8"], wire_bytes(codec, values.size))
     check_aligned("wire", wire, 4)
@@ -85,7 +87,7 @@ def _arrays(codec: str, values: Array, wire: Array) -> list[Array]:
     for dtype, length in _parts(codec, values.size):
         stop = start + dtype.itemsize * length
         part = wire[start:stop]
-        # Codes are passed as bytes; a launch does not look at dtypes.
+        # Codes are passed as bytes; a launch does not check dtypes.
         arrays.append(part if dtype.itemsize == 1 else part.view(dtype))
         start = stop
     return arrays

@@ -1,4 +1,4 @@
-"""From a kernel's name to its launch: sources, compilation, grids, and checks of the arrays."""
+"""The launch of a kernel: sources, compilation, grids, and checks of the arrays."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 from mpitrain.arrays import Array, is_device_array, namespace
 from mpitrain.errors import KernelError
 
-THREADS = 256  # of a block; the same number is in stride.h
-# Blocks that fill a processor of any device: 2048 threads at most. More would only wait.
+THREADS = 256  # per block; stride.h has the same number
+# So many blocks fill a multiprocessor of any device, which has at most 2048 threads. More blocks would only wait.
 BLOCKS_PER_PROCESSOR = 8
 # CuPy adds -ftz=true, which arithmetic.h is written for.
 OPTIONS = ("-std=c++17", "--fmad=false")
@@ -26,7 +26,7 @@ _kernels: dict[tuple[int, str, str], Any] = {}
 
 @cache
 def source(file: str) -> str:
-    """The text of `file`, with the headers of this folder in the place of their #include, each once."""
+    """Return the text of `file`, with the headers of this folder in place of their #include, each once."""
     included: set[str] = set()
 
     def text(name: str) -> str:
@@ -59,7 +59,7 @@ def launch(
 
 
 def _module(cupy: Any, device: int, file: str) -> Any:
-    """The file's kernels on the current device, compiled; made once a process and device."""
+    """Compile the file's kernels for the current device, once per process and device."""
     if (device, file) not in _modules:
         module = cupy.RawModule(code=source(file), options=OPTIONS)
         try:
@@ -75,7 +75,8 @@ def _module(cupy: Any, device: int, file: str) -> Any:
 
 
 def blocks_for(items: int, like: Array) -> int:
-    """How many blocks go over so many items, one a thread at a time: enough for all, or to fill the device."""
+    """Return the number of blocks for so many items, one per thread at a time: enough for all, or to fill the
+    device."""
     return max(1, min(-(-items // THREADS), BLOCKS_PER_PROCESSOR * _processors(namespace(like))))
 
 
@@ -90,10 +91,11 @@ def _processors(cupy: Any) -> int:
 
 
 def check(argument: str, array: Array, dtypes: Sequence[str], size: int | None = None, ndim: int | None = 1) -> str:
-    """The name of the array's dtype, if a kernel can work on it.
+    """Check that a kernel can work on the array, and return the name of its dtype.
 
     Raises:
-        ValueError: it is no contiguous array of one of `dtypes`, of `size` elements if given, on the current device.
+        ValueError: it is not a contiguous array of one of `dtypes` on the current device, with `size` elements if
+        given.
     """
     if not is_device_array(array):
         raise ValueError(f"{argument} is a {type(array).__name__}; it must be a cupy.ndarray, on the device")
@@ -114,8 +116,8 @@ def check(argument: str, array: Array, dtypes: Sequence[str], size: int | None =
     current = namespace(array).cuda.runtime.getDevice()
     if array.data.device_id != current:
         raise ValueError(
-            f"{argument} is on device {array.data.device_id}, the current one is {current}; "
-            f"work on it under `with cupy.cuda.Device({array.data.device_id})`"
+            f"{argument} is on device {array.data.device_id}, but the current device is {current}; "
+            f"use it under `with cupy.cuda.Device({array.data.device_id})`"
         )
     check_aligned(argument, array, array.itemsize)
     return dtype

@@ -1,4 +1,4 @@
-"""The global norm, and what gradients are multiplied with to keep it in bounds. The kernels are in norm.cu."""
+"""The global norm, and the factor for gradients that limits it. The kernels are in norm.cu."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from mpitrain.arrays import Array, namespace
 from mpitrain.cuda.kernels.bucket import FLOATS
 from mpitrain.cuda.kernels.launch import check, launch
 
-BLOCKS = 256  # of every launch, whatever the device, so that the sum is made in the same order; also in norm.cu
+BLOCKS = 256  # per launch on any device, so that the order of the sum is the same; norm.cu has the same number
 
 
 def squared_norm(flat: Array, out: Array, *, stream: Any = None) -> None:
-    """out[0] = the sum of the squares of `flat`, made in float64.
+    """out[0] = the sum of the squares of `flat`, computed in float64.
 
-    Equal values give equal bits, on any device and at any address. Infinite or NaN where a value is, and where the sum
-    is above what float64 can hold.
+    Equal values give equal bits, on any device and at any address. The sum is infinite or NaN if a value is, and
+    infinite if it exceeds the range of float64.
 
     Args:
         flat: flat device array, floating.
@@ -24,7 +24,7 @@ def squared_norm(flat: Array, out: Array, *, stream: Any = None) -> None:
         stream: a CuPy stream in place of the current one.
 
     Raises:
-        ValueError: the arrays are not such arrays.
+        ValueError: an array is different.
         KernelError: the kernels do not compile.
     """
     dtype = check("flat", flat, list(FLOATS))
@@ -37,11 +37,11 @@ def squared_norm(flat: Array, out: Array, *, stream: Any = None) -> None:
 
 
 def clip_factor(squared: Array, max_norm: float, factor: Array, *, unscale: float = 1.0, stream: Any = None) -> None:
-    """factor[0] = max_norm / norm where the norm is above max_norm and finite, else 1; the host does not wait for it.
+    """factor[0] = max_norm / norm if the norm is finite and above max_norm, otherwise 1. The host does not wait for it.
 
     Args:
         squared: float64[1] on the device, from squared_norm.
-        max_norm: the largest norm that is allowed.
+        max_norm: the largest allowed norm.
         factor: float64[1] on the device; overwritten. `Fused.factor` takes it.
         unscale: the norm is that of `unscale` times the values.
         stream: a CuPy stream in place of the current one.

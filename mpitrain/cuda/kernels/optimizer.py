@@ -21,17 +21,18 @@ _KINDS = {"float32": ("f32", "f4"), "float64": ("f64", "f8")}
 
 @dataclass(frozen=True, kw_only=True)
 class Fused:
-    """What else is done in the pass of an update.
+    """Additional work in the pass of an update.
 
     Attributes:
-        unscale: the gradients are multiplied with it first: 1 / loss scale.
-        factor: float64[1] on the device: with this too, next, rounded to the gradients' dtype. From clip_factor.
-        skip: int32[1] on the device: where it is not 0, nothing at all is done. From all_finite, of all gradients.
-        non_finite: int32[1] on the device: set to 1 where a gradient is not finite after that; never cleared. Such a
-            parameter and its state stay as they are, and all others are updated: to leave out a whole step, look
-            first, and pass `skip`.
-        copy: bfloat16 or float16, as many elements as float32 parameters: overwritten by the new ones, rounded.
-        decayed: int64 on the device, from decay_bounds: which parameters weight decay applies to; None: all.
+        unscale: the first factor of the gradients: 1 / loss scale.
+        factor: float64[1] on the device, from clip_factor: the next factor, rounded to the gradients' dtype.
+        skip: int32[1] on the device, from all_finite over all gradients: if it is not 0, nothing at all is done.
+        non_finite: int32[1] on the device: set to 1 if a gradient is not finite after the multiplications; never
+            cleared. Such a parameter and its state stay unchanged, and all others are updated. To leave out a whole
+            step, call all_finite first, and pass `skip`.
+        copy: bfloat16 or float16, as many elements as the float32 parameters: overwritten with the new parameters,
+            rounded.
+        decayed: int64 on the device, from decay_bounds: the parameters to which weight decay applies; None: all.
     """
 
     unscale: float = 1.0
@@ -43,9 +44,9 @@ class Fused:
 
 
 def decay_bounds(ranges: Sequence[slice], like: Array) -> Array:
-    """Begins and ends of the ranges, in order, as an int64 array where `like` is.
+    """Return the begins and ends of the ranges, in order, as an int64 array where `like` is.
 
-    Raises ValueError where they overlap or have a step.
+    Raises ValueError if they overlap or have a step.
     """
     bounds: list[int] = []
     for part in sorted(ranges, key=lambda part: (part.start, part.stop)):
@@ -185,7 +186,7 @@ def _nothing_decays(fused: Fused) -> bool:
 
 
 def _checked(parameters: Array, gradients: Array, fused: Fused) -> tuple[str, str]:
-    """The name of the kernel's kind, and NumPy's of its numbers."""
+    """Return the name of the kernel's kind, and NumPy's dtype of its numbers."""
     dtype = check("parameters", parameters, list(_KINDS))
     check("gradients", gradients, [dtype], parameters.size)
     if fused.factor is not None:
@@ -197,13 +198,13 @@ def _checked(parameters: Array, gradients: Array, fused: Fused) -> tuple[str, st
         check("decayed", fused.decayed, ["int64"])
     if fused.copy is not None:
         if dtype != "float32":
-            raise ValueError(f"copy is given and the parameters are {dtype}; copies are made of float32 alone")
+            raise ValueError(f"copy is given, but the parameters are {dtype}; only float32 parameters have copies")
         check("copy", fused.copy, list(SHORT), parameters.size)
     return _KINDS[dtype]
 
 
 def _buffers(parameters: Array, gradients: Array, fused: Fused, number: str) -> numpy.ndarray:
-    """optimizer.cu's Buffers, with C's alignment."""
+    """Return optimizer.cu's Buffers, with C's alignment."""
     pointers = {
         "parameters": parameters,
         "gradients": gradients,
