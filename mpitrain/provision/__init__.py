@@ -1,1 +1,1 @@
-"""Machines made into a cluster: first contact with them, and the playbooks of `cluster/` run on them."""
+"""Turn machines into a cluster: make first contact with them, and run the playbooks of `cluster/` on them."""

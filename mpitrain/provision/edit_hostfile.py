@@ -13,10 +13,10 @@ from mpitrain.launch.hostfile import Host, Inventory, parse, read_text, sections
 
 
 def write_inventory(path: Path, inventory: Inventory) -> None:
-    """Write the nodes to `path`, all of it or nothing. Comments and group variables of an older file are lost.
+    """Write the nodes to `path`, completely or not at all. Comments and group variables of an older file are lost.
 
     Raises:
-        ConfigError: what would be written could not be read again.
+        ConfigError: the new content could not be read again.
     """
     lines = ["[head]", host_line(inventory.head), "", "[workers]"]
     lines += [host_line(host) for host in inventory.workers]
@@ -25,20 +25,20 @@ def write_inventory(path: Path, inventory: Inventory) -> None:
 
 
 def add_worker(path: Path, host: Host) -> Inventory:
-    """Put `host` behind the last worker in the file at `path`; every other line stays as it is.
+    """Add `host` after the last worker in the file at `path`. No other line changes.
 
     Raises:
-        ConfigError: its name or address is there already, or cannot be one.
+        ConfigError: its name or address is already in the file, or is not valid.
     """
     text = read_text(path)
-    parse(path, text)  # there is a section of workers
+    parse(path, text)  # checks that there is a section of workers
     behind = max(number for number, group, kind, _ in sections(path, text) if (group, kind) == ("workers", ""))
     lines = text.splitlines()
     return _replace(path, "\n".join([*lines[:behind], host_line(host), *lines[behind:]]) + "\n")
 
 
 def remove_worker(path: Path, name: str) -> Inventory:
-    """Take the line of the worker `name` out of the file at `path`; every other line stays as it is.
+    """Remove the line of the worker `name` from the file at `path`. No other line changes.
 
     Raises:
         ConfigError: there is no such worker; the head cannot be removed.
@@ -47,7 +47,7 @@ def remove_worker(path: Path, name: str) -> Inventory:
     inventory = parse(path, text)
     if name not in {host.name for host in inventory.workers}:
         workers = ", ".join(host.name for host in inventory.workers) or "none"
-        why = "it is the head, without which there is no cluster" if name == inventory.head.name else "not there"
+        why = "it is the head, which a cluster needs" if name == inventory.head.name else "it is not in the file"
         raise ConfigError(f"{path}: cannot remove {name!r}: {why}; the workers are: {workers}")
     gone = {
         number
@@ -59,20 +59,20 @@ def remove_worker(path: Path, name: str) -> Inventory:
 
 
 def host_line(host: Host) -> str:
-    """The line of a node, without the end of line."""
+    """Return the line of a node, without a line break."""
     variables = ({} if host.name == host.address else {"ansible_host": host.address}) | dict(host.variables)
     return " ".join([host.name, *(f"{name}={shlex.quote(value)}" for name, value in variables.items())])
 
 
 def _replace(path: Path, text: str) -> Inventory:
-    """Write `text` to `path` in one step, if it is an inventory; returns what it says."""
+    """Write `text` to `path` in one step, if it is an inventory. Return the inventory."""
     inventory = parse(path, text)
     target = path.resolve()  # a link stays a link
     mode = target.stat().st_mode & 0o777 if target.exists() else 0o644
     try:
         file = tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=target.parent, prefix=".hosts-", delete=False)  # noqa: SIM115
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}; may {getuser()} write there?") from None
+        raise ConfigError(f"{path} cannot be written: {error.strerror}; check that {getuser()} may write it") from None
     with file:
         try:
             file.write(text)

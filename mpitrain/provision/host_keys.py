@@ -1,11 +1,11 @@
-"""The key that a node shows, compared with the ones that the operator's ssh knows.
+"""Compare the key that a node shows with the keys that the operator's ssh knows.
 
-One ordinary login with the operator's own ssh tells both: who is there and whether the login works. ssh-keyscan, or
-connections that end before they have logged in, would be simpler; but sshd of OpenSSH 9.8 and later refuses an address
-that did a few of those, the right key included, for some time (PerSourcePenalties in sshd_config(5)).
+One ordinary login with the operator's own ssh shows both: the node's key, and whether the login works. ssh-keyscan, or
+connections that end before they have logged in, would be simpler. But after a few of those, sshd of OpenSSH 9.8 and
+later refuses the address for some time, also with the right key (PerSourcePenalties in sshd_config(5)).
 
-The login is made against a copy of what is known about the node, in a file of its own, to which ssh adds a new key
-(StrictHostKeyChecking=accept-new). Nothing is lost by logging in to a stranger: only public keys are tried, whose
+The login uses a copy of the known keys of the node, in a separate file. ssh adds a new key to this file
+(StrictHostKeyChecking=accept-new). To log in to an unknown machine is harmless: only public keys are tried, whose
 signature is of no use elsewhere (RFC 4252, section 7), nothing is forwarded, and the command is `true`.
 """
 
@@ -36,21 +36,21 @@ State = Literal["known", "unknown", "changed", "unreachable", "local"]
 
 @dataclass(frozen=True)
 class Contact:
-    """What came of a login. `problem` is ssh's own words where it did not work."""
+    """The result of a login. `problem` has ssh's own words if the login failed."""
 
     host: Host
     state: State
-    fingerprint: str = ""  # of the key that the node showed, as "SHA256:..."
-    kind: str = ""  # of that key, such as "ssh-ed25519"
+    fingerprint: str = ""  # the fingerprint of the node's key, as "SHA256:..."
+    kind: str = ""  # the kind of that key, such as "ssh-ed25519"
     known_fingerprints: tuple[str, ...] = ()
-    lines: tuple[str, ...] = ()  # for known_hosts, where the node is unknown
-    known_hosts: Path | None = None  # the operator's
-    name: str = ""  # under which the node stands in known_hosts
+    lines: tuple[str, ...] = ()  # new lines for known_hosts, if the node is unknown
+    known_hosts: Path | None = None  # the operator's file
+    name: str = ""  # the name of the node in known_hosts
     problem: str = ""
 
 
 def contact(login: Login) -> Contact:
-    """Log in to a node once. Takes up to half a minute where it does not answer.
+    """Log in to a node once. This takes up to half a minute if the node does not answer.
 
     Raises:
         ClusterError: ssh is missing, or keeps no known_hosts.
@@ -63,8 +63,8 @@ def contact(login: Login) -> Contact:
     if not personal:
         raise ClusterError(
             f"{login.host.name}: your ssh is configured without a known_hosts file (UserKnownHostsFile "
-            f"{settings['userknownhostsfile']}), so no key can be trusted; take that out of ~/.ssh/config, ansible.cfg "
-            "or the inventory"
+            f"{settings['userknownhostsfile']}), so no key can be trusted; remove that setting from ~/.ssh/config, "
+            "ansible.cfg or the inventory"
         )
     known = _known_lines([*personal, *(Path(file) for file in settings["globalknownhostsfile"].split())], name)
     with tempfile.TemporaryDirectory(prefix="mpitrain-trust-") as folder:
@@ -96,13 +96,13 @@ def remember(seen: Contact) -> None:
     seen.known_hosts.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     before = seen.known_hosts.read_bytes() if seen.known_hosts.exists() else b""
     text = "".join(f"{line}\n" for line in seen.lines)
-    seen.known_hosts.touch(mode=0o600)  # nothing, where it is there
+    seen.known_hosts.touch(mode=0o600)  # an existing file keeps its mode
     with seen.known_hosts.open("a") as file:
         file.write(text if before.endswith(b"\n") or not before else f"\n{text}")
 
 
 def fingerprint_of_line(line: str) -> str:
-    """The fingerprint of the key in a line of a known_hosts file; empty where there is none in it."""
+    """Return the fingerprint of the key in a line of a known_hosts file; empty if the line has no key."""
     fields = line.split()
     if line.startswith(("#", "@cert-authority")) or len(fields) < 3:
         return ""
@@ -120,23 +120,23 @@ def _state(words: str, added: Sequence[str]) -> State:
 
 
 def _reason(words: str) -> str:
-    """The last thing ssh said that is not about its own workings."""
+    """Return ssh's last message that is not about its own internals."""
     workings = re.compile(r"debug\d:|OpenSSH_|Warning: Permanently added|Transferred:|Bytes per second:")
     told = [line.strip() for line in words.splitlines() if line.strip() and not workings.match(line)]
     return told[-1] if told else "ssh said nothing"
 
 
 def _log_in(login: Login, known_hosts: Path) -> tuple[int, str]:
-    """Exit code and words of one login. ssh takes the first value of an option, so ours come first."""
+    """Return exit code and output of one login. ssh uses the first value of an option, so these options come first."""
     assert login.options is not None
     options = {
         "UserKnownHostsFile": str(known_hosts),
         "StrictHostKeyChecking": "accept-new",
         "UpdateHostKeys": "no",
-        "ControlMaster": "no",  # a connection that is open already would show no key
+        "ControlMaster": "no",  # an open connection would show no key
         "ControlPath": "none",
         "BatchMode": "yes",
-        "PreferredAuthentications": "publickey",  # no password for a stranger
+        "PreferredAuthentications": "publickey",  # send no password to an unknown machine
         "ForwardAgent": "no",
         "ForwardX11": "no",
         "ClearAllForwardings": "yes",
@@ -149,7 +149,7 @@ def _log_in(login: Login, known_hosts: Path) -> tuple[int, str]:
 
 
 def _effective_settings(login: Login) -> dict[str, str]:
-    """What ssh makes of the options and the operator's configuration (`ssh -G`), by lower-case name."""
+    """Return ssh's effective settings, from options and the operator's configuration (`ssh -G`), by lower-case name."""
     assert login.options is not None
     command = ["ssh", "-G", *login.options, login.destination]
     code, words = _run(command, _LOGIN_SECONDS)
@@ -159,7 +159,7 @@ def _effective_settings(login: Login) -> dict[str, str]:
 
 
 def _known_name(settings: dict[str, str]) -> str:
-    """The name under which ssh looks a node up in known_hosts."""
+    """Return the name under which ssh looks up a node in known_hosts."""
     name = settings.get("hostkeyalias", "none")
     if name != "none":
         return name
@@ -167,7 +167,7 @@ def _known_name(settings: dict[str, str]) -> str:
 
 
 def _known_lines(files: Sequence[Path], name: str) -> list[str]:
-    """The lines about a node in known_hosts files, hashed ones included."""
+    """Return the lines about a node in known_hosts files, including hashed ones."""
     lines: list[str] = []
     for file in files:
         if file.is_file():
@@ -177,7 +177,8 @@ def _known_lines(files: Sequence[Path], name: str) -> list[str]:
 
 
 def _run(command: Sequence[str], timeout_seconds: float) -> tuple[int, str]:
-    """Exit code and everything printed. A session of its own: it cannot ask at the terminal, and ends as a whole."""
+    """Return exit code and output. The command runs in its own session: it cannot ask at the terminal, and ends
+    whole."""
     try:
         process = subprocess.Popen(
             command,

@@ -1,4 +1,4 @@
-"""The first inventory, from options or from a person's answers."""
+"""The first inventory, from options or from the user's answers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from mpitrain.provision.edit_hostfile import write_inventory
 
 
 def create_inventory(path: Path, nodes: Sequence[Host], head: str | None) -> Inventory:
-    """Write `path`, with `head` (None: the first node) at the head of `nodes`.
+    """Write an inventory of `nodes` to `path`, with `head` (None: the first node) as the head.
 
     Raises:
-        ConfigError: it is there already; `head` is none of the nodes; names or addresses do not fit.
+        ConfigError: the file exists already, `head` is not one of the nodes, or names or addresses are not valid.
     """
     refuse_existing(path)
     heads = [host for host in nodes if host.name == head] if head is not None else [nodes[0]]
@@ -30,16 +30,16 @@ def create_inventory(path: Path, nodes: Sequence[Host], head: str | None) -> Inv
 
 
 def refuse_existing(path: Path) -> None:
-    """Raise where there is an inventory already.
+    """Raise if there is an inventory already.
 
     Raises:
-        ConfigError: there is.
+        ConfigError: there is an inventory.
     """
     if path.exists() or path.is_symlink():
         if str(path) == os.environ.get("ANSIBLE_INVENTORY"):
             raise ConfigError(
-                f"ANSIBLE_INVENTORY names {path}, which is there already and is used; `unset ANSIBLE_INVENTORY` to "
-                "make an inventory of your own"
+                f"ANSIBLE_INVENTORY names {path}, which exists already and is used; to make an inventory of your own, "
+                "`unset ANSIBLE_INVENTORY`"
             )
         raise ConfigError(
             f"{path} exists already and was not changed; edit it, use `mpitrain cluster add` or `remove`, "
@@ -48,10 +48,10 @@ def refuse_existing(path: Path) -> None:
 
 
 def parse_nodes(text: str, variables: dict[str, str]) -> list[Host]:
-    """The nodes of `a=10.0.0.1,b=10.0.0.2`, each with these variables.
+    """Parse the nodes in `a=10.0.0.1,b=10.0.0.2`, each with these variables.
 
     Raises:
-        ConfigError: a part is not NAME=ADDRESS, or its address is no IP address of a machine.
+        ConfigError: a part is not NAME=ADDRESS, or its address is not an IP address of a machine.
     """
     nodes: list[Host] = []
     for part in text.split(","):
@@ -69,7 +69,7 @@ def _node(text: str, variables: dict[str, str]) -> Host:
         loopback = ipaddress.ip_address(address).is_loopback
     except ValueError:
         raise ConfigError(
-            f"{name}: {address!r} is not an IP address; `ip -brief address` on {name} shows the ones it has"
+            f"{name}: {address!r} is not an IP address; `ip -brief address` on {name} shows its addresses"
         ) from None
     if loopback:
         raise ConfigError(f"{name}: the other nodes cannot reach {address}; `ip -brief address` on {name} shows more")
@@ -77,10 +77,10 @@ def _node(text: str, variables: dict[str, str]) -> Host:
 
 
 def login_variables(user: str | None, key: str | None) -> dict[str, str]:
-    """What a node's line says of the login.
+    """Return the variables for the login in a node's line.
 
     Raises:
-        ConfigError: the key is not there, or is the public one.
+        ConfigError: the key does not exist, or is the public key.
     """
     variables = {} if user is None else {"ansible_user": user}
     if key is not None:
@@ -94,12 +94,12 @@ def login_variables(user: str | None, key: str | None) -> dict[str, str]:
 
 
 def ask_for_nodes(variables: dict[str, str]) -> list[Host]:
-    """The nodes that a person types in, asked again where an answer does not do.
+    """Ask for the nodes. Repeat the question if an answer is not valid.
 
     Raises:
         ClusterError: Ctrl-C or the end of the input.
     """
-    print("The head first: it holds the shared folder, and jobs are started from it. An empty name ends the list.")
+    print("Begin with the head: it holds the shared folder, and you start jobs on it. An empty name ends the list.")
     nodes: list[Host] = []
     while True:
         role = "the head" if not nodes else f"worker {len(nodes)}"
@@ -116,7 +116,7 @@ def ask_for_nodes(variables: dict[str, str]) -> list[Host]:
 
 
 def ask_for_login() -> tuple[str | None, str | None]:
-    """User and private key for the login to the nodes; None is ssh's own choice.
+    """Ask for the user and the private key for the login to the nodes; None leaves the choice to ssh.
 
     Raises:
         ClusterError: Ctrl-C or the end of the input.

@@ -18,22 +18,23 @@ _ANSIBLE_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Login:
-    """The arguments with which `ssh` reaches a node as Ansible does; None where Ansible does without ssh."""
+    """The arguments with which `ssh` reaches a node as Ansible does; None if Ansible does not use ssh."""
 
     host: Host
     options: tuple[str, ...] | None
 
     @property
     def destination(self) -> str:
-        """What ssh is told to connect to."""
+        """The destination argument of ssh."""
         return self.host.address
 
 
 def logins(project: Project, hosts: Sequence[Host]) -> list[Login]:
-    """The login of each of `hosts`, from the inventory, its group_vars, ansible.cfg and ANSIBLE_* variables.
+    """Return the login of each of `hosts`, from the inventory, its group_vars, ansible.cfg and ANSIBLE_* variables.
 
     Raises:
-        ClusterError: Ansible is missing or cannot read them; an option is a template, which only a playbook fills in.
+        ClusterError: Ansible is missing or cannot read these, or an option is a template, which only a playbook fills
+            in.
     """
     listed = _ask_ansible(
         project, "ansible-inventory", "--playbook-dir", "cluster", "--list", "-i", str(project.inventory)
@@ -47,7 +48,7 @@ def _login(host: Host, settings: Mapping[str, str], variables: Mapping[str, Any]
     def setting(option: str, *names: str) -> str:
         value = next((str(variables[name]) for name in names if name in variables), settings.get(option, ""))
         if "{{" in value:
-            raise ClusterError(f"{host.name}: {names[0]} is the template {value!r}; write what it stands for")
+            raise ClusterError(f"{host.name}: {names[0]} is the template {value!r}; write its value instead")
         return value
 
     if setting("connection", "ansible_connection") not in ("", "ssh", "smart"):

@@ -1,4 +1,4 @@
-"""The cluster set up, made larger and smaller, and taken down: the order of edits and playbook runs."""
+"""Set up the cluster, add and remove nodes, and tear the cluster down: the order of edits and playbook runs."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from mpitrain.provision.playbook_report import Report
 from mpitrain.provision.project import Project, ansible_program
 from mpitrain.provision.trust import Fingerprints, trust
 
-# The files that name every node. They shrink when a node has gone.
+# These tags write the files that name every node, which become shorter when a node is removed.
 _SHRINK = ("--tags", "hosts,ssh,firewall,nfs,wireguard")
 _CHECK = ("--check", "--diff")
 _CONFIRM = ("-e", "confirm=yes")
 
 
 def set_up(project: Project, options: Sequence[str], *, check: bool) -> int:
-    """Make the machines of the inventory a cluster; returns the exit code."""
+    """Turn the machines of the inventory into a cluster. Return the exit code."""
     project.read()
     return _said(run_playbook(project, "setup.yml", [*_checked(check), *options]), check)
 
@@ -30,10 +30,10 @@ def set_up(project: Project, options: Sequence[str], *, check: bool) -> int:
 def add(
     project: Project, hosts: Sequence[Host], fingerprints: Fingerprints, options: Sequence[str], *, check: bool
 ) -> int:
-    """Take new workers into the inventory and set all nodes up; returns the exit code.
+    """Add new workers to the inventory and set up all nodes. Return the exit code.
 
-    Where nothing has been changed on any machine (a strange key, a node that preflight refuses), the inventory is as
-    it was before. Where something has been, the new lines stay, so that the next run mends it.
+    If no machine was changed (an unknown key, a node that preflight refuses), the inventory gets its old content. If a
+    machine was changed, the new lines stay, so that the next run completes the set-up.
     """
     ansible_program("ansible-playbook")
     added: list[Host] = []
@@ -43,7 +43,7 @@ def add(
             add_worker(project.inventory, host)
             added.append(host)
         if not trust(project, [host.name for host in hosts], fingerprints):
-            raise ClusterError("not every new node is trusted, see above")
+            raise ClusterError("not every new node is trusted; see above")
         keep = not check
         report = run_playbook(project, "setup.yml", [*_checked(check), *options])
         keep = keep and (report.code == 0 or report.changed_something)
@@ -56,27 +56,27 @@ def add(
                 print(f"{project.inventory} is as it was before; no machine was changed.", file=sys.stderr)
     if code != 0 and keep:
         _warn(
-            f"{_names(hosts)} stays in {project.inventory}, since machines have been changed. Mend what is wrong, then "
-            f"run `mpitrain cluster setup`; or `mpitrain cluster remove {hosts[0].name}`."
+            f"{_names(hosts)} stays in {project.inventory}, because machines were changed. Repair the fault, then run "
+            f"`mpitrain cluster setup`; or run `mpitrain cluster remove {hosts[0].name}`."
         )
     return code
 
 
 def remove(project: Project, name: str, options: Sequence[str], *, check: bool, offline: bool, assume_yes: bool) -> int:
-    """Undo the set-up on a worker (not if it is `offline`), and make the others forget it; returns the exit code."""
+    """Undo the set-up on a worker (unless it is `offline`), and make the others forget it. Return the exit code."""
     inventory = project.read()
     if name not in {host.name for host in inventory.workers}:
-        remove_worker(project.inventory, name)  # raises, and says why
+        remove_worker(project.inventory, name)  # raises the error that says why
     if not check:
-        manner = "without touching it, since it is offline" if offline else "and undo the set-up on it"
+        manner = "without touching it, because it is offline" if offline else "and undo the set-up on it"
         _confirm(f"Take {name} out of the cluster, {manner}?", assume_yes)
     if not offline:
         report = run_playbook(project, "teardown.yml", ["--limit", name, *_CONFIRM, *_checked(check), *options])
         code = _said(report, check)
         if code != 0:
             _warn(
-                f"{name} is still in {project.inventory}. Mend what is wrong and repeat; if it is gone for good: "
-                f"mpitrain cluster remove {name} --offline"
+                f"{name} is still in {project.inventory}. Repair the fault and run this again; if the node is gone for "
+                f"good: mpitrain cluster remove {name} --offline"
             )
             return code
     if check:
@@ -85,12 +85,12 @@ def remove(project: Project, name: str, options: Sequence[str], *, check: bool, 
     print(f"{name} is no longer in {project.inventory}.", flush=True)
     code = _said(run_playbook(project, "setup.yml", [*_SHRINK, *options]))
     if code != 0:
-        _warn(f"other nodes may still know {name}; repeat: mpitrain cluster setup -- {shlex.join(_SHRINK)}")
+        _warn(f"other nodes may still know {name}; run: mpitrain cluster setup -- {shlex.join(_SHRINK)}")
     return code
 
 
 def tear_down(project: Project, options: Sequence[str], *, check: bool, assume_yes: bool) -> int:
-    """Undo the set-up on every node; returns the exit code. The inventory stays."""
+    """Undo the set-up on every node. Return the exit code. The inventory stays."""
     inventory = project.read()
     if not check:
         _confirm(f"Undo the set-up on {_names(inventory.hosts)}? The data on the share stays.", assume_yes)
@@ -98,7 +98,7 @@ def tear_down(project: Project, options: Sequence[str], *, check: bool, assume_y
 
 
 def _said(report: Report, check: bool = False) -> int:
-    """Print how a run ended; its exit code."""
+    """Print how a run ended. Return its exit code."""
     note = " that a real run would make" if check and report.code == 0 else ""
     print(f"\n{report.text()}{note}", file=sys.stderr if report.code else sys.stdout, flush=True)
     return report.code if report.code in (0, 130) else 1

@@ -1,4 +1,4 @@
-"""One run of `ansible-playbook`: started, watched, and summed up. What it prints goes to the terminal as it is."""
+"""One run of `ansible-playbook`: start it, watch it, sum it up. Its output goes to the terminal unchanged."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mpitrain.launch.processes import adopt_orphans, alive_below, children, end_
 from mpitrain.provision.playbook_report import Report, minutes
 from mpitrain.provision.project import Project, ansible_program
 
-# Ansible's own deadlines end logins and commands that hang in most ways, but not a module that waits for ever.
+# Ansible's own deadlines end most logins and commands that hang, but not a module that waits for ever.
 NOTICE_SECONDS = 60.0
 STALL_SECONDS = 30 * 60.0
 _END_SECONDS = 15.0
@@ -26,7 +26,7 @@ _PLUGINS = Path(__file__).parent / "callback_plugins"
 
 
 def run_playbook(project: Project, playbook: str, options: Sequence[str]) -> Report:
-    """Run a playbook of `cluster/`, and return what happened; prints the line that does the same without mpitrain.
+    """Run a playbook of `cluster/`, and return the report. Print the line that does the same without mpitrain.
 
     Raises:
         ClusterError: Ansible is missing; nothing has happened for half an hour.
@@ -38,7 +38,7 @@ def run_playbook(project: Project, playbook: str, options: Sequence[str]) -> Rep
         began = time.monotonic()
         adopt_orphans()
         others = children()
-        # In our process group: it may ask for passwords at the terminal, and gets its Ctrl-C.
+        # In this process group, so that it may ask for passwords at the terminal, and gets its Ctrl-C.
         process = subprocess.Popen(
             command,
             cwd=project.folder,
@@ -56,7 +56,7 @@ def run_playbook(project: Project, playbook: str, options: Sequence[str]) -> Rep
 
 
 def _watch(process: subprocess.Popen[bytes], report: Report) -> int:
-    """Wait for the end; say from time to time what is being waited for, and give up when nothing happens."""
+    """Wait for the end. Report from time to time what the run waits for, and give up when nothing happens."""
     last_event = last_notice = time.monotonic()
     while True:
         try:
@@ -67,7 +67,7 @@ def _watch(process: subprocess.Popen[bytes], report: Report) -> int:
         if report.read() or not report.begun:  # not begun: it may be asking for a password
             last_event = last_notice = now
         elif now - last_event > STALL_SECONDS:
-            raise ClusterError(f"nothing has happened for {minutes(now - last_event)}: {report.waiting()}; ended it")
+            raise ClusterError(f"nothing has happened for {minutes(now - last_event)}: {report.waiting()}; run ended")
         elif now - last_notice > NOTICE_SECONDS:
             last_notice = now
             print(f"[{minutes(now - last_event)}] {report.waiting()}", file=sys.stderr, flush=True)
@@ -75,16 +75,16 @@ def _watch(process: subprocess.Popen[bytes], report: Report) -> int:
 
 @contextmanager
 def _ended(process: subprocess.Popen[bytes], others: set[int]) -> Iterator[None]:
-    """Whatever happens, leave no Ansible behind that goes on changing machines; `others` are not of its run.
+    """Whatever happens, leave no Ansible process that goes on changing machines. `others` belong to other runs.
 
-    Ansible's workers are in sessions of their own, and one that it has just begun when the signal comes outlives it.
+    Ansible's workers are in their own sessions, and a worker that starts just when the signal comes outlives Ansible.
     """
     ends = (signal.SIGTERM, signal.SIGHUP)
     before = [signal.signal(number, partial(_interrupt, process)) for number in ends]
     try:
         yield
     except BaseException as error:
-        if not isinstance(error, KeyboardInterrupt):  # which went to Ansible too, and ends it in its own way
+        if not isinstance(error, KeyboardInterrupt):  # Ansible got this signal too, and ends in its own way
             process.terminate()
         with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
             process.wait(timeout=_END_SECONDS)
@@ -96,13 +96,13 @@ def _ended(process: subprocess.Popen[bytes], others: set[int]) -> Iterator[None]
 
 
 def _interrupt(process: subprocess.Popen[bytes], *_: object) -> None:
-    """As Ctrl-C, which alone goes to the whole group."""
+    """Interrupt Ansible as Ctrl-C does. Only Ctrl-C goes to the whole group."""
     process.terminate()
     raise KeyboardInterrupt
 
 
 def _environment(report: Path) -> dict[str, str]:
-    """This environment, with our report beside the callbacks that are in it already."""
+    """Return this environment, with the report added to its callbacks."""
     environment = dict(os.environ)
     for name, value, separator in (
         ("ANSIBLE_CALLBACK_PLUGINS", str(_PLUGINS), ":"),

@@ -1,4 +1,4 @@
-"""What happened in a run of `ansible-playbook`, from the lines that callback_plugins/mpitrain_report.py writes."""
+"""The report of a run of `ansible-playbook`, from the lines that callback_plugins/mpitrain_report.py writes."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class FailedTask:
 
     @property
     def remedy(self) -> str:
-        """What to do; empty where the message is all there is to say, as preflight's, which may be of another node."""
+        """Return what to do; empty if the message says it all, as preflight's does, which may be about another node."""
         if "Nothing was changed." in self.message:
             return ""
         return next((text for words, text in REMEDIES if re.search(words, self.message)), "").format(node=self.node)
 
 
 class Report:
-    """Grows as the file at `path` does. `code` is ansible-playbook's, once it has ended."""
+    """The report. It grows with the file at `path`. `code` is ansible-playbook's exit code, once it has ended."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -39,13 +39,13 @@ class Report:
         self.code = 0
         self.seconds = 0.0
         self._offset = 0
-        self._running: dict[str, str] = {}  # task by node
-        self._failures: dict[str, FailedTask] = {}  # the last one of each node
+        self._running: dict[str, str] = {}  # running task by node
+        self._failures: dict[str, FailedTask] = {}  # the last failure of each node
         self._stats: dict[str, dict[str, int]] = {}
         self._changes = False
 
     def read(self) -> bool:
-        """Take in what is new; returns whether there was anything."""
+        """Read new lines. Return whether there were any."""
         if not self.path.exists():
             return False
         with self.path.open("rb") as file:
@@ -59,24 +59,24 @@ class Report:
         return bool(whole)
 
     def end(self, code: int, seconds: float) -> None:
-        """Ansible has ended."""
+        """Note that Ansible has ended."""
         self.code, self.seconds = code, seconds
 
     @property
     def changed_something(self) -> bool:
-        """Whether a task has changed a machine. An interrupted run may have without having said so."""
+        """Whether a task has changed a machine. An interrupted run may have changed one without reporting it."""
         return self._changes or self.code == _INTERRUPTED
 
     @property
     def failures(self) -> list[FailedTask]:
-        """The last failure of each node that failed. One that a rescue made good does not count."""
-        if not self._stats:  # it did not come to its end
+        """The last failure of each node that failed. A failure that a rescue has handled does not count."""
+        if not self._stats:  # the run did not reach its end
             return list(self._failures.values())
         failed = [node for node, counts in self._stats.items() if counts["failures"] or counts["unreachable"]]
         return [self._failures.get(node, FailedTask(node, "?", "see above")) for node in failed]
 
     def waiting(self) -> str:
-        """Which nodes have not ended which task."""
+        """Describe which nodes have not ended which task."""
         nodes: dict[str, list[str]] = {}
         for node, task in self._running.items():
             nodes.setdefault(task, []).append(node)
@@ -84,20 +84,20 @@ class Report:
         return f"waiting for {'; '.join(waits)}" if waits else "waiting for ansible-playbook itself"
 
     def text(self) -> str:
-        """The end of a run in words: what failed where, and what to do about it."""
+        """Describe the end of a run: what failed where, and what to do about it."""
         if self.code == 0:
-            # The controller is among them where a play runs there (the wheel of the checkout).
+            # The controller is among them if a play runs there (the wheel of the checkout).
             counts = [counts for node, counts in self._stats.items() if node != "localhost"]
             changes = sum(count["changed"] for count in counts)
             return f"done in {minutes(self.seconds)}: {len(counts)} nodes, {changes} changes"
         if self.code == _INTERRUPTED:
-            return f"interrupted after {minutes(self.seconds)}; run it again, it takes up where it stopped"
+            return f"interrupted after {minutes(self.seconds)}; run it again: it goes on where it stopped"
         lines = [f"FAILED after {minutes(self.seconds)} (ansible-playbook: code {self.code})"]
         for failure in self.failures:
             lines += ["", f"{failure.node}: {failure.task}", textwrap.indent(failure.message.strip(), "    ")]
             lines += [f"    -> {failure.remedy}"] if failure.remedy else []
         if not self.failures:
-            lines.append("Ansible says above why.")
+            lines.append("See Ansible's output above for the reason.")
         return "\n".join(lines)
 
     def _take(self, event: dict[str, Any]) -> None:
@@ -116,5 +116,5 @@ class Report:
 
 
 def minutes(seconds: float) -> str:
-    """A time for people: 95 s is "1:35"."""
+    """Format a time for people: 95 s is "1:35"."""
     return f"{int(seconds) // 60}:{int(seconds) % 60:02}"

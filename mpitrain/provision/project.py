@@ -1,4 +1,4 @@
-"""Where the playbooks, their inventory and Ansible's programs are."""
+"""The places of the playbooks, their inventory and Ansible's programs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpitrain.launch.foreign_files import refuse_foreign
 from mpitrain.launch.hostfile import PROJECT_INVENTORY, Inventory, read_inventory
 
 _SETUP = Path("cluster/setup.yml")
-# What Ansible finds there by itself; it may name programs to run.
+# Ansible reads these files by itself. They may name programs to run.
 _CONFIGURATION, _GROUP_VARS = Path("ansible.cfg"), Path("cluster/group_vars/all.yml")
 
 
@@ -23,8 +23,8 @@ _CONFIGURATION, _GROUP_VARS = Path("ansible.cfg"), Path("cluster/group_vars/all.
 class Project:
     """A folder with the playbooks, and the inventory that they run on.
 
-    `inventory_options` are what an `ansible-playbook` line in that folder needs to find the inventory: nothing where
-    ansible.cfg or ANSIBLE_INVENTORY name it.
+    `inventory_options` are the options with which an `ansible-playbook` line in that folder finds the inventory: none
+    if ansible.cfg or ANSIBLE_INVENTORY names it.
     """
 
     folder: Path
@@ -36,19 +36,20 @@ class Project:
         return read_inventory(self.inventory)
 
     def shown(self, command: list[str]) -> str:
-        """The line that does the same from where the user is, to be copied."""
+        """Return a line that does the same from the user's folder, for copying."""
         line = shlex.join(command)
         return line if self.folder == Path.cwd() else f"(cd {shlex.quote(str(self.folder))} && {line})"
 
 
 def find_project(inventory: Path | None = None) -> Project:
-    """The project of the current folder, else of the checkout that this mpitrain runs from.
+    """Find the project of the current folder, or else of the checkout from which this mpitrain runs.
 
-    The inventory is `inventory`, else that of ANSIBLE_INVENTORY, which Ansible itself prefers, else cluster/hosts.
+    The inventory is `inventory`, or else ANSIBLE_INVENTORY, which Ansible itself prefers, or else cluster/hosts.
 
     Raises:
         ClusterError: there are no playbooks in either place.
-        ConfigError: ANSIBLE_INVENTORY is a list; `inventory` is not there; somebody else may write what was found.
+        ConfigError: ANSIBLE_INVENTORY is a list, `inventory` does not exist, or another user may write a file that was
+            found.
     """
     places = [Path.cwd(), Path(mpitrain.__file__).resolve().parents[1]]
     folder = next((place for place in places if (place / _SETUP).is_file()), None)
@@ -56,7 +57,7 @@ def find_project(inventory: Path | None = None) -> Project:
         looked = " and ".join(dict.fromkeys(str(place / _SETUP) for place in places))
         raise ClusterError(
             f"there are no playbooks here: looked for {looked}. An installed mpitrain has none; "
-            "change to the folder of a checkout of mpitrain, or of your copy of its cluster/ and ansible.cfg"
+            "change to a checkout of mpitrain, or to a folder with a copy of its cluster/ and ansible.cfg"
         )
     for name in (_SETUP, _CONFIGURATION, _GROUP_VARS):
         if (folder / name).is_file():
@@ -79,7 +80,7 @@ def find_project(inventory: Path | None = None) -> Project:
 
 
 def ansible_program(name: str) -> str:
-    """The path of one of Ansible's programs: this environment's, else the one on PATH.
+    """Return the path of one of Ansible's programs: the one in this environment, or else the one on PATH.
 
     Raises:
         ClusterError: Ansible is not installed.

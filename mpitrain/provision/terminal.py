@@ -1,4 +1,4 @@
-"""Questions to a person, who may not be there."""
+"""Questions to a user, who may not be there."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from mpitrain.errors import ClusterError
 
 
 def is_there() -> bool:
-    """Whether somebody can read our questions and answer them."""
+    """Whether there is a terminal at which a user can answer questions."""
     return sys.stdin.isatty() and sys.stdout.isatty()
 
 
 def ask(question: str) -> str:
-    """The answer, without spaces around it.
+    """Ask a question, and return the answer without spaces around it.
 
     Raises:
-        ClusterError: the input has ended (Ctrl-D), or Ctrl-C.
+        ClusterError: the input has ended (Ctrl-D), or the user pressed Ctrl-C.
     """
     try:
         return input(question).strip()
@@ -26,7 +26,7 @@ def ask(question: str) -> str:
 
 
 def confirm(question: str) -> bool:
-    """Whether the answer is yes."""
+    """Ask a question, and return whether the answer is yes."""
     while True:
         answer = ask(f"{question} [yes/no] ").lower()
         if answer in ("y", "yes"):

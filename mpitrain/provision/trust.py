@@ -1,4 +1,4 @@
-"""First contact: the key of each node is shown, and becomes known when somebody says that it is the right one."""
+"""First contact: show the key of each node, and add it to the known keys when the user says that it is right."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Fingerprints = Mapping[str, frozenset[str]]
 
 
 def trust(project: Project, names: Sequence[str], fingerprints: Fingerprints) -> bool:
-    """Make the keys of the nodes `names` (none: of all) known to the operator's ssh; returns whether all are known.
+    """Make the keys of the nodes `names` (none: of all) known to the operator's ssh. Return whether all are known.
 
-    `fingerprints` are the right ones by name or address; a node that is not in it is asked about at the terminal.
+    `fingerprints` are the right ones by name or address. For a node that is not in it, ask at the terminal.
 
     Raises:
-        ClusterError: Ansible or ssh is missing; the answer was Ctrl-C.
-        ConfigError: a name or a fingerprint that belongs to no node.
+        ClusterError: Ansible or ssh is missing, or the user pressed Ctrl-C.
+        ConfigError: a name or a fingerprint belongs to no node.
     """
     hosts = project.read().hosts
     chosen = _chosen(hosts, names)
@@ -43,10 +43,10 @@ def trust(project: Project, names: Sequence[str], fingerprints: Fingerprints) ->
 
 
 def read_fingerprints(arguments: Sequence[str]) -> Fingerprints:
-    """The fingerprints of `--fingerprints`: each HOST=SHA256:..., or a file with lines `HOST SHA256:...`.
+    """Read the values of `--fingerprints`: each HOST=SHA256:..., or a file with lines `HOST SHA256:...`.
 
     Raises:
-        ConfigError: neither of the two.
+        ConfigError: a value is neither of the two.
     """
     chosen: dict[str, frozenset[str]] = {}
     for argument in arguments:
@@ -85,7 +85,7 @@ def _chosen(hosts: Sequence[Host], names: Sequence[str]) -> list[Host]:
 
 
 def _settle(met: Contact, right: frozenset[str], unattended: bool) -> bool:
-    """Say what was found at one node and see to it; returns whether its key is known now."""
+    """Report what was found at one node, and act on it. Return whether its key is known now."""
     node = f"{met.host.name} ({met.host.address})" if met.host.name != met.host.address else met.host.name
     if met.state == "local":
         print(f"{node}: reached without ssh, nothing to do")
@@ -100,11 +100,11 @@ def _settle(met: Contact, right: frozenset[str], unattended: bool) -> bool:
         print(
             f"{node}: WRONG KEY. It shows {met.kind} {met.fingerprint}\n"
             f"    but --fingerprints says {', '.join(sorted(right))}\n"
-            "    Nothing was added. Another machine answers there, or the fingerprint is of another key of it."
+            "    Nothing was added. Another machine answers there, or the fingerprint belongs to another of its keys."
         )
         return False
     if met.state == "known":
-        print(f"{node}: known already, {met.kind} {met.fingerprint}{_login_note(met)}")
+        print(f"{node}: already known, {met.kind} {met.fingerprint}{_login_note(met)}")
         return True
     print(f"{node}: not known yet. It shows {met.kind}\n    {met.fingerprint}")
     if not right and not _accepted(met, unattended):

@@ -239,7 +239,7 @@ def test_a_broken_playbook(project: Path) -> None:
     (project / "cluster/setup.yml").write_text("- hosts: [cluster\n")
     job = cluster(project, "setup")
     assert job.code == 1, job.output
-    assert "Ansible says above why." in job.stderr
+    assert "See Ansible's output above for the reason." in job.stderr
 
 
 def test_a_signal_leaves_no_ansible_behind(project: Path) -> None:
@@ -292,7 +292,7 @@ sys.exit(mpitrain.cli.main(["cluster", "setup"]))
     job = run_command([sys.executable, "-c", source], cwd=project)
     assert job.code == 1, job.output
     assert re.search(r"^\[0:\d\d\] waiting for here at 'Wait'$", job.stderr, re.M), job.output
-    assert re.search(r"nothing has happened for 0:\d\d: waiting for here at 'Wait'; ended it$", job.stderr, re.M)
+    assert re.search(r"nothing has happened for 0:\d\d: waiting for here at 'Wait'; run ended$", job.stderr, re.M)
     assert not job.left
 
 
@@ -361,9 +361,9 @@ def test_fingerprint_is_that_of_ssh_keygen(tmp_path: Path) -> None:
         ("Task failed: Incorrect sudo password", "the right password"),
         ("Task failed: Missing sudo password", "--ask-become-pass"),
         ("sudo: a password is required", "--ask-become-pass"),
-        ("Timeout (12s) waiting for privilege escalation prompt: ", "see that b is on"),
-        ("ssh: connect to host 10.0.0.2 port 22: No route to host", "see that b is on"),
-        ("Connection timed out during banner exchange", "see that b is on"),
+        ("Timeout (12s) waiting for privilege escalation prompt: ", "check that b is on"),
+        ("ssh: connect to host 10.0.0.2 port 22: No route to host", "check that b is on"),
+        ("Connection timed out during banner exchange", "check that b is on"),
         ("b: /home/cluster is in use; move it away", ""),
     ],
 )

@@ -165,7 +165,7 @@ def test_trust_asks_and_adds(operator: Operator) -> None:
     assert operator.bed.address("node1") not in operator.known_hosts.read_text()  # hashed, as its ssh is told to
     before = operator.known_hosts.read_text()
     again = operator("trust")
-    assert (again.returncode, again.stdout.count("known already")) == (0, 2), again
+    assert (again.returncode, again.stdout.count("already known")) == (0, 2), again
     assert operator.known_hosts.read_text() == before
 
 
@@ -273,7 +273,7 @@ def test_set_up_add_remove_and_teardown(operator: Operator) -> None:
     operator.bed.kill("node3")
     done = operator("remove", "node3", "--yes")
     assert done.returncode == 1, done
-    assert "-> see that node3 is on" in done.stderr
+    assert "-> check that node3 is on" in done.stderr
     assert "mpitrain cluster remove node3 --offline" in done.stderr
     assert operator.names == ["node1", "node3"]
     done = operator("remove", "node3", "--yes", "--offline")
@@ -329,12 +329,12 @@ def test_sudo_wants_a_password(operator: Operator) -> None:
     assert operator.bed.node_run("node2", ["sh", "-ec", f"{protect}/etc/sudoers.d/asks"]).returncode == 0
     try:
         done = operator("setup")
-        assert (done.returncode, "-> sudo on node2 wants a password: add --ask-become-pass" in done.stderr) == (
+        assert (done.returncode, "-> sudo on node2 asks for a password: add --ask-become-pass" in done.stderr) == (
             1,
             True,
         ), done
         done = operator("setup", "--ask-become-pass", typing=[("BECOME password: ", "wrong\n")])
-        assert (done.returncode, "-> give the right password" in done.stdout) == (1, True), done
+        assert (done.returncode, "-> enter the right password" in done.stdout) == (1, True), done
         done = operator("setup", "--ask-become-pass", typing=[("BECOME password: ", "secret\n")])
         assert done.returncode == 0, done
         assert operator.nodes_of("node2") == "node1 node2"

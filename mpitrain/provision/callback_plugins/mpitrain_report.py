@@ -1,6 +1,6 @@
-"""Ansible's side of a run: what happens, one JSON object a line, into the file that ANSIBLE_MPITRAIN_REPORT names.
+"""Ansible's side of a run: it writes events, one JSON object per line, into the file ANSIBLE_MPITRAIN_REPORT.
 
-Runs in ansible-playbook's process, which may be of another Python without mpitrain: imports Ansible alone.
+This runs in ansible-playbook's process, which may use another Python without mpitrain. So it imports only Ansible.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ DOCUMENTATION = """
 name: mpitrain_report
 type: aggregate
 short_description: writes what happens for `mpitrain cluster` to read
-description: One JSON object a line, into the file that ANSIBLE_MPITRAIN_REPORT names.
+description: One JSON object per line, into the file that ANSIBLE_MPITRAIN_REPORT names.
 requirements: [enabling in configuration]
 """
 
@@ -59,7 +59,7 @@ class CallbackModule(CallbackBase):  # type: ignore[misc]
 
 
 def _message(result: dict[str, Any]) -> str:
-    """What a failed task says: of a loop, what its failed items say."""
+    """Return the message of a failed task; for a loop, the messages of its failed items."""
     items = [item for item in result.get("results", []) if isinstance(item, dict) and item.get("failed")]
     told = [_message(item) for item in items]
     if told:
