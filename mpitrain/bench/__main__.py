@@ -1,4 +1,4 @@
-"""One rank of the bench: `mpiexec -n 4 python -m mpitrain.bench [options]`, or `mpitrain bench`, which starts it."""
+"""One rank of the bench. Start it with `mpiexec -n 4 python -m mpitrain.bench [options]` or `mpitrain bench`."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from mpitrain.world import World
 
 
 def main() -> int:
-    """Every rank; returns its exit code: 1 if a value was wrong, 2 for a wrong use."""
-    # The file that it will replace may be why it is measured: damaged, or another cluster's.
+    """Run on every rank. Return the exit code: 1 if a value was wrong, 2 for wrong use."""
+    # The present profile may be the reason for the measurement: it may be damaged, or belong to another cluster.
     is_profile = any(word.partition("=")[0] == "--save-profile" for word in sys.argv[1:])
     world = init(profile="") if is_profile else init()
     parser = argparse.ArgumentParser(prog="python -m mpitrain.bench", allow_abbrev=False)
     add_arguments(parser)
-    # All ranks have the same arguments, and one of them says what is wrong with these.
+    # All ranks have the same arguments, so only one of them prints an error about them.
     with Path(os.devnull).open("w") as nowhere, contextlib.ExitStack() as silence:
         if not world.is_root:
             silence.enter_context(contextlib.redirect_stdout(nowhere))
@@ -74,12 +74,12 @@ def _bench(world: World, options: Options, link: Link) -> int:
             _write(world, options, link, rows, pairs, names)
     wrong = sum(row.wrong for row in rows)
     if wrong:
-        world.print(f"# {wrong} elements came out wrong: see #wrong")
+        world.print(f"# {wrong} elements are wrong: see #wrong")
     return 1 if wrong else 0
 
 
 def _pairs(world: World, options: Options) -> tuple[Pairs | None, list[str]]:
-    """Of the nodes, by their leaders; of the ranks where all are on one node."""
+    """Measure the pairs of nodes, by their leaders; on one node, the pairs of ranks."""
     progress = Progress(world.is_root and options.progress)
     members = list(range(world.size))
     if world.num_nodes > 1:

@@ -1,4 +1,4 @@
-"""The link between nodes: which interface MPI's bytes go by, its nominal rate, and the bytes that crossed it."""
+"""The link between nodes: the interface that MPI uses, its nominal rate, and the bytes that crossed it."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from mpitrain.world import World
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_COUNTERS = Path("/proc/net/dev")  # of this rank's network namespace
+_COUNTERS = Path("/proc/net/dev")  # the counters of this rank's network namespace
 _INTERFACES = Path("/sys/class/net")
-# Enough to stand out from everything else that goes on, and 0.2 s at 100 Mbit/s.
+# Enough to stand out from other traffic; takes 0.2 s at 100 Mbit/s.
 _BURST_BYTES = 2**21
 _MESSAGE_BYTES = 2**16
 
 
 @dataclass(frozen=True)
 class Link:
-    """How the nodes are joined.
+    """The link between the nodes.
 
     Attributes:
-        interface: of this node; "" where all ranks are on one node, or MPI's bytes go by none that counts them.
-        gbit: nominal rate in Gbit/s (1e9), of the slowest node's interface; None where it is not known.
-        about: one line for people: the interfaces and the rate, or why they are not known.
+        interface: this node's interface; "" if all ranks are on one node, or if no interface counts MPI's bytes.
+        gbit: nominal rate in Gbit/s (1e9) of the slowest node's interface; None if it is unknown.
+        about: one line for people: the interfaces and the rate, or why they are unknown.
     """
 
     interface: str
@@ -37,16 +37,16 @@ class Link:
     about: str
 
     def counters(self) -> tuple[int, int]:
-        """Bytes (received, sent) by this node's interface since it came up; zeros where there is none."""
+        """Return the bytes (received, sent) of this node's interface since it came up; zeros if there is none."""
         return parse_counters(_COUNTERS.read_text())[self.interface] if self.interface else (0, 0)
 
 
 def find_link(world: World, given_gbit: float | None = None) -> Link:
-    """See which interface of each node moves when the nodes send to each other. Collective.
+    """Find the interface of each node whose counters grow when the nodes send to each other. Collective.
 
     Args:
-        world: whose nodes are meant.
-        given_gbit: the nominal rate, where the user has said it.
+        world: the World of the nodes.
+        given_gbit: the nominal rate in Gbit/s, if the user has given it.
     """
     if world.num_nodes == 1:
         return Link("", None, "all ranks are on one node")
@@ -64,7 +64,7 @@ def find_link(world: World, given_gbit: float | None = None) -> Link:
 
 @contextmanager
 def node_leaders(world: World) -> Iterator[MPI.Comm | None]:
-    """A communicator of the lowest ranks of all nodes, for the time of the block; None on other ranks. Collective."""
+    """A context with a communicator of the lowest ranks of all nodes; None on other ranks. Collective."""
     from mpi4py import MPI
 
     leaders = world.comm.Split(0 if world.local_rank == 0 else MPI.UNDEFINED, world.rank)
@@ -84,7 +84,7 @@ def _rate(links: Sequence[tuple[str, str, float | None]], given_gbit: float | No
         return given_gbit, f"{names}; {given_gbit:g} Gbit/s as --link-gbit says"
     rates = [gbit for _, _, gbit in links if gbit is not None]
     if len(rates) < len(links):
-        return None, f"{names}; its rate is not known, as no driver says it: give it by --link-gbit"
+        return None, f"{names}; the rate is unknown, because a driver does not report it: set --link-gbit"
     return min(rates), f"{names}; {min(rates):g} Gbit/s as the driver says"
 
 
@@ -97,7 +97,7 @@ def _burst(leaders: MPI.Comm) -> None:
 
 
 def parse_counters(text: str) -> dict[str, tuple[int, int]]:
-    """Bytes (received, sent) by interface, from the text of /proc/net/dev."""
+    """Return the bytes (received, sent) by interface, from the text of /proc/net/dev."""
     counters = {}
     for line in text.splitlines()[2:]:
         name, _, numbers = line.partition(":")
@@ -107,24 +107,24 @@ def parse_counters(text: str) -> dict[str, tuple[int, int]]:
 
 
 def busiest(before: Mapping[str, tuple[int, int]], after: Mapping[str, tuple[int, int]]) -> str:
-    """The interface that sent most of a burst; "" where none sent half of it (as with RDMA)."""
+    """Return the interface that sent most of a burst; "" if none sent half of it (as with RDMA)."""
     sent = {name: after[name][1] - before[name][1] for name in after if name in before and name != "lo"}
     name = max(sorted(sent), key=lambda each: sent[each], default="")
     return name if name and sent[name] >= _BURST_BYTES // 2 else ""
 
 
 def nominal_gbit(interface: str, folder: Path = _INTERFACES) -> float | None:
-    """The interface's rate in Gbit/s; None where the driver does not say, or invents one (virtual interfaces do)."""
+    """Return the interface's rate in Gbit/s; None if its driver reports none, or if it is virtual and invents one."""
     if not _is_hardware(folder / interface):
         return None
     try:
         mbit = int((folder / interface / "speed").read_text())
-    except (OSError, ValueError):  # no cable; many virtual machines
+    except (OSError, ValueError):  # without a cable, and in many virtual machines
         return None
     return mbit / 1000 if mbit > 0 else None
 
 
 def _is_hardware(path: Path) -> bool:
-    """True also for a bond or VLAN of hardware."""
+    """Whether the interface is hardware, or a bond or VLAN of hardware."""
     lower = [one.resolve() for one in path.glob("lower_*")]
     return (path / "device").exists() or (bool(lower) and all(_is_hardware(one) for one in lower))

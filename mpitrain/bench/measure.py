@@ -1,4 +1,4 @@
-"""What a model of costs needs to know of a cluster: measured in well under a minute, kept in one file."""
+"""Measure the properties of a cluster that a cost model needs, in well under a minute. They are kept in one file."""
 
 from __future__ import annotations
 
@@ -20,30 +20,31 @@ from mpitrain.compression import CODECS, make_codec
 from mpitrain.profile import DEFAULT, Profile, fingerprint, to_json
 from mpitrain.world import World
 
-_BLOCK_BYTES = 2**25  # beyond any cache
+_BLOCK_BYTES = 2**25  # larger than any cache
 _CODEC_BYTES = 2**23
 _MEMORY_ROUNDS = 10
-# Over these, the faster one changes; fourfold, so the limit is taken in the middle of two.
+# The sizes at which two algorithms are compared, each four times the one before. The limit is in the middle of two.
 _LIMIT_BYTES = tuple(2**exponent for exponent in (12, 14, 16, 18, 20))
 _LIMIT_ROUNDS = 15
 
 
 def measure_cluster(world: World, tell: Callable[[str], object] = lambda text: None) -> dict[str, Any]:
-    """What messages, links and memory cost. Collective; the same on every rank.
+    """Measure the cost of messages, links and memory. Collective; the result is the same on every rank.
 
     Returns:
-        latency_between_nodes_us: median over pairs of nodes, half a round trip of one byte; None on one node.
-        link_bytes_per_second: by node rank of the sender, then of the receiver; measured, one direction; None
-            on one node.
-        copy_bytes_per_second, add_bytes_per_second: of float32 that a rank copies, or adds in place to others,
-            while all ranks do; the slowest rank's.
-        codecs: by name: whether it is compiled on every rank, and as above, of float32, what a rank encodes with the
-            error of it, decodes, and adds.
-        native_below_bytes: MPI's own allreduce was the faster one below, what auto takes for large buffers above.
+        latency_between_nodes_us: half the round trip of one byte, median over pairs of nodes; None on one node.
+        link_bytes_per_second: measured in one direction, by the sender's node rank, then by the receiver's; None on
+            one node.
+        copy_bytes_per_second, add_bytes_per_second: the rate at which the slowest rank copies float32, or adds float32
+            in place, while all ranks do so.
+        codecs: by name: whether the codec is compiled on every rank; and, as above, the rates of float32 at which a
+            rank encodes with its error, decodes, and adds.
+        native_below_bytes: below this size MPI's own allreduce was faster, above it the algorithm that auto takes for
+            large buffers.
     """
     with node_leaders(world) as leaders:
         between = measure_pairs(leaders, tell) if leaders is not None and world.num_nodes > 1 else None
-    world.barrier()  # in which the others wait without taking the leaders' cores
+    world.barrier()  # the other ranks wait here without taking the leaders' cores
     pairs: Pairs | None = world.broadcast(between)
     tell("memory")
     flat, other = numpy.ones(_BLOCK_BYTES // 4, numpy.float32), numpy.zeros(_BLOCK_BYTES // 4, numpy.float32)
@@ -88,13 +89,13 @@ def _median_off_diagonal(table: list[list[float]]) -> float:
 
 
 def _between(pairs: Pairs) -> Profile:
-    """By which auto will choose between ring and direct."""
+    """Return the profile by which auto will choose between ring and direct."""
     latency, rate = _median_off_diagonal(pairs.latency_us) * 1e-6, _median_off_diagonal(pairs.bytes_per_second)
     return replace(DEFAULT, latency_seconds=latency, bytes_per_second=rate)
 
 
 def native_below(world: World) -> int:
-    """The size in bytes up to which native is faster than what auto takes for large buffers. Collective."""
+    """Return the size in bytes up to which native is faster than auto's choice for large buffers. Collective."""
     large = "shared_memory" if world.num_nodes == 1 else "hierarchical"
     algorithms = {name: ALGORITHMS[name].make(world) for name in ("native", large)}
     is_native_faster = {}
@@ -119,12 +120,12 @@ def _sums(algorithm: Algorithm, num_bytes: int) -> Variant:
 
 
 def crossover(is_native_faster: Mapping[int, bool]) -> int:
-    """The limit, from sizes that are fourfold: in the middle between the last that native won and the next one."""
+    """Return the limit, in the middle between the last size at which native was faster, and the next (fourfold) one."""
     return max((2 * size for size, is_faster in is_native_faster.items() if is_faster), default=0)
 
 
 def save_profile(path: Path, world: World, measured: dict[str, Any]) -> None:
-    """Write the file that MPITRAIN_PROFILE names, whole or not at all. For rank 0 alone."""
+    """Write the file for MPITRAIN_PROFILE, completely or not at all. Only rank 0 calls this."""
     here = fingerprint(world.hosts, world.node_ranks, versions()["MPI"])
     nodes = [world.hosts[world.node_ranks.index(node)] for node in range(world.num_nodes)]
     new = path.with_name(path.name + ".new")

@@ -1,4 +1,4 @@
-"""Sums of buffers on GPUs: the transports side by side, timed until the GPU has the sum."""
+"""Sums of buffers on GPUs: the transports side by side, each timed until the GPU has the sum."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from mpitrain.cuda.device import bind, cupy_module
 from mpitrain.errors import DeviceError
 from mpitrain.world import World
 
-# Calls of a run, and the bytes of their buffers: a single short call would be timed with the way out of the barrier.
+# Calls per run, and the bytes of their buffers: a single short call would be timed with the end of the barrier.
 _MOST_CALLS, _TOGETHER_BYTES = 16, 2**18
 
 
 def device_sums(
     world: World, names: Sequence[str], may_refuse: bool
 ) -> Callable[[int, numpy.dtype], dict[tuple[str, str], Variant]]:
-    """Makes the variants for a number of elements and a dtype, by (transport, codec). Collective.
+    """Return a function that makes the variants for a number of elements and a dtype, by (transport, codec).
+    Collective.
 
     Raises:
-        DeviceError: some rank has no GPU; or a transport is not possible here, and may not be left out.
+        DeviceError: some rank has no GPU, or a transport is not possible here and may not be left out.
     """
     bind(world)
     made: dict[str, DeviceSequential] = {}
@@ -73,12 +74,12 @@ def _finish() -> None:
 
 
 def transport_choices(world: World) -> list[str]:
-    """What `auto` does with buffers on GPUs in this world, in lines for a person. Collective."""
+    """Describe what `auto` does with buffers on GPUs in this World, in lines for people. Collective."""
     return choose(world, KINDS)[1].lines()
 
 
 def about_gpus(world: World) -> str:
-    """Which GPUs the buffers are on. Collective."""
+    """Describe which GPUs the buffers are on. Collective."""
     gpus = world.allgather((world.node_rank, bind(world).identity, bind(world).name))
     names = " and ".join(dict.fromkeys(name for _, _, name in gpus))
     number = len({gpu[:2] for gpu in gpus})

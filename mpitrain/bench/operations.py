@@ -1,6 +1,7 @@
-"""OPERATIONS: how each operation is set up, run and checked, and what it must cost at least.
+"""OPERATIONS: how each operation is set up, run and checked, and its least cost.
 
-To add one: a function that makes its variants for a number of elements and a dtype, and a line at the end.
+To add an operation, write a function that makes its variants for a number of elements and a dtype, and add a line at
+the end.
 """
 
 from __future__ import annotations
@@ -29,23 +30,23 @@ from mpitrain.world import World
 if TYPE_CHECKING:
     from mpitrain.bench.options import Options
 
-# The name of the row that every other one is compared with: MPI's own blocking call, as it is tuned here.
+# The name of the row with which all others are compared: MPI's own blocking call, as it is tuned here.
 MPI_ITSELF = "mpi"
 NO_CODEC = "none"
-# Of the calls in mpitrain.collectives, which have no algorithms to choose from.
+# The name of the calls in mpitrain.collectives, which have no choice of algorithms.
 LIBRARY = "mpitrain"
 
-# The row of an exchange with a codec, which chooses its algorithm itself.
+# The row of an exchange with a codec. The exchange chooses its algorithm itself.
 COMPRESSED = "compressed"
 
-# (algorithm, codec) -> what is run.
+# (algorithm, codec) -> the variant to run.
 Variants: TypeAlias = dict[tuple[str, str], Variant]
-# From this rank's array and memory for a result to the result, which may be elsewhere.
+# Takes this rank's array and memory for a result, and returns the result, which may be elsewhere.
 IntoNew: TypeAlias = Callable[[numpy.ndarray, numpy.ndarray], numpy.ndarray]
-# From a number of elements and their dtype to the variants that are compared.
+# Takes a number of elements and their dtype, and returns the variants to compare.
 MakeVariants: TypeAlias = Callable[[int, numpy.dtype], Variants]
 
-# Calls of a run, and the bytes of their buffers.
+# Calls per run, and the bytes of their buffers.
 _MOST_CALLS, _TOGETHER_BYTES = 16, 2**18
 
 _NOT_OF_MPI = (numpy.dtype(numpy.float16), BFLOAT16)
@@ -56,11 +57,11 @@ class Operation:
     """One collective.
 
     Attributes:
-        set_up: makes what is used for all sizes, once; collective. Gives the maker of variants.
-        busbw_factor: busbw / algbw for so many ranks, as nccl-tests has it.
-        least: from the numbers of ranks on each node (two nodes or more): the share of the buffer that crosses some
-            node's link in one direction at least.
-        is_split: the buffer is the ranks' parts together, and the count in the table is one part's (nccl-tests).
+        set_up: makes once what all sizes use, and returns the maker of variants. Collective.
+        busbw_factor: busbw / algbw for so many ranks, as in nccl-tests.
+        least: takes the number of ranks on each node (two nodes or more), and returns the share of the buffer that at
+            least crosses some node's link in one direction.
+        is_split: the buffer consists of the ranks' parts, and the count in the table is that of one part (nccl-tests).
     """
 
     set_up: Callable[[World, Options], MakeVariants]
@@ -107,15 +108,15 @@ def _allreduce(world: World, options: Options) -> MakeVariants:
 
 
 def tolerance(codec: Codec, size: int) -> float:
-    """How far the sum over so many ranks of values in [-1, 1] may be off by the codec.
+    """Return the largest error by the codec of a sum of values in [-1, 1] over so many ranks.
 
-    Each part is rounded once and so is the sum; of the codec's roundings in partial sums there is a hundredth to spare.
+    Each part is rounded once, and so is the sum. A hundredth is added for the codec's roundings in partial sums.
     """
     return 1.01 * 2 * size * codec.relative_error
 
 
 def _sums(world: World, off_by: float, flats: Sequence[Array], add_up: Callable[[Array], object]) -> Variant:
-    """Each of `flats` is replaced by its sum, one after the other; it may be off by so much."""
+    """Make a variant that replaces each of `flats` with its sum, one after the other. `off_by` is the allowed error."""
     if off_by:
         values, expected = data.real_tile(world.rank), data.real_sum_tile(world.size)
     else:
@@ -130,17 +131,17 @@ def _sums(world: World, off_by: float, flats: Sequence[Array], add_up: Callable[
 
 
 def sum_by(algorithm: Algorithm, flat: Array) -> None:
-    """To the end."""
+    """Sum a buffer, and wait for the end."""
     algorithm.start(flat, agreed=True).wait()
 
 
 def num_calls(num_bytes: int) -> int:
-    """In one run, each with a buffer of its own: a single short call would be timed with the way out of the barrier."""
+    """Return the calls per run, each with its own buffer. A single short call would be timed with the barrier's end."""
     return max(1, min(_MOST_CALLS, _TOGETHER_BYTES // num_bytes))
 
 
 def _made(world: World, name: str, may_refuse: bool) -> Algorithm | None:
-    """The algorithm; None if it is not for this world and nobody asked for it by name."""
+    """Make the algorithm; None if it refuses this World and was not requested by name."""
     try:
         return make_algorithm(world, name)
     except ConfigError as error:
@@ -213,13 +214,14 @@ def _into_new(
     result_count: int,
     wrong: Callable[[numpy.ndarray], int],
 ) -> Variants:
-    """Variants that leave `count` elements, filled with this rank's tile, and make a result, which `wrong` looks at."""
+    """Make variants that keep `count` elements, filled with this rank's tile, and make a result for `wrong` to
+    check."""
     values = data.tile(world.rank, world.size, dtype)
 
     def variant(call: IntoNew) -> Variant:
         calls = num_calls(max(count, result_count) * dtype.itemsize)
         flats = [numpy.empty(count, dtype) for _ in range(calls)]
-        given = [numpy.empty(result_count, dtype) for _ in range(calls)]  # MPI's calls write here; ours make their own
+        given = [numpy.empty(result_count, dtype) for _ in range(calls)]  # for MPI's calls; mpitrain's make their own
         results: list[numpy.ndarray] = []
 
         def run() -> None:
@@ -237,7 +239,7 @@ def _part_factor(size: int) -> float:
 
 
 def _busiest_node(nodes: Sequence[int]) -> float:
-    """Of a buffer of one part a rank: the parts that all others have, or those of the node itself."""
+    """Return the share of a buffer of one part per rank that crosses the busiest link: its own parts, or all others."""
     return max(max(number, sum(nodes) - number) for number in nodes) / sum(nodes)
 
 

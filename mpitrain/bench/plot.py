@@ -9,7 +9,7 @@ from mpitrain.bench.table import Row
 
 
 def plot(path: Path, rows: Sequence[Row], title: str) -> None:
-    """Time and bus bandwidth over size, a row of pictures for each operation and dtype. For rank 0 alone."""
+    """Plot time and bus bandwidth over size, in a row for each operation and dtype. Only rank 0 calls this."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -47,7 +47,7 @@ def plot(path: Path, rows: Sequence[Row], title: str) -> None:
 
 
 def size_text(size: float) -> str:
-    """4096 as 4K, as --sizes takes it."""
+    """Format 4096 as 4K, as --sizes accepts it."""
     for unit, letter in ((2**30, "G"), (2**20, "M"), (2**10, "K")):
         if size >= unit:
             return f"{size / unit:g}{letter}"

@@ -1,11 +1,11 @@
 """Latency and bandwidth of every ordered pair, in rounds in which each rank has one partner.
 
-The rounds are those of a tournament by the circle method: one stays, the others go round. Of four:
+The rounds are those of a tournament by the circle method: one rank stays, the others rotate. With four ranks:
 
     0-3 1-2     0-2 3-1     0-1 2-3
 
-With an odd number one rank rests in each round. All pairs of a round measure at once: a switch carries them all, each
-in full, and where it does not, that is what a job will find too.
+With an odd number of ranks, one rests in each round. All pairs of a round measure at once. A switch should carry all of
+them at the full rate; if it does not, a job will find the same.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ _WARM_UP = 10
 _MESSAGE_BYTES = 2**20
 _IN_FLIGHT = 4
 _FEWEST, _MOST = 8, 512  # messages for the bandwidth
-_SECONDS = 0.1  # about so long for them
+_SECONDS = 0.1  # approximate time for them
 _TAG = 1
 
 
 class Pairs(NamedTuple):
-    """By the sender's rank, then the receiver's; the diagonal is 0."""
+    """The measurements, by the sender's rank, then by the receiver's; the diagonal is 0."""
 
     latency_us: list[list[float]]  # half the round trip of one byte, median
     bytes_per_second: list[list[float]]  # messages of 1 MiB, several in flight
 
 
 def circle_rounds(size: int) -> list[list[tuple[int, int]]]:
-    """The pairs of each round; every two of `size` meet in exactly one."""
+    """Return the pairs of each round; every two of `size` meet in exactly one round."""
     seats: list[int | None] = [*range(size), *([None] if size % 2 else [])]
     rounds = []
     for _ in range(len(seats) - 1):
@@ -49,7 +49,7 @@ def circle_rounds(size: int) -> list[list[tuple[int, int]]]:
 
 
 def measure_pairs(comm: MPI.Comm, tell: Callable[[str], object] = lambda text: None) -> Pairs:
-    """Every ordered pair of `comm`'s ranks, complete on every rank. Collective over `comm`."""
+    """Measure every ordered pair of `comm`'s ranks. All ranks get the complete result. Collective over `comm`."""
     latency, rate = (numpy.zeros((comm.size, comm.size)) for _ in range(2))
     rounds = circle_rounds(comm.size)
     for number, pairs in enumerate(rounds):
@@ -90,10 +90,10 @@ def _answer(comm: MPI.Comm, partner: int) -> None:
 
 
 def _send_many(comm: MPI.Comm, partner: int) -> float:
-    """Bytes per second, from the first send to the word that all have come."""
+    """Return bytes per second, from the first send to the reply that all messages have arrived."""
     message = numpy.zeros(_MESSAGE_BYTES, numpy.uint8)
     number, rate = _FEWEST, 0.0
-    for _ in range(2):  # the first time tells how many fill the time
+    for _ in range(2):  # the first pass finds how many messages fill the time
         comm.send(number, partner, _TAG)
         comm.recv(None, partner, _TAG)
         started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Compare variants fairly on a noisy machine: all in one process set, alternating, medians and spread."""
+"""Compare variants fairly on a noisy machine: in the same processes, in turns, by medians and spread."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy
 from mpitrain.profile import library_name
 from mpitrain.world import World
 
-# What a variant is called.
+# The name of a variant.
 Key = TypeVar("Key", str, tuple[str, str])
 
 
@@ -25,24 +25,24 @@ def _nothing() -> int:
 
 @dataclass(frozen=True)
 class Variant:
-    """One of the things that are compared. Only `run` is timed."""
+    """One of the compared variants. Only `run` is timed."""
 
     run: Callable[[], object]  # makes `calls` calls, one after the other
-    prepare: Callable[[], object] = _nothing  # before each run, such as to fill the buffer again
-    check: Callable[[], int] = _nothing  # after each run: how many elements are wrong on this rank
+    prepare: Callable[[], object] = _nothing  # is called before each run, for example to fill the buffer again
+    check: Callable[[], int] = _nothing  # is called after each run; returns the number of wrong elements on this rank
     calls: int = 1
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What the rounds of one variant came to; the same on every rank.
+    """The result of the rounds of one variant, the same on every rank.
 
     Attributes:
-        seconds: of a call in each round, the slowest rank's.
-        cores: CPU seconds per second while it ran, all threads of a rank, mean over ranks.
-        link_bytes: of a call in each round, what crossed the network interface of one node in one direction: of the
-            node and the direction with most.
-        wrong: elements, over all ranks and rounds.
+        seconds: the slowest rank's time of a call, by round.
+        cores: CPU seconds per second during the runs, over all threads of a rank, mean over ranks.
+        link_bytes: the bytes of a call that crossed a node's network interface in one direction, by round, for the
+            node and direction with the most bytes.
+        wrong: the number of wrong elements, over all ranks and rounds.
     """
 
     seconds: list[float]
@@ -58,17 +58,17 @@ def measure(
     link_bytes: Callable[[], tuple[int, int]] = lambda: (0, 0),
     tell: Callable[[int], object] = lambda number: None,
 ) -> dict[Key, Measured]:
-    """Run every variant once a round; every other round runs in reverse order. Collective.
+    """Run every variant once per round; every other round runs in reverse order. Collective.
 
-    Each run begins with a barrier. Results meet after the last round only, so that nothing of it disturbs one.
+    Each run begins with a barrier. Ranks exchange results only after the last round, so this disturbs no run.
 
     Args:
-        world: whose ranks run.
-        variants: by name, the same names on every rank.
-        rounds: at least 1, the same on every rank.
-        link_bytes: this node's counters, (received, sent), asked before and after each run on the lowest rank of every
-            node. The two barriers around the run are counted with it: some hundred bytes.
-        tell: called before each round with its number.
+        world: the World whose ranks run.
+        variants: the variants by name, with the same names on every rank.
+        rounds: the number of rounds, at least 1, the same on every rank.
+        link_bytes: returns this node's counters (received, sent). The lowest rank of every node calls it before and
+            after each run. The counts include the two barriers around the run: some hundred bytes.
+        tell: is called before each round with its number.
     """
     table = {name: numpy.zeros((rounds, 4)) for name in variants}  # seconds, CPU seconds, bytes received and sent
     wrong = dict.fromkeys(variants, 0)
@@ -103,14 +103,14 @@ def _over_ranks(world: World, table_of_rank: numpy.ndarray, wrong: int) -> Measu
 
 
 def alternate(world: World, calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each round of each call, the slowest rank's, after one round that does not count. Collective."""
+    """Return the slowest rank's seconds of each round of each call, after one round that does not count. Collective."""
     variants = {name: Variant(call) for name, call in calls.items()}
     measure(world, variants, 1)
     return {name: measured.seconds for name, measured in measure(world, variants, rounds).items()}
 
 
 def spread(values: Sequence[float]) -> tuple[float, float, float]:
-    """The median, and the 10th and the 90th percentile."""
+    """Return the median, and the 10th and the 90th percentile."""
     if len(values) < 2:
         return values[0], values[0], values[0]
     tenths = statistics.quantiles(values, n=10, method="inclusive")
@@ -118,12 +118,12 @@ def spread(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def ratio(seconds: Mapping[Key, Sequence[float]], name: Key, base: Key) -> tuple[float, float, float]:
-    """The median of the rounds' ratios name / base, and their 10th and 90th percentile."""
+    """Return the median of the rounds' ratios name / base, and their 10th and 90th percentile."""
     return spread([one / other for one, other in zip(seconds[name], seconds[base], strict=True)])
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Of Python, mpitrain, what it rests on, `packages`, the MPI library and the kernel."""
+    """Return the versions of Python, mpitrain, its dependencies, `packages`, the MPI library and the kernel."""
     from mpi4py import MPI
 
     from mpitrain import __version__
@@ -138,7 +138,7 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def versions_line(*packages: str) -> str:
-    """`versions` in one line, for a log."""
+    """Return `versions` in one line, for a log."""
     by_name = versions(*packages)
     named = [f"{name} {text}" for name, text in by_name.items() if name not in ("MPI", "kernel")]
     return ", ".join([*named, by_name["MPI"], by_name["kernel"]])

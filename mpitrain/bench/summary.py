@@ -1,4 +1,4 @@
-"""A result for programs: one JSON object, and the lines about the job that stand above the table."""
+"""The result for programs, one JSON object, and the lines about the job above the table."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from mpitrain.world import World
 SCHEMA = 1
 
 
-# Of the MPI libraries and what they rest on. Open MPI's mpiexec sets some itself, which tune nothing.
+# The variables of the MPI libraries and of what they use. Open MPI's mpiexec sets others itself, which tune nothing.
 _PREFIXES = ("FI_", "I_MPI_ADJUST_", "I_MPI_FABRICS", "I_MPI_OFI_", "MPIR_CVAR_", "OMPI_MCA_", "UCX_")
 _OF_LAUNCHER = ("OMPI_MCA_PREFIXES", "OMPI_MCA_cpu_type", "OMPI_MCA_initial_wdir", "OMPI_MCA_num_procs")
 
 
 def tuning_of(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that make MPI's own calls faster or slower, whoever has set them: `mpitrain run` sets some."""
+    """Return the variables that tune MPI's own calls, also those that `mpitrain run` has set."""
     known = {one.name for one in SETTINGS}
     return {
         name: value
@@ -34,7 +34,7 @@ def tuning_of(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def preamble(world: World, link: Link) -> list[str]:
-    """What was measured with what, and where."""
+    """Return lines about versions, ranks, link and tuning."""
     tuned = " ".join(f"{name}={value}" for name, value in tuning_of(os.environ).items())
     return [f"# {versions_line()}", f"# {_ranks(world)}", f"# {link.about}", f"# tuning: {tuned or 'none'}"]
 
@@ -42,7 +42,7 @@ def preamble(world: World, link: Link) -> list[str]:
 def as_json(
     world: World, link: Link, rows: Sequence[Row], pairs: Pairs | None, names: Sequence[str], device: str = "host"
 ) -> str:
-    """The whole result. `names` are those of the pairs' members, `device` is where the buffers were."""
+    """Return the whole result. `names` are the members of the pairs; `device` is the place of the buffers."""
     document: dict[str, Any] = {
         "schema": SCHEMA,
         "versions": versions(),

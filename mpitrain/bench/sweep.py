@@ -17,17 +17,17 @@ from mpitrain.bench.table import Row
 from mpitrain.errors import ConfigError
 from mpitrain.world import World
 
-# In these, connections and scratch memory are made; they count for the choice of the number of rounds only.
+# These rounds make connections and scratch memory. They only determine the number of rounds.
 _WARM_UP_ROUNDS = 2
 _FEWEST_ROUNDS, _MOST_ROUNDS = 3, 200
 _BASE = (MPI_ITSELF, NO_CODEC)
 
 
 def sweep(world: World, options: Options, link: Link) -> Iterator[list[Row]]:
-    """The rows of each cell, when it has been measured; the same on every rank. Collective.
+    """Yield the rows of each cell after its measurement, the same on every rank. Collective.
 
     Raises:
-        ConfigError: a size is less than one element a rank, of what the ranks share out.
+        ConfigError: an operation splits the buffer among ranks, and a size is less than one element per rank.
     """
     dtypes = {str(dtype): dtype for dtype in DTYPES}
     for name in options.operations:
@@ -38,7 +38,7 @@ def sweep(world: World, options: Options, link: Link) -> Iterator[list[Row]]:
         for dtype in (dtypes[dtype] for dtype in options.dtypes):
             for size in options.sizes_bytes:
                 count = size // dtype.itemsize
-                if operation.is_split:  # into equal parts, as nccl-tests does
+                if operation.is_split:  # the buffer is split into equal parts, as in nccl-tests
                     count = count // world.size * world.size
                     if count == 0:
                         raise ConfigError(

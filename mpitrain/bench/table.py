@@ -10,23 +10,24 @@ from dataclasses import asdict, dataclass, fields
 
 @dataclass(frozen=True)
 class Row:
-    """One variant of one cell. Times in microseconds, of the slowest rank; bandwidths in GB/s (1e9), as nccl-tests.
+    """One variant of one cell. Times are the slowest rank's, in microseconds; bandwidths in GB/s (1e9), as nccl-tests.
 
     Attributes:
-        size_bytes: of the whole buffer.
-        count: elements; of one rank's part where the buffer is the ranks' parts together.
+        size_bytes: the size of the whole buffer.
+        count: the number of elements; of one rank's part if the buffer consists of the ranks' parts.
         operation, dtype, algorithm, codec: what was run.
-        rounds: how many were timed.
+        rounds: the number of timed rounds.
         time_us, p10_us, p90_us: median over rounds, 10th and 90th percentile.
-        algbw, busbw: size / time, and that times the operation's factor.
-        wrong: elements, over all ranks and rounds.
-        bound_us: the time in which the uncompressed bytes that must cross a link do so at its nominal rate; None on one
-            node, or where the rate is not known.
+        algbw, busbw: size / time, and the same times the operation's factor.
+        wrong: the number of wrong elements, over all ranks and rounds.
+        bound_us: the time that the uncompressed bytes that must cross a link take at its nominal rate; None on one
+            node, or if the rate is unknown.
         share_of_bound: bound / time.
-        link_bytes: what crossed the interface of the node with most, in its busier direction, median; None on one node.
-        link_multiple: that, as a multiple of the least possible without a codec.
+        link_bytes: the bytes that crossed the interface of the busiest node in its busier direction, median; None on
+            one node.
+        link_multiple: link_bytes as a multiple of the least possible number without a codec.
         cores: CPU seconds per second, mean over ranks.
-        ratio_to_mpi: median of the rounds' time / mpi's time; None where mpi cannot do it.
+        ratio_to_mpi: median of the rounds' time / mpi's time; None if mpi cannot do the operation.
     """
 
     size_bytes: int
@@ -52,13 +53,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Column:
-    """Of the table for people."""
+    """A column of the table for people."""
 
     title: str
     unit: str
     width: int
     text: Callable[[Row], str]
-    is_of_links: bool = False  # says something only if there are several nodes
+    is_of_links: bool = False  # shown only if there are several nodes
 
 
 def _or_dash(form: str, value: float | None) -> str:
@@ -66,7 +67,7 @@ def _or_dash(form: str, value: float | None) -> str:
 
 
 def _time(us: float) -> str:
-    """Four digits or so, whatever the magnitude."""
+    """Format a time with about four digits, whatever its magnitude."""
     return f"{us:.2f}" if us < 100 else f"{us:.1f}" if us < 10_000 else f"{us:.0f}"
 
 
@@ -92,7 +93,7 @@ COLUMNS = (
 
 
 def header(several_nodes: bool) -> list[str]:
-    """The two lines above the rows: titles and units."""
+    """Return the two lines above the rows: titles and units."""
     columns = _shown(several_nodes)
     lines = ["".join(getattr(column, part).rjust(column.width) for column in columns) for part in ("title", "unit")]
     return [f"#{line[1:]}".rstrip() for line in lines]
@@ -109,7 +110,7 @@ def _shown(several_nodes: bool) -> list[Column]:
 
 
 def matrix(title: str, names: list[str], values: list[list[float]], form: str) -> list[str]:
-    """A table of every ordered pair, from the row's to the column's; its diagonal is empty."""
+    """Return a table of every ordered pair, from the row's member to the column's; the diagonal is empty."""
     labels = [str(number) for number in range(len(names))]
     cells = [
         ["" if row == column else format(value, form) for column, value in enumerate(line)]
@@ -124,7 +125,7 @@ def matrix(title: str, names: list[str], values: list[list[float]], form: str) -
 
 
 def as_csv(rows: Iterable[Row]) -> str:
-    """All fields of all rows, with their names in the first line; empty where there is none."""
+    """Return all fields of all rows, with their names in the first line; a missing value is empty."""
     text = io.StringIO()
     writer = csv.DictWriter(text, [field.name for field in fields(Row)], lineterminator="\n")
     writer.writeheader()

@@ -1,4 +1,5 @@
-"""`mpiexec -n 2 python -m mpitrain.bench.transports`: one JSON object about the transports that are possible here."""
+"""`mpiexec -n 2 python -m mpitrain.bench.transports`: print one JSON object about the transports that are possible
+here."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from mpitrain.job.start import init
 
 
 def main() -> None:
-    """Every rank; rank 0 prints why each transport is not possible ("" where it is), and what `auto` takes."""
+    """Run on every rank. Rank 0 prints why each transport is not possible ("": it is), and the choice of `auto`."""
     world = init()
     answer = {"transports": {}, "choice": "", "error": ""}
     try:

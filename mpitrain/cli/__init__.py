@@ -16,15 +16,15 @@ from mpitrain.errors import ConfigError, MpitrainError
 
 
 class Command(Protocol):
-    """What a subcommand's module has."""
+    """The interface of a subcommand's module."""
 
     HELP: str  # one line
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare the subcommand's options; a longer description and examples go into the parser too."""
+        """Declare the subcommand's options. Put a longer description and examples into the parser too."""
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Do it; returns the exit code."""
+        """Run the subcommand. Return the exit code."""
 
 
 COMMANDS = {
@@ -44,9 +44,9 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `mpitrain` with `argv` (default: this process's arguments); returns the exit code.
+    """Run `mpitrain` with `argv` (default: this process's arguments). Return the exit code.
 
-    2 is a wrong use (an unknown option, a missing script), 1 any other error of mpitrain's own.
+    2 is wrong use (an unknown option, a missing script); 1 is any other error of mpitrain.
     """
     parser = argparse.ArgumentParser(
         prog="mpitrain",
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        # Nobody reads our output any more (`| head`). Python would say so once more when it flushes at exit.
+        # The reader of the output has gone (`| head`). Python would report that again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except MpitrainError as error:

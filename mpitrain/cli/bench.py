@@ -34,13 +34,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.epilog = _EPILOG
     add_launch_arguments(parser)
-    # Without it argparse takes -m for the beginning of another launcher's -machinefile.
+    # Without this, argparse takes -m for the beginning of another launcher's -machinefile.
     parser.add_argument("-m", dest="module", help=argparse.SUPPRESS)
     add_bench_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check the options, start the ranks; returns the exit code."""
+    """Check the options and start the ranks. Return the exit code."""
     from mpitrain.launch.start import start
 
     if arguments.module is not None:

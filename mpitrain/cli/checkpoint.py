@@ -1,4 +1,4 @@
-"""`mpitrain checkpoint`: what checkpoints hold, whether they are whole, and the parameters in plain files."""
+"""`mpitrain checkpoint`: show and verify checkpoints, and export the parameters to plain files."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for name, text in (
         ("ls", "list the checkpoints of a directory, newest first; reads only their manifests"),
-        ("show", "say what a checkpoint holds, and which job wrote it"),
+        ("show", "show the contents of a checkpoint, and the job that wrote it"),
         ("verify", "compare every file with its checksum"),
-        ("export", "write the parameters alone, by name, as FILE.safetensors or FILE.npz"),
+        ("export", "write only the parameters, by name, as FILE.safetensors or FILE.npz"),
     ):
         action = actions.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False)
         action.add_argument("path", metavar="PATH", type=Path)
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do it; returns the exit code."""
+    """Do the action. Return the exit code."""
     if arguments.action == "export":
         return _export(arguments.path, arguments.file)
     return {"ls": _list, "show": _show, "verify": _verify}[arguments.action](arguments.path)
@@ -140,7 +140,7 @@ def _export(path: Path, file: Path) -> int:
 
 
 def _write(file: Path, parameters: Mapping[str, numpy.ndarray]) -> None:
-    """All of it, or nothing: a file that is there stays until the new one is whole."""
+    """Write the file completely or not at all: an existing file stays until the new one is complete."""
     import numpy
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
@@ -151,7 +151,7 @@ def _write(file: Path, parameters: Mapping[str, numpy.ndarray]) -> None:
             odd = [name for name, value in parameters.items() if value.dtype.kind == "V"]
             if odd:
                 raise ConfigError(
-                    f"{odd[0]} is {parameters[odd[0]].dtype}, which NumPy's files do not know; export to .safetensors"
+                    f"{odd[0]} is {parameters[odd[0]].dtype}, which NumPy's files cannot hold; export to .safetensors"
                 )
             with zipfile.ZipFile(temporary, "w") as archive:  # numpy.savez cannot hold a parameter called `file`
                 for name, value in parameters.items():
@@ -160,14 +160,14 @@ def _write(file: Path, parameters: Mapping[str, numpy.ndarray]) -> None:
         else:
             save_file(dict(parameters), temporary, {"format": "np"})
         temporary.replace(file)
-    except (OSError, SafetensorError) as error:  # the latter: the library's own for a full disk
+    except (OSError, SafetensorError) as error:  # the library raises SafetensorError for a full disk
         raise CheckpointError(f"cannot write {file}: {error}") from error
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def _newest(path: Path) -> Path:
-    """The checkpoint itself, or the newest in a directory whose files are whole."""
+    """Return the checkpoint itself, or the newest one in a directory whose files are complete."""
     from mpitrain.training.checkpoint.store import verify
 
     problems = []
@@ -187,7 +187,7 @@ def _checkpoints(path: Path) -> list[StoredCheckpoint]:
     if not path.is_dir():
         raise CheckpointError(f"{path} does not exist, or is not a directory")
     if path.name.startswith("step-") or (path / FILE).exists():
-        # By its own name, however it was given.
+        # By its real name, whatever path was given.
         same_name = [entry for entry in entries(path.resolve().parent) if entry.path.name == path.resolve().name]
         if same_name:
             return same_name

@@ -1,4 +1,4 @@
-"""`mpitrain cluster`: from bare machines to a cluster, by the playbooks of `cluster/`."""
+"""`mpitrain cluster`: turn bare machines into a cluster with the playbooks of `cluster/`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from mpitrain.errors import ConfigError
 HELP = "turn bare machines into a cluster, and change the cluster"
 
 _EPILOG = """\
-Runs the playbooks of the folder cluster/ and prints each ansible-playbook line
-before it runs it; the line alone does the same. What stands behind -- goes to
-ansible-playbook as it is.
+Runs the playbooks of the folder cluster/, and prints each ansible-playbook line
+before it runs it; the line alone does the same. Arguments after -- go to
+ansible-playbook unchanged.
 
   mpitrain cluster init --nodes node1=10.0.0.1,node2=10.0.0.2 --user admin
   mpitrain cluster trust
@@ -47,14 +47,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     setup = action("setup", "set up the nodes of cluster/hosts; changes only what is wrong or missing")
     _add_playbook_options(setup)
 
-    add = action("add", "take workers into cluster/hosts and set them up")
+    add = action("add", "add workers to cluster/hosts and set them up")
     add.add_argument("nodes", metavar="NAME=ADDRESS,...", help="the new workers")
     add.add_argument("--user", help="log in to the new workers as this user (default: that of ssh)")
     add.add_argument("--key", metavar="FILE", help="private key for that login (default: that of ssh)")
     _add_fingerprints(add)
     _add_playbook_options(add)
 
-    remove = action("remove", "undo the set-up on a worker, and take it out of cluster/hosts")
+    remove = action("remove", "undo the set-up on a worker, and remove it from cluster/hosts")
     remove.add_argument("node", metavar="NODE", help="name of a worker")
     remove.add_argument("--offline", action="store_true", help="the worker is dead: only make the others forget it")
     remove.add_argument("--yes", action="store_true", help="do not ask")
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do the action; returns the exit code."""
+    """Do the action. Return the exit code."""
     from mpitrain.provision import nodes
     from mpitrain.provision.inventory import login_variables, parse_nodes
     from mpitrain.provision.project import find_project
@@ -113,7 +113,7 @@ def _init(arguments: argparse.Namespace) -> int:
     refuse_existing(path)
     user, key = arguments.user, arguments.key
     if arguments.nodes is None and not terminal.is_there():
-        raise ConfigError("init: without a terminal to ask at it needs --nodes NAME=ADDRESS,NAME=ADDRESS")
+        raise ConfigError("init: there is no terminal to ask on; give --nodes NAME=ADDRESS,NAME=ADDRESS")
     if arguments.nodes is None and user is None and key is None:
         user, key = ask_for_login()
     variables = login_variables(user, key)
@@ -132,7 +132,7 @@ def _add_fingerprints(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="FILE|NODE=SHA256:...",
-        help="the right keys, instead of a question; FILE has lines NODE SHA256:...; may be repeated",
+        help="the right keys, so that no question is asked; FILE has lines NODE SHA256:...; may be repeated",
     )
 
 
@@ -148,5 +148,5 @@ def _add_playbook_options(parser: argparse.ArgumentParser) -> None:
 def _ansible_options(arguments: argparse.Namespace) -> list[str]:
     inventories = ("-i", "--inventory", "--inventory-file")
     if wrong := [word for word in arguments.ansible if word.partition("=")[0] in inventories]:
-        raise ConfigError(f"{wrong[0]} behind --; the inventory goes before it: --inventory FILE")
+        raise ConfigError(f"{wrong[0]} is after --; put the inventory before it: --inventory FILE")
     return [*(["--ask-become-pass"] if arguments.ask_become_pass else []), *arguments.ansible]

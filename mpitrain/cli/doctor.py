@@ -1,4 +1,4 @@
-"""`mpitrain doctor`: what is wrong with this machine, then what it is."""
+"""`mpitrain doctor`: report what is wrong with this machine, then describe it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import time
 from datetime import UTC, datetime
 
-HELP = "say what is wrong with this machine, and the command that repairs it"
+HELP = "report what is wrong with this machine, and the command that repairs each fault"
 
 _EPILOG = """\
 Makes the checks of `mpitrain check-cluster` that concern a single machine, without ssh. Starts two processes to see
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Look, judge and print; returns the exit code."""
+    """Examine this machine, judge and print. Return the exit code."""
     from mpitrain.diagnostics import here
     from mpitrain.diagnostics.document import document
     from mpitrain.diagnostics.facts import aligned, facts
@@ -46,5 +46,5 @@ def run(arguments: argparse.Namespace) -> int:
         print()
         print(aligned(facts(seen, target.head), width))
     if interrupted:
-        print("interrupted: the above is what was seen until then", file=sys.stderr)
+        print("interrupted: the report above covers only what was seen before", file=sys.stderr)
     return 130 if interrupted else int(any(result.verdict == "fail" for result in results))

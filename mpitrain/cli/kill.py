@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """End it; returns 0 if nothing of it is left on any host."""
+    """End the job. Return 0 if no process of it is left on any host."""
     from mpitrain.launch.hosts import place_ranks
     from mpitrain.launch.jobs import end_job, find_jobs
 
@@ -41,8 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
         launcher = job.launcher.partition(" ")[0]
         if launcher and not job.is_launched and launcher not in placement.machines:
             lines.append(
-                f"job {job.token}: its ranks have ended; `mpitrain run` itself is on {launcher}, which was not asked, "
-                "and with --restarts may start them again. Run `mpitrain kill` there too"
+                f"job {job.token}: its ranks have ended, but `mpitrain run` itself is on {launcher}, which was not "
+                "reached. With --restarts it may start them again. Run `mpitrain kill` there too"
             )
         if not lines and not wrong:
             print(f"job {job.token} has ended on {', '.join(job.num_processes)}")

@@ -1,4 +1,4 @@
-"""`mpitrain plot`: the picture of a run that was recorded, or is being recorded."""
+"""`mpitrain plot`: plot the record of a run, which may still be going on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mpitrain.errors import ConfigError, DataError, MpitrainError
 
-HELP = "draw the metrics of a run over its steps"
+HELP = "plot the metrics of a run over its steps"
 
 _EPILOG = """\
 Reads DIRECTORY/metrics.jsonl, which mpitrain.JsonLines(DIRECTORY) writes, and
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Draw; returns the exit code."""
+    """Draw the plot. Return the exit code."""
     from mpitrain.training.plot import plot
     from mpitrain.training.writers.json_lines import FILE, read_events, read_rows
 

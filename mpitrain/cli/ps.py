@@ -1,4 +1,4 @@
-"""`mpitrain ps`: the jobs of this user that `mpitrain run` has started and that are not over."""
+"""`mpitrain ps`: list this user's running jobs of `mpitrain run`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def add_host_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print a line a job; returns 1 where a host could not be asked."""
+    """Print one line per job. Return 1 if a host could not be asked."""
     from mpitrain.launch.hosts import place_ranks
     from mpitrain.launch.jobs import find_jobs
 

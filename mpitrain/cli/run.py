@@ -1,4 +1,4 @@
-"""`mpitrain run`: start a script on several ranks, of this machine or of several hosts, and see to its end."""
+"""`mpitrain run`: start a script on several ranks, on this machine or on several hosts, and stay until its end."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--recover",
         action="store_true",
-        help="go on without a rank that is lost; needs Open MPI 5",
+        help="if a rank is lost, go on without it; needs Open MPI 5",
     )
     parser.add_argument("--show", action="store_true", help="print the mpiexec command, but do not run it")
     add_script_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Start the job; returns its exit code."""
+    """Start the job. Return its exit code."""
     from mpitrain.launch.start import start
     from mpitrain.launch.supervisor import Limits
 

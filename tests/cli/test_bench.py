@@ -181,7 +181,7 @@ sys.exit(main())
     words = ["--algorithms", "forgets", "--sizes", "4K", "--rounds", "1"]
     job = run_job(2, source, *words, timeout=DEADLINE_SECONDS)
     assert job.code == 1, job.output
-    assert "elements came out wrong: see #wrong" in job.stdout
+    assert "elements are wrong: see #wrong" in job.stdout
     assert "Traceback" not in job.output
 
 

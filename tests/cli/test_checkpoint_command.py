@@ -107,7 +107,7 @@ def test_what_cannot_be_exported(runs: Path, capsys: pytest.CaptureFixture[str])
     write(runs, name_of(300), Manifest(300, values=values), tensors)
     (runs / "model.npz").write_text("an older one")
     assert main(["checkpoint", "export", str(runs), str(runs / "model.npz")]) == 2
-    assert "w is bfloat16, which NumPy's files do not know; export to .safetensors" in capsys.readouterr().err
+    assert "w is bfloat16, which NumPy's files cannot hold; export to .safetensors" in capsys.readouterr().err
     assert (runs / "model.npz").read_text() == "an older one"
     write(runs, name_of(400), Manifest(400), {})
     assert main(["checkpoint", "export", str(runs), str(runs / "model.npz")]) == 1

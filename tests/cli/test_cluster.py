@@ -83,7 +83,7 @@ def test_init_keeps_what_is_there(project: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ([], "without a terminal to ask at it needs --nodes NAME=ADDRESS"),
+        ([], "there is no terminal to ask on; give --nodes NAME=ADDRESS"),
         (["--nodes", "a"], "'a' is not a node; allowed is NAME=ADDRESS"),
         (["--nodes", ""], "'' is not a node"),
         (["--nodes", "a=node1"], "a: 'node1' is not an IP address"),

@@ -147,4 +147,5 @@ run.check_cluster = lambda *arguments: (*look(*arguments)[:2], True)
 sys.exit(main(["doctor"]))
 """
     job = run_command([sys.executable, "-c", source], timeout=120.0)
-    assert (job.code, job.stderr) == (130, "interrupted: the above is what was seen until then\n"), job.output
+    words = "interrupted: the report above covers only what was seen before\n"
+    assert (job.code, job.stderr) == (130, words), job.output
