@@ -1,4 +1,4 @@
-"""`mpitrain testbed`: several real nodes on this machine, to try mpitrain on and to break."""
+"""`mpitrain testbed`: several real nodes on this machine, to try mpitrain and to break things."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ HELP = "make several real nodes on this machine, to try mpitrain and to break th
 
 _EPILOG = """\
 The nodes are containers that boot: each has its own systemd, sshd, users, /etc
-and network. With --full they are virtual machines with kernels of their own
-(User-mode Linux), slower, with a real NFS server and client. They have no way
-out; packages and wheels come from this machine. Needs root, and Debian.
+and network. With --full they are virtual machines with their own kernels
+(User-mode Linux), which are slower, and have a real NFS server and client. The
+nodes have no access to other networks; packages and wheels come from this
+machine. Needs root, and Debian.
 
   sudo mpitrain testbed up 4
   sudo mpitrain testbed run ansible-playbook cluster/setup.yml
@@ -49,20 +50,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     new = action("up", "make a test bed and wait until its nodes are up")
     new.add_argument("num_nodes", nargs="?", type=int, metavar="N", help="number of nodes")
-    new.add_argument("--full", action="store_true", help="nodes with kernels of their own (User-mode Linux)")
+    new.add_argument("--full", action="store_true", help="nodes with their own kernels (User-mode Linux)")
     new.add_argument("--snapshot", metavar="NAME", help="start from disks that `save` kept")
     new.add_argument("--delay-microseconds", type=int, default=0, metavar="US", help="delay of every cable, each way")
-    build = action("build", "install what is needed and make the nodes' image; `up` does it too")
-    build.add_argument("--full", action="store_true", help="also what `up --full` needs")
+    build = action("build", "install the required packages and make the nodes' image; `up` does it too")
+    build.add_argument("--full", action="store_true", help="also make what `up --full` needs")
     old = action("down", "take a test bed down")
-    old.add_argument("--all", action="store_true", help="take all of them down")
+    old.add_argument("--all", action="store_true", help="take all test beds down")
     action("status", "show the test beds, their nodes and what is broken")
     login = action("ssh", "log in on a node, or run a line of shell there")
     login.add_argument("node", metavar="NODE")
     login.add_argument("words", nargs=argparse.REMAINDER, metavar="COMMAND")
     run_ = action("run", "run a command of this machine in the test bed's network")
     run_.add_argument("words", nargs=argparse.REMAINDER, metavar="COMMAND")
-    breaker = action("break", "break something on nodes; `heal` mends it")
+    breaker = action("break", "break something on nodes; `heal` undoes it")
     breaker.add_argument("fault", choices=sorted(_FAULTS), metavar="FAULT", help=", ".join(sorted(_FAULTS)))
     breaker.add_argument("nodes", nargs="+", metavar="NODE")
     breaker.add_argument("--ports", help="for drop and reject: 22, or 111,2049,50000-50300")
@@ -70,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     breaker.add_argument("--mtu-bytes", type=int, metavar="BYTES", help="for mtu: 576 to 9000; the network's is 1500")
     breaker.add_argument("--seconds", type=float, help="for clock: how far ahead, or back if below 0")
     breaker.add_argument("--delay-microseconds", type=int, metavar="US", help="for delay (full beds): each way")
-    heal = action("heal", "mend all that was broken")
+    heal = action("heal", "undo everything that was broken")
     heal.add_argument("nodes", nargs="+", metavar="NODE", help="nodes, or all")
     save = action("save", "keep the disks of a test bed, for up --snapshot")
     save.add_argument("snapshot", metavar="NAME")
@@ -79,8 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do what was asked; returns the exit code."""
-    from mpitrain.testbed import STATE  # not for the parser, which every command of mpitrain makes
+    """Do the action. Return the exit code."""
+    from mpitrain.testbed import STATE  # imported here, because every command of mpitrain makes the parser
 
     arguments.state = arguments.state or STATE
     try:
@@ -94,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _up(arguments: argparse.Namespace) -> int:
     from mpitrain.testbed import up
 
-    # A second one, while what is half made is being removed, ends this process: `down` does the rest.
+    # A second signal, while an incomplete bed is being removed, ends this process; `down` does the rest.
     signal.signal(signal.SIGTERM, _interrupt)
     bed = up(
         arguments.num_nodes,
@@ -128,7 +129,7 @@ def _down(arguments: argparse.Namespace) -> int:
 
     require_root()
     if arguments.all and arguments.name:
-        raise ConfigError("--all and --name: take one of them")
+        raise ConfigError("--all and --name exclude each other; give one")
     names = bed_names(arguments.state) if arguments.all else [arguments.name or only_bed(arguments.state)]
     for name in names:
         down(arguments.state, name)
@@ -143,7 +144,7 @@ def _status(arguments: argparse.Namespace) -> int:
     require_root()
     records = [read_record(arguments.state, arguments.name)] if arguments.name else read_records(arguments.state)
     if not records:
-        print("no test bed; make one: sudo mpitrain testbed up 4")
+        print("there is no test bed; make one: sudo mpitrain testbed up 4")
     for record in records:
         try:
             if record.ready:
@@ -161,13 +162,13 @@ def _ssh(arguments: argparse.Namespace) -> int:
     bed = _find(arguments)
     bed.record.checked(arguments.node.rpartition("@")[2])
     _execute(bed, ["ssh", arguments.node, *arguments.words])
-    return 1  # not reached: ssh has taken this process's place
+    return 1  # not reached: ssh has replaced this process
 
 
 def _run(arguments: argparse.Namespace) -> int:
     words = arguments.words[1:] if arguments.words[:1] == ["--"] else arguments.words
     if not words:
-        raise ConfigError("run what? for example: mpitrain testbed run ansible-playbook cluster/setup.yml")
+        raise ConfigError("name a command, for example: mpitrain testbed run ansible-playbook cluster/setup.yml")
     _execute(_find(arguments), words)
     return 1  # not reached
 

@@ -1,4 +1,4 @@
-"""Several real machines on this one, to try mpitrain on and to break: containers that boot, or User-mode Linux.
+"""Several real machines on this one, to try mpitrain and to break things: containers that boot, or User-mode Linux.
 
 with up(4) as bed:
     bed.run(["ansible-playbook", "cluster/setup.yml"], timeout_seconds=300)

@@ -1,4 +1,4 @@
-"""A bed that is there: run commands on its controller and its nodes, break and heal it, keep its disks."""
+"""An existing bed: run commands on its controller and its nodes, break and heal it, keep its disks."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ from mpitrain.testbed.uml import UserModeLinux
 MOST_DELAY_MICROSECONDS = 1_000_000
 _ENVIRONMENT = "/etc/environment"
 
-# arp(7): a neighbour is asked for every second; who got no answer to the last question is told "no route to host".
+# arp(7): a neighbour is queried every second. If the last query had no answer, connections fail with "no route to
+# host".
 _NEIGHBOUR_SECONDS = 1.5
 
 
 class Bed:
-    """Several machines on this one. `up` makes one, `find` finds one; as a context manager it is taken down."""
+    """Several machines on this one. `up` makes a bed, `find` finds one. A context manager takes it down at its end."""
 
     def __init__(self, record: BedRecord) -> None:
-        """The bed of a record."""
+        """Make the object for the bed of a record."""
         self.record = record
         self._nodes: dict[str, Node] = {name: make_node(record, name) for name in record.names}
 
@@ -66,7 +67,7 @@ class Bed:
         The nodes' names resolve, ssh knows their host keys and logs in as admin, ANSIBLE_INVENTORY is the bed's.
 
         Raises:
-            LaunchError: it took longer than `timeout_seconds`; it is killed, with all it started.
+            LaunchError: the command took longer than `timeout_seconds`. It is killed, with all it started.
         """
         return controller.run(
             self.record, command, timeout_seconds=timeout_seconds, env=env or {}, input=input, cwd=cwd
@@ -82,31 +83,31 @@ class Bed:
     def node_run(
         self, node: str, command: Sequence[str], *, timeout_seconds: float = 120.0
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command as root on a node; container nodes need no network for it."""
+        """Run a command as root on a node. On container nodes, this does not need the network."""
         if "freeze" in self.faults(node):
             raise LaunchError(f"{node} is frozen: mpitrain testbed heal {node}")
         return self.node(node).run(command, timeout_seconds=timeout_seconds)
 
     def is_up(self, node: str) -> bool:
-        """Whether users can log in on a node, were it not for its network."""
+        """Whether users can log in on a node, apart from its network."""
         return self.node(node).is_up()
 
     def link_bytes(self, node: str) -> int:
-        """Bytes that went over the node's cable since the bed was made, both ways together."""
+        """Return the bytes that crossed the node's cable since the bed was made, in both directions together."""
         return network.link_bytes(self.record, self.record.checked(node))
 
     def faults(self, node: str) -> dict[str, str]:
-        """What is broken on a node now, with the values that it was broken with."""
+        """Return the faults of a node, with their values."""
         return self.record.faults_of(node)
 
     def kill(self, node: str) -> None:
-        """Cut the node's power. Its cable goes first, so that the end of its connections does not get out."""
+        """Cut the node's power. The cable is cut first, so that no end of a connection gets out."""
         network.set_link(self.record, self.record.checked(node), up=False)
         cgroup.kill(cgroup.group(self.name, node))
         self.record.note_fault(node, "kill")
 
     def start(self, node: str) -> None:
-        """Switch a node on again, with its disk as it was, and wait until users can log in."""
+        """Switch a node on again, with its unchanged disk, and wait until users can log in."""
         network.set_link(self.record, node, up="cut" not in self.faults(node))
         if not self.node(node).boot_id():
             self.node(node).start()
@@ -115,7 +116,7 @@ class Bed:
         self.restore_network(node)
 
     def reboot(self, node: str) -> None:
-        """Have a node reboot in good order, and wait until users can log in."""
+        """Reboot a node in an orderly way, and wait until users can log in."""
         before = self.node(node).boot_id()
         self.node(node).run(["systemctl", "reboot"], timeout_seconds=120)
         limit = self.node(node).boot_seconds
@@ -125,7 +126,7 @@ class Bed:
         self.restore_network(node)
 
     def freeze(self, node: str) -> None:
-        """Stop all of a node's processes; its kernel still answers pings and takes connections."""
+        """Stop all of a node's processes. Its kernel still answers pings and accepts connections."""
         cgroup.freeze(cgroup.group(self.name, self.record.checked(node)), True)
         self.record.note_fault(node, "freeze")
 
@@ -140,26 +141,26 @@ class Bed:
         self.record.note_fault(node, "cut")
 
     def drop(self, node: str, ports: str | int) -> None:
-        """Swallow what comes to the node for these ports: 22, or "111,2049,50000-50300". Who connects waits."""
+        """Drop packets to these ports of the node: 22, or "111,2049,50000-50300". A program that connects waits."""
         self._filter(node, "drop", str(ports))
 
     def reject(self, node: str, ports: str | int) -> None:
-        """Refuse what comes to the node for these ports. Who connects is told at once."""
+        """Reject packets to these ports of the node. A program that connects gets an error at once."""
         self._filter(node, "reject", str(ports))
 
     def undrop(self, node: str) -> None:
-        """Let everything come to the node again: undoes `drop` and `reject`."""
+        """Let all packets through to the node again. This undoes `drop` and `reject`."""
         for kind in ("drop", "reject"):
             self.record.forget_fault(node, kind)
         self.node(node).set_filters({})
 
     def shape(self, node: str, rate: str) -> None:
-        """Limit the node's cable, each way: 1gbit, 100mbit."""
+        """Limit the node's cable, in each direction, to a rate such as 1gbit or 100mbit."""
         self.node(node).set_queue(network.checked_rate(rate), self._delay(node))
         self.record.note_fault(node, "shape", rate)
 
     def delay(self, node: str, delay_microseconds: int) -> None:
-        """Delay the node's cable, each way. Full beds only; other ones have their delay from `up`."""
+        """Delay the node's cable, in each direction. Only for full beds; other beds have their delay from `up`."""
         if not 0 <= delay_microseconds <= MOST_DELAY_MICROSECONDS:
             raise ConfigError(f"a delay of {delay_microseconds} us; it must be 0 to {MOST_DELAY_MICROSECONDS}")
         self.node(node).set_queue(self.faults(node).get("shape"), delay_microseconds)
@@ -173,13 +174,13 @@ class Bed:
         self.record.note_fault(node, "mtu", str(mtu_bytes))
 
     def clock(self, node: str, seconds: float) -> None:
-        """Put the clock of all that logs in on the node from now on ahead (or back, below 0)."""
+        """Put the clock ahead (below 0: back) for all later logins on the node."""
         library = "/opt/mpitrain-testbed/lib/libfaketime.so.1"
         self._set_login_environment(node, [f"LD_PRELOAD={library}", f"FAKETIME={seconds:+g}s"])
         self.record.note_fault(node, "clock", f"{seconds:+g}")
 
     def heal(self, node: str) -> None:
-        """Undo all that was broken on a node."""
+        """Undo all faults of a node."""
         faults = self.faults(node)
         if "freeze" in faults:
             self.thaw(node)
@@ -188,7 +189,7 @@ class Bed:
         if "cut" in faults:
             self.record.forget_fault(node, "cut")
             network.set_link(self.record, node, up="kill" not in faults)
-            # Who asked for its address while the cable was out has given up by then, and asks anew.
+            # Nodes that asked for its address while the cable was out have given up by then, and ask again.
             time.sleep(_NEIGHBOUR_SECONDS)
         if "kill" in faults:
             self.start(node)
@@ -207,7 +208,7 @@ class Bed:
         """Wait until users can log in on all of these nodes.
 
         Raises:
-            LaunchError: not in time, or the kernel of one has ended itself; with the end of the node's console.
+            LaunchError: a node is not up in time, or its kernel has panicked. The error has the end of its console.
         """
         started = time.monotonic()
         for node in nodes:
@@ -218,18 +219,18 @@ class Bed:
                 raise not_up(self.record, node, limit)
 
     def _has_booted(self, node: str) -> bool:
-        """Or never will."""
+        """Whether the node has booted, or never will."""
         return self.node(node).is_up() or bool(panic(self.record, node))
 
     def host_keys(self) -> dict[str, str]:
-        """Each node's public ssh host key, learnt from the node itself."""
+        """Return each node's public ssh host key, read from the node itself."""
         return {name: node.host_key() for name, node in self._nodes.items()}
 
     def save(self, name: str) -> None:
-        """Keep all disks as they are now, under a name; `up(snapshot=name)` starts from them.
+        """Keep the present state of all disks under a name. `up(snapshot=name)` starts from them.
 
         Raises:
-            ConfigError: the name cannot be one, or is taken; a node is not up, or something is broken.
+            ConfigError: the name is not valid or is taken, a node is not up, or something is broken.
         """
         for node in self.names:
             if self.faults(node) or not self.is_up(node):
@@ -237,7 +238,7 @@ class Bed:
         snapshots.save(self.record, self._nodes, name)
 
     def down(self) -> None:
-        """Take the bed down; nothing of it stays but saved snapshots and the image."""
+        """Take the bed down. Only saved snapshots and the image stay."""
         down(self.record.state, self.name)
 
     def __enter__(self) -> Bed:
@@ -254,7 +255,7 @@ class Bed:
         return int(self.faults(node).get("delay", self.record.delay_microseconds))
 
     def restore_network(self, node: str) -> None:
-        """Set what a node's own kernel forgets at a boot: rate, delay and MTU. A container's cable forgets nothing."""
+        """Set what a node's own kernel forgets at a boot: rate, delay and MTU. A container's cable keeps them."""
         if not self.record.full:
             return
         faults = self.faults(node)
@@ -269,7 +270,8 @@ class Bed:
         self.record.note_fault(node, kind, ports)
 
     def _set_login_environment(self, node: str, lines: Sequence[str]) -> None:
-        """pam_env(8) reads it at each login; a SetEnv of sshd's would take the place of another one's."""
+        """Set variables for logins. pam_env(8) reads the file at each login; SetEnv of sshd would replace another
+        one."""
         script = f"touch {_ENVIRONMENT} && sed -i '/^LD_PRELOAD=.*libfaketime/d; /^FAKETIME=/d' {_ENVIRONMENT}"
         if lines:
             script += f" && printf '%s\\n' {shlex.join(lines)} >>{_ENVIRONMENT}"
@@ -279,5 +281,5 @@ class Bed:
 
 
 def make_node(record: BedRecord, name: str) -> Node:
-    """The node of a bed that has that name."""
+    """Return the node of a bed by its name."""
     return UserModeLinux(record, name) if record.full else Container(record, name)

@@ -1,5 +1,5 @@
-"""What a bed is, in one JSON file in its folder. It is written before the thing it tells of is made, so that `down`
-can remove what an `up` that was killed half-way has left. Every name follows from the bed's name."""
+"""The record of a bed: one JSON file in its folder. Each entry is written before the thing that it describes is made,
+so `down` can remove what a killed `up` has left. Every name follows from the bed's name."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _NAME = re.compile(r"[a-z][a-z0-9-]{0,23}")
 
 @dataclass
 class BedRecord:
-    """A bed: what it is made of, and which faults are in force."""
+    """A bed: its parts, and its present faults."""
 
     state: Path
     name: str
-    full: bool  # User-mode Linux; else containers
+    full: bool  # True: User-mode Linux; False: containers
     num_nodes: int
     subnet: str  # the first three numbers of its addresses
     image: str  # folder in state/images
-    snapshot: str | None = None  # folder in state/snapshots that the nodes' disks started from
+    snapshot: str | None = None  # folder in state/snapshots from which the nodes' disks started
     delay_microseconds: int = 0
-    ready: bool = False  # `up` came to its end
+    ready: bool = False  # True: `up` has completed
     faults: dict[str, dict[str, str]] = field(default_factory=dict)  # by node, then by kind of fault
 
     @property
@@ -44,17 +44,17 @@ class BedRecord:
 
     @property
     def image_folder(self) -> Path:
-        """What the nodes' disks are made from."""
+        """The folder of the image from which the nodes' disks are made."""
         return self.state / "images" / self.image
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The nodes; the first is the head."""
+        """The names of the nodes; the first is the head."""
         return tuple(f"node{index + 1}" for index in range(self.num_nodes))
 
     @property
     def namespace(self) -> str:
-        """The network namespace of the controller: where the bridge is, and where commands run."""
+        """The network namespace of the controller. The bridge is in it, and commands run in it."""
         return f"mpitrain-{self.name}"
 
     @property
@@ -77,7 +77,7 @@ class BedRecord:
         return self.folder / node
 
     def node_namespace(self, node: str) -> str:
-        """The node's network namespace; container nodes only."""
+        """The node's network namespace. Only container nodes have one."""
         return f"{self.namespace}-{node}"
 
     def address(self, node: str) -> str:
@@ -85,31 +85,31 @@ class BedRecord:
         return f"{self.subnet}.{11 + self.names.index(self.checked(node))}"
 
     def checked(self, node: str) -> str:
-        """`node`, if there is one of that name."""
+        """Return `node` if there is a node of that name."""
         if node not in self.names:
             raise ConfigError(f"test bed {self.name} has no {node!r}; its nodes are {', '.join(self.names)}")
         return node
 
     def faults_of(self, node: str) -> dict[str, str]:
-        """What is broken on a node now, with the values that it was broken with."""
-        # Another process may have broken or mended something.
+        """Return the present faults of a node, with their values."""
+        # Another process may have added or undone a fault.
         self.faults = read_record(self.state, self.name).faults
         return dict(self.faults.get(self.checked(node), {}))
 
     def note_fault(self, node: str, fault: str, value: str = "") -> None:
-        """From now on this is broken on a node."""
+        """Record a fault of a node."""
         self.faults[node] = self.faults_of(node) | {fault: value}
         self.write()
 
     def forget_fault(self, node: str, fault: str) -> None:
-        """From now on it is not."""
+        """Remove a fault of a node from the record."""
         faults = self.faults_of(node)
         if faults.pop(fault, None) is not None:
             self.faults[node] = faults
             self.write()
 
     def write(self) -> None:
-        """Keep it; whole or not at all, also if the machine goes down now."""
+        """Write the record completely or not at all, also if the machine goes down now."""
         values = dataclasses.asdict(self)
         del values["state"]
         new = self.folder / f"record.{os.getpid()}"
@@ -121,7 +121,7 @@ class BedRecord:
 
 
 def read_record(state: Path, name: str) -> BedRecord:
-    """The record of a bed.
+    """Read the record of a bed.
 
     Raises:
         ConfigError: there is no bed of that name.
@@ -135,12 +135,12 @@ def read_record(state: Path, name: str) -> BedRecord:
 
 
 def bed_names(state: Path) -> list[str]:
-    """All beds in a state folder, also those that are half made."""
+    """Return the names of all beds in a state folder, also of incomplete ones."""
     return sorted(path.parent.name for path in state.glob("beds/*/record.json"))
 
 
 def read_records(state: Path) -> list[BedRecord]:
-    """The records of all beds; one that goes down meanwhile may be left out."""
+    """Return the records of all beds. A bed that goes down meanwhile may be left out."""
     records = []
     for name in bed_names(state):
         with suppress(ConfigError):
@@ -149,21 +149,21 @@ def read_records(state: Path) -> list[BedRecord]:
 
 
 def only_bed(state: Path) -> str:
-    """The name of the one bed that there is.
+    """Return the name of the only bed.
 
     Raises:
-        ConfigError: there is none, or more than one.
+        ConfigError: there is no bed, or more than one.
     """
     names = bed_names(state)
     if not names:
         raise ConfigError("there is no test bed; make one: sudo mpitrain testbed up 4")
     if len(names) > 1:
-        raise ConfigError(f"there are several test beds, say which: --name {{{','.join(names)}}}")
+        raise ConfigError(f"there are several test beds; name one: --name {{{','.join(names)}}}")
     return names[0]
 
 
 def new_name(state: Path) -> str:
-    """bed1, or the first one after it that is free on this machine."""
+    """Return bed1, or the next such name that is free on this machine."""
     number = 1
     while (state / "beds" / f"bed{number}").exists() or Path(f"/run/netns/mpitrain-bed{number}").exists():
         number += 1
@@ -171,10 +171,10 @@ def new_name(state: Path) -> str:
 
 
 def checked_name(name: str, kind: str = "test bed") -> str:
-    """`name`, if it can be one.
+    """Return `name` if it is valid.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: the name is not valid.
     """
     if not _NAME.fullmatch(name):
         raise ConfigError(f"{name!r} cannot be the name of a {kind}: use at most 24 of a-z, 0-9 and -, a letter first")
@@ -182,7 +182,7 @@ def checked_name(name: str, kind: str = "test bed") -> str:
 
 
 def free_subnet(state: Path) -> str:
-    """10.77.x that no other bed has. They would not meet, each being in a namespace; people might mix them up."""
+    """Return a subnet 10.77.x that no other bed has. Namespaces keep beds apart anyway, but users might mix them up."""
     used = {record.subnet for record in read_records(state)}
     for number in range(256):
         if f"10.77.{number}" not in used:
@@ -192,7 +192,7 @@ def free_subnet(state: Path) -> str:
 
 @contextmanager
 def locked(path: Path, subject: str, *, timeout_seconds: float) -> Iterator[None]:
-    """Hold a lock on a file, which is made. The kernel lets go of it when the holder dies, however it dies.
+    """Hold a lock on a file, which is made if missing. The kernel releases the lock when the holder dies in any way.
 
     Raises:
         LaunchError: another process holds it.
@@ -207,8 +207,8 @@ def locked(path: Path, subject: str, *, timeout_seconds: float) -> Iterator[None
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise LaunchError(
-                        f"another mpitrain testbed command works on {subject} for more than {timeout_seconds:g} s; "
-                        f"it holds {path} (fuser {path} names it)"
+                        f"another mpitrain testbed command uses {subject} for more than {timeout_seconds:g} s; "
+                        f"it holds {path} (fuser {path} shows its process)"
                     ) from None
                 time.sleep(0.05)
         yield

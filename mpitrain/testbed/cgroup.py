@@ -1,7 +1,7 @@
-"""The processes of a bed, kept together by control groups (cgroups(7), version 2).
+"""The processes of a bed, in control groups (cgroups(7), version 2).
 
-A process and all it starts stay in their group whatever becomes of their parents, so ending a group ends exactly what
-the bed started: there are no process ids to keep, none that could have gone to another process in the meantime.
+A process and all it starts stay in their group, whatever happens to their parents. So to end a group ends exactly what
+the bed started. No process ids are kept, which another process could have got in the meantime.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ def _root() -> Path:
 
 
 def _mounts() -> list[tuple[Path, str, str]]:
-    """Place, type and options of each cgroup hierarchy."""
+    """Return place, type and options of each cgroup hierarchy."""
     lines = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
     return [(Path(words[1]), words[2], words[3]) for words in lines if words[2].startswith("cgroup")]
 
 
 def group(bed: str, part: str = "") -> Path:
-    """The control group of a bed, or of one part of it: a node, or the controller."""
+    """Return the control group of a bed, or of one part of it: a node, or the controller."""
     return _root() / _PARENT / bed / part
 
 
 def in_group(path: Path, command: list[str]) -> list[str]:
-    """The command line that runs `command` in a group, which is made."""
+    """Make a group, and return the command line that runs `command` in it."""
     path.mkdir(parents=True, exist_ok=True)
     return ["sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"', str(path), *command]
 
@@ -52,8 +52,8 @@ def leave() -> None:
 
 
 def processes(path: Path) -> Iterator[int]:
-    """The ids of all processes in a group and the groups below it."""
-    for folder, _, _ in os.walk(path):  # a group that goes meanwhile is passed over
+    """Yield the ids of all processes in a group and the groups below it."""
+    for folder, _, _ in os.walk(path):  # a group that vanishes meanwhile is skipped
         with suppress(OSError):
             yield from map(int, (Path(folder) / "cgroup.procs").read_text().split())
 
@@ -67,25 +67,25 @@ def kill(path: Path, *, timeout_seconds: float = 60.0) -> None:
     """SIGKILL every process of a group, and wait until they are gone.
 
     Raises:
-        LaunchError: some would not die.
+        LaunchError: some processes do not die.
     """
     if not wait_until(lambda: _killed(path), timeout_seconds=timeout_seconds):
         left = ", ".join(map(str, processes(path)))
-        raise LaunchError(f"processes that do not die within {timeout_seconds:g} s of SIGKILL: {left} (in {path})")
+        raise LaunchError(f"processes did not die within {timeout_seconds:g} s of SIGKILL: {left} (in {path})")
 
 
 def _killed(path: Path) -> bool:
-    # Again and again: what was started just before comes into its group only now.
+    # Repeatedly, because a process that was started just before may enter its group only now.
     with suppress(FileNotFoundError):
         (path / "cgroup.kill").write_text("1")
     return not is_populated(path)
 
 
 def freeze(path: Path, frozen: bool, *, timeout_seconds: float = 60.0) -> None:
-    """Stop every process of a group where it is, or let it go on.
+    """Stop every process of a group, or let it go on.
 
     Raises:
-        LaunchError: some would not stop.
+        LaunchError: some processes do not stop.
     """
     (path / "cgroup.freeze").write_text("1" if frozen else "0")
     if not wait_until(lambda: _event(path, "frozen") == frozen, timeout_seconds=timeout_seconds):
@@ -93,20 +93,20 @@ def freeze(path: Path, frozen: bool, *, timeout_seconds: float = 60.0) -> None:
 
 
 def remove(path: Path, *, timeout_seconds: float = 60.0) -> None:
-    """Remove a group and the groups below it, and end what is still in there; with the last bed also what all share.
+    """Remove a group and the groups below it, and end their processes. With the last bed, also remove what all share.
 
-    Who comes later finds no group, and ends by itself.
+    A process that comes later finds no group, and ends by itself.
 
     Raises:
-        LaunchError: it cannot be removed.
+        LaunchError: the group cannot be removed.
     """
-    # Where systemd has a hierarchy of version 1 for itself, systemd-nspawn makes the same groups there.
+    # If systemd has a hierarchy of version 1 for itself, systemd-nspawn makes the same groups there.
     old = [place for place, _, options in _mounts() if "name=systemd" in options.split(",")]
     for root in [_root(), *old]:
         top = root / path.relative_to(_root())
         if not wait_until(partial(_killed_and_removed, path, top), timeout_seconds=timeout_seconds):
-            raise LaunchError(f"control group {top} cannot be removed; what is in it: {[*processes(top)]}")
-        with suppress(OSError):  # other beds are in there, or the first one is coming
+            raise LaunchError(f"control group {top} cannot be removed; its processes: {[*processes(top)]}")
+        with suppress(OSError):  # other beds are in it, or the first one is being made
             (root / _PARENT).rmdir()
 
 
@@ -118,7 +118,7 @@ def _killed_and_removed(path: Path, top: Path) -> bool:
         for folder in sorted(groups, key=lambda folder: -len(folder.parts)):
             with suppress(FileNotFoundError):
                 folder.rmdir()
-    except OSError:  # the kernel takes a moment to see that the last process has gone
+    except OSError:  # the kernel takes a moment to notice that the last process has gone
         return False
     return not top.exists()
 

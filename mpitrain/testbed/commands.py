@@ -1,4 +1,4 @@
-"""Running the system's tools: with a deadline, and with their last words in the error."""
+"""Run the system's tools, with a deadline, and with the end of their output in the error."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def execute(
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
 ) -> str:
-    """What a command wrote to stdout.
+    """Run a command, and return what it wrote to stdout.
 
     Raises:
-        LaunchError: it is not there, ended with another code than 0, or took longer than `timeout_seconds`.
+        LaunchError: the command does not exist, ended with another code than 0, or took longer than `timeout_seconds`.
     """
     words = [str(word) for word in command]
     line = shlex.join(words)
@@ -45,26 +45,28 @@ def execute(
     except FileNotFoundError:
         raise LaunchError(f"there is no {words[0]} on this machine; mpitrain testbed build installs it") from None
     except subprocess.TimeoutExpired:
-        raise LaunchError(f"did not end within {timeout_seconds:g} s: {line}") from None
+        raise LaunchError(f"a command did not end within {timeout_seconds:g} s: {line}") from None
     if done.returncode != 0:
-        raise LaunchError(f"ended with code {done.returncode}: {line}\n{last_lines(done.stderr or done.stdout)}")
+        raise LaunchError(
+            f"a command ended with code {done.returncode}: {line}\n{last_lines(done.stderr or done.stdout)}"
+        )
     return done.stdout
 
 
 def start_in_background(command: Sequence[str | Path], log: Path) -> None:
-    """Start a command that lives on when this process has ended; its output goes to a file."""
+    """Start a command that goes on when this process has ended. Its output goes to a file."""
     words = ["setsid", "--fork", *(str(word) for word in command)]
     with log.open("ab") as file:
         subprocess.run(words, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, check=True)
 
 
 def last_lines(text: str, count: int = 12) -> str:
-    """The last lines of an output, indented, for the end of a message."""
+    """Return the last lines of an output, indented, for the end of a message."""
     return "\n".join(f"    {line}" for line in text.strip().splitlines()[-count:])
 
 
 def wait_until(condition: Callable[[], bool], *, timeout_seconds: float) -> bool:
-    """Whether `condition` came true in time."""
+    """Wait for `condition`. Return whether it became true in time."""
     deadline = time.monotonic() + timeout_seconds
     while not condition():
         if time.monotonic() > deadline:

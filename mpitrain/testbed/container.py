@@ -1,5 +1,5 @@
-"""Nodes that are containers which boot: systemd is process 1, with its own sshd, users, /etc, journal and network, on
-this machine's kernel. The disk is an overlay: what a node writes is in its folder, the rest is the image."""
+"""Nodes that are booting containers on this machine's kernel: systemd is process 1, with its own sshd, users, /etc,
+journal and network. The disk is an overlay: the node's folder holds what the node writes, the rest is the image."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from mpitrain.testbed.commands import execute, start_in_background
 from mpitrain.testbed.node import console_log, first_files
 from mpitrain.testbed.snapshots import snapshot_layers
 
-# Runs in a mount namespace of its own, so that the overlay is seen by nobody else and goes with the node.
-# 133 is how systemd-nspawn says that the node reboots itself.
+# Runs in its own mount namespace, so that no other process sees the overlay, and it goes with the node.
+# systemd-nspawn's exit code 133 means that the node reboots itself.
 _KEEPER = """\
 echo $$ >"$1/cgroup.procs" || exit 1
 tries=0
-until mount -t overlay overlay -o "$2" "$3"; do  # a killed node's mount takes a moment to go
+until mount -t overlay overlay -o "$2" "$3"; do  # the mount of a killed node takes a moment to vanish
     tries=$((tries + 1))
     [ "$tries" -lt 50 ] || exit 1
     sleep 0.1
@@ -29,9 +29,9 @@ done
 shift 3
 until "$@"; [ $? -ne 133 ]; do :; done
 """
-# Beyond nspawn's own: firewalls, locked memory. Not the clock, nor modules, which are the machine's.
+# In addition to nspawn's own: firewalls, locked memory. Not the clock and modules, which belong to the machine.
 _CAPABILITIES = "CAP_NET_ADMIN,CAP_IPC_LOCK"
-# What nspawn forbids: file handles (an NFS server in user space lives on them), keyrings, tracing.
+# System calls that nspawn forbids: file handles (an NFS server in user space needs them), keyrings, tracing.
 _SYSTEM_CALLS = "open_by_handle_at name_to_handle_at @keyring perf_event_open bpf"
 # For NFS in user space, for systemd's automounts, and for tunnels in user space.
 _DEVICES = ("/dev/fuse", "/dev/autofs", "/dev/net/tun")
@@ -44,14 +44,14 @@ class Container:
     boot_seconds = 120.0
 
     def __init__(self, record: BedRecord, name: str) -> None:
-        """The node of that name, whether it runs or not."""
+        """Make the object for the node of that name, which may be off."""
         self.record = record
         self.name = name
         self.group = cgroup.group(record.name, name)
         self.folder = record.node_folder(name)
 
     def create(self) -> None:
-        """Make its disk and its cable."""
+        """Make the node's disk and cable."""
         for part in ("upper", "work", "root"):
             (self.folder / part).mkdir(parents=True)
         (self.folder / "upper").chmod(0o755)
@@ -63,7 +63,7 @@ class Container:
         network.make_cable(self.record, self.name)
 
     def start(self) -> None:
-        """Switch it on."""
+        """Switch the node on."""
         image = self.record.image_folder
         layers = [*snapshot_layers(self.record, self.name), image / "nfs", image / "root"]
         overlay = f"lowerdir={':'.join(map(str, layers))},upperdir={self.folder}/upper,workdir={self.folder}/work"
@@ -72,7 +72,7 @@ class Container:
         console_log(self.record, self.name).unlink(missing_ok=True)
         start_in_background(
             ["unshare", "--mount", "sh", "-c", _KEEPER, "keeper", str(self.group)]
-            # nfs_export: files have handles, without which the NFS server cannot name them.
+            # nfs_export: gives files handles, which the NFS server needs.
             + [f"{overlay},index=on,nfs_export=on", root]
             + ["env", "SYSTEMD_NSPAWN_UNIFIED_HIERARCHY=1", "SYSTEMD_NSPAWN_API_VFS_WRITABLE=network"]
             + ["systemd-nspawn", "--quiet", "--register=no", "--keep-unit", "--boot", "--directory", root]
@@ -93,18 +93,18 @@ class Container:
         return not Path(f"/proc/{pid}/root/run/nologin").exists()
 
     def boot_id(self) -> str:
-        """Another one after each boot; empty while it is off."""
+        """Return an id that differs after each boot; empty while the node is off."""
         pid = self.pid()
-        with suppress(OSError):  # it ends just now
+        with suppress(OSError):  # the node is ending just now
             return "" if pid is None else f"{pid} {_start_time(pid)}"
         return ""
 
     def host_key(self) -> str:
-        """Its public ssh host key, read from its disk."""
+        """Return the node's public ssh host key, read from its disk."""
         return Path(f"/proc/{self._running()}/root/etc/ssh/ssh_host_ed25519_key.pub").read_text()
 
     def run(self, command: Sequence[str], *, timeout_seconds: float) -> subprocess.CompletedProcess[str]:
-        """Run a command as root in it, by its namespaces: the network is not needed."""
+        """Run a command as root in the node's namespaces. This does not need the network."""
         visitor = f"{os.getpid()}-{os.urandom(4).hex()}"
         group = self._visitors(visitor)
         try:
@@ -118,14 +118,15 @@ class Container:
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            cgroup.kill(group)  # nsenter alone has been
+            cgroup.kill(group)  # so far only nsenter was killed
             raise LaunchError(f"{self.name}: did not end within {timeout_seconds:g} s: {command}") from None
         finally:
-            with suppress(OSError):  # what it has left in the background lives on
+            with suppress(OSError):  # processes that the command left in the background go on
                 group.rmdir()
 
     def entered(self, command: Sequence[str], visitor: str) -> list[str]:
-        """The command line that runs a command as root in it, in a control group of that name, which stays."""
+        """Return the command line that runs a command as root on the node, in a control group of that name, which
+        stays."""
         enter = ["nsenter", "--target", str(self._running()), "--all", "env", "-i"]
         words = [*enter, *(f"{name}={value}" for name, value in _ENVIRONMENT.items()), *command]
         return cgroup.in_group(self._visitors(visitor), words)
@@ -134,31 +135,31 @@ class Container:
         return self.group / "visitors" / visitor
 
     def flush(self) -> None:
-        """Nothing to do: its files are this machine's."""
+        """Do nothing: the node's files are this machine's."""
 
     def save(self, folder: Path) -> None:
-        """Copy what was written since it was made."""
+        """Copy what was written since the node was made."""
         execute(["cp", "--archive", "--reflink=auto", f"{self.folder}/upper/.", folder], timeout_seconds=300)
 
     def set_queue(self, rate: str | None, delay_microseconds: int) -> None:
-        """Limit its cable, each way. This machine's kernel may not be able to delay it; a cable made for it is."""
+        """Limit the node's cable, in each direction. A delay is not possible here: the cable has it from its making."""
         if delay_microseconds != self.record.delay_microseconds:
             raise ConfigError(
-                "a container's cable has its delay from the beginning: mpitrain testbed up N --delay-microseconds US "
-                "(full beds can change it)"
+                "a container's cable gets its delay at the start: mpitrain testbed up N --delay-microseconds US "
+                "(full beds can change it later)"
             )
         network.shape(self.record, self.name, rate, both_ends=True)
 
     def set_mtu(self, mtu_bytes: int) -> None:
-        """Set the MTU of its interface."""
+        """Set the MTU of the node's interface."""
         network.set_mtu(self.record, self.name, mtu_bytes)
 
     def set_filters(self, filters: dict[str, str]) -> None:
-        """Drop or reject what comes to it for some ports: in its network namespace."""
+        """Drop or reject packets to some ports, in the node's network namespace."""
         network.set_node_filters(self.record, self.name, filters)
 
     def pid(self) -> int | None:
-        """Its process 1, by the number it has outside; None while it is off."""
+        """Return the id of the node's process 1 outside of the node; None while the node is off."""
         for pid in cgroup.processes(self.group):
             try:
                 status = Path(f"/proc/{pid}/status").read_text()

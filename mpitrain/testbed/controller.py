@@ -1,4 +1,4 @@
-"""The bed's controller: this machine, seen from the bed's network. Here run ssh, Ansible and the packages' server."""
+"""The bed's controller: this machine in the bed's network. ssh, Ansible and the packages' server run on it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from mpitrain.testbed.bed_record import BedRecord
 from mpitrain.testbed.commands import last_lines, start_in_background, wait_until
 from mpitrain.testbed.network import REPOSITORY_PORT
 
-# In a mount namespace of its own (ip netns exec makes one): names, no name server, and how to reach the nodes by ssh.
+# Runs in its own mount namespace (ip netns exec makes one), with names, no name server, and ssh's settings for the
+# nodes.
 _ENTER = """\
 mount --bind "$0/etc/hosts" /etc/hosts
 [ ! -e /etc/resolv.conf ] || mount --bind "$0/etc/resolv.conf" /etc/resolv.conf
@@ -26,7 +27,7 @@ _NO_WAY_OUT = {"http_proxy", "https_proxy", "all_proxy", "ftp_proxy"}
 
 def start_repository(record: BedRecord) -> None:
     """Serve packages and wheels to the nodes."""
-    python = [sys.executable, "-u"]  # so that its log says at once that it listens
+    python = [sys.executable, "-u"]  # so that the log shows at once that it listens
     command = ["ip", "netns", "exec", record.namespace, *python, "-m", "http.server", str(REPOSITORY_PORT)]
     command += ["--bind", record.controller, "--directory", str(record.image_folder / "repository")]
     start_in_background(cgroup.in_group(cgroup.group(record.name, "repository"), command), _repository_log(record))
@@ -36,7 +37,7 @@ def wait_for_repository(record: BedRecord) -> None:
     """Wait until packages and wheels are served.
 
     Raises:
-        LaunchError: not in time; with the end of the server's log.
+        LaunchError: the server did not start in time. The error has the end of its log.
     """
     log = _repository_log(record)
     if not wait_until(lambda: "Serving HTTP" in log.read_text(), timeout_seconds=60):
@@ -50,7 +51,7 @@ def _repository_log(record: BedRecord) -> Path:
 
 
 def write_files(record: BedRecord, host_keys: Mapping[str, str]) -> None:
-    """The inventory, the nodes' true host keys, and what commands see as /etc/hosts and as ssh's settings."""
+    """Write the inventory, the nodes' true host keys, and the /etc/hosts and ssh settings that commands see."""
     names = record.names
     known_hosts = record.folder / "known_hosts"
     known_hosts.write_text(
@@ -79,18 +80,18 @@ def write_files(record: BedRecord, host_keys: Mapping[str, str]) -> None:
 
 
 def inside(record: BedRecord, command: Sequence[str], part: str = "cli") -> list[str]:
-    """The command line that runs `command` on the controller, among the bed's processes: `down` ends it too."""
+    """Return the command line that runs `command` on the controller, in the bed's group, so `down` ends it too."""
     enter = ["ip", "netns", "exec", record.namespace, "sh", "-ec", _ENTER, str(record.folder), *command]
     return cgroup.in_group(command_group(record, part), enter)
 
 
 def command_group(record: BedRecord, part: str) -> Path:
-    """The control group of a command that runs on the controller."""
+    """Return the control group of a command that runs on the controller."""
     return cgroup.group(record.name, f"commands/{part}")
 
 
 def environment(record: BedRecord, environ: Mapping[str, str]) -> dict[str, str]:
-    """`environ` for commands on the controller: the bed's inventory for Ansible, the bed's wheels for pip."""
+    """Return `environ` for commands on the controller, with the bed's inventory for Ansible and its wheels for pip."""
     kept = {
         name: value
         for name, value in environ.items()
@@ -101,7 +102,7 @@ def environment(record: BedRecord, environ: Mapping[str, str]) -> dict[str, str]
         # Programs beside this Python, such as ansible-playbook, are found even under sudo.
         "PATH": f"{Path(sys.executable).parent}:{environ.get('PATH', os.defpath)}",
         "ANSIBLE_INVENTORY": str(record.inventory),
-        # Ansible names its lasting connections after user and address, which two beds may share.
+        # Ansible names its kept connections after user and address, which two beds may share.
         "ANSIBLE_SSH_CONTROL_PATH_DIR": str(record.folder / "ansible"),
         "PIP_CONFIG_FILE": os.devnull,
         "PIP_NO_INDEX": "1",
@@ -111,7 +112,7 @@ def environment(record: BedRecord, environ: Mapping[str, str]) -> dict[str, str]
 
 
 def link_group_vars(record: BedRecord, directory: Path) -> None:
-    """Have Ansible find the checkout's group_vars beside the bed's inventory, as beside cluster/hosts."""
+    """Let Ansible find the checkout's group_vars beside the bed's inventory, as beside cluster/hosts."""
     link = record.folder / "group_vars"
     variables = directory / "cluster" / "group_vars"
     if variables.is_dir():
@@ -132,7 +133,7 @@ def run(
     """Run a command on the controller.
 
     Raises:
-        LaunchError: it took longer than `timeout_seconds`; it is killed, with all it started.
+        LaunchError: the command took longer than `timeout_seconds`. It is killed, with all it started.
     """
     directory = cwd or Path.cwd()
     link_group_vars(record, directory)

@@ -1,4 +1,4 @@
-"""What a machine must have to hold a test bed. Refused early, before anything is made."""
+"""The requirements of a test bed. Machines without them are refused early, before anything is made."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PACKAGES = ["mmdebstrap", "systemd-container", "iproute2", "nftables", "openssh
 _FULL_PACKAGES = ["user-mode-linux", "e2fsprogs", "kmod"]
 _APT_SECONDS = 600.0
 _INOTIFY = Path("/proc/sys/fs/inotify/max_user_instances")
-# Counted on beds of 4 and 32 nodes that are set up.
+# Counted on beds of 4 and 32 nodes after a set-up.
 _INOTIFY_A_NODE = 8
 
 
@@ -24,16 +24,16 @@ def require_root() -> None:
     """Refuse an ordinary user."""
     if os.geteuid() != 0:
         raise ConfigError(
-            "a test bed needs root, for namespaces, mounts and control groups; type sudo before the command: "
+            "a test bed needs root, for namespaces, mounts and control groups; run the command with sudo: "
             "sudo env PATH=$PATH mpitrain testbed ..."
         )
 
 
 def require_kernel(*, full: bool, delay: bool) -> None:
-    """Refuse a machine whose kernel cannot do what a bed needs.
+    """Refuse a machine whose kernel lacks a feature that a bed needs.
 
     Raises:
-        LaunchError: names what is missing.
+        LaunchError: a feature is missing. The error names it.
     """
     namespaces = ("net", "mnt", "pid", "ipc", "uts")
     missing = [f"{kind} namespaces" for kind in namespaces if not Path(f"/proc/self/ns/{kind}").exists()]
@@ -54,15 +54,15 @@ def require_kernel(*, full: bool, delay: bool) -> None:
 
 
 def require_inotify(num_nodes: int) -> None:
-    """Refuse where the nodes' systemd would run out of inotify instances, which all of root's processes share.
+    """Refuse a bed whose nodes' systemd would run out of inotify instances, which all of root's processes share.
 
     Raises:
-        LaunchError: says how many there are, how many are needed, and how there can be more.
+        LaunchError: there are too few. The error says how many there are, how many are needed, and how to allow more.
     """
     limit = int(_INOTIFY.read_text())
     used = 0
     for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has just ended
+        with suppress(OSError):  # the process has just ended
             if process.stat().st_uid == 0:
                 used += sum(str(link.readlink()) == "anon_inode:inotify" for link in (process / "fd").iterdir())
     if words := too_few_inotify(limit, used, num_nodes):
@@ -70,7 +70,7 @@ def require_inotify(num_nodes: int) -> None:
 
 
 def too_few_inotify(limit: int, used: int, num_nodes: int) -> str:
-    """What is wrong where `num_nodes` more nodes do not fit; empty where they do."""
+    """Return what is wrong if `num_nodes` more nodes do not fit; empty if they do."""
     needed = used + _INOTIFY_A_NODE * num_nodes
     if needed <= limit:
         return ""
@@ -82,10 +82,10 @@ def too_few_inotify(limit: int, used: int, num_nodes: int) -> str:
 
 
 def require_own_folder(folder: Path) -> None:
-    """Make the state folder, or refuse one that is not ours: what is in it runs as root, or is removed when it is old.
+    """Make the state folder, or refuse an unsafe one: its files run as root, or are removed when they are old.
 
     Raises:
-        ConfigError: others may look into it or own it, or something else is in there.
+        ConfigError: other users may read or own it, or something else is in it.
     """
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700, parents=True)
@@ -93,22 +93,22 @@ def require_own_folder(folder: Path) -> None:
     is_private = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
     if not is_private or not ((folder / "images" / "lock").exists() or not any(folder.iterdir())):
         raise ConfigError(
-            f"{folder} is there already and not for test beds; name a folder that is not, as --state {folder}/testbed"
+            f"{folder} exists already and is not for test beds; name a new folder, such as --state {folder}/testbed"
         )
 
 
 def require_real_disk(folder: Path) -> None:
-    """Refuse a folder on an overlay: a node's disk is an overlay, which cannot lie on another one."""
+    """Refuse a folder on an overlay: a node's disk is an overlay, which cannot lie on another overlay."""
     kind = execute(["stat", "-f", "-c", "%T", folder]).strip()
     if kind == "overlayfs":
         raise LaunchError(
-            f"{folder} is on an overlay file system (as in a container), on which nodes cannot keep their disks; "
-            "name a folder on another one, such as a tmpfs: --state /dev/shm/mpitrain"
+            f"{folder} is on an overlay file system (as in a container), which cannot hold the nodes' disks; "
+            "name a folder on another file system, such as a tmpfs: --state /dev/shm/mpitrain"
         )
 
 
 def install_packages(*, full: bool, say: Callable[[str], None]) -> None:
-    """Install the Debian packages that a bed needs and that are not here, after saying so."""
+    """Report and install the missing Debian packages that a bed needs."""
     missing = [name for name in _PACKAGES + (_FULL_PACKAGES if full else []) if not _is_installed(name)]
     if not missing:
         return

@@ -1,4 +1,4 @@
-"""How a bed comes up."""
+"""The making of a bed."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def _silent(_: str) -> None:
 
 
 def build(*, full: bool = False, state: Path = STATE, say: Callable[[str], None] = _silent) -> str:
-    """Install what a bed needs and make the nodes' image, unless it is there; returns the image's name.
+    """Install what a bed needs, and make the nodes' image unless it exists. Return the image's name.
 
     Raises:
-        ConfigError: not root; the state folder is somebody else's.
+        ConfigError: the user is not root, or the state folder belongs to another user.
         LaunchError: the machine lacks something, or a tool failed.
     """
     host.require_root()
@@ -50,19 +50,19 @@ def up(
     state: Path = STATE,
     say: Callable[[str], None] = _silent,
 ) -> Bed:
-    """Make a bed and wait until users can log in on all its nodes. What is half made goes away again on an error.
+    """Make a bed, and wait until users can log in on all its nodes. On an error, remove the incomplete bed.
 
     Args:
-        num_nodes: 1 to 64; None: as many as the snapshot has.
-        full: nodes with kernels of their own (User-mode Linux), in place of containers.
-        name: the bed's name; None: bed1, or the first one after it that is free.
+        num_nodes: the number of nodes, 1 to 64; None: as many as the snapshot has.
+        full: make nodes with their own kernels (User-mode Linux) instead of containers.
+        name: the bed's name; None: bed1, or the next such name that is free.
         snapshot: start from disks that `Bed.save` kept.
-        delay_microseconds: what every cable takes, each way.
-        state: folder for images, snapshots and beds.
-        say: told what is done, where that takes longer.
+        delay_microseconds: the delay of every cable, in each direction.
+        state: the folder for images, snapshots and beds.
+        say: is called with a text about each step that takes longer.
 
     Raises:
-        ConfigError: not root; a value that is not allowed; a name that is taken.
+        ConfigError: the user is not root, a value is not allowed, or the name is taken.
         LaunchError: the machine lacks something, or a node did not come up.
     """
     host.require_root()
@@ -89,7 +89,7 @@ def up(
     with locked(state / "lock", str(state), timeout_seconds=_LOCK_SECONDS):
         name = name or records.new_name(state)
         if Path("/run/netns", f"mpitrain-{name}").exists():
-            raise ConfigError(f"there is a network namespace mpitrain-{name} already; take another --name")
+            raise ConfigError(f"there is already a network namespace mpitrain-{name}; use another --name")
         record = BedRecord(
             state=state,
             name=name,
@@ -128,11 +128,11 @@ def _bring_up(record: BedRecord) -> Bed:
 
 
 def find(name: str | None = None, *, state: Path = STATE) -> Bed:
-    """A bed that is up; without a name, the only one.
+    """Find a bed that is up; without a name, the only one.
 
     Raises:
-        ConfigError: not root; there is no such bed, or none, or several; its `up` did not come to its end, or the
-            machine has been restarted since.
+        ConfigError: the user is not root; there is no such bed, none at all, or several; its `up` has not completed; or
+            the machine was restarted since.
     """
     host.require_root()
     record = records.read_record(state, name or records.only_bed(state))
@@ -143,7 +143,7 @@ def find(name: str | None = None, *, state: Path = STATE) -> Bed:
         )
     if not Path("/run/netns", record.namespace).exists():
         raise ConfigError(
-            f"test bed {record.name} has gone: was this machine restarted? What is left: "
+            f"test bed {record.name} has gone: was this machine restarted? Remove what is left: "
             f"mpitrain testbed down --name {record.name}"
         )
     return Bed(record)
@@ -153,7 +153,7 @@ def _remove_unfinished(state: Path, name: str, say: Callable[[str], None]) -> No
     if name not in records.bed_names(state):
         shutil.rmtree(state / "beds" / name, ignore_errors=True)  # killed before the record was written
     elif records.read_record(state, name).ready:
-        raise ConfigError(f"there is a test bed {name} already; take it down first, or take another --name")
+        raise ConfigError(f"there is already a test bed {name}; take it down first, or use another --name")
     else:
         say(f"removing what an interrupted `up` left of test bed {name}")
         down(state, name)

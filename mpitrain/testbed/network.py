@@ -1,5 +1,5 @@
-"""The bed's network: a bridge in the controller's namespace, one cable to each node. Nothing of it is outside of
-namespaces that the bed made, so no name or address can clash with the machine's own, and there is no way out."""
+"""The bed's network: a bridge in the controller's namespace, and one cable to each node. All of it is in namespaces
+that the bed made. So no name or address can clash with the machine's own, and no other network can be reached."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ BRIDGE = "bridge"
 REPOSITORY_PORT = 8000
 MTU_BYTES = 1500
 _TABLE = "mpitrain_testbed"
-# A bucket of a few tens of KiB drops bursts, and then it is TCP's time-outs that one measures, not the rate.
+# A bucket of a few tens of KiB drops bursts. Then one would measure TCP's time-outs, not the rate.
 SHAPER = ["burst", "256kb", "latency", "400ms"]
 
 
 def make_controller(record: BedRecord) -> None:
-    """The controller's namespace with the bridge, whose address is the controller's."""
+    """Make the controller's namespace with the bridge, whose address is the controller's."""
     _add_namespace(record.namespace)
     _ip(
         record.namespace,
@@ -33,7 +33,7 @@ def make_controller(record: BedRecord) -> None:
 
 
 def make_cable(record: BedRecord, node: str) -> None:
-    """The node's namespace, and a cable from its eth0 to the bridge, whose end there has the node's name."""
+    """Make the node's namespace, and a cable from its eth0 to the bridge. The end at the bridge has the node's name."""
     there = record.node_namespace(node)
     _add_namespace(there)
     if record.delay_microseconds:
@@ -45,7 +45,7 @@ def make_cable(record: BedRecord, node: str) -> None:
 
 
 def make_tap(record: BedRecord, node: str) -> None:
-    """The end at the bridge of a cable to a node with a kernel of its own, which holds the other end."""
+    """Make the bridge's end of a cable to a node with its own kernel, which holds the other end."""
     _ip(
         record.namespace,
         f"tuntap add dev {node} mode tap",
@@ -64,7 +64,7 @@ def _make_slow_cable(record: BedRecord, node: str) -> None:
 
 
 def remove(record: BedRecord) -> None:
-    """Remove the bed's namespaces, and with them all that is in them."""
+    """Remove the bed's namespaces, with everything in them."""
     for name in [record.node_namespace(node) for node in record.names] + [record.namespace]:
         if Path("/run/netns", name).exists():
             execute(["ip", "netns", "del", name])
@@ -76,7 +76,7 @@ def set_link(record: BedRecord, node: str, up: bool) -> None:
 
 
 def link_bytes(record: BedRecord, node: str) -> int:
-    """Bytes that went over the node's cable since it was made, both ways together."""
+    """Return the bytes that crossed the node's cable since it was made, in both directions together."""
     inside = _in_namespace(record.namespace, ["cat", "/proc/net/dev"])
     counters = re.search(rf"^ *{node}: *(\d+)(?: +\d+){{7}} +(\d+)", inside, re.M)
     if counters is None:
@@ -85,48 +85,48 @@ def link_bytes(record: BedRecord, node: str) -> int:
 
 
 def shape(record: BedRecord, node: str, rate: str | None, *, both_ends: bool) -> None:
-    """Limit the node's cable to `rate` (1gbit, 100mbit; tc(8)), or do not; at the bridge's end, or both."""
+    """Limit the node's cable to `rate` (1gbit, 100mbit; tc(8)); None: no limit. At the bridge's end, or at both."""
     ends = [(record.namespace, node)]
     if both_ends:
         ends.append((record.node_namespace(node), "eth0"))
     for namespace, interface in ends:
         if rate is None:
-            with suppress(LaunchError):  # there was none
+            with suppress(LaunchError):  # there was no limit
                 execute(["tc", "-n", namespace, "qdisc", "del", "dev", interface, "root"])
         else:
             execute(["tc", "-n", namespace, "qdisc", "replace", "dev", interface, "root", "tbf", "rate", rate, *SHAPER])
 
 
 def checked_rate(rate: str) -> str:
-    """`rate` if tc would take it."""
+    """Return `rate` if tc would accept it."""
     if not re.fullmatch(r"\d+(\.\d+)?[kmg]?bit", rate):
-        raise ConfigError(f"{rate!r} is not a rate; say it as 1gbit, 100mbit or 500kbit")
+        raise ConfigError(f"{rate!r} is not a rate; write it as 1gbit, 100mbit or 500kbit")
     return rate
 
 
 def set_mtu(record: BedRecord, node: str, mtu_bytes: int) -> None:
-    """The MTU of the node's own interface; the bridge's end keeps 1500, as a switch without jumbo frames."""
+    """Set the MTU of the node's own interface. The bridge's end keeps 1500, like a switch without jumbo frames."""
     _ip(record.node_namespace(node), f"link set eth0 mtu {mtu_bytes}")
 
 
 def checked_ports(ports: str) -> str:
-    """`ports` if it is a list such as 22 or 111,2049,50000-50300."""
+    """Return `ports` if it is a list such as 22 or 111,2049,50000-50300."""
     parts = [part.split("-") for part in ports.split(",")]
     for part in parts:
         numbers = [int(number) if number.isdecimal() else -1 for number in part]
         if len(part) > 2 or not all(0 < number < 65536 for number in numbers) or numbers != sorted(numbers):
-            raise ConfigError(f"{ports!r} is not a list of ports; say it as 22 or 111,2049,50000-50300")
+            raise ConfigError(f"{ports!r} is not a list of ports; write it as 22 or 111,2049,50000-50300")
     return ports
 
 
 def set_node_filters(record: BedRecord, node: str, filters: dict[str, str]) -> None:
-    """Drop or reject what comes to a container: in a table of its own, which a firewall inside does not touch."""
+    """Drop or reject packets to a container, in a separate table that a firewall inside does not touch."""
     rules = [f"meta l4proto {{ tcp, udp }} th dport {{ {ports} }} {kind}" for kind, ports in filters.items()]
     _replace_table(record.node_namespace(node), f"inet {_TABLE}", {"input hook input priority -300": rules})
 
 
 def set_bridge_filters(record: BedRecord, node: str, filters: dict[str, str]) -> None:
-    """Drop or reject what comes to a node with a kernel of its own: at the bridge, from other nodes and from here."""
+    """Drop or reject packets to a node with its own kernel: at the bridge, from other nodes and from the controller."""
     to_node = f"ip daddr {record.address(node)} meta l4proto {{ tcp, udp }} th dport"
     rules = [f"{to_node} {{ {ports} }} {kind}" for kind, ports in filters.items()]
     table = f"{_TABLE}_{node}"
@@ -135,7 +135,8 @@ def set_bridge_filters(record: BedRecord, node: str, filters: dict[str, str]) ->
 
 
 def _add_namespace(name: str) -> None:
-    # Ends with this process: else, where `up` is killed, it might make the namespace after `down` has looked for it.
+    # The command ends with this process. Otherwise, if `up` is killed, it might make the namespace after `down` has
+    # run.
     execute(["setpriv", "--pdeathsig", "KILL", "ip", "netns", "add", name])
 
 

@@ -1,4 +1,4 @@
-"""What a bed asks of its nodes, and what is the same for both kinds."""
+"""The interface of a bed's nodes, and the common part of both kinds."""
 
 from __future__ import annotations
 
@@ -12,51 +12,52 @@ from mpitrain.testbed.bed_record import BedRecord
 from mpitrain.testbed.commands import last_lines
 from mpitrain.testbed.network import REPOSITORY_PORT
 
-# On the console of User-mode Linux where the CPU has more registers than it keeps for a process.
+# User-mode Linux prints this on its console if the CPU has more registers than it can save for a process.
 _FEW_REGISTERS = "ptrace set fp regs failed"
 
 
 class Node(Protocol):
     """One machine of a bed."""
 
-    boot_seconds: float  # how long a boot may take
+    boot_seconds: float  # the most time that a boot may take
 
     def create(self) -> None:
-        """Make its disk and its cable."""
+        """Make the node's disk and cable."""
 
     def start(self) -> None:
-        """Switch it on."""
+        """Switch the node on."""
 
     def is_up(self) -> bool:
         """Whether users can log in."""
 
     def boot_id(self) -> str:
-        """Another one after each boot; empty while it is off."""
+        """Return an id that differs after each boot; empty while the node is off."""
 
     def host_key(self) -> str:
-        """Its public ssh host key, learnt from itself and not over the network."""
+        """Return the node's public ssh host key, read from the node itself, not over the network."""
 
     def run(self, command: Sequence[str], *, timeout_seconds: float) -> subprocess.CompletedProcess[str]:
-        """Run a command as root in it."""
+        """Run a command as root on the node."""
 
     def flush(self) -> None:
-        """Have it write to its disk what it still has in memory."""
+        """Let the node write its memory buffers to its disk."""
 
     def save(self, folder: Path) -> None:
-        """Copy its disk into an empty folder; it is frozen meanwhile."""
+        """Copy the node's disk into an empty folder. The node is frozen meanwhile."""
 
     def set_queue(self, rate: str | None, delay_microseconds: int) -> None:
-        """Limit and delay its cable, each way."""
+        """Limit and delay the node's cable, in each direction."""
 
     def set_mtu(self, mtu_bytes: int) -> None:
-        """Set the MTU of its interface."""
+        """Set the MTU of the node's interface."""
 
     def set_filters(self, filters: dict[str, str]) -> None:
-        """Drop or reject what comes to it for some ports, and let in all else: {"drop": "22", "reject": "2049"}."""
+        """Drop or reject packets to some ports, and accept all others: {"drop": "22", "reject": "2049"}."""
 
 
 def first_files(record: BedRecord, node: str) -> dict[str, str]:
-    """What Debian's installer, or the cloud, writes for each machine: its name, and where packages come from."""
+    """Return the files that Debian's installer, or the cloud, writes for each machine: its name, and package
+    sources."""
     repository = f"http://{record.controller}:{REPOSITORY_PORT}"
     return {
         "etc/hostname": f"{node}\n",
@@ -66,7 +67,7 @@ def first_files(record: BedRecord, node: str) -> dict[str, str]:
             "::1     localhost ip6-localhost ip6-loopback\nff02::1 ip6-allnodes\nff02::2 ip6-allrouters\n"
         ),
         "etc/apt/sources.list": f"deb [trusted=yes] {repository}/ ./\n",
-        # All nodes share this machine's cores; a node that takes all of them for itself makes every job crawl.
+        # All nodes share this machine's cores. A node that takes all of them would slow every job down.
         "etc/environment": "OMP_NUM_THREADS=1\n",
         "etc/pip.conf": (
             f"[global]\nno-index = true\nfind-links = {repository}/wheels/\ntrusted-host = {record.controller}\n"
@@ -75,17 +76,17 @@ def first_files(record: BedRecord, node: str) -> dict[str, str]:
 
 
 def console_log(record: BedRecord, node: str) -> Path:
-    """What the node printed on its console."""
+    """Return the path of the file with the node's console output."""
     return record.node_folder(node) / "console.log"
 
 
 def panic(record: BedRecord, node: str) -> str:
-    """The line of its console with which its kernel ended itself; empty while it has not."""
+    """Return the line of the console with which the node's kernel panicked; empty if it has not."""
     return next((line for line in _console(record, node).splitlines() if line.startswith("Kernel panic")), "")
 
 
 def not_up(record: BedRecord, node: str, timeout_seconds: float) -> LaunchError:
-    """The error for a node on which nobody can log in in time, or whose kernel ended itself."""
+    """Return the error for a node on which users cannot log in in time, or whose kernel panicked."""
     log, line = console_log(record, node), panic(record, node)
     message = f"{node} of test bed {record.name} was not up within {timeout_seconds:g} s."
     if line:

@@ -1,7 +1,7 @@
-"""Disks of a whole bed, kept under a name: set up once, start from there in seconds.
+"""Snapshots: the disks of a whole bed, kept under a name. Set up once, then start from there in seconds.
 
-snapshots/NAME/snapshot.json says what they belong to, snapshots/NAME/nodeN is node N's disk. A container's holds only
-what was written since its bed was made, so the snapshot that this bed came from is needed too.
+snapshots/NAME/snapshot.json describes the bed, snapshots/NAME/nodeN is node N's disk. The disk of a container holds
+only what was written since its bed was made, so the snapshot from which that bed started is needed too.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from mpitrain.testbed.node import Node
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a bed must be like to start from it: addresses are in files of the nodes."""
+    """The properties that a bed needs to start from a snapshot, because addresses are in files of the nodes."""
 
     full: bool
     num_nodes: int
     subnet: str
     image: str
-    base: str | None  # the snapshot that its own bed came from
+    base: str | None  # the snapshot from which its own bed started
 
 
 def snapshot_names(state: Path) -> list[str]:
@@ -35,10 +35,10 @@ def snapshot_names(state: Path) -> list[str]:
 
 
 def read_snapshot(state: Path, name: str) -> Snapshot:
-    """What is known of a snapshot.
+    """Read the description of a snapshot.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: there is no snapshot of that name.
     """
     try:
         return Snapshot(**json.loads((state / "snapshots" / name / "snapshot.json").read_text()))
@@ -48,10 +48,10 @@ def read_snapshot(state: Path, name: str) -> Snapshot:
 
 
 def save(record: BedRecord, nodes: Mapping[str, Node], name: str) -> None:
-    """Keep the disks of all nodes of a bed as they are now. The nodes are up, and stand still meanwhile.
+    """Keep the present disks of all nodes of a bed. The nodes are up, and are frozen meanwhile.
 
     Raises:
-        ConfigError: the name cannot be one, or is taken.
+        ConfigError: the name is not valid, or is taken.
     """
     folder = _new_folder(record, name)
     try:
@@ -75,11 +75,11 @@ def save(record: BedRecord, nodes: Mapping[str, Node], name: str) -> None:
 
 
 def _new_folder(record: BedRecord, name: str) -> Path:
-    """The empty folder of a new snapshot of a bed; without snapshot.json, it does not count yet."""
+    """Make the empty folder of a new snapshot of a bed. Without snapshot.json, it does not count yet."""
     folder = record.state / "snapshots" / checked_name(name, "snapshot")
     if (folder / "snapshot.json").exists():
-        raise ConfigError(f"there is a snapshot {name} already; remove it first: mpitrain testbed forget {name}")
-    shutil.rmtree(folder, ignore_errors=True)  # of a save that was killed
+        raise ConfigError(f"there is already a snapshot {name}; remove it first: mpitrain testbed forget {name}")
+    shutil.rmtree(folder, ignore_errors=True)  # left by a killed save
     for node in record.names:
         (folder / node).mkdir(parents=True)
     return folder
@@ -89,7 +89,7 @@ def forget_snapshot(state: Path, name: str) -> None:
     """Remove a snapshot.
 
     Raises:
-        ConfigError: there is none of that name, or a bed or another snapshot stands on it.
+        ConfigError: there is no snapshot of that name, or a bed or another snapshot uses it.
     """
     read_snapshot(state, name)
     users = [f"test bed {record.name}" for record in read_records(state) if record.snapshot == name]
@@ -101,7 +101,7 @@ def forget_snapshot(state: Path, name: str) -> None:
 
 
 def snapshot_layers(record: BedRecord, node: str) -> list[Path]:
-    """A container's disks out of the bed's snapshot and of those it stands on, the newest first."""
+    """Return a container's disks in the bed's snapshot and in those that it is based on, the newest first."""
     layers = []
     name = record.snapshot
     while name is not None:

@@ -140,7 +140,7 @@ def test_what_does_not_exist(bed: Bed) -> None:
         (["break", "drop", "node1", "--ports", "0"], "'0' is not a list of ports"),
         (["break", "mtu", "node1", "--mtu-bytes", "10"], "must be 576 to 9000"),
         (["break", "delay", "node1", "--delay-microseconds", "10"], "mpitrain testbed up N --delay-microseconds"),
-        (["run"], "run what?"),
+        (["run"], "name a command, for example"),
     ]:
         done = cli(*words[:1], "--name", bed.name, *words[1:])
         assert done.returncode == 2, done

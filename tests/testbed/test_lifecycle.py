@@ -80,7 +80,7 @@ def test_a_state_folder_that_is_for_something_else(image: str, tmp_path: Path, f
     before = folder.lstat().st_mode
     done = cli("up", "1", "--name", new_name(), "--state", str(folder))
     assert done.returncode == 2, done.stderr
-    assert f"{folder} is there already and not for test beds" in done.stderr
+    assert f"{folder} exists already and is not for test beds" in done.stderr
     assert folder.lstat().st_mode == before
     assert [*folder.rglob("*")] == ([folder / "images", folder / "images/holiday"] if found == "used" else [])
 
@@ -139,8 +139,8 @@ def test_two_beds_side_by_side(bed: Bed) -> None:
         assert f"\n{other.name}: 1 nodes (containers), cables of 20000 us" in f"\n{listed}"
         ambiguous = cli("ssh", "node1", "true")
         assert ambiguous.returncode == 2
-        assert "there are several test beds, say which: --name {" in ambiguous.stderr
-        with pytest.raises(ConfigError, match=f"there is a test bed {other.name} already"):
+        assert "there are several test beds; name one: --name {" in ambiguous.stderr
+        with pytest.raises(ConfigError, match=f"there is already a test bed {other.name}"):
             up(1, name=other.name)
     assert traces(other.name) == []
     assert bed.ssh("node1", "true").returncode == 0
@@ -161,7 +161,7 @@ def test_snapshot(image: str) -> None:
             assert bed.ssh("node2", "cat /etc/first; ls /etc/issue").stdout == "one\n"
             with pytest.raises(ConfigError, match=f"snapshot {snapshot} is in use by test bed {name}"):
                 forget_snapshot(STATE, snapshot)
-            with pytest.raises(ConfigError, match=f"there is a snapshot {snapshot} already"):
+            with pytest.raises(ConfigError, match=f"there is already a snapshot {snapshot}"):
                 bed.save(snapshot)
             bed.ssh("node2", "echo two | sudo tee /etc/second; sudo rm /etc/first")
             bed.save(second)  # stands on the first one
@@ -205,7 +205,7 @@ def test_an_ordinary_user_is_told_to_use_sudo(words: list[str]) -> None:
         (["up", "2", "--delay-microseconds", "-1"], "a delay of -1 us; it must be 0 to 1000000"),
         (["up", "--snapshot", "there-is-none"], "there is no snapshot 'there-is-none'"),
         (["down", "--name", "there-is-none"], "there is no test bed 'there-is-none'"),
-        (["down", "--all", "--name", "x"], "--all and --name: take one of them"),
+        (["down", "--all", "--name", "x"], "--all and --name exclude each other; give one"),
     ],
 )
 def test_wrong_use(words: list[str], message: str) -> None:
