@@ -128,7 +128,7 @@ def test_programs() -> None:
 def test_the_same_program() -> None:
     (one,) = judged("ENV04", looked({**PYTHON, "files": {"train.py": "1", "model.py": "3"}}, script="/s/train.py"))
     assert (one.verdict, one.where) == ("fail", ("node3",))
-    assert one.observed == "other content, beside /s/train.py or in it: model.py"
+    assert one.observed == "the content differs, in /s/train.py or beside it: model.py"
     (one,) = judged("ENV04", looked({**PYTHON, "files": None}, script="/s/train.py"))
     assert one.observed == "there is no /s/train.py"
     assert "/home/cluster/nfs" in one.remedy
@@ -153,7 +153,7 @@ def test_proxies(environment: dict[str, str], is_fine: bool) -> None:
         return
     (one,) = found
     assert (one.verdict, one.where) == ("warn", ("node3",))
-    assert "no_proxy without the nodes" in one.observed
+    assert "no_proxy does not have the nodes" in one.observed
     assert "node1,node2,node3,10.0.0.1" in one.remedy
 
 

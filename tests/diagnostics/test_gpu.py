@@ -177,11 +177,11 @@ def test_cards_that_somebody_chose_for_this_shell() -> None:
     only("GPU05", with_cupy(chosen), "fail", "CuPy sees 1 cards")
     seen = here({"gpu": answer(), "cupy": chosen})
     (result,) = judged("GPU05", seen)
-    assert (result.verdict, result.observed) == ("skip", "CUDA_VISIBLE_DEVICES says which cards are to be used")
+    assert (result.verdict, result.observed) == ("skip", "CUDA_VISIBLE_DEVICES limits the cards")
 
 
 def test_cards_without_cupy() -> None:
-    only("GPU06", with_cupy(None), "warn", "2 NVIDIA cards, and no CuPy", "-m pip install cupy-cuda13x")
+    only("GPU06", with_cupy(None), "warn", "2 NVIDIA cards, but no CuPy", "-m pip install cupy-cuda13x")
 
 
 def test_a_driver_that_is_too_old() -> None:

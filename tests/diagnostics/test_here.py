@@ -116,7 +116,9 @@ def test_no_mpiexec() -> None:
 
 def test_the_wrong_mpiexec() -> None:
     programs = {**PROGRAMS, "mpiexec": PRTERUN}
-    only("MPI01", {"programs": programs}, "fail", "is of Open MPI 5.0.11, mpi4py loads MPICH 5.0.2", "install mpich")
+    only(
+        "MPI01", {"programs": programs}, "fail", "belongs to Open MPI 5.0.11, mpi4py loads MPICH 5.0.2", "install mpich"
+    )
 
 
 def test_the_wrong_mpiexec_on_path_only_warns() -> None:
@@ -131,11 +133,11 @@ def test_the_wrong_mpiexec_on_path_only_warns() -> None:
 @pytest.mark.parametrize(
     ("job", "found"),
     [
-        ({"said": {"0": [{"size": 1}], "1": [{"size": 1}]}}, "each says that it is one of 1"),
+        ({"said": {"0": [{"size": 1}], "1": [{"size": 1}]}}, "each reports a world of 1"),
         ({"said": {"0": [{"size": 2}]}, "code": 1, "error_text": "x"}, "mpiexec ended with code 1: x"),
         ({"said": {}, "code": 124, "seconds": 30.0}, "no end within 30 s"),
         ({"said": {"0": [{"size": 2}], "1": [{"size": 2, "step": "Bcast", "is_right": False}]}}, "wrong result: Bcast"),
-        ({"code": 9}, "two processes find each other, and then: mpiexec ended with code 9"),
+        ({"code": 9}, "two processes find each other, but then: mpiexec ended with code 9"),
     ],
 )
 def test_two_processes_that_do_not_make_a_job(job: dict[str, Any], found: str) -> None:
@@ -234,7 +236,7 @@ def test_limits() -> None:
     only("LIM01", {"shell": tiny, "processors": PROCESSORS}, "fail", "64 files", "ulimit -n unlimited")
     only("LIM02", {"shell": {**SHELL, "has_rdma": True}}, "warn", "8,192 KiB", "memlock unlimited")
     quota = {**PROCESSORS, "quota": 2.5}
-    only("LIM04", {"processors": quota}, "warn", "time only for 2.5", "export OMP_NUM_THREADS=2")
+    only("LIM04", {"processors": quota}, "warn", "has time for only 2.5", "export OMP_NUM_THREADS=2")
     only("LIM05", {"resources": {"removes_ipc": True}}, "warn", "RemoveIPC=yes", "restart systemd-logind")
     bound = {**PROCESSORS, "usable": 1}
     assert judged("LIM04", here({"processors": bound})) == []  # who started us chose it
@@ -244,7 +246,7 @@ def test_limits() -> None:
     ("shm", "verdict", "found", "remedy"),
     [
         (None, "fail", "there is no /dev/shm", "mount -t tmpfs"),
-        ({**SHM, "is_writable": False}, "fail", "/dev/shm may not be written", "mount -t tmpfs"),
+        ({**SHM, "is_writable": False}, "fail", "/dev/shm is not writable", "mount -t tmpfs"),
         ({**SHM, "is_writable": False, "mode": 0o755}, "fail", "has mode 0755", "sudo chmod 1777 /dev/shm"),
         ({**SHM, "size_bytes": 64 * MIB}, "warn", "/dev/shm has 64 MiB", "remount,size=50%"),
         ({**SHM, "free_bytes": 200 * MIB}, "warn", "200 MiB free of 8192 MiB", "ls -lt /dev/shm"),

@@ -112,7 +112,7 @@ def test_dev_null(wrong: str, line: str) -> None:
     found.nodes["node2"]["login"]["null"] = wrong
     (one,) = judged("PRB01", found)
     assert (one.verdict, one.where) == ("fail", ("node2",))
-    assert one.observed == f"/dev/null is not everybody's: {wrong}"
+    assert one.observed == f"/dev/null is not open to all: {wrong}"
     assert shlex.split(one.remedy) == ["ssh", "10.0.0.2", line]
 
 
@@ -162,7 +162,7 @@ def test_a_sudo_that_hangs_is_the_one_cause() -> None:
     assert {one.verdict for one in results} == {"fail", "blocked", "skip"}
     assert {one.blocked_by for one in results if one.verdict == "blocked"} == {"PRB02"}
     (cause,) = (one for one in results if one.verdict == "fail")
-    assert cause.observed == "sudo, asked by admin, hangs" and "  # on the console of node2: " in cause.remedy
+    assert cause.observed == "sudo, run by admin, hangs" and "  # on the console of node2: " in cause.remedy
     assert cause.remedy.startswith("time getent ")
 
 

@@ -183,12 +183,12 @@ def test_other_numbers_than_ours_on_all_nodes_are_right() -> None:
             "/usr/sbin/nologin, refuses logins",
             "ssh 10.0.0.2 sudo usermod -s /bin/bash cluster",
         ),
-        ({"shell": "/bin/zsh", "shell_works": False}, "/bin/zsh, is not there", "usermod -s"),
-        ({"home_owner": None}, "/home/cluster, is not there", "--tags users"),
+        ({"shell": "/bin/zsh", "shell_works": False}, "/bin/zsh, does not exist", "usermod -s"),
+        ({"home_owner": None}, "/home/cluster, does not exist", "--tags users"),
         ({"home_owner": 0}, "belongs to uid 0", "sudo chown cluster: /home/cluster"),
         ({"expired": True}, "has expired", "sudo chage -E -1 cluster"),
         ({"must_change_password": True}, "must choose another password", "sudo chage -d -1 -M -1 cluster"),
-        ({"nologin": "/etc/nologin"}, "keeps everybody out but root", "sudo rm /etc/nologin"),
+        ({"nologin": "/etc/nologin"}, "lets only root log in", "sudo rm /etc/nologin"),
     ],
 )
 def test_an_account_that_cannot_log_in(fields: dict[str, Any], found: str, remedy: str) -> None:
@@ -254,7 +254,7 @@ def test_who_keeps_the_clock() -> None:
         "--tags time",
     )
     only(
-        "CLK02", changed("time_service", synchronized=False), "warn", "node2", "chrony runs, and has not", "chronyc -n"
+        "CLK02", changed("time_service", synchronized=False), "warn", "node2", "chrony runs, but has not", "chronyc -n"
     )
     only("CLK02", changed("time_service", synchronized=None), "unknown", "node2", "neither timedatectl nor chronyc")
     only("CLK02", changed("time_service", container="docker"), "skip", "node2", "has its host's clock")
@@ -289,8 +289,8 @@ def locked(most: int | None, *, has_rdma: bool = True) -> Seen:
 
 
 def test_locked_memory() -> None:
-    only("LIM02", locked(65536), "fail", "node2", "a job may lock 64 KiB", "--tags limits")
-    only("LIM02", locked(1024 * MIB), "warn", "node2", "a job may lock 1,048,576 KiB", "--tags limits")
+    only("LIM02", locked(65536), "fail", "node2", "a job may lock only 64 KiB", "--tags limits")
+    only("LIM02", locked(1024 * MIB), "warn", "node2", "a job may lock only 1,048,576 KiB", "--tags limits")
     only("LIM02", locked(65536, has_rdma=False), "skip", "node2", "no RDMA")
 
 
@@ -302,7 +302,7 @@ def test_memory() -> None:
 def test_processors() -> None:
     only("LIM04", changed("processors", usable=1), "fail", "node2", "may use 1 of 8 processors", "taskset")
     only("LIM04", changed("processors", usable=6), "warn", "node2", "may use 6 of 8 processors")
-    only("LIM04", changed("processors", quota=2.5), "warn", "node2", "time only for 2.5", "CPUQuota")
+    only("LIM04", changed("processors", quota=2.5), "warn", "node2", "has time for only 2.5", "CPUQuota")
 
 
 def test_somebody_computes() -> None:

@@ -36,8 +36,8 @@ def programs(library: str = MPICH, launcher: str = HYDRA, why: str = "") -> Seen
 @pytest.mark.parametrize(
     ("found", "verdict", "words"),
     [
-        (programs(library=OPEN_MPI), "fail", "/b/mpiexec is of MPICH 5.0.2, mpi4py loads Open MPI 5.0.11"),
-        (programs(launcher="mpiexec (OpenRTE) 4.1.4"), "fail", "is of Open MPI 4.1.4, mpi4py loads MPICH 5.0.2"),
+        (programs(library=OPEN_MPI), "fail", "/b/mpiexec belongs to MPICH 5.0.2, mpi4py loads Open MPI 5.0.11"),
+        (programs(launcher="mpiexec (OpenRTE) 4.1.4"), "fail", "belongs to Open MPI 4.1.4, mpi4py loads MPICH 5.0.2"),
         (programs(library="MPICH Version: 4.2.0"), "warn", "MPICH 5.0.2, mpi4py loads MPICH 4.2.0"),
         (programs(library="ImportError: libmpi.so.12"), "fail", "cannot load an MPI library: ImportError: libmpi"),
         (programs(why="not found"), "fail", "/b/mpiexec does not run: not found"),
@@ -93,15 +93,15 @@ def test_all_is_well() -> None:
 def test_every_rank_alone() -> None:
     (one,) = judged("MPI02", hello(rank(0, size=1), rank(1, size=1), rank(2, size=1)))
     assert (one.verdict, one.where) == ("fail", ())
-    assert one.observed == "3 ranks believe that their world has 1 ranks"
+    assert one.observed == "3 ranks report a world of 1 ranks"
     assert one.allowed == "one world of 3 ranks, one on each node"
 
 
 def test_nodes_that_did_not_answer() -> None:
     found = judged("MPI02", hello(rank(0)[:1], rank(1)[:1], rank(2), code=124))
     assert [(one.where, one.observed) for one in found] == [
-        (("node1",), "its rank began, and did not get through MPI_Init; no end within 25 s"),
-        (("node2",), "its rank began, and did not get through MPI_Init; no end within 25 s"),
+        (("node1",), "its rank began, but did not get through MPI_Init; no end within 25 s"),
+        (("node2",), "its rank began, but did not get through MPI_Init; no end within 25 s"),
     ]
     assert all(one.remedy for one in found)
     (one,) = judged("MPI02", hello(rank(0)[:1], rank(1)[:1], code=124))  # the others wait for it

@@ -82,7 +82,7 @@ def test_routes() -> None:
     routes["node3"] = {"interface": "wg0"}
     (result,) = judged("NET01", looked)
     assert (result.verdict, result.where) == ("fail", ("node2",))
-    assert result.observed == "the route to node3 leaves by wg0" and "ip route get 10.0.0.3" in result.remedy
+    assert result.observed == "the route to node3 leaves through wg0" and "ip route get 10.0.0.3" in result.remedy
     routes["node3"] = {}
     assert judged("NET01", looked)[0].observed == "there is no route to node3"
     routes["node3"] = {"interface": "eth1"}
@@ -102,7 +102,7 @@ def test_a_vpn_that_has_the_addresses_of_the_inventory_is_the_network() -> None:
     looked.nodes["node2"]["network"]["interfaces"]["wg0"]["addresses"] = ["10.8.0.2/24"]
     (result,) = judged("NET01", looked)
     assert (result.verdict, result.where) == ("fail", ("node2",))
-    assert result.observed == "the route to node[1,3] leaves by wg0"
+    assert result.observed == "the route to node[1,3] leaves through wg0"
 
 
 def test_temporary_addresses_are_told_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,9 +216,9 @@ def test_nothing_gets_there() -> None:
     assert judged("NET09", looked) == []
     looked.pairs[PAIR]["login between"] = {"failed": "timeout", "seconds": 5.0}
     (result,) = judged("NET09", looked)
-    assert (result.verdict, result.where) == ("fail", PAIR) and "pings get there" in result.observed
+    assert (result.verdict, result.where) == ("fail", PAIR) and "pings get through" in result.observed
     looked.pairs[PAIR]["reach"]["ping"] = {"large": False, "small": False}
-    assert "nor does ping get there" in judged("NET09", looked)[0].observed
+    assert "pings do not get through either" in judged("NET09", looked)[0].observed
 
 
 def test_packet_sizes() -> None:
@@ -282,7 +282,7 @@ def test_devices_of_variables() -> None:
         looked.nodes[name]["network"]["rdma"] = ["mlx5_0"]
     (result,) = judged("NET07", looked)
     assert (result.verdict, result.where) == ("fail", ("node4",))
-    assert result.observed == "your environment: UCX_NET_DEVICES names mlx5_0, which is not there"
+    assert result.observed == "your environment: UCX_NET_DEVICES names mlx5_0, which does not exist"
     assert (result.allowed, result.remedy) == ("one of eth0", "unset UCX_NET_DEVICES")
     looked = healthy()
     assert {one.verdict for one in judged("NET07", looked)} == {"skip"}
@@ -354,7 +354,7 @@ def test_taken_ports() -> None:
     ports["50201"] = ""
     (result,) = judged("NET08", looked)
     assert (result.verdict, result.where) == ("fail", ("node3",))
-    assert result.observed == "all ports of MPIEXEC_PORT_RANGE (50200 to 50201) are taken, by python3"
+    assert result.observed == "all ports of MPIEXEC_PORT_RANGE (50200 to 50201) are in use, by python3"
     assert {one.verdict for one in judged("NET08", healthy())} == {"skip"}
 
 
@@ -396,10 +396,10 @@ def test_a_ping_of_full_size(address: str, payload_bytes: int, monkeypatch: pyte
     [
         (64, 64, None, ""),
         (128, 127, None, ""),  # below 1 %
-        (128, 126, "warn", "1 % or more of the packets get lost"),
-        (128, 121, "fail", "5 % or more of the packets get lost"),
-        (128, 102, "fail", "20 % or more of the packets get lost"),
-        (64, 0, "skip", "no UDP gets there"),
+        (128, 126, "warn", "1 % or more of the packets are lost"),
+        (128, 121, "fail", "5 % or more of the packets are lost"),
+        (128, 102, "fail", "20 % or more of the packets are lost"),
+        (64, 0, "skip", "no UDP gets through"),
     ],
 )
 def test_packets_that_get_lost(sent: int, came: int, verdict: str | None, words: str) -> None:

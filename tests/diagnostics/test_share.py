@@ -70,7 +70,7 @@ def test_a_sound_share_passes_all() -> None:
     [
         ({"server": "inactive"}, "nfs-server is inactive"),
         ({"is_listening": False}, "nothing listens on port 2049"),
-        ({"answers": False}, "nfs-server takes connections and answers no call"),
+        ({"answers": False}, "nfs-server accepts connections, but answers no call"),
         ({"exports": []}, f"{SHARE} is not exported to node2"),
         ({"exports": [{**EXPORT, "path": "/other"}]}, f"{SHARE} is not exported to node2"),
         ({"exports": [{**EXPORT, "client": "10.9.0.0/24"}]}, f"{SHARE} is not exported to node2"),
@@ -235,7 +235,7 @@ def test_it_cannot_be_written(use: dict[str, Any], words: str, remedy: str) -> N
     [
         ({"free_bytes": 1 << 20}, "fail", "0.0 of 100.0 GiB free"),
         ({"free_bytes": 5 << 30}, "warn", "5.0 of 100.0 GiB free"),
-        ({"free_files": 3}, "fail", "room for 3 of 1000 files"),
+        ({"free_files": 3}, "fail", "space for 3 of 1000 files"),
     ],
 )
 def test_room(room: dict[str, int], verdict: str, words: str) -> None:
@@ -250,7 +250,7 @@ def test_room(room: dict[str, int], verdict: str, words: str) -> None:
     ("view", "verdict", "words"),
     [
         ({"listed_seconds": None, "is_same": False}, "fail", "not listed within"),
-        ({"is_same": False}, "fail", "other content"),
+        ({"is_same": False}, "fail", "different content"),
         ({"by_name_seconds": None}, "warn", "not found by its name"),
         ({"listed_seconds": 0.9}, "warn", "listed after 0.9 s"),
         ({"failed": "write", "why": "No space left on device"}, "fail", "No space left"),

@@ -160,7 +160,7 @@ def test_a_shell_that_takes_what_is_sent_to_a_command(login: str, shell: str, ac
 def test_a_login_whose_shell_runs_no_command(refused: str, startup: str, words: str) -> None:
     result = first("SSH09", of_node("shell", {"refused": refused, "startup": startup}))
     assert result is not None
-    assert result.observed == f"`ssh` of cluster to its own node logs in, and runs no command: it {words}"
+    assert result.observed == f"`ssh` of cluster to its own node logs in, but runs no command: it {words}"
     assert ("1i [ -t 0 ] || return" in result.remedy) == bool(startup)
     assert "--tags" not in result.remedy
 
@@ -216,7 +216,7 @@ def test_without_sudo_sshd_is_skipped() -> None:
         ({"passwordauthentication": "yes"}, "warn", "passwords for cluster"),
         ({"kbdinteractiveauthentication": "yes"}, "warn", "passwords for cluster"),
         ({"pubkeyauthentication": "no"}, "fail", "no keys for cluster"),
-        ({"permitrootlogin": "yes", "passwordauthentication": "yes"}, "warn", "root may log in by a password"),
+        ({"permitrootlogin": "yes", "passwordauthentication": "yes"}, "warn", "root may log in with a password"),
     ],
 )
 def test_policy(settings: dict[str, str], verdict: str, words: str) -> None:
@@ -351,7 +351,7 @@ def test_a_setting_of_sshd_may_stand_behind_tabs(monkeypatch: pytest.MonkeyPatch
     [
         ({"mode": "0644"}, "fail", "has mode 0644", "0600"),
         ({"is_own": False, "is_readable": False}, "fail", "may not read", "its own, mode 0600"),
-        ({"fingerprint": ""}, "fail", "no key that ssh can read", ""),
+        ({"fingerprint": ""}, "fail", "not a key that ssh can read", ""),
         ({"kind": "RSA", "bits": 2048}, "warn", "RSA key of 2048 bits", "ed25519, or RSA of 3072 bits or more"),
     ],
 )
@@ -377,7 +377,9 @@ def test_keys_and_lists_that_others_may_write() -> None:
     loose = ["/etc/ssh/mpitrain", "/etc/ssh/mpitrain/known_hosts"]
     one = first("SSH08", of_node("ssh keys", {"offers": [], "keys": [KEY], "writable_by_others": [], "loose": loose}))
     assert one is not None and one.verdict == "fail"
-    assert one.observed.startswith("others than root may write to /etc/ssh/mpitrain, /etc/ssh/mpitrain/known_hosts")
+    assert one.observed.startswith(
+        "other users than root may write to /etc/ssh/mpitrain, /etc/ssh/mpitrain/known_hosts"
+    )
     assert one.remedy == "ansible-playbook cluster/setup.yml --tags ssh --limit {limit}"
 
 

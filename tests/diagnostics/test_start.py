@@ -109,7 +109,7 @@ def test_an_inventory_that_others_may_write() -> None:
     one = judged("RUN03", of_each("programs", {"python": {"inventory": text}}))[0]
     assert (one.verdict, one.observed) == ("fail", text.partition(". Allowed")[0])
     assert one.remedy == "ansible-playbook cluster/setup.yml --tags hosts --limit {limit}"
-    assert one.allowed == "files that root alone may write"
+    assert one.allowed == "files that only root may write"
     assert judged("RUN03", of_each("programs", {"python": {"inventory": ""}})) == []
     assert judged("RUN03", of_each("programs", {"python": {"inventory": None}}))[0].verdict == "skip"
 
@@ -141,7 +141,7 @@ def test_a_file_with_the_name_of_a_library(folder: str, login: str) -> None:
     one = judged("RUN04", looked_at(None, "it ended with code 134"))[0]
     assert (one.verdict, one.observed) == (
         "unknown",
-        "the environment's python did not come to it: it ended with code 134",
+        "the environment's python did not get to it: it ended with code 134",
     )
     assert judged("RUN04", of_each("programs", {"python": {}}))[0].verdict == "skip"
     nowhere = of_each("programs", {"python": {"files": None, "shadows": None}}, script="/none.py")

@@ -42,7 +42,7 @@ def test_a_tunnel_as_it_should_be() -> None:
 @pytest.mark.parametrize(
     ("tunnel", "words", "tag"),
     [
-        ({"is_set_up": False}, "there is no tunnel, and mpitrain_wireguard is true", "wireguard"),
+        ({"is_set_up": False}, "there is no tunnel, but mpitrain_wireguard is true", "wireguard"),
         ({"addresses": []}, "the tunnel is down", "wireguard --limit {limit}"),
         ({"addresses": ["10.0.0.9"]}, "the tunnel has the address 10.0.0.9", "wireguard --limit {limit}"),
         ({"key": "new"}, "the tunnel runs with a key that node1, node3 do not know", "wireguard"),
@@ -57,7 +57,7 @@ def test_a_tunnel_that_leads_nowhere(tunnel: dict[str, Any], words: str, tag: st
 @pytest.mark.parametrize(
     ("addresses", "words"),
     [
-        (["10.213.0.2"], "there is a tunnel, with the address 10.213.0.2, and mpitrain_wireguard is false"),
+        (["10.213.0.2"], "there is a tunnel, with the address 10.213.0.2, but mpitrain_wireguard is false"),
         ([], "the tunnel is down"),
     ],
 )

@@ -1,7 +1,7 @@
-"""All checks, by subject. One module is one subject: what it asks of the nodes, and its checks.
+"""All checks, by subject. One module is one subject: the questions for the nodes, and the checks.
 
-A new check is one entry in the `CHECKS` of its module; a new subject is a module and a line here. `SUBJECTS` is in an
-order in which every check comes after those that it needs.
+A new check is one entry in the `CHECKS` of its module. A new subject is a module and a line here. In `SUBJECTS`, every
+check comes after the checks that it needs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ from mpitrain.diagnostics.collect import ClusterStep, PairStep
 
 
 class Subject(Protocol):
-    """What a subject's module has. `PAIRS` and `CLUSTER` are the steps that give the sections of those names."""
+    """The interface of a subject's module. `PAIRS` and `CLUSTER` are the steps that make the sections of these
+    names."""
 
     ASKS: Sequence[Ask]
     PAIRS: Mapping[str, PairStep]

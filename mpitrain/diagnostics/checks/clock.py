@@ -1,4 +1,4 @@
-"""Do the clocks agree, and does somebody keep them."""
+"""The clocks: do they agree, and does a time daemon set them?"""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LARGE_SECONDS = 2.0
 
 
 def _offsets(cluster: Cluster) -> dict[str, Any]:
-    """Node -> how far its clock is ahead of ours, and how well that is known; or {"error": why}."""
+    """By node: how far its clock is ahead of this machine's, and how precisely that is known; or {"error": why}."""
     offsets: dict[str, Any] = {}
     for name in cluster.agents:
         try:
@@ -29,7 +29,7 @@ def _offsets(cluster: Cluster) -> dict[str, Any]:
 
 
 def _offset(cluster: Cluster, name: str) -> dict[str, float]:
-    """By the sample with the shortest way there and back: what the way took is all that we do not know."""
+    """Use the sample with the shortest round trip, because only the time of the way is unknown."""
     samples = []
     for _ in range(_SAMPLES):
         begun, before = time.monotonic(), time.time()
@@ -51,7 +51,7 @@ def _skew(seen: Seen, nodes: Sequence[str]) -> Iterator[Finding]:
             known[node] = one
     if not known:
         return
-    # Ours is one more clock: where there are three or more, one that is wrong does not move the middle.
+    # This machine's clock counts too. With three or more clocks, one wrong clock does not change the median.
     clocks = [0.0, *(one["ahead_seconds"] for one in known.values())]
     middle = median_low(clocks) if len(clocks) > 2 else 0.0
     for node, one in known.items():
@@ -70,7 +70,7 @@ def _skew(seen: Seen, nodes: Sequence[str]) -> Iterator[Finding]:
 
 
 def _set_again(seen: Seen, node: str) -> str:
-    """A daemon that runs moves a clock slowly if at all; where none runs, set-up starts one, unless it may not."""
+    """Return a line that sets the clock. A running daemon moves it slowly; if none runs, set-up may start one."""
     try:
         service = seen.node(node, "time_service")
     except NotSeenError:
@@ -104,7 +104,7 @@ def _kept(seen: Seen, node: str) -> Iterator[Finding]:
     else:
         daemon = service["daemons"][0]
         remedy = f"ssh {{login}} '{_SOURCES.get(daemon, f'systemctl status {daemon}')}'  # does it reach a server?"
-        yield Finding("warn", (node,), f"{daemon} runs, and has not set the clock yet", "synchronized", remedy=remedy)
+        yield Finding("warn", (node,), f"{daemon} runs, but has not set the clock yet", "synchronized", remedy=remedy)
 
 
 _SOURCES = {
@@ -124,8 +124,8 @@ CHECKS = (
         "cluster",
         _skew,
         uses=("clock", "time_service"),
-        looks=f"{_SAMPLES} questions for the time over the open connection; the one with the shortest way counts, and "
-        "half of that way is taken off. Compared with the middle one of all clocks.",
+        looks=f"{_SAMPLES} queries of the time over the open connection. The one with the shortest round trip counts, "
+        f"less half of that trip. The clocks are compared with their median.",
         why="NFS compares times of files, certificates expire, and logs of several nodes cannot be read together.",
         tag="time",
         needs=BY_SSH,
@@ -133,15 +133,15 @@ CHECKS = (
     ),
     Check(
         "CLK02",
-        "somebody keeps the clock",
+        "a time daemon sets the clock",
         "quick",
         "node",
         _kept,
         uses=("time_service",),
         alone=True,
         remedy_alone="sudo timedatectl set-ntp true",
-        looks="timedatectl show, else chronyc tracking; systemctl is-active of the usual daemons.",
-        why="A clock that nobody keeps drifts by seconds a week.",
+        looks="timedatectl show, or else chronyc tracking; systemctl is-active of the usual daemons.",
+        why="A clock that no daemon sets drifts by seconds a week.",
         tag="time",
         needs=(*BY_SSH, "CLK01"),
         fault="none on a bed, whose nodes have their host's clock: judged on made-up answers",

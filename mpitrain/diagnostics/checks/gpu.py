@@ -1,4 +1,4 @@
-"""NVIDIA cards: are all there, does the driver answer, are they well, and does a job see them."""
+"""NVIDIA cards: are all present, does the driver answer, are they healthy, and does a job see them?"""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mpitrain.diagnostics.check import BY_SSH, Ask, Check, Finding, NotHereError
 from mpitrain.diagnostics.collect import ClusterStep, PairStep
 from mpitrain.diagnostics.remedies import as_user
 
-# Bits of the reasons why a card's clocks are low, as in nvml.h.
+# The bits for the reasons why a card's clocks are low, as in nvml.h.
 _SLOWDOWNS = {
     0x08: "hardware slowdown",
     0x20: "software thermal slowdown",
@@ -18,7 +18,7 @@ _SLOWDOWNS = {
     0x80: "power brake of the power supply",
 }
 _POWER_CAP = 0x04
-# Events after which a card needs a reset or a repair, by NVIDIA's table of Xids.
+# The events after which a card needs a reset or a repair, from NVIDIA's table of Xids.
 _GRAVE_XIDS = {
     "48": "double-bit ECC error",
     "63": "a row is to be remapped",
@@ -29,7 +29,7 @@ _GRAVE_XIDS = {
     "95": "uncontained ECC error",
     "119": "the card's firmware does not answer",
 }
-_RESET_XIDS = ("63", "94")  # done with after the next reset
+_RESET_XIDS = ("63", "94")  # the next reset clears these
 
 
 def _gpu(seen: Seen, node: str) -> dict[str, Any]:
@@ -45,13 +45,13 @@ def _driver(seen: Seen, node: str) -> Iterator[Finding]:
         return
     problem = gpu["problem"]
     if "version mismatch" in problem:
-        remedy = "ssh {login} sudo reboot  # then keep updates away: sudo apt-mark hold the packages of the driver"
+        remedy = "ssh {login} sudo reboot  # then prevent updates: sudo apt-mark hold the packages of the driver"
     elif not gpu["loaded"]:
         remedy = "ssh {login} 'sudo modprobe nvidia; sudo dmesg | grep -i -e nvidia -e nvrm | tail'"
     elif "nvidia-smi: No such file" in problem:
         remedy = "install nvidia-smi on {node}: it is in the package nvidia-utils (or nvidia-smi) of the driver"
     else:
-        remedy = "ssh {login} 'sudo dmesg | grep -i nvrm | tail'  # a card that is lost comes back by a restart"
+        remedy = "ssh {login} 'sudo dmesg | grep -i nvrm | tail'  # a lost card comes back after a restart"
     yield Finding("fail", (node,), f"the driver does not answer: {problem}", "an answer of nvidia-smi", remedy=remedy)
 
 
@@ -117,7 +117,7 @@ def _health(seen: Seen, node: str) -> Iterator[Finding]:
             said = f"the kernel's log has Xid {number} ({_GRAVE_XIDS[number]}): {line}"
             yield Finding(verdict, (node,), said, "none since its start", remedy=_RESTART)
     if gpu["xids"] is None:
-        yield Finding("skip", (node,), "the kernel's log may not be read, so Xid events were not looked for")
+        yield Finding("skip", (node,), "the kernel's log may not be read, so Xid events cannot be found")
 
 
 _RESTART = "ssh {login} sudo reboot  # when no job runs; if it comes back: https://docs.nvidia.com/deploy/xid-errors/"
@@ -145,7 +145,7 @@ def _throttle(seen: Seen, node: str) -> Iterator[Finding]:
             yield Finding("warn", (node,), said, "not while it is idle", remedy=remedy)
         if card["is_persistent"] is False:
             remedy = "ssh {login} sudo systemctl enable --now nvidia-persistenced"
-            said = f"card {card['index']} has persistence off: its driver is loaded anew for every job"
+            said = f"card {card['index']} has persistence off: its driver is loaded again for every job"
             yield Finding("warn", (node,), said, "on", remedy=remedy)
 
 
@@ -158,7 +158,7 @@ def _cupy(seen: Seen, node: str) -> Iterator[Finding]:
     elif cupy["fails"]:
         yield Finding("fail", (node,), f"CuPy {cupy['version']} fails: {cupy['fails']}", f"{cards}, as nvidia-smi")
     elif cupy["chosen"] is not None and seen.target.is_here:
-        raise NotHereError("CUDA_VISIBLE_DEVICES says which cards are to be used")
+        raise NotHereError("CUDA_VISIBLE_DEVICES limits the cards")
     elif len(cupy["cards"]) != cards:
         yield Finding("fail", (node,), f"CuPy sees {len(cupy['cards'])} cards", f"{cards}, as nvidia-smi")
 
@@ -167,8 +167,8 @@ def _has_cupy(seen: Seen, node: str) -> Iterator[Finding]:
     cards, cupy = len(_gpu(seen, node)["cards"]), seen.node(node, "cupy")
     if cards and cupy is None:
         remedy = as_user(seen, seen.target.python, "-m", "pip", "install", "cupy-cuda13x")
-        observed = f"{cards} NVIDIA cards, and no CuPy in the Python of jobs"
-        yield Finding("warn", (node,), observed, "CuPy, where models are of its arrays", f"{remedy}  # for CUDA 13")
+        observed = f"{cards} NVIDIA cards, but no CuPy in the Python of jobs"
+        yield Finding("warn", (node,), observed, "CuPy, for models that use its arrays", f"{remedy}  # for CUDA 13")
     if cupy is None or "problem" in cupy:
         return
     driver, runtime = cupy["driver"], cupy["runtime"]
@@ -179,7 +179,7 @@ def _has_cupy(seen: Seen, node: str) -> Iterator[Finding]:
 
 
 def cuda_version(number: int) -> str:
-    """13020 as "13.2"."""
+    """Format 13020 as "13.2"."""
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
@@ -198,7 +198,7 @@ CHECKS = (
         _driver,
         uses=("gpu",),
         alone=True,
-        looks="nvidia-ml-py where the node's Python has it, else nvidia-smi.",
+        looks="nvidia-ml-py if the node's Python has it, or else nvidia-smi.",
         why="After an update the library is newer than the running driver, and no job can use a card until a restart.",
         remedy="ssh {login} nvidia-smi",
         needs=BY_SSH,
@@ -211,7 +211,7 @@ CHECKS = (
         _inventory,
         uses=("gpu",),
         looks="Cards on the PCI bus (vendor 10de), cards that answer, their names, the driver's version.",
-        why="A card that is missing makes a rank fail or take its neighbour's; a smaller one slows all ranks.",
+        why="With a missing card, a rank fails or takes another rank's; a smaller card slows all ranks.",
         remedy="ssh {login} nvidia-smi -q",
         needs=(*BY_SSH, "GPU02"),
     ),
@@ -224,7 +224,7 @@ CHECKS = (
         uses=("gpu",),
         alone=True,
         looks="Uncorrected ECC errors, remapped rows, and Xid events in the kernel's log.",
-        why="A card with such errors ends jobs, or computes what is wrong.",
+        why="A card with such errors ends jobs, or computes wrong results.",
         remedy="ssh {login} nvidia-smi -q",
         needs=(*BY_SSH, "GPU02"),
     ),
@@ -236,7 +236,7 @@ CHECKS = (
         _throttle,
         uses=("gpu",),
         alone=True,
-        looks="The reasons for low clocks, by bits; temperature; persistence mode.",
+        looks="The bits for the reasons of low clocks; temperature; persistence mode.",
         why="Every rank waits for the slowest card.",
         remedy="ssh {login} nvidia-smi -q",
         needs=(*BY_SSH, "GPU02"),
@@ -249,9 +249,9 @@ CHECKS = (
         _cupy,
         uses=("gpu", "cupy"),
         alone=True,
-        looks="In a child, by CuPy of the jobs' environment: the cards that it sees, against those of nvidia-smi, and "
-        "a sum on the first.",
-        why="A library that was built for another CUDA sees none, and training goes on without, or not at all.",
+        looks="In a child, with CuPy of the jobs' environment: the cards that it sees, against those of nvidia-smi, "
+        "and a sum on the first.",
+        why="A library that was built for another CUDA sees no cards. Training then runs without them, or not at all.",
         remedy="ssh {login} 'env | grep CUDA_VISIBLE_DEVICES; nvidia-smi'  "
         "# is it built for another CUDA than this driver has?",
         needs=(*BY_SSH, "PRB02", "USR01", "GPU02"),
@@ -264,9 +264,10 @@ CHECKS = (
         _has_cupy,
         uses=("gpu", "cupy"),
         alone=True,
-        looks="Whether the jobs' environment has CuPy where there are NVIDIA cards; the CUDA of the driver and "
+        looks="Whether the jobs' environment has CuPy if there are NVIDIA cards; the CUDA versions of the driver and "
         "of CuPy.",
-        why="Without it models of its arrays run on the processor only; it can use no card by an older driver.",
+        why="Without CuPy, models that use its arrays run only on the processor. With an older driver it can use no "
+        "card.",
         needs=(*BY_SSH, "PRB02", "USR01", "GPU02"),
         fault="none on a bed, which has no GPU: judged on made-up answers",
     ),

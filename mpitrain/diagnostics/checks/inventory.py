@@ -1,4 +1,4 @@
-"""Do the inventory and this machine have what is needed."""
+"""The inventory and this machine: do they have what the checks need?"""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _inventory(seen: Seen, _names: Sequence[str]) -> Iterator[Finding]:
             observed = f"its address is {host.address}"
             yield Finding("fail", (host.name,), observed, "an address that the other nodes can reach")
     if len(hosts) == 1:
-        yield Finding("skip", (), "the inventory has one node, so nothing between nodes can be checked")
+        yield Finding("skip", (), "the inventory has only one node, so nothing between nodes can be checked")
 
 
 def _control(seen: Seen, _names: Sequence[str]) -> Iterator[Finding]:
@@ -37,7 +37,8 @@ CHECKS = (
         "quick",
         "cluster",
         _inventory,
-        looks="The inventory: unique names, unique addresses, one head; what cannot be read ends it with code 2.",
+        looks="The inventory: unique names, unique addresses, one head. An unreadable inventory ends the run with code "
+        "2.",
         why="Ansible, mpiexec and the checks all take the nodes from it.",
         remedy="edit the inventory; `ip -brief address` on {node} shows its addresses",
     ),
@@ -47,7 +48,7 @@ CHECKS = (
         "quick",
         "cluster",
         _control,
-        looks="ssh and ansible-playbook beside this Python or on PATH.",
+        looks="ssh and ansible-playbook, beside this Python or on PATH.",
         why="Most repairs are a line of ansible-playbook.",
     ),
 )

@@ -1,4 +1,4 @@
-"""Are the launcher and the library that mpi4py loads of one MPI."""
+"""The launcher and the library that mpi4py loads: do they belong to the same MPI?"""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpitrain.launch.libraries import VENDOR_NAMES, can_launch, mpiexec_of_text,
 
 
 def family(programs: Mapping[str, Any]) -> tuple[str, str]:
-    """What is wrong with a node's launcher and library: "" if nothing, else verdict and words."""
+    """Return verdict and text if something is wrong with a node's launcher and library; otherwise two empty texts."""
     launcher, library = programs["mpiexec"], programs["mpi"]
     if "why" in library:
         return "fail", f"mpi4py cannot load an MPI library: {library['why']}"
@@ -22,7 +22,7 @@ def family(programs: Mapping[str, Any]) -> tuple[str, str]:
         return "fail", f"{launcher['path']} does not run: {launcher['why']}"
     mpiexec = mpiexec_of_text(launcher["path"], launcher["text"])
     vendor, version = vendor_of_library(library["library"]), _version(library["library"])
-    both = f"{mpiexec.path} is of {VENDOR_NAMES[mpiexec.vendor]} {mpiexec.version}".rstrip()
+    both = f"{mpiexec.path} belongs to {VENDOR_NAMES[mpiexec.vendor]} {mpiexec.version}".rstrip()
     both += f", mpi4py loads {VENDOR_NAMES[vendor]} {version}".rstrip()
     if not can_launch(mpiexec.vendor, vendor):
         return "fail", both
@@ -32,7 +32,7 @@ def family(programs: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _pip(seen: Seen, programs: Mapping[str, Any]) -> str:
-    """What installs the part that is missing or of another MPI, on a machine that no set-up made."""
+    """Return a line that installs the missing or wrong part, on a machine that was not set up by mpitrain."""
     if "why" in programs["mpi"]:
         return f"{seen.target.python} -m pip install mpi4py mpich"
     is_open_mpi = vendor_of_library(programs["mpi"]["library"]) == "openmpi"
@@ -57,7 +57,7 @@ def _one_family(seen: Seen, name: str) -> Iterator[Finding]:
 
 
 def _remedy(seen: Seen, programs: Mapping[str, Any]) -> str:
-    """Empty where set-up's own tag repairs it."""
+    """Return a line for the repair; empty if set-up's own tag repairs it."""
     if seen.target.is_here:
         return _pip(seen, programs)
     if "why" in programs["mpi"] and not _is_broken_everywhere(seen):
@@ -66,7 +66,7 @@ def _remedy(seen: Seen, programs: Mapping[str, Any]) -> str:
 
 
 def _is_broken_everywhere(seen: Seen) -> bool:
-    """Whether no node can load the library: then it is the share's, and not something of one node's own."""
+    """Whether no node can load the library: then the fault is on the share, not on one node."""
     answers = [seen.nodes.get(name, {}).get("programs", {}) for name in seen.target.names]
     return all("why" in one["mpi"] for one in answers if "mpi" in one)
 
@@ -74,7 +74,7 @@ def _is_broken_everywhere(seen: Seen) -> bool:
 def _on_path(seen: Seen, name: str) -> Iterator[Finding]:
     programs = seen.node(name, "programs")
     if not seen.target.is_here:
-        raise NotHereError("a job over several nodes takes the mpiexec in PATH, which MPI01 is about")
+        raise NotHereError("a job over several nodes takes the mpiexec in PATH, which MPI01 checks")
     if not programs["on_path"]:
         raise NotHereError("PATH has no other mpiexec")
     if "why" in programs["mpi"]:
@@ -97,14 +97,14 @@ CLUSTER: dict[str, ClusterStep] = {}
 CHECKS = (
     Check(
         "MPI01",
-        "mpiexec and the library that mpi4py loads are of one MPI",
+        "mpiexec and the library that mpi4py loads belong to the same MPI",
         "quick",
         "node",
         _one_family,
         uses=("programs",),
         alone=True,
-        looks="Through a job's shell: mpiexec --version, and MPI.Get_library_version() in a child.",
-        why="With a launcher of another MPI every rank thinks that it is alone, and all end with code 0.",
+        looks="In a job's shell: mpiexec --version, and MPI.Get_library_version() in a child.",
+        why="With a launcher of another MPI, every rank runs alone, and all end with code 0.",
         tag="runtime",
         needs=("PRB01", "NFS01", "NFS02", "NFS03", "ENV01", "ENV02", "ENV03"),
         needs_head=("NFS09",),
@@ -112,13 +112,13 @@ CHECKS = (
     ),
     Check(
         "MPI06",
-        "the mpiexec that a shell finds is of the same MPI too",
+        "the mpiexec that a shell finds belongs to the same MPI too",
         "quick",
         "node",
         _on_path,
         uses=("programs",),
         alone=True,
-        looks="Of one machine: mpiexec --version of the first in PATH, where `mpitrain run` takes another.",
+        looks="On a single machine: mpiexec --version of the first in PATH, if `mpitrain run` takes another.",
         why="`mpiexec -n 4 python train.py` would run four jobs of one rank; `mpitrain run` does not.",
         needs=("PRB01", "MPI01"),
         fault="an mpiexec of another family in PATH before the environment's",

@@ -1,4 +1,4 @@
-"""What jobs that are dead have left. Nothing is ended or removed here."""
+"""The remains of dead jobs. These checks end and remove nothing."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from mpitrain.diagnostics.check import BY_SSH, Ask, Check, Finding, Seen
 from mpitrain.diagnostics.collect import ClusterStep, PairStep
 from mpitrain.diagnostics.remedies import over_ssh
 
-# What MPICH, Intel MPI and Open MPI (4, 5) call their files there.
+# The names of the files of MPICH, Intel MPI and Open MPI (4, 5) in /dev/shm.
 SHM_PATTERNS = ("mpich_shm_*", "Intel_MPI_*", "vader_segment.*", "sm_segment.*")
-# A pattern would also take files of other users, and of jobs that have begun since; so each is named.
+# The remedy names each file, because a pattern would also remove files of other users and of newer jobs.
 _NAMED = 100
 _SHOWN = 4
 
@@ -45,7 +45,7 @@ def _files(seen: Seen, node: str) -> Iterator[Finding]:
 
 
 def _sudo(seen: Seen) -> tuple[str, ...]:
-    """Whoever looks at one machine has left these."""
+    """Return sudo and the shared user, or nothing on a single machine, where the files belong to the user who looks."""
     return () if seen.target.is_here else ("sudo",)
 
 
@@ -80,7 +80,7 @@ CHECKS = (
         alone=True,
         looks="Processes of the shared user that a launcher started as ranks (by their environment) and whose parent "
         "is gone; daemons of Hydra whose parent is gone.",
-        why="They go on using processors and memory, and may hold the ports of the next job.",
+        why="They still use processors and memory, and may hold the ports of the next job.",
         needs=_NEEDS,
         fault="mpiexec and its daemon killed, the ranks left",
     ),
@@ -93,8 +93,8 @@ CHECKS = (
         uses=("leftovers",),
         alone=True,
         looks="Files of MPI libraries in /dev/shm that belong to the shared user and that none of its processes maps.",
-        why="They take memory from the next job until somebody removes them.",
+        why="They take memory from the next job until they are removed.",
         needs=_NEEDS,
-        fault="a file of MPICH in /dev/shm that nobody maps",
+        fault="a file of MPICH in /dev/shm that no process maps",
     ),
 )

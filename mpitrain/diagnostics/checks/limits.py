@@ -1,4 +1,4 @@
-"""What a node lets a job have: files, locked memory, memory, processors, disk, and shared memory that stays."""
+"""The limits of a node for jobs: files, locked memory, memory, processors, disk, and shared memory that stays."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from contextlib import suppress
 from mpitrain.diagnostics.check import BY_SSH, Ask, Check, Finding, NotHereError, NotSeenError, Seen
 from mpitrain.diagnostics.collect import ClusterStep, PairStep
 
-# What Python, MPI and data take, and connections to each rank of the cluster, of which some libraries open several.
+# The files that Python, MPI and data need; and the connections to each rank, of which some libraries open several.
 _OWN_FILES = 64
 _FILES_A_RANK = 4
-_FEW_FILES = 1024  # what Linux gives by itself; fewer were taken away by somebody
-_TINY_LOCKED_BYTES = 8 << 20  # what Linux gives by itself: 64 KiB, 8 MiB since 5.16
+_FEW_FILES = 1024  # Linux's default; a lower limit was set by a person
+_TINY_LOCKED_BYTES = 8 << 20  # Linux's default: 64 KiB, 8 MiB since 5.16
 _ENOUGH_LOCKED_BYTES = 16 << 30
 _NO_MEMORY_BYTES = 256 << 20
 _LITTLE_MEMORY_BYTES = 512 << 20
-# Computing by others, as a part of all processors.
+# The computation by other processes, as a part of all processors.
 _BUSY = 0.25
 _NO_ROOM_BYTES = 64 << 20
 _LITTLE_ROOM_BYTES = 2 << 30
@@ -58,7 +58,7 @@ def _locked_memory(seen: Seen, node: str) -> Iterator[Finding]:
     if not shell["has_rdma"]:
         raise NotHereError("there is no RDMA device, and nothing else locks much memory")
     if most is not None and most < _ENOUGH_LOCKED_BYTES:
-        observed = f"there is an RDMA device, and a job may lock {most / 1024:,.0f} KiB of memory"
+        observed = f"there is an RDMA device, but a job may lock only {most / 1024:,.0f} KiB of memory"
         is_fatal = most <= _TINY_LOCKED_BYTES and not seen.target.is_here  # ranks of one machine need no RDMA
         yield Finding("fail" if is_fatal else "warn", (node,), observed, "unlimited")
 
@@ -69,28 +69,28 @@ def _memory(seen: Seen, node: str) -> Iterator[Finding]:
     if free is None or size is None:
         raise NotSeenError("/proc/meminfo does not say how much memory is available")
     if free < _LITTLE_MEMORY_BYTES:
-        observed = f"{_mib(free)} of {_mib(size)} memory are available"
+        observed = f"{_mib(free)} of {_mib(size)} of memory is available"
         yield Finding("fail" if free < _NO_MEMORY_BYTES else "warn", (node,), observed, _mib(_LITTLE_MEMORY_BYTES))
 
 
 def _processors(seen: Seen, node: str) -> Iterator[Finding]:
     processors = seen.node(node, "processors")
     machine, usable, quota = processors["machine"], processors["usable"], processors["quota"]
-    # Alone, it is who started us that chose the processors.
+    # On a single machine, the caller has chosen the processors.
     if usable < machine and not seen.target.is_here:
         yield Finding(
             "fail" if usable == 1 else "warn",
             (node,),
-            f"what logs in may use {usable} of {machine} processors",
+            f"a login may use {usable} of {machine} processors",
             "all",
             remedy="ssh {login} 'systemctl show ssh sshd user.slice -p CPUAffinity -p AllowedCPUs; "
-            "taskset -cp $(pgrep -o sshd)'  # take the restriction away, then restart ssh",
+            "taskset -cp $(pgrep -o sshd)'  # remove the restriction, then restart ssh",
         )
     elif quota is not None and quota < usable:
         remedy = "ssh {login} 'systemctl show user.slice ssh sshd -p CPUQuotaPerSecUSec'"
-        said = f"{usable} processors are usable, but time only for {quota:g}"
+        said = f"{usable} processors are usable, but the quota has time for only {quota:g}"
         remedy = f"{remedy}  # or docker run --cpus"
-        if seen.target.is_here:  # NumPy starts a thread for each core, and all are stopped when the time is used up
+        if seen.target.is_here:  # NumPy starts a thread for each core, and all are stopped when the quota is used up
             remedy = f"export OMP_NUM_THREADS={max(1, int(quota))}"
         yield Finding("warn", (node,), said, "time for all of them", remedy=remedy)
     cores = sum(one["cores"] for one in processors["busy"])
@@ -130,7 +130,7 @@ def _governors(seen: Seen, nodes: Sequence[str]) -> Iterator[Finding]:
     common = max(governors.values(), key=lambda one: (list(governors.values()).count(one), one == ("performance",)))
     for node, own in governors.items():
         if not own:
-            yield Finding("skip", (node,), "it does not set the speed of its processors")
+            yield Finding("skip", (node,), "the node does not set the speed of its processors")
         elif node in slow or (wants_performance and own != ("performance",)) or (own != common and common):
             allowed = (
                 "performance" if wants_performance or node in slow else f"{' and '.join(common)}, as on the others"
@@ -184,16 +184,16 @@ CHECKS = (
         _open_files,
         uses=("shell", "processors"),
         alone=True,
-        looks="ulimit -n in the shell that mpiexec gets through ssh, which reads no profile: fails below 64 + 4 for "
-        "each processor of the cluster, warns below 1024. Set-up gives 65536 (mpitrain_nofile).",
-        why="A rank has several connections to every other rank, beside its data files.",
+        looks="ulimit -n in the shell that mpiexec gets through ssh, which reads no profile. The check fails below 64 "
+        "+ 4 for each processor of the cluster, and warns below 1024. Set-up gives 65536 (mpitrain_nofile).",
+        why="A rank has several connections to every other rank, in addition to its data files.",
         tag="limits",
         needs=(*_JOB, "SSH09"),
         fault="nofile 64 for the shared user",
     ),
     Check(
         "LIM02",
-        "a job may lock memory, where there is RDMA",
+        "a job may lock memory, if there is RDMA",
         "quick",
         "node",
         _locked_memory,
@@ -201,7 +201,7 @@ CHECKS = (
         alone=True,
         remedy_alone=_LOCK_ALL,
         looks="ulimit -l in the same shell; /sys/class/infiniband.",
-        why="RDMA sends from locked memory only; MPI fails at larger messages, or goes back to TCP.",
+        why="RDMA sends only from locked memory. MPI fails with larger messages, or falls back to TCP.",
         tag="limits",
         needs=(*_JOB, "SSH09"),
         fault="none on a bed, which has no RDMA: judged on made-up answers",
@@ -215,7 +215,7 @@ CHECKS = (
         uses=("resources",),
         alone=True,
         looks="MemAvailable in /proc/meminfo.",
-        why="The kernel ends the largest process where memory runs out, and that is a rank.",
+        why="If memory runs out, the kernel ends the largest process, which is a rank.",
         remedy="ssh {login} 'ps -eo pid,user,rss,args --sort -rss | head'  # end what is not needed",
         needs=BY_SSH,
         fault="none on a bed, whose memory is the host's: judged on made-up answers",
@@ -228,8 +228,9 @@ CHECKS = (
         _processors,
         uses=("processors",),
         alone=True,
-        looks="The affinity of a login against that of process 1, the quota of its cgroup, and processes that computed "
-        "for 5 s or more, for a good part of their life, and still do. A short burst, as of a check, is none.",
+        looks="The affinity of a login against that of process 1, the quota of its cgroup, and processes that have "
+        "computed for 5 s or more, for a good part of their life, and still do. A short burst, as of a check, does not "
+        "count.",
         why="Every rank waits for the slowest one.",
         needs=_JOB,
         fault="sshd bound to one processor; two processes that compute",
@@ -243,8 +244,8 @@ CHECKS = (
         uses=("resources",),
         alone=True,
         remedy_alone=_KEEP_IPC,
-        looks="RemoveIPC as systemd-logind has it now.",
-        why="logind would take the shared memory of a job that runs as soon as the last login of its user ends.",
+        looks="The present value of systemd-logind's RemoveIPC.",
+        why="logind would remove the shared memory of a running job when the last login of its user ends.",
         tag="limits",
         needs=BY_SSH,
         fault="RemoveIPC=yes",
@@ -256,8 +257,8 @@ CHECKS = (
         "cluster",
         _governors,
         uses=("resources",),
-        looks="scaling_governor of every processor; other ones than performance only count where tuning was asked for, "
-        "where nodes differ, or where it is acpi-cpufreq's powersave.",
+        looks="scaling_governor of every processor. A governor other than performance counts only if tuning was "
+        "requested, if nodes differ, or if it is acpi-cpufreq's powersave.",
         why="Every rank waits for the slowest one.",
         remedy="{set_up} --tags tuning --limit {limit} -e mpitrain_tuning=true",
         needs=BY_SSH,
@@ -272,7 +273,7 @@ CHECKS = (
         uses=("resources",),
         alone=True,
         looks="statvfs of / and /tmp: bytes, inodes, read-only.",
-        why="MPI and Python put sockets and files into /tmp; where it is full they fail with strange messages.",
+        why="MPI and Python put sockets and files into /tmp. If it is full, they fail with misleading messages.",
         needs=BY_SSH,
         fault="/tmp full",
     ),

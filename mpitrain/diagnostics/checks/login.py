@@ -1,4 +1,4 @@
-"""Does the login from this machine work: sshd there, the key, the host key, and a Python that runs our probe."""
+"""The login from this machine: sshd on the node, the key, the host key, and a Python that runs the probe."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _failed(seen: Seen, name: str, *kinds: str) -> Iterator[Finding]:
 def _reached(seen: Seen, name: str) -> Iterator[Finding]:
     yield from _failed(seen, name, "login")
     login = seen.node(name, "login")
-    # A busy machine is slow in everything, which is no fault of the login.
+    # A busy machine is slow in everything, which is not a fault of the login.
     if login.get("seconds", 0.0) > _SLOW_SECONDS * login.get("patience", 1.0):
         yield Finding("warn", (name,), f"a login takes {login['seconds']:.1f} s", f"less than {_SLOW_SECONDS:g} s")
 
@@ -43,7 +43,7 @@ def _host_key(seen: Seen, name: str) -> Iterator[Finding]:
 
 
 def _known_key(seen: Seen, name: str) -> str | None:
-    """The fingerprint of a node's host key as it is known here, or as it has proved to have."""
+    """Return the fingerprint of a node's host key, as known here or as the node has proved."""
     key: str | None = seen.nodes.get(name, {}).get("login", {}).get("host_keys", {}).get("known")
     return key
 
@@ -60,16 +60,16 @@ def _probe(seen: Seen, name: str) -> Iterator[Finding]:
     if login.get("null"):
         device = "" if "mode" in login["null"] else "sudo rm -f /dev/null && sudo mknod /dev/null c 1 3 && "
         remedy = through_ssh("{login}", f"{device}sudo chmod 666 /dev/null")
-        yield Finding("fail", (name,), f"/dev/null is not everybody's: {login['null']}", "a device, mode 0666", remedy)
+        yield Finding("fail", (name,), f"/dev/null is not open to all: {login['null']}", "a device, mode 0666", remedy)
 
 
 def _becomes(seen: Seen, name: str) -> Iterator[Finding]:
     user, hello = seen.target.user, seen.node(name, "login").get("hello")
     if hello != user and seen.node(name, "sudo")["hangs"]:
-        yield Finding("fail", (name,), f"sudo, asked by {hello}, hangs", "yes or no, at once", _SUDO_HANGS)
+        yield Finding("fail", (name,), f"sudo, run by {hello}, hangs", "an answer at once", _SUDO_HANGS)
         return
     sections = seen.nodes[name]
-    # It may end in the middle of its answers.
+    # The probe may end in the middle of its answers.
     errors = [str(answer.get("error", "")) for answer in sections.values() if isinstance(answer, dict)]
     crowded = next((words for words in errors if "cannot become" in words and _TOO_MANY.search(words)), "")
     if crowded:
@@ -82,10 +82,10 @@ def _becomes(seen: Seen, name: str) -> Iterator[Finding]:
     if isinstance(answer, dict) and "cannot become" in str(answer.get("error")):
         yield Finding("fail", (name,), answer["error"], f"`sudo -n -u {user}`")
     else:
-        seen.node(name, "become")  # raises where it was not seen
+        seen.node(name, "become")  # raises if it was not seen
 
 
-# Of sudo, of Python, of env.
+# The messages of sudo, of Python and of env.
 _TOO_MANY = re.compile("can't start new thread|Resource temporarily unavailable|Cannot fork")
 # The last file that pam_limits reads, and a line for the user itself: it wins over all others.
 _MORE_PROCESSES = (
@@ -95,12 +95,12 @@ _LOOK = "ping -c 3 {address}  # if it answers, on its console: systemctl status 
 _SWAPPED = (
     "correct ansible_host in the inventory, or the addresses of the nodes; on the console of {node}: ip -brief address"
 )
-# What it waits for is as a rule another machine.
+# sudo usually waits for another machine.
 _SUDO_HANGS = "time getent group sudo wheel; journalctl -n 20 _COMM=sudo  # on the console of {node}: sssd, LDAP, DNS?"
-# What bash says of a startup file in which it ends before it runs the command.
+# bash's message about a startup file in which it ends before it runs the command.
 _STARTUP = re.compile(r"(/\S*bashrc): line ")
 _NO_PYTHON = (
-    "ssh {login} '/usr/bin/python3 --version | head -c 200'  # if that is no Python: "
+    "ssh {login} '/usr/bin/python3 --version | head -c 200'  # if that is not a Python: "
     "sudo apt-get install --reinstall -y python3-minimal, or sudo dnf reinstall -y python3"
 )
 _REMEDIES = {
@@ -130,20 +130,21 @@ CHECKS = (
         "node",
         _reached,
         uses=("login",),
-        looks="One login by ssh's own configuration and the inventory, with a deadline; never a bare probe of a port.",
+        looks="One login with ssh's own configuration and the inventory, with a deadline; never a bare probe of a "
+        "port.",
         why="Ansible and mpiexec start everything over ssh.",
         remedy=_LOOK,
         fault="sshd stopped; port 22 dropped; the node off",
     ),
     Check(
         "SSH03",
-        "the node's host key is the one that is known here",
+        "the node's host key is the known one",
         "quick",
         "node",
         _host_key,
         uses=("login",),
-        looks="The key that the node's sshd proves to have, against known_hosts; an unknown one is refused.",
-        why="Another key means that the node was installed anew, that addresses were swapped, or that someone listens.",
+        looks="The key that the node's sshd proves to have, against known_hosts. An unknown key is refused.",
+        why="Another key means a new installation of the node, swapped addresses, or an attacker in between.",
         remedy="compare on the console of {node}: ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub; if it is right: "
         "ssh-keygen -R {known_as} && mpitrain cluster trust {node}",
         needs=("SSH01",),
@@ -151,12 +152,12 @@ CHECKS = (
     ),
     Check(
         "SSH02",
-        "the node takes the key of the login",
+        "the node accepts the key of the login",
         "quick",
         "node",
         _key,
         uses=("login",),
-        looks="The same login: public keys only, no password is ever asked for.",
+        looks="The same login, with public keys only; it never asks for a password.",
         why="A job cannot type a password and would wait forever.",
         remedy="ssh-copy-id {login}",
         needs=("SSH01", "SSH03"),
@@ -169,11 +170,11 @@ CHECKS = (
         "node",
         _probe,
         uses=("login",),
-        looks="/usr/bin/python3, 3.8 or newer, gets the probe over the login and says hello; nothing is installed.",
-        why="Every other check of the node asks this probe, and Ansible needs the same Python.",
+        looks="/usr/bin/python3, 3.8 or newer, gets the probe over the login and answers; nothing is installed.",
+        why="Every other check of the node uses this probe, and Ansible needs the same Python.",
         remedy="ssh {login} 'sudo apt-get install -y python3 || sudo dnf install -y python3'",
         needs=("SSH01", "SSH03", "SSH02"),
-        fault="/usr/bin/python3 taken away, too old, or answering garbage",
+        fault="/usr/bin/python3 removed, too old, or answering garbage",
     ),
     Check(
         "PRB02",
@@ -182,8 +183,8 @@ CHECKS = (
         "node",
         _becomes,
         uses=("login", "sudo", "become", "account"),
-        looks="sudo -n true, with a deadline; then a second probe, by sudo -n -u USER; none if that is the login.",
-        why="What a job finds on a node, its limits, its keys, the share, is asked as the user whom it runs as.",
+        looks="sudo -n true, with a deadline; then a second probe with sudo -n -u USER, unless the login is that user.",
+        why="The limits, keys and share that a job finds on a node are examined as the user of the job.",
         remedy="ssh -t {login} sudo -l  # it needs a rule with NOPASSWD; or run this on the head, as {user}",
         needs=BY_SSH,
         fault="a sudo that hangs; nproc 5 for the shared user",

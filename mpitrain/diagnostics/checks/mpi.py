@@ -1,4 +1,4 @@
-"""Does a job over all nodes work: one world, exact sums, and an end when one rank dies."""
+"""A job over all nodes: does it form one world, make exact sums, and end when one rank dies?"""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ def _hello(seen: Seen, _names: Sequence[str]) -> Iterator[Finding]:
     if len(names) == 1:
         raise NotHereError("there is one node")
     allowed = f"one world of {len(names)} ranks, one on each node"
-    # What was said before MPI_Init tells who was started, what was said after it who got through.
+    # Output before MPI_Init shows which ranks were started, output after it which ones got through.
     sizes = Counter(said["size"] for words in job["said"].values() for said in words if "size" in said)
     alone = sum(count for size, count in sizes.items() if size != len(names))
     if alone:
-        text = f"{alone} ranks believe that their world has {', '.join(str(size) for size in sorted(sizes))} ranks"
+        text = f"{alone} ranks report a world of {', '.join(str(size) for size in sorted(sizes))} ranks"
         yield Finding("fail", (), text, allowed)
         return
     silent = [rank for rank in range(len(names)) if word(job, rank, "size") is None]
     absent = [rank for rank in silent if word(job, rank, "host") is None]
-    for rank in absent or silent:  # where one did not begin, the others wait for it
-        state = "no rank began" if absent else "its rank began, and did not get through MPI_Init"
+    for rank in absent or silent:  # if one did not begin, the others wait for it
+        state = "no rank began" if absent else "its rank began, but did not get through MPI_Init"
         yield Finding("fail", (names[rank],), f"{state}; {end(job)}", allowed)
     if sum(sizes.values()) < len(names):
         return
@@ -65,7 +65,7 @@ def _exact(seen: Seen, _names: Sequence[str]) -> Iterator[Finding]:
         raise NotHereError("there is one node")
     steps = word(job, 0, "steps")
     if steps is None:
-        raise NotSeenError(f"the job did not come to it: {end(job)}")
+        raise NotSeenError(f"the job ended before it: {end(job)}")
     for rank, name in enumerate(names):
         done = [(said["step"], said["is_right"]) for said in job["said"].get(str(rank), []) if "step" in said]
         wrong = [step for step, is_right in done if not is_right]
@@ -83,7 +83,7 @@ def _death(seen: Seen, _names: Sequence[str]) -> Iterator[Finding]:
         raise NotHereError("there is one node")
     last = len(names) - 1
     if word(job, last, "dies") is None:
-        raise NotSeenError(f"no rank came so far as to die: {end(job)}")
+        raise NotSeenError(f"the job ended before a rank could be killed: {end(job)}")
     if job["code"] in (124, 137):
         text = f"mpiexec did not end by itself within {job['seconds']:.0f} s of its start, after a rank was killed"
         yield Finding("fail", (), text, f"an end within {GONE_SECONDS:g} s")
@@ -94,7 +94,7 @@ def _death(seen: Seen, _names: Sequence[str]) -> Iterator[Finding]:
         elif left:
             text = f"{len(left)} processes of a dead job are left: {'; '.join(left)[:200]}"
             remedy = f"ssh {{login}} sudo kill -9 {' '.join(one.split(' ')[0] for one in left)}"
-            yield Finding("fail", (name,), text, f"none {GONE_SECONDS:g} s after", remedy)
+            yield Finding("fail", (name,), text, f"none after {GONE_SECONDS:g} s", remedy)
 
 
 _HAND = "ssh {login} 'sudo -iu {user} mpiexec -n 1 hostname'  # as the job is started; then the same from the head"
@@ -102,7 +102,7 @@ _MTU = (
     "large messages are lost: compare `ip link` (MTU) of the nodes with the switch; mpitrain check-cluster --only NET03"
 )
 _WRONG = (
-    "run again with UCX_TLS=tcp,self (MPICH) or OMPI_MCA_pml=ob1 (Open MPI); if it is right then, the fast path is not"
+    "run again with UCX_TLS=tcp,self (MPICH) or OMPI_MCA_pml=ob1 (Open MPI); if that is right, the fast path is faulty"
 )
 
 ASKS: tuple[Ask, ...] = ()
@@ -119,13 +119,14 @@ CHECKS = (
         "cluster",
         _hello,
         uses=("hello", "programs", "shell"),
-        looks="From the head as the shared user: mpiexec, one rank a node, with a deadline; each says host and size.",
-        why="This is what every job begins with; a wrong answer here is a wrong or endless job later.",
+        looks="From the head as the shared user: mpiexec, one rank per node, with a deadline; each reports host and "
+        "size.",
+        why="Every job begins like this; a wrong answer here means a wrong or endless job later.",
         remedy=_HAND,
         needs=_NEEDS,
         needs_head=("NFS09",),
         needs_all=True,
-        fault="a shell that holds up mpiexec's proxy on one node; a launcher that starts all ranks on the head",
+        fault="a shell that delays mpiexec's proxy on one node; a launcher that starts all ranks on the head",
     ),
     Check(
         "MPI03",
@@ -134,13 +135,13 @@ CHECKS = (
         "cluster",
         _exact,
         uses=("hello", "programs", "shell"),
-        looks="In the same job: Allreduce and Bcast of 1 B, 64 KiB, 4 MiB of whole numbers, against what is right.",
-        why="Small messages may pass where large ones are lost, and a wrong sum shows only as bad training.",
+        looks="In the same job: Allreduce and Bcast of 1 B, 64 KiB, 4 MiB of whole numbers, against the right results.",
+        why="Small messages may pass when large ones are lost, and a wrong sum shows only as bad training.",
         remedy=_WRONG,
         needs=(*_NEEDS, "MPI02"),
         needs_head=("NFS09",),
         needs_all=True,
-        fault="recorded answers with a wrong sum, and with one that never came",
+        fault="recorded answers with a wrong sum, and with a missing one",
     ),
     Check(
         "MPI04",
@@ -149,8 +150,9 @@ CHECKS = (
         "cluster",
         _death,
         uses=("death", "programs", "shell"),
-        looks="In another job one rank kills itself by SIGKILL; 10 s later nothing of the job may be left anywhere.",
-        why="What stays holds the processors, the memory and the ports of the next job.",
+        looks="In another job one rank kills itself with SIGKILL; 10 s later no process of the job may be left "
+        "anywhere.",
+        why="Processes that stay take the processors, the memory and the ports of the next job.",
         remedy="ssh {login} sudo -u {user} ps -fu {user}",
         needs=(*_NEEDS, "MPI02"),
         needs_head=("NFS09",),

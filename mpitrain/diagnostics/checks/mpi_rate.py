@@ -1,4 +1,4 @@
-"""How fast a sum over all nodes is, against the slowest way between two of them."""
+"""The speed of a sum over all nodes, against the slowest way between two of them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from mpitrain.diagnostics.collect import ClusterStep, PairStep
 from mpitrain.diagnostics.jobs import run_job
 
 _SECONDS = 60
-_SLOW = 0.25  # of the slowest way; a library's own ring reaches about half of it where cores are not the limit
+_SLOW = 0.25  # part of the slowest way's rate; a library's ring reaches about half, if cores are not the limit
 
 
 def bus_bytes_per_second(size_bytes: int, seconds: float, num_ranks: int) -> float:
-    """What each way must carry in each direction, whatever the algorithm: as nccl-tests counts it."""
+    """Return the bytes per second that each way must carry in each direction with any algorithm, as in nccl-tests."""
     return size_bytes / seconds * 2 * (num_ranks - 1) / num_ranks
 
 
@@ -23,7 +23,7 @@ def _rate(seen: Seen, names: Sequence[str]) -> Iterator[Finding]:
     job = seen.whole("allreduce")
     measured = [word for word in job["said"].get("0", []) if "size_bytes" in word]
     if not measured:
-        raise NotSeenError(f"the job said nothing, and ended with code {job['code']}: {job['error_text']}")
+        raise NotSeenError(f"the job printed nothing, and ended with code {job['code']}: {job['error_text']}")
     ways = [one["bytes_per_second"] for one in seen.whole("ways").values() if "bytes_per_second" in one]
     if not ways:
         raise NotSeenError("the ways between the nodes were not measured")
@@ -49,9 +49,9 @@ CHECKS = (
         "cluster",
         _rate,
         uses=("allreduce", "ways", "programs", "shell"),
-        looks="Allreduce of 1, 16 and 64 MiB by mpi4py, the best of 4; bus bandwidth as nccl-tests counts it, against "
+        looks="Allreduce of 1, 16 and 64 MiB with mpi4py, the best of 4; bus bandwidth as in nccl-tests, against "
         "the slowest way of PRF01.",
-        why="MPI may have taken another interface or a slower transport than the one that the nodes have.",
+        why="MPI may have taken another interface, or a slower transport, than the best one of the nodes.",
         remedy="mpitrain check-cluster --only NET01 --only NET02; and compare with UCX_TLS=tcp,self",
         needs=("MPI02", "MPI03", "PRF01"),
         needs_all=True,

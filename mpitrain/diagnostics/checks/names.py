@@ -1,4 +1,4 @@
-"""Do all nodes have the same view of who is who: host names, /etc/hosts, addresses, and no node a copy of another."""
+"""Names: do all nodes agree on host names, /etc/hosts and addresses, and is no node a copy of another?"""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpitrain.diagnostics.check import BY_SSH, Ask, Check, Finding, NotHereError
 from mpitrain.diagnostics.collect import ClusterStep, PairStep
 from mpitrain.diagnostics.remedies import on_each
 
-# What set-up writes around its lines of /etc/hosts.
+# The marks that set-up writes around its lines in /etc/hosts.
 _BEGIN, _END = "# BEGIN mpitrain cluster", "# END mpitrain cluster"
 
 
@@ -45,7 +45,7 @@ def _own_name(seen: Seen, node: str) -> Iterator[Finding]:
 def _not_loopback(seen: Seen, node: str) -> Iterator[Finding]:
     names = seen.node(node, "names")
     own = seen.target.addresses[node]
-    verdict: Verdict = "warn" if seen.target.is_here else "fail"  # alone, nobody is misled yet
+    verdict: Verdict = "warn" if seen.target.is_here else "fail"  # a single machine misleads no other yet
     if names["resolved"].get(node) is None and names["resolved"].get(names["hostname"]) is None:
         raise NotSeenError("the search for its own name did not end")
     for name in dict.fromkeys([node, names["hostname"]]):
@@ -69,7 +69,7 @@ def _same_view(seen: Seen, node: str) -> Iterator[Finding]:
             yield Finding("fail", (node,), observed, allowed, remedy=_DNS)
             continue
         if host.name == node:
-            # NAM02 is about those.
+            # NAM02 checks those.
             addresses = [one for one in addresses if not _is_loopback(one)] or [host.address]
         if not addresses:
             yield Finding("fail", (node,), f"the name {host.name} is not known", allowed)
@@ -85,7 +85,7 @@ def _same_view(seen: Seen, node: str) -> Iterator[Finding]:
 
 
 def _without_line(lines: Sequence[str], name: str, address: str) -> str:
-    """How to take the line of /etc/hosts away that gives a name a wrong address; or where else it comes from."""
+    """Return a line that removes a wrong address of a name from /etc/hosts, or that shows where else it comes from."""
     for number, line in enumerate(lines, 1):
         words = line.partition("#")[0].split()
         if name in words[1:] and _same(words[0], address):
@@ -100,7 +100,7 @@ def _block(seen: Seen, node: str) -> Iterator[Finding]:
     names = seen.node(node, "names")
     lines = [line.strip() for line in names["hosts"]]
     if not names["set_up"] and _BEGIN not in lines:
-        raise NotHereError("cluster/setup.yml did not write its /etc/hosts")
+        raise NotHereError("cluster/setup.yml did not write this node's /etc/hosts")
     if _BEGIN not in lines or _END not in lines[lines.index(_BEGIN) :]:
         yield Finding("fail", (node,), "/etc/hosts lacks the lines of set-up", "one for each node")
         return
@@ -150,7 +150,7 @@ def _no_copies(seen: Seen, nodes: Sequence[str]) -> Iterator[Finding]:
                 owners[identity, value].append(node)
     for (identity, value), same in owners.items():
         verdict, line, then = _COPIES[identity]
-        # One of them keeps it; the line is the same for all, so that they are one finding.
+        # One node keeps it. The line is the same for all, so that they are one finding.
         remedy = f"{on_each(seen, same[1:], line)}  {then}" if line else then
         for node in same if len(same) > 1 else ():
             yield Finding(
@@ -190,7 +190,7 @@ _COPIES: dict[str, tuple[Verdict, str, str]] = {
 }
 
 _SET_HOSTNAME = "{set_up} --tags hosts --limit {limit} -e mpitrain_set_hostname=true"
-# Debian's line of 127.0.1.1 goes, the name is taken out of the lines of loopback, and gets one of its own.
+# Remove Debian's line of 127.0.1.1, remove the name from the lines of loopback, and add a line for the name.
 _OWN_LINE = (
     r"sudo sed -i -E -e '/^127\.0\.1\.1\s/d' -e '/^127\./s/\s{node}(\s|$)/\1/g' /etc/hosts && "
     "echo '{address} {node}' | sudo tee -a /etc/hosts"
@@ -208,7 +208,7 @@ CHECKS = (
         _own_name,
         uses=("names",),
         looks="uname -n, up to its first dot, against the inventory.",
-        why="Launchers tell this machine from the others by its host name; MPI jobs hang or start on the wrong one.",
+        why="Launchers identify this machine by its host name. With a wrong name, MPI jobs hang or start elsewhere.",
         remedy=_SET_HOSTNAME,
         needs=BY_SSH,
         fault="hostname changed",
@@ -221,7 +221,8 @@ CHECKS = (
         _no_copies,
         uses=("names",),
         looks="/etc/machine-id, /etc/ssh/ssh_host_*_key.pub, and the MAC address of the interface with the address.",
-        why="Copies of one disk image share their identity: DHCP gives them one address, ssh cannot tell them apart.",
+        why="Copies of a disk image share their identity: DHCP gives them the same address, ssh cannot tell them "
+        "apart.",
         needs=BY_SSH,
         fault="the same machine-id on two nodes; the same host key on two nodes",
     ),
@@ -232,11 +233,11 @@ CHECKS = (
         "node",
         _own_address,
         uses=("names",),
-        looks="ip -j address: an interface that is up must have it.",
-        why="Ranks tell each other the addresses of their own interfaces; behind NAT nobody can answer those.",
+        looks="ip -j address: an interface that is up must have the address.",
+        why="Ranks tell each other the addresses of their own interfaces; behind NAT, no other node can reach those.",
         remedy="ssh {login} ip address  # then correct ansible_host in the inventory: did DHCP give another address?",
         needs=(*BY_SSH, "CON02"),
-        fault="none on a bed, where only the node's own addresses lead to it: judged on made-up answers",
+        fault="none on a bed, where a node can be reached only at its own addresses: judged on made-up answers",
     ),
     Check(
         "NAM04",
@@ -246,7 +247,7 @@ CHECKS = (
         _block,
         uses=("names",),
         looks="The block between the marks in /etc/hosts: one line for each node, as in the inventory.",
-        why="Without it names lead to other addresses on one node than on the others.",
+        why="Without the block, a name may lead to different addresses on different nodes.",
         tag="hosts",
         needs=BY_SSH,
         fault="a line of the block edited; the block removed",
@@ -260,7 +261,7 @@ CHECKS = (
         uses=("names",),
         alone=True,
         remedy_alone=_OWN_LINE,
-        looks="getaddrinfo of its own name, as programs ask.",
+        looks="getaddrinfo of the node's own name, as programs call it.",
         why="Gloo, torchrun and older MPIs tell the others this address, and those then connect to themselves.",
         tag="hosts",
         needs=(*BY_SSH, "NAM01"),
@@ -274,7 +275,7 @@ CHECKS = (
         _same_view,
         uses=("names",),
         looks="getaddrinfo of every name of the inventory, on every node.",
-        why="A name that leads elsewhere on one node alone breaks only those jobs that cross it.",
+        why="A name that leads elsewhere on one node breaks only the jobs that use that node.",
         tag="hosts",
         needs=(*BY_SSH, "NAM04"),
         fault="a wrong address of another node in /etc/hosts, outside of the block",
@@ -286,8 +287,8 @@ CHECKS = (
         "node",
         _cloud_init,
         uses=("names",),
-        looks="manage_etc_hosts in /etc/cloud/cloud.cfg and cloud.cfg.d; the last one counts.",
-        why="It would write /etc/hosts anew at the next start, and the names would be gone.",
+        looks="manage_etc_hosts in /etc/cloud/cloud.cfg and cloud.cfg.d; the last value counts.",
+        why="Otherwise cloud-init replaces /etc/hosts at the next start, and the names are gone.",
         tag="hosts",
         needs=BY_SSH,
         fault="manage_etc_hosts: true",

@@ -1,4 +1,4 @@
-"""The network that jobs use: routes, interfaces, packet sizes, ports, and the variables that choose among them."""
+"""The network of jobs: routes, interfaces, packet sizes, ports, and the variables that choose among them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mpitrain.launch.variables import port_ranges
 
 # Interfaces that lead to containers, virtual machines or tunnels, not to the cluster's network.
 _SIDEWAYS = re.compile(r"(lo|docker|br-|virbr|veth|cni|cali|flannel|podman|lxc|wg|tun|tap|tailscale|zt|ppp)\S*")
-# With one of these, a library looks at no interface but the named one.
+# With one of these variables, a library uses only the named interface.
 _PINS = ("UCX_NET_DEVICES", "FI_TCP_IFACE", "OMPI_MCA_btl_tcp_if_include")
 _WRITE_ENV = "mpitrain check-cluster --write-env mpi.env && export MPITRAIN_ENV_FILE=$PWD/mpi.env"
 
@@ -41,14 +41,14 @@ def _routes(seen: Seen, name: str) -> Iterator[Finding]:
         where = fold(peers)
         remedy = f"ssh {login} ip route get {seen.target.addresses[peers[0]]}; ssh {login} ip route"
         if not interface:
-            yield Finding("fail", (name,), f"there is no route to {where}", "one by the cluster's network", remedy)
+            yield Finding("fail", (name,), f"there is no route to {where}", "one through the cluster's network", remedy)
         elif _SIDEWAYS.fullmatch(interface) and interface not in own_links:  # a VPN may be the chosen network
-            text = f"the route to {where} leaves by {interface}"
-            yield Finding("fail", (name,), text, "one by the cluster's network", remedy)
+            text = f"the route to {where} leaves through {interface}"
+            yield Finding("fail", (name,), text, "one through the cluster's network", remedy)
     yield from _sources(seen, name, own_links)
     real = [way for way in ways if way and (way in own_links or not _SIDEWAYS.fullmatch(way))]
     if len(real) > 1:
-        text = f"the other nodes are reached by {len(real)} interfaces: {', '.join(sorted(real))}"
+        text = f"the other nodes are reached through {len(real)} interfaces: {', '.join(sorted(real))}"
         yield Finding("warn", (name,), text, "one, so that it can be chosen for all jobs", f"ssh {login} ip route")
     for peer, route in network["routes"].items():
         own = [
@@ -58,12 +58,12 @@ def _routes(seen: Seen, name: str) -> Iterator[Finding]:
         if route.get("gateway") and any(
             ip_address(seen.target.addresses[peer]) in net for net in own if net.num_addresses > 1
         ):
-            text = f"{peer} is on the same network, but the route goes by the gateway {route['gateway']}"
+            text = f"{peer} is on the same network, but the route goes through the gateway {route['gateway']}"
             yield Finding("warn", (name,), text, "no gateway in between", f"ssh {login} ip route")
 
 
 def _sources(seen: Seen, name: str, own_links: set[str]) -> Iterator[Finding]:
-    """From which of its addresses the node reaches the others: what set-up gives them lets in no other."""
+    """Check from which of its addresses the node reaches the others, which admit only the one in the inventory."""
     network, own = seen.node(name, "network"), ip_address(seen.target.addresses[name])
     peers: dict[tuple[str, str], list[str]] = {}
     for peer, route in network["routes"].items():
@@ -77,12 +77,13 @@ def _sources(seen: Seen, name: str, own_links: set[str]) -> Iterator[Finding]:
         if not line:
             remedy = f"ssh {login} ip route get {seen.target.addresses[reached[0]]}"
         text = f"it reaches {fold(reached)} from {source}, which is not its address in the inventory"
-        allowed = f"from {own}: the others let it in by that"
+        allowed = f"from {own}: the others admit only that address"
         yield Finding("fail" if is_set_up else "warn", (name,), text, allowed, remedy)
 
 
 def _own_first(texts: Sequence[str], interface: str, own: IPv4Address | IPv6Address, source: str) -> str:
-    """A line that gives the first place of an interface from `source` to `own`; empty where they share no network."""
+    """Return a line that makes `own` the first address of an interface instead of `source`; empty if it is
+    impossible."""
     links = [ip_interface(text) for text in texts]
     first = next((link for link in links if str(link.ip) == source), None)
     if (
@@ -91,15 +92,15 @@ def _own_first(texts: Sequence[str], interface: str, own: IPv4Address | IPv6Addr
         or not any(link.ip == own and link.network == first.network for link in links)
     ):
         return ""
-    # Deleted, it hands its place to the next; without this setting the kernel would delete that one as well.
+    # If the first address is deleted, the next one takes its place. Without this setting, the kernel deletes both.
     setting = f"sudo sysctl -qw net.ipv4.conf.{interface}.promote_secondaries=1"
     return f"{setting} && sudo ip address del {first} dev {interface} && sudo ip address add {first} dev {interface}"
 
 
 def _doubles(seen: Seen, names: Sequence[str]) -> Iterator[Finding]:
-    """Networks are judged by those nodes that were seen; a duplicate needs two."""
+    """Judge networks by the nodes that were seen; a duplicate needs two."""
     if any(pin in seen.target.environ for pin in _PINS):
-        raise NotHereError("your environment says which interface is to be used")
+        raise NotHereError("your environment names the interface to use")
     owners: dict[tuple[str, str], list[str]] = {}
     for name in names:
         network = seen.node(name, "network")
@@ -115,7 +116,7 @@ def _doubles(seen: Seen, names: Sequence[str]) -> Iterator[Finding]:
         if len(nodes) > 1:
             for name in nodes:
                 text = f"{interface} has the address {address}, and other nodes have the same"
-                yield Finding("warn", (name,), text, "jobs that are told which interface to use", _WRITE_ENV)
+                yield Finding("warn", (name,), text, "a setting that names the interface for jobs", _WRITE_ENV)
 
 
 def _links(seen: Seen, name: str) -> Iterator[Finding]:
@@ -149,7 +150,7 @@ def _beside(seen: Seen, name: str) -> Iterator[Finding]:
     if not seen.target.is_here:
         raise NotHereError("between nodes, NET02 compares the interfaces")
     if any(pin in seen.target.environ for pin in _PINS):
-        raise NotHereError("your environment says which interface is to be used")
+        raise NotHereError("your environment names the interface to use")
     cards: list[tuple[str, str]] = []
     virtual: list[tuple[str, str]] = []
     for interface, link in seen.node(name, "network")["interfaces"].items():
@@ -161,20 +162,20 @@ def _beside(seen: Seen, name: str) -> Iterator[Finding]:
         text = ", ".join(f"{interface} ({address})" for interface, address in virtual)
         settings = f"OMPI_MCA_btl_tcp_if_include={ip_interface(address).network} UCX_NET_DEVICES={card}"
         remedy = f"export {settings} FI_TCP_IFACE={card}"
-        allowed = f"jobs over several machines that are told to use {card}"
+        allowed = f"a setting that makes jobs over several machines use {card}"
         yield Finding("warn", (name,), f"virtual networks are up beside {card}: {text}", allowed, remedy)
 
 
 def _taken(seen: Seen, name: str) -> Iterator[Finding]:
     ranges = port_ranges(seen.target.environ)
     if not ranges:
-        raise NotHereError("no variable tells jobs which ports to use")
+        raise NotHereError("no variable limits the ports of jobs")
     listening = seen.node(name, "ports")
     for variable, (low, high) in ranges.items():
         taken = {port: listening[str(port)] for port in range(low, high + 1) if str(port) in listening}
         if len(taken) == high - low + 1:
             programs = ", ".join(sorted({re.sub(r" \(pid \d+\)", "", by) for by in taken.values()} - {""}))
-            text = f"all ports of {variable} ({low} to {high}) are taken{f', by {programs}' if programs else ''}"
+            text = f"all ports of {variable} ({low} to {high}) are in use{f', by {programs}' if programs else ''}"
             remedy = f"ssh {seen.target.login(name)} sudo ss -Hltnp 'sport >= {low} and sport <= {high}'"
             yield Finding("fail", (name,), text, "a range with free ports on all nodes", remedy)
 
@@ -189,28 +190,28 @@ CLUSTER: dict[str, ClusterStep] = {}
 CHECKS = (
     Check(
         "NET01",
-        "the routes to the other nodes leave by the cluster's network",
+        "the routes to the other nodes leave through the cluster's network",
         "quick",
         "node",
         _routes,
         uses=("network", "names"),
-        looks="`ip route get` of every other node's address: by which interface, from which address.",
-        why="A route into a tunnel or a container's network leads nowhere, or is slow; the keys of the nodes hold for "
-        "the addresses of the inventory alone.",
+        looks="`ip route get` of every other node's address: through which interface, from which address.",
+        why="A route into a tunnel or a container's network leads nowhere, or is slow. The keys of the nodes are valid "
+        "only for the addresses of the inventory.",
         remedy="ssh {login} ip route",
         needs=("PRB01", "WGD01"),
-        fault="a route by docker0; a second address that comes first",
+        fault="a route through docker0; a second address that comes first",
     ),
     Check(
         "NET02",
-        "no interface beside the network has the same address on two nodes",
+        "no interface outside the cluster's network has the same address on two nodes",
         "quick",
         "cluster",
         _doubles,
         uses=("network",),
         looks="`ip address` of all nodes: interfaces that are up and that no route to a node uses.",
-        why="MPI that is not told its interface may take docker0 and wait forever; mpitrain run tells it, plain "
-        "mpiexec does not.",
+        why="Without a setting, MPI may use docker0 and wait forever. mpitrain run sets the interface, plain mpiexec "
+        "does not.",
         remedy=_WRITE_ENV,
         needs=("PRB01", "WGD01"),
         fault="a bridge docker0 with the same address on all nodes",
@@ -223,20 +224,20 @@ CHECKS = (
         _beside,
         uses=("network",),
         alone=True,
-        looks="Of one machine: interfaces that are up and have an IPv4 address, and which of them are cards.",
-        why="In a job over several machines MPI may choose a virtual network, which leads nowhere, and wait forever.",
+        looks="On a single machine: interfaces that are up and have an IPv4 address, and which of them are cards.",
+        why="In a job over several machines, MPI may choose a virtual network, which leads nowhere, and wait forever.",
         needs=("PRB01",),
         fault="none on a bed, whose nodes NET02 compares: judged on made-up answers",
     ),
     Check(
         "NET08",
-        "the ports that jobs are told to use are free",
+        "the ports that variables give to jobs are free",
         "quick",
         "node",
         _taken,
         uses=("ports",),
-        looks="MPIEXEC_PORT_RANGE and the like, against what listens (`ss -ltnp`).",
-        why="A job whose ports are taken does not start, and says so badly.",
+        looks="MPIEXEC_PORT_RANGE and similar variables, against the listening programs (`ss -ltnp`).",
+        why="If its ports are in use, a job does not start, and its message is misleading.",
         remedy="ssh {login} sudo ss -ltnp",
         needs=("PRB01",),
         fault="a program on the only port of MPIEXEC_PORT_RANGE",
@@ -249,7 +250,7 @@ CHECKS = (
         _links,
         uses=("network", "counters"),
         looks="/sys/class/net: speed, duplex, and counters of errors, 1.5 s apart.",
-        why="A bad cable or port makes one node slow, and with it every step of every job.",
+        why="A bad cable or port slows one node, and with it every step of every job.",
         remedy="ssh {login} ip -statistics link",
         needs=("PRB01", "NET01"),
     ),

@@ -1,4 +1,4 @@
-"""How fast the ways between nodes are, the nodes themselves, and the share; and whose fault it is if one is slow."""
+"""The speed of the ways between nodes, of the nodes themselves, and of the share; and the cause if one is slow."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _pair(key: str) -> Pair:
 
 
 def _compute(cluster: Cluster) -> dict[str, Any]:
-    """The same computation on all nodes at once: seconds of each repetition."""
+    """Run the same computation on all nodes at once. Return the seconds of each repetition."""
     names = list(cluster.agents)
 
     def ask(name: str) -> Any:
@@ -68,7 +68,7 @@ def _straggler(seen: Seen, names: Sequence[str]) -> Iterator[Finding]:
         raise NotHereError("there are no two nodes to compare")
     usual, usual_best = (statistics.median_low(times.values()) for times in (medians, bests))
     for name, median in medians.items():
-        # The best too: a median alone is spoilt by what ran by chance.
+        # Compare the best too, because other programs that happen to run may distort a median.
         if median > _STRAGGLER_WARN * usual and bests[name] > _STRAGGLER_BEST * usual_best:
             text = f"a fixed computation takes {median / usual:.1f} times as long as on most others"
             remedy = f"ssh {seen.target.login(name)} 'uptime; ps -eo pid,user,pcpu,comm --sort=-pcpu | head -5'"
@@ -77,7 +77,7 @@ def _straggler(seen: Seen, names: Sequence[str]) -> Iterator[Finding]:
 
 
 def _share(cluster: Cluster) -> dict[str, Any]:
-    """One node after the other, so that each has the server for itself."""
+    """Measure one node after the other, so that each has the server to itself."""
     if cluster.target.share is None:
         return {}
     rates: dict[str, Any] = {}
@@ -117,7 +117,7 @@ CHECKS = (
         _straggler,
         uses=("computation",),
         looks="The same computation on all nodes at the same time, 9 times.",
-        why="Every step waits for the slowest node: heat, a governor, or somebody else's job.",
+        why="Every step waits for the slowest node. Causes are heat, a governor, or another user's job.",
         needs=("PRB01",),
         fault="a limit on one node's CPU time",
     ),
@@ -128,16 +128,17 @@ CHECKS = (
         "cluster",
         _matrix,
         uses=("ways",),
-        looks="Bytes a second over TCP between each two nodes, each way, the best of 5; those that seem slow again, 5 "
-        "times, in turns with one that does not. Slow on all ways of a node is the node; on one way only, the link. "
-        "Unknown if the turns differ by more: a busy node makes any way look slow.",
+        looks="Bytes per second over TCP between each two nodes, each way, the best of 5. Ways that seem slow are "
+        "measured again, 5 times, in turns with one that does not. If all ways of a node are slow, it is the node; if "
+        "only one is, it is the link. If the turns differ by more, the result is unknown: a busy node makes any way "
+        "look slow.",
         why="An allreduce is as fast as the slowest way in its ring.",
         needs=("PRB01", "NET01", "NET09", "NET11", "NET03", "NET04", "PRF03"),
         fault="one node limited to 100 Mbit/s; one link limited, in one direction",
     ),
     Check(
         "PRF04",
-        "the share takes large files quickly",
+        "large files are written to the share quickly",
         "bench",
         "node",
         _share_speed,
@@ -145,6 +146,6 @@ CHECKS = (
         looks="Writes 32 MiB and 100 small files to the share as the shared user, with fsync, and removes them.",
         why="Checkpoints are as slow as this, and all ranks wait for them.",
         needs=("PRB01", "NET01", "PRF01", "NFS01", "NFS02", "NFS03"),
-        fault="what one node sends to the NFS port limited",
+        fault="one node's traffic to the NFS port limited",
     ),
 )

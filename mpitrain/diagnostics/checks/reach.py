@@ -1,4 +1,4 @@
-"""The ways between nodes, each pair in each direction: ports, sizes of packets, round trips."""
+"""The ways between nodes, for each pair in each direction: ports, packet sizes, round trips."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _SECONDS = 20.0
 _SLOW_MILLISECONDS = 10.0
 _ODD_MILLISECONDS = 5.0
 _ODD_TIMES = 3.0
-# Of the packets that are sent: what a network may lose, and what TCP cannot make up for any more.
+# Parts of the sent packets: the loss that is still normal, and the loss that TCP can no longer compensate.
 _LITTLE_LOSS = 0.01
 _MUCH_LOSS = 0.05
 
 
 def _reach(cluster: Cluster, a: str, b: str) -> Any:
-    """A connection from a to a high port of b, and messages over it; then pings."""
+    """Make a connection from a to a high port of b, and send messages over it; then ping."""
     try:
         network = cluster.seen.node(a, "network")
     except NotSeenError as error:
@@ -57,7 +57,7 @@ def _reach(cluster: Cluster, a: str, b: str) -> Any:
 
 
 def _lose(cluster: Cluster, a: str, b: str) -> dict[str, int]:
-    """How many of some datagrams from a came to b. Where one got lost, others are sent, which alone count then."""
+    """Count how many datagrams from a reach b. If one is lost, send others, and count only those."""
     address = cluster.target.addresses[b]
     counts = {"sent": 0, "came": 0}
     for tries in (1, 2):
@@ -73,7 +73,7 @@ def _lose(cluster: Cluster, a: str, b: str) -> dict[str, int]:
 
 
 def loss(seen: Seen, pair: tuple[str, str]) -> float:
-    """The part of the packets that get lost on the way; 0 where that was not seen."""
+    """Return the part of the packets that is lost on the way; 0 if that was not seen."""
     datagrams = seen.pairs.get(pair, {}).get("loss", {})
     came = datagrams.get("came", 0)
     return 1.0 - came / datagrams["sent"] if came else 0.0
@@ -81,12 +81,12 @@ def loss(seen: Seen, pair: tuple[str, str]) -> float:
 
 def _loses(seen: Seen, pair: tuple[str, str]) -> Iterator[Finding]:
     if seen.pair(pair, "loss")["came"] == 0:
-        raise NotHereError("no UDP gets there, by which it could be counted")
+        raise NotHereError("no UDP gets through, which would be needed to count")
     lost = loss(seen, pair)
     if lost >= _LITTLE_LOSS:
-        # Rough, so that the same trouble on several pairs has the same text.
+        # Rounded, so that the same fault on several pairs has the same text.
         rough = max(limit for limit in (1, 2, 5, 10, 20, 50) if limit <= 100 * lost)
-        text = f"{rough} % or more of the packets get lost on this way, and not all"
+        text = f"{rough} % or more of the packets are lost on this way, but not all"
         look = f"{_both_ends(seen, pair, _LOSSES)}  # then try another cable and port"
         yield Finding("fail" if lost >= _MUCH_LOSS else "warn", pair, text, "none", look)
 
@@ -94,8 +94,8 @@ def _loses(seen: Seen, pair: tuple[str, str]) -> Iterator[Finding]:
 def _gets_there(seen: Seen, pair: tuple[str, str]) -> Iterator[Finding]:
     reach, login = seen.pair(pair, "reach"), seen.pair(pair, "login between")
     if reach["connect"] in ("timeout", "unreachable") and login["failed"] in ("timeout", "unreachable"):
-        pings = "pings get there" if reach["ping"]["small"] else "nor does ping get there"
-        text = f"no connection gets there, neither to port 22 nor to a high one ({reach['found']}); {pings}"
+        pings = "pings get through" if reach["ping"]["small"] else "pings do not get through either"
+        text = f"no connection gets through, neither to port 22 nor to a high one ({reach['found']}); {pings}"
         yield Finding("fail", pair, text, remedy=_both_ends(seen, pair, "sudo nft list ruleset"))
 
 
@@ -117,11 +117,11 @@ def _high_ports(seen: Seen, pair: tuple[str, str]) -> Iterator[Finding]:
 
 def _look_at_rules(seen: Seen, pair: tuple[str, str]) -> str:
     look = f"ssh {seen.target.login(pair[1])} sudo nft list ruleset"
-    return f"{look}  # what is between the nodes' addresses must be let through"
+    return f"{look}  # all traffic between the nodes' addresses must be allowed"
 
 
 def _both_ends(seen: Seen, pair: tuple[str, str], command: str) -> str:
-    """The same line for both directions, so that they are one finding."""
+    """Return the same line for both directions, so that they are one finding."""
     return on_each(seen, sorted(pair), command)
 
 
@@ -135,16 +135,16 @@ def _mtu(seen: Seen, pair: tuple[str, str]) -> Iterator[Finding]:
     interface = seen.node(pair[0], "network")["routes"][pair[1]]["interface"]
     stalls = not reach.get("large_is_complete", True)
     if not stalls and any(_stalls(seen, (pair[0], other)) for other in seen.target.names):
-        return  # that one says it already
+        return  # the finding for that pair says it already
     command = f"sudo ip link set {interface} mtu 1500"
     remedy = _both_ends(seen, pair, command) if stalls else f"ssh {seen.target.login(pair[0])} {command}"
-    text = f"{interface} sends packets of {size} bytes, and such do not get there, while small ones do"
+    text = f"{interface} sends packets of {size} bytes; these do not get through, but small ones do"
     yield Finding(
         "fail" if stalls else "warn",
         pair,
         text + ("; TCP stalls too" if stalls else "; TCP agrees on smaller ones"),
         "the MTU of the network between the nodes, the same on all of them",
-        remedy + "  # or let the switch pass more",
+        remedy + "  # or let the switch pass larger packets",
     )
 
 
@@ -159,24 +159,24 @@ def _round_trips(seen: Seen, pair: tuple[str, str]) -> Iterator[Finding]:
     if reach["connect"] == "lost":
         if unclear := why_unclear(reach):
             raise NotSeenError(unclear)
-        yield Finding("fail", pair, f"a connection was made, then messages got lost: {reach['found']}", "", remedy)
+        yield Finding("fail", pair, f"a connection was made, then messages were lost: {reach['found']}", "", remedy)
         return
-    # The quicker quarter: single ones are slow or quick by chance.
+    # The fastest quarter, because single messages are slow or fast by chance.
     bests = {
         other: 1e3 * sorted(trips)[len(trips) // 4]
         for other, sections in seen.pairs.items()
         if (trips := sections.get("reach", {}).get("round_trips_seconds"))
     }
-    # Low, because a slow node makes all that it takes part in slow.
+    # A low value, because a slow node slows every way that it is part of.
     usual = sorted(bests.values())[len(bests) // 4]
     best = bests[pair]
     if best > _SLOW_MILLISECONDS or (best > _ODD_MILLISECONDS and best > _ODD_TIMES * usual):
-        text = f"a message there and back takes over {_rough(best)} ms"
+        text = f"a round trip takes over {_rough(best)} ms"
         yield Finding("warn", pair, text, "less, as between most others", remedy)
 
 
 def _rough(milliseconds: float) -> float:
-    """So that the same trouble on several pairs has the same text."""
+    """Round, so that the same fault on several pairs has the same text."""
     return max(limit for limit in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000) if limit <= milliseconds)
 
 
@@ -187,15 +187,15 @@ CLUSTER: dict[str, ClusterStep] = {}
 CHECKS = (
     Check(
         "NET09",
-        "connections get from each node to each other one",
+        "each node can connect to each other node",
         "full",
         "pair",
         _gets_there,
         uses=("network", "reach", "login between"),
-        looks="A login, a connection to a high port, and a ping: it fails where neither connection gets there.",
-        why="Nodes of one job talk to each other directly, each with each.",
+        looks="A login, a connection to a high port, and a ping. The check fails if neither connection gets through.",
+        why="The nodes of a job talk to each other directly, each with each.",
         needs=("PRB01", "NET01"),
-        fault="all that one node sends to another dropped there; its new connections only",
+        fault="all packets from one node to another dropped there; only its new connections dropped",
     ),
     Check(
         "NET04",
@@ -204,23 +204,23 @@ CHECKS = (
         "pair",
         _high_ports,
         uses=("network", "reach"),
-        looks="A listener on the one, on a port that the system chose (or of MPIEXEC_PORT_RANGE), a connection from "
-        "the other: no answer is DROP, a refusal is REJECT. What fails is tried three times, in turns with ssh's port, "
-        "which must answer meanwhile.",
-        why="MPI listens on ports that the system chooses; where they are dropped, a job hangs without a word.",
+        looks="A listener on one node, on a port that the system chose (or of MPIEXEC_PORT_RANGE), and a connection "
+        "from the other: no answer means DROP, a refusal means REJECT. A failed connection is tried three times, in "
+        "turns with ssh's port, which must answer meanwhile.",
+        why="MPI listens on ports that the system chooses. If they are dropped, a job hangs without a message.",
         tag="firewall",
         needs=("PRB01", "NET01", "NET09"),
         fault="high ports dropped, and rejected, on one node",
     ),
     Check(
         "NET11",
-        "no packets get lost on the way",
+        "no packets are lost on the way",
         "full",
         "pair",
         _loses,
         uses=("loss",),
-        looks="64 datagrams of 256 bytes over UDP, counted where they come; 128 others where one of them got lost.",
-        why="TCP waits a fifth of a second and more for each packet that gets lost, and all ranks wait with it.",
+        looks="64 datagrams of 256 bytes over UDP, counted at the receiver; if one of them is lost, 128 others.",
+        why="TCP waits a fifth of a second or more for each lost packet, and all ranks wait with it.",
         needs=("PRB01", "NET01", "NET09", "NET04"),
         fault="20 % lost from one node to another",
     ),
@@ -232,18 +232,18 @@ CHECKS = (
         _mtu,
         uses=("network", "reach"),
         looks="`ping -M do` with packets as large as the interface sends them, and 128 KiB over TCP.",
-        why="Where they are lost on the way, logins and small messages work, and a job hangs with its first large one.",
+        why="If they are lost, logins and small messages work, but a job hangs with its first large message.",
         needs=("PRB01", "NET01", "NET09", "NET04", "NET11"),
         fault="MTU 9000 over a network of 1500, on two nodes, on one",
     ),
     Check(
         "NET06",
-        "messages there and back are quick",
+        "round trips are fast",
         "full",
         "pair",
         _round_trips,
         uses=("network", "reach"),
-        looks="20 echoes of 64 bytes over TCP, of which the quicker quarter counts.",
+        looks="20 echoes of 64 bytes over TCP, of which the fastest quarter counts.",
         why="Each step of a training waits for many small messages.",
         needs=("PRB01", "NET01", "NET09", "NET04", "NET11", "NET03"),
         fault="32 kbit/s from one node to another",

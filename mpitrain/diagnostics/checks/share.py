@@ -1,4 +1,4 @@
-"""The shared folder on each node: is it mounted, alive, writable, seen at once by the others, with room, lasting."""
+"""The shared folder on each node: is it mounted, responsive, writable, consistent, with free space, and permanent?"""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _STEP_SECONDS = 8.0
 def _mounted(seen: Seen, name: str) -> Iterator[Finding]:
     share, mount, state = the_share(seen), mount_of(seen, name), seen.node(name, "mount")
     head = seen.target.head
-    if name == head:  # its own folder, on whatever disk, or one of another server
+    if name == head:  # the head's own folder, on any disk, or a folder of another server
         if mount is None and state.get("kind") in ("missing", "file"):
             yield Finding("fail", (name,), f"{share} is {state['kind']}", "a folder, exported to the other nodes")
         return
-    # A head that is not looked at is taken to serve its own folder.
+    # If the head is not examined, assume that it serves its own folder.
     elsewhere = mount_of(seen, head) if head in seen.target.names and is_nfs(seen, head) else None
     right = origin_of(elsewhere, share) if elsewhere else f"{seen.target.addresses[head]}:{share}"
     if mount is None:
@@ -45,7 +45,7 @@ def _why_not_mounted(share: str, state: Mapping[str, Any]) -> str:
         return f"{share} is not mounted: {state['why'] or 'its automount did nothing'}"
     if state["kind"] == "missing":
         return f"there is no {share}"
-    return f"{share} is a local folder; what is written there stays there"
+    return f"{share} is a local folder; files in it stay on this node"
 
 
 def _answers(seen: Seen, name: str) -> Iterator[Finding]:
@@ -61,10 +61,10 @@ def _room(seen: Seen, name: str) -> Iterator[Finding]:
     share = the_share(seen)
     use = seen.node(name, "use")
     if "room" not in use:
-        raise NotHereError("it cannot be listed")  # which is another check's to say
+        raise NotHereError("it cannot be listed")  # another check reports that
     room = use["room"]
     if "slow" in room:
-        raise NotSeenError(f"asking for its room does not end within {room['slow']:g} s")
+        raise NotSeenError(f"the query of its free space does not end within {room['slow']:g} s")
     free, whole = room["free_bytes"], max(1, room["bytes"])
     remedy = f"ssh {seen.target.login(seen.target.head)} sudo du -xh --max-depth=2 {share} | sort -h | tail"
     observed = f"{share} has {free / 2**30:.1f} of {whole / 2**30:.1f} GiB free"
@@ -73,7 +73,7 @@ def _room(seen: Seen, name: str) -> Iterator[Finding]:
     elif free < whole // 10:
         yield Finding("warn", (name,), observed, "a tenth of it", remedy)
     if room["files"] and room["free_files"] < room["files"] // 100:
-        files = f"{share} has room for {room['free_files']} of {room['files']} files"
+        files = f"{share} has space for {room['free_files']} of {room['files']} files"
         yield Finding("fail", (name,), files, "a hundredth of them", remedy)
 
 
@@ -88,14 +88,14 @@ def _writes(seen: Seen, name: str) -> Iterator[Finding]:
         yield Finding("fail", (name,), f"writing to {share} does not end within {done['slow']:g} s", "at once")
     elif done["why"]:
         observed = f"{done['doing']} as {{user}} fails: {done['why']}".replace("{user}", seen.target.user)
-        # Set-up mends who owns the folder, and a mount that cannot be listed; it leaves one that lists well.
+        # Set-up repairs the folder's owner, and a mount that cannot be listed. It leaves a mount that can be listed.
         again = "ssh {login} 'sudo umount --lazy {share}' && {set_up} --tags nfs --limit {node}"
         remedy = again if done.get("code") == "EROFS" else ""
         yield Finding("fail", (name,), observed, "list, write, read and remove", remedy)
 
 
 def _see(cluster: Cluster, a: str, b: str) -> dict[str, Any]:
-    """`a` writes, `b` looks. Does not touch a share that has already kept one of them waiting, or is not shared."""
+    """Let `a` write and `b` read. Do not touch a share that has already blocked one of them, or that is not shared."""
     share = cluster.target.share
     if share is None:
         return {"error": "no shared folder is known"}
@@ -131,7 +131,7 @@ def _visible(seen: Seen, pair: tuple[str, str]) -> Iterator[Finding]:
     if listed is None:
         yield Finding("fail", pair, "a new file is not listed within 3 s", f"within {_SLOW_VIEW_SECONDS:g} s")
     elif not view["is_same"]:
-        yield Finding("fail", pair, "a new file has other content there", "the same content")
+        yield Finding("fail", pair, "a new file has different content there", "the same content")
     elif by_name is None or by_name > _SLOW_NAME_SECONDS:
         observed = f"a new file is listed, but not found by its name for more than {_SLOW_NAME_SECONDS:g} s"
         yield Finding("warn", pair, observed, "at once: mount option lookupcache=positive", mend=(pair[1],))
@@ -144,7 +144,7 @@ def _options(seen: Seen, name: str) -> Iterator[Finding]:
     mount = mount_of(seen, name)
     if mount is None or not is_nfs(seen, name):
         raise NotHereError("it is this node's own folder")
-    # A client in user space shows no options of NFS; what it was given stands in the unit.
+    # A client in user space does not show its NFS options; the unit has them.
     options = [*mount["options"], *(seen.node(name, "mount")["unit_options"] if mount["type"] == "fuse.nfs" else [])]
     version = next((option.split("=")[1] for option in options if option.startswith(("vers=", "nfsvers="))), "")
     if "soft" in options and "ro" not in options:
@@ -169,14 +169,14 @@ def _lasts(seen: Seen, name: str) -> Iterator[Finding]:
     units, fstab = state["units"], state["fstab"]
     enabled = {kind: state.get("UnitFileState", "") in ("enabled", "generated") for kind, state in units.items()}
     if not any(enabled.values()) and not fstab:
-        yield Finding("fail", (name,), "it is mounted now, and would not be after a restart", "an enabled automount")
+        yield Finding("fail", (name,), "it is mounted now, but would not be after a restart", "an enabled automount")
     elif not enabled["automount"] and not {"nofail", "x-systemd.automount"} & set(fstab):
         observed = "its line in /etc/fstab has neither nofail nor x-systemd.automount"
         yield Finding("warn", (name,), observed, "one of them: a server that starts later must not stop the boot")
 
 
 def wish_of_share(target: Target, _host: Host) -> dict[str, str]:
-    """What is asked of a node."""
+    """Return the questions for a node."""
     return {"share": target.share or "/nowhere", "run": str(uuid4())}
 
 
@@ -194,8 +194,9 @@ CHECKS = (
         "node",
         _mounted,
         uses=("mount", "names"),
-        looks="A touch, which brings an automount to mount, then /proc/self/mountinfo: what is on the path and whence.",
-        why="A node with a local folder of the same name runs old programs and keeps its results to itself.",
+        looks="An access, which triggers an automount; then /proc/self/mountinfo: what is mounted there, and from "
+        "where.",
+        why="A node with a local folder of the same name runs old programs, and its results stay on it.",
         tag="nfs",
         needs=("PRB01", "WGD01", "NET01"),
         needs_head=("PRB01", "WGD01", "NFS09"),
@@ -208,16 +209,16 @@ CHECKS = (
         "node",
         _answers,
         uses=("use",),
-        looks="As the shared user: a listing, in a child with a deadline of 5 s; once more where it takes a second.",
-        why="A program that touches a share whose server does not answer waits forever, without a word.",
-        remedy="{set_up} --tags firewall,nfs  # where it is a firewall; TCP port 2049 must be open all the way",
+        looks="As the shared user: a listing, in a child with a deadline of 5 s; if it takes a second, once more.",
+        why="A program that uses a share whose server does not answer waits forever, without a message.",
+        remedy="{set_up} --tags firewall,nfs  # if it is a firewall; TCP port 2049 must be open all the way",
         needs=("PRB02", "NFS01"),
         needs_head=("NFS09",),
         fault="port 2049 of the head dropped",
     ),
     Check(
         "NFS07",
-        "the share has room",
+        "the share has free space",
         "quick",
         "node",
         _room,
@@ -235,8 +236,8 @@ CHECKS = (
         _writes,
         uses=("use", "mount"),
         looks="As the shared user: list; make .mpitrain-check-UUID and a file in it, fsync, read back, remove. "
-        "df and stat -f are content with a mount that has gone stale.",
-        why="A mount that is listed and cannot be used looks healthy until the first checkpoint.",
+        "df and stat -f succeed even on a stale mount.",
+        why="A mount that can be listed but not used looks healthy until the first checkpoint.",
         tag="nfs",
         needs=("PRB02", "USR01", "NFS01", "NFS02", "NFS07"),
         fault="mounted read-only; the folder of another user; a stale handle",
@@ -248,8 +249,8 @@ CHECKS = (
         "pair",
         _visible,
         uses=("view", "use"),
-        looks="One node looks for a name, the other writes the file, the first lists, opens by name and compares.",
-        why="A program that waits for another node's file waits up to a minute longer where names are cached.",
+        looks="One node looks for a name, the other writes the file; the first lists, opens by name and compares.",
+        why="If names are cached, a program that waits for another node's file waits up to a minute longer.",
         tag="nfs",
         needs=("NFS01", "NFS02", "NFS03", "NFS07"),
         needs_head=("NFS09",),
@@ -262,8 +263,8 @@ CHECKS = (
         "node",
         _options,
         uses=("mount",),
-        looks="The options in /proc/self/mountinfo; those of the unit where the client does not show them.",
-        why="A soft mount gives up when the server is slow, and the file is then silently damaged.",
+        looks="The options in /proc/self/mountinfo; if the client does not show them, those of the unit.",
+        why="A soft mount gives up when the server is slow, and silently damages the file.",
         tag="nfs",
         needs=("NFS01",),
         fault="mounted soft",
@@ -275,8 +276,8 @@ CHECKS = (
         "node",
         _lasts,
         uses=("mount", "serving"),
-        looks="systemctl show of the path's automount and mount, /etc/fstab; on the head nfs-server's own.",
-        why="A share mounted by hand is gone after the next power cut, and nobody remembers how it was done.",
+        looks="systemctl show of the path's automount and mount, and /etc/fstab; on the head, of nfs-server.",
+        why="A share that was mounted by hand is gone after the next power cut.",
         tag="nfs",
         needs=("NFS01",),
         fault="the automount disabled; nfs-server disabled",

@@ -1,4 +1,4 @@
-"""Does the shell that a job has give it the same programs and variables on every node."""
+"""The shell of a job: does it give the same programs and variables on every node?"""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpitrain.launch.hostfile import Host
 from mpitrain.launch.variables import absent, network_variables, only_loopback
 
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
-# The rest of what the shell shows does not stray: PATH is ENV03's, the proxies are ENV05's.
+# ENV03 checks PATH, and ENV05 the proxies, so these are not compared here.
 _NOT_STRAY = ("PATH", "NO_PROXY")
 
 
@@ -23,7 +23,7 @@ def _programs(seen: Seen, names: Sequence[str]) -> Iterator[Finding]:
         paths = {name: shell["programs"][program] for name, shell in shells.items()}
         common = usual(paths, seen.target.head)
         if common is None:
-            text = f"no {program} is found by a shell that is not a login shell"
+            text = f"a shell that is not a login shell finds no {program}"
             yield Finding("warn", (), text, "one in PATH; `mpitrain run` needs none", "{set_up} --tags ssh,runtime")
         for name, path in paths.items():
             if path == common:
@@ -43,11 +43,11 @@ def _proxies(seen: Seen, name: str) -> Iterator[Finding]:
         nodes = "the nodes" if len(missing) == len(seen.target.hosts) else ", ".join(one.name for one in missing)
         every = ",".join([*seen.target.names, *seen.target.addresses.values(), "localhost", "127.0.0.1"])
         remedy = f'ssh {{login}} "echo no_proxy={every} | sudo tee -a /etc/environment"'
-        yield Finding("warn", (name,), f"{', '.join(proxies)} set, and no_proxy without {nodes}", "", remedy)
+        yield Finding("warn", (name,), f"{', '.join(proxies)} set, but no_proxy does not have {nodes}", "", remedy)
 
 
 def _is_spared(host: Host, spared: Sequence[str]) -> bool:
-    """Whether no_proxy has the host by name and by address; programs use either."""
+    """Whether no_proxy has the host by name and by address, because programs use either."""
     return _is_named(host.name, spared) and _is_named(host.address, spared)
 
 
@@ -65,7 +65,7 @@ def _is_named(host: str, spared: Sequence[str]) -> bool:
 
 def _devices(seen: Seen, name: str) -> Iterator[Finding]:
     network = seen.node(name, "network")
-    # A login shell's, and what a command over ssh has, where that was seen.
+    # The variables of a login shell, and of a command over ssh if they were seen.
     shell = network_variables(seen.nodes[name].get("shell", {}).get("environment", {}))
     remote_environ = {**seen.node(name, "variables"), **shell}
     if not remote_environ and not seen.target.environ:
@@ -85,7 +85,7 @@ def _devices(seen: Seen, name: str) -> Iterator[Finding]:
         ("your environment", seen.target.environ, "unset VARIABLE"),
         (f"{seen.target.user}'s environment there", remote_environ, there),
     ):
-        wrong = [f"{text}, which is not there" for text in absent(environ, devices)]
+        wrong = [f"{text}, which does not exist" for text in absent(environ, devices)]
         if len(seen.target.hosts) > 1:
             wrong += [f"{text}, which leads to no other node" for text in only_loopback(environ)]
         for text in wrong:
@@ -114,14 +114,14 @@ def _is_proxy(variable: str) -> bool:
 
 
 def _find(variable: str) -> str:
-    """A line that shows where a shell has the variable from: nothing of ours sets it, so a person must look."""
+    """Return a line that shows where a shell gets the variable. mpitrain does not set it, so a person must look."""
     places = (
         "/etc/environment /etc/ssh/sshd_config /etc/ssh/sshd_config.d /etc/bash.bashrc ~{user}/.bashrc ~{user}/.ssh"
     )
     return f"ssh {{login}} sudo grep -rnsw {variable} {places}"
 
 
-# What a command over ssh has is asked by such a login: it must come about.
+# The environment of a command over ssh is read through such a login, so the login must work.
 _SHELL = ("PRB01", "PRB02", "USR01", "USR02", "SSH09")
 
 ASKS = (
@@ -140,33 +140,33 @@ CHECKS = (
         "cluster",
         _programs,
         uses=("shell",),
-        looks="As the shared user: ssh to its own node, which is no login shell; which mpiexec and python are in PATH.",
-        why="mpiexec starts ranks through such a shell; what a profile adds to PATH is not there.",
+        looks="As the shared user: ssh to its own node, without a login shell; which mpiexec and python are in PATH.",
+        why="mpiexec starts ranks through such a shell, which lacks what a profile adds to PATH.",
         needs=_SHELL,
         fault="another mpiexec first in PATH on one node",
     ),
     Check(
         "ENV05",
-        "proxies leave out the nodes",
+        "no proxy is used between the nodes",
         "quick",
         "node",
         _proxies,
         uses=("shell",),
         looks="In a job's shell: http_proxy, https_proxy, all_proxy, grpc_proxy, and whether no_proxy has every node.",
-        why="What speaks HTTP or gRPC between nodes then asks the proxy, which does not know them.",
+        why="Otherwise programs that use HTTP or gRPC between nodes ask the proxy, which does not know the nodes.",
         needs=_SHELL,
         fault="proxy variables without the nodes in no_proxy",
     ),
     Check(
         "NET07",
-        "the devices that variables name are there",
+        "the devices that variables name exist",
         "quick",
         "node",
         _devices,
         uses=("network", "variables", "shell"),
-        looks="UCX_NET_DEVICES, FI_TCP_IFACE, NCCL_SOCKET_IFNAME and the like, of this shell (and its "
+        looks="UCX_NET_DEVICES, FI_TCP_IFACE, NCCL_SOCKET_IFNAME and similar variables, of this shell (and its "
         "MPITRAIN_ENV_FILE) and of the shared user's shells, against the interfaces of each node.",
-        why="A wrong name is worse than none: with FI_TCP_IFACE the job waits forever without a word.",
+        why="A wrong name is worse than none: with FI_TCP_IFACE, the job waits forever without a message.",
         remedy="ssh {login} ip -brief link",
         needs=_SHELL,
         fault="UCX_NET_DEVICES that no node has; UCX_NET_DEVICES=lo in /etc/environment of one node",

@@ -1,4 +1,4 @@
-"""Logins between the nodes as the shared user: from any to any, in silence, by a key of its own."""
+"""Logins between the nodes as the shared user: from any node to any other, without output, with the node's own key."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from mpitrain.diagnostics.collect import Cluster, ClusterStep, PairStep
 from mpitrain.diagnostics.remedies import over_ssh, ssh_service
 
 _SLOW_SECONDS = 2.0
-_LOGIN_SECONDS = 20.0  # of two tries, of 8 s each
-# A node runs a few commands at a time.
+_LOGIN_SECONDS = 20.0  # for two tries of 8 s each
+# A node runs only a few commands at a time.
 _MOST_LOGINS = 5
 _SET_UP = "{set_up} --tags ssh --limit {limit}"
 _RSA_BITS = 3072
-# Without these nothing can be asked as the shared user.
+# Without these, no question can be asked as the shared user.
 _JOB = ("PRB01", "PRB02", "USR01", "USR02")
 
 
@@ -28,7 +28,7 @@ def _log_in(cluster: Cluster, a: str, b: str) -> Any:
 
 
 def _from_head(cluster: Cluster) -> dict[str, Any]:
-    """From the head to each node that answers; what was seen of the pair already is taken from there."""
+    """Log in from the head to each node that answers. Reuse the result if the pair was seen already."""
     head = cluster.target.head
     names = [name for name in cluster.agents if name != head]
     seconds = _LOGIN_SECONDS * (1 + len(names) // _MOST_LOGINS)
@@ -79,7 +79,7 @@ def _failed(seen: Seen, pair: tuple[str, str], login: Mapping[str, Any]) -> Iter
 
 
 def _refused(seen: Seen, a: str, b: str) -> str:
-    """A line that repairs a login from `a` that `b` refuses; set-up's if it has still to give a's key to b."""
+    """Return a line that repairs a login from `a` that `b` refuses; empty if set-up still has to give a's key to b."""
     offered = {key["fingerprint"] for key in seen.nodes.get(a, {}).get("ssh keys", {}).get("keys", [])}
     if offered.isdisjoint(seen.nodes.get(b, {}).get("ssh keys", {}).get("let_in", [])):
         return _SET_UP
@@ -98,7 +98,7 @@ def _look(seen: Seen, name: str) -> str:
 def _own_node(seen: Seen, name: str) -> Iterator[Finding]:
     shell = seen.nodes.get(name, {}).get("shell", {})
     if "refused" not in shell:
-        seen.node(name, "shell")  # raises where it was not seen
+        seen.node(name, "shell")  # raises if it was not seen
     else:
         user, refused = seen.target.user, shell["refused"].replace(seen.target.addresses[name], "ADDRESS")
         if "startup" not in shell:
@@ -110,13 +110,13 @@ def _own_node(seen: Seen, name: str) -> Iterator[Finding]:
             yield Finding("fail", (name,), words, "a login", remedy)
             return
         path = shell["startup"].replace("~", f"~{user}")
-        observed = f"`ssh` of {user} to its own node logs in, and runs no command: it {refused}"
+        observed = f"`ssh` of {user} to its own node logs in, but runs no command: it {refused}"
         observed += f", because of {path}" if path else ""
         yield Finding("fail", (name,), observed, "a shell that runs the command", _without(seen, name, path))
 
 
 def _without(seen: Seen, name: str, path: str) -> str:
-    """A line that keeps a startup file of bash from doing what only a person at a terminal wants."""
+    """Return a line that makes a startup file of bash end early, unless a user is at a terminal."""
     if not path.startswith(("/", "~")):
         return _look(seen, name)
     line = f"ssh {seen.target.login(name)} \"sudo sed -i '1i [ -t 0 ] || return' {path}\""
@@ -132,7 +132,7 @@ def _quiet(seen: Seen, name: str) -> Iterator[Finding]:
         if noise.strip():
             observed = f"a login of {account} that runs one command prints {noise.strip()[:60]!r}"
             files = f"~{account}/.bashrc ~{account}/.profile /etc/bash.bashrc"
-            # It may print in a login of a person, where [[ $- == *i* ]].
+            # The file may print in an interactive login, where [[ $- == *i* ]].
             remedy = f"ssh {seen.target.login(name)} \"sudo grep -nE 'echo|printf|cat' {files}\"  # only if [ -t 1 ]"
             yield Finding("fail", (name,), observed, "nothing", remedy)
     swallowed_by = {login["hello"]: login["swallowed_by"], user: seen.node(name, "shell")["swallowed_by"]}
@@ -160,19 +160,19 @@ def _keys(seen: Seen, name: str) -> Iterator[Finding]:
             yield Finding("fail", (name,), text, "its own, mode 0600", _key_remedy(seen, name, key, "chown", user))
         elif not key["fingerprint"]:
             remedy = _new_key(seen, name, key["path"])
-            yield Finding("fail", (name,), f"{key['path']} is no key that ssh can read", remedy=remedy)
+            yield Finding("fail", (name,), f"{key['path']} is not a key that ssh can read", remedy=remedy)
         elif key["kind"] == "DSA" or (key["kind"] == "RSA" and key["bits"] < _RSA_BITS):
             text = f"{key['path']} is a {key['kind']} key of {key['bits']} bits"
             remedy = _new_key(seen, name, key["path"])
             yield Finding("warn", (name,), text, f"ed25519, or RSA of {_RSA_BITS} bits or more", remedy)
     yield from _copies(seen, name, answer["keys"])
     if answer["loose"]:
-        text = f"others than root may write to {', '.join(answer['loose'])}, so sshd takes no key from there"
-        yield Finding("fail", (name,), text, "writable by root alone", _SET_UP)
+        text = f"other users than root may write to {', '.join(answer['loose'])}, so sshd accepts no key from there"
+        yield Finding("fail", (name,), text, "writable only by root", _SET_UP)
     for path in answer["writable_by_others"]:
-        text = f"others may write to {path}, so sshd ignores the keys in it"
+        text = f"other users may write to {path}, so sshd ignores the keys in it"
         remedy = over_ssh(seen.target.login(name), "sudo", "chmod", "go-w", path)
-        yield Finding("warn", (name,), text, "writable by its owner alone", remedy)
+        yield Finding("warn", (name,), text, "writable only by its owner", remedy)
 
 
 def _new_key(seen: Seen, name: str, path: str) -> str:
@@ -185,7 +185,7 @@ def _key_remedy(seen: Seen, name: str, key: Mapping[str, Any], *command: str) ->
 
 
 def _copies(seen: Seen, name: str, keys: list[Mapping[str, Any]]) -> Iterator[Finding]:
-    """The same private key on several nodes: a thief on one of them is that user on all."""
+    """Find private keys that several nodes share: who steals one on a node is that user on all of them."""
     for key in keys:
         for other in seen.target.names:
             other_keys = seen.nodes.get(other, {}).get("ssh keys", {}).get("keys", [])
@@ -213,7 +213,7 @@ CHECKS = (
         uses=("ssh keys",),
         looks="The keys that `ssh -G` of another node names: owner, mode, kind, bits, and whether two nodes share one; "
         "and who may write to /etc/ssh/mpitrain.",
-        why="ssh ignores a key that others can read, and then every login from the node fails.",
+        why="ssh ignores a key that other users can read; then every login from the node fails.",
         tag="ssh",
         needs=_JOB,
         fault="mode 0644; /etc/ssh/mpitrain writable by all",
@@ -226,7 +226,7 @@ CHECKS = (
         _own_node,
         uses=("shell",),
         looks="On the node, as the shared user: ssh -o BatchMode=yes ADDRESS, as mpiexec does for the node it runs on.",
-        why="A job begins on each node by such a login, and the checks of a job's shell look through it.",
+        why="A job begins on each node with such a login, and the checks of a job's shell use it.",
         tag="ssh",
         needs=(*_JOB, "WGD01", "NET01", "SSH06", "SSH07", "SSH08"),
         fault="the node's own key removed from its own list",
@@ -238,8 +238,8 @@ CHECKS = (
         "node",
         _quiet,
         uses=("login", "shell"),
-        looks="What comes before the first line of our probe, and before a command of the shared user's shell.",
-        why="scp, rsync, Ansible and launchers take what is printed for the command's output, and fail in odd ways.",
+        looks="The output before the first line of the probe, and before a command of the shared user's shell.",
+        why="scp, rsync, Ansible and launchers take it for the command's output, and fail in misleading ways.",
         needs=(*_JOB, "SSH09"),
         fault="echo at the top of .bashrc",
     ),
@@ -251,7 +251,7 @@ CHECKS = (
         _head_to_any,
         uses=("logins of the head",),
         looks="On the head, as the shared user: ssh -o BatchMode=yes NODE true, once for each other node.",
-        why="`mpitrain run` and mpiexec begin every job by such a login.",
+        why="`mpitrain run` and mpiexec begin every job with such a login.",
         tag="ssh",
         needs=(*_JOB, "NAM03", "SSH06", "SSH07", "SSH08", "SSH09", "NET01", "NET09", "NET03"),
         fault="the head's key removed on a node; known_hosts of the head without a node",
@@ -264,7 +264,7 @@ CHECKS = (
         _any_to_any,
         uses=("login between",),
         looks="On each node, as the shared user: ssh -o BatchMode=yes NODE true, once for each other node.",
-        why="mpiexec starts its helpers so, and a question or a refusal on one way keeps the whole job from starting.",
+        why="mpiexec starts its helpers like this. A question or a refusal on one way prevents the start of the job.",
         tag="ssh",
         needs=(*_JOB, "NAM03", "SSH07", "SSH08", "SSH09", "SSH11", "NET01", "NET09", "NET11", "NET03"),
         fault="one node's key removed on another; known_hosts without a node",

@@ -1,4 +1,4 @@
-"""What sshd of a node takes: how many logins at once, whom it lets in, and passwords of whom."""
+"""What sshd of a node accepts: the number of logins at once, which users, and whose passwords."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NOT_ASKED = "sshd's settings can only be read as root, and the login may not us
 
 
 def a_peer(target: Target, host: Host) -> dict[str, str]:
-    """Another node, for what is set for the way between nodes."""
+    """Return another node, for settings that hold between nodes."""
     other = next((one for one in target.hosts if one.name != host.name), host)
     return {"peer": other.address, "user": target.user}
 
@@ -37,7 +37,8 @@ def _server(seen: Seen, name: str) -> Mapping[str, Any]:
 
 
 def _remedy(seen: Seen, server: Mapping[str, Any], name: str, word: str, value: str = ".*") -> str:
-    """Set-up writes its own file; what sshd takes may be in another one, before it or, for some words, behind it."""
+    """Return a repair. Set-up writes its own file, but another file may set the value, before it or, for some words,
+    after it."""
     path = _setter(server, word)
     has_ours = _OURS in [other for other, _ in server["sets"].get(word, [])]
     if path in ("", _OURS) or not (has_ours or _FOLDER < path < _OURS):
@@ -46,13 +47,13 @@ def _remedy(seen: Seen, server: Mapping[str, Any], name: str, word: str, value: 
 
 
 def _without(seen: Seen, name: str, word: str, path: str, value: str) -> str:
-    """A line that takes out the lines with that value alone: beside a block's `yes` a `no` for all others may stand."""
+    """Return a line that removes only the lines with that value: beside a block's `yes`, a `no` may hold for others."""
     edit = f'sudo sed -i "/^\\s*{word}\\s\\+{value}\\b/Id" {shlex.quote(path)}'
     return through_ssh(seen.target.login(name), f"{edit} && sudo systemctl reload {ssh_service(seen, name)}")
 
 
 def _setter(server: Mapping[str, Any], word: str) -> str:
-    """The file with the value that holds, the first one where none has it in those words; empty for a default."""
+    """Return the file with the effective value, or the first file if none has it literally; empty for a default."""
     settings = server["sets"].get(word, [])
     holds = {str(server[user].get(word)) for user in ("user", "root", "all")}
     return str(next((path for path, value in settings if value in holds), settings[0][0] if settings else ""))
@@ -91,18 +92,18 @@ def _policy(seen: Seen, name: str) -> Iterator[Finding]:
     user = seen.target.user
     if settings.get("pubkeyauthentication") == "no":
         remedy = _remedy(seen, server, name, "pubkeyauthentication", "no")
-        observed = f"sshd takes no keys for {user} (PubkeyAuthentication no{_where(server, 'pubkeyauthentication')})"
+        observed = f"sshd accepts no keys for {user} (PubkeyAuthentication no{_where(server, 'pubkeyauthentication')})"
         yield Finding("fail", (name,), observed, "PubkeyAuthentication yes", remedy)
     yield from _shut_out(seen, name, server)
     for word in ("passwordauthentication", "kbdinteractiveauthentication"):
         if settings.get(word) == "yes":
-            observed = f"sshd takes passwords for {user} ({word} yes{_where(server, word)})"
+            observed = f"sshd accepts passwords for {user} ({word} yes{_where(server, word)})"
             yield Finding("warn", (name,), observed, "keys only", _remedy(seen, server, name, word, "yes"))
     if root.get("permitrootlogin") == "yes" and root.get("passwordauthentication") == "yes":
         yield Finding(
             "warn",
             (name,),
-            f"root may log in by a password (PermitRootLogin yes{_where(server, 'permitrootlogin')})",
+            f"root may log in with a password (PermitRootLogin yes{_where(server, 'permitrootlogin')})",
             "PermitRootLogin prohibit-password",
             through_ssh(
                 seen.target.login(name),
@@ -113,7 +114,7 @@ def _policy(seen: Seen, name: str) -> Iterator[Finding]:
 
 
 def _shut_out(seen: Seen, name: str, server: Mapping[str, Any]) -> Iterator[Finding]:
-    """By the lists of who may log in, in sshd's own order."""
+    """Check the lists of users who may log in, in sshd's own order."""
     user, account = seen.target.user, seen.nodes[name].get("account", {})
     group = account.get("group") or user
     settings, groups = server["user"], [one for one in account.get("groups", [group]) if one]
@@ -131,7 +132,7 @@ def _shut_out(seen: Seen, name: str, server: Mapping[str, Any]) -> Iterator[Find
         files = list(dict.fromkeys(path for path, _ in server["sets"].get(word.lower(), [])))
         by = f", by {' and '.join(files)}" if files else ""
         service = ssh_service(seen, name)
-        # What a block says of some logins is somebody's decision.
+        # A block for some logins is the decision of a person.
         is_block = server["all"].get(word.lower()) != settings.get(word.lower())
         look = f"sudo grep -rniwE 'Match|{word}' /etc/ssh"
         edit = look if is_block or not files else _edit(word, matching, own, files, service)
@@ -143,18 +144,18 @@ def _shut_out(seen: Seen, name: str, server: Mapping[str, Any]) -> Iterator[Find
 
 
 def _edit(word: str, matching: list[str], own: str, files: list[str], service: str) -> str:
-    """A line that takes the `matching` patterns out of such a list, or puts `own` into it; not in blocks of Match."""
+    """Return a line that removes the `matching` patterns from such a list, or adds `own` to it; not in Match blocks."""
     steps = [rf"/^\s*{word}\s/I s/$/ {own}/"]
     if matching:
         patterns = [re.escape(one).replace("/", r"\/") for one in matching]
         steps = [rf"/^\s*{word}\s/I s/\s+{pattern}(\s|$)/\1/g" for pattern in patterns]
-        steps.append(rf"/^\s*{word}\s*$/I d")  # sshd does not start with an empty one
+        steps.append(rf"/^\s*{word}\s*$/I d")  # sshd does not start with an empty list
     script = "; ".join([r"/^\s*Match\s/I,$ b", *steps])
     return f"sudo sed -i -E {shlex.quote(script)} {shlex.join(files)} && sudo systemctl reload {service}"
 
 
 def _is_named(seen: Seen, pattern: str, name: str) -> bool:
-    """Whether a pattern of sshd's lists, NAME or USER@HOST, names a user or group who comes from the nodes."""
+    """Whether a pattern of sshd's lists, NAME or USER@HOST, names a user or group that logs in from the nodes."""
     user, at, host = pattern.rpartition("@") if "@" in pattern else (pattern, "", "")
     if not fnmatchcase(name, user):
         return False
@@ -171,7 +172,7 @@ def _is_host(address: str, name: str, pattern: str) -> bool:
 def _no_passwords(seen: Seen, name: str) -> Iterator[Finding]:
     server = _server(seen, name)
     offers = {seen.node(name, "login")["hello"]: "own", "root": "root", "others": "all"}
-    offers.pop(seen.target.user, None)  # whom SSH07 is about
+    offers.pop(seen.target.user, None)  # SSH07 checks the shared user
     for word in _PASSWORDS:
         users = [user for user, key in offers.items() if server[key].get(word) == "yes"]
         if users:
@@ -181,14 +182,14 @@ def _no_passwords(seen: Seen, name: str) -> Iterator[Finding]:
 
 
 def _keys_only(seen: Seen, server: Mapping[str, Any], name: str, word: str, path: str) -> str:
-    """Set-up switches passwords off for all; not where an earlier file, or a block of a user's, says otherwise."""
+    """Return a repair. Set-up switches passwords off for all, unless an earlier file or a user's block allows them."""
     is_block = server["all"].get(word) != "yes"
     if path and (is_block or _FOLDER < path < _OURS):
         return _without(seen, name, word, path, "yes") + ("" if is_block else f" && {_KEYS_ONLY}")
     return _KEYS_ONLY
 
 
-# Set-up refuses it where a key alone does not open the node.
+# Set-up refuses this if a key alone does not open the node.
 _KEYS_ONLY = (
     f"{_SET_UP} -e mpitrain_sshd_passwords=false"
     "  # and write mpitrain_sshd_passwords: false into cluster/group_vars/all.yml, so that it stays"
@@ -200,40 +201,40 @@ CLUSTER: dict[str, ClusterStep] = {}
 CHECKS = (
     Check(
         "SSH06",
-        "sshd takes as many logins at once as a job makes",
+        "sshd accepts as many logins at once as a job makes",
         "quick",
         "node",
         _capacity,
         uses=("ssh server",),
         looks="MaxStartups and PerSourcePenalties of `sshd -T`.",
-        why="sshd drops what is beyond that, at random, and the launcher says only that a connection was reset.",
+        why="sshd drops further logins at random, and the launcher reports only that a connection was reset.",
         tag="ssh",
         needs=("PRB01", "PRB02"),
         fault="MaxStartups 1",
     ),
     Check(
         "SSH07",
-        "sshd takes keys for the shared user, and no passwords",
+        "sshd accepts keys for the shared user, and no passwords",
         "quick",
         "node",
         _policy,
         uses=("ssh server", "account"),
-        looks="`sshd -T -C user=...`: what all files of its configuration come to for that user.",
-        why="Where a password will do, one that is guessed opens all nodes; the first file that sets a value wins.",
+        looks="`sshd -T -C user=...`: the result of all configuration files for that user.",
+        why="If passwords are accepted, a guessed one opens all nodes. The first file that sets a value wins.",
         tag="ssh",
         needs=("PRB01", "PRB02"),
         fault="passwords switched on in our own file; in a file that is read before it; AllowUsers without the user",
     ),
     Check(
         "SSH10",
-        "sshd offers passwords to nobody",
+        "sshd offers passwords to no user",
         "quick",
         "node",
         _no_passwords,
         uses=("ssh server", "login"),
         looks="`sshd -T`, and `sshd -T -C user=...` for the user of the login and for root.",
-        why="Set-up leaves the passwords of admin, root and others as they were; one that is guessed opens the node, "
-        "and with sudo all of them.",
+        why="Set-up leaves the passwords of admin, root and others as they were. A guessed password opens the node, "
+        "and with sudo all nodes.",
         tag="ssh",
         needs=("PRB01", "PRB02"),
         fault="set-up with its default, which leaves passwords on",

@@ -1,4 +1,4 @@
-"""Would `mpitrain run` start a job from a node: folders, programs that a person types, the inventory, the script."""
+"""The start of a job by `mpitrain run`: folders, the programs that a user types, the inventory, the script."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpitrain.diagnostics.check import BY_SSH, Ask, Check, Finding, NotHereError
 from mpitrain.diagnostics.collect import ClusterStep, PairStep
 from mpitrain.diagnostics.remedies import over_ssh, through_ssh
 
-# Where set-up puts the commands of the environment.
+# The folder in which set-up puts the commands of the environment.
 _COMMANDS = "/usr/local/lib/mpitrain/bin"
 _PROGRAMS = ("mpitrain", "python", "mpiexec")
 
@@ -25,14 +25,14 @@ def _folders(seen: Seen, name: str) -> Iterator[Finding]:
         opened = over_ssh("{login}", "sudo", "chmod", "1777", folder)
         look = over_ssh("{login}", "findmnt", "-T", folder)
         denied = os.strerror(errno.EACCES)
-        yield Finding("fail", (name,), text, "mode 1777, for everybody", opened if why == denied else look)
+        yield Finding("fail", (name,), text, "mode 1777, for all users", opened if why == denied else look)
     elif why := temporary["programs"]:
-        # A job starts on one node; the others need no program of it.
+        # A job starts on one node; the others run no program from the folder.
         text = f"programs in {temporary['scripts'] or 'a temporary folder'} cannot be run: {why}"
         mount = over_ssh("{login}", "sudo", "mount", "-o", "remount,exec", temporary["mount"])
         remedy = f"{mount}  # and the same in /etc/fstab, if it is there; or TMPDIR"
         verdict: Verdict = "fail" if name == seen.target.head else "warn"
-        yield Finding(verdict, (name,), text, "a folder without noexec, where a job is started", remedy)
+        yield Finding(verdict, (name,), text, "a folder without noexec on the node that starts jobs", remedy)
 
 
 def _typed(seen: Seen, name: str) -> Iterator[Finding]:
@@ -49,7 +49,7 @@ def _typed(seen: Seen, name: str) -> Iterator[Finding]:
     remedy = ""  # set-up's own line
     if login["has_profile"] and all(wrong.values()):
         line = f"printf '\\nPATH={_COMMANDS}:$PATH\\n' | sudo tee -a {login['last_read']}"
-        remedy = f"{through_ssh('{login}', line)}  # or take out what puts the other one first"
+        remedy = f"{through_ssh('{login}', line)}  # or remove what puts the other one first"
     yield Finding("fail", (name,), f"in a login shell of {seen.target.user}, {said}", f"those in {_COMMANDS}", remedy)
 
 
@@ -59,9 +59,9 @@ def _inventory(seen: Seen, name: str) -> Iterator[Finding]:
     if inventory is None:
         raise NotHereError("there is no inventory for `mpitrain run`" if "why" not in python else "no Python runs")
     if inventory:
-        # Behind that stands what the user of one machine can do.
+        # The rest of the message is for the user of a single machine.
         observed, is_foreign, _ = inventory.partition(". Allowed is ")
-        allowed = "files that root alone may write" if is_foreign else "an inventory as set-up writes it"
+        allowed = "files that only root may write" if is_foreign else "an inventory as set-up writes it"
         yield Finding("fail", (name,), observed, allowed)
 
 
@@ -71,12 +71,12 @@ def _shadows(seen: Seen, name: str) -> Iterator[Finding]:
         raise NotHereError("no script was named: --script FILE")
     python = seen.node(name, "programs")["python"]
     if python["files"] is None:
-        raise NotHereError(f"there is no {script}")  # which is ENV04's to say
+        raise NotHereError(f"there is no {script}")  # ENV04 reports that
     if python["shadows"] is None:
-        raise NotSeenError(f"the environment's python did not come to it: {python['why_no_shadows']}")
+        raise NotSeenError(f"the environment's python did not get to it: {python['why_no_shadows']}")
     for library, path in python["shadows"].items():
         text = f"Python takes {path}, beside the script, for the library {library}"
-        # What is on the share is renamed once, for all nodes.
+        # A file on the share is renamed once, for all nodes.
         is_shared = share is not None and PurePosixPath(share) in PurePosixPath(path).parents
         login = seen.target.login(seen.target.head) if is_shared else "{login}"
         other = str(PurePosixPath(path).with_name(f"my_{PurePosixPath(path).name}"))
@@ -85,7 +85,7 @@ def _shadows(seen: Seen, name: str) -> Iterator[Finding]:
         yield Finding("fail", (name,), text, "no file there with the name of a library", remedy)
 
 
-# What a command over ssh has is asked by such a login: it must come about.
+# The environment of a command over ssh is read through such a login, so the login must work.
 _SHELL = ("PRB01", "PRB02", "USR01", "USR02", "SSH09")
 _PYTHON = (*_SHELL, "NFS01", "NFS02", "NFS03", "ENV01")
 
@@ -120,32 +120,33 @@ CHECKS = (
         uses=("temporary",),
         alone=True,
         looks="As the shared user: a socket in /tmp; and whether the folder of temporary files is mounted noexec.",
-        why="`mpitrain run` makes a socket in /tmp of every node, and runs a program in that folder of its own.",
+        why="`mpitrain run` makes a socket in /tmp on every node, and runs a program from the folder of temporary "
+        "files.",
         needs=(*BY_SSH, "PRB02", "USR01", "USR02", "LIM07"),
         fault="/tmp of mode 0700; of mode 0755; mounted noexec",
     ),
     Check(
         "RUN02",
-        "a person who logs in gets the programs of the environment",
+        "a user who logs in gets the programs of the environment",
         "quick",
         "node",
         _typed,
         uses=("login shell",),
         looks="As the shared user, in an interactive login shell: which mpitrain, python and mpiexec are in PATH.",
-        why="Another Python, such as conda's, has not the packages of the environment, nor its MPI.",
+        why="Another Python, such as conda's, lacks the packages of the environment, and its MPI.",
         tag="runtime",
         needs=(*_SHELL, "ENV03"),
         fault="conda in .profile; /etc/profile.d/mpitrain.sh removed",
     ),
     Check(
         "RUN03",
-        "`mpitrain run` takes the node's inventory",
+        "`mpitrain run` accepts the node's inventory",
         "quick",
         "node",
         _inventory,
         uses=("programs",),
-        looks="As the shared user, by the environment's python: mpitrain's own search for /etc/mpitrain/hosts.",
-        why="It refuses one that others may write: whoever can, decides on which machines a job runs.",
+        looks="As the shared user, with the environment's python: mpitrain's own search for /etc/mpitrain/hosts.",
+        why="`mpitrain run` refuses an inventory that other users may write: they could choose the machines of a job.",
         tag="hosts",
         needs=_PYTHON,
         needs_head=("NFS09",),
@@ -160,7 +161,7 @@ CHECKS = (
         uses=("programs",),
         looks="The names of .py files and packages beside the script of --script, against what NumPy, mpi4py and "
         "mpitrain import, and the libraries for training.",
-        why="Python looks beside the script first, so a numpy.py there is imported in NumPy's place.",
+        why="Python searches beside the script first, so it imports a numpy.py there instead of NumPy.",
         needs=_PYTHON,
         needs_head=("NFS09",),
         fault="a numpy.py beside the script",

@@ -1,4 +1,4 @@
-"""Do two ranks on one node find each other, and by which ways do they add up arrays on its GPUs."""
+"""Two ranks on one node: do they find each other, and how can they add up arrays on its GPUs?"""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _hello(cluster: Cluster) -> dict[str, Any]:
 
 
 def _ways(cluster: Cluster) -> dict[str, Any]:
-    """Where CuPy sees a card; asked of the other nodes it would find none."""
+    """Ask the nodes on which CuPy sees a card."""
     with_cards = [name for name in cluster.agents if (cluster.seen.nodes[name].get("cupy") or {}).get("cards")]
     return run_two(cluster, ["-P", "-m", _WAYS], _WAYS_SECONDS, with_cards)
 
@@ -39,12 +39,12 @@ def _one_job(seen: Seen, name: str) -> Iterator[Finding]:
     mpiexec, python = programs["mpiexec"]["path"], programs["python"]["path"]
     wrong = [said["step"] for words in job["said"].values() for said in words if said.get("is_right") is False]
     if sizes != [2, 2]:
-        said = f"each says that it is one of {sizes[0]}" if len(set(sizes)) == 1 and sizes[0] != 2 else end(job)
+        said = f"each reports a world of {sizes[0]}" if len(set(sizes)) == 1 and sizes[0] != 2 else end(job)
         text = f"two processes under {mpiexec} do not make one job: {said}"
     elif wrong:
         text = f"two processes get a wrong result: {', '.join(dict.fromkeys(wrong))}"
     elif job["code"] != 0:
-        text = f"two processes find each other, and then: {end(job)}"
+        text = f"two processes find each other, but then: {end(job)}"
     else:
         return
     remedy = as_user(seen, mpiexec, "-n", "2", python, "-m", "mpi4py.bench", "helloworld")
@@ -74,11 +74,11 @@ CHECKS = (
         _one_job,
         uses=("two ranks", "programs", "shell", "processors"),
         alone=True,
-        looks="As the shared user: mpiexec with 2 ranks on the node, without ssh, with a deadline. Each says its host "
-        "and size, and they add up whole numbers.",
-        why="Training on several ranks cannot start.",
+        looks="As the shared user: mpiexec with 2 ranks on the node, without ssh, with a deadline. Each reports its "
+        "host and size, and they add up whole numbers.",
+        why="Otherwise training on several ranks cannot start.",
         needs=("PRB01", "PRB02", "CON01", "ENV01", "MPI01"),
-        fault="a library told by a variable to use what it has not, on one node",
+        fault="a variable that tells a library to use what it lacks, on one node",
     ),
     Check(
         "GPU07",
@@ -88,8 +88,8 @@ CHECKS = (
         _ways_of_gpus,
         uses=("gpu ways", "cupy", "programs", "shell", "processors"),
         alone=True,
-        looks=f"2 ranks of `python -m {_WAYS}` on the node, where CuPy sees a card.",
-        why="Training with device arrays on several ranks will not start.",
+        looks=f"2 ranks of `python -m {_WAYS}` on the node, if CuPy sees a card.",
+        why="Otherwise training with device arrays on several ranks does not start.",
         needs=("PRB01", "PRB02", "ENV01", "MPI01", "MPI05"),
         fault="none on a bed, which has no GPU: judged on made-up answers",
     ),

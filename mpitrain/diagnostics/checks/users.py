@@ -1,4 +1,4 @@
-"""Is the shared user the same everywhere, and can it log in."""
+"""The shared user: is it the same everywhere, and can it log in?"""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _same_numbers(seen: Seen, nodes: Sequence[str]) -> Iterator[Finding]:
             yield Finding("unknown", (node,), str(error))
     numbers = {node: (one["uid"], one["gid"]) for node, one in accounts.items() if one["uid"] is not None}
     wanted = (seen.target.settings.get("mpitrain_uid"), seen.target.settings.get("mpitrain_gid"))
-    # What set-up gives, where any node has that; somebody else's cluster may have other numbers, the same everywhere.
+    # The numbers of set-up, if any node has them. A cluster of others may have different numbers, equal on all nodes.
     common = (
         wanted if wanted in numbers.values() else Counter(numbers.values()).most_common(1)[0][0] if numbers else wanted
     )
@@ -48,7 +48,7 @@ _TAKEN = "ssh {login} getent passwd  # choose a free mpitrain_uid in cluster/gro
 
 
 def _renumber(account: Mapping[str, Any], user: str, uid: int | None, gid: int | None) -> str:
-    """A line that gives the account other numbers; a group that is not its own alone is for a person to renumber."""
+    """Return a line that changes the account's numbers. A person must renumber a group that may have other members."""
     old_uid, group = account["uid"], account["group"] or account["gid"]
     numbers = " and ".join(
         f"{number} {old} is to be {new}"
@@ -57,9 +57,9 @@ def _renumber(account: Mapping[str, Any], user: str, uid: int | None, gid: int |
     )
     if account["gid"] != gid and group != user:
         look = f"ssh {{login}} 'id {user}; getent group {group} {gid}'"
-        return f"{look}  # {numbers}; the group {group} may have others in it, so that is for a person to do"
+        return f"{look}  # {numbers}; change that by hand, because the group {group} may have other members"
     groupmod = f"sudo groupmod -g {gid} {user} && " if account["gid"] != gid else ""
-    # The files under /home are usermod's to change; -xdev keeps away from the share.
+    # usermod changes the files under the home; -xdev leaves the share out.
     find = f"sudo find / -xdev -uid {old_uid} -exec chown -h {uid}:{gid} {{}} +"
     return f"ssh {{login}} '{groupmod}sudo usermod -u {uid} -g {gid} {user} && {find}'"
 
@@ -69,7 +69,7 @@ def _usable(seen: Seen, node: str) -> Iterator[Finding]:
     if one["uid"] is None:
         raise NotHereError(f"there is no user {seen.target.user}")
     if one["shell"].rpartition("/")[2] in _NO_LOGIN or not one["shell_works"]:
-        problem = "refuses logins" if one["shell_works"] else "is not there"
+        problem = "refuses logins" if one["shell_works"] else "does not exist"
         yield Finding(
             "fail",
             (node,),
@@ -79,7 +79,7 @@ def _usable(seen: Seen, node: str) -> Iterator[Finding]:
         )
     if one["home_owner"] is None:
         yield Finding(
-            "fail", (node,), f"the home of {seen.target.user}, {one['home']}, is not there", "a folder of its own"
+            "fail", (node,), f"the home of {seen.target.user}, {one['home']}, does not exist", "a folder of its own"
         )
     elif one["home_owner"] != one["uid"]:
         observed = f"the home of {seen.target.user}, {one['home']}, belongs to uid {one['home_owner']}"
@@ -95,11 +95,11 @@ def _usable(seen: Seen, node: str) -> Iterator[Finding]:
         )
     if one["must_change_password"]:
         observed = f"{seen.target.user} must choose another password before it may do anything"
-        # Set-up gives it none, so there is nothing whose age counts.
+        # Set-up gives the user no password, so its age does not matter.
         remedy = "ssh {login} sudo chage -d -1 -M -1 {user}"
         yield Finding("fail", (node,), observed, "a password without a date", remedy=remedy)
     if one["nologin"] and one["uid"] != 0:
-        observed = f"{one['nologin']} is there, and keeps everybody out but root"
+        observed = f"{one['nologin']} exists, and lets only root log in"
         yield Finding("fail", (node,), observed, "no such file", remedy=f"ssh {{login}} sudo rm {one['nologin']}")
 
 
@@ -121,8 +121,8 @@ CHECKS = (
         "cluster",
         _same_numbers,
         uses=("account",),
-        looks="id -u and id -g of the shared user; who has its uid where it is missing.",
-        why="NFS knows users by number: files of one node belong to somebody else on another.",
+        looks="id -u and id -g of the shared user; if the user is missing, the owner of its uid.",
+        why="NFS identifies users by number: otherwise files of one node belong to another user elsewhere.",
         tag="users",
         needs=BY_SSH,
         fault="usermod -u 1950; the user removed",
@@ -139,7 +139,7 @@ CHECKS = (
         why="mpiexec logs in as this user on every node.",
         tag="users",
         needs=(*BY_SSH, "USR01"),
-        fault="the shell /usr/sbin/nologin; the home missing; the home of somebody else; the account expired; a "
+        fault="the shell /usr/sbin/nologin; the home missing; the home of another user; the account expired; a "
         "password to be changed at once",
     ),
 )

@@ -114,7 +114,7 @@ FAULTS: dict[str, Fault] = {
         {"node4": "usermod -d /home/gone cluster"},
         {"node4": "usermod -d /home/cluster cluster"},
         {"USR02": ("fail", "node4")},
-        shows=["/home/gone, is not there"],
+        shows=["/home/gone, does not exist"],
     ),
     "account expired": Fault(
         "the account of the shared user of node3 has expired",
@@ -192,7 +192,7 @@ FAULTS: dict[str, Fault] = {
         {"node2": "taskset -pc 0 $(systemctl show -P MainPID ssh)"},
         {"node2": "taskset -p ffffffff $(systemctl show -P MainPID ssh)"},
         {"LIM04": ("fail", "node2")},
-        shows=["what logs in may use 1 of"],
+        shows=["a login may use 1 of"],
         is_slow=True,
     ),
     "somebody computes": Fault(

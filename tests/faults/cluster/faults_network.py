@@ -166,7 +166,7 @@ FAULTS: dict[str, Fault] = {
         },
         {"node2": "mv -f /usr/bin/sudo.kept /usr/bin/sudo"},
         {"PRB02": ("fail", "node2")},
-        shows=["sudo, asked by admin, hangs"],
+        shows=["sudo, run by admin, hangs"],
         is_slow=True,
     ),
     "python missing": Fault(
@@ -304,7 +304,7 @@ FAULTS: dict[str, Fault] = {
         {},
         {"SSH08": ("fail", "node2")},
         repair="ssh",
-        shows=["others than root may write to /etc/ssh/mpitrain"],
+        shows=["other users than root may write to /etc/ssh/mpitrain"],
         is_slow=True,
     ),
     "host key unknown to one node": Fault(
@@ -382,7 +382,7 @@ FAULTS: dict[str, Fault] = {
         _no_rules("node3"),
         {"NET09": ("fail", "node2 -> node3")},
         level="full",
-        shows=["pings get there"],
+        shows=["pings get through"],
         is_slow=True,
     ),
     "all from one node dropped": Fault(
@@ -391,7 +391,7 @@ FAULTS: dict[str, Fault] = {
         _no_rules("node3"),
         {"NET09": ("fail", "node2 <-> node3")},
         level="full",
-        shows=["nor does ping"],
+        shows=["pings do not get through"],
         is_slow=True,
     ),
     "packets lost one way": Fault(
@@ -400,7 +400,7 @@ FAULTS: dict[str, Fault] = {
         _no_rules("node3"),
         {"NET11": ("fail", "node2 -> node3")},
         level="full",
-        shows=["of the packets get lost on this way"],
+        shows=["of the packets are lost on this way"],
         is_slow=True,
     ),
     "MTU 9000 on two nodes": Fault(

@@ -252,7 +252,7 @@ FAULTS: dict[str, Fault] = {
         {"node2": _in_environment("http_proxy=http://proxy.example:3128")},
         {"node2": _UNDO_ENVIRONMENT},
         {"ENV05": ("warn", "node2")},
-        shows=("no_proxy without the nodes",),
+        shows=("no_proxy does not have the nodes",),
         is_slow=True,
     ),
     "UCX_TLS on one node": Fault(
@@ -290,7 +290,7 @@ FAULTS: dict[str, Fault] = {
         dict.fromkeys(_ALL, _OTHER_LAUNCHER),
         dict.fromkeys(_ALL, _OWN_LAUNCHER),
         {"MPI01": ("fail", "node[1-4]")},
-        shows=("is of Open MPI 4.1.4, mpi4py loads MPICH",),
+        shows=("belongs to Open MPI 4.1.4, mpi4py loads MPICH",),
         is_slow=True,
     ),
     "a rank that does not start": Fault(

@@ -123,7 +123,7 @@ FAULTS: dict[str, Fault] = {
         {"node1": _CONTINUE},
         {"NFS09": ("fail", "node1")},
         has_line=True,
-        shows=["takes connections and answers no call"],
+        shows=["accepts connections, but answers no call"],
         is_slow=True,
     ),
     "script that is root's": Fault(
@@ -161,7 +161,7 @@ FAULTS: dict[str, Fault] = {
         {"node4": "chmod 666 /dev/null"},
         {"PRB01": ("fail", "node4")},
         has_line=True,
-        shows=["/dev/null is not everybody's: it has mode 0600"],
+        shows=["/dev/null is not open to all: it has mode 0600"],
         is_slow=True,
     ),
     "a library cut off": Fault(

@@ -18,9 +18,7 @@ from mpitrain.testbed.commands import wait_until
 
 CHECK = ("mpitrain", "check-cluster", "--json")
 # What is true of any cluster while this machine does much else; the verdict on it is `warn`.
-_BUSY = re.compile(
-    "a login takes |listing it twice takes |a new file is listed|MPI_Init takes |a message there and back takes "
-)
+_BUSY = re.compile("a login takes |listing it twice takes |a new file is listed|MPI_Init takes |a round trip takes ")
 
 # Set-up leaves the passwords of other users as they are, and this says so of every node of a bed.
 _USUAL = "SSH10"
