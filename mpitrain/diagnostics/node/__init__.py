@@ -1,1 +1,1 @@
-"""What runs on the nodes, sent there as text: imports nothing of ours but its siblings; Python 3.8 will do."""
+"""The code that runs on the nodes. It is sent there as text, imports only its siblings, and needs Python 3.8."""

@@ -1,4 +1,4 @@
-"""The shared user on a node: the account, and what jobs that are dead have left."""
+"""The shared user on a node: the account, and the remains of dead jobs."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any
 
 from mpitrain.diagnostics.node import children
 
-# What makes a process a rank: set by Hydra (MPICH, Intel MPI), PRRTE (Open MPI) and Slurm.
+# The variables that mark a process as a rank, set by Hydra (MPICH, Intel MPI), PRRTE (Open MPI) and Slurm.
 _RANK = re.compile(r"(?:^|\0)(?:PMI_RANK|PMIX_RANK|OMPI_COMM_WORLD_RANK|PMI_FD)=")
-# Hydra's daemon never leaves its parent. Open MPI's does, as soon as it runs, so it may be alive by itself.
+# Hydra's daemon never leaves its parent. Open MPI's leaves it as soon as it runs, so it may live without one.
 _DAEMONS = ("hydra_pmi_proxy", "hydra_bstrap_pr")
 # A job that has just ended or is just starting may look like a dead one.
 _YOUNG_PROCESS_SECONDS = 5.0
-# While one of these is there, pam_nologin lets nobody in but root.
+# While one of these files exists, pam_nologin lets only root log in.
 _NOLOGIN = ("/etc/nologin", "/run/nologin")
 _YOUNG_FILE_SECONDS = 60.0
 
@@ -48,7 +48,7 @@ def account(wish: dict[str, Any]) -> dict[str, Any]:
         "home": entry.pw_dir,
         "home_owner": home.st_uid if home and stat.S_ISDIR(home.st_mode) else None,
         "expired": None if shadow is None else expires.isdigit() and int(expires) < today,
-        # At its next login the user is asked for another one; a command is not run then.
+        # The next login asks the user for another password, and runs no command.
         "must_change_password": None
         if shadow is None
         else changed.isdigit() and (int(changed) == 0 or (days.isdigit() and int(changed) + int(days) < today)),
@@ -57,7 +57,7 @@ def account(wish: dict[str, Any]) -> dict[str, Any]:
 
 
 def become(_wish: Any) -> str:
-    """Whom this agent runs as; a container may run as a number without a name."""
+    """Return the user of this agent. A container may run as a number without a name."""
     try:
         return pwd.getpwuid(os.getuid()).pw_name
     except KeyError:
@@ -79,12 +79,12 @@ def _group(gid: int) -> str | None:
 
 
 def leftovers(wish: dict[str, Any]) -> dict[str, Any]:
-    """What dead jobs of this user have left. wish: patterns of shared-memory files."""
+    """Return the remains of this user's dead jobs. wish: patterns of shared-memory files."""
     return {"processes": _dead_ranks(), "files": _dead_files(wish["patterns"])}
 
 
 def _dead_ranks() -> list[dict[str, Any]]:
-    """Ranks and their daemons whose parent is gone."""
+    """Return ranks and their daemons whose parent is gone."""
     tick = os.sysconf("SC_CLK_TCK")
     up = float(children.text("/proc/uptime").split()[0])
     adopters = {1} | {
@@ -99,7 +99,7 @@ def _dead_ranks() -> list[dict[str, Any]]:
         age_seconds = up - int(fields[19]) / tick
         is_rank = comm in _DAEMONS or _RANK.search(children.text(f"{path}/environ"))
         if is_rank and age_seconds > _YOUNG_PROCESS_SECONDS:
-            # Without arguments: what people put there is not for everybody who reads a report.
+            # Without arguments, which may be private and must not be in a report.
             ranks.append({"pid": int(path.name), "age_seconds": age_seconds, "program": comm})
     return sorted(ranks, key=lambda one: int(str(one["pid"])))
 
@@ -111,12 +111,12 @@ def _own_processes() -> list[Path]:
             if path.stat().st_uid == os.getuid():
                 folders.append(path)
         except OSError:
-            continue  # it has just ended
+            continue  # the process has just ended
     return folders
 
 
 def _dead_files(patterns: list[str]) -> list[dict[str, Any]]:
-    """Files of MPI libraries that belong to this user (root: to anybody), and that no process has mapped."""
+    """Return files of MPI libraries that belong to this user (root: to any user) and that no process has mapped."""
     files = {}
     for pattern in patterns:
         for path in Path("/dev/shm").glob(pattern):
@@ -127,7 +127,7 @@ def _dead_files(patterns: list[str]) -> list[dict[str, Any]]:
             age_seconds = time.time() - status.st_mtime
             if os.getuid() in (0, status.st_uid) and age_seconds > _YOUNG_FILE_SECONDS:
                 files[str(path)] = {"bytes": status.st_blocks * 512, "age_seconds": age_seconds, "pattern": pattern}
-    # Another user's process may have mapped a file of this one; where its maps may not be read they are empty.
+    # A process of another user may have mapped a file of this user. Maps that may not be read are empty.
     for process in Path("/proc").glob("[0-9]*") if files else []:
         maps = children.text(f"{process}/maps")
         files = {path: file for path, file in files.items() if path not in maps}

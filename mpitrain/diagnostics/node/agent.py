@@ -1,7 +1,7 @@
-"""The far end of a connection: answers questions, a line of JSON each, until its stdin ends.
+"""The far end of a connection: it answers questions, one line of JSON each, until its stdin ends.
 
-It asks and changes nothing by itself. What the shared user must be asked goes to a second agent, which this one
-starts as that user by sudo; where the login is the shared user's already, this one is both.
+It asks and changes nothing by itself. Questions for the shared user go to a second agent, which this one starts as that
+user with sudo. If the login is already the shared user's, this agent is both.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 from mpitrain.diagnostics.node import account, children, shell
 
-# The other agent may have to remove its folder from a share that is slow, or dead.
+# The other agent may have to remove its folder from a slow or dead share.
 _END_SECONDS = 6.0
 _TERMINATE_SECONDS = 1.0
 _BEGIN_SECONDS = 30.0
@@ -31,10 +31,10 @@ _RED_HAT = {"rhel", "fedora", "centos"}
 
 
 class Agent:
-    """One for a process. `calls`: what may be asked, by name; each takes the question's `wish`."""
+    """The agent of a process. `calls` are the possible questions by name; each takes the question's `wish`."""
 
     def __init__(self, bundle: dict[str, Any], calls: dict[str, Callable[[Any], Any]]) -> None:
-        """`bundle` is what was sent, to be sent on."""
+        """`bundle` is the code that was sent here, for the second agent."""
         self._bundle = bundle
         self._calls = calls
         self._lock = threading.Lock()
@@ -42,14 +42,14 @@ class Agent:
         self._to_other: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._me = account.become({})
         self._other: subprocess.Popen[bytes] | None = None  # the second agent's process
-        self._waiting: set[int] = set()  # numbers of questions that went to it
+        self._waiting: set[int] = set()  # numbers of questions that went to the second agent
         self._is_asked_for = False
-        self._has_begun = False  # whether it has said anything
-        self._why = ""  # why there is none
+        self._has_begun = False  # whether the second agent has said anything
+        self._why = ""  # why there is no second agent
         self._end_lock = threading.Lock()
 
     def serve(self) -> None:
-        """Answer until stdin ends; does not return."""
+        """Answer until stdin ends. Do not return."""
         self._heard = time.monotonic()
         threading.Thread(target=self._end_late, daemon=True).start()
         python = "{}.{}.{}".format(*sys.version_info[:3])
@@ -79,7 +79,7 @@ class Agent:
             try:
                 sys.stdout.write(json.dumps(message) + "\n")
                 sys.stdout.flush()
-            except OSError:  # nobody listens any more
+            except OSError:  # the reader has gone
                 self._end()
 
     def _pass_on(self, question: dict[str, Any], line: bytes) -> None:
@@ -120,15 +120,16 @@ class Agent:
         late.start()
 
     def _tell(self, other: subprocess.Popen[bytes]) -> None:
-        """In a thread: a sudo that hangs reads nothing, and a pipe takes less than the bundle."""
+        """Send the bundle. This runs in a thread: a hanging sudo reads nothing, and the bundle is larger than a
+        pipe."""
         assert other.stdin is not None
-        with suppress(OSError, ValueError):  # its reader says why
+        with suppress(OSError, ValueError):  # the thread that reads reports why
             while True:
                 other.stdin.write(self._to_other.get())
                 other.stdin.flush()
 
     def _give_up(self, user: str, other: subprocess.Popen[bytes]) -> None:
-        """Where a sudo hangs, what goes to the other agent is answered at once from then on."""
+        """If sudo hangs, answer the questions for the other agent at once from then on."""
         if not self._has_begun:
             self._lose(f"{self._me} cannot become {user}: sudo does not answer within {_BEGIN_SECONDS:g} s")
             other.terminate()
@@ -156,14 +157,14 @@ class Agent:
         self._lose(f"{self._me} cannot become {user}: {words[-1] if words else 'its process ended'}")
 
     def _end_late(self) -> None:
-        """End when nobody has asked anything for long, as when the connection was cut and nobody told us."""
+        """End after a long time without a question, as after a connection that was cut without notice."""
         while (left := self._heard + self._bundle["seconds"] - time.monotonic()) > 0:
             time.sleep(left)
         self._end()
 
     def _end(self) -> None:
-        """Leave nothing behind: what we run, and the other agent, which does the same when its stdin ends."""
-        self._end_lock.acquire()  # who comes second would end the process before the first is done
+        """End all commands, and the other agent, which does the same when its stdin ends."""
+        self._end_lock.acquire()  # a second caller would end the process before the first is done
         other = self._other
         if other is not None:
             assert other.stdin is not None
@@ -175,20 +176,20 @@ class Agent:
                 with suppress(subprocess.TimeoutExpired):
                     other.wait(_END_SECONDS)
             if other.poll() is None:
-                other.terminate()  # timeout(1) passes it on; what is root's is ended by that one's own deadline
+                other.terminate()  # timeout(1) passes it on; a process of root ends by timeout's own deadline
                 with suppress(subprocess.TimeoutExpired):
                     other.wait(_TERMINATE_SECONDS)
         os._exit(0)
 
 
 def _family() -> str:
-    """Of this system, for what has other names there: "redhat", or "" for Debian's and all else."""
+    """Return the family of this system, for names that differ: "redhat", or "" for Debian's and all others."""
     words = re.findall(r'(?m)^ID(?:_LIKE)?="?([^"\n]*)', children.text("/etc/os-release"))
     return "redhat" if _RED_HAT & set(" ".join(words).split()) else ""
 
 
 def _null() -> str:
-    """What is wrong with /dev/null; empty if nothing."""
+    """Return what is wrong with /dev/null; empty if nothing."""
     try:
         mode = Path("/dev/null").stat().st_mode
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Commands run on a node: each in a session of its own, with a deadline, and none left when the agent ends."""
+"""Commands on a node. Each runs in its own session, with a deadline, and none is left when the agent ends."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from contextlib import suppress
 from pathlib import Path
 
 _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-# It opens the program, not we: Popen stands still with all our threads until that is done, and a dead NFS server never
-# says where a program is.
+# env opens the program, because Popen blocks all threads of this process until that is done, and a dead NFS server
+# never answers.
 _ENV = "/usr/bin/env"
 _QUOTES = "'`\u2018\u2019"
 
-# Where more wants to run than there are processors, a command gets a part of one, and so many times its deadline.
+# If more processes want to run than there are processors, a command gets a part of one, and at most so many times its
+# deadline.
 MOST_PATIENCE = 3.0
 _SUDO_SECONDS = 8.0
 _REMOVE_SECONDS = 3.0
@@ -24,17 +25,17 @@ _KILL_SECONDS = 0.5
 
 _running: set[subprocess.Popen[bytes]] = set()
 _lock = threading.Lock()
-# Everything is asked at once. So many commands run at a time, that each has its deadline to itself on a slow machine,
-# and that some which hang do not hold up the others.
+# All questions come at once. This number of commands runs at a time: few enough that each keeps its deadline on a slow
+# machine, and enough that hanging ones do not delay the others.
 _slots = threading.Semaphore(5)
 _sudo_lock = threading.Lock()
-_sudo: dict[str, bool] = {}  # "hangs", once it was asked
+_sudo: dict[str, bool] = {}  # "hangs", after the first try
 _folders: set[str] = set()
 _ending = threading.Event()
 
 
 class SlowError(Exception):
-    """A command did not end in time: in so many `seconds`."""
+    """A command did not end within `seconds`."""
 
     def __init__(self, words: str, seconds: float = 0.0) -> None:
         super().__init__(words)
@@ -42,11 +43,11 @@ class SlowError(Exception):
 
 
 class EndingError(Exception):
-    """The agent ends, and starts nothing more."""
+    """The agent is ending, and starts no more commands."""
 
 
 def patience() -> float:
-    """How many times its deadline a command may take on this machine now: it may be busy, and everything slow."""
+    """Return how many times its deadline a command may take on this machine now, because a busy machine is slow."""
     return min(MOST_PATIENCE, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
 
 
@@ -57,13 +58,14 @@ def run(
     env: dict[str, str] | None = None,
     cwd: str = "/",
 ) -> tuple[int, str, str]:
-    """Run a command; returns (exit code, stdout, stderr). 127 where there is no such program.
+    """Run a command. Return (exit code, stdout, stderr); the code is 127 if there is no such program.
 
     `seconds` is the deadline on a machine that is not busy.
 
     Raises:
-        SlowError: it did not end in time. What waits for a dead NFS server may not die either; it is left then.
-        EndingError: all were ended.
+        SlowError: the command did not end in time. A process that waits for a dead NFS server cannot be killed, and is
+            left.
+        EndingError: all commands were ended.
     """
     with _slots:
         return _run(command, seconds, input, env, cwd)
@@ -105,20 +107,20 @@ def _run(
             _running.discard(child)
     words = err.decode(errors="replace")
     if child.returncode in (126, 127) and words.startswith(f"{_ENV}: "):
-        # A script may begin with `#!/usr/bin/env X`: then X is what is missing.
+        # A script may begin with `#!/usr/bin/env X`; then X is missing.
         program, _, why = words.splitlines()[0][len(_ENV) + 2 :].rpartition(": ")
         return 127, "", f"{program.strip(_QUOTES)}: {why}"
     return child.returncode, out.decode(errors="replace"), words
 
 
 def output(*command: str, seconds: float = 6.0) -> str:
-    """What a command writes to stdout; empty where it fails or is not there."""
+    """Return what a command writes to stdout; empty if it fails or does not exist."""
     code, out, _ = run(list(command), seconds)
     return out if code == 0 else ""
 
 
 def as_root(*command: str, seconds: float = 6.0) -> str | None:
-    """The same as root, by sudo that must not ask; None where it may not, or sudo hangs."""
+    """Return the same as root, with a sudo that must not ask; None if that is not allowed, or sudo hangs."""
     if os.geteuid() != 0:
         if sudo_hangs():
             return None
@@ -128,7 +130,7 @@ def as_root(*command: str, seconds: float = 6.0) -> str | None:
 
 
 def sudo_hangs() -> bool:
-    """Whether sudo says neither yes nor no; it is asked once."""
+    """Whether sudo gives no answer. It is tried once."""
     with _sudo_lock:
         if not _sudo:
             try:
@@ -140,12 +142,12 @@ def sudo_hangs() -> bool:
 
 
 def makes(folder: str) -> None:
-    """A folder of our own comes to be, which must not outlive us."""
+    """Note that a folder of the agent is made, which must not outlive the agent."""
     _folders.add(folder)
 
 
 def removed(folder: str) -> None:
-    """It is gone."""
+    """Note that the folder is gone."""
     _folders.discard(folder)
 
 
@@ -156,7 +158,7 @@ def kill(child: subprocess.Popen[bytes]) -> None:
 
 
 def end_all() -> None:
-    """End every command that runs, start no other, and remove our folders."""
+    """End all running commands, start no others, and remove the agent's folders."""
     with _lock:
         _ending.set()
         for child in _running:
@@ -166,13 +168,13 @@ def end_all() -> None:
             with suppress(subprocess.TimeoutExpired):
                 child.wait(max(0.0, until - time.monotonic()))
     if _folders:
-        # A server that is dead keeps what touches its share.
+        # A dead server blocks every process that uses its share.
         with suppress(subprocess.TimeoutExpired, OSError):
             subprocess.run(["rm", "-rf", "--", *_folders], timeout=_REMOVE_SECONDS, check=False)
 
 
 def text(path: str) -> str:
-    """A file's content; empty where it cannot be read."""
+    """Return a file's content; empty if it cannot be read."""
     try:
         return Path(path).read_text(errors="replace")
     except OSError:

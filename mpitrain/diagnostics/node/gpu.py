@@ -1,4 +1,4 @@
-"""What NVIDIA's tools say of the cards of a node. Nothing of theirs is loaded into this process: it could hang."""
+"""The answers of NVIDIA's tools about a node's cards. This process loads none of their libraries: they could hang."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 from mpitrain.diagnostics.node import children
 
 _SECONDS = 6.0
-# Names of fields differ between drivers: the second is what it was before 535. A driver refuses a query with one
-# field that it does not know.
+# Names of fields differ between drivers: the second is the name before 535. A driver refuses a query with an unknown
+# field.
 _REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
 _FIELDS = (
     "index",
@@ -25,10 +25,10 @@ _FIELDS = (
     "ecc.errors.uncorrected.volatile.total",
     "ecc.errors.corrected.volatile.total",
 )
-# Another query of the tool, which older cards do not answer.
+# A separate query, which older cards do not answer.
 _ROWS = ("gpu_uuid", "remapped_rows.pending", "remapped_rows.failure")
 
-# The same by NVIDIA's own library for Python, where a Python has it; its names are stable where nvidia-smi's are not.
+# The same with NVIDIA's own library for Python, if it is installed. Its names are stable, unlike nvidia-smi's.
 _NVML = """
 import json
 import pynvml as nvml
@@ -58,7 +58,7 @@ for index in range(nvml.nvmlDeviceGetCount()):
     })
 print(json.dumps(cards))
 """
-# What jobs see. In a child: a broken installation of CUDA may end the process that imports CuPy.
+# The cards that jobs see. This runs in a child, because a broken CUDA may end the process that imports CuPy.
 _CUPY = """
 import json, sys
 try:
@@ -89,7 +89,7 @@ _CUPY_SECONDS = 40.0
 
 
 def gpu(_wish: dict[str, Any]) -> dict[str, Any]:
-    """The cards, by nvidia-ml-py where this Python has it, else by nvidia-smi."""
+    """Return the cards, from nvidia-ml-py if this Python has it, otherwise from nvidia-smi."""
     cards = [
         path
         for path in Path("/sys/bus/pci/devices").glob("*")
@@ -102,7 +102,7 @@ def gpu(_wish: dict[str, Any]) -> dict[str, Any]:
         "cards": [],
     }
     if not cards and not driver and not Path("/dev/nvidiactl").exists():
-        # Linux within Windows has cards too, on no bus and without a driver of its own.
+        # Linux within Windows has cards too, but not on a bus, and without its own driver.
         code, out, _ = _query("gpu", (*_FIELDS, _REASONS[0]))
         return {**facts, "cards": read(out), **_log()} if code == 0 and read(out) else facts
     code, out, _ = children.run([sys.executable, "-I", "-c", _NVML], _SECONDS)
@@ -119,7 +119,7 @@ def gpu(_wish: dict[str, Any]) -> dict[str, Any]:
 
 
 def cupy(wish: dict[str, Any]) -> dict[str, Any] | None:
-    """What CuPy says in wish["python"]: versions and cards; a "problem" where importing it fails; None without CuPy."""
+    """Return CuPy's versions and cards in wish["python"]; a "problem" if its import fails; None without CuPy."""
     code, out, words = children.run([wish["python"], "-c", _CUPY], _CUPY_SECONDS)
     if code != 0:
         return {"problem": " ".join((words or out).strip().splitlines()[-1:]) or f"its import ended with code {code}"}
@@ -134,7 +134,7 @@ def _query(query: str, fields: tuple[str, ...]) -> tuple[int, str, str]:
 
 
 def read(out: str, rows: str = "") -> list[dict[str, Any]]:
-    """The answers of nvidia-smi, as lists of cards; what a card does not have, [N/A] or [Not Supported], is None."""
+    """Parse nvidia-smi's answers into lists of cards. A missing value, [N/A] or [Not Supported], becomes None."""
     remapped = {line.split(",")[0].strip(): line.split(",")[1:] for line in rows.splitlines() if line.count(",") == 2}
     cards = []
     for line in out.splitlines():
@@ -172,13 +172,13 @@ def _yes(field: str) -> bool | None:
 
 
 def _log() -> dict[str, Any]:
-    """Xid events of the kernel's log since its start: number -> the last message. None where we may not read it."""
+    """Return the Xid events in the kernel's log since its start, the last message by number; None if not readable."""
     log = children.as_root("dmesg", "--notime", seconds=4.0)
     return {"xids": None if log is None else xids(log)}
 
 
 def xids(log: str) -> dict[str, str]:
-    """Xid -> its last line in a kernel's log."""
+    """Return the last line of each Xid in a kernel's log."""
     return {match.group(1): match.group(0)[:160] for match in re.finditer(r"NVRM: Xid \([^)]*\): (\d+).*", log)}
 
 

@@ -1,4 +1,4 @@
-"""What a node says of its network: interfaces, routes, firewall, ports, counters, and variables that choose."""
+"""The network of a node: interfaces, routes, firewall, ports, counters, and the variables that choose among them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from typing import Any
 
 from mpitrain.diagnostics.node import children
 
-# Of linux/sockios.h and linux/if.h.
+# From linux/sockios.h and linux/if.h.
 _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B
 _FLAGS = {0x1: "UP", 0x10000: "LOWER_UP"}
 
 
 def network(wish: dict[str, Any]) -> dict[str, Any]:
-    """The interfaces, and the route to each of `peers` (name -> address)."""
+    """Return the interfaces, and the route to each of `peers` (name -> address)."""
     interfaces = {}
     for link in addresses():
         name = link["ifname"]
@@ -31,14 +31,14 @@ def network(wish: dict[str, Any]) -> dict[str, Any]:
         speed = children.text(folder + "/speed").strip()
         interfaces[name] = {
             "is_up": "UP" in link["flags"],
-            # A bridge, a tunnel, or one half of a container's cable: no card.
+            # A bridge, a tunnel, or one half of a container's cable is not a card.
             "is_virtual": "/devices/virtual/" in os.path.realpath(folder),
             "is_running": "LOWER_UP" in link["flags"],
             "mtu_bytes": link["mtu"],
             "addresses": [
                 "{}/{}".format(one["local"], one["prefixlen"]) for one in link.get("addr_info", []) if "local" in one
             ],
-            # Made anew every day, to hide who it is.
+            # Temporary addresses change every day, for privacy.
             "temporary": [one["local"] for one in link.get("addr_info", []) if one.get("temporary")],
             "speed_mbit": int(speed) if speed.isdigit() else None,
             "duplex": children.text(folder + "/duplex").strip(),
@@ -52,7 +52,7 @@ def network(wish: dict[str, Any]) -> dict[str, Any]:
 
 
 def addresses() -> list[dict[str, Any]]:
-    """The interfaces with their addresses, in the form of `ip -j address`; by the kernel's own calls without an ip."""
+    """Return interfaces and addresses in the form of `ip -j address`; without ip, from the kernel's own calls."""
     try:
         return _ip_json("address")
     except OSError:
@@ -60,7 +60,7 @@ def addresses() -> list[dict[str, Any]]:
 
 
 def _address(name: str) -> dict[str, Any]:
-    """What the older calls of the kernel tell: the first IPv4 address, and no other."""
+    """Return what the older calls of the kernel give: only the first IPv4 address."""
     flags = int(children.text(f"/sys/class/net/{name}/flags").strip() or "0", 16)
     mtu = int(children.text(f"/sys/class/net/{name}/mtu").strip() or 0)
     info = []
@@ -90,7 +90,7 @@ def _ip_json(*arguments: str) -> list[dict[str, Any]]:
 
 
 def _route(address: str, interfaces: dict[str, Any]) -> dict[str, str]:
-    """By which interface the peer is reached, from which address and network; empty where there is no route."""
+    """Return the interface, the address and the network through which a peer is reached; empty without a route."""
     for route in _ip_json("route", "get", address)[:1]:
         name, source = route.get("dev", ""), route.get("prefsrc", "")
         answer = {"interface": name, "source": source, "gateway": route.get("gateway", "")}
@@ -102,7 +102,7 @@ def _route(address: str, interfaces: dict[str, Any]) -> dict[str, str]:
 
 
 def _firewall() -> str:
-    """What filters packets here, as far as it can be seen; empty if nothing does."""
+    """Return what filters packets here, as far as can be seen; empty if nothing does."""
     if re.search(r"^ENABLED=yes", children.text("/etc/ufw/ufw.conf"), re.M):
         return "ufw"
     if children.output("systemctl", "is-active", "firewalld").strip() == "active":
@@ -112,7 +112,7 @@ def _firewall() -> str:
 
 
 def counters(wish: dict[str, Any]) -> dict[str, dict[str, int]]:
-    """By how much each interface's counters of errors rose within `seconds`."""
+    """Return how much each interface's error counters rise within `seconds`."""
     before = _counters()
     time.sleep(wish["seconds"])
     after = _counters()
@@ -133,7 +133,7 @@ def _counters() -> dict[str, dict[str, int]]:
 
 
 def ports(_wish: dict[str, Any]) -> dict[str, str]:
-    """The TCP ports that something listens on, each with the program, where that can be seen."""
+    """Return the TCP ports with a listener, each with its program if that can be seen."""
     programs = {}
     for line in (children.as_root("ss", "-Hltnp") or children.output("ss", "-Hltn")).splitlines():
         fields = line.split()
@@ -143,7 +143,7 @@ def ports(_wish: dict[str, Any]) -> dict[str, str]:
 
 
 def variables(_wish: dict[str, Any]) -> dict[str, str]:
-    """What a login shell of this user has in its environment to choose networks and ports."""
+    """Return the variables that choose networks and ports, from a login shell of this user."""
     shell = os.environ.get("SHELL", "/bin/sh")
     out = children.output(shell, "-lc", shlex.join(["env", "-0"]))
     environ = dict(entry.split("=", 1) for entry in out.split("\0") if "=" in entry)

@@ -1,4 +1,4 @@
-"""What a job finds on this node: the programs of its shell, NumPy, and after it what it has left."""
+"""What a job finds on this node: the programs of its shell and NumPy; and what it has left afterwards."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 from mpitrain.diagnostics.node import children
 from mpitrain.diagnostics.node.shell import MARK, SSH_SECONDS, ending, in_job
 
-# mpitrain's own commands on a node that set-up made; each starts the one of its name in the virtual environment.
+# mpitrain's own commands on a node after set-up. Each starts the command of its name in the virtual environment.
 _COMMANDS = "/usr/local/lib/mpitrain/bin"
 _PYTHON_SECONDS = 30  # 10 were too few on four nodes of one machine with a load of 30
 _MPIEXEC_SECONDS = 10
 _MOST_OUTPUT = 1 << 20
 _MOST_ERROR = 2000
 
-# What `python` and `mpiexec` mean in that shell, where these lead to the environment; else those in it. Where a Python
-# is named ($5), the mpiexec beside it comes first, as for `mpitrain run`; another one of the shell is told of.
+# `python` and `mpiexec` in that shell if they lead to the environment, otherwise those in the environment. If a Python
+# is named ($5), the mpiexec beside it comes first, as for `mpitrain run`; a different one in the shell is reported.
 _PROGRAMS = f"""
 cd /
 python=$5
@@ -45,8 +45,8 @@ echo "$on_path"
 [ -z "$on_path" ] || timeout -k 1 "$7" "$on_path" --version 2>&1
 echo "{MARK}"
 """
-# Three lines: loading a broken MPI may kill the process, and another Python takes its time. The first argument is
-# launch/probe.py.
+# It prints three lines, because loading a broken MPI may kill the process, and another Python takes its time. The first
+# argument is launch/probe.py.
 _FACTS = """
 import sys
 at_start = set(sys.modules)
@@ -125,11 +125,11 @@ if facts["files"] is not None:
 
 
 def programs(wish: dict[str, Any]) -> dict[str, Any]:
-    """What a job's python and mpiexec are, through the job's shell.
+    """Return the python and mpiexec of a job, in the job's shell.
 
     `wish` has this node's "address", the "venv", "probe" (the text of launch/probe.py), "script" and "python" ("" for
-    none). Gives "python", with "why" where it does not run; "mpi", the library that mpi4py loads, the same; "mpiexec";
-    and "on_path", the mpiexec that a shell would find, where it is another.
+    none). The answer has "python", with "why" if it does not run; "mpi", the library that mpi4py loads, likewise;
+    "mpiexec"; and "on_path", the mpiexec that a shell would find, if it is a different one.
     """
     patience = children.patience()
     python_seconds, mpiexec_seconds = _PYTHON_SECONDS * patience, _MPIEXEC_SECONDS * patience
@@ -161,7 +161,7 @@ def programs(wish: dict[str, Any]) -> dict[str, Any]:
 
 
 def _why(code: str, said: str, seconds: float) -> str:
-    """Why a program did not do its work; empty where it ended well."""
+    """Return why a program failed; empty if it succeeded."""
     if code == "0":
         return ""
     if code in ("124", "137"):
@@ -169,7 +169,7 @@ def _why(code: str, said: str, seconds: float) -> str:
     return (said.splitlines()[-1][:300] if said else "") or f"it ended with code {code}"
 
 
-# NumPy's BLAS is asked for its threads: as many ranks as cores, each with as many threads, are slow.
+# Ask NumPy's BLAS for its number of threads: as many ranks as cores, each with as many threads, are slow.
 _NUMPY = """
 import json, sys
 import numpy
@@ -186,7 +186,7 @@ _NUMPY_SECONDS = 30.0
 
 
 def numpy(wish: dict[str, Any]) -> dict[str, Any]:
-    """NumPy's version and its BLAS in wish["python"], or "why" it cannot be used."""
+    """Return NumPy's version and BLAS in wish["python"], or "why" it cannot be used."""
     code, out, error = children.run([wish["python"], "-c", _NUMPY], _NUMPY_SECONDS)
     lines = [line for line in out.splitlines() if line.startswith("{")]
     if code == 0 and lines:
@@ -196,9 +196,9 @@ def numpy(wish: dict[str, Any]) -> dict[str, Any]:
 
 
 def job(wish: dict[str, Any]) -> dict[str, Any]:
-    """Run wish["command"], an mpiexec, for at most wish["seconds"] where nothing else runs; what it prints is kept.
+    """Run wish["command"], an mpiexec, for at most wish["seconds"] on an idle machine, and keep its output.
 
-    It is our own child, and not one of an ssh: so it ends with us.
+    It is a child of this agent, not of an ssh, so it ends with the agent.
     """
     seconds = wish["seconds"] * children.patience()
     started = time.monotonic()
@@ -209,14 +209,14 @@ def job(wish: dict[str, Any]) -> dict[str, Any]:
 
 
 def memory(_wish: dict[str, Any]) -> list[str]:
-    """Our files of shared memory. A rank that is killed leaves its own."""
+    """Return this user's shared-memory files. A killed rank leaves its own."""
     return [str(path) for path in Path("/dev/shm").iterdir() if path.is_file() and path.stat().st_uid == os.getuid()]
 
 
 def left(wish: dict[str, Any]) -> list[str]:
-    """Which of our processes have wish["token"] on their command line, after up to wish["seconds"] of hope.
+    """Return this user's processes with wish["token"] on their command line that have not ended after wish["seconds"].
 
-    Where there is none, shared memory that is not in wish["memory"], and that nobody uses, was theirs and is removed.
+    If there is none, remove unused shared memory that is not in wish["memory"], because it was theirs.
     """
     until = time.monotonic() + wish["seconds"]
     while True:

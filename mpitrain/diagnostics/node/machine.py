@@ -1,4 +1,4 @@
-"""What a machine says of itself: its names and addresses, its clock, its memory, disks and processors."""
+"""Facts about a machine: its names and addresses, its clock, its memory, disks and processors."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ _RESOLVE_SECONDS = 4.0
 _SAMPLE_SECONDS = 0.5
 _LOGIND = ("org.freedesktop.login1", "/org/freedesktop/login1", "org.freedesktop.login1.Manager")
 _TIME_DAEMONS = ("chrony", "chronyd", "systemd-timesyncd", "ntp", "ntpd", "ntpsec", "openntpd")
-# A process that computes: it has done so for longer than any check takes, for a good part of its life, and does now.
+# A process counts as computing if it has computed for longer than any check, for a good part of its life, and still
+# does.
 _BUSY_CPU_SECONDS = 5.0
 _BUSY_SHARE = 0.2
 
 
 def names(wish: dict[str, Any]) -> dict[str, Any]:
-    """Who this machine is, and whom it takes the others for. wish: names."""
+    """Return the identity of this machine, and the addresses that it has for the others. wish: names."""
     return {
         "hostname": socket.gethostname(),
         "resolved": resolve([*wish["names"], socket.gethostname()]),
@@ -50,7 +51,7 @@ def names(wish: dict[str, Any]) -> dict[str, Any]:
 
 
 def resolve(wanted: list[str]) -> dict[str, list[str] | None]:
-    """Name -> its addresses in their order; empty where it has none, None where no answer came in time."""
+    """Return the addresses of each name, in order; empty if it has none, None if no answer came in time."""
     addresses: dict[str, list[str] | None] = dict.fromkeys(wanted)
 
     def ask(name: str) -> None:
@@ -63,7 +64,7 @@ def resolve(wanted: list[str]) -> dict[str, list[str] | None]:
         except UnicodeError:
             addresses[name] = []
 
-    # A dead DNS server takes its time for every name; the threads that still wait end with this process.
+    # A dead DNS server delays every name. Threads that still wait end with this process.
     threads = [threading.Thread(target=ask, args=(name,), daemon=True) for name in addresses]
     end = time.monotonic() + _RESOLVE_SECONDS
     for thread in threads:
@@ -74,7 +75,7 @@ def resolve(wanted: list[str]) -> dict[str, list[str] | None]:
 
 
 def _cloud_init() -> str | None:
-    """What cloud-init is told of /etc/hosts, "" for nothing; None where there is no cloud-init. The last file wins."""
+    """Return cloud-init's setting for /etc/hosts, "" for none; None without cloud-init. The last file wins."""
     if not Path("/etc/cloud").is_dir():
         return None
     value = ""
@@ -85,12 +86,12 @@ def _cloud_init() -> str | None:
 
 
 def clock(_wish: dict[str, Any]) -> float:
-    """The time of day, in seconds since 1970."""
+    """Return the time of day, in seconds since 1970."""
     return time.time()
 
 
 def time_service(_wish: dict[str, Any]) -> dict[str, Any]:
-    """Who keeps the clock. `synchronized` is None where nobody can say."""
+    """Return the service that sets the clock. `synchronized` is None if it is unknown."""
     shown = children.output("timedatectl", "show", "--property=NTPSynchronized", "--value").strip()
     if shown not in ("yes", "no"):
         leap = re.search(r"^Leap status\s*:\s*(.+)$", children.output("chronyc", "-n", "tracking"), re.M)
@@ -101,7 +102,7 @@ def time_service(_wish: dict[str, Any]) -> dict[str, Any]:
 
 
 def _container() -> str:
-    """The kind of container, as docker; empty on a machine."""
+    """Return the kind of container, such as docker; empty on a machine."""
     if Path("/.dockerenv").exists():
         return "docker"
     kind = children.run(["systemd-detect-virt", "--container"])[1].strip()
@@ -109,7 +110,7 @@ def _container() -> str:
 
 
 def resources(_wish: dict[str, Any]) -> dict[str, Any]:
-    """Memory, disks, and what holds for all processes."""
+    """Return memory, disks, and settings that hold for all processes."""
     memory = {
         match.group(1): int(match.group(2)) * 1024
         for match in re.finditer(r"^(\w+):\s+(\d+) kB", children.text("/proc/meminfo"), re.M)
@@ -149,7 +150,7 @@ def _room(path: str) -> dict[str, Any] | None:
 
 
 def processors(_wish: dict[str, Any]) -> dict[str, Any]:
-    """How much of the processors a job gets: which it may use, and who else computes."""
+    """Return the processors that a job may use, and the other processes that compute."""
     before = _cpu_seconds()
     started = time.monotonic()
     time.sleep(_SAMPLE_SECONDS)
@@ -160,7 +161,7 @@ def processors(_wish: dict[str, Any]) -> dict[str, Any]:
     for process, (used, life) in after.items():
         now = (used - before.get(process, (used, life))[0]) / seconds
         if process not in ancestors and used >= _BUSY_CPU_SECONDS and used >= _BUSY_SHARE * life and now > 0.0:
-            # While all nodes are looked at at once, it gets less than it had before.
+            # While all nodes are examined at once, the process gets less time than before.
             busy.append({"pid": process, "cores": max(now, used / life), **_owner_and_program(process)})
     return {
         "machine": len(os.sched_getaffinity(1)),  # those of a container, in a container
@@ -171,7 +172,7 @@ def processors(_wish: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cpu_seconds() -> dict[int, tuple[float, float]]:
-    """Process -> the processor time that it has used, and its age, in seconds."""
+    """Return by process the processor time that it has used, and its age, in seconds."""
     tick = os.sysconf("SC_CLK_TCK")
     up = float(children.text("/proc/uptime").split()[0])
     seconds = {}
@@ -184,7 +185,7 @@ def _cpu_seconds() -> dict[int, tuple[float, float]]:
 
 
 def _ancestors() -> set[int]:
-    """This process and those above it, which on a slow machine compute for longer than a check should take."""
+    """Return this process and its ancestors, which compute for longer than a check should take on a slow machine."""
     ancestors: set[int] = set()
     process = os.getpid()
     while process > 1:
@@ -195,7 +196,7 @@ def _ancestors() -> set[int]:
 
 
 def _owner_and_program(process: int) -> dict[str, Any]:
-    """Without arguments: what people put there is not for everybody who reads a report."""
+    """Return owner and program, without arguments, which may be private and must not be in a report."""
     user = "?"
     with suppress(OSError):
         uid = Path(f"/proc/{process}").stat().st_uid
@@ -206,7 +207,7 @@ def _owner_and_program(process: int) -> dict[str, Any]:
 
 
 def _quota() -> float | None:
-    """Processor time by cgroup (version 2, else 1), in processors; None without a limit."""
+    """Return the cgroup's limit of processor time (version 2, or else 1), in processors; None without a limit."""
     least = None
     for line in children.text("/proc/self/cgroup").splitlines():
         number, controllers, place = line.split(":", 2)

@@ -1,4 +1,4 @@
-"""Speeds: of the way to another node, of a computation, of the share."""
+"""The speed of the way to another node, of a computation, and of the share."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ _MOST_BYTES = 1 << 25
 
 
 def way(wish: dict[str, Any]) -> dict[str, Any]:
-    """The best of some trials to each of the ports that `listen` opened at `address`: echoes, and bytes a second.
+    """Return the best of some trials to each port that `listen` opened at `address`: echoes, and bytes per second.
 
-    "waited": of the trials' time, which part the threads here and there wanted a processor and had none.
+    "waited" is the part of the trials' time in which the threads at both ends waited for a processor.
     """
     with connect(wish["address"], wish["echo_port"], b"e") as connection:
         latency = min(round_trip(connection, 8) for _ in range(50)) / 2
     best, there = 0.0, 0.0
     with connect(wish["address"], wish["sink_port"], b"s") as connection:
         connection.settimeout(10.0)
-        _push(connection, len(_BLOCK))  # TCP begins slowly
+        _push(connection, len(_BLOCK))  # TCP starts slowly
         count = len(_BLOCK)
         begun, waited = time.perf_counter(), waited_seconds()
         for _ in range(_TRIALS):
             seconds, waited_there = _push(connection, count)
             there += waited_there
             best = max(best, count / seconds)
-            # So much that a trial takes its time, on a slow link as on a fast one.
+            # Enough data that a trial takes its time on slow and fast links.
             count = int(min(max(best * _TRIAL_SECONDS, len(_BLOCK)), _MOST_BYTES)) // len(_BLOCK) * len(_BLOCK)
     shares = [part / (time.perf_counter() - begun) for part in (waited_seconds() - waited, there)]
     return {"latency_seconds": latency, "bytes_per_second": best, "waited": shares}
 
 
 def _push(connection: Any, count: int) -> tuple[float, float]:
-    """How long it takes until `count` bytes have arrived there, and how long that waited there for a processor."""
+    """Return how long `count` bytes take to arrive there, and how long the receiver waited for a processor."""
     started = time.perf_counter()
     connection.sendall(count.to_bytes(8, "big"))
     for _ in range(count // len(_BLOCK)):
@@ -49,7 +49,7 @@ def _push(connection: Any, count: int) -> tuple[float, float]:
 
 
 def compute(_wish: dict[str, Any]) -> list[float]:
-    """How long a fixed computation takes, time and again; in a child, as our own threads would slow it."""
+    """Return the times of a fixed computation. It runs in a child, because this process's threads would slow it."""
     code = (
         "import time\n"
         "for _ in range(9):\n"
@@ -66,7 +66,8 @@ def compute(_wish: dict[str, Any]) -> list[float]:
 
 
 def share(wish: dict[str, Any]) -> dict[str, float]:
-    """Write and remove a file of `bytes` and 100 small ones in `folder`, in a child: a dead share hangs that only."""
+    """Write and remove a file of `bytes` and 100 small ones in `folder`, in a child, which alone hangs on a dead
+    share."""
     folder = Path(wish["folder"])
     code = (
         "import os, sys, time\n"

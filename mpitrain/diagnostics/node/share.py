@@ -1,4 +1,4 @@
-"""The shared folder as this node sees it. Whatever touches it is a child with a deadline: it may never come back."""
+"""The shared folder as this node sees it. Only children with a deadline access it, because an access may hang."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NFS_PORT = 2049
 _NFS_PROGRAM = 100003
 _CALL_SECONDS = 6.0
 
-# Each is run by a Python of its own with the folder as its first argument, and prints one JSON value.
+# Each script runs in its own Python with the folder as its first argument, and prints one JSON value.
 _BEGIN = """
 import errno, json, os, sys, time
 share, *rest = sys.argv[1:]
@@ -45,7 +45,7 @@ room = os.statvfs(share)
 tell({"bytes": room.f_blocks * room.f_frsize, "free_bytes": room.f_bavail * room.f_frsize, "files": room.f_files,
       "free_files": room.f_favail})
 """
-# A folder for each run, right in the share: with one above it for all, the first to end would take it from the others.
+# Each run has its own folder directly in the share. The first run to end would remove a common parent folder.
 _WRITE = """
 folder = os.path.join(share, ".mpitrain-check-" + rest[0])
 content = os.urandom(2048).hex()
@@ -113,7 +113,7 @@ elif action == "end":
 
 
 def _ask(script: str, *arguments: str, seconds: float = _TOUCH_SECONDS, as_root: bool = False) -> Any:
-    """Run one of the scripts. {"slow": seconds} where it does not come back."""
+    """Run one of the scripts. Return {"slow": seconds} if it does not end."""
     command = [sys.executable, "-I", "-c", _BEGIN + script, *arguments]
     try:
         code, out, error = children.run((["sudo", "-n"] if as_root else []) + command, seconds)
@@ -125,19 +125,19 @@ def _ask(script: str, *arguments: str, seconds: float = _TOUCH_SECONDS, as_root:
 
 
 def mount(wish: dict[str, Any]) -> dict[str, Any]:
-    """What is mounted on wish["share"], after a touch that brings an automount to mount, and how it would come back.
+    """Access wish["share"], which triggers an automount; return what is mounted there, and how it would come back.
 
-    `mounts` are those of the path, the last one on top, with the one that it lies in where it has none of its own.
+    `mounts` are the mounts of the path, the last one on top; if it has none, the mount in which it lies.
     """
     share = wish["share"]
-    # The shared user's home may be closed to whoever logged in.
+    # The shared user's home may be closed to the user of the login.
     try:
         touched = _ask(_KIND, share, as_root=children.as_root("true") is not None)
     except RuntimeError as error:
         touched = {"kind": "unknown", "why": str(error)}
     mounts = _mounts(share)
     is_nfs = bool(mounts) and "nfs" in mounts[-1]["type"]
-    at = mounts[-1]["path"] if is_nfs else share  # it may be a folder of a larger share
+    at = mounts[-1]["path"] if is_nfs else share  # the path may be a folder of a larger share
     unit = children.output("systemd-escape", "--path", at).strip()
     states = {}
     for kind in ("automount", "mount"):
@@ -145,7 +145,7 @@ def mount(wish: dict[str, Any]) -> dict[str, Any]:
             "systemctl", "show", "-p", "LoadState,UnitFileState,ActiveState,FragmentPath", f"{unit}.{kind}"
         )
         states[kind] = dict(line.split("=", 1) for line in shown.splitlines() if "=" in line)
-    # A stand-in for NFS, such as a FUSE client, does not show the options that it was given.
+    # A replacement for NFS, such as a FUSE client, does not show its options.
     given = re.search(r"(?m)^Options=(.*)$", children.text(states["mount"].get("FragmentPath", "") or "/dev/null"))
     return {
         **touched,
@@ -176,7 +176,7 @@ def _mounts(share: str) -> list[dict[str, Any]]:
 
 
 def _fstab(share: str) -> list[str]:
-    """The options of the share in /etc/fstab; none where it is not there."""
+    """Return the options of the share in /etc/fstab; none if it has no line there."""
     for line in children.text("/etc/fstab").splitlines():
         words = line.split()
         if len(words) >= 4 and not words[0].startswith("#") and words[1].rstrip("/") == share.rstrip("/"):
@@ -185,9 +185,9 @@ def _fstab(share: str) -> list[str]:
 
 
 def use(wish: dict[str, Any]) -> dict[str, Any]:
-    """List the share, look at its room, write and read back: as whoever asks. Stops at what does not come back."""
+    """List the share, query its free space, write and read back, as the user of this agent. Stop at the first hang."""
     answers = {"list": _ask(_LIST, wish["share"])}
-    if answers["list"].get("seconds", 0.0) > 1.0:  # the first one may have had to wait for an automount
+    if answers["list"].get("seconds", 0.0) > 1.0:  # the first listing may have waited for an automount
         answers["list"] = _ask(_LIST, wish["share"])
     for name, script, arguments in (("room", _ROOM, ()), ("write", _WRITE, (wish["run"],))):
         before = list(answers.values())[-1]
@@ -206,7 +206,7 @@ def _folder(wish: dict[str, Any]) -> str:
 
 
 def step(wish: dict[str, Any]) -> Any:
-    """One step of a file's way from node to node: begin, miss, write, wait, end. Says why where it fails."""
+    """Do one step of a file's way between nodes: begin, miss, write, wait, end. Return why it failed, if it did."""
     if wish["action"] == "begin":
         children.makes(_folder(wish))
     try:
@@ -221,9 +221,9 @@ def step(wish: dict[str, Any]) -> Any:
 
 
 def serving(_wish: dict[str, Any]) -> dict[str, Any]:
-    """What the head serves: its export table, asked for as root, and its server.
+    """Return what the head serves: its export table, read as root, and its server.
 
-    "exports" is None where sudo may not be used; empty too where there is no exportfs.
+    "exports" is None if sudo may not be used; it is empty if there is no exportfs.
     """
     may_ask = children.as_root("true") is not None
     table = (children.as_root("exportfs", "-s") if may_ask else None) or ""
@@ -248,8 +248,8 @@ def serving(_wish: dict[str, Any]) -> dict[str, Any]:
 
 
 def _answers() -> bool | None:
-    """Whether the server on this machine answers a call that does nothing (RFC 5531); None where nothing takes it."""
-    # Number, call, version of RPC, NFS, its version, NULL; then neither credentials nor a verifier.
+    """Whether this machine's server answers an empty call (RFC 5531); None if nothing accepts the connection."""
+    # Number, call, version of RPC, NFS, its version, NULL; then no credentials and no verifier.
     call = struct.pack(">10I", 1, 0, 2, _NFS_PROGRAM, 3, 0, 0, 0, 0, 0)
     try:
         with socket.create_connection(("127.0.0.1", _NFS_PORT), _CALL_SECONDS) as connection:

@@ -1,4 +1,4 @@
-"""The shell that mpiexec's ssh gives a job on this node: what it is like, and how a command runs in it."""
+"""The shell that mpiexec's ssh gives a job on this node: its properties, and how to run a command in it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 from mpitrain.diagnostics.node import children
 
 SSH_SECONDS = 10.0
-_SSH_FAILED = 255  # by ssh itself; what the far shell ends with is passed on
+_SSH_FAILED = 255  # ssh's own failure; other codes come from the remote shell
 _STARTUP_SECONDS = 5.0
 MARK = "mpitrain-check:"
-_SENT = "# mpitrain-check\n"  # to the shell, whose startup files are not to read it
+_SENT = "# mpitrain-check\n"  # input for the shell; its startup files must not read it
 
-# Runs in that shell, by the system's Python: whatever the shell's own setting does to another one is to be seen here.
+# Runs in that shell with the system's Python, so that settings of the shell for another Python do not matter.
 _SHELL = """
 import json, os, re, resource, shutil, sys
 names = r"PATH|(?i:\\w+_proxy)|(OMPI|UCX|FI|I_MPI|NCCL|GLOO|HYDRA|PRTE|PMIX)_\\w+|LD_PRELOAD|LD_LIBRARY_PATH|PYTHONPATH"
@@ -41,11 +41,11 @@ print("MARK" + json.dumps({
 
 
 def shell(wish: dict[str, Any]) -> dict[str, Any]:
-    """What the shell of a job is like, which is not a login shell: limits, variables, programs, and what it prints.
+    """Return the properties of a job's shell, which is not a login shell: limits, variables, programs, and its output.
 
-    `wish` has this node's "address"; without one it is the shell that this agent was started by. Where the user cannot
-    log in there is "refused" alone, with ssh's words; where the login came about and its shell ran no command, it has
-    "startup" too, the file that keeps it from doing so.
+    `wish` has this node's "address"; without one, use the shell that started this agent. If the user cannot log in, the
+    answer has only "refused", with ssh's words. If the login works but its shell runs no command, it also has
+    "startup", the file that prevents it.
     """
     python = "/usr/bin/python3" if wish["address"] else sys.executable
     try:
@@ -74,9 +74,9 @@ def _own_shell() -> str:
 
 
 def startup() -> str:
-    """The file because of which bash, begun as sshd begins it, runs no command or takes its input; empty if none does.
+    """Return the file that makes bash, started as by sshd, run no command or take its input; empty if there is none.
 
-    Bash takes one that has SSH_CLIENT, and is no other shell's child, for a login by ssh, and reads both files.
+    If SSH_CLIENT is set and no other shell is its parent, bash assumes a login through ssh, and reads both files.
     """
     own = _own_shell()
     if not own.endswith("/bash"):
@@ -94,13 +94,14 @@ def startup() -> str:
 
 
 def in_job(address: str, command: list[str], seconds: float, input: str | None = None) -> tuple[int, str, str]:
-    """Run a command as mpiexec would start a rank here: through ssh, without a login shell; or, without an address, so.
+    """Run a command as mpiexec would start a rank here: through ssh, without a login shell; without an address,
+    directly.
 
-    On one machine mpiexec starts its ranks without ssh.
+    On a single machine, mpiexec starts its ranks without ssh.
     """
     if not address:
         return children.run(command, seconds, input)
-    # No word is asked for, and the connection of another command is not shared.
+    # ssh must not ask, and must not share the connection of another command.
     options = ["-o", "BatchMode=yes", "-o", "ControlPath=none", "-o", "ConnectTimeout=8"]
     return children.run(["ssh", *options, "--", address, shlex.join(command)], seconds, input)
 

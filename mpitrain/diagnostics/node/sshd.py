@@ -1,4 +1,4 @@
-"""What a node says of its ssh: the settings of sshd, the keys of the user, and a login to another node."""
+"""The ssh of a node: the settings of sshd, the keys of the user, and a login to another node."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpitrain.diagnostics.node import children
 
 _LET_IN = "/etc/ssh/mpitrain/authorized_keys"
 _SETTINGS = "/etc/ssh/sshd_config.d"
-# What ssh writes to stderr, and what kind of failure that is.
+# Patterns of ssh's messages on stderr, and the kind of failure that each means.
 _SSH_SAYS = (
     ("unprotected private key|bad permissions", "mode"),
     ("identification has changed|host key verification failed|no .* host key is known", "host key"),
@@ -28,9 +28,9 @@ _SSH_SAYS = (
 
 
 def ssh_server(wish: dict[str, Any]) -> dict[str, Any]:
-    """What sshd's settings come to, for all and for some users, and who "sets" each: [file, value].
+    """Return sshd's effective settings, for all and for some users, and the file that "sets" each: [file, value].
 
-    The users: the shared one, root, and "own", whom the login is.
+    The users are the shared user, root, and "own", the user of the login.
     """
     settings: dict[str, Any] = {"is_known": True, "sets": {}}
     users = {"user": wish["user"], "root": "root", "own": pwd.getpwuid(os.getuid()).pw_name}
@@ -52,7 +52,7 @@ def ssh_server(wish: dict[str, Any]) -> dict[str, Any]:
 
 
 def _settings(shown: str) -> dict[str, str]:
-    """Word -> value; of a word with several lines, such as AllowUsers, all values."""
+    """Return values by word; for a word with several lines, such as AllowUsers, all values."""
     settings: dict[str, str] = {}
     for line in shown.splitlines():
         word, _, value = line.partition(" ")
@@ -61,7 +61,7 @@ def _settings(shown: str) -> dict[str, str]:
 
 
 def ssh_keys(wish: dict[str, Any]) -> dict[str, Any]:
-    """The private keys that this user offers on the way to `peer`."""
+    """Return the private keys that this user offers to `peer`."""
     asked = children.output("ssh", "-G", wish["peer"])
     paths = [Path(line.split(" ", 1)[1]).expanduser() for line in asked.splitlines() if line.startswith("identityfile")]
     keys = []
@@ -85,14 +85,14 @@ def ssh_keys(wish: dict[str, Any]) -> dict[str, Any]:
     home = Path.home()
     places = [place for place in (home, home / ".ssh") if place.exists()]
     loose = [str(place) for place in places if place.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH)]
-    # What set-up writes; ssh-keygen shows a line for each key in it.
+    # The file that set-up writes; ssh-keygen shows a line for each key in it.
     let_in = [line.split()[1] for line in children.output("ssh-keygen", "-lf", _LET_IN).splitlines() if " " in line]
     offers = [str(path) for path in paths]
     return {"offers": offers, "keys": keys, "writable_by_others": loose, "loose": _loose(), "let_in": let_in}
 
 
 def _loose() -> list[str]:
-    """What others than root may write where set-up has the keys and lists of the shared user, and the folder itself."""
+    """Return the paths, among set-up's keys and lists of the shared user and their folder, that others may write."""
     folder = Path("/etc/ssh/mpitrain")
     try:
         # A private key is judged more strictly.
@@ -103,7 +103,7 @@ def _loose() -> list[str]:
 
 
 def log_in(wish: dict[str, Any]) -> dict[str, Any]:
-    """`ssh peer true` as jobs do it; once more where it takes too long, as on a busy machine."""
+    """Run `ssh peer true` as jobs do; if it takes too long, as on a busy machine, once more."""
     answer = _log_in(wish["peer"])
     return _log_in(wish["peer"]) if answer["failed"] == "timeout" else answer
 

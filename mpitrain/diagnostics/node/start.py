@@ -1,4 +1,4 @@
-"""What a node has where a job is started on it: folders for the job's files, and the programs that a person types."""
+"""The needs of a node on which jobs are started: folders for the job's files, and the programs that a user types."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpitrain.diagnostics.node import children
 
 _MARK = "mpitrain-check:"
 _LOGIN_SECONDS = 20.0
-# The file that each shell reads last when somebody logs in; of several, the first that is there.
+# The file that each shell reads last at a login; of several, the first that exists.
 _LAST_READ = {
     "bash": (".bash_profile", ".bash_login", ".profile"),
     "sh": (".profile",),
@@ -24,7 +24,7 @@ _LAST_READ = {
 
 
 def temporary(wish: dict[str, Any]) -> dict[str, Any]:
-    """Why this user cannot use the folders of a job; empty where it can.
+    """Return why this user cannot use the folders of a job; empty if it can.
 
     `wish` has "folders" (the text of launch/folders.py) and "is_here": a job on one machine has its socket elsewhere.
     """
@@ -60,10 +60,10 @@ def _name(uid: int) -> str:
 
 
 def login_shell(wish: dict[str, Any]) -> dict[str, Any]:
-    """The programs that somebody who logs in as this user gets by their names.
+    """Return the programs that a login of this user gets by their names.
 
     `wish` has "commands", the folder that set-up puts first into PATH, and "names" of programs. "programs" is None for
-    a shell that is asked in another way than those that are known.
+    an unknown shell.
     """
     entry = pwd.getpwuid(os.getuid())
     shell = entry.pw_shell or "/bin/sh"
@@ -79,7 +79,7 @@ def login_shell(wish: dict[str, Any]) -> dict[str, Any]:
     home = Path(entry.pw_dir)
     last = next((name for name in last_read if (home / name).is_file()), last_read[-1])
     answer["last_read"] = str(home / last)
-    # Interactive, as conda changes nothing but such shells; and with nothing of the shell that has started us.
+    # Interactive, because conda changes only such shells; and with no variable of the shell that started the agent.
     settings = {"HOME": entry.pw_dir, "USER": entry.pw_name, "LOGNAME": entry.pw_name, "SHELL": shell, "TERM": "dumb"}
     clean = ["env", "-i", "PATH=/usr/local/bin:/usr/bin:/bin", *(f"{name}={value}" for name, value in settings.items())]
     looks = "; ".join(f"echo {_MARK}$(command -v {name})" for name in wish["names"])

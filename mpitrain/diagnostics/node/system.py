@@ -1,4 +1,4 @@
-"""What was installed on a machine: system, kernel, processor, packages."""
+"""The installation of a machine: system, kernel, processor, packages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpitrain.diagnostics.node import children
 
 
 def system(_wish: dict[str, Any]) -> dict[str, Any]:
-    """System, kernel, processors and memory; the packages as a number and a hash, which says that they have changed."""
+    """Return system, kernel, processors, memory; and the packages as a number and a hash, which shows changes."""
     release = re.search(r'^PRETTY_NAME="?([^"\n]*)', children.text("/etc/os-release"), re.M)
     packages = children.output("dpkg-query", "-W") or children.output("rpm", "-qa")
     lines = sorted(packages.splitlines())

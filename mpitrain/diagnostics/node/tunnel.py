@@ -1,4 +1,4 @@
-"""What a node says of the tunnel to the other nodes, and of the gate around it."""
+"""The tunnel of a node to the other nodes, and the gate around it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _NAME = "mpitrain"
 
 
 def tunnel(_wish: dict[str, Any]) -> dict[str, Any]:
-    """The tunnel as it runs: its addresses, its public key, and the keys that it knows of the others, by address."""
+    """Return the running tunnel: its addresses, its public key, and the others' keys by address."""
     folder = children.as_root("ls", "/etc/wireguard/mpitrain.d")
     if folder is None:
         return {"is_known": False}
@@ -32,7 +32,7 @@ def tunnel(_wish: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shown(field: str) -> str:
-    # Never all of it, which would be the private key too.
+    # Never all fields, which would include the private key.
     return children.as_root("wg", "show", _NAME, field) or ""
 
 

@@ -1,4 +1,4 @@
-"""Tries of the way to another node: a listener on the one, connections, messages and pings from the other."""
+"""Tests of the way to another node: a listener on one node; connections, messages and pings from the other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpitrain.diagnostics.node import children
 _CONNECT_SECONDS = 3.0
 _ECHOES = 20
 _LARGE_BYTES = 1 << 17
-# Few and small enough for a socket's room, so that none is lost on a node which has no time to take them.
+# Few and small enough for a socket's buffer, so that none is lost on a node that has no time to receive them.
 _DATAGRAMS = 64
 _DATAGRAM_BYTES = 256
 _ROOM_BYTES = 1 << 20
@@ -23,7 +23,7 @@ _NO_ANSWER = re.compile(r"100% packet loss|, 0 received")
 
 
 def listen(wish: dict[str, Any]) -> int:
-    """Take a connection at a port for `seconds`: of `range` (low, high) if one is given and free; returns the port."""
+    """Accept a connection for `seconds`, at a free port, of `range` (low, high) if given. Return the port."""
     low, high = wish.get("range") or (0, -1)
     family, *_, own = socket.getaddrinfo(wish["address"], None, type=socket.SOCK_STREAM)[0]
     server = socket.socket(family)
@@ -39,9 +39,9 @@ def listen(wish: dict[str, Any]) -> int:
 
 
 def _serve(server: socket.socket) -> None:
-    """One connection: of what comes, `e` + bytes are sent back, `s` + a length are swallowed and acknowledged.
+    """Serve one connection: send back the bytes after `e`; discard and acknowledge the length after `s`.
 
-    The acknowledgement says how many nanoseconds that waited for a processor.
+    The acknowledgement has the nanoseconds that this waited for a processor.
     """
     with server, suppress(OSError):
         connection, _ = server.accept()
@@ -67,13 +67,13 @@ def _serve(server: socket.socket) -> None:
 
 
 def waited_seconds() -> float:
-    """How long this thread has wanted a processor so far and had none; 0 where the kernel does not count that."""
+    """Return how long this thread has waited for a processor so far; 0 if the kernel does not count that."""
     counted = children.text("/proc/thread-self/schedstat").split()
     return int(counted[1]) / 1e9 if len(counted) == 3 else 0.0
 
 
 def receive(connection: socket.socket, count: int) -> bytes:
-    """Exactly that many bytes."""
+    """Receive exactly `count` bytes."""
     data = b""
     while len(data) < count:
         part = connection.recv(min(count - len(data), 1 << 16))
@@ -84,7 +84,7 @@ def receive(connection: socket.socket, count: int) -> bytes:
 
 
 def connect(address: str, port: int, mode: bytes) -> socket.socket:
-    """A connection to what `listen` opened."""
+    """Connect to the port that `listen` opened."""
     connection = socket.create_connection((address, port), _CONNECT_SECONDS)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.sendall(mode)
@@ -92,7 +92,7 @@ def connect(address: str, port: int, mode: bytes) -> socket.socket:
 
 
 def reach(wish: dict[str, Any]) -> dict[str, Any]:
-    """Whether a connection to `port` comes about, how long small messages take there and back, and if large ones do."""
+    """Try a connection to `port`. Return whether it works, round trips of small messages, and if large ones arrive."""
     answer: dict[str, Any] = {"connect": "ok", "found": ""}
     try:
         try:
@@ -110,7 +110,7 @@ def reach(wish: dict[str, Any]) -> dict[str, Any]:
             answer["round_trips_seconds"] = [round_trip(connection, 64) for _ in range(_ECHOES)]
         except OSError as error:
             return {"connect": "lost", "found": str(error)}
-        # Sent by a thread: what comes back must be taken meanwhile.
+        # A thread sends, because the replies must be received meanwhile.
         sender = threading.Thread(target=_send, args=(connection, bytes(_LARGE_BYTES)), daemon=True)
         sender.start()
         answer["large_bytes"] = 0
@@ -122,7 +122,7 @@ def reach(wish: dict[str, Any]) -> dict[str, Any]:
 
 
 def answer(wish: dict[str, Any]) -> str:
-    """What a port says to a connection: "ok", "refused", "timeout" or "unreachable"."""
+    """Return the result of a connection to a port: "ok", "refused", "timeout" or "unreachable"."""
     try:
         socket.create_connection((wish["address"], wish["port"]), _CONNECT_SECONDS).close()
     except (TimeoutError, socket.timeout):  # noqa: UP041 (the same from Python 3.10 only)
@@ -135,7 +135,7 @@ def answer(wish: dict[str, Any]) -> str:
 
 
 def round_trip(connection: socket.socket, count: int) -> float:
-    """How long `count` bytes take there and back."""
+    """Return the round-trip time of `count` bytes."""
     started = time.perf_counter()
     connection.sendall(bytes(count))
     receive(connection, count)
@@ -148,27 +148,27 @@ def _send(connection: socket.socket, data: bytes) -> None:
 
 
 def ping(wish: dict[str, Any]) -> dict[str, Any]:
-    """Whether packets of the route's full size (`mtu_bytes`) get there whole, and if not, whether small ones do."""
+    """Return whether packets of the route's full size (`mtu_bytes`) get through; if not, whether small ones do."""
     payload_bytes = wish["mtu_bytes"] - (48 if ":" in wish["address"] else 28)  # without the headers of IP and ICMP
     large = _ping(wish["address"], payload_bytes, 1)
-    if large is False:  # some may get lost
+    if large is False:  # some may be lost
         large = _ping(wish["address"], payload_bytes, 4)
     small = True if large else _ping(wish["address"], 56, 4)
     return {"large": large, "small": small}
 
 
 def _ping(address: str, payload_bytes: int, count: int) -> bool | None:
-    """Whether any comes back; None where it cannot be tried."""
+    """Whether any ping comes back; None if it cannot be tried."""
     options = ["-n", "-M", "do", "-i", "0.3", "-W", "1", "-c", str(count), "-s", str(payload_bytes)]
     code, out, _err = children.run(["ping", *options, address], count * 2.0 + 1.0)
     return None if code == 127 or "packets transmitted" not in out else not _NO_ANSWER.search(out)
 
 
-_open: dict[int, socket.socket] = {}  # by port, until what came there is counted
+_open: dict[int, socket.socket] = {}  # by port, until its datagrams are counted
 
 
 def open_room(wish: dict[str, Any]) -> int:
-    """Have the kernel keep the datagrams that come to wish["address"], at the port that is returned."""
+    """Let the kernel keep the datagrams that come to wish["address"]. Return the port."""
     family, *_, own = socket.getaddrinfo(wish["address"], None, type=socket.SOCK_DGRAM)[0]
     room = socket.socket(family, socket.SOCK_DGRAM)
     room.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _ROOM_BYTES)
@@ -179,7 +179,7 @@ def open_room(wish: dict[str, Any]) -> int:
 
 
 def send_datagrams(wish: dict[str, Any]) -> int:
-    """Send some, each with its number, to wish["address"] and "port"; returns how many. Nothing is sent again."""
+    """Send datagrams, each with its number, to wish["address"] and "port". Return how many; none is sent again."""
     family, *_, peer = socket.getaddrinfo(wish["address"], wish["port"], type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as way:
         for number in range(_DATAGRAMS):
@@ -189,7 +189,7 @@ def send_datagrams(wish: dict[str, Any]) -> int:
 
 
 def count_datagrams(wish: dict[str, Any]) -> int:
-    """How many of them came to wish["port"]."""
+    """Return how many of them came to wish["port"]."""
     numbers: set[bytes] = set()
     with _open.pop(wish["port"]) as room, suppress(OSError):
         room.settimeout(_LATE_SECONDS)
