@@ -50,6 +50,7 @@ LAYERS: dict[str, list[str]] = {
         "job.helpers",
         "job.job",
         "job.recovery",
+        "job.spare",
         "job.start",
         "job.trace",
         "job.worlds",

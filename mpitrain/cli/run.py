@@ -55,6 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--min-nodes", type=positive, metavar="M", help="with --restarts: start again on at least M hosts (1)"
     )
     parser.add_argument(
+        "--spares",
+        action="store_true",
+        help="with --restarts: keep processes ready that become the ranks after a failure; on one machine",
+    )
+    parser.add_argument(
         "--recover",
         action="store_true",
         help="if a rank is lost, go on without it; needs Open MPI 5",
@@ -71,9 +76,12 @@ def run(arguments: argparse.Namespace) -> int:
     request = request_of_script(arguments)
     if arguments.min_nodes is not None and not arguments.restarts:
         raise ConfigError("--min-nodes sets the least number of hosts for a restart; it needs --restarts N")
+    if arguments.spares and not arguments.restarts:
+        raise ConfigError("--spares keeps processes ready for a restart; it needs --restarts N")
     variables = {"MPITRAIN_TRACE": str(arguments.trace.absolute())} if arguments.trace else {}
     limits = Limits(arguments.restarts, arguments.min_nodes or 1)
-    return start(replace(request, variables=variables, limits=limits, recover=arguments.recover, show=arguments.show))
+    request = replace(request, variables=variables, limits=limits, show=arguments.show)
+    return start(replace(request, recover=arguments.recover, spares=arguments.spares))
 
 
 def _count(text: str) -> int:

@@ -17,6 +17,15 @@ PREFIX = "_MPITRAIN_"
 # By these two variables a guard knows the processes of its job. The daemons of mpiexec have them too.
 JOB, LAUNCHER = PREFIX + "JOB", PREFIX + "LAUNCHER"
 EXPECTED_SIZE = PREFIX + "EXPECTED_SIZE"
+# How the names of variables begin in which an mpiexec tells a process that it is a rank, and of which job.
+OF_MPIEXEC = ("PMI_", "PMIX_", "OMPI_", "PRTE_", "HYDI_", "HYDRA_", "MPI_LOCAL", "I_MPI_")
+# A spare (mpitrain.launch.spares) has its holder's mark, the folder in which it began, a line to the holder as
+# "DESCRIPTOR HOLDER", and room for the marks of the job of which it becomes a rank: what /proc/PID/environ shows of a
+# process cannot grow.
+SPARE, SPARE_FOLDER = PREFIX + "SPARE", PREFIX + "SPARE_FOLDER"
+SPARE_LINE, SPARE_ROOM = PREFIX + "SPARE_LINE", PREFIX + "SPARE_ROOM"
+# The name of the memory in which the output of a spare waits until the spare is a rank.
+SPARE_OUTPUT = "mpitrain-spare-output"
 # "Clear the line". A line of a rank that begins with it and ends with a carriage return is the progress bar, which the
 # launcher keeps below all other output.
 BAR_START = b"\x1b[2K"

@@ -14,6 +14,8 @@ from fcntl import F_GETFL, F_SETFL, F_SETOWN, F_SETSIG, fcntl
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from mpitrain.job.context import SPARE_LINE
+
 if TYPE_CHECKING:
     from mpi4py import MPI
 
@@ -26,8 +28,8 @@ _READING_SECONDS = 0.1
 
 
 def watch() -> None:
-    """End the job at an uncaught exception of this process, if a launcher has started the process."""
-    if "PMI_RANK" not in os.environ and "PMIX_RANK" not in os.environ:
+    """End the job at an uncaught exception of this process, if it is a rank, or a spare that may become one."""
+    if not {"PMI_RANK", "PMIX_RANK", SPARE_LINE} & os.environ.keys():
         return
     os.environ.setdefault(_RANK_PID, str(os.getpid()))
     if is_helper():

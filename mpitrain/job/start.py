@@ -25,6 +25,7 @@ from mpitrain.job.early import is_helper
 from mpitrain.job.helpers import prepare_for_helpers, unsafe_because
 from mpitrain.job.job import Job
 from mpitrain.job.recovery import Recovery
+from mpitrain.job.spare import TakenPlace, wait_if_spare
 from mpitrain.job.trace import Trace
 from mpitrain.job.worlds import check_containers, make_world
 from mpitrain.launch.launched import check_size, check_vendor, launched_by
@@ -80,7 +81,7 @@ def the_job() -> Job:
 
 def _begin(settings: dict[str, Any]) -> Job:
     global _job  # noqa: PLW0603 - MPI itself is one per process
-    stop_waiting = _appear()
+    stop_waiting = _appear(wait_if_spare(_load_mpi))
     _choose_gpu(settings)
     recovers = bool(JobContext.read(os.environ).recover)
     _start_mpi()
@@ -140,7 +141,7 @@ def _common_profile(world: World) -> Profile:
     return common
 
 
-def _appear() -> Callable[[], None]:
+def _appear(place: TakenPlace) -> Callable[[], None]:
     """Publish that this rank is here, since MPI_Init may wait for other ranks. Call the result after MPI_Init."""
     launched = launched_by(os.environ)
     # A helper is no rank: its end would be taken for the end of its rank.
@@ -152,14 +153,14 @@ def _appear() -> Callable[[], None]:
     roll_call = context.roll_call if context.expected_size == launched.size else ""
     if is_alone and not roll_call:
         return lambda: None
-    activity = publish(launched.rank)
+    activity = publish(launched.rank, place.stub)
     entry = None
     if not is_alone:  # a rank alone waits for nobody, and its exit code tells how it ended
         activity.enter(CALLED)
         entry = activity.begin(WAITS, "init()", time.monotonic())
     if roll_call:
         try:
-            activity.appear(roll_call)
+            activity.appear(roll_call, place.starter)
         except OSError as error:
             raise LaunchError(str(error)) from None
     return lambda: None if entry is None else activity.end(entry)
@@ -195,11 +196,7 @@ def _start_mpi() -> None:
             "rank. Such a process runs the script again: put the code of the ranks under if __name__ == '__main__':"
         )
     try:
-        import mpi4py
-
-        # Identify the library before MPI_Init, which fails obscurely under a foreign mpiexec.
-        mpi4py.rc.initialize = False
-        mpi4py.rc.finalize = not JobContext.read(os.environ).recover  # else Recovery.finish does it
+        _load_mpi()
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise LaunchError(
@@ -210,6 +207,15 @@ def _start_mpi() -> None:
     check_vendor(version, os.environ)
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
+
+
+def _load_mpi() -> None:
+    """Load the library without MPI_Init: under a foreign mpiexec, MPI_Init fails obscurely."""
+    import mpi4py
+
+    mpi4py.rc.initialize = False
+    mpi4py.rc.finalize = not JobContext.read(os.environ).recover  # else Recovery.finish does it
+    from mpi4py import MPI as MPI
 
 
 def _common_config(world: World, settings: dict[str, Any]) -> Config:

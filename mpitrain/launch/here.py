@@ -14,6 +14,7 @@ from mpitrain.launch.ending import Ended
 from mpitrain.launch.facts import devices
 from mpitrain.launch.job import run_job
 from mpitrain.launch.keepers import Keepers
+from mpitrain.launch.reserve import Reserve
 from mpitrain.launch.variables import absent
 from mpitrain.launch.watch import Guards
 from mpitrain.launch.watched import WatchedJob, identified
@@ -25,13 +26,14 @@ def show(job: JobSpec, from_file: Mapping[str, str]) -> None:
     print(command_for(job, os.environ))
 
 
-def run(job: JobSpec, from_file: Mapping[str, str], keepers: Keepers | None) -> Ended:
+def run(job: JobSpec, from_file: Mapping[str, str], keepers: Keepers | None, reserve: Reserve | None = None) -> Ended:
     """Start the job and see to its end.
 
     Args:
         job: what to start.
         from_file: variables of --env-file, already set; the devices that they name must exist.
         keepers: of the job; None: it is not started again.
+        reserve: the spares that become the ranks, if there are any.
 
     Raises:
         LaunchError: the job cannot be started.
@@ -47,9 +49,15 @@ def run(job: JobSpec, from_file: Mapping[str, str], keepers: Keepers | None) -> 
         if keepers is not None:
             keepers.settle()
         watched = WatchedJob(
-            job.placement.places, guards, Path(context.roll_call), start_seconds=0.0, recovers=bool(context.recover)
+            job.placement.places,
+            guards,
+            Path(context.roll_call),
+            start_seconds=0.0,
+            recovers=bool(context.recover),
+            reserve=reserve,
         )
-        return run_job(replace(job, context=context), watched)
+        program = job.program if reserve is None else reserve.begin_try(job.program, job.placement.num_ranks)
+        return run_job(replace(job, context=context, program=program), watched)
 
 
 def _refuse_absent(from_file: Mapping[str, str]) -> None:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -159,7 +159,13 @@ class _Run:
         """Loop until everything has ended, or must be ended."""
         linger_until = float("inf")
         while time.monotonic() < min(self._kill_at, linger_until):
-            self._read(pipes, timeout_seconds=0.05 if self._printer.is_waiting else 0.2)
+            if pipes.get_map():
+                self._read(pipes, timeout_seconds=0.05 if self._printer.is_waiting else 0.2)
+            elif mpiexec.returncode is None:  # it is about to end
+                with suppress(subprocess.TimeoutExpired):
+                    mpiexec.wait(0.2)
+            else:
+                time.sleep(0.05)
             self._pass_signals_on(mpiexec)
             if mpiexec.poll() is not None:
                 self._mpiexec_ended = self._mpiexec_ended or time.monotonic()
@@ -175,9 +181,6 @@ class _Run:
                     return
 
     def _read(self, pipes: selectors.BaseSelector, timeout_seconds: float) -> None:
-        if not pipes.get_map():
-            time.sleep(timeout_seconds)
-            return
         for key, _ in pipes.select(timeout_seconds):
             data = os.read(key.fd, _READ_BYTES)
             if data:

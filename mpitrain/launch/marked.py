@@ -19,8 +19,9 @@ _KILL_SECONDS = 5.0
 class Marked:
     """The processes of the job with this id, without this process."""
 
-    def __init__(self, token: str) -> None:
-        self._mark = f"{JOB}={token}".encode()
+    def __init__(self, token: str, name: str = JOB) -> None:
+        """`name` is the variable that holds the id."""
+        self._mark = f"{name}={token}".encode()
 
     def find(self) -> set[int]:
         """Return their process ids, without zombies."""

@@ -29,6 +29,7 @@ from mpitrain.launch.keepers import Keepers
 from mpitrain.launch.launched import check_mpiexec
 from mpitrain.launch.libraries import VENDOR_NAMES, Mpiexec, describe_mpiexec, find_library, find_mpiexec
 from mpitrain.launch.placement import Placement, refuse_crowds
+from mpitrain.launch.reserve import Reserve
 from mpitrain.launch.supervisor import FailedTry, Limits, supervise
 from mpitrain.launch.tuning import glibc_version
 from mpitrain.launch.variables import read_env_file
@@ -54,6 +55,7 @@ class Request:
         verify_record: folder on rank 0 for a record of what the script computes; "": none is wanted.
         verify_steps: how many steps are recorded; then the script ends.
         recover: go on without a rank that is lost, in place of ending the job; see mpitrain.job.recovery.
+        spares: keep processes ready that become the ranks after a failure; see mpitrain.launch.spares.
         show: print the mpiexec command, do not run it.
         shows_ranks: print the ranks in front of what they print.
     """
@@ -73,6 +75,7 @@ class Request:
     verify_record: str = ""
     verify_steps: int = 0
     recover: bool = False
+    spares: bool = False
     show: bool = False
     shows_ranks: bool = True
 
@@ -92,6 +95,11 @@ def start(request: Request) -> int:
         mpiexec = describe_mpiexec(request.mpiexec) if request.mpiexec else find_mpiexec()
         if request.recover:
             _check_recovers(mpiexec)
+        if request.spares and not placement.is_here:
+            raise ConfigError(
+                f"--spares works on one machine only, and the job runs on {', '.join(placement.hosts)}. Leave out "
+                "--spares, or give --hosts localhost"
+            )
         check_mpiexec(mpiexec, find_library(), placement.num_ranks, request.typed)
         if placement.note:
             print(f"mpitrain: {placement.note}", file=sys.stderr)
@@ -140,11 +148,12 @@ def _supervise(job: JobSpec, request: Request, from_file: Mapping[str, str]) -> 
             context = replace(context, failed_ms=int(1000 * at), failed_step=step, failure=failed.cause)
         this_try = replace(job, placement=where, context=context)
         if where.is_here:
-            return here.run(this_try, from_file, keepers)
+            return here.run(this_try, from_file, keepers, reserve)
         return over_hosts.run(this_try, request.script, request.start_seconds, from_file, keepers)
 
     with ExitStack() as stack:
         keepers = None
+        reserve = stack.enter_context(Reserve(job.placement.own)) if request.spares else None
         if request.limits.restarts:
             keepers = stack.enter_context(Keepers(job.placement.own, f"mpitrain-keeper-{secrets.token_hex(8)}"))
         return supervise(run, job.placement, request.limits)

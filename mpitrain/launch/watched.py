@@ -12,6 +12,7 @@ from pathlib import Path
 from mpitrain.job.context import JobContext
 from mpitrain.launch.arrival import diagnosis, misplaced, problem
 from mpitrain.launch.placement import Place
+from mpitrain.launch.reserve import Reserve
 from mpitrain.launch.roster import launcher_name
 from mpitrain.launch.stalls import Stalls
 from mpitrain.launch.watch import Guards
@@ -24,13 +25,21 @@ class WatchedJob:
     """The job as run_job needs it."""
 
     def __init__(
-        self, places: Sequence[Place], guards: Guards, path: Path, start_seconds: float, *, recovers: bool = False
+        self,
+        places: Sequence[Place],
+        guards: Guards,
+        path: Path,
+        start_seconds: float,
+        *,
+        recovers: bool = False,
+        reserve: Reserve | None = None,
     ) -> None:
         """`path` is the roll call; all ranks must register within `start_seconds`, 0: no limit.
 
-        The job `recovers` if the loss of a rank does not end it.
+        The job `recovers` if the loss of a rank does not end it. `reserve` has its spares, if it has any.
         """
         self.path = path
+        self._reserve = reserve
         self._recovers = recovers
         self._places, self._guards, self._start_seconds = places, guards, start_seconds
         self._stalls = Stalls(places, guards)
@@ -42,8 +51,9 @@ class WatchedJob:
         self._guards.start()
 
     def news(self) -> list[str]:
-        """Return who waits for whom, if nothing has moved for long; one line per entry."""
-        return self._stalls.news()
+        """Return who waits for whom, if nothing has moved for long, and news of the spares; one line per entry."""
+        of_spares = [] if self._reserve is None else self._reserve.news(self._guards.records())
+        return [*self._stalls.news(), *of_spares]
 
     def trouble(self) -> list[str]:
         """Return why the job must be ended now, one line per entry; empty while all is well."""

@@ -28,7 +28,7 @@ class Activity:
         descriptor: descriptor of the record, for its readers.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, pid: int) -> None:
         self._process = os.getpid()
         self._page = Page(rank)
         self.descriptor = self._page.descriptor
@@ -36,16 +36,19 @@ class Activity:
         self._doing: list[tuple[int, str, float]] = []  # the last entry counts: waits can be nested, and in threads
         self._line: socket.socket | None = None
         self._writing = threading.Lock()
-        self._record = RankRecord(rank, pid=self._process)
+        self._record = RankRecord(rank, pid=pid or self._process)
         if signal.getsignal(STACK_SIGNAL) is signal.SIG_DFL:
             stacks = os.memfd_create(f"{NAME}{rank}-stacks")
             faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
             self._record = replace(self._record, stacks=stacks)
         self._write()
 
-    def appear(self, roll_call: str) -> None:
-        """Tell the guard that made this roll call that the rank is here, as long as the process lives."""
-        self._line = appear(roll_call, self._record.rank, self.descriptor)
+    def appear(self, roll_call: str, starter: int = 0) -> None:
+        """Tell the guard that made this roll call that the rank is here, as long as the process lives.
+
+        `starter` is the process of mpiexec that started the rank; 0: the parent of this process.
+        """
+        self._line = appear(roll_call, self._record.rank, self.descriptor, starter)
         # The line tells the guard when this process ends: a child must not hold it open.
         os.register_at_fork(after_in_child=self._hang_up)
 
@@ -148,9 +151,12 @@ def num_moved() -> int:
     return 0 if _activity is None else _activity.moved
 
 
-def publish(rank: int) -> Activity:
-    """Begin to publish what this process does; once per process."""
+def publish(rank: int, pid: int = 0) -> Activity:
+    """Begin to publish what this process does; once per process.
+
+    `pid` is the process that mpiexec takes for the rank; 0: this one.
+    """
     global _activity  # noqa: PLW0603 - a process is one rank
     if _activity is None:
-        _activity = Activity(rank)
+        _activity = Activity(rank, pid)
     return _activity

@@ -183,7 +183,8 @@ class Census:
             self._forget(line)
             return
         process = _Process(said.pid, said.process)
-        parent = self._parent_of(said.pid) if said.pid else None
+        number = said.starter or (_parent(said.pid) if said.pid else 0)
+        parent = self._starter(number) if number else None
         before = self._ranks.get(said.rank)
         if before is not None:
             self._drop(before)
@@ -210,11 +211,7 @@ class Census:
         if rank.page is not None:
             os.close(rank.page)
 
-    def _parent_of(self, pid: int) -> _Process | None:
-        fields = _stat(pid)
-        if not fields:
-            return None
-        number = int(fields[1])
+    def _starter(self, number: int) -> _Process:
         if number not in self._parents:
             self._parents[number] = _Process(number, _open_process(number))
             self._watch(self._parents[number])
@@ -309,6 +306,12 @@ def _stat(pid: int) -> list[bytes]:
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
         return []
+
+
+def _parent(pid: int) -> int:
+    """Return the parent of a process; 0 if the process is gone."""
+    fields = _stat(pid)
+    return int(fields[1]) if fields else 0
 
 
 def _began(pid: int) -> bytes:

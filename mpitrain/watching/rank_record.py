@@ -52,7 +52,7 @@ class RankRecord:
     Attributes:
         rank: number of the rank.
         phase: one of PHASES.
-        pid: process id, as seen where the process runs.
+        pid: the process that mpiexec has started as this rank, as seen where it runs.
         first_step: the first step that the rank began; 1, unless it resumed from a checkpoint. 0: it began none.
         step: the last step that the rank began.
         metrics: the last value of each metric, by name; includes "loss" and "samples/s" of the last step.

@@ -34,21 +34,24 @@ class Appearance:
         pid: the number of its process here. 0: the process has no number here.
         process: a descriptor that becomes readable when the process ends. None: the kernel offers no such descriptor.
         record: the descriptor of its record. None: the rank has not called init().
+        starter: the number of the process of mpiexec that started the rank. 0: the parent of the rank's process.
     """
 
     rank: int
     pid: int
     process: int | None
     record: int | None
+    starter: int = 0
 
 
-def appear(path: str, rank: int, record: int | None = None) -> socket.socket | None:
+def appear(path: str, rank: int, record: int | None = None, starter: int = 0) -> socket.socket | None:
     """Call at the socket of a guard, and return the line to it. None if there is no socket.
 
     Args:
         path: the path of the socket.
         rank: the rank of this process.
         record: the descriptor of this process's record, if there is one.
+        starter: see Appearance.
 
     Raises:
         OSError: the path is not a socket, or the guard belongs to another user, who must get no descriptor.
@@ -73,7 +76,7 @@ def appear(path: str, rank: int, record: int | None = None) -> socket.socket | N
     descriptors = {} if record is None else {"record": record}
     with contextlib.suppress(OSError, AttributeError):  # an old kernel, or a Python that was built on one
         descriptors["process"] = os.pidfd_open(os.getpid())
-    message = json.dumps({"rank": rank, "descriptors": list(descriptors)}).encode()
+    message = json.dumps({"rank": rank, "descriptors": list(descriptors), "starter": starter}).encode()
     rights = array.array("i", descriptors.values())
     line.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if rights else [])
     if "process" in descriptors:
@@ -114,7 +117,8 @@ def receive(line: socket.socket) -> Appearance | None:
         numbers.frombytes(rights[: len(rights) - len(rights) % numbers.itemsize])
     descriptors = dict(zip(message["descriptors"], numbers))  # noqa: B905 (strict is of Python 3.10)
     pid, _, _ = _peer(line)
-    return Appearance(message["rank"], pid, descriptors.get("process"), descriptors.get("record"))
+    process, record = descriptors.get("process"), descriptors.get("record")
+    return Appearance(message["rank"], pid, process, record, message["starter"])
 
 
 def _peer(line: socket.socket) -> tuple[int, int, int]:

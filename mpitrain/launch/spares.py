@@ -1,0 +1,265 @@
+"""The spares of a job on a host: processes that run the job's script up to init(), and wait there to become ranks.
+
+    mpiexec ── stub ──environment, output, PMI_FD──> holder ──the same──> spare: now the rank
+                 ^──────exit code or signal──────── holder <──────end──── spare
+
+A restart is quick with spares, because a rank spends most of its start on imports. mpiexec starts a stub (stub.py) in
+place of each rank. The stub lends its place to a spare, or becomes the program itself if no spare is ready. In the
+first try there are no spares yet: the holder then keeps the environment of the last stub, and starts spares in it.
+
+The holder runs as long as the launcher, over all tries of the job. Sent to its host as text, like the guard (guard.py).
+So it imports only the modules that come with it, and must run with old Pythons. One JSON object a line:
+
+    launcher: {"start": {"program": [word...],     holder: {"said": text for the user}
+               "count": so many are to wait}}      holder: {"ready": how many wait now}
+
+All spares end with the holder, which ends when its connection closes. A spare that has become a rank ends with it too.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mpitrain.job.context import SPARE
+from mpitrain.launch.guard import send
+from mpitrain.launch.marked import Marked, read, remove
+from mpitrain.launch.spare import ASKED, RANK, READY, REFUSED, STARTING, Spare
+from mpitrain.watching.roll_call import listen
+
+_ANSWER_SECONDS = 5.0
+_END_SECONDS = 5.0
+_MOST_BYTES = 1024
+
+
+class Spares:
+    """The spares of this host. Call `look` when `fileno` is readable, and twice a second."""
+
+    def __init__(self, path: str, token: str, tell: Callable[[dict[str, Any]], None]) -> None:
+        """Listen at `path` for stubs. `token` marks the spares; `tell` sends a message to the launcher.
+
+        Raises:
+            OSError: see roll_call.listen.
+        """
+        self._path, self._token, self._tell = path, token, tell
+        self._listener = listen(path)
+        self._spares: list[Spare] = []
+        self._heard: dict[int, Callable[[], None]] = {}  # by descriptor: what to do when it is readable
+        self._events = select.epoll()
+        self._ended, wake = os.pipe()
+        for end in (self._ended, wake):
+            os.set_blocking(end, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        self._hear(self._listener.fileno(), self._accept)
+        self._hear(self._ended, self._wake)
+        self._program: list[str] = []
+        self._count = 0
+        self._place: list[bytes] = []  # folder, cores and variables of the last rank that was started
+        self._was_complete = self._has_given_up = False
+
+    def fileno(self) -> int:
+        """A descriptor for select: readable when there are events."""
+        return self._events.fileno()
+
+    def start(self, program: list[str], count: int) -> None:
+        """From now on, so many spares are to wait; they run `program`."""
+        self._program, self._count, self._was_complete = program, count, False
+
+    def look(self) -> None:
+        """Take in the events so far, and start a spare if one is missing."""
+        for descriptor, _ in self._events.poll(0):
+            if descriptor in self._heard:  # an earlier event may have closed it
+                self._heard[descriptor]()
+        for spare in list(self._spares):
+            code = spare.process.poll()
+            if code is not None:
+                self._end(spare, code)
+            elif spare.state == ASKED and time.monotonic() - spare.asked_at > _ANSWER_SECONDS:
+                spare.is_late = True
+                spare.process.kill()
+        self._start_next()
+
+    def close(self) -> None:
+        """Kill all spares, with all that they have started."""
+        self._listener.close()
+        remove(self._path)
+        for spare in self._spares:
+            spare.process.kill()
+        deadline = time.monotonic() + _END_SECONDS
+        for spare in self._spares:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                spare.process.wait(max(0.0, deadline - time.monotonic()))
+        Marked(self._token, SPARE).end(0.0)
+
+    def _hear(self, descriptor: int, act: Callable[[], None]) -> None:
+        self._heard[descriptor] = act
+        self._events.register(descriptor, select.EPOLLIN)
+
+    def _ignore(self, descriptor: int) -> None:
+        if self._heard.pop(descriptor, None) is not None:
+            self._events.unregister(descriptor)
+
+    def _start_next(self) -> None:
+        """Start spares one after the other, so that they hold up the ranks as little as possible.
+
+        Not with a low priority: MPI waits with all the time of a core, and leaves nothing for them.
+        """
+        waiting = [spare for spare in self._spares if spare.state in (READY, ASKED)]
+        is_starting = any(spare.state == STARTING for spare in self._spares)
+        if len(waiting) >= self._count and self._count and not self._was_complete:
+            self._was_complete = True
+            self._tell({"ready": len(waiting)})
+        if len(waiting) >= self._count or is_starting or self._has_given_up or not self._place:
+            return
+        try:
+            spare = Spare(self._program, self._place, self._token)
+        except (OSError, subprocess.SubprocessError) as error:
+            self._give_up(f"no spare can be started: {error}")
+            return
+        self._spares.append(spare)
+        self._hear(spare.line.fileno(), partial(self._listen_to, spare))
+
+    def _wake(self) -> None:
+        os.read(self._ended, _MOST_BYTES)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                stub, _ = self._listener.accept()
+                stub.setblocking(False)
+                self._hear(stub.fileno(), partial(self._lend, stub))
+
+    def _lend(self, stub: socket.socket) -> None:
+        """Give a spare the place of this stub, or let the stub become the program."""
+        self._ignore(stub.fileno())
+        self._count = 0  # a try starts, which needs the cores; the launcher says when it has
+        rights = array.array("i")
+        with contextlib.suppress(OSError):
+            _, extra, _, _ = stub.recvmsg(_MOST_BYTES, socket.CMSG_SPACE(4 * rights.itemsize))
+            for _, _, numbers in extra:
+                rights.frombytes(numbers[: len(numbers) - len(numbers) % rights.itemsize])
+        try:
+            if not rights:
+                stub.close()
+                return
+            self._place = Path(f"/proc/self/fd/{rights[0]}").read_bytes().split(b"\0")
+            peer = stub.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+            pid = int.from_bytes(peer[:4], sys.byteorder)
+            state = read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
+            message = json.dumps({"stub": pid, "starter": int(state[1]) if state else 0}).encode()
+            for spare in self._spares:
+                if spare.state != READY:
+                    continue
+                with contextlib.suppress(OSError):  # it has just ended
+                    spare.line.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+                    spare.state, spare.stub, spare.asked_at = ASKED, stub, time.monotonic()
+                    self._hear(stub.fileno(), partial(self._obey, spare, stub))
+                    return
+            self._answer(stub, b"program")
+            stub.close()
+        finally:
+            for number in rights:
+                os.close(number)
+
+    def _listen_to(self, spare: Spare) -> None:
+        """Take in what a spare says: "ready", "taken", or why it cannot become a rank."""
+        try:
+            said = spare.line.recv(_MOST_BYTES)
+        except OSError:
+            said = b""
+        if said == b"ready" and spare.state == STARTING:
+            spare.state = READY
+        elif said == b"taken" and spare.state == ASKED:
+            spare.state = RANK
+            self._answer(spare.stub, b"taken")
+        elif said:
+            why = f"a spare cannot become a rank: {said.decode(errors='replace')}"
+            if spare.state == STARTING:
+                self._give_up(why)
+            else:
+                self._say(why)
+            spare.state = REFUSED
+            self._answer(spare.stub, b"program")
+            spare.process.kill()
+        else:  # it has closed the line; its end comes as a signal
+            self._ignore(spare.line.fileno())
+
+    def _obey(self, spare: Spare, stub: socket.socket) -> None:
+        """Pass on the signal that a stub names. If the stub has gone, the rank must end."""
+        try:
+            said = stub.recv(_MOST_BYTES)
+        except OSError:
+            said = b""
+        if not said:
+            self._ignore(stub.fileno())
+            spare.process.kill()
+        elif spare.state == RANK and spare.process.poll() is None:
+            spare.process.send_signal(int(said))
+
+    def _end(self, spare: Spare, code: int) -> None:
+        """A spare has ended."""
+        self._spares.remove(spare)
+        self._ignore(spare.line.fileno())
+        if spare.stub is not None:
+            self._ignore(spare.stub.fileno())
+        if spare.state == RANK:
+            self._answer(spare.stub, b"%d" % code)
+        elif spare.state != REFUSED and (spare.stub is None or self._answer(spare.stub, b"program")):
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            where = "before it came to init()" if spare.state == STARTING else "while it waited in init()"
+            if spare.is_late:
+                how, where = f"did not answer within {_ANSWER_SECONDS:g} s", "and was killed"
+            words = spare.last_words()
+            self._give_up(f"a spare {how} {where}{': ' * bool(words)}{words}")
+        spare.close()
+
+    def _answer(self, stub: socket.socket | None, answer: bytes) -> bool:
+        """Answer a stub; False: it has gone."""
+        try:
+            return stub is not None and stub.send(answer) > 0
+        except OSError:
+            return False
+
+    def _give_up(self, why: str) -> None:
+        """Start no more spares: what happened would happen again."""
+        if not self._has_given_up:
+            self._has_given_up = True
+            self._say(f"{why}. No more spares are started there")
+
+    def _say(self, text: str) -> None:
+        self._tell({"said": f"{socket.gethostname()}: {text}"})
+
+
+def main(wish: dict[str, Any], _probe: str) -> None:
+    """Keep the spares until the connection closes."""
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    os.set_blocking(1, True)
+    spares = Spares(wish["socket"], wish["token"], send)
+    send({"ready": 0})
+    received = b""
+    try:
+        while True:
+            ready, _, _ = select.select([0, spares.fileno()], [], [], 0.5)
+            spares.look()
+            if 0 in ready:
+                data = os.read(0, 1 << 16)
+                if not data:
+                    break
+                *lines, received = (received + data).split(b"\n")
+                for line in lines:
+                    spares.start(**json.loads(line)["start"])
+    finally:
+        spares.close()

@@ -1,0 +1,304 @@
+"""`mpitrain run --restarts N --spares`: processes that wait in init() become the ranks of the next try."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from faults.outcome import failed, succeeded
+from faults.test_restart import SCRIPT, parameters, tries
+from jobs import TOKEN, VENVS, Job, run_command, until
+
+HERE = socket.gethostname()
+# What mpiexec tells a rank, and a spare does not have.
+RANK = {b"PMI_RANK", b"OMPI_COMM_WORLD_RANK"}
+
+# Every process, a rank or a spare, leaves a file with its number before init(); a rank another one after it.
+BEFORE_INIT = """
+import os, pathlib, sys, time
+folder = pathlib.Path(sys.argv[1])
+print("begins")
+(folder / f"began-{os.getpid()}").touch()
+def wait_for(name):
+    while not (folder / name).exists():
+        time.sleep(0.02)
+def restarted():  # the training runs, and nobody has let it go on yet
+    return (folder / "trains").exists() and not (folder / "killed").exists()
+"""
+AFTER_INIT = "(folder / f'rank-{rank}-{os.getpid()}').touch()"
+# A rank that trains waits at step 7 until the test lets it, and is killed there.
+KILL = """if rank == 1 and step == {step} and once("kill-{step}"):
+        once("trains")
+        wait_for("go-{step}")
+        (folder / "killed").touch()
+        kill()
+"""
+
+
+def train(
+    folder: Path,
+    wrong: str,
+    *options: str,
+    at_start: str = "",
+    vendor: str = "mpich",
+    during: Callable[[subprocess.Popen[str], Callable[[str], bool]], None] | None = None,
+) -> Job:
+    """Run the training of test_restart with spares. `during` gets a function that says whether stderr has a text."""
+    folder.mkdir(exist_ok=True)
+    body = SCRIPT.replace("BEFORE", AFTER_INIT).replace("WRONG", wrong)
+    (folder / "train.py").write_text(BEFORE_INIT + at_start + body)
+    errors = folder / "stderr"
+    errors.touch()
+    command = [str(VENVS[vendor] / "bin/python"), "-m", "mpitrain", "run", "-n", "3", "--restarts", "2", "--spares"]
+    command += [*options, str(folder / "train.py"), str(folder)]
+    # `exec`: a signal to the process is one to the launcher.
+    job = run_command(
+        ["sh", "-c", 'exec "$@" 2> "$0"', str(errors), *command],
+        cwd=folder,
+        during=None if during is None else lambda process: during(process, lambda text: text in errors.read_text()),
+    )
+    return Job(job.code, job.stdout, errors.read_text(), job.left)
+
+
+def spares(token: str) -> list[int]:
+    """The spares of the job with this token of tests/jobs.py that are no ranks."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                variables = (entry / "environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            names = {variable.partition(b"=")[0] for variable in variables}
+            if f"{TOKEN}={token}".encode() in variables and b"_MPITRAIN_SPARE" in names and not RANK & names:
+                found.append(int(entry.name))
+    return found
+
+
+def token_of(process: subprocess.Popen[str]) -> str:
+    """The token of a started job."""
+    variables = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+    return next(v.partition(b"=")[2].decode() for v in variables if v.startswith(f"{TOKEN}=".encode()))
+
+
+def let_go(folder: Path, *steps: int) -> Callable[[subprocess.Popen[str], Callable[[str], bool]], None]:
+    """Let the ranks be killed at these steps, each time when all spares are ready."""
+
+    def during(_: subprocess.Popen[str], has_said: Callable[[str], bool]) -> None:
+        for number, step in enumerate(steps, start=1):
+            until(lambda number=number: (folder / "stderr").read_text().count("3 spares are ready") == number)
+            (folder / f"go-{step}").touch()
+
+    return during
+
+
+def ranks(folder: Path) -> set[int]:
+    """The processes that were ranks."""
+    return {int(path.name.split("-")[2]) for path in folder.glob("rank-*")}
+
+
+def printed(stdout: str, line: str) -> Counter[int]:
+    """How often each rank has printed this line; mpitrain prints equal lines once, after their ranks."""
+    found: Counter[int] = Counter()
+    for named in re.findall(rf"^\[([\d,-]+)\] {line}$", stdout, re.M):
+        for first, _, last in (part.partition("-") for part in named.split(",")):
+            found.update(range(int(first), int(last or first) + 1))
+    return found
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The parameters of a training in which nothing goes wrong."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    succeeded(train(folder, "pass"))
+    return parameters(folder)
+
+
+def test_killed_ranks(tmp_path: Path, vendor: str, uninterrupted: bytes) -> None:
+    """Spares become the ranks; the second kill is that of a spare that has become one."""
+    wrong = KILL.format(step=7) + "    " + KILL.format(step=13)
+    begun: list[set[int]] = []
+
+    def during(process: subprocess.Popen[str], has_said: Callable[[str], bool]) -> None:
+        for number, step in ((1, 7), (2, 13)):
+            until(lambda number=number: (tmp_path / "stderr").read_text().count("3 spares are ready") == number)
+            begun.append(set(spares(token_of(process))))
+            (tmp_path / f"go-{step}").touch()
+
+    job = train(tmp_path, wrong, vendor=vendor, during=during)
+    succeeded(job)
+    assert parameters(tmp_path) == uninterrupted
+    assert len(ranks(tmp_path)) == 9
+    assert len(begun[0]) == len(begun[1]) == 3
+    assert begun[0] | begun[1] < ranks(tmp_path)
+    assert printed(job.stdout, "begins") == {0: 3, 1: 3, 2: 3}, job.output
+    first, second, last = tries(job)
+    # mpiexec may name a rank that it has ended itself.
+    how = r"(was killed by signal 9|ended without a word \(os\._exit, or killed\?\))"
+    assert re.fullmatch(rf"try 1 of 3 failed at step 7: rank 1 on {HERE} {how}; starting again on {HERE}", first)
+    assert re.fullmatch(
+        rf"try 2 of 3, from step 4, failed at step 13: rank 1 on {HERE} {how}; starting again on {HERE}", second
+    )
+    assert last == "try 3 of 3 succeeded"
+
+
+def test_no_spare_is_ready(tmp_path: Path, uninterrupted: bytes) -> None:
+    job = train(tmp_path, "if rank == 1 and step == 7 and once('killed'): kill()")
+    succeeded(job)
+    assert parameters(tmp_path) == uninterrupted
+    assert len(tries(job)) == 2, job.output
+
+
+def test_a_spare_is_killed(tmp_path: Path, uninterrupted: bytes) -> None:
+    def during(process: subprocess.Popen[str], has_said: Callable[[str], bool]) -> None:
+        until(lambda: has_said("3 spares are ready"))
+        os.kill(spares(token_of(process))[0], signal.SIGKILL)
+        until(lambda: has_said("a spare was killed by signal 9"))
+        (tmp_path / "go-7").touch()
+
+    job = train(tmp_path, KILL.format(step=7), during=during)
+    succeeded(job)
+    assert parameters(tmp_path) == uninterrupted
+    said = (
+        f"mpitrain: {HERE}: a spare was killed by signal 9 while it waited in init(). No more spares are started there"
+    )
+    assert job.stderr.count(said) == 1, job.output
+    assert "a spare" not in job.stderr.replace(said, "")
+    assert len(list(tmp_path.glob("began-*"))) == 3 + 3 + 1
+
+
+def test_a_spare_does_not_answer(tmp_path: Path, uninterrupted: bytes) -> None:
+    """It is killed while it takes over a rank, and a new process is the rank."""
+
+    def during(process: subprocess.Popen[str], has_said: Callable[[str], bool]) -> None:
+        until(lambda: has_said("3 spares are ready"))
+        for pid in spares(token_of(process))[:2]:
+            os.kill(pid, signal.SIGSTOP)
+        (tmp_path / "go-7").touch()
+
+    job = train(tmp_path, KILL.format(step=7), during=during)
+    succeeded(job)
+    assert parameters(tmp_path) == uninterrupted
+    assert job.stderr.count("a spare did not answer within 5 s and was killed") == 1, job.output
+    assert len(tries(job)) == 2, job.output
+
+
+@pytest.mark.parametrize(
+    ("at_start", "how"),
+    [
+        ("if restarted(): sys.exit(5)\n", "ended with exit code 5"),
+        ("if restarted(): raise ValueError('no data')\n", "ended with exit code 1"),
+    ],
+)
+def test_a_script_that_ends_before_init(tmp_path: Path, at_start: str, how: str, uninterrupted: bytes) -> None:
+    def during(_: subprocess.Popen[str], has_said: Callable[[str], bool]) -> None:
+        until(lambda: has_said(f"a spare {how} before it came to init()"))
+        (tmp_path / "go-7").touch()
+
+    job = train(tmp_path, KILL.format(step=7), at_start=at_start, during=during)
+    succeeded(job)
+    assert parameters(tmp_path) == uninterrupted
+    assert len(list(tmp_path.glob("began-*"))) == 3 + 1 + 3, "one spare, not one after the other"
+    assert ("ValueError: no data. No more spares" in job.stderr) == ("ValueError" in at_start), job.output
+
+
+def test_a_script_that_starts_mpi_itself(tmp_path: Path, uninterrupted: bytes) -> None:
+    def during(_: subprocess.Popen[str], has_said: Callable[[str], bool]) -> None:
+        until(lambda: has_said("a spare cannot become a rank: the script starts MPI before it calls init()"))
+        (tmp_path / "go-7").touch()
+
+    at_start = "from mpi4py import MPI\nif not MPI.Is_initialized(): MPI.Init()\n"
+    job = train(tmp_path, KILL.format(step=7), at_start=at_start, during=during)
+    succeeded(job)
+    assert parameters(tmp_path) == uninterrupted
+    assert job.stderr.count("a spare") == 1, job.output
+
+
+def test_the_script_has_changed(tmp_path: Path, uninterrupted: bytes) -> None:
+    def during(_: subprocess.Popen[str], has_said: Callable[[str], bool]) -> None:
+        until(lambda: has_said("3 spares are ready"))
+        os.utime(tmp_path / "train.py")
+        (tmp_path / "go-7").touch()
+
+    job = train(tmp_path, KILL.format(step=7), during=during)
+    succeeded(job)
+    assert parameters(tmp_path) == uninterrupted
+    assert f"a spare cannot become a rank: {tmp_path}/train.py has changed" in job.stderr, job.output
+
+
+def test_an_exit_code(tmp_path: Path) -> None:
+    """A rank that was a spare leaves; its code is that of the job."""
+    wrong = KILL.format(step=7) + "    if rank == 1 and step > 7: os._exit(7)"
+    job = train(tmp_path, wrong, "--restarts", "1", during=let_go(tmp_path, 7))
+    failed(job)
+    assert job.code in (7, 137), job.output  # MPICH may give that of a rank that it has killed itself
+    assert len(tries(job)) == 2, job.output
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_to_the_launcher(tmp_path: Path, number: signal.Signals) -> None:
+    """When spares have become the ranks, and others wait."""
+
+    def during(process: subprocess.Popen[str], has_said: Callable[[str], bool]) -> None:
+        let_go(tmp_path, 7)(process, has_said)
+        until(lambda: (tmp_path / "stderr").read_text().count("3 spares are ready") == 2)
+        until((tmp_path / "there").exists)
+        process.send_signal(number)
+
+    wrong = KILL.format(step=7) + "    if step == 10:\n        once('there')\n        time.sleep(100)"
+    job = train(tmp_path, wrong, during=during)
+    failed(job)
+    assert job.code == (-number if number == signal.SIGKILL else 128 + number), job.output
+
+
+def test_what_keeps_the_spares_is_killed(tmp_path: Path, uninterrupted: bytes) -> None:
+    """The spares that have become ranks end with it, and the job starts again without spares."""
+
+    def during(process: subprocess.Popen[str], has_said: Callable[[str], bool]) -> None:
+        let_go(tmp_path, 7)(process, has_said)
+        until((tmp_path / "there").exists)
+        pid = next(pid for pid in ranks(tmp_path) if Path(f"/proc/{pid}").exists())
+        parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        os.kill(parent, signal.SIGKILL)
+
+    wrong = KILL.format(step=7) + "    if step == 10 and not (folder / 'there').exists():\n"
+    wrong += "        once('there')\n        time.sleep(100)"
+    job = train(tmp_path, wrong, during=during)
+    succeeded(job)
+    assert parameters(tmp_path) == uninterrupted
+    assert len(tries(job)) == 3, job.output
+
+
+def test_the_roster_knows_them(tmp_path: Path) -> None:
+    """`mpitrain ps` lists spares that have become ranks, and `mpitrain kill` ends them."""
+    listed = []
+
+    def during(process: subprocess.Popen[str], has_said: Callable[[str], bool]) -> None:
+        let_go(tmp_path, 7)(process, has_said)
+        until((tmp_path / "there").exists)
+        mpitrain = [str(VENVS["mpich"] / "bin/python"), "-m", "mpitrain"]
+        done = subprocess.run(
+            [*mpitrain, "ps", "--hosts", "localhost"], check=True, capture_output=True, text=True, timeout=100
+        )
+        listed.extend(line for line in done.stdout.splitlines() if str(tmp_path) in line)
+        subprocess.run([*mpitrain, "kill", "--hosts", "localhost", listed[0].split()[0]], check=True, timeout=100)
+
+    wrong = KILL.format(step=7) + "    if step == 10:\n        once('there')\n        time.sleep(100)"
+    job = train(tmp_path, wrong, during=during)
+    failed(job)
+    assert len(listed) == 1, listed
+    assert f"0-2 on {HERE}" in listed[0]
+
+
+def test_wrong_options(tmp_path: Path) -> None:
+    job = train(tmp_path, "pass", "--restarts", "0")
+    failed(job, "--spares keeps processes ready for a restart; it needs --restarts N")
+    assert job.code == 2
