@@ -63,6 +63,7 @@ def train(
     job = run_command(
         ["sh", "-c", 'exec "$@" 2> "$0"', str(errors), *command],
         cwd=folder,
+        env={"MPITRAIN_MEMORY_STEPS": "1"},
         during=None if during is None else lambda process: during(process, lambda text: text in errors.read_text()),
     )
     return Job(job.code, job.stdout, errors.read_text(), job.left)
@@ -145,7 +146,7 @@ def test_killed_ranks(tmp_path: Path, vendor: str, uninterrupted: bytes) -> None
     how = r"(was killed by signal 9|ended without a word \(os\._exit, or killed\?\))"
     assert re.fullmatch(rf"try 1 of 3 failed at step 7: rank 1 on {HERE} {how}; starting again on {HERE}", first)
     assert re.fullmatch(
-        rf"try 2 of 3, from step 4, failed at step 13: rank 1 on {HERE} {how}; starting again on {HERE}", second
+        rf"try 2 of 3, from step 6, failed at step 13: rank 1 on {HERE} {how}; starting again on {HERE}", second
     )
     assert last == "try 3 of 3 succeeded"
 
