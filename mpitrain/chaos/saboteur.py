@@ -26,6 +26,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from mpitrain.chaos.disk import FILLER, fill, refusal_to_fill
 from mpitrain.chaos.outage import Outage
 from mpitrain.job.context import LAUNCHER, JobContext
 from mpitrain.launch.guard import send
@@ -35,14 +36,13 @@ from mpitrain.launch.shared_files import SharedFiles, files
 from mpitrain.watching.rank_record import NAME, RankRecord, read_record
 from mpitrain.watching.view import process_state
 
-_SCAN_SECONDS, _FAST_SCAN_SECONDS = 2.0, 0.1  # a scan reads all of /proc: 10 ms
+# A scan reads all of /proc, 30 ms for 300 processes; a glance reads only what is new there, 1 ms.
+_SCAN_SECONDS, _FAST_SCAN_SECONDS, _GLANCE_SECONDS = 2.0, 0.5, 0.1
+_YOUNG_SECONDS = 2.0  # a process may get the job's mark so long after its start
 _LOOK_SECONDS, _FAST_LOOK_SECONDS = 0.25, 0.02
-_CLOSELY_SECONDS = 10.0
+_CLOSELY_SECONDS = 3.0
 _DIE_SECONDS = 1.0
 _LEAVE_SECONDS = 10.0  # a guard takes so long to clear up
-MOST_DISK_BYTES = 256 << 20  # a tmpfs is memory
-_FILLER = ".mpitrain-chaos-fills-this-disk"
-_SHARED_PLACES = ("/", "/tmp", "/run", "/dev/shm", "/var", "/home")
 
 
 class Saboteur:
@@ -54,12 +54,14 @@ class Saboteur:
         self._tokens: list[str] = []  # of the job's starts, in order
         self._pids: list[int] = []
         self._ranks: dict[int, tuple[str, int, int]] = {}  # token, process, descriptor of the record
+        self._without_record: dict[int, int] = {}  # the processes of ranks that have none yet
+        self._seen: dict[str, float] = {}  # every process here, and when it was seen first
         self._context = JobContext()  # of the last attempt
         self._said = -1  # descriptor of the launcher's output
         self._line = ""  # the last one of it, which has no end yet
         self._outage: Outage | None = None
         self._files = SharedFiles()
-        self._scanned = self._closely_until = 0.0
+        self._scanned = self._glanced = self._closely_until = 0.0
         self._sent: Any = None
 
     def run(self) -> None:
@@ -68,7 +70,7 @@ class Saboteur:
         while True:
             now = time.monotonic()
             is_close = now < self._closely_until
-            if now - self._scanned >= (_FAST_SCAN_SECONDS if is_close else _SCAN_SECONDS):
+            if now - self._scanned >= _SCAN_SECONDS or (is_close and self._glance(now)):
                 self._scanned = now
                 self._scan()
             self._report()
@@ -94,6 +96,18 @@ class Saboteur:
                 os.lseek(self._said, 0, os.SEEK_END)
         send({"greeting": {"hears": self._said >= 0, "disk": refusal_to_fill(self._folder) if self._folder else ""}})
 
+    def _glance(self, now: float) -> bool:
+        """Return whether a scan would find a new process of the job, or may find a record."""
+        if now - self._glanced < _GLANCE_SECONDS:
+            return False
+        self._glanced = now
+        self._seen = {entry: self._seen.get(entry, now) for entry in os.listdir("/proc") if entry.isdigit()}  # noqa: PTH208
+        young = [int(entry) for entry, first in self._seen.items() if now - first < _YOUNG_SECONDS]
+        if any(pid not in self._pids and self._is_of_job(pid) for pid in young):
+            return True
+        self._open_records()
+        return bool(self._without_record) and now - self._scanned > _FAST_SCAN_SECONDS
+
     def _scan(self) -> None:
         """Find the processes of the job, and the records of its ranks."""
         of_job = [job for job in jobs() if job["launcher"] == self._launcher]
@@ -105,20 +119,24 @@ class Saboteur:
                 for _, _, descriptor in self._ranks.values():
                     os.close(descriptor)
                 self._ranks = {}
-            if token != self._tokens[-1]:
-                continue
-            for view in job["ranks"]:
-                rank, pid = view["record"]["rank"], view["pid"]
-                if self._ranks.get(rank, ("", 0, 0))[1] == pid:
-                    continue
-                descriptor = _record_of(pid, rank)
-                if descriptor >= 0:
-                    if rank in self._ranks:
-                        os.close(self._ranks[rank][2])
-                    self._ranks[rank] = token, pid, descriptor
-                    words = read(f"/proc/{pid}/environ").decode(errors="replace").split("\0")
-                    self._context = JobContext.read(dict(word.partition("=")[::2] for word in words))
+            if token == self._tokens[-1]:
+                pids = {view["record"]["rank"]: view["pid"] for view in job["ranks"]}
+                known = {rank: pid for rank, (_, pid, _) in self._ranks.items()}
+                self._without_record = {rank: pid for rank, pid in pids.items() if known.get(rank) != pid}
+        self._open_records()
         self._files.look(lambda: self._pids)
+
+    def _open_records(self) -> None:
+        for rank, pid in list(self._without_record.items()):
+            descriptor = _record_of(pid, rank)
+            if descriptor < 0:
+                continue
+            if rank in self._ranks:
+                os.close(self._ranks[rank][2])
+            self._ranks[rank] = self._tokens[-1], pid, descriptor
+            del self._without_record[rank]
+            words = read(f"/proc/{pid}/environ").decode(errors="replace").split("\0")
+            self._context = JobContext.read(dict(word.partition("=")[::2] for word in words))
 
     def _records(self) -> dict[int, RankRecord]:
         """Return the last record of each rank, also of those that have ended."""
@@ -140,7 +158,7 @@ class Saboteur:
                 "samples_per_second": record.metrics.get("samples/s", 0.0),
                 "lost": list(record.lost),
                 "error": record.error,
-                "is_alive": self._ranks[rank][1] in self._pids,
+                "is_alive": process_state(self._ranks[rank][1]) not in ("Z", "X", "gone"),
                 "size": self._context.expected_size,
                 "recovers": self._context.recover,
             }
@@ -178,8 +196,8 @@ class Saboteur:
         if kind == "disk":
             if why := refusal_to_fill(self._folder):
                 return why
-            filler = str(Path(self._folder, _FILLER))
-            self._outage = Outage(number, lambda: _fill(filler), lambda: remove(filler), seconds)
+            filler = str(Path(self._folder, FILLER))
+            self._outage = Outage(number, lambda: fill(filler), lambda: remove(filler), seconds)
             deed = f"{self._folder} filled for {seconds:g} s"
             send({"done": number, "deed": deed, "step": 0, "ago_seconds": 0.0})
             return ""
@@ -237,31 +255,6 @@ class Saboteur:
             if not left or time.monotonic() > deadline:
                 return left
             time.sleep(0.2)
-
-
-def refusal_to_fill(folder: str) -> str:
-    """Say why the disk with this folder must not be filled; "" if it may be: a small file system of its own."""
-    try:
-        device = Path(folder).stat().st_dev
-        status = os.statvfs(folder)
-    except OSError as error:
-        return f"{folder}: {error.strerror}"
-    shared = [place for place in _SHARED_PLACES if Path(place).exists() and Path(place).stat().st_dev == device]
-    if shared:
-        return f"{folder} is on the file system of {shared[0]}, which others need"
-    size_bytes = status.f_blocks * status.f_frsize
-    if size_bytes > MOST_DISK_BYTES:
-        return f"{folder} is on a file system of {size_bytes >> 20} MiB; at most {MOST_DISK_BYTES >> 20} MiB is filled"
-    return "" if os.access(folder, os.W_OK) else f"{folder} cannot be written to"
-
-
-def _fill(path: str) -> None:
-    with contextlib.suppress(OSError):
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        for size_bytes in (1 << 20, 1 << 12, 1):
-            with contextlib.suppress(OSError):
-                while True:
-                    os.write(descriptor, bytes(size_bytes))
 
 
 def _record_of(pid: int, rank: int) -> int:

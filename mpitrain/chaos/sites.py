@@ -23,7 +23,7 @@ from mpitrain.launch.marked import Marked, read
 from mpitrain.testbed import find
 from mpitrain.testbed.container import Container
 
-_SABOTEUR = (*GUARD, "launch.roster", "chaos.outage", "chaos.saboteur")
+_SABOTEUR = (*GUARD, "launch.roster", "chaos.disk", "chaos.outage", "chaos.saboteur")
 
 
 class Site(Protocol):

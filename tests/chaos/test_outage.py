@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from jobs import HANG_SECONDS, clean_environment, until
-from mpitrain.chaos.saboteur import refusal_to_fill
+from mpitrain.chaos.disk import refusal_to_fill
 
 # Makes a file, which is removed when the fault is undone. The line that a test puts in says what then happens.
 PROGRAM = """
@@ -76,7 +76,7 @@ def test_a_small_disk_may_be_filled(tmp_path: Path) -> None:
         pytest.skip("mounting needs root")
     script = (
         f"mount -t tmpfs -o size=SIZE none {tmp_path} && "
-        f"{sys.executable} -c 'from mpitrain.chaos.saboteur import refusal_to_fill as r; print(r(\"{tmp_path}\"))'"
+        f"{sys.executable} -c 'from mpitrain.chaos.disk import refusal_to_fill as r; print(r(\"{tmp_path}\"))'"
     )
     for size, said in (("1m", ""), ("300m", f"{tmp_path} is on a file system of 300 MiB; at most 256 MiB is filled")):
         done = subprocess.run(
