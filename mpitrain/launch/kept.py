@@ -60,6 +60,15 @@ class Kept:
                 self._events.unregister(descriptor)
                 self._lines.pop(descriptor).close()
 
+    def close(self) -> None:
+        """Let go of everything."""
+        for name in list(self._table):
+            self._drop(name)
+        for line in self._lines.values():
+            line.close()
+        self._listener.close()
+        self._events.close()
+
     def _accept(self) -> None:
         with contextlib.suppress(BlockingIOError):
             while True:

@@ -132,3 +132,4 @@ def test_nonsense_ends_only_its_own_line() -> None:
     finally:
         stop.set()
         thread.join()
+        kept.close()
