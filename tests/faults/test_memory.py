@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 import socket
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy
@@ -13,6 +17,7 @@ import pytest
 
 from faults.outcome import failed, succeeded
 from jobs import VENVS, Job, run_command
+from mpitrain.launch.kept import Kept
 
 HERE = socket.gethostname()
 STEPS = 20
@@ -25,6 +30,7 @@ import numpy
 import mpitrain as mt
 
 folder = pathlib.Path(sys.argv[1])
+FIRST
 world = mt.init()
 rank = world.rank
 steps = []
@@ -44,13 +50,14 @@ def regression(parameters, batch, on_gradient):
     WRONG
     x, y = batch
     error = x @ parameters["w"] - y
-    on_gradient("w", 2 * x.T @ error / max(1, len(x)))
+    on_gradient("w", (2 * x.T @ error / max(1, len(x))).astype(parameters["w"].dtype))
     return float((error**2).mean()) if len(x) else 0.0
 
 def build(world):
     random = numpy.random.default_rng(0)
     data = mt.ArrayData(world, (random.standard_normal((61, 5)), random.standard_normal(61)), global_batch=12)
-    return mt.Parts(mt.ArrayFunction(regression, {"w": numpy.zeros(5)}, mt.Sgd(0.01, momentum=0.9)), mt.Sync(), data)
+    zeros = {"w": numpy.zeros(5, "DTYPE")}
+    return mt.Parts(mt.ArrayFunction(regression, zeros, mt.Sgd(0.01, momentum=0.9)), mt.Sync(), data)
 
 class Steps(mt.Hook):
     def after_step(self, trainer, step):
@@ -71,18 +78,23 @@ def train(
     wrong: str = "pass",
     *options: str,
     ranks: int = 3,
+    first: str = "",
     before: str = "",
     after: str = "",
     hooks: str = "[]",
     vendor: str = "mpich",
     every: int | None = 1,
+    codec: str = "none",
 ) -> Job:
     """Run the training, three times at most; the state is copied to memory `every` so many steps."""
     folder.mkdir(exist_ok=True)
-    source = SCRIPT.replace("BEFORE", before).replace("AFTER", after).replace("*HOOKS", f"*{hooks}")
+    source = (
+        SCRIPT.replace("FIRST", first).replace("BEFORE", before).replace("AFTER", after).replace("*HOOKS", f"*{hooks}")
+    )
+    source = source.replace("DTYPE", "float64" if codec == "none" else "float32")
     (folder / "train.py").write_text(source.replace("WRONG", wrong))
     command = [str(VENVS[vendor] / "bin/python"), "-m", "mpitrain", "run", "-n", str(ranks), "--restarts", "2"]
-    env = {} if every is None else {"MPITRAIN_MEMORY_STEPS": str(every)}
+    env = {"MPITRAIN_COMPRESSION": codec} | ({} if every is None else {"MPITRAIN_MEMORY_STEPS": str(every)})
     return run_command([*command, *options, str(folder / "train.py"), str(folder)], cwd=folder, env=env)
 
 
@@ -317,3 +329,115 @@ def test_without_restarts_nothing_is_copied(tmp_path: Path) -> None:
     job = train(tmp_path, "if rank == 1 and step == 8: die()", "--restarts", "0")
     failed(job)
     assert "memory" not in job.output
+
+
+# What each rank keeps for itself. Rank 1 dies when it is about to copy that of step 9: the others have copied theirs.
+OWN = """
+from mpitrain.training.checkpoint.memory_slot import MemorySlot
+
+class Own(mt.Sync):
+    left = numpy.zeros(3)
+
+    def finish_step(self, adapter, loss):
+        self.left = self.left * 0.5 + rank + trainer.step_number
+        return super().finish_step(adapter, loss)
+
+    def own_state(self):
+        return {"place": "here", "residual": {"w": self.left}}
+
+    def restore_own(self, state):
+        self.left = state["residual"]["w"]
+
+mt.Sync = Own
+write = MemorySlot.write
+
+def dying_write(self, step, *rest):
+    if rank == 1 and step == 9 and not (folder / "killed").exists():
+        time.sleep(1)
+        once("killed")
+        die()
+    write(self, step, *rest)
+
+MemorySlot.write = dying_write
+"""
+
+
+def test_what_a_rank_keeps_for_itself(tmp_path: Path) -> None:
+    """A step counts only if all ranks have copied their parts of it."""
+    after = "world.print('left', world.allgather(trainer.strategy.left.tolist()))"
+    job = train(tmp_path / "killed", before=OWN, after=after)
+    succeeded(job)
+    assert resumed(job) == [8]
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole" / "killed").touch()
+    whole = train(tmp_path / "whole", before=OWN, after=after)
+    succeeded(whole)
+    assert "left" in whole.stdout
+    assert job.stdout.splitlines()[-1] == whole.stdout.splitlines()[-1]
+    assert result(tmp_path / "killed")[0] == result(tmp_path / "whole")[0]
+
+
+# Ranks 2 and 3 take themselves for ranks of another host, which has a keeper of its own: one of the test's.
+TWO_HOSTS = """
+import socket
+import mpitrain.training.state_copies as copies
+
+if int(os.environ["PMI_RANK"]) >= 2:
+    socket.gethostname = lambda: "other"
+    line = copies.KeeperLine
+    copies.KeeperLine = lambda name: line("OTHER")
+"""
+
+
+@contextmanager
+def two_hosts() -> Iterator[str]:
+    """What comes first in a script with two hosts."""
+    name = f"mpitrain-test-{secrets.token_hex(8)}"
+    kept, stop = Kept(name), threading.Event()
+
+    def serve() -> None:
+        while not stop.is_set():
+            kept.look()
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield TWO_HOSTS.replace("OTHER", name)
+    finally:
+        stop.set()
+        thread.join()
+        kept.close()
+
+
+def train_on_two_hosts(folder: Path, codec: str, wrong: str = "pass") -> Job:
+    with two_hosts() as first:
+        return train(folder, wrong, ranks=4, first=first, codec=codec)
+
+
+@pytest.mark.parametrize("codec", ["none", "int8"])
+def test_two_hosts(tmp_path: Path, codec: str) -> None:
+    """Also what the codec has left out comes back, to the bit."""
+    whole = train_on_two_hosts(tmp_path / "whole", codec)
+    succeeded(whole)
+    wrong = "if rank == 3 and step == 8 and once('killed'): die()"
+    job = train_on_two_hosts(tmp_path / "killed", codec, wrong)
+    went_on(job, tmp_path / "killed", [7], result(tmp_path / "whole"))
+    assert "had left to send is lost" not in job.stdout
+
+
+@pytest.mark.parametrize("codec", ["none", "int8"])
+def test_a_host_without_a_copy(tmp_path: Path, codec: str) -> None:
+    """It gets the state from the other one. What its ranks had left out is lost, and that is said."""
+    wrong = """if rank == 3 and step == 8 and once("killed"):
+        copies.KeeperLine("").keep_only([], 9)
+        die()"""
+    job = train_on_two_hosts(tmp_path / "killed", codec, wrong)
+    succeeded(job)
+    assert resumed(job) == [7]
+    lost = re.findall(r"the copy of step 7 in memory: what rank (\d) had left to send is lost", job.stdout)
+    assert lost == ([] if codec == "none" else ["2", "3"])
+    if codec == "none":
+        whole = train_on_two_hosts(tmp_path / "whole", codec)
+        succeeded(whole)
+        assert result(tmp_path / "killed")[0] == result(tmp_path / "whole")[0]
