@@ -73,5 +73,5 @@ class Reserve:
                 lines.append(f"{number} spares are ready")
         self._has_ended = self._connection.is_closed
         if self._has_ended:
-            lines.append("the process that keeps the spares has ended; from now on ranks start without them")
+            lines.append("the process that holds the spares has ended; from now on ranks start without them")
         return lines
