@@ -23,8 +23,10 @@ def start(ranks: int, *options: str, script: str = "train.py", **env: str) -> Jo
 
 
 def losses(job: Job) -> list[float]:
+    """The first and the last one. A slow run prints others in between."""
     succeeded(job)
-    return [float(loss) for loss in re.findall(r" step \d+/\d+ \| loss ([\d.]+) ", job.stdout)]
+    first, *_, last = re.findall(r" step \d+/\d+ \| loss ([\d.]+) ", job.stdout)
+    return [float(first), float(last)]
 
 
 @pytest.mark.parametrize(
@@ -41,7 +43,6 @@ def test_training_is_as_on_the_host(model: str, precision: str, ranks: int) -> N
     options = ["--data", "digits", "--model", model, "--precision", precision, "--steps", "6"]
     cuda, host = start(ranks, *options, "--device", "cuda"), start(ranks, *options, "--device", "host")
     assert f"ranks: {ranks}, nodes: 1, {model} on cupy, digits" in cuda.stdout
-    assert len(losses(host)) == 2
     assert losses(cuda) == pytest.approx(losses(host), abs=2e-4 if precision == "float32" else 5e-3)
     assert (" | loss scale " in cuda.stdout) == (precision == "fp16")
 
