@@ -99,7 +99,7 @@ class SharedFiles:
 
     def _held(self, pid: int) -> set[tuple[str, int]]:
         """Path and inode of the files that a process has mapped or opened, or that have its number in their name."""
-        return set() if _is_dying(pid) else {*_mapped(pid), *_opened(pid), *_sessions(pid, self._bases)}
+        return {*_mapped(pid), *_opened(pid), *_sessions(pid, self._bases)} if _is_alive(pid) else set()
 
 
 def remove_mine() -> None:
@@ -154,17 +154,18 @@ def _sessions(pid: int, bases: Iterable[str]) -> Iterator[tuple[str, int]]:
             yield path, os.lstat(path).st_ino
 
 
-def _is_dying(pid: int) -> bool:
-    """Return True if a process has begun to exit; it keeps its number until it is reaped.
+def _is_alive(pid: int) -> bool:
+    """Return False if a process is gone, or has begun to exit; it keeps its number until it is reaped.
 
     A killed process loses its environment before its memory is freed, so marked.py no longer finds it. On a busy
-    machine the rest of its exit may take a tenth of a second.
+    machine the rest of its exit may take a tenth of a second. It may also be reaped after /proc was listed.
     """
-    with contextlib.suppress(OSError):
+    try:
         # "pid (name) state parent group session tty foreground flags ...", where the name may hold spaces and brackets.
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-        return bool(int(fields[6]) & _EXITING)
-    return False
+    except OSError:
+        return False
+    return not int(fields[6]) & _EXITING
 
 
 def _session_told(pid: int) -> Iterator[str]:

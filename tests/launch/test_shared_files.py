@@ -178,6 +178,25 @@ def test_a_killed_process_does_not_keep_its_folder(path: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def test_a_process_that_is_reaped_after_proc_was_listed_does_not_keep_its_folder(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = SharedFiles()
+    path.write_bytes(b"1")
+    daemon = opening(path)
+    folder = Path(f"/tmp/prted.{daemon.pid}")
+    try:
+        folder.mkdir()
+        shared.look(lambda: [daemon.pid])
+        end(daemon)
+        monkeypatch.setattr(os, "listdir", lambda _: [str(daemon.pid)])
+        shared.remove()
+        assert not folder.exists()
+    finally:
+        end(daemon)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def test_the_folder_of_open_mpis_daemon_in_tmpdir(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     shared = SharedFiles()
