@@ -47,13 +47,31 @@ mt.Trainer(build, hooks).run()
 """
 
 
-def test_cables_power_and_freezes(bed: Bed, tmp_path: Path) -> None:
+def started(bed: Bed) -> tuple[Job, str]:
+    """A job that makes steps, and its id."""
     write(bed, "node1", f"{SHARE}/chaos.py", SCRIPT)
     as_user(bed, "node1", "rm -rf checkpoints enough")
     job = Job(bed, "-n 4 --restarts 9 chaos.py")
     job.wait_for("made step 10")
     listed = as_user(bed, "node1", "mpitrain ps --hosts node1").stdout
-    token = re.findall(r"^([0-9a-f]{8}) .*chaos\.py", listed, re.M)[0]
+    return job, re.findall(r"^([0-9a-f]{8}) .*chaos\.py", listed, re.M)[0]
+
+
+def test_over_ssh(bed: Bed) -> None:
+    """As on real hosts: a host freezes, and the job goes on."""
+    job, token = started(bed)
+    options = "--faults freeze --every 4s --hold 1s --count 1 --seed 2 --yes --report chaos-report"
+    line = f"mpitrain chaos {token} --hosts {','.join(bed.names)} {options} > chaos-output 2>&1"
+    until = "until grep -q 'the job went on' chaos-output || ! kill -0 $!; do sleep 0.5; done"
+    done = as_user(bed, "node1", f"{line} & {until}; touch enough; wait $!; cat chaos-output; rm -r chaos-*")
+    end = job.end()
+    assert end.code == 0, end.output
+    for words in ("stopped for 1 s", "freeze: the job went on after 1 of 1", "left behind: nothing"):
+        assert words in done.stdout, done.stdout + done.stderr
+
+
+def test_cables_power_and_freezes(bed: Bed, tmp_path: Path) -> None:
+    job, token = started(bed)
     command = [sys.executable, "-m", "mpitrain", "chaos", token, "--bed", bed.name, "--faults", "link,host,freeze"]
     chaos = subprocess.Popen(
         [*command, "--every", "12s", "--hold", "4s", "--count", "3", "--report", str(tmp_path)],
