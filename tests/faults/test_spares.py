@@ -9,6 +9,7 @@ import socket
 import subprocess
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -276,6 +277,33 @@ def test_what_keeps_the_spares_is_killed(tmp_path: Path, uninterrupted: bytes) -
     succeeded(job)
     assert parameters(tmp_path) == uninterrupted
     assert len(tries(job)) == 3, job.output
+
+
+def test_the_daemon_of_mpiexec_is_killed(tmp_path: Path, uninterrupted: bytes) -> None:
+    """It has started the stubs; the guard blames it, not the ranks or what holds the spares."""
+
+    def during(process: subprocess.Popen[str], has_said: Callable[[str], bool]) -> None:
+        let_go(tmp_path, 7)(process, has_said)
+        until((tmp_path / "there").exists)
+        stub = stubs(token_of(process))[0]
+        parent = int(Path(f"/proc/{stub}/stat").read_text().rpartition(")")[2].split()[1])
+        os.kill(parent, signal.SIGKILL)
+
+    wrong = KILL.format(step=7) + "    if step == 10 and once('there'): time.sleep(100)"
+    job = train(tmp_path, wrong, during=during)
+    succeeded(job)
+    assert parameters(tmp_path) == uninterrupted
+    assert re.search(rf"failed at step 10: the process of mpiexec on {HERE} that started ranks 0-2 ", job.stderr)
+
+
+def stubs(token: str) -> list[int]:
+    """The stubs of a job of tests/jobs.py."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError):
+            if entry.name.isdigit() and f"{TOKEN}={token}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                found += [int(entry.name)] * ((entry / "cmdline").read_bytes().split(b"\0")[1:3] == [b"-I", b"-S"])
+    return found
 
 
 def test_the_roster_knows_them(tmp_path: Path) -> None:
