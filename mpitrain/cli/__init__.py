@@ -31,6 +31,8 @@ COMMANDS = {
     "run": "mpitrain.cli.run",
     "ps": "mpitrain.cli.ps",
     "kill": "mpitrain.cli.kill",
+    "join": "mpitrain.cli.join",
+    "leave": "mpitrain.cli.leave",
     "doctor": "mpitrain.cli.doctor",
     "testbed": "mpitrain.cli.testbed",
     "cluster": "mpitrain.cli.cluster",

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -173,6 +174,8 @@ def connect(
         command = [*way, _PYTHON, *boot]
     else:
         command = ["ssh", *SSH_OPTIONS, *_GUARD_OPTIONS, host, f"exec {shlex.join([_PYTHON, *boot])}"]
+    is_main = threading.current_thread() is threading.main_thread()
+    dies_with_us = is_main and not is_this_machine and modules is not SWEEP
     errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the connection
     try:
         process = subprocess.Popen(
@@ -182,8 +185,8 @@ def connect(
             stderr=errors,
             start_new_session=True,  # Ctrl-C in the terminal reaches the launcher only
             # Clean-up must outlive the launcher: this machine's guard, and a sweep in place of a guard. Other ssh
-            # processes need not.
-            preexec_fn=None if is_this_machine or modules is SWEEP else end_with_parent(),  # noqa: PLW1509 (no threads)
+            # processes need not. The kernel would watch over the thread that forks, so it must be the main one.
+            preexec_fn=end_with_parent() if dies_with_us else None,  # noqa: PLW1509
         )
     except FileNotFoundError:
         raise LaunchError(

@@ -52,6 +52,8 @@ class Ended:
         missing: the ranks that began and did not finish.
         first_ends: the first end on each host, if known, in order of time.
         records: the last record of each rank.
+        left: the step after which all ranks have left for other hosts, and when, by the clock of `first_ends`; None:
+            they have not.
     """
 
     code: int
@@ -67,6 +69,7 @@ class Ended:
     missing: tuple[int, ...] = ()
     first_ends: tuple[FirstEnd, ...] = ()
     records: Mapping[int, RankRecord] = field(default_factory=dict)
+    left: tuple[int, float] | None = None
 
     @property
     def first_end(self) -> FirstEnd | None:

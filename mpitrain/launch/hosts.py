@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 from mpitrain.errors import ConfigError
@@ -51,6 +52,39 @@ def place_ranks(
     places = place(devices, num_ranks, ranks_per_host)
     addresses, own = _addresses(list(devices), cluster)
     return Placement(places, {} if list(addresses) == [own] else addresses, own)
+
+
+def widened(placement: Placement, hosts: str, inventory: Path | None) -> Placement:
+    """Return the placement of a running job with more hosts, the new ones last.
+
+    A host without devices gets as many ranks as the largest number on a host of the job.
+
+    Args:
+        placement: of the job.
+        hosts: the new hosts, in the form of --hosts.
+        inventory: as for place_ranks.
+
+    Raises:
+        ConfigError: a name is unknown, or a host of the job; or only some hosts would have devices.
+    """
+    new = parse_hosts(hosts)
+    present = [host for host in new if host in placement.hosts]
+    if present:
+        raise ConfigError(f"{present[0]} is a host of it already; its hosts are {', '.join(placement.hosts)}")
+    if any(new.values()) != bool(placement.devices):
+        example = f"{next(iter(new))}/cuda:0" if placement.devices else next(iter(new))
+        raise ConfigError(
+            f"--hosts {hosts} names {'devices' if any(new.values()) else 'no devices'}, and the hosts of the job have "
+            f"{'some' if placement.devices else 'none'}; write --hosts {example}"
+        )
+    path = inventory or find_inventory(_LOCALLY)
+    cluster = read_inventory(path) if path else None
+    addresses, own = _addresses([*placement.hosts, *new], cluster)
+    if own != placement.own:
+        raise ConfigError(f"the job knows this machine as {placement.own}, and its name among the hosts is {own}")
+    each = None if any(new.values()) else max(place.num_ranks for place in placement.places)
+    added = [replace(one, first_rank=placement.num_ranks + one.first_rank) for one in place(new, None, each)]
+    return Placement((*placement.places, *added), addresses, own)
 
 
 def _addresses(hosts: list[str], cluster: Inventory | None) -> tuple[dict[str, str], str]:

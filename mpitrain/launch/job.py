@@ -68,6 +68,9 @@ class Watched(Protocol):
     def failed(self) -> RankRecord | None:
         """Return the record of the rank that failed first; None: no rank has failed."""
 
+    def left(self) -> tuple[int, float] | None:
+        """Return the step after which all ranks have left for other hosts, and when; None: they have not."""
+
     def end(self, linger_seconds: float) -> tuple[list[str], list[str]]:
         """End what is left on all hosts; return what that was, and what could not be ended, one line per entry."""
 
@@ -248,6 +251,7 @@ class _Run:
             missing=tuple(self._watched.missing()),
             first_ends=tuple(self._watched.first_ends()),
             records=self._watched.records(),
+            left=self._watched.left(),
         )
         return replace(ended, code=self._exit_code(ended, returncode, left))
 

@@ -1,4 +1,4 @@
-"""The jobs of this user on several hosts, as reported by each host's roster; and how one of them is ended."""
+"""The jobs of this user on several hosts, as each host's roster reports them; how one of them is ended or changed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from mpitrain.watching.ranges import rank_ranges
 from mpitrain.watching.rank_record import BUSY, ENDED, WAITS
 from mpitrain.watching.view import RankView, from_json
 
-_ROSTER = (*GUARD, "launch.roster")
+_ROSTER = (*GUARD, "launch.kept", "launch.wishes", "launch.roster")
 _ANSWER_SECONDS = 45.0  # hosts with jobs are busy: a login and the start of Python take seconds there
 _END_SECONDS = 70.0  # after the answer, a job has 17 s to end
+_CHANGE_SECONDS = 90.0  # a host that is to join has 45 s to answer
 
 
 @dataclass
@@ -83,6 +84,12 @@ def end_job(placement: Placement, token: str) -> tuple[dict[str, list[str]], dic
     """End a job on all hosts. Return by host the processes that survived, and why a host could not be asked."""
     answers, wrong = _ask(placement, {"end": token}, _END_SECONDS)
     return {host: [f"{pid} {line}" for pid, line in answer["left"]] for host, answer in answers.items()}, wrong
+
+
+def change_hosts(placement: Placement, token: str, wish: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
+    """Tell a job's launcher a wish (wishes.py). Return its answer, {} if there is none; and why hosts were not asked."""
+    answers, wrong = _ask(placement, {"change": token, "how": wish}, _CHANGE_SECONDS)
+    return next((answer for answer in answers.values() if answer), {}), wrong
 
 
 def _ask(placement: Placement, wish: Mapping[str, Any], seconds: float) -> tuple[dict[str, Any], dict[str, str]]:

@@ -28,11 +28,13 @@ class Keepers:
 
     Attributes:
         name: of the socket of each keeper, for the ranks.
+        leave: the ranks of this try are to end after their next copy, because the hosts of the job change.
     """
 
     def __init__(self, own: str, name: str) -> None:
         """`own` is the name of this machine among the hosts. No keeper is started yet."""
         self.name = name
+        self.leave = False
         self._own = own
         self._connections: dict[str, Connection] = {}
         self._said: dict[str, list[dict[str, object]]] = {}
@@ -48,8 +50,9 @@ class Keepers:
 
         A host that does not take part in a try loses its keeper: what it holds would be older than what the others do.
         """
+        self.leave = False
         for connection in self._connections.values():
-            connection.send({"ping": 1})
+            connection.send({"ping": 1, "leave": False})
         self._hear("pong", [host for host in self._connections if host in hosts], _PONG_SECONDS)
         silent = [host for host in self._connections if not any("pong" in one for one in self._said[host])]
         self._let_go([host for host in self._connections if host not in hosts or host in silent], 0.0)
@@ -76,7 +79,7 @@ class Keepers:
     def beat(self) -> None:
         """Call this every second."""
         for connection in self._connections.values():
-            connection.send({"beat": 1})
+            connection.send({"beat": 1, "leave": self.leave})
 
     def _hear(self, word: str, hosts: Sequence[str], seconds: float) -> None:
         """Take in what the keepers say until these have said `word` or an error, or have gone, or the time is over."""

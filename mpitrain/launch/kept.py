@@ -4,6 +4,7 @@
     rank: {"names": 1}                          keeper: {"names": [name...]}
     rank: {"give": name}                        keeper: {"given": name}, with the descriptors; none are known: with none
     rank: {"only": [name...], "run": number}    keeper: {"dropped": [name...]}, of that run and earlier ones
+    rank: {"leave": 1}                          keeper: {"leave": whether the hosts of the job are to change}
 
 A name is that of a run and of what is kept of it: "1/state". The socket has a name and no file (an abstract socket of
 unix(7)), and the memory has no name at all. So both are gone with the keeper, however it ends.
@@ -30,7 +31,11 @@ _ANSWER_SECONDS = 10.0
 
 
 class Kept:
-    """The keeper's table of descriptors by name, and the socket at which ranks of the same user ask for them."""
+    """The keeper's table of descriptors by name, and the socket at which ranks of the same user ask for them.
+
+    Attributes:
+        leave: the ranks are to end after their next copy, because the hosts of the job change.
+    """
 
     def __init__(self, name: str) -> None:
         """Make the socket.
@@ -38,6 +43,7 @@ class Kept:
         Raises:
             OSError: the name is taken.
         """
+        self.leave = False
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind("\0" + name)
         self._listener.listen(_MOST_WAITING)
@@ -73,7 +79,7 @@ class Kept:
         with contextlib.suppress(BlockingIOError):
             while True:
                 line, _ = self._listener.accept()
-                if _user(line) != os.geteuid():
+                if user_of(line) != os.geteuid():
                     line.close()
                     continue
                 line.setblocking(False)
@@ -83,21 +89,23 @@ class Kept:
     def _answer(self, line: socket.socket) -> bool:
         """Answer one message; False: the rank has hung up, or what it says makes no sense."""
         try:
-            message, descriptors = _receive(line)
+            message, descriptors = receive(line)
             if "keep" in message:
                 self._drop(message["keep"])
                 self._table[message["keep"]] = descriptors
-                _send(line, {"kept": message["keep"]})
+                send(line, {"kept": message["keep"]})
             elif "give" in message:
-                _send(line, {"given": message["give"]}, self._table.get(message["give"], []))
+                send(line, {"given": message["give"]}, self._table.get(message["give"], []))
             elif "only" in message:
                 old = [name for name in self._table if int(name.partition("/")[0]) <= message["run"]]
                 dropped = [name for name in old if name not in message["only"]]
                 for name in dropped:
                     self._drop(name)
-                _send(line, {"dropped": dropped})
+                send(line, {"dropped": dropped})
+            elif "leave" in message:
+                send(line, {"leave": self.leave})
             elif "names" in message:
-                _send(line, {"names": sorted(self._table)})
+                send(line, {"names": sorted(self._table)})
             else:
                 return False
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -117,8 +125,8 @@ class KeeperLine:
         try:
             self._line.settimeout(_ANSWER_SECONDS)
             self._line.connect("\0" + name)
-            if _user(self._line) != os.geteuid():
-                raise PermissionError(f"the keeper belongs to user {_user(self._line)}")
+            if user_of(self._line) != os.geteuid():
+                raise PermissionError(f"the keeper belongs to user {user_of(self._line)}")
         except OSError:
             self._line.close()
             raise
@@ -137,6 +145,11 @@ class KeeperLine:
         _, descriptors = self._ask({"give": name})
         return descriptors
 
+    def asks_to_leave(self) -> bool:
+        """Whether the hosts of the job are to change, so that the ranks end after their next copy."""
+        answer, _ = self._ask({"leave": 1})
+        return bool(answer["leave"])
+
     def keep_only(self, names: Sequence[str], run: int) -> None:
         """Have everything else of this run and of earlier ones dropped."""
         self._ask({"only": list(names), "run": run})
@@ -146,16 +159,18 @@ class KeeperLine:
         self._line.close()
 
     def _ask(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> tuple[dict[str, Any], list[int]]:
-        _send(self._line, message, descriptors)
-        return _receive(self._line)
+        send(self._line, message, descriptors)
+        return receive(self._line)
 
 
-def _send(line: socket.socket, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
+def send(line: socket.socket, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
+    """Send a message, with these descriptors."""
     rights = array.array("i", descriptors)
     line.sendmsg([json.dumps(message).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if rights else [])
 
 
-def _receive(line: socket.socket) -> tuple[dict[str, Any], list[int]]:
+def receive(line: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Wait for a message. Return it with its descriptors, which are new ones."""
     room = socket.CMSG_SPACE(_MOST_DESCRIPTORS * struct.calcsize("i"))
     data, extra, _, _ = line.recvmsg(_MESSAGE_BYTES, room, socket.MSG_CMSG_CLOEXEC)
     numbers = array.array("i")
@@ -166,7 +181,7 @@ def _receive(line: socket.socket) -> tuple[dict[str, Any], list[int]]:
     return json.loads(data), list(numbers)
 
 
-def _user(line: socket.socket) -> int:
+def user_of(line: socket.socket) -> int:
     """The user at the other end."""
     data = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("iII"))
     return int(struct.unpack("iII", data)[1])

@@ -24,6 +24,7 @@ from mpitrain.launch.interfaces import Pinning, pin
 from mpitrain.launch.job import run_job
 from mpitrain.launch.keepers import Keepers
 from mpitrain.launch.placement import Placement, refuse_crowds
+from mpitrain.launch.processes import left_out
 from mpitrain.launch.variables import absent
 from mpitrain.launch.watch import GUARD_SILENCE_SECONDS, Guards
 from mpitrain.launch.watched import WatchedJob, identified
@@ -100,6 +101,19 @@ def run(
         return run_job(_fitted(replace(job, context=context), facts, pinning, added), watched)
 
 
+def check(placement: Placement, script: str, from_file: Mapping[str, str]) -> None:
+    """Refuse hosts that cannot join a job: as `run` does, but nothing is started.
+
+    Raises:
+        LaunchError: a host cannot be reached, or differs from this one.
+        ConfigError: a host would have too many ranks.
+    """
+    with _guards(placement, script, identified(JobContext(), _FOLDER)) as guards, left_out(guards.processes()):
+        facts = _facts(guards, from_file)
+        refuse_crowds(placement.places, {host: int(facts[host]["cores"]) for host in placement.hosts})
+        _refuse_different(placement.own, facts, str(Path(script).absolute()), "no host has joined")
+
+
 def _guards(
     placement: Placement, script: str, context: JobContext, agent: Path | None = None, keepers: Keepers | None = None
 ) -> Guards:
@@ -141,10 +155,12 @@ def _facts(guards: Guards, from_file: Mapping[str, str]) -> Mapping[str, HostFac
     return facts
 
 
-def _refuse_different(own: str, facts: Mapping[str, HostFacts], script: str) -> None:
+def _refuse_different(
+    own: str, facts: Mapping[str, HostFacts], script: str, outcome: str = "the job was not started"
+) -> None:
     if refusals := differences(own, facts):
         refusal = refuse(
-            f"the job was not started: the hosts must have the same as {own}, but they differ",
+            f"{outcome}: the hosts must have the same as {own}, but they differ",
             refusals,
             script,
             "One share for code and Python keeps hosts equal: `ansible-playbook cluster/setup.yml --tags nfs,runtime`. "

@@ -11,12 +11,15 @@ import os
 import signal
 import time
 from collections import defaultdict
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+
+# Children of this process that a thread has started beside a job.
+_left_out: set[int] = set()
 
 
 def adopt_orphans() -> None:
@@ -42,14 +45,24 @@ def children() -> set[int]:
     return set(_children_by_parent()[os.getpid()])
 
 
-def alive_below(left_out: set[int]) -> set[int]:
-    """Return all living processes below this one, except its own children `left_out` and their descendants.
+@contextmanager
+def left_out(pids: set[int]) -> Iterator[None]:
+    """Inside, these children of this process are none of a job."""
+    _left_out.update(pids)
+    try:
+        yield
+    finally:
+        _left_out.difference_update(pids)
+
+
+def alive_below(not_ours: set[int]) -> set[int]:
+    """Return all living processes below this one, except its own children `not_ours` and their descendants.
 
     All come from one look at /proc: between two looks, an orphan that becomes this process's child would be in neither.
     """
     below = _children_by_parent()
     descendants: set[int] = set()
-    to_do = [pid for pid in below[os.getpid()] if pid not in left_out]
+    to_do = [pid for pid in below[os.getpid()] if pid not in not_ours | _left_out]
     while to_do:
         pid = to_do.pop()
         if pid not in descendants:

@@ -1,4 +1,4 @@
-"""Which jobs of this user have processes on this host; also ends one of them by its id.
+"""Which jobs of this user have processes on this host; also ends one of them, or changes its hosts, by its id.
 
 Sent to a host as text, like the guard. So this module imports only the modules that come with it, and must run with old
 Pythons. It looks at processes, not at files, so no list has a dead job. One message goes to it and one comes back:
@@ -6,6 +6,7 @@ Pythons. It looks at processes, not at files, so no list has a dead job. One mes
     {"jobs": [{"id", "ranks": [view.RankView...], "pids": [...], "since": seconds since the epoch,
                "script": [word...], "launcher": "HOST PID START", "is_launched_here": bool}...]}
     {"ended": [[pid, command line]...], "left": [[pid, command line]...]}, if the wish is to `end` a job
+    {} or the launcher's answer (wishes.py), if the wish is to `change` its hosts
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 from mpitrain.job.context import JobContext
 from mpitrain.launch.guard import RANK_VARIABLES, send
 from mpitrain.launch.marked import command_line, read
+from mpitrain.launch.wishes import ask
 from mpitrain.watching.rank_record import RankRecord, read_record
 from mpitrain.watching.view import RankView, process_state, to_json, waited
 
@@ -31,7 +33,10 @@ _KILL_SECONDS = 5.0
 
 def main(wish: dict[str, Any], _probe: str) -> None:
     """Fulfil the wish, and send the answer."""
-    send(end(wish["end"]) if "end" in wish else {"jobs": jobs()})
+    if "change" in wish:
+        send(change(wish["change"], wish["how"]))
+    else:
+        send(end(wish["end"]) if "end" in wish else {"jobs": jobs()})
 
 
 def jobs() -> list[dict[str, Any]]:
@@ -84,6 +89,12 @@ def end(token: str) -> dict[str, Any]:
         time.sleep(0.05)
         left = _pids(token)
     return {"ended": named, "left": [[pid, command_line(pid)] for pid in left]}
+
+
+def change(token: str, wish: dict[str, Any]) -> dict[str, Any]:
+    """Return what the launcher of a job answers to a wish (wishes.py); {} if it is not here."""
+    launchers = {job["launcher"] for job in jobs() if job["id"] == token and job["is_launched_here"]}
+    return ask(launchers.pop(), wish) if launchers else {}
 
 
 def launcher_name(pid: int) -> str:

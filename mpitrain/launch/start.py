@@ -22,15 +22,16 @@ from mpitrain.config import ENV_FILE
 from mpitrain.errors import ConfigError, LaunchError
 from mpitrain.job.context import PREFIX, JobContext
 from mpitrain.launch import here, over_hosts
+from mpitrain.launch.changes import Changes
 from mpitrain.launch.dialects import JobSpec, can_recover
 from mpitrain.launch.ending import Ended
-from mpitrain.launch.hosts import place_ranks
+from mpitrain.launch.hosts import place_ranks, widened
 from mpitrain.launch.keepers import Keepers
 from mpitrain.launch.launched import check_mpiexec
 from mpitrain.launch.libraries import VENDOR_NAMES, Mpiexec, describe_mpiexec, find_library, find_mpiexec
 from mpitrain.launch.placement import Placement, refuse_crowds
 from mpitrain.launch.reserve import Reserve
-from mpitrain.launch.supervisor import FailedTry, Limits, supervise
+from mpitrain.launch.supervisor import Limits, Pause, supervise
 from mpitrain.launch.tuning import glibc_version
 from mpitrain.launch.variables import read_env_file
 
@@ -138,25 +139,32 @@ def start(request: Request) -> int:
 
 
 def _supervise(job: JobSpec, request: Request, from_file: Mapping[str, str]) -> int:
-    """Run the job, and again after failures: then there are keepers, and each try is told how the last one failed."""
+    """Run the job, and again after failures: then there are keepers, and each try is told how the last one ended."""
 
-    def run(where: Placement, failed: FailedTry | None) -> Ended:
+    def run(where: Placement, pause: Pause | None) -> Ended:
         context = replace(job.context, keeper=keepers.name if keepers else "")
-        if failed is not None:
-            at = time.time() - (time.monotonic() - failed.failed_at)
-            step = failed.step or 0
-            context = replace(context, failed_ms=int(1000 * at), failed_step=step, failure=failed.cause)
+        if pause is not None:
+            at = time.time() - (time.monotonic() - pause.since)
+            step = pause.step or 0
+            context = replace(context, failed_ms=int(1000 * at), failed_step=step, failure=pause.cause)
         this_try = replace(job, placement=where, context=context)
         if where.is_here:
             return here.run(this_try, from_file, keepers, reserve)
         return over_hosts.run(this_try, request.script, request.start_seconds, from_file, keepers)
 
+    def widen(placement: Placement, hosts: str) -> Placement:
+        return widened(placement, hosts, request.inventory)
+
+    def check(placement: Placement) -> None:
+        over_hosts.check(placement, request.script, from_file)
+
     with ExitStack() as stack:
-        keepers = None
+        keepers = changes = None
         reserve = stack.enter_context(Reserve(job.placement.own)) if request.spares else None
         if request.limits.restarts:
             keepers = stack.enter_context(Keepers(job.placement.own, f"mpitrain-keeper-{secrets.token_hex(8)}"))
-        return supervise(run, job.placement, request.limits)
+            changes = stack.enter_context(Changes(keepers, request.limits.min_nodes, widen, check))
+        return supervise(run, job.placement, request.limits, changes)
 
 
 def _check_recovers(mpiexec: Mpiexec) -> None:

@@ -1,4 +1,4 @@
-"""Starts a job again after a failure: on which hosts, and when a new start is useless.
+"""Starts a job again after a failure or a change of its hosts: where, and when a new start is useless.
 
     start ─> code 0: done
       ^  └─> failure ─> judge ─┬─> hosts: start again there; the script goes on from memory, or its newest checkpoint
@@ -7,6 +7,8 @@
 
 A host that fell silent or does not answer is set aside, each time for longer. A host that answers stays, unless one of
 its ranks was the first to fail twice in a row. Then this host is set aside too, if that leaves `min_nodes`.
+
+If hosts leave or join as somebody wished (changes.py), all ranks have ended after the same step. That is no failure.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from mpitrain.errors import LaunchError
+from mpitrain.launch.changes import Change, Changes
 from mpitrain.launch.ending import Ended, is_kill, last_step, why
 from mpitrain.launch.placement import Placement
 
@@ -34,6 +37,21 @@ class Limits:
 
     restarts: int = 0
     min_nodes: int = 1
+
+
+@dataclass(frozen=True)
+class Pause:
+    """Why training stands still when a try begins.
+
+    Attributes:
+        cause: in a line.
+        step: the first step that is missing; None: all are.
+        since: when it stopped, by time.monotonic().
+    """
+
+    cause: str
+    step: int | None
+    since: float
 
 
 @dataclass(frozen=True)
@@ -80,12 +98,12 @@ def judge(
 
     Args:
         hosts: the hosts that the user named, in order.
-        failures: all failed tries so far; at least one.
+        failures: all failed tries so far; none if only hosts were absent after a change.
         absent: the hosts that did not answer when a try was about to start, each with the time.
         limits: what the user allows.
         now: the present time, by the clock of the failures.
     """
-    last = failures[-1]
+    last = failures[-1] if failures else FailedTry("", 1, now)
     if len(failures) == 1 and last.step is None and not last.lost:
         return Verdict(reason="it failed before its first step, and would fail again")
     same = [failure for failure in failures if failure.step == last.step]
@@ -132,48 +150,89 @@ def _diagnosis(same: Sequence[FailedTry], num_hosts: int) -> str:
     return "; ".join(parts)
 
 
-def supervise(run: Callable[[Placement, FailedTry | None], Ended], placement: Placement, limits: Limits) -> int:
+def supervise(
+    run: Callable[[Placement, Pause | None], Ended],
+    placement: Placement,
+    limits: Limits,
+    changes: Changes | None = None,
+) -> int:
     """Run a job, and again after failures as far as `limits` allow. Return the exit code.
 
     The code is 0 only if the last try did its work; else it is that of the last failure.
 
     Args:
-        run: runs the job on a placement to its end, and leaves nothing of the try behind. It gets the try that failed
-            before, if there is one.
+        run: runs the job on a placement to its end, and leaves nothing of the try behind. It gets what ended the try
+            before, if there was one.
         placement: where the job runs first.
         limits: what the user allows.
+        changes: the wishes to change the hosts; None: nobody can wish.
 
     Raises:
         LaunchError: a try could not be started, even without the hosts that are set aside.
     """
     failures: list[FailedTry] = []
     absent: list[tuple[float, str]] = []
-    now_on = placement
+    hosts = now_on = placement
+    pause: Pause | None = None
+    joining: Change | None = None  # until its first step
+    before = hosts, now_on  # that change
     while True:
+        if changes is not None:
+            changes.begin(hosts, now_on)
         try:
-            ended = run(now_on, failures[-1] if failures else None)
+            ended = run(now_on, pause)
         except LaunchError as error:
-            away = [host for host in error.hosts if host in placement.hosts]
-            if not failures or not away:
+            change = changes.take() if changes is not None else None
+            away = [host for host in error.hosts if host in hosts.hosts]
+            if joining is not None:
+                (hosts, now_on), account = before, f"without {', '.join(joining.joined)}: {error}"
+                _say(f"the job goes on as before, {account}")
+                joining = None
+                continue
+            if pause is None or not away:
                 raise
             absent += [(time.monotonic(), host) for host in away]
             account = str(error)
         else:
+            change = changes.take() if changes is not None else None
             if ended.is_interrupted or limits.restarts == 0:
                 return ended.code
             number = f"try {len(failures) + 1} of {limits.restarts + 1}"
+            if change is not None and ended.left is not None:
+                step, since = ended.left
+                before, (hosts, now_on) = (hosts, now_on), (change.hosts, change.now_on)
+                joining = change if change.joined else None
+                pause = Pause(change.text, step + 1, since)
+                _say(f"{change.text} after step {step}; going on on {_where(now_on)}")
+                continue
             if ended.code == 0:
+                if change is not None:
+                    _say(f"the job has ended before this could be done: {change.text}")
                 if failures:
                     _say(f"{number} succeeded")
                 return 0
-            failures.append(_failure(ended, now_on))
-            account = f"{number}{_account(failures[-1])}"
-        verdict = judge(placement.hosts, failures, absent, limits, time.monotonic())
+            failure = _failure(ended, now_on)
+            if joining is not None and failure.step is None:
+                _say(f"with {', '.join(joining.joined)}, the job failed before its first step: {failure.cause}")
+                (hosts, now_on), joining = before, None
+                _say(f"going on as before, on {_where(now_on)}")
+                continue
+            failures.append(failure)
+            pause = Pause(failure.cause, failure.step, failure.failed_at)
+            account = f"{number}{_account(failure)}"
+        joining = None
+        if change is not None:
+            hosts = change.hosts
+        verdict = judge(hosts.hosts, failures, absent, limits, time.monotonic())
         if not verdict.hosts:
             _say(f"{account}; not started again: {verdict.reason}")
-            return failures[-1].code
-        now_on = placement.without(set(placement.hosts) - set(verdict.hosts))
-        _say(f"{account}; {_follows(now_on, placement)}")
+            return failures[-1].code if failures else 1
+        now_on = hosts.without(set(hosts.hosts) - set(verdict.hosts))
+        _say(f"{account}; {_follows(now_on, hosts)}")
+
+
+def _where(placement: Placement) -> str:
+    return f"{', '.join(placement.hosts)} with {placement.num_ranks} ranks"
 
 
 def _failure(ended: Ended, placement: Placement) -> FailedTry:

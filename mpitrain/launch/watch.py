@@ -79,6 +79,10 @@ class Guards:
         for connection in connections:
             connection.close(max(0.0, deadline - time.monotonic()))
 
+    def processes(self) -> set[int]:
+        """Return the ids of the processes here that connect to the hosts."""
+        return {connection.process.pid for connection in self._connections.values()}
+
     def facts(self) -> dict[str, dict[str, Any]]:
         """Return the facts of each host.
 
@@ -158,6 +162,18 @@ class Guards:
                 if view.record.phase == FAILED
             ]
         return min(failed, key=lambda record: (record.failed_seconds, record.rank), default=None)
+
+    def left(self) -> tuple[int, float] | None:
+        """The step after which all ranks have ended for a change of hosts, and when, by the clock here; else None."""
+        lost = self.lost()
+        with self._lock:
+            left = [
+                (view.record.left_step, self._here(host, view.record.left_seconds))
+                for host, report in self.reports.items()
+                for view in report.ranks.values()
+                if view.record.rank not in lost
+            ]
+        return min(left) if left and all(step for step, _ in left) else None
 
     def look(self) -> None:
         """Ask every host for the job's processes and for unreachable hosts. A report without them had no answer."""

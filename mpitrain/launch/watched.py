@@ -112,6 +112,10 @@ class WatchedJob:
         """Return the record of the rank that failed first; None: no rank has failed."""
         return self._guards.failed()
 
+    def left(self) -> tuple[int, float] | None:
+        """Return the step after which all ranks have left for other hosts, and when; None: they have not."""
+        return self._guards.left()
+
     @property
     def is_gone(self) -> bool:
         """True if somebody removed the roll call on a host."""

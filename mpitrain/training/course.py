@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from mpitrain.errors import ConfigError
 from mpitrain.job.job import Job
@@ -24,6 +24,7 @@ from mpitrain.training.hooks.hook import Hook
 from mpitrain.training.hooks.named import restore_all, states_of
 from mpitrain.training.run_event import RunEvent
 from mpitrain.training.state_copies import StateCopies
+from mpitrain.watching.activity import own_activity
 from mpitrain.world import World
 
 if TYPE_CHECKING:
@@ -115,9 +116,18 @@ class Course:
         # A checkpoint holds what the other hooks have seen of the step.
         for hook in sorted(self._trainer.hooks, key=lambda hook: hook.keeps_state):
             hook.after_step(self._trainer, self._made)
-        self._copies.after_step(self._trainer)
+        leaves = self._copies.after_step(self._trainer)
         self._trainer.copy_steps = self._copies.steps
+        if leaves:
+            self._leave()
         self._come_to(self._next_stage())
+
+    def _leave(self) -> NoReturn:
+        """End this process as if the script were over: on other hosts, the next try goes on after this step."""
+        self._trainer.world.commit()  # no rank leaves a step that others have to repeat
+        if activity := own_activity():
+            activity.leave(self._trainer.step_number)
+        raise SystemExit(0)
 
     def _end_run(self) -> None:
         for hook in self._keeping_first():  # what has been saved is on the disk before another hook can fail

@@ -1,4 +1,4 @@
-"""RunEvent: a fault did not end the training."""
+"""RunEvent: a fault or a change of hosts did not end the training."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class RunEvent:
-    """The training has gone on after a fault. The ranks agree on all values except `seconds`.
+    """The training has gone on after a fault or a change of hosts. The ranks agree on all values except `seconds`.
 
     Attributes:
         after_step: the number of the last step that counts. The training went on with the next one.
-        text: what had happened, as in "rank 2 on lab1 was lost".
+        text: what had happened, as in "rank 2 on lab1 was lost" or "lab2 leaves".
         source: where parameters, optimizer and position in the data came from: the ranks that were left, a copy in
             memory, or a checkpoint on a disk.
         lost_ranks: the ranks that were lost, by their numbers in the job.
         num_ranks: the number of ranks that went on.
-        seconds: from the moment in which the fault was noticed until the training was ready for the next step.
+        seconds: from the moment in which the fault was noticed, or the ranks stopped for the change, until the training
+            was ready for the next step.
         repeated_steps: the number of steps that had counted and were made again.
     """
 

@@ -83,27 +83,35 @@ class StateCopies:
             strategy.restore_own(part)
         trainer.memory_step = self._last_step = copy.step
 
-    def after_step(self, trainer: Trainer) -> None:
-        """Copy the state, if it is time to. Collective; call it when all hooks have seen the step."""
+    def after_step(self, trainer: Trainer) -> bool:
+        """Copy the state, if it is time to. Collective; call it when all hooks have seen the step.
+
+        Return, on all ranks alike, whether this try is to end here: another one goes on from this copy on other hosts.
+        """
         if trainer.world is not self._world:
             self._enter(trainer)
         step, world = trainer.step_number, trainer.world
         fixed = world.config.memory_steps
         is_due = step % fixed == 0 if fixed else not self._has_copied or step >= self._last_step + self.steps
         if not self.steps or not (is_due or step == trainer.last_step):
-            return
+            return False
         step_seconds = (time.perf_counter() - self._last_seconds) / max(1, step - self._last_step)
         copy_seconds = self._copy(trainer)
-        of_ranks = world.allgather((copy_seconds, step_seconds, self._is_refused and is_first_of_node(world)))
-        seconds, step_seconds_of, refused = zip(*of_ranks, strict=True)
+        asking = time.perf_counter()
+        leaves = self._asks_to_leave(world)
+        copy_seconds += time.perf_counter() - asking
+        is_refused = self._is_refused and is_first_of_node(world)
+        of_ranks = world.allgather((copy_seconds, step_seconds, is_refused, leaves))
+        seconds, step_seconds_of, refused, leave = zip(*of_ranks, strict=True)
         if sum(refused) == world.num_nodes:
             self.steps = 0
-            return
+            return False
         self.steps = fixed or steps_between(max(seconds), step_seconds_of[0])
         if not self._has_copied:
             self._has_copied = True
             self._drop_old()
         self._last_step, self._last_seconds = step, time.perf_counter()
+        return any(leave) and step != trainer.last_step
 
     def close(self) -> None:
         """Let go of the memory, which stays with the keeper."""
@@ -162,6 +170,15 @@ class StateCopies:
             self._give_up(self._line)
             say(world, f"the state is not copied to memory here, so a restart may have to go on from the disk: {error}")
         return time.perf_counter() - began - waited
+
+    def _asks_to_leave(self, world: World) -> bool:
+        """Whether this rank's keeper asks for the end of this try. A later run cannot be gone on with alone."""
+        if self._run != 1 or self._line is None or not is_first_of_node(world):
+            return False
+        try:
+            return self._line.asks_to_leave()
+        except OSError:  # the keeper is gone; the next try says so
+            return False
 
     def _slots_for(self, line: KeeperLine, name: str, step: int) -> list[MemorySlot]:
         """The two slots of that name. Those of an earlier try are used again."""

@@ -96,6 +96,10 @@ class Activity:
         self._first_step = self._first_step or step
         self._page.set_step(self._first_step, step)
 
+    def leave(self, step: int) -> None:
+        """Publish that the rank ends after this step, for another try to go on from there."""
+        self._page.set_left(step, time.monotonic())
+
     def report(self, metrics: Mapping[str, float]) -> None:
         """Publish the newest values of these metrics."""
         if self._page.set_metrics(metrics):

@@ -37,7 +37,8 @@ INTERRUPTED = "interrupted"  # the error of a rank that Ctrl-C has ended
 
 _BYTES = 4096
 # Words of 8 bytes: each is written in one piece, and separately.
-_EDITION, _CALLS, _MOVED, _FIRST_STEP, _STEP, _METRICS, _EDITION_AGAIN = 0, 1, 2, 3, 4, 16, _BYTES // 8 - 1
+_EDITION, _CALLS, _MOVED, _FIRST_STEP, _STEP, _LEFT_STEP, _LEFT_SECONDS, _METRICS = 0, 1, 2, 3, 4, 5, 6, 16
+_EDITION_AGAIN = _BYTES // 8 - 1
 _MOST_METRICS = 16
 # since, stall_seconds, hang_seconds, failed_seconds, pid, stacks, phase, status, lengths of the four texts
 _TEXTS = struct.Struct("<ddddiiBBHHHH400s400s800s400s")
@@ -66,6 +67,8 @@ class RankRecord:
         failed_seconds: when it failed, by time.monotonic() of its host.
         error: that it failed with, in a line.
         lost: the ranks without which it goes on.
+        left_step: the step after which it has ended, for another try to go on from there on other hosts; 0: it has not.
+        left_seconds: when that was, by time.monotonic() of its host.
     """
 
     rank: int
@@ -85,6 +88,8 @@ class RankRecord:
     failed_seconds: float = 0.0
     error: str = ""
     lost: Sequence[int] = ()
+    left_step: int = 0
+    left_seconds: float = 0.0
 
 
 class Page:
@@ -127,6 +132,11 @@ class Page:
         """Note that a step has begun."""
         self._numbers[_FIRST_STEP] = first
         self._numbers[_STEP] = step
+
+    def set_left(self, step: int, seconds: float) -> None:
+        """Note that the rank ends after this step, for another try to go on from there."""
+        self._reals[_LEFT_SECONDS] = seconds
+        self._numbers[_LEFT_STEP] = step
 
     def set_metrics(self, metrics: Mapping[str, float]) -> bool:
         """Set these metrics. Return whether a name is new, so that `write` must follow. Drop what finds no room."""
@@ -183,4 +193,6 @@ def read_record(path: str, rank: int) -> RankRecord | None:
         failed_seconds=failed_seconds,
         error=error,
         lost=tuple(int(number) for number in lost.split(",") if number.isdigit()),
+        left_step=numbers[_LEFT_STEP],
+        left_seconds=reals[_LEFT_SECONDS],
     )

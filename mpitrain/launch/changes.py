@@ -1,0 +1,155 @@
+"""Changes of the hosts of a running job: takes in the wishes, and answers them.
+
+    wish ─> can it be? ─┬─> "accepted" ─> keepers ─> ranks end after their next copy ─> the next try, on other hosts
+                        └─> "refused", and why; the job does not notice
+
+A thread answers, because a host that is to join is asked for its facts first.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mpitrain.errors import ConfigError, LaunchError
+from mpitrain.launch.keepers import Keepers
+from mpitrain.launch.kept import receive, send, user_of
+from mpitrain.launch.placement import Placement
+from mpitrain.launch.roster import launcher_name
+from mpitrain.launch.wishes import listen
+
+_LOOK_SECONDS = 0.5
+_MESSAGE_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change that was accepted.
+
+    Attributes:
+        text: as in "node2 leaves".
+        hosts: those of the job from now on, with those that are set aside.
+        now_on: where the next try runs.
+        joined: the hosts that come in with it.
+    """
+
+    text: str
+    hosts: Placement
+    now_on: Placement
+    joined: tuple[str, ...] = ()
+
+
+class Changes:
+    """Use this in `with`: inside, wishes are answered."""
+
+    def __init__(
+        self,
+        keepers: Keepers,
+        min_nodes: int,
+        widen: Callable[[Placement, str], Placement],
+        check: Callable[[Placement], None],
+    ) -> None:
+        """No wish is answered yet.
+
+        Args:
+            keepers: of the job; they tell its ranks.
+            min_nodes: the fewest hosts.
+            widen: returns a placement with more hosts, from the text of --hosts. Raises ConfigError.
+            check: raises LaunchError or ConfigError if a host of a placement cannot take part.
+        """
+        self._keepers, self._min_nodes, self._widen, self._check = keepers, min_nodes, widen, check
+        self._listener = listen(launcher_name(os.getpid()))
+        self._listener.settimeout(_LOOK_SECONDS)
+        self._hosts: Placement | None = None
+        self._now_on: Placement | None = None
+        self._change: Change | None = None
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="changes", daemon=True)
+
+    def __enter__(self) -> Changes:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._listener.close()
+
+    def begin(self, hosts: Placement, now_on: Placement) -> None:
+        """A try is about to begin on `now_on`; those of `hosts` that are not in it are set aside."""
+        with self._lock:
+            self._hosts, self._now_on = hosts, now_on
+
+    def take(self) -> Change | None:
+        """After a try: the change that was accepted meanwhile. Until `begin`, no wish is accepted."""
+        with self._lock:
+            change, self._change, self._now_on = self._change, None, None
+            return change
+
+    def answer(self, wish: Mapping[str, Any]) -> dict[str, str]:
+        """Accept or refuse a wish."""
+        try:
+            with self._lock:
+                hosts, now_on, pending = self._hosts, self._now_on, self._change
+            if hosts is None or now_on is None:
+                raise ConfigError("it is being started again; try again in a moment")
+            if pending is not None:
+                raise ConfigError(f"another change is under way: {pending.text}")
+            if "leave" in wish:
+                change = self._leaving(hosts, now_on, list(wish["leave"]))
+            else:
+                change = self._joining(hosts, now_on, str(wish["join"]))
+            with self._lock:
+                if self._now_on is not now_on or self._change is not None:
+                    raise ConfigError("it is being started again; try again in a moment")
+                self._change = change
+                self._keepers.leave = True
+        except (ConfigError, LaunchError) as error:
+            return {"refused": str(error)}
+        where = ", ".join(change.now_on.hosts)
+        return {"accepted": f"{change.text} after the next copy of its state; then it goes on on {where}"}
+
+    def _leaving(self, hosts: Placement, now_on: Placement, leave: list[str]) -> Change:
+        for host in leave:
+            if host not in now_on.hosts:
+                raise ConfigError(f"{host} is no host of it now; its hosts are {', '.join(now_on.hosts)}")
+        num_left = len(set(now_on.hosts) - set(leave))
+        if num_left < max(1, self._min_nodes):
+            left = f"only {num_left} of its hosts would be left" if num_left else "no host would be left"
+            raise ConfigError(f"{left}, and --min-nodes is {self._min_nodes}; `mpitrain kill` ends a job")
+        text = f"{', '.join(leave)} leave{'s' * (len(leave) == 1)}"
+        return Change(text, hosts.without(set(leave)), now_on.without(set(leave)))
+
+    def _joining(self, hosts: Placement, now_on: Placement, text: str) -> Change:
+        wider = self._widen(now_on, text)
+        joined = wider.hosts[len(now_on.hosts) :]
+        addresses = {host: at for host, at in wider.addresses.items() if host in joined or host == wider.own}
+        self._check(replace(wider, places=wider.places[len(now_on.hosts) :], addresses=addresses))
+        aside = set(hosts.hosts) - set(now_on.hosts) - set(joined)
+        all_hosts = self._widen(hosts.without(set(joined)), text) if aside else wider
+        return Change(f"{', '.join(joined)} join{'s' * (len(joined) == 1)}", all_hosts, wider, joined)
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                line, _ = self._listener.accept()
+            except TimeoutError:
+                continue
+            except OSError:  # closed
+                return
+            with line:
+                self._serve(line)
+
+    def _serve(self, line: socket.socket) -> None:
+        if user_of(line) != os.geteuid():
+            return
+        line.settimeout(_MESSAGE_SECONDS)
+        try:
+            send(line, self.answer(receive(line)[0]))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            print(f"mpitrain: a wish to change the hosts was lost: {error}", file=sys.stderr, flush=True)

@@ -1,0 +1,51 @@
+"""The way of a wish from a command to the launcher of a running job: the launcher's socket, and a message each way.
+
+    command: {"leave": [host...]} or {"join": text}      launcher: {"accepted": text} or {"refused": text}
+
+The socket has a name and no file, so it is gone with the launcher. Both sides serve the same user only.
+
+Sent to hosts as text, with the roster. So this module must run with old Pythons.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+from mpitrain.launch.kept import receive, send, user_of
+
+# The launcher may have to ask hosts for their facts.
+_ANSWER_SECONDS = 60.0
+_MOST_WAITING = 8
+
+
+def listen(launcher: str) -> socket.socket:
+    """Make the socket of a launcher, which roster.launcher_name names."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(_address(launcher))
+    listener.listen(_MOST_WAITING)
+    return listener
+
+
+def ask(launcher: str, wish: Mapping[str, Any]) -> dict[str, Any]:
+    """Tell a launcher of this host a wish, and return its answer."""
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
+            line.settimeout(_ANSWER_SECONDS)
+            line.connect(_address(launcher))
+            if user_of(line) != os.geteuid():
+                return {"refused": f"its socket belongs to user {user_of(line)}"}
+            send(line, dict(wish))
+            return receive(line)[0]
+    except ConnectionRefusedError:
+        text = "its hosts cannot change: it has no keepers, which hold its state in between; start it with --restarts N"
+        return {"refused": text}
+    except (OSError, ValueError) as error:
+        return {"refused": f"its launcher does not answer: {error}"}
+
+
+def _address(launcher: str) -> str:
+    _, pid, ticks = launcher.split()
+    return f"\0mpitrain-wishes-{pid}-{ticks}"
