@@ -23,7 +23,7 @@ from mpitrain.launch.placement import Placement
 from mpitrain.launch.roster import launcher_name
 from mpitrain.launch.wishes import listen
 
-_LOOK_SECONDS = 0.5
+_LOOK_SECONDS = 0.2
 _MESSAGE_SECONDS = 5.0
 
 
@@ -78,6 +78,7 @@ class Changes:
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
+        self._thread.join(2 * _LOOK_SECONDS)  # it may be asking a host, which takes longer
         self._listener.close()
 
     def begin(self, hosts: Placement, now_on: Placement) -> None:

@@ -87,9 +87,9 @@ def end_job(placement: Placement, token: str) -> tuple[dict[str, list[str]], dic
 
 
 def change_hosts(placement: Placement, token: str, wish: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
-    """Tell a job's launcher a wish (wishes.py). Return its answer, {} if there is none; and why hosts were not asked."""
+    """Tell a job's launcher a wish (wishes.py). Return its answer, {} if none came; and why hosts were not asked."""
     answers, wrong = _ask(placement, {"change": token, "how": wish}, _CHANGE_SECONDS)
-    return next((answer for answer in answers.values() if answer), {}), wrong
+    return next((told["answer"] for told in answers.values() if told["answer"]), {}), wrong
 
 
 def _ask(placement: Placement, wish: Mapping[str, Any], seconds: float) -> tuple[dict[str, Any], dict[str, str]]:

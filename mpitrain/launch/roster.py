@@ -6,7 +6,7 @@ Pythons. It looks at processes, not at files, so no list has a dead job. One mes
     {"jobs": [{"id", "ranks": [view.RankView...], "pids": [...], "since": seconds since the epoch,
                "script": [word...], "launcher": "HOST PID START", "is_launched_here": bool}...]}
     {"ended": [[pid, command line]...], "left": [[pid, command line]...]}, if the wish is to `end` a job
-    {} or the launcher's answer (wishes.py), if the wish is to `change` its hosts
+    {"answer": the launcher's (wishes.py), {} if it is not here}, if the wish is to `change` its hosts
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _KILL_SECONDS = 5.0
 def main(wish: dict[str, Any], _probe: str) -> None:
     """Fulfil the wish, and send the answer."""
     if "change" in wish:
-        send(change(wish["change"], wish["how"]))
+        send({"answer": change(wish["change"], wish["how"])})
     else:
         send(end(wish["end"]) if "end" in wish else {"jobs": jobs()})
 

@@ -24,8 +24,12 @@ _MOST_WAITING = 8
 def listen(launcher: str) -> socket.socket:
     """Make the socket of a launcher, which roster.launcher_name names."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(_address(launcher))
-    listener.listen(_MOST_WAITING)
+    try:
+        listener.bind(_address(launcher))
+        listener.listen(_MOST_WAITING)
+    except OSError:
+        listener.close()
+        raise
     return listener
 
 

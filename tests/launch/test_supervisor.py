@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from mpitrain.errors import LaunchError
+from mpitrain.launch.changes import Change
 from mpitrain.launch.ending import Ended
 from mpitrain.launch.placement import Place, Placement
-from mpitrain.launch.supervisor import FailedTry, Limits, Verdict, judge, supervise
+from mpitrain.launch.supervisor import FailedTry, Limits, Pause, Verdict, judge, supervise
 from mpitrain.watching.rank_record import RankRecord
 
 HOSTS = ("a", "b", "c", "d")
@@ -125,7 +126,7 @@ class Tries:
         self.ran: list[dict[str, int]] = []
         self.told: list[str] = []
 
-    def __call__(self, placement: Placement, failed: FailedTry | None) -> Ended:
+    def __call__(self, placement: Placement, failed: Pause | None) -> Ended:
         self.told.append(failed.cause if failed else "")
         self.ran.append({place.host: place.num_ranks for place in placement.places})
         end = self.ends.pop(0)
@@ -185,3 +186,65 @@ def test_what_is_never_tried_again(capsys: pytest.CaptureFixture[str]) -> None:
             supervise(Tries(error), PLACEMENT, FIVE)
     with pytest.raises(LaunchError, match="the code differs"):
         supervise(Tries(killed(2, 7), LaunchError("the code differs")), PLACEMENT, FIVE)
+
+
+class Wished:
+    """Stands for Changes: has a change after some of the tries."""
+
+    def __init__(self, *changes: Change | None) -> None:
+        self.changes = list(changes)
+        self.begun: list[tuple[tuple[str, ...], tuple[str, ...]]] = []
+
+    def begin(self, hosts: Placement, now_on: Placement) -> None:
+        self.begun.append((hosts.hosts, now_on.hosts))
+
+    def take(self) -> Change | None:
+        return self.changes.pop(0)
+
+
+LEAVES = Change("b leaves", PLACEMENT.without({"b"}), PLACEMENT.without({"b"}))
+WIDER = Placement((*PLACEMENT.places, Place("d", 5, 2)), own="a")
+JOINS = Change("d joins", WIDER, WIDER, ("d",))
+
+
+def left(step: int) -> Ended:
+    return Ended(0, records={0: RankRecord(0, step=step, left_step=step)}, left=(step, 1.0))
+
+
+def test_a_change_of_hosts_is_no_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    tries, wished = Tries(left(7), left(9), killed(0, 12), Ended(0)), Wished(LEAVES, JOINS, None, None)
+    assert supervise(tries, PLACEMENT, Limits(1), wished) == 0  # type: ignore[arg-type]
+    assert tries.ran == [{"a": 2, "b": 1, "c": 2}, {"a": 2, "c": 2}, *[{"a": 2, "b": 1, "c": 2, "d": 2}] * 2]
+    assert tries.told == ["", "b leaves", "d joins", "rank 0 on a was killed by signal 9"]
+    assert capsys.readouterr().err.splitlines() == [
+        "mpitrain: b leaves after step 7; going on on a, c with 4 ranks",
+        "mpitrain: d joins after step 9; going on on a, b, c, d with 7 ranks",
+        "mpitrain: try 1 of 2 failed at step 12: rank 0 on a was killed by signal 9; starting again on a, b, c, d",
+        "mpitrain: try 2 of 2 succeeded",
+    ]
+
+
+def test_a_host_that_cannot_take_part_after_all(capsys: pytest.CaptureFixture[str]) -> None:
+    early = Ended(1, failed=RankRecord(5, pid=1, phase="failed", error="OSError: x"), records={5: RankRecord(5)})
+    for end, said in (
+        (absent("d"), ["mpitrain: the job goes on as before, without d: no answer"]),
+        (
+            early,
+            [
+                "mpitrain: with d, the job failed before its first step: rank 5 on d failed: OSError: x",
+                "mpitrain: going on as before, on a, b, c with 5 ranks",
+            ],
+        ),
+    ):
+        tries, wished = Tries(left(7), end, Ended(0)), Wished(JOINS, None, None)
+        assert supervise(tries, PLACEMENT, Limits(1), wished) == 0  # type: ignore[arg-type]
+        assert [list(ran) for ran in tries.ran] == [["a", "b", "c"], ["a", "b", "c", "d"], ["a", "b", "c"]]
+        assert capsys.readouterr().err.splitlines()[1:] == said
+
+
+def test_a_failure_before_the_change(capsys: pytest.CaptureFixture[str]) -> None:
+    tries = Tries(killed(0, 7), Ended(0))
+    assert supervise(tries, PLACEMENT, FIVE, Wished(LEAVES, None)) == 0  # type: ignore[arg-type]
+    assert [list(ran) for ran in tries.ran] == [["a", "b", "c"], ["a", "c"]]
+    assert supervise(Tries(Ended(0)), PLACEMENT, FIVE, Wished(LEAVES)) == 0  # type: ignore[arg-type]
+    assert capsys.readouterr().err.endswith("the job has ended before this could be done: b leaves\n")

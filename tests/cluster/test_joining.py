@@ -1,0 +1,128 @@
+"""`mpitrain leave` and `mpitrain join` over the nodes of a cluster: no step is made twice, and no sample read twice."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+
+import pytest
+from launching import MOSTLY_MPICH, SHARE, Job, as_user, run, write
+
+from mpitrain.testbed import Bed
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("healed")]
+
+# Samples are multiples of 12, and so the mean of 2, 3, 4, 6 or 12 of them is a whole number: no sum over ranks is
+# rounded, and any number of ranks has the same bits. Once the file `enough` is there, it makes 20 more steps.
+SCRIPT = """
+import pathlib, sys, time
+import numpy
+import mpitrain as mt
+
+world, used = mt.init(), []
+
+def adds(parameters, batch, on_gradient):
+    x, number = batch
+    used.append(number.tolist())
+    on_gradient("w", x.mean(axis=0) if len(x) else numpy.zeros(5))
+    return float(x.mean()) if len(x) else 0.0
+
+class Show(mt.Hook):
+    def after_step(self, trainer, step):
+        time.sleep(0.05)
+        samples = sum(world.allgather(used[-1]), [])
+        world.print("step", step.number, world.size, samples, trainer.adapter.parameters()["w"].tobytes().hex())
+        if step.number == 20:
+            world.print("has begun")
+        if world.broadcast(trainer.last_step == 4000 and pathlib.Path("enough").exists()):
+            trainer.last_step = step.number + 20
+
+def build(world):
+    random = numpy.random.default_rng(0)
+    arrays = 12.0 * random.integers(-9, 9, (60, 5)), numpy.arange(60)
+    data = mt.ArrayData(world, arrays, global_batch=12)
+    return mt.Parts(mt.ArrayFunction(adds, {"w": numpy.zeros(5)}, mt.Sgd(0.1, momentum=0.9)), mt.Sync(), data)
+
+hooks = [mt.StopAtStep(int(sys.argv[1])), mt.Record([mt.JsonLines("record")], steps=1), Show()]
+mt.Trainer(build, hooks).run()
+world.print("done")
+"""
+JOB = "$({python} -m mpitrain ps | awk '/moves.py/ {{ print $1 }}')"
+
+
+def change(bed: Bed, python: str, words: str) -> str:
+    job = JOB.format(python=python)
+    command, _, hosts = words.partition(" ")
+    done = as_user(bed, "node1", f"{python} -m mpitrain {command} {job} --hosts {hosts} 2>&1")
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def steps_of(output: str) -> dict[int, tuple[int, list[int], str]]:
+    """By step: the number of ranks, the samples, and the parameters; no step may have been made twice."""
+    steps: dict[int, tuple[int, list[int], str]] = {}
+    for step, size, samples, bits in re.findall(r"\] step (\d+) (\d+) (\[.*\]) ([0-9a-f]+)\n", output):
+        assert int(step) not in steps, output
+        steps[int(step)] = int(size), ast.literal_eval(samples), bits
+    assert sorted(steps) == list(range(1, len(steps) + 1)), output
+    return steps
+
+
+@MOSTLY_MPICH
+def test_a_host_leaves_and_joins_again(bed: Bed, python: str) -> None:
+    write(bed, "node1", f"{SHARE}/moves.py", SCRIPT)
+    as_user(bed, "node1", "rm -rf enough record; mkdir record")
+    job = Job(bed, "--hosts node1,node2,node3 --ppn 1 --restarts 1 moves.py 4000", python=python)
+    job.wait_for("has begun")
+    assert "node2 leaves after the next copy" in change(bed, python, "leave node2")
+    job.wait_for("going on on node1, node3 with 2 ranks\n")
+    job.wait_for("resumed from memory at step ")
+    assert "node2,node4 join" in change(bed, python, "join node2,node4").replace(", ", ",")
+    job.wait_for("going on on node1, node3, node2, node4 with 4 ranks\n")
+    job.wait_for("resumed from memory at step ", 2)
+    write(bed, "node1", "enough", "")
+    end = job.end()
+    assert end.code == 0, end.output
+    steps = steps_of(end.output)
+    assert {size for size, _, _ in steps.values()} == {2, 3, 4}
+    for first in range(1, len(steps) - 4, 5):  # an epoch
+        read = [number for step in range(first, first + 5) for number in steps[step][1]]
+        assert sorted(read) == list(range(60)), first
+    told = re.findall(r"mpitrain: (.*) after step (\d+); going on", end.output)
+    assert [text for text, _ in told] == ["node2 leaves", "node2, node4 join"]
+    lines = as_user(bed, "node1", "cat record/metrics.jsonl").stdout.splitlines()
+    events = [event for line in lines for event in json.loads(line).get("events", [])]
+    assert [(event["text"], event["after_step"], event["repeated_steps"]) for event in events] == [
+        (text, int(step), 0) for text, step in told
+    ]
+    # Undisturbed, with 3 ranks all the time.
+    as_user(bed, "node1", "rm -rf record; mkdir record")
+    whole = run(bed, f"--hosts node1,node2,node3 --ppn 1 moves.py {len(steps)}", python=python)
+    assert whole.code == 0, whole.output
+    expected = steps_of(whole.output)
+    assert [bits for _, _, bits in steps.values()] == [bits for _, _, bits in expected.values()]
+
+
+@pytest.mark.slow
+def test_a_host_that_differs_is_refused(bed: Bed, python: str) -> None:
+    write(bed, "node1", f"{SHARE}/moves.py", SCRIPT)
+    as_user(bed, "node1", "rm -rf enough record; mkdir record")
+    job = Job(bed, "--hosts node1,node2 --ppn 1 --restarts 1 moves.py 4000", python=python)
+    job.wait_for("has begun")
+    bed.cut("node3")
+    for words, why in (
+        ("join node3", "node3: "),
+        ("join node2", "is a host of it already"),
+        ("leave node4", "no host"),
+    ):
+        command, _, hosts = words.partition(" ")
+        line = f"{python} -m mpitrain {command} {JOB.format(python=python)} --hosts {hosts} 2>&1"
+        done = as_user(bed, "node1", line)
+        assert done.returncode == 1, done.stdout
+        assert why in done.stdout, done.stdout
+    write(bed, "node1", "enough", "")
+    end = job.end()
+    assert end.code == 0, end.output
+    assert "going on" not in end.output
+    steps_of(end.output)

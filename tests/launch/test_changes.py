@@ -1,0 +1,124 @@
+"""Wishes to change the hosts of a running job: which are accepted, and how they come to the launcher."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+
+import pytest
+
+from mpitrain.errors import ConfigError, LaunchError
+from mpitrain.launch.changes import Changes
+from mpitrain.launch.keepers import Keepers
+from mpitrain.launch.placement import Place, Placement
+from mpitrain.launch.roster import launcher_name
+from mpitrain.launch.wishes import ask
+
+ADDRESSES = {"a": "10.0.0.1", "b": "10.0.0.2", "c": "10.0.0.3"}
+HOSTS = Placement((Place("a", 0, 2), Place("b", 2, 1), Place("c", 3, 2)), ADDRESSES, own="a")
+
+
+def widen(placement: Placement, text: str) -> Placement:
+    if text == "nowhere":
+        raise ConfigError("there is no host 'nowhere'")
+    places = (*placement.places, Place(text, placement.num_ranks, 2))
+    return Placement(places, {**ADDRESSES, text: "10.0.0.9"}, placement.own)
+
+
+class Asked:
+    """The check of hosts that would join."""
+
+    def __init__(self) -> None:
+        self.placements: list[Placement] = []
+
+    def __call__(self, placement: Placement) -> None:
+        self.placements.append(placement)
+        if "other" in placement.hosts:
+            raise LaunchError("other: train.py differs")
+
+
+@pytest.fixture
+def asked() -> Asked:
+    return Asked()
+
+
+@pytest.fixture
+def changes(asked: Asked) -> Iterator[Changes]:
+    with (
+        Keepers("a", f"mpitrain-test-{secrets.token_hex(8)}") as keepers,
+        Changes(keepers, 2, widen, asked) as changes,
+    ):
+        changes.begin(HOSTS, HOSTS)
+        yield changes
+
+
+def test_a_host_leaves(changes: Changes) -> None:
+    told = ask(launcher_name(os.getpid()), {"leave": ["b"]})
+    assert told == {"accepted": "b leaves after the next copy of its state; then it goes on on a, c"}
+    change = changes.take()
+    assert change is not None
+    assert change.text == "b leaves"
+    assert change.hosts == change.now_on == HOSTS.without({"b"})
+    assert changes.take() is None
+
+
+def test_a_host_joins(changes: Changes, asked: Asked) -> None:
+    told = ask(launcher_name(os.getpid()), {"join": "d"})
+    assert told == {"accepted": "d joins after the next copy of its state; then it goes on on a, b, c, d"}
+    # Only the new host and this machine are asked.
+    assert [(one.hosts, dict(one.addresses)) for one in asked.placements] == [
+        (("d",), {"a": "10.0.0.1", "d": "10.0.0.9"})
+    ]
+    change = changes.take()
+    assert change is not None
+    assert change.joined == ("d",)
+    assert change.now_on.places[-1] == Place("d", 5, 2)
+    assert change.hosts == change.now_on
+
+
+@pytest.mark.parametrize(
+    ("wish", "why"),
+    [
+        ({"leave": ["d"]}, "d is no host of it now; its hosts are a, b, c"),
+        (
+            {"leave": ["a", "b"]},
+            "only 1 of its hosts would be left, and --min-nodes is 2; `mpitrain kill` ends a job",
+        ),
+        ({"leave": ["a", "b", "c"]}, "no host would be left, and --min-nodes is 2; `mpitrain kill` ends a job"),
+        ({"join": "nowhere"}, "there is no host 'nowhere'"),
+        ({"join": "other"}, "other: train.py differs"),
+    ],
+)
+def test_what_is_refused(changes: Changes, wish: dict[str, object], why: str) -> None:
+    assert ask(launcher_name(os.getpid()), wish) == {"refused": why}
+    assert changes.take() is None
+
+
+def test_one_change_at_a_time(changes: Changes) -> None:
+    assert "accepted" in changes.answer({"leave": ["b"]})
+    assert changes.answer({"leave": ["c"]}) == {"refused": "another change is under way: b leaves"}
+    assert changes.take() is not None
+    assert changes.answer({"leave": ["c"]}) == {"refused": "it is being started again; try again in a moment"}
+
+
+def test_a_host_that_is_set_aside_comes_back(changes: Changes) -> None:
+    changes.begin(HOSTS, HOSTS.without({"b", "c"}))
+    assert "accepted" in changes.answer({"join": "b"})
+    change = changes.take()
+    assert change is not None
+    assert change.now_on.hosts == ("a", "b")
+    assert sorted(change.hosts.hosts) == ["a", "b", "c"]
+
+
+def test_a_job_without_keepers() -> None:
+    assert ask(launcher_name(os.getpid()), {"leave": ["b"]}) == {
+        "refused": "its hosts cannot change: it has no keepers, which hold its state in between; "
+        "start it with --restarts N"
+    }
+
+
+def test_a_message_that_makes_no_sense(changes: Changes, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "does not answer" in ask(launcher_name(os.getpid()), {"dance": 1})["refused"]
+    assert "a wish to change the hosts was lost" in capsys.readouterr().err
+    assert "accepted" in ask(launcher_name(os.getpid()), {"leave": ["b"]})
