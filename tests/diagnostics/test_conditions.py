@@ -30,6 +30,8 @@ OF_A_HOST = {
 }
 # Those that raise because of what was asked for, or of a rank that runs already.
 OF_THE_REQUEST = {
+    "changes.answer",
+    "changes._leaving",
     "connections.connect",  # there is no ssh on this machine, on which nothing could be checked either
     "dialects.command_for",
     "hostfile.find_inventory",
@@ -37,6 +39,7 @@ OF_THE_REQUEST = {
     "hostfile._inventory",
     "hostfile._error",
     "hosts.place_ranks",
+    "hosts.widened",
     "launched.check_vendor",
     "launched.check_size",
     "launched._number",
