@@ -308,7 +308,7 @@ def test_nothing_is_undone_without_a_yes(action: str, arguments: list[str], proj
     assert "ansible-playbook" not in job.stdout
 
 
-@pytest.mark.parametrize(("name", "text"), [("a", "it is the head"), ("z", "not there; the workers are: b")])
+@pytest.mark.parametrize(("name", "text"), [("a", "it is the head"), ("z", "not in the file; the workers are: b")])
 def test_what_cannot_be_removed(name: str, text: str, project: Path) -> None:
     assert cluster(project, "init", "--nodes", "a=10.0.0.1,b=10.0.0.2").code == 0
     job = cluster(project, "remove", name, "--yes")

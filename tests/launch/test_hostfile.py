@@ -224,7 +224,7 @@ def test_a_wrong_addition_changes_nothing(host: Host, text: str, hosts: Path) ->
     assert [path.name for path in hosts.parent.iterdir()] == ["hosts"]
 
 
-@pytest.mark.parametrize(("name", "text"), [("a", "it is the head"), ("z", "not there; the workers are: b")])
+@pytest.mark.parametrize(("name", "text"), [("a", "it is the head"), ("z", "not in the file; the workers are: b")])
 def test_a_wrong_removal(name: str, text: str, hosts: Path) -> None:
     with pytest.raises(ConfigError, match=text):
         remove_worker(hosts, name)

@@ -136,7 +136,7 @@ def test_a_bar_below_what_the_ranks_print(launcher: list[str]) -> None:
     shown = [int(re.fullmatch(BAR, bar)[1]) for bar in drawn]  # type: ignore[index]
     assert shown == sorted(shown)
     # What stays is whole lines, each with its ranks; the ranks may come in any order.
-    split = [re.fullmatch(r"\[(0-1|0|1)\] (.*)", line) for line in screen(output) if line]
+    split = [re.fullmatch(r"\[(0,1|0|1)\] (.*)", line) for line in screen(output) if line]
     assert all(split), output
     by_rank = {rank: [line[2] for line in split if line and rank in line[1]] for rank in "01"}
     assert by_rank["0"][:2] == ["step 6: accuracy 0.2500", "step 12: accuracy 0.2500"], output
