@@ -16,14 +16,15 @@ from typing import Any, Protocol
 
 from mpitrain.errors import ConfigError, LaunchError
 from mpitrain.job.context import JobContext
-from mpitrain.launch.connections import GUARD, Connection, connect
+from mpitrain.launch.connections import Connection, connect
 from mpitrain.launch.hosts import place_ranks
-from mpitrain.launch.jobs import find_jobs
+from mpitrain.launch.jobs import ROSTER, find_jobs
 from mpitrain.launch.marked import Marked, read
 from mpitrain.testbed import find
 from mpitrain.testbed.container import Container
 
-_SABOTEUR = (*GUARD, "launch.roster", "chaos.disk", "chaos.outage", "chaos.saboteur")
+# The modules of a saboteur, each after those that it imports.
+SABOTEUR = (*ROSTER, "chaos.disk", "chaos.outage", "chaos.saboteur")
 
 
 class Site(Protocol):
@@ -72,7 +73,7 @@ class RealHosts:
 
     def connect(self, host: str, wish: Mapping[str, Any]) -> Connection:
         """See Site."""
-        return connect(host, host == self._placement.own, wish, time.monotonic(), _SABOTEUR)
+        return connect(host, host == self._placement.own, wish, time.monotonic(), SABOTEUR)
 
     def outages(self) -> Connection:
         """There are none: see cli.chaos, which refuses them."""
@@ -117,7 +118,7 @@ class BedNodes:
         assert isinstance(node, Container)
         user, group = self._user
         way = ["setpriv", f"--reuid={user}", f"--regid={group}", "--init-groups"]
-        return connect(host, False, wish, time.monotonic(), _SABOTEUR, node.entered(way, f"chaos-{os.getpid()}"))
+        return connect(host, False, wish, time.monotonic(), SABOTEUR, node.entered(way, f"chaos-{os.getpid()}"))
 
     def outages(self) -> Connection:
         """See Site."""

@@ -13,7 +13,8 @@ from mpitrain.watching.ranges import rank_ranges
 from mpitrain.watching.rank_record import BUSY, ENDED, WAITS
 from mpitrain.watching.view import RankView, from_json
 
-_ROSTER = (*GUARD, "launch.kept", "launch.wishes", "launch.roster")
+# The modules of the roster, each after those that it imports.
+ROSTER = (*GUARD, "launch.kept", "launch.wishes", "launch.roster")
 _ANSWER_SECONDS = 45.0  # hosts with jobs are busy: a login and the start of Python take seconds there
 _END_SECONDS = 70.0  # after the answer, a job has 17 s to end
 _CHANGE_SECONDS = 90.0  # a host that is to join has 45 s to answer
@@ -96,7 +97,7 @@ def _ask(placement: Placement, wish: Mapping[str, Any], seconds: float) -> tuple
     """Return every host's answer, and by host why there is none."""
     hosts = placement.machines
     now = time.monotonic()
-    connections = {host: connect(host, host == placement.own, wish, now, _ROSTER) for host in hosts}
+    connections = {host: connect(host, host == placement.own, wish, now, ROSTER) for host in hosts}
     answers: dict[str, Any] = {}
     wrong: dict[str, str] = {}
     deadline = now + seconds

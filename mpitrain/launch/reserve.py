@@ -13,7 +13,8 @@ from mpitrain.launch.connections import GUARD, connect
 from mpitrain.launch.folders import OF_SOCKETS
 from mpitrain.watching.rank_record import RankRecord
 
-_SPARES = (*GUARD, "launch.spare", "launch.spares")
+# The modules of the holder of spares, each after those that it imports.
+SPARES = (*GUARD, "launch.spare", "launch.spares")
 _BEGIN_SECONDS = 30.0
 _CLOSE_SECONDS = 10.0
 
@@ -27,7 +28,7 @@ class Reserve:
         self._host = host
         self._path = f"{OF_SOCKETS}/mpitrain-spares-{token}"
         self._wanted: dict[str, object] = {}
-        self._connection = connect(host, True, {"socket": self._path, "token": token}, time.monotonic(), _SPARES)
+        self._connection = connect(host, True, {"socket": self._path, "token": token}, time.monotonic(), SPARES)
         self._is_listening = self._has_ended = False
 
     def __enter__(self) -> Reserve:

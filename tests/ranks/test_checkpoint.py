@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,8 @@ from mpitrain.exchange.reducer import GradientReducer
 from mpitrain.training import checkpoint
 from mpitrain.training.checkpoint.manifest import Manifest, _checksum
 from mpitrain.training.checkpoint.names import split
-from mpitrain.training.checkpoint.parts import part_name
-from mpitrain.training.checkpoint.resume import Found, own_part
+from mpitrain.training.checkpoint.parts import part_name, read_part
+from mpitrain.training.checkpoint.resume import own_part
 from mpitrain.training.checkpoint.store import TENSORS, write
 
 from .common import error_on_all, skip_alone
@@ -526,7 +527,8 @@ def test_what_other_ranks_had_left_to_send_is_sent(
             write(shared, part_name(7, rank, size), replace(manifest, values=values), tensors)
     there = replace(placed(world, "alone on each node"), config=read_config({"MPITRAIN_COMPRESSION": compression}, {}))
     reducer = GradientReducer(there, parameters)
-    part = own_part(there, shared, Found(manifest, {}, 0), reducer.state().get("place"), reads=there.is_root)
+    place, read = reducer.state().get("place"), partial(read_part, shared, manifest)
+    part = own_part(there, "step 7", manifest.parts, place, read, reads=there.is_root)
     assert bool(part) == world.is_root
     reducer.restore(part)
     means = []
