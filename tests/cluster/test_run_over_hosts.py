@@ -168,8 +168,8 @@ def test_what_show_prints_can_be_run(bed: Bed, python: str) -> None:
     assert "eth0" in shown.stdout
     done = as_user(bed, "node1", shown.stdout)
     assert done.returncode == 0, done.stderr
-    # The words of two ranks may come mixed, each with its tag in front.
-    assert "of 2 on node2" in "".join(re.findall(r"<mpitrain-rank-1>([^<]*)", done.stdout))
+    # With MPICH the words of two ranks may come mixed, each with its tag in front.
+    assert "of 2 on node2" in ("".join(re.findall(r"<mpitrain-rank-1>([^<]*)", done.stdout)) or done.stdout)
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core cannot be shared unequally")
