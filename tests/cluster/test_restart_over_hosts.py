@@ -1,7 +1,4 @@
-"""`mpitrain run --restarts` over the nodes of a cluster: a rank is killed, a node loses its power, training goes on.
-
-Steps are so long, and the state so small, that it is copied to memory after every step.
-"""
+"""`mpitrain run --restarts` over the nodes of a cluster: a rank is killed, a node loses its power, training goes on."""
 
 from __future__ import annotations
 
@@ -15,6 +12,9 @@ from launching import MOSTLY_MPICH, SHARE, Ended, Job, as_user, write
 from mpitrain.testbed import Bed
 
 pytestmark = pytest.mark.timeout(900)
+
+# On a busy machine a copy may take more than 1 % of a step, and would be made less often.
+EVERY_STEP = "MPITRAIN_MEMORY_STEPS=1"
 
 # Steps of 0.05 s, a checkpoint every 20. Each rank writes its process into a file of its host. Step 75 does not end
 # before there is a file `go_on`: however slow a test is, what it breaks it breaks before that step has ended.
@@ -80,7 +80,7 @@ def went_on_from_memory(end: Ended, failed: int) -> None:
 
 @MOSTLY_MPICH
 def test_a_rank_is_killed(bed: Bed, python: str) -> None:
-    job = Job(bed, "-n 4 --restarts 2 train.py 100", python=python)
+    job = Job(bed, "-n 4 --restarts 2 train.py 100", python=python, setting=EVERY_STEP)
     job.wait_for("made step 50 ")
     bed.node_run("node3", ["bash", "-c", "kill -9 $(cat /tmp/rank)"])
     job.wait_for("starting again")
@@ -102,7 +102,7 @@ def test_a_rank_is_killed(bed: Bed, python: str) -> None:
 def test_a_daemon_is_killed_beside_another_job(bed: Bed, python: str) -> None:
     other = Job(bed, "-n 4 stays.py", python=python)
     other.wait_for("stays", 4)
-    job = Job(bed, "-n 4 --restarts 1 train.py 200", python=python)
+    job = Job(bed, "-n 4 --restarts 1 train.py 200", python=python, setting=EVERY_STEP)
     job.wait_for("made step 50 ")
     bed.node_run("node3", ["bash", "-c", "kill -9 $(ps -o ppid= -p $(cat /tmp/rank))"])
     job.wait_for("starting again")
@@ -122,7 +122,7 @@ def test_a_daemon_is_killed_beside_another_job(bed: Bed, python: str) -> None:
 
 @pytest.mark.slow
 def test_a_cable_is_plugged_in_again(bed: Bed, python: str) -> None:
-    job = Job(bed, "-n 4 --restarts 1 train.py 100", python=python)
+    job = Job(bed, "-n 4 --restarts 1 train.py 100", python=python, setting=EVERY_STEP)
     job.wait_for("made step 50 ")
     bed.cut("node3")
     write(bed, "node1", "go_on", "")
@@ -136,7 +136,7 @@ def test_a_cable_is_plugged_in_again(bed: Bed, python: str) -> None:
 
 @pytest.mark.slow
 def test_a_node_loses_its_power(bed: Bed, python: str) -> None:
-    job = Job(bed, "--ppn 1 --restarts 2 --min-nodes 3 train.py 200", python=python)
+    job = Job(bed, "--ppn 1 --restarts 2 --min-nodes 3 train.py 200", python=python, setting=EVERY_STEP)
     job.wait_for("made step 50 ")
     bed.kill("node3")
     job.wait_for("starting again on node1, node2, node4 with 3 ranks, without node3\n")
