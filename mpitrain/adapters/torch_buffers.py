@@ -46,7 +46,8 @@ class ModuleBuffers:
         self.floats = [name for name in self._owners if self.tensor(name).is_floating_point()]
         self.others = [name for name in self._owners if name not in self.floats]
         self._before: dict[str, torch.Tensor] = {}
-        self._versions: dict[str, tuple[int, int]] = {}
+        # With the buffer and its memory: while they are kept, no other tensor can have their addresses.
+        self._versions: dict[str, tuple[torch.Tensor, torch.Tensor, int]] = {}
         self.keep(self._owners)
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -121,10 +122,17 @@ class ModuleBuffers:
 
     def _has_moved(self, name: str) -> bool:
         # The kernels of norm layers leave no trace.
-        return isinstance(self._owners[name][0](), _NormBase) or self._version(name) != self._versions.get(name)
+        if isinstance(self._owners[name][0](), _NormBase):
+            return True
+        buffer, memory, version = self._version(name)
+        kept, kept_memory, kept_version = self._versions[name]
+        return buffer is not kept or memory.data_ptr() != kept_memory.data_ptr() or version != kept_version
 
-    def _version(self, name: str) -> tuple[int, int]:
-        """Return a version that differs after each change by PyTorch, and for another tensor in the buffer's place."""
+    def _version(self, name: str) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Return the buffer, its memory, and a number that differs after each change by PyTorch.
+
+        A module may put a new tensor into a buffer's place, or new memory into the buffer.
+        """
         module, own = self._owners[name]
         buffer: torch.Tensor = getattr(module(), own)
-        return buffer.data_ptr(), buffer._version
+        return buffer, buffer.data, buffer._version

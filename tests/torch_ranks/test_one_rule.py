@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy
 
 import mpitrain.torch
 from mpitrain import ArrayData, Parts, StopAtStep, Sync, TorchModule, Trainer, World
+from mpitrain.adapters.torch_buffers import ModuleBuffers
 from mpitrain.shard import part_of
 from tests.ranks.common import assert_same_bits
 
@@ -179,3 +180,34 @@ def test_a_buffer_that_only_a_rank_without_samples_changes(world: World) -> None
         # Of one rank it is the one with samples.
         expected = 1.0 if world.size == 1 and step >= 1 else 0.0
         assert module.mark.tolist() == [expected] * 2, step
+
+
+def replaced(module: Any, value: int) -> None:
+    """Put a new tensor into the buffer's place."""
+    module.mark = large(value)
+
+
+def with_other_memory(module: Any, value: int) -> None:
+    """Put new memory into the buffer."""
+    module.mark.data = large(value)
+
+
+def large(value: int) -> Any:
+    """Memory of this size comes from the system, which gives out an address again at once."""
+    return torch.full((40 * 2**20,), value, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("change", [replaced, with_other_memory])
+def test_a_new_buffer_in_the_memory_of_the_old_one(world: World, change: Any) -> None:
+    """The second of two new tensors would get the memory that the first one has made free. It is a change."""
+    if not world.is_root:  # one rank's memory is enough
+        return
+    module = Marked()
+    module.mark = large(0)
+    buffers = ModuleBuffers(module)
+    for step in range(1, 4):
+        change(module, 100)
+        change(module, step)
+        assert buffers.changed_others() == (("mark", large(step).numpy().tobytes()),), step
+        buffers.settle_others([buffers.changed_others()])
+        assert torch.equal(module.mark, large(step)), step
