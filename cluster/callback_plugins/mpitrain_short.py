@@ -1,6 +1,6 @@
-"""Ansible's output in short: a line for each part that changed something, and failures. The whole goes to a log file.
+"""Ansible's output in short: a line for each part that changed something, and failures. A log file has all of it.
 
-Runs in ansible-playbook's process, which may be of another Python without mpitrain: imports Ansible alone.
+The plugin runs in the process of ansible-playbook, whose Python may lack mpitrain. So it imports Ansible alone.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _TICK_SECONDS = 1.0
 
 
 class _LogDisplay(Display):  # type: ignore[misc]
-    """In the place of Ansible's Display for the usual callback: writes to the log file, and to the terminal on demand.
+    """Replaces Ansible's Display for the usual callback: writes to the log file and, on demand, to the terminal.
 
     Attributes:
-        echoes: whether what is written is printed too. Warnings always are.
+        echoes: whether messages are printed too. Warnings always are.
     """
 
     def __init__(self, file: TextIO, verbosity: int) -> None:
@@ -84,24 +84,24 @@ class CallbackModule(DefaultCallback):  # type: ignore[misc]
             self._progress = _ProgressLine(self._doing)
 
     def v2_playbook_on_play_start(self, play: Any) -> None:
-        """The end of the play before, too."""
+        """Print the line of the previous play, and begin this one."""
         self._end_play()
         self._plays_begun += 1
         self._play_name = play.get_name()
         super().v2_playbook_on_play_start(play)
 
     def v2_playbook_on_task_start(self, task: Any, is_conditional: bool) -> None:
-        """See the usual callback."""
+        """Note the task's name for the progress line."""
         self._task_name = task.get_name().rpartition(" : ")[2]
         super().v2_playbook_on_task_start(task, is_conditional)
 
     def v2_playbook_on_handler_task_start(self, task: Any) -> None:
-        """See the usual callback."""
+        """Note the handler's name for the progress line."""
         self._task_name = task.get_name().rpartition(" : ")[2]
         super().v2_playbook_on_handler_task_start(task)
 
     def v2_runner_on_ok(self, result: Any) -> None:
-        """Count what changed; a task that only says something is heard."""
+        """Count changes, and print the message of a debug task."""
         self._num_changes += bool(result._result.get("changed"))
         if result._task.action in ("debug", "ansible.builtin.debug") and not self._prints_all:
             message = result._result.get("msg", "")
@@ -110,19 +110,19 @@ class CallbackModule(DefaultCallback):  # type: ignore[misc]
         super().v2_runner_on_ok(result)
 
     def v2_runner_on_failed(self, result: Any, ignore_errors: bool = False) -> None:
-        """A failure is printed in full."""
+        """Print a failure in full, unless the task ignores it."""
         self._echo(super().v2_runner_on_failed, result, ignore_errors, only_if=not ignore_errors)
 
     def v2_runner_item_on_failed(self, result: Any) -> None:
-        """As a failure."""
+        """Print the failure of an item in full, unless the task ignores it."""
         self._echo(super().v2_runner_item_on_failed, result, only_if=not result._task.ignore_errors)
 
     def v2_runner_on_unreachable(self, result: Any) -> None:
-        """As a failure, unless the task judges that itself."""
+        """Print an unreachable node in full, unless the task ignores it."""
         self._echo(super().v2_runner_on_unreachable, result, only_if=not result._task.ignore_unreachable)
 
     def v2_playbook_on_stats(self, stats: Any) -> None:
-        """The end: what it took."""
+        """Print the last line: the time, and the number of nodes and changes or the nodes that failed."""
         self._end_play()
         if self._progress is not None:
             self._progress.close()
@@ -137,7 +137,7 @@ class CallbackModule(DefaultCallback):  # type: ignore[misc]
             self._print(
                 f"FAILED after {self._now()} on {', '.join(sorted(failed))}; all output is in {_shown(self._path)}"
             )
-        elif "ANSIBLE_MPITRAIN_REPORT" not in os.environ:  # `mpitrain cluster` says it itself
+        elif "ANSIBLE_MPITRAIN_REPORT" not in os.environ:  # `mpitrain cluster` prints its own last line
             self._print(f"done in {self._now()}: {len(summaries)} nodes, {changes} changes")
 
     def _end_play(self) -> None:
@@ -147,7 +147,7 @@ class CallbackModule(DefaultCallback):  # type: ignore[misc]
         self._num_changes = 0
 
     def _echo(self, method: Any, *arguments: Any, only_if: bool) -> None:
-        """Call a method of the usual callback, with what it writes printed as well."""
+        """Call a method of the usual callback. If `only_if`, print what it writes."""
         echoes = self._display.echoes
         self._display.echoes = echoes or only_if
         if self._display.echoes and self._progress is not None:
@@ -170,9 +170,9 @@ class CallbackModule(DefaultCallback):  # type: ignore[misc]
 
 
 class _ProgressLine:
-    """The last line of a terminal: what is done now, written anew each second by a thread.
+    """The last line of a terminal: the present task, written again each second by a thread.
 
-    It writes by os.write alone, because Ansible forks while it runs: a lock of Python's that the thread holds would
+    The thread writes with os.write alone, because Ansible forks meanwhile. A Python lock that the thread holds would
     stay locked in the child.
     """
 
@@ -195,12 +195,12 @@ class _ProgressLine:
     def _run(self) -> None:
         while not self._ended.wait(_TICK_SECONDS):
             text = self._text()[: shutil.get_terminal_size().columns - 1]
-            # The cursor stays at the margin: a line of another's begins there.
+            # The cursor returns to the margin, so that the next line of any other writer begins there.
             os.write(sys.__stdout__.fileno(), f"\r\033[K{text}\r".encode(errors="replace"))
 
 
 def _open_log(playbook: Path) -> tuple[TextIO, str]:
-    """A new file in the folder log beside the playbook; where that cannot be, a temporary file, and why."""
+    """A new file in the folder `log` beside the playbook; if that cannot be written, a temporary file, and why."""
     prefix = f"{playbook.stem}-{time.strftime('%Y%m%d-%H%M%S')}-"
     folder, problem = playbook.parent / "log", ""
     try:

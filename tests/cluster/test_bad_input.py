@@ -26,7 +26,7 @@ FAULTS = {
     "another system": (
         "mv /etc/os-release /root/ && printf 'ID=arch\\nPRETTY_NAME=\"Arch Linux\"\\n' > /etc/os-release",
         "mv /root/os-release /etc/os-release",
-        ("node2: runs Arch Linux", "Take it out of the inventory"),
+        ("node2: runs Arch Linux", "Remove it from the inventory"),
         (),
     ),
     "another architecture": (
@@ -48,7 +48,7 @@ FAULTS = {
             "node2 (",
             "a login with a key alone fails",
             "Permission denied",
-            "It would lock you out",
+            "Set-up would lock you out",
             "ssh-copy-id admin@10.",
         ),
         ("-e", "ansible_password=right", "-e", "mpitrain_sshd_passwords=false"),
@@ -68,7 +68,7 @@ FAULTS = {
     "files where the share would be mounted": (
         f"mkdir -p {SHARE} && touch {SHARE}/mine",
         "rm -r /home/cluster",
-        (f"node2: {SHARE} holds files on its own disk", "Move them away"),
+        (f"node2: {SHARE} holds files on the node's own disk", "Move the files away"),
         (),
     ),
     "the share's path is a mount of something else": (
@@ -80,19 +80,19 @@ FAULTS = {
     "another host name": (
         "hostname other",
         "hostname node2",
-        ("node2: calls itself other", "mpitrain_set_hostname: true"),
+        ("node2: the host name is other", "mpitrain_set_hostname: true"),
         (),
     ),
     "no include in sshd_config": (
         "sed -i.bak '/^Include/d' /etc/ssh/sshd_config",
         "mv /etc/ssh/sshd_config.bak /etc/ssh/sshd_config",
-        ("node2: /etc/ssh/sshd_config does not include", "Put this at its top"),
+        ("node2: /etc/ssh/sshd_config does not include", "Add this line at its top"),
         (),
     ),
     "its own name on a loopback address": (
         "cp -a /etc/hosts /root/; sed 's/^127.0.0.1.*/127.0.0.1 localhost node2/' /root/hosts > /etc/hosts",
         "cat /root/hosts > /etc/hosts",
-        ("node2: /etc/hosts has the line '127.0.0.1 localhost node2'", "Take node2 out of it"),
+        ("node2: /etc/hosts has the line '127.0.0.1 localhost node2'", "Remove node2 from this line"),
         (),
     ),
     "an old address of another node": (

@@ -152,7 +152,7 @@ def test_a_share_that_a_worker_has_mounted(
     [
         ({}, None),
         ({"addresses": ["fd00:0::2"]}, None),
-        ({"addresses": ["10.0.0.2"]}, "b: the address fd00::2 is on none of its interfaces (it has 10.0.0.2)"),
+        ({"addresses": ["10.0.0.2"]}, "b: the address fd00::2 is on no interface of the node (the node has 10.0.0.2)"),
         ({"hosts_lines": ["127.0.1.1 b.example b", "10.0.0.1 a"]}, None),
         ({"hosts_lines": ["127.0.1.1 a"]}, "b: /etc/hosts has the line '127.0.1.1 a'; allowed: a at 10.0.0.1"),
         ({"sources": {"10.0.0.1": "10.9.0.2"}}, "b: reaches a (10.0.0.1) from its address 10.9.0.2"),
@@ -220,7 +220,7 @@ def test_all_that_is_wrong_is_said_at_once(preflight: ModuleType) -> None:
         "d (10.0.0.4)",
     ]
     assert "b and c have the same address 10.0.0.2" in found[0]
-    assert "Connection refused. Is it up" in found[1]
+    assert "Connection refused. Is the node up" in found[1]
     assert "--ask-become-pass" in found[2]
     assert "group sudo" in found[3]
     assert "no answer to sudo" in found[4]
@@ -250,7 +250,7 @@ def test_what_cannot_be_a_tunnel(preflight: ModuleType) -> None:
     (one,) = preflight.tunnel_problems({"a": "10.9.0.11", "b": "10.9.0.11", "c": "10.9.0.12"}, "10.9.0.0/24")
     assert one.startswith("inventory: a and b would have the address 10.9.0.11 in the tunnel")
     (one,) = preflight.tunnel_problems({"a": "10.9.0.255"}, "10.9.0.0/24")
-    assert "neither the first nor the last of 10.9.0.0/24. It has the last 8 bits of ansible_host" in one
+    assert "neither the first nor the last of 10.9.0.0/24. The address has the last 8 bits of ansible_host" in one
     facts = {"tunnel_possible": True, "routes": ["default", "10.77.0.0/24", "fe80::/64", "10.212.0.0/15"]}
     (one,) = preflight.way_problems("a", facts, "10.213.0.0/16")
     assert one.startswith("a: has a route to 10.212.0.0/15; allowed: none into the tunnel's network 10.213.0.0/16")
@@ -273,18 +273,18 @@ def test_who_would_be_locked_out_is_refused(preflight: ModuleType) -> None:
     assert preflight.key_problems("a", "10.0.0.1", {"skipped": True}) == []
     (sentence,) = preflight.key_problems("a", "10.0.0.1", denied)  # ssh's own user: none is named
     assert sentence.startswith("a (10.0.0.1): mpitrain_sshd_passwords is false, and a login with a key alone fails: ")
-    assert "Permission denied" in sentence and "Bring your key there: ssh-copy-id 10.0.0.1; or" in sentence
+    assert "Permission denied" in sentence and "Install your key: ssh-copy-id 10.0.0.1; or" in sentence
     settings = SETTINGS | {"login_users": {"a": "admin"}, "login_ports": {"a": 2222}}
     reports = {"a": {"ansible_facts": {"mpitrain": HEALTHY}}}
     (sentence,) = preflight.problems(reports, {"a": "10.0.0.1"}, {"head": ["a"]}, settings, {"a": denied})
-    assert "Bring your key there: ssh-copy-id -p 2222 admin@10.0.0.1; or" in sentence
+    assert "Install your key: ssh-copy-id -p 2222 admin@10.0.0.1; or" in sentence
 
 
 @pytest.mark.parametrize(
     ("facts", "says"),
     [
-        ({"nvidia_cards": 2, "nvidia_driver": ""}, "node1: has 2 NVIDIA cards and no driver is loaded"),
-        ({"firewall": "own rules"}, "node1: nftables drops what it does not know"),
+        ({"nvidia_cards": 2, "nvidia_driver": ""}, "node1: has 2 NVIDIA cards and no loaded driver"),
+        ({"firewall": "own rules"}, "node1: nftables drops unknown packets"),
         ({"nvidia_cards": 1, "nvidia_driver": "580.65"}, "different NVIDIA drivers: 570.1, 580.65"),
     ],
 )

@@ -1,4 +1,4 @@
-"""By which addresses the nodes reach each other: those of the inventory, or with WireGuard those in the tunnel."""
+"""The addresses by which the nodes reach each other: those of the inventory or, with WireGuard, those in the tunnel."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import ipaddress
 
 
 def addresses(outside: dict, network: str) -> dict:
-    """Node name -> address. `outside`: the same with the inventory's; `network`: the tunnel's, empty without one."""
+    """Node name -> address.
+
+    `outside`: node name -> address in the inventory; `network`: that of the tunnel, empty without a tunnel.
+    """
     return {name: tunnel_address(address, network) if network else address for name, address in outside.items()}
 
 
 def tunnel_address(address: str, network: str) -> str:
-    """The last bits of an address, in the tunnel's network; the same node has the same one, whoever comes and goes.
+    """The last bits of an address, in the tunnel's network. A node keeps its address when other nodes come and go.
 
-    What cannot be an address or a network stays as it is: preflight says so.
+    Text that is no address or no network stays as it is: preflight refuses it.
     """
     try:
         whole = ipaddress.ip_network(network)

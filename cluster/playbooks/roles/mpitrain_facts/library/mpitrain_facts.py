@@ -1,5 +1,5 @@
 #!/usr/bin/python
-"""One look at a node: all that preflight judges and the roles decide by, in a single login. Changes nothing."""
+"""The facts about a node on which preflight and the roles decide, gathered in one login. Changes nothing."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ TIME_DAEMONS = ("chrony", "chronyd", "systemd-timesyncd", "ntp", "ntpd", "ntpsec
 
 
 def output(*command: str, merge: bool = False, late: str = "", given: str = "") -> str:
-    """What a command prints; empty where it is missing or fails, `late` where it takes too long."""
+    """What a command prints; empty if the command is missing or fails, `late` if it takes too long."""
     path = "/usr/sbin:/usr/bin:/sbin:/bin"
     try:
         done = subprocess.run(
@@ -65,7 +65,7 @@ def output(*command: str, merge: bool = False, late: str = "", given: str = "") 
 
 
 def text(path: str) -> str:
-    """A file's content; empty where it cannot be read."""
+    """A file's content; empty if the file cannot be read."""
     try:
         return Path(path).read_text(errors="replace")
     except OSError:
@@ -103,7 +103,7 @@ def system() -> dict:
 
 
 def account(user: str, uid: int, gid: int) -> dict:
-    """Who has the name and the numbers. getpwnam also asks a directory service, as login does."""
+    """The owners of the user's name, uid and gid. getpwnam also asks a directory service, as a login does."""
 
     def ask(function, key, field):
         try:
@@ -126,12 +126,12 @@ def account(user: str, uid: int, gid: int) -> dict:
 
 
 def share(path: str) -> dict:
-    """What lies at the share's path. A mount is never touched: it may hang."""
+    """What is at the share's path. A network mount is never touched, because it may hang."""
     mounts = [line.split() for line in text("/proc/self/mountinfo").splitlines()]
     layers = [(m[m.index("-") + 1], m[m.index("-") + 2]) for m in mounts if m[4].replace("\\040", " ") == path]
     facts = {"kind": "missing", "type": "", "source": "", "owner": None, "empty": True, "free_mib": None}
     if layers:
-        # The last one lies on top; systemd's automount lies below the mount it brings.
+        # The last mount is on top. systemd's automount is below the mount that it makes.
         facts |= {"kind": "mount", "type": layers[-1][0], "source": layers[-1][1], "empty": False}
         if layers[-1][0].startswith(("nfs", "fuse.nfs", "autofs")):
             return facts
@@ -159,7 +159,7 @@ def ssh() -> dict:
     unit = "ssh" if output("systemctl", "cat", "ssh.service") else "sshd"
     return {
         "host_keys": [" ".join(key) for key in keys if len(key) == 2],
-        # Asked of the private key: one whose making was cut off gives none, and is made again.
+        # Computed from the private key. An incomplete private key gives no public key, and the role makes a new pair.
         "public_key": " ".join(output("ssh-keygen", "-y", "-P", "", "-f", private).split()[:2]),
         "openssh": [int(part) for part in version.groups()] if version else [0, 0],
         "sshd_includes": bool(re.search(include % "sshd_config.d", text("/etc/ssh/sshd_config"), re.M | re.I)),
@@ -170,7 +170,7 @@ def ssh() -> dict:
 
 
 def is_behind(unit: str, path: str) -> bool:
-    """Whether a file was written after the service last read its settings: a run was cut off in between."""
+    """Whether a file is newer than the service's last start: a run was interrupted between the two."""
     since = output("systemctl", "show", unit, "--property=StateChangeTimestampMonotonic", "--value").strip()
     if not Path(path).exists() or not since.isdigit():
         return False
@@ -179,7 +179,7 @@ def is_behind(unit: str, path: str) -> bool:
 
 
 def firewall() -> dict:
-    """The firewall in force, the addresses it lets in, and which of them we told it to trust."""
+    """The active firewall, the addresses that it lets in, and those among them that set-up made it trust."""
     if re.search(r"^Status: active", output("ufw", "status"), re.M):
         added = output("ufw", "show", "added")
         let_in = re.findall(r"^ufw allow from (\S+)(?: comment .*)?$", added, re.M)
@@ -193,24 +193,24 @@ def firewall() -> dict:
 
 
 def hosts_lines() -> list[str]:
-    """The lines of /etc/hosts that somebody else wrote: names come from the first line that has them."""
+    """The lines of /etc/hosts that set-up did not write. The first line with a name gives the address."""
     return re.sub(
         r"^# BEGIN mpitrain cluster$.*?^# END mpitrain cluster$", "", text("/etc/hosts"), flags=re.M | re.S
     ).splitlines()
 
 
 def source(address: str) -> str:
-    """From which of its addresses this node reaches another; empty where it knows no way."""
+    """The address from which this node reaches another; empty if there is no route."""
     routes = json.loads(output("ip", "-j", "route", "get", address) or "[]")
     return routes[0].get("prefsrc", "") if routes else ""
 
 
 def environment(venv: Path, user: str, mpiexec: str, mounted: bool) -> dict:
-    """What the environment holds by its own note, whether that still works, and whether there is something not ours."""
+    """What the environment's own note says that it holds, whether it works, and whether others' files are there."""
     if mounted:
         return {"runtime": "", "runtime_damaged": False, "venv_foreign": False}
     noted = note(venv / ".mpitrain")
-    # Without a Python it is no environment, whatever its note says: it is made anew.
+    # Without a Python this is no environment, whatever its note says. Set-up makes a new one.
     held = noted if os.access(venv / "bin/python", os.X_OK) else ""
     is_own = bool(noted) or text("/etc/mpitrain/venv").strip() == str(venv)
     there = venv.is_symlink() or venv.is_file() or (venv.is_dir() and any(venv.iterdir()))
@@ -222,14 +222,14 @@ def environment(venv: Path, user: str, mpiexec: str, mounted: bool) -> dict:
 
 
 def damaged(venv: Path, user: str, mpiexec: str) -> bool:
-    """Whether what set-up has put into the environment cannot be loaded; no answer in time does not say so.
+    """Whether Python fails to load what set-up installed. If it gives no answer in time, that counts as no damage.
 
-    Asked as the shared user, to whom its files belong: root must not run them.
+    The shared user runs it, because the files belong to that user: root must not run them.
     """
     load = "import mpi4py, numpy; mpi4py.rc.initialize = False; from mpi4py import MPI"
     command = ["runuser", "-u", user, "--", f"{venv}/bin/python", "-c", load]
     environment = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C", "OMP_NUM_THREADS": "1"}
-    if mpiexec not in ("", "/usr/bin/mpiexec"):  # as the starters of mpitrain_runtime do
+    if mpiexec not in ("", "/usr/bin/mpiexec"):  # as launch.j2 of mpitrain_runtime does
         environment["MPI4PY_LIBMPI"] = str(Path(mpiexec).parent.parent / "lib/libmpi.so")
     try:
         done = subprocess.run(
@@ -258,12 +258,12 @@ def gpu() -> dict:
 
 
 def has_wireguard() -> bool:
-    """Whether the kernel has it, loaded, built in or as a module; else a program stands in."""
+    """Whether the kernel has WireGuard: loaded, built in or as a module. If not, a program in user space is used."""
     return Path("/sys/module/wireguard").is_dir() or bool(output("modprobe", "--dry-run", "-v", "wireguard"))
 
 
 def tunnel() -> dict:
-    """What there is of the tunnel and of the gate around it, and what would be in their way."""
+    """The state of the tunnel and of the gate around it, and the routes and ports that could conflict with them."""
     kept = text("/etc/wireguard/mpitrain.d/1-key").rpartition("PrivateKey = ")[2]
     key = output("wg", "pubkey", given=kept).strip() if kept else ""
     written = re.findall(r"^PublicKey = (\S+)$", text("/etc/wireguard/mpitrain.conf"), re.M)
@@ -272,7 +272,7 @@ def tunnel() -> dict:
     return {
         "tunnel": Path("/etc/wireguard/mpitrain.d").is_dir(),
         "tunnel_key": key,
-        # It runs with other keys than those that are written: somebody changed them, or a run was cut off.
+        # The running tunnel has other keys than the files: somebody changed them, or a run was interrupted.
         "tunnel_behind": sorted(runs) != sorted([key, *written]),
         "tunnel_addresses": [info["local"] for link in links for info in link.get("addr_info", [])],
         "tunnel_possible": has_wireguard() or Path("/dev/net/tun").exists(),
@@ -289,7 +289,7 @@ def tunnel() -> dict:
 
 
 def packages(wanted: dict, in_user_space: bool) -> dict:
-    """Those that are not there; with the tunnel's program, where the kernel cannot do without."""
+    """The missing packages, among them the program for the tunnel if the kernel has no WireGuard."""
     if shutil.which("dpkg-query"):
         manager = "apt"
         shown = output("dpkg-query", "-W", "-f", "${db:Status-Status} ${Package}\n", merge=True)
@@ -320,7 +320,7 @@ def main() -> None:
     given = module.params
     active = output("systemctl", "is-active", *TIME_DAEMONS, merge=True).split()
     place = share(given["share"])
-    # On a client it may hang, and only the server's answer is used.
+    # On a client the mount may hang. Only the server's facts about the folder are used.
     mounted = place["kind"] == "mount" and place["free_mib"] is None
     facts = {
         **system(),
@@ -330,7 +330,7 @@ def main() -> None:
         **gpu(),
         **tunnel(),
         **packages(given["packages"], in_user_space=given["wireguard"] and not has_wireguard()),
-        # Names what this run leaves for a moment on the share.
+        # The temporary files of this run on the share have this in their names.
         "run": uuid.uuid4().hex[:12],
         "share": place,
         "python": output(given["python"], "-c", VERSION, late="silent").strip(),

@@ -1,6 +1,6 @@
-"""What preflight refuses: pure functions from what the nodes reported to a list of sentences.
+"""What preflight refuses: pure functions from the facts of the nodes to a list of sentences.
 
-A sentence says the node, what was found, what is allowed and what to do.
+A sentence names the node, and says what was found, what is allowed and what to do.
 """
 
 from __future__ import annotations
@@ -12,28 +12,27 @@ from collections import defaultdict
 PYTHON = (3, 11)
 NETWORK_FILE_SYSTEMS = ("nfs", "fuse.nfs")
 PATH = r"(/[A-Za-z0-9_][A-Za-z0-9._-]*)+"
-# What Ansible puts before the message of the tool itself.
+# Ansible puts this before the message of the tool itself.
 PREFIX = re.compile(r"^(Task failed|Module failed)[^:]*:\s*")
 
 
 def problems(reports: dict, addresses: dict, groups: dict, settings: dict, logins: dict | None = None) -> list[str]:
-    """All that is wrong, so that one run shows it all.
+    """A sentence for each problem, so that one run shows all problems.
 
     `reports`: node name -> result of mpitrain_facts; `addresses`: node name -> ansible_host; `groups`: the
-    inventory's; `settings`: user, uid, gid, share, venv, min_free_mib, set_hostname, mpi, python;
-    "tunnel": node name -> address in the tunnel, whether there is one or not; with a tunnel "network" and "inside",
-    which is the same as "tunnel"; where the inventory says them
-    "login_users" and "login_ports", by node name;
-    `logins`: node name -> result of a login with a key alone, where one was tried.
+    inventory's; `logins`: node name -> result of a login with a key alone, if one was tried.
+    `settings`: user, uid, gid, share, venv, min_free_mib, set_hostname, mpi, python; "tunnel": node name -> address
+    that the node has or would have in the tunnel; with a tunnel also "network", and "inside", which equals "tunnel";
+    if the inventory has them, "login_users" and "login_ports" by node name.
     """
-    # Before ansible-core 2.19 a template gives text, whatever is in it.
+    # Before ansible-core 2.19, a template always gives text.
     settings = settings | {key: int(settings[key]) for key in ("uid", "gid", "min_free_mib")}
     inside = settings.get("inside") or addresses
     result = inventory_problems(addresses, groups)
     if settings.get("network"):
         result += tunnel_problems(inside, settings["network"])
     head = (groups.get("head") or [""])[0]
-    # What was mounted before a tunnel came or went is mounted anew.
+    # A mount from before the tunnel came or went is allowed: the role mounts the share again.
     sources = [
         f"[{address}]:{settings['share']}" if ":" in address else f"{address}:{settings['share']}"
         for address in dict.fromkeys(of.get(head, "") for of in (inside, addresses, settings.get("tunnel", {})))
@@ -59,10 +58,10 @@ def inventory_problems(addresses: dict, groups: dict) -> list[str]:
     head, workers = groups.get("head", []), groups.get("workers", [])
     if len(head) != 1:
         result.append(
-            f"inventory: [head] has {len(head)} hosts {sorted(head)}; allowed: exactly one, it serves the share"
+            f"inventory: [head] has {len(head)} hosts {sorted(head)}; allowed: exactly one, which serves the share"
         )
     result += [
-        f"inventory: {name} is in the groups [head] and [workers]; allowed: one of them. Take it out of the other"
+        f"inventory: {name} is in the groups [head] and [workers]; allowed: one of them. Remove it from the other"
         for name in sorted(set(head) & set(workers))
     ]
     names_of = defaultdict(list)
@@ -73,8 +72,8 @@ def inventory_problems(addresses: dict, groups: dict) -> list[str]:
             number = ipaddress.ip_address(address or "")
         except ValueError:
             result.append(
-                f"inventory: {name} has ansible_host={address or '(nothing)'}; allowed: an IP address, because the"
-                " names are made from it. Write the address that the other nodes reach it by"
+                f"inventory: {name} has ansible_host={address or '(nothing)'}; allowed: an IP address, because"
+                " /etc/hosts is made from it. Write the address by which the other nodes reach it"
             )
             continue
         if number.is_loopback or number.is_unspecified:
@@ -82,7 +81,7 @@ def inventory_problems(addresses: dict, groups: dict) -> list[str]:
         names_of[number].append(name)
     result += [
         f"inventory: {' and '.join(names)} have the same address {number}; allowed: one name for each address."
-        " Correct ansible_host or take one out"
+        " Correct ansible_host, or remove one of them"
         for number, names in names_of.items()
         if len(names) > 1
     ]
@@ -94,35 +93,35 @@ def no_answer(name: str, address: str | None, report: dict) -> str:
     where = f"{name} ({address})"
     if report.get("unreachable") and re.search(r"(?i)timeout .*privilege escalation prompt", message):
         return (
-            f"{where}: no answer to sudo: {message}. Is the node up, and overloaded? Try: ssh {address} sudo -n true."
-            f" If it is gone for good, take {name} out of the inventory"
+            f"{where}: no answer to sudo: {message}. Is the node up? Is it overloaded? Try: ssh {address} sudo -n true."
+            f" If the node is gone for good, remove {name} from the inventory"
         )
     if report.get("unreachable"):
         return (
-            f"{where}: ssh does not get in: {message}. Is it up and is the address right? Try: ssh {address} true."
-            f" If it is gone for good, take {name} out of the inventory"
+            f"{where}: ssh cannot log in: {message}. Is the node up? Is the address right? Try: ssh {address} true."
+            f" If the node is gone for good, remove {name} from the inventory"
         )
     if re.search(r"(?i)(incorrect|missing) .*password|a password is required|timeout .*privilege", message):
         return (
-            f"{where}: sudo refuses: {message}. Give the right password by --ask-become-pass, or for this node alone"
-            " by ansible_become_password from a vault, or allow sudo without one"
+            f"{where}: sudo refuses: {message}. Give the right password with --ask-become-pass, or for this node alone"
+            " with ansible_become_password from a vault, or allow sudo without a password"
         )
     if re.search(r"(?i)sudoers|not allowed to|may not run", message):
-        return f"{where}: the login user may not use sudo: {message}. Put it into the group sudo (or wheel)"
+        return f"{where}: the login user may not use sudo: {message}. Add this user to the group sudo (or wheel)"
     if re.search(r"python3?: (not found|No such file)|interpreter", message):
         return f"{where}: there is no /usr/bin/python3: {message}. Install it: apt-get install python3"
-    return f"{where}: the look at it failed: {message}"
+    return f"{where}: the module mpitrain_facts failed: {message}"
 
 
 def key_problems(name: str, address: str | None, login: dict, user: str = "", port: int | str = "") -> list[str]:
-    """A machine that would lock out whoever sets it up: once passwords are off, only a key opens it."""
+    """A node that would lock out its administrator: without passwords, only a key gives access."""
     if not (login.get("unreachable") or login.get("failed")):
         return []
     message = PREFIX.sub("", str(login.get("msg") or "no message")).strip()
     bring = "ssh-copy-id" + (f" -p {port}" if port else "") + (f" {user}@{address}" if user else f" {address}")
     sentence = (
-        f"{name} ({address}): mpitrain_sshd_passwords is false, and a login with a key alone fails: {message}. It would"
-        f" lock you out. Bring your key there: {bring}; or set mpitrain_sshd_passwords: true"
+        f"{name} ({address}): mpitrain_sshd_passwords is false, and a login with a key alone fails: {message}. Set-up"
+        f" would lock you out. Install your key: {bring}; or set mpitrain_sshd_passwords: true"
     )
     return [sentence]
 
@@ -130,7 +129,7 @@ def key_problems(name: str, address: str | None, login: dict, user: str = "", po
 def node_problems(name: str, facts: dict, settings: dict) -> list[str]:
     result = []
     if not facts["family"]:
-        result.append(f"runs {facts['os']}; allowed: Debian, Ubuntu, the RHEL family. Take it out of the inventory")
+        result.append(f"runs {facts['os']}; allowed: Debian, Ubuntu, the RHEL family. Remove it from the inventory")
     if not facts["systemd"]:
         result.append("systemd is not running; allowed: a machine that booted with it")
     if facts["python"] == "silent":
@@ -138,29 +137,31 @@ def node_problems(name: str, facts: dict, settings: dict) -> list[str]:
     elif tuple(int(part) for part in facts["python"].split(".") if part) < PYTHON:
         result.append(
             f"{settings['python']} is {facts['python'] or 'not there'}; allowed: Python 3.11 or newer (Debian 12,"
-            " Ubuntu 24.04; on RHEL 9 install python3.12). Set mpitrain_python to such a one"
+            " Ubuntu 24.04; on RHEL 9 install python3.12). Set mpitrain_python to one of these"
         )
     if facts["hostname"] != name and not settings["set_hostname"]:
         result.append(
-            f"calls itself {facts['hostname']}; allowed: the name in the inventory. Rename one of them, or set"
+            f"the host name is {facts['hostname']}; allowed: the name in the inventory. Change one of the two, or set"
             " mpitrain_set_hostname: true"
         )
     for program, key in (("sshd", "sshd_includes"), ("ssh", "ssh_includes")):
         if not facts[key]:
             path = f"/etc/ssh/{program}_config"
             result.append(
-                f"{path} does not include {path}.d/*.conf; needed: our settings are files of their own. Put this at its"
-                f" top: Include {path}.d/*.conf"
+                f"{path} does not include {path}.d/*.conf; needed, because set-up writes files there. Add this line"
+                f" at its top: Include {path}.d/*.conf"
             )
     if not facts["host_keys"]:
         result.append("there is no /etc/ssh/ssh_host_*_key.pub; needed: host keys. Run: sudo ssh-keygen -A")
     if not facts["mpiexec_found"]:
-        result.append(f"there is no mpiexec where mpitrain_mpi={settings['mpi']} says; install it, or use wheel")
+        result.append(
+            f"there is no mpiexec where mpitrain_mpi={settings['mpi']} says. Install it, or set mpitrain_mpi: wheel"
+        )
     return [f"{name}: {problem}" for problem in result]
 
 
 def tunnel_problems(inside: dict, network: str) -> list[str]:
-    """The tunnel's network, and the addresses in it that follow from the inventory's."""
+    """Problems with the tunnel's network, and with the addresses in it that follow from those of the inventory."""
     try:
         whole = ipaddress.ip_network(network)
     except ValueError:
@@ -172,26 +173,26 @@ def tunnel_problems(inside: dict, network: str) -> list[str]:
         names_of[address].append(name)
     ends = {str(whole.network_address), str(whole.broadcast_address)}
     return [
-        f"inventory: {' and '.join(names)} would have the address {address} in the tunnel; allowed: one of its own, and"
-        f" neither the first nor the last of {network}. It has the last {32 - whole.prefixlen} bits of ansible_host:"
-        " change that, or mpitrain_wireguard_network"
+        f"inventory: {' and '.join(names)} would have the address {address} in the tunnel; allowed: an address of its"
+        f" own, neither the first nor the last of {network}. The address has the last {32 - whole.prefixlen} bits of"
+        " ansible_host. Change ansible_host or mpitrain_wireguard_network"
         for address, names in names_of.items()
         if len(names) > 1 or address in ends
     ]
 
 
 def way_problems(name: str, facts: dict, network: str) -> list[str]:
-    """What keeps a node from being an end of the tunnel."""
+    """Reasons why a node cannot be an end of the tunnel."""
     result = []
     if not facts["tunnel_possible"]:
         result.append(
-            f"{name}: the kernel has no WireGuard, and for the program that stands in there is no /dev/net/tun; needed:"
-            " one of them. Run: sudo modprobe wireguard || sudo modprobe tun"
+            f"{name}: the kernel has no WireGuard, and there is no /dev/net/tun for WireGuard in user space; needed:"
+            " one of the two. Run: sudo modprobe wireguard || sudo modprobe tun"
         )
     for route in facts["routes"]:
         try:
             overlaps = ipaddress.ip_network(route).overlaps(ipaddress.ip_network(network))
-        except (ValueError, TypeError):  # "default"; or the other version of IP
+        except (ValueError, TypeError):  # "default", or an IPv6 route
             continue
         if overlaps:
             result.append(
@@ -202,24 +203,24 @@ def way_problems(name: str, facts: dict, network: str) -> list[str]:
 
 
 def network_problems(name: str, addresses: dict, facts: dict, inside: dict | None = None) -> list[str]:
-    """A node's own address, the names of the others in its /etc/hosts, and the way it takes to them."""
+    """Problems with a node's own address, its names of other nodes in /etc/hosts, and its routes to them."""
     inside = inside or addresses
     address = addresses.get(name)
     if not any(same(address, one) for one in facts["addresses"]):
         own = [one for one in facts["addresses"] if not one.startswith(("127.", "::1", "fe80"))]
-        seen = f"is on none of its interfaces (it has {', '.join(own) or 'none'})"
-        return [f"{name}: the address {address} {seen}; allowed: its own. Correct ansible_host"]
+        seen = f"is on no interface of the node (the node has {', '.join(own) or 'none'})"
+        return [f"{name}: the address {address} {seen}; allowed: an address of the node. Correct ansible_host"]
     entries = [(line, line.partition("#")[0].split()) for line in facts["hosts_lines"]]
     result = [
-        f"{name}: /etc/hosts has the line {line!r}; allowed: {other} at {inside[other]}. Take {other} out of it"
+        f"{name}: /etc/hosts has the line {line!r}; allowed: {other} at {inside[other]}. Remove {other} from this line"
         for line, words in entries
         for other in sorted(inside.keys() & set(words[1:]))
-        # Debian's line for a node's own name is the role's to take out.
+        # The role itself removes Debian's line for the node's own name.
         if not same(words[0], inside[other]) and (words[0], other) != ("127.0.1.1", name)
     ]
     result += [
-        f"{name}: reaches {other} ({there}) from its address {facts['sources'][there]}; allowed: from {address}, since"
-        " the others let in no other. Give the nodes, as ansible_host, addresses of one network"
+        f"{name}: reaches {other} ({there}) from its address {facts['sources'][there]}; allowed: from {address}. The"
+        " other nodes let in no other address. Give all nodes addresses of one network as ansible_host"
         for other, there in sorted(addresses.items())
         if other != name and facts["sources"].get(there) and not same(facts["sources"][there], address)
     ]
@@ -227,7 +228,7 @@ def network_problems(name: str, addresses: dict, facts: dict, inside: dict | Non
 
 
 def same(one: str | None, other: str | None) -> bool:
-    """Whether two spellings are one address."""
+    """Whether two spellings mean the same address."""
     try:
         return ipaddress.ip_address(one or "") == ipaddress.ip_address(other or "")
     except ValueError:
@@ -240,19 +241,21 @@ def account_problems(name: str, facts: dict, settings: dict) -> list[str]:
     if facts["user_uid"] not in (None, uid):
         result.append(
             f"user {user} has uid {facts['user_uid']}; allowed: {uid} as on the other nodes. Choose another"
-            " mpitrain_user, or give it that uid (usermod -u, then chown its files)"
+            " mpitrain_user, or change its uid (usermod -u, then chown its files)"
         )
     if facts["uid_user"] not in (None, user):
-        result.append(f"uid {uid} belongs to {facts['uid_user']}; needed for {user}. Choose another mpitrain_uid")
+        result.append(f"uid {uid} belongs to {facts['uid_user']}; it is needed for {user}. Choose another mpitrain_uid")
     if facts["group_gid"] not in (None, gid):
         result.append(
-            f"group {user} has gid {facts['group_gid']}; allowed: {gid}. Choose another mpitrain_user, or groupmod -g"
+            f"group {user} has gid {facts['group_gid']}; allowed: {gid}. Choose another mpitrain_user, or use groupmod"
         )
     if facts["gid_group"] not in (None, user):
-        result.append(f"gid {gid} belongs to {facts['gid_group']}; needed for {user}. Choose another mpitrain_gid")
+        result.append(
+            f"gid {gid} belongs to {facts['gid_group']}; it is needed for {user}. Choose another mpitrain_gid"
+        )
     if facts["user_uid"] == uid and facts["user_gid"] != gid:
         result.append(
-            f"user {user} has the main group {facts['user_gid']}; allowed: {gid}. Run usermod -g {gid} {user}"
+            f"user {user} has the primary group {facts['user_gid']}; allowed: {gid}. Run usermod -g {gid} {user}"
         )
     return [f"{name}: {problem}" for problem in result]
 
@@ -278,13 +281,13 @@ def head_problems(name: str, facts: dict, settings: dict) -> list[str]:
         )
     elif facts["venv_foreign"]:
         result.append(
-            f"{name}: {venv} holds what is not ours, and would be emptied for the environment; allowed: nothing, or an"
-            " empty folder. Move it away, or choose another mpitrain_venv"
+            f"{name}: {venv} holds files that set-up did not make, and that set-up would delete; allowed: nothing, or"
+            " an empty folder. Move the files away, or choose another mpitrain_venv"
         )
     if not facts["runtime"] and place["free_mib"] < settings["min_free_mib"]:
         result.append(
             f"{name}: {path} has {place['free_mib']} MiB free; needed: {settings['min_free_mib']} MiB for Python and"
-            " MPI (mpitrain_min_free_mib). Free some, or choose another mpitrain_share"
+            " MPI (mpitrain_min_free_mib). Free some space, or choose another mpitrain_share"
         )
     return result
 
@@ -301,8 +304,8 @@ def worker_problems(name: str, facts: dict, settings: dict, sources: list[str]) 
             )
     if place["kind"] == "folder" and not place["empty"]:
         result.append(
-            f"{name}: {path} holds files on its own disk, which the mount would hide; allowed: an empty folder. Move"
-            " them away, or choose another mpitrain_share"
+            f"{name}: {path} holds files on the node's own disk, which the mount would hide; allowed: an empty folder."
+            " Move the files away, or choose another mpitrain_share"
         )
     return result
 
@@ -317,7 +320,7 @@ def path_problems(name: str, place: dict, path: str) -> list[str]:
 
 
 def difference_problems(facts: dict) -> list[str]:
-    """What must be the same everywhere, because one virtual environment serves all nodes."""
+    """Differences between nodes that one virtual environment for all of them does not allow."""
     result = []
     pythons = {name: one["python"] for name, one in facts.items() if one["python"] not in ("", "silent")}
     for property_name, value_of in (
@@ -330,8 +333,8 @@ def difference_problems(facts: dict) -> list[str]:
         common = max(names_of, key=lambda value: len(names_of[value]), default="")
         result += [
             f"{', '.join(names)}: the {property_name} is {value or 'unknown'}; allowed: {common} as on"
-            f" {', '.join(names_of[common])}, because one environment serves all nodes. Take it out of"
-            " the inventory, or make all alike"
+            f" {', '.join(names_of[common])}, because one environment serves all nodes. Remove the node"
+            " from the inventory, or make all nodes alike"
             for value, names in names_of.items()
             if value != common
         ]
@@ -339,19 +342,19 @@ def difference_problems(facts: dict) -> list[str]:
 
 
 def notes(reports: dict) -> list[str]:
-    """What is worth a word and stops nobody."""
+    """Warnings, which do not stop a set-up."""
     result = []
     facts = {name: report["ansible_facts"]["mpitrain"] for name, report in sorted(reports.items())}
     for name, one in facts.items():
         if one["nvidia_cards"] and not one["nvidia_driver"]:
             result.append(
-                f"{name}: has {one['nvidia_cards']} NVIDIA cards and no driver is loaded. We never install drivers: see"
-                " https://docs.nvidia.com/datacenter/tesla/driver-installation-guide"
+                f"{name}: has {one['nvidia_cards']} NVIDIA cards and no loaded driver. Set-up never installs drivers."
+                " See https://docs.nvidia.com/datacenter/tesla/driver-installation-guide"
             )
         if one["firewall"] == "own rules":
             result.append(
-                f"{name}: nftables drops what it does not know, and neither ufw nor firewalld manages it. We leave such"
-                " rules alone: let the nodes' addresses in, or MPI will hang"
+                f"{name}: nftables drops unknown packets, and neither ufw nor firewalld manages it. Set-up leaves such"
+                " rules as they are. Let the nodes' addresses in, or MPI will hang"
             )
     drivers = {one["nvidia_driver"] for one in facts.values() if one["nvidia_driver"]}
     if len(drivers) > 1:

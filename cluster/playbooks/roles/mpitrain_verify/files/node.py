@@ -1,4 +1,4 @@
-"""What one node sees, as the shared user: who it can log in to, which Python and MPI it has, and a file on the share.
+"""What the shared user finds on one node: logins to the other nodes, Python and MPI, and files on the share.
 
 node.py RUN SHARE NAME...    writes SHARE/.mpitrain-verify-RUN/<this node> and prints JSON
 node.py RUN SHARE --read     prints which nodes' files can be read here, as JSON
@@ -21,7 +21,7 @@ def main() -> None:
     run, share, *names = sys.argv[1:]
     folder = Path(share, f".mpitrain-verify-{run}")
     if names == ["--read"]:
-        # Listed before it is read: a new name may be hidden for a while, never from a listing.
+        # The folder is listed first: NFS may hide a new file from a lookup for a while, never from a listing.
         seen = {path.name: path.read_text() for path in sorted(folder.iterdir())}
         print(json.dumps(sorted(name for name, content in seen.items() if content == f"{run} {name}\n")))
         return
@@ -41,23 +41,23 @@ def main() -> None:
 
 
 def log_in(name: str) -> str:
-    """What is wrong with a login to `name`; empty if nothing. It must be silent, too: chatter breaks sftp and MPI."""
+    """What is wrong with a login to `name`; empty if nothing. A login must print nothing, or sftp and MPI fail."""
     code, out, error = ssh(name, "uname -n", LOGIN_SECONDS)
     if code != 0:
         return error.strip() or f"exit code {code}"
     answer = out.strip()
-    return "" if answer.split(".")[0] == name else f"who answered says {answer!r} and not {name}"
+    return "" if answer.split(".")[0] == name else f"the host that answered is {answer!r}, not {name}"
 
 
 def commands(own: str) -> list[str]:
-    """Which Python, mpiexec and mpitrain are found over ssh, because that is how MPI starts its ranks."""
+    """The Python, mpiexec and mpitrain that a command over ssh finds, because MPI starts its ranks over ssh."""
     script = "python -c 'import sys; print(sys.executable, sys.version.split()[0])'; command -v mpiexec mpitrain"
     code, out, error = ssh(own, script, COMMAND_SECONDS)
     return out.splitlines() if code == 0 else [f"exit code {code}: {error.strip()}"]
 
 
 def ssh(name: str, script: str, seconds: int) -> tuple[int, str, str]:
-    """Exit code, output and error output of a command on another node; nothing may ask."""
+    """Exit code, output and error output of a command on another node. ssh asks no question."""
     try:
         done = subprocess.run(
             ["ssh", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes", name, script],
