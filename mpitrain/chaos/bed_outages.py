@@ -1,10 +1,11 @@
-"""Faults of a test bed's nodes: a cable pulled out, a power cut. Each is undone in time, and if chaos ends.
+"""Faults of a test bed's nodes: a cable pulled out, a power cut. Each is undone in time, also if chaos ends.
 
-A process of its own on the machine of the bed, `python -m mpitrain.chaos.bed_outages BED`. It speaks as a saboteur:
+This is a process of its own on the machine of the bed, `python -m mpitrain.chaos.bed_outages BED`. It speaks the
+language of a saboteur:
 
-    chaos: {"fault": number, "kind", "host", "seconds"}   it: {"done": number, "deed", "step": 0,
-                                                              "ago_seconds"}, then {"undone": number}
-    chaos: {"undo": 1}                                    it: {"undone": number} if there was anything to undo
+    chaos: {"fault": number, "kind", "host", "seconds"}   outages: {"done": number, "deed", "step": 0,
+                                                                   "ago_seconds"}, then {"undone": number}
+    chaos: {"undo": 1}                                    outages: {"undone": number} if there was anything to undo
 """
 
 from __future__ import annotations

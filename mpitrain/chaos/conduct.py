@@ -1,4 +1,4 @@
-"""Makes the planned faults in a job that runs, one after the other, and keeps what is seen of the job."""
+"""Makes the planned faults in a running job, one after the other, and records how the job goes on."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Conductor:
         self._folders: list[str] = []
 
     def run(self) -> None:
-        """See to it all.
+        """Make the faults until the job has ended.
 
         Raises:
             LaunchError: hosts do not answer; the job's launcher is on none of them; a cable or power is still cut.
@@ -114,8 +114,8 @@ class Conductor:
             if hit is None or hit.fault.number not in (message.get(key) for key in ("done", "refused", "undone")):
                 if "closed" in message and host == OUTAGES:
                     raise LaunchError(
-                        "what breaks cables and power of the test bed has ended: `mpitrain testbed status` shows "
-                        "what is broken, `mpitrain testbed heal all` mends it"
+                        "the process that breaks and repairs the test bed has ended: `mpitrain testbed status` shows "
+                        "what is broken, `mpitrain testbed heal all` repairs it"
                     )
                 if "closed" in message and hit is not None and hit.host == host and hit.fault.kind in _OF_SABOTEUR:
                     hit.is_undone = True  # by the keeper of the outage
@@ -128,7 +128,7 @@ class Conductor:
                 self._say(f"fault {hit.fault.number}, {hit.fault.kind}: {hit.victim}: {hit.deed}")
             elif "refused" in message:
                 hit.why_not, hit.is_undone = message["why"], True
-                self._say(f"fault {hit.fault.number}, {hit.fault.kind}: left out: {hit.why_not}")
+                self._say(f"fault {hit.fault.number}, {hit.fault.kind}: skipped: {hit.why_not}")
             else:
                 hit.is_undone = True
                 self._say("    undone")
@@ -197,7 +197,7 @@ class Conductor:
             hit.rank, hit.host = fault.victim(targets, self._apart, self._folders)
         except LookupError as error:
             hit.why_not = str(error)
-            self._say(f"fault {fault.number}, {fault.kind}: left out: {hit.why_not}")
+            self._say(f"fault {fault.number}, {fault.kind}: skipped: {hit.why_not}")
             return
         self._crew.send_all({"look": 1})
         self._looked = time.monotonic()
@@ -238,12 +238,12 @@ class Conductor:
         while len(self.episode.left) < len(asked) and time.monotonic() < deadline:
             self._take(self._crew.exchange(_TICK_SECONDS))
         for host in self._ranks.keys() - self.episode.left.keys():
-            self.episode.left[host] = ["it could not be asked what is left there"]
+            self.episode.left[host] = ["unknown, because there is no connection to this host"]
         self._look_on()
         self.episode.error = _failure(self._of_attempt()) if self._tokens else "no rank has started"
 
     def _undo(self) -> None:
-        """Undo what is in force, and wait for that."""
+        """Undo all faults in force, and wait until that is done."""
         for host in {hit.host for hit in self.episode.hits if not hit.is_undone}:
             self._crew.send(host, {"undo": 1})
             self._crew.send(OUTAGES, {"undo": 1})

@@ -1,4 +1,4 @@
-"""The saboteurs on all hosts of a job, and what breaks cables and power: messages to and from them."""
+"""Messages to and from the saboteurs on all hosts of a job, and the process that breaks cables and power of a bed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mpitrain.chaos.sites import Site
 from mpitrain.errors import LaunchError
 from mpitrain.launch.connections import Connection
 
-# What breaks cables and power, in place of a host's name.
+# Stands in place of a host's name for the process that breaks cables and power.
 OUTAGES = ""
 _AGAIN_SECONDS = 3.0
 _CLOSE_SECONDS = 3.0

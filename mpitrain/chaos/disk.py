@@ -1,4 +1,4 @@
-"""A disk that is filled: only a small file system of its own, which nobody else needs.
+"""Filling a disk: only a small file system of its own, which nobody else needs.
 
 Sent to hosts as text: this module imports no other module of mpitrain, and must run with old Pythons.
 """
@@ -26,12 +26,14 @@ def refusal_to_fill(folder: str) -> str:
         return f"{folder} is on the file system of {shared[0]}, which others need"
     size_bytes = status.f_blocks * status.f_frsize
     if size_bytes > MOST_DISK_BYTES:
-        return f"{folder} is on a file system of {size_bytes >> 20} MiB; at most {MOST_DISK_BYTES >> 20} MiB is filled"
+        return (
+            f"{folder} is on a file system of {size_bytes >> 20} MiB; chaos fills at most {MOST_DISK_BYTES >> 20} MiB"
+        )
     return "" if os.access(folder, os.W_OK) else f"{folder} cannot be written to"
 
 
 def fill(path: str) -> None:
-    """Make a file there that leaves no room."""
+    """Make a file in this folder that takes all free room."""
     with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         for size_bytes in (1 << 20, 1 << 12, 1):

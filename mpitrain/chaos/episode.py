@@ -1,4 +1,4 @@
-"""What chaos has made, and what it has seen of the job."""
+"""The faults that chaos made, and what it saw of the job."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class Hit:
     Attributes:
         fault: as planned.
         seconds: when it was made, after the start of chaos.
-        rank: the rank that it hit; None: not one alone.
-        host: where.
+        rank: the rank that it hit; None: more than one rank, or none.
+        host: the host that it hit.
         attempt: the job's attempt that it hit.
         step: the last step that the victim had begun; None: not known yet.
-        deed: what was done.
-        why_not: why nothing was done; "": it was done.
-        is_undone: nothing of it is in force.
-        went_on: how the job went on; None: it has not.
+        deed: the fault, in words.
+        why_not: why the fault was not made; "": it was made.
+        is_undone: the fault is not in force any more.
+        went_on: how the job went on; None: it has not gone on yet.
     """
 
     fault: Fault
@@ -50,10 +50,10 @@ class Episode:
         points: in order of time.
         hits: the faults.
         said: lines of the launcher about the job, with the time at which each was seen.
-        hears: the launcher's output can be read.
+        hears: whether the launcher's output can be read.
         seconds: how long chaos took.
-        has_ended: the job is over.
-        error: why the job has failed; "": it has not.
+        has_ended: whether the job is over.
+        error: why the job has failed; "": the job has not failed.
         left: what is left of the job, by host.
     """
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 
 class Outage:
-    """A fault in force. Have at most one in a process: a second keeper would hold the pipe of the first one open."""
+    """A fault in force. Make at most one in a process: a second keeper would hold the pipe of the first one open."""
 
     def __init__(self, number: int, make: Callable[[], None], undo: Callable[[], None], seconds: float) -> None:
         """Make the fault in a process of its own; `undo` may be called there and here, and more than once."""

@@ -1,4 +1,4 @@
-"""Which faults a job gets, and when: a function of the seed alone. On whom is decided when a fault is due."""
+"""The faults of a job and their times: a function of the seed alone. Each victim is chosen when its fault is due."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Fault:
         number: 1 for the first one.
         seconds: when, after the start.
         kind: one of KINDS.
-        pick: from 0 to below 1: which one of those that it can hit.
+        pick: a number from 0 to below 1, which chooses the victim from those that can be hit.
         is_of_host: of a freeze: it stops all processes of the job on a host, not one rank.
     """
 
@@ -33,7 +33,7 @@ class Fault:
     is_of_host: bool
 
     def victim(self, ranks: Mapping[int, str], apart: str, folders: Sequence[str]) -> tuple[int | None, str]:
-        """Return the rank (None: not one alone) and the host that the fault hits.
+        """Return the rank (None: not one rank alone) and the host that the fault hits.
 
         Args:
             ranks: the host of each rank that can be hit now.
@@ -41,7 +41,7 @@ class Fault:
             folders: the hosts whose disk can be filled.
 
         Raises:
-            LookupError: there is nothing to hit; the text says why.
+            LookupError: nothing can be hit; the text says why.
         """
         if not ranks:
             raise LookupError("no rank is between its start and its end")
@@ -64,7 +64,7 @@ class Fault:
 def plan(kinds: Sequence[str], every_seconds: float, seed: int) -> Iterator[Fault]:
     """Yield faults for ever: in each round every kind once, in an order of its own, each at a random moment.
 
-    Two faults are at least half of `every_seconds` apart. One that is due before the job has gone on waits.
+    Two faults are at least half of `every_seconds` apart. A fault that is due before the job has gone on waits.
     """
     chance = random.Random(seed)
     number = 0
@@ -79,7 +79,7 @@ def parse_kinds(text: str) -> tuple[str, ...]:
     """Return the kinds of faults in a text such as "rank,freeze".
 
     Raises:
-        ConfigError: one is unknown, or is there twice.
+        ConfigError: a kind is unknown, or appears twice.
     """
     kinds = tuple(text.split(","))
     for kind in kinds:

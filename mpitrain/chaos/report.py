@@ -1,4 +1,4 @@
-"""What chaos did to a job, and how the job took it: as numbers, and as text. Pure functions of a Episode."""
+"""What chaos did to a job, and how the job went on: as numbers, and as text. Pure functions of an Episode."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST_NAMED = 90
 
 
 def numbers(episode: Episode, job: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all that is known, to be written as JSON; `options` are those that chaos ran with."""
+    """Return the report as values for JSON; `options` are those that chaos ran with."""
     made = [hit for hit in episode.hits if not hit.why_not]
     share, share_of_capacity = kept(episode.points, [hit.seconds for hit in made])
     steps = [point.step for point in episode.points]
@@ -59,19 +59,19 @@ def text(report: Mapping[str, Any]) -> str:
             named = f", named {summary['named']} of {summary['to_name']}"
         times = ""
         if summary["median_seconds"] is not None:
-            times = f": {summary['median_seconds']:.2f} s in the median, {summary['worst_seconds']:.2f} s at worst"
+            times = f": median {summary['median_seconds']:.2f} s, worst {summary['worst_seconds']:.2f} s"
         lines.append(f"{kind}: the job went on after {summary['went_on']} of {summary['count']}{times}{named}")
     if not report["output_was_read"]:
-        lines.append("culprits: the launcher's output is no file, so it is not known what it named (`2> FILE`)")
+        lines.append("culprits: not known, because the launcher's stderr is no file; start the job with `2> FILE`")
     if report["faults"] and report["steps"]:
         first, last = report["steps"]
         before = report["undisturbed_seconds"]
-        unsure = ", which is short" if before < _LEAST_SECONDS else ""
+        unsure = ", too short for a sure rate" if before < _LEAST_SECONDS else ""
         lines.append(
             f"throughput: {last - first} steps in {report['seconds']:.0f} s; "
             f"{report['undisturbed_steps_per_second']:.2f} steps/s in the {before:.0f} s before the first fault{unsure}"
             f"; kept: {report['throughput_kept']:.1%}, or {report['throughput_kept_of_capacity']:.1%} "
-            "of what the ranks that were left could do"
+            "of what the remaining ranks could do"
         )
     if not report["has_ended"]:
         lines.append("the job goes on; all faults are undone")
@@ -87,8 +87,8 @@ def _row(fault: Mapping[str, Any]) -> tuple[str, ...]:
     went_on = fault["went_on_seconds"]
     after = "-" if went_on is None else f"{went_on:.2f} s"
     if fault["from_step"]:
-        after += f" from step {fault['from_step']}, {fault['repeated_steps']} again"
-    deed = f"left out: {fault['why_not']}" if fault["why_not"] else fault["deed"]
+        after += f" from step {fault['from_step']}, {fault['repeated_steps']} repeated"
+    deed = f"skipped: {fault['why_not']}" if fault["why_not"] else fault["deed"]
     before = f"{fault['steps_per_second_before']:.2f}"
     at = f"{fault['seconds']:.1f} s"
     named = textwrap.shorten(fault["named"] or "-", _MOST_NAMED, placeholder=" ...")
@@ -159,7 +159,7 @@ def _kinds(hits: Sequence[Hit]) -> list[str]:
 
 
 def _kind(episode: Episode, hits: Sequence[Hit]) -> dict[str, Any]:
-    """Return how the job took all faults of a kind. It must name a victim if the fault made it start again."""
+    """Return how the job went on after all faults of a kind. A fault that made it start again must be named."""
     times = [hit.went_on.seconds for hit in hits if hit.went_on is not None]
     to_name = [hit for hit in hits if hit.fault.kind == "rank" or (hit.went_on is not None and hit.went_on.from_step)]
     return {

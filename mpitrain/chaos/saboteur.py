@@ -1,4 +1,4 @@
-"""Chaos on one host: sees the job's ranks there, makes the faults that processes can make, and undoes them.
+"""Chaos on one host: watches the job's ranks there, makes those faults that a process can make, and undoes them.
 
 Sent to a host as text, like the guard. So this module imports only the modules that come with it, and must run with old
 Pythons. It touches only processes that carry the launcher in their environment. One JSON object per line:
@@ -191,7 +191,7 @@ class Saboteur:
         """Make a fault; return why not, if it cannot be made."""
         number, kind, rank, seconds = order["fault"], order["kind"], order["rank"], order["seconds"]
         if self._outage is not None:
-            return "the fault before it has not been undone"
+            return "the previous fault has not been undone"
         self._scan()
         if kind == "disk":
             if why := refusal_to_fill(self._folder):
@@ -207,7 +207,7 @@ class Saboteur:
         )
         pids = [pid for pid in pids if self._is_of_job(pid)]
         if not pids:
-            return "the process has ended before"
+            return "the process had ended already"
         made = time.monotonic()
         if kind == "rank":
             deed = f"process {pids[0]} killed"

@@ -1,6 +1,6 @@
-"""Where the hosts of a job are, and how chaos gets there: real hosts by ssh, the nodes of a test bed by their insides.
+"""The hosts of a job, and how chaos reaches them: real hosts by ssh, nodes of a test bed through their namespaces.
 
-On a bed a cut cable does not cut off chaos, and the job may belong to any user of the nodes.
+So on a bed a cut cable does not cut off chaos, and the job may belong to any user of the nodes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Site(Protocol):
 
 
 class RealHosts:
-    """Machines that somebody needs; also this one alone."""
+    """Real machines, which somebody needs; also this machine alone."""
 
     is_real = True
 

@@ -1,4 +1,4 @@
-"""How a job went on over time, from what its ranks publish: pure functions of points in time."""
+"""The course of a job over time, from what its ranks publish: pure functions of points in time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Changes of the hosts of a running job: takes in the wishes, and answers them.
+"""Changes of the hosts of a running job: receives the wishes, and answers them.
 
     wish ─> can it be? ─┬─> "accepted" ─> keepers ─> ranks end after their next copy ─> the next try, on other hosts
                         └─> "refused", and why; the job does not notice
@@ -98,7 +98,7 @@ class Changes:
             with self._lock:
                 hosts, now_on, pending = self._hosts, self._now_on, self._change
             if hosts is None or now_on is None:
-                raise ConfigError("it is being started again; try again in a moment")
+                raise ConfigError("the job is being started again; try again in a moment")
             if pending is not None:
                 raise ConfigError(f"another change is under way: {pending.text}")
             if "leave" in wish:
@@ -107,7 +107,7 @@ class Changes:
                 change = self._joining(hosts, now_on, str(wish["join"]))
             with self._lock:
                 if self._now_on is not now_on or self._change is not None:
-                    raise ConfigError("it is being started again; try again in a moment")
+                    raise ConfigError("the job is being started again; try again in a moment")
                 self._change = change
                 self._keepers.leave = True
         except (ConfigError, LaunchError) as error:
@@ -118,7 +118,7 @@ class Changes:
     def _leaving(self, hosts: Placement, now_on: Placement, leave: list[str]) -> Change:
         for host in leave:
             if host not in now_on.hosts:
-                raise ConfigError(f"{host} is no host of it now; its hosts are {', '.join(now_on.hosts)}")
+                raise ConfigError(f"{host} is not a host of the job; its hosts are {', '.join(now_on.hosts)}")
         num_left = len(set(now_on.hosts) - set(leave))
         if num_left < max(1, self._min_nodes):
             left = f"only {num_left} of its hosts would be left" if num_left else "no host would be left"
@@ -153,4 +153,6 @@ class Changes:
         try:
             send(line, self.answer(receive(line)[0]))
         except (OSError, ValueError, KeyError, TypeError) as error:
-            print(f"mpitrain: a wish to change the hosts was lost: {error}", file=sys.stderr, flush=True)
+            print(
+                f"mpitrain: a request to change the hosts could not be answered: {error}", file=sys.stderr, flush=True
+            )

@@ -46,7 +46,7 @@ class Keepers:
         self._let_go(list(self._connections), _CLOSE_SECONDS)
 
     def begin(self, hosts: Sequence[str]) -> None:
-        """Before a try: see to it that there is a keeper on these hosts, and on no others. `settle` waits for them.
+        """Before a try: have a keeper on each of these hosts, and on no others. `settle` waits for them.
 
         A host that does not take part in a try loses its keeper: what it holds would be older than what the others do.
         """
@@ -64,7 +64,7 @@ class Keepers:
                 self._said[host] = []
 
     def settle(self) -> None:
-        """Wait until the keepers are ready. Say which one is not: its host then has no copy in memory."""
+        """Wait until the keepers are ready. Report each one that is not: its host then has no copy in memory."""
         new = [host for host, said in self._said.items() if not said]
         self._hear("ready", new, _READY_SECONDS)
         for host in new:
@@ -82,7 +82,7 @@ class Keepers:
             connection.send({"beat": 1, "leave": self.leave})
 
     def _hear(self, word: str, hosts: Sequence[str], seconds: float) -> None:
-        """Take in what the keepers say until these have said `word` or an error, or have gone, or the time is over."""
+        """Receive from the keepers until each of these has sent `word` or an error or has gone, or until the time is over."""
         deadline = time.monotonic() + seconds
 
         def missing() -> list[str]:

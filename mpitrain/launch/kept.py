@@ -67,7 +67,7 @@ class Kept:
                 self._lines.pop(descriptor).close()
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Close the socket and all descriptors."""
         for name in list(self._table):
             self._drop(name)
         for line in self._lines.values():
@@ -132,11 +132,11 @@ class KeeperLine:
             raise
 
     def keep(self, name: str, descriptors: Sequence[int]) -> None:
-        """Have these kept, in place of those of the same name. The caller keeps its own."""
+        """Have the keeper keep these descriptors instead of those of the same name. The caller's own stay open."""
         self._ask({"keep": name}, descriptors)
 
     def names(self) -> list[str]:
-        """The names of all that is kept on this host."""
+        """The names of everything that is kept on this host."""
         answer, _ = self._ask({"names": 1})
         return list(answer["names"])
 
@@ -151,11 +151,11 @@ class KeeperLine:
         return bool(answer["leave"])
 
     def keep_only(self, names: Sequence[str], run: int) -> None:
-        """Have everything else of this run and of earlier ones dropped."""
+        """Have the keeper drop everything else of this run and of earlier ones."""
         self._ask({"only": list(names), "run": run})
 
     def close(self) -> None:
-        """Hang up. What was handed over stays with the keeper."""
+        """Close the line. The keeper keeps what it was given."""
         self._line.close()
 
     def _ask(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> tuple[dict[str, Any], list[int]]:

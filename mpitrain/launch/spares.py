@@ -75,7 +75,7 @@ class Spares:
         return self._events.fileno()
 
     def start(self, program: list[str], count: int) -> None:
-        """From now on, so many spares are to wait; they run `program`."""
+        """Have `count` spares of `program` wait from now on."""
         self._program, self._count, self._was_complete = program, count, False
 
     def look(self) -> None:
@@ -175,7 +175,7 @@ class Spares:
                 os.close(number)
 
     def _listen_to(self, spare: Spare) -> None:
-        """Take in what a spare says: "ready", "taken", or why it cannot become a rank."""
+        """Receive what a spare sends: "ready", "taken", or why it cannot become a rank."""
         try:
             said = spare.line.recv(_MOST_BYTES)
         except OSError:

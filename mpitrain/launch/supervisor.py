@@ -116,7 +116,7 @@ def judge(
     suspect = _set_aside([(b.when, b.host) for a, b in pairwise(failures) if b.host and a.host == b.host], now)
     there = [host for host in hosts if host not in gone]
     if len(there) < limits.min_nodes or not there:
-        problem = f"of {', '.join(hosts)} only {', '.join(there)} can take part" if there else "no host can take part"
+        problem = f"only {', '.join(there)} of {', '.join(hosts)} can take part" if there else "no host can take part"
         return Verdict(reason=f"{problem}, and --min-nodes is {limits.min_nodes}")
     best = [host for host in there if host not in suspect]
     return Verdict(tuple(best if len(best) >= limits.min_nodes and best else there))
@@ -207,7 +207,7 @@ def supervise(
                 continue
             if ended.code == 0:
                 if change is not None:
-                    _say(f"the job has ended before this could be done: {change.text}")
+                    _say(f"the job ended before its hosts could change: {change.text}")
                 if failures:
                     _say(f"{number} succeeded")
                 return 0

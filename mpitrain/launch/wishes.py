@@ -44,7 +44,7 @@ def ask(launcher: str, wish: Mapping[str, Any]) -> dict[str, Any]:
             send(line, dict(wish))
             return receive(line)[0]
     except ConnectionRefusedError:
-        text = "its hosts cannot change: it has no keepers, which hold its state in between; start it with --restarts N"
+        text = "its hosts cannot change, because no keepers hold its state meanwhile; start the job with --restarts N"
         return {"refused": text}
     except (OSError, ValueError) as error:
         return {"refused": f"its launcher does not answer: {error}"}

@@ -136,16 +136,14 @@ class StateCopies:
             self._line = KeeperLine(world.context.keeper)
         except OSError as error:
             if is_first_of_node(world):
-                say(
-                    world, f"the keeper of this host does not answer ({error}): it keeps no copy of the state in memory"
-                )
+                say(world, f"no copy of the state is kept in memory here: this host's keeper does not answer ({error})")
         if any(world.allgather(self._line is not None)):
             self.steps = world.config.memory_steps or 1
         else:
             self.why_not = "no host has a keeper"
 
     def _copy(self, trainer: Trainer) -> float:
-        """Copy what this rank has to copy. Return the time that will be needed again for the next copy."""
+        """Copy this rank's part of the state. Return the seconds that each later copy will take, too."""
         world = trainer.world
         if self._line is None or self._is_refused:
             self._is_refused = True
@@ -172,7 +170,7 @@ class StateCopies:
         return time.perf_counter() - began - waited
 
     def _asks_to_leave(self, world: World) -> bool:
-        """Whether this rank's keeper asks for the end of this try. A later run cannot be gone on with alone."""
+        """Whether this rank's keeper asks for the end of this try. A later run than the first cannot end so."""
         if self._run != 1 or self._line is None or not is_first_of_node(world):
             return False
         try:
@@ -208,7 +206,7 @@ class StateCopies:
         self._slots = {}
 
     def _drop_old(self) -> None:
-        """Have what earlier runs, and ranks that are elsewhere now, have copied on this host dropped."""
+        """Have the keeper drop the copies of earlier runs, and of ranks that are on another host now."""
         world, line = self._world, self._line
         assert world is not None
         if line is None or not is_first_of_node(world):

@@ -72,13 +72,13 @@ def test_text() -> None:
     seen = episode()
     said = text(numbers(seen, "1a2b", {}))
     assert "4.50 s from step 20, 1 again" in said
-    assert "left out: no rank is there" in said
-    assert "rank: the job went on after 1 of 1: 4.50 s in the median, 4.50 s at worst, named 1 of 1\n" in said
+    assert "skipped: no rank is there" in said
+    assert "rank: the job went on after 1 of 1: median 4.50 s, worst 4.50 s, named 1 of 1\n" in said
     assert "kept: 85.0%" in said
     assert said.endswith("the job has reached its end\nleft behind: nothing\n")
     seen.error, seen.left, seen.hears = "rank 1 on a did not reach its end", {"a": ["/dev/shm/x"]}, False
     said = text(numbers(seen, "1a2b", {}))
-    assert "culprits: the launcher's output is no file" in said
+    assert "culprits: not known, because the launcher's stderr is no file" in said
     assert said.endswith("the job has failed: rank 1 on a did not reach its end\nleft behind:\n    a: /dev/shm/x\n")
     assert "the job goes on; all faults are undone" in text(numbers(Episode(), "1a2b", {}))
 

@@ -78,7 +78,7 @@ def test_a_small_disk_may_be_filled(tmp_path: Path) -> None:
         f"mount -t tmpfs -o size=SIZE none {tmp_path} && "
         f"{sys.executable} -c 'from mpitrain.chaos.disk import refusal_to_fill as r; print(r(\"{tmp_path}\"))'"
     )
-    for size, said in (("1m", ""), ("300m", f"{tmp_path} is on a file system of 300 MiB; at most 256 MiB is filled")):
+    for size, said in (("1m", ""), ("300m", f"{tmp_path} is on a file system of 300 MiB; chaos fills at most 256 MiB")):
         done = subprocess.run(
             ["unshare", "--mount", "sh", "-c", script.replace("SIZE", size)],
             env=clean_environment(), capture_output=True, text=True, timeout=HANG_SECONDS, check=False,

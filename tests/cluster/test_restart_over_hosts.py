@@ -149,6 +149,6 @@ def test_a_node_loses_its_power(bed: Bed, python: str) -> None:
     went_on_from_memory(end, int(found[1]))
     assert re.search(
         r"try 2 of 3, from step \d+, failed at step \d+: node2 fell silent; not started again: "
-        r"of node1, node2, node3, node4 only node1, node4 can take part, and --min-nodes is 3\n$",
+        r"only node1, node4 of node1, node2, node3, node4 can take part, and --min-nodes is 3\n$",
         end.output,
     ), end.output

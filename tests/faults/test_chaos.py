@@ -156,7 +156,7 @@ def test_killed_ranks_in_place(tmp_path: Path) -> None:
     """The last rank is not killed: the job would end."""
     with running(tmp_path, 3, "--recover", vendor=need("openmpi")) as job:
         process = chaos(job, "--faults", "rank", "--every", "2s", "--hold", "1s", "--count", "3")
-        wait_for(process, "left out: one rank is left, and the job would end with it")
+        wait_for(process, "skipped: one rank is left, and the job would end with it")
         (tmp_path / "enough").touch()
         process.communicate(timeout=HANG_SECONDS)
         assert process.returncode == 0

@@ -263,7 +263,8 @@ def test_too_little_memory(tmp_path: Path, undisturbed: Undisturbed) -> None:
     job = train(tmp_path, "if rank == 1 and step == 8 and once('killed'): die()", before=before)
     succeeded(job)
     assert re.search(
-        rf"mpitrain: rank 0 on {HERE}: the state is not copied to memory here, .* MiB are free", job.stderr
+        rf"mpitrain: rank 0 on {HERE}: the state is not copied to memory here, .* are free, and 5% must stay free",
+        job.stderr,
     )
     assert not_from_memory(job) == ["no host that takes part has a whole copy. The training begins anew"]
     assert result(tmp_path) == undisturbed(3)

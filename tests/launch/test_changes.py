@@ -80,7 +80,7 @@ def test_a_host_joins(changes: Changes, asked: Asked) -> None:
 @pytest.mark.parametrize(
     ("wish", "why"),
     [
-        ({"leave": ["d"]}, "d is no host of it now; its hosts are a, b, c"),
+        ({"leave": ["d"]}, "d is not a host of the job; its hosts are a, b, c"),
         (
             {"leave": ["a", "b"]},
             "only 1 of its hosts would be left, and --min-nodes is 2; `mpitrain kill` ends a job",
@@ -99,7 +99,7 @@ def test_one_change_at_a_time(changes: Changes) -> None:
     assert "accepted" in changes.answer({"leave": ["b"]})
     assert changes.answer({"leave": ["c"]}) == {"refused": "another change is under way: b leaves"}
     assert changes.take() is not None
-    assert changes.answer({"leave": ["c"]}) == {"refused": "it is being started again; try again in a moment"}
+    assert changes.answer({"leave": ["c"]}) == {"refused": "the job is being started again; try again in a moment"}
 
 
 def test_a_host_that_is_set_aside_comes_back(changes: Changes) -> None:
@@ -113,12 +113,11 @@ def test_a_host_that_is_set_aside_comes_back(changes: Changes) -> None:
 
 def test_a_job_without_keepers() -> None:
     assert ask(launcher_name(os.getpid()), {"leave": ["b"]}) == {
-        "refused": "its hosts cannot change: it has no keepers, which hold its state in between; "
-        "start it with --restarts N"
+        "refused": "its hosts cannot change, because no keepers hold its state meanwhile; start it with --restarts N"
     }
 
 
 def test_a_message_that_makes_no_sense(changes: Changes, capsys: pytest.CaptureFixture[str]) -> None:
     assert "does not answer" in ask(launcher_name(os.getpid()), {"dance": 1})["refused"]
-    assert "a wish to change the hosts was lost" in capsys.readouterr().err
+    assert "a request to change the hosts could not be answered" in capsys.readouterr().err
     assert "accepted" in ask(launcher_name(os.getpid()), {"leave": ["b"]})

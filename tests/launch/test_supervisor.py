@@ -96,7 +96,7 @@ def test_too_few_hosts() -> None:
     failures, absent = [failure(7, None, "b")], [(0.0, "d")]
     assert judge(HOSTS, failures, absent, Limits(5, min_nodes=2), 1.0).hosts == ("a", "c")
     assert judge(HOSTS, failures, absent, Limits(5, min_nodes=3), 1.0) == Verdict(
-        reason="of a, b, c, d only a, c can take part, and --min-nodes is 3"
+        reason="only a, c of a, b, c, d can take part, and --min-nodes is 3"
     )
     everyone = [(0.0, host) for host in HOSTS]
     assert judge(HOSTS, failures, everyone, FIVE, 1.0).reason == "no host can take part, and --min-nodes is 1"
@@ -171,7 +171,7 @@ def test_the_code_is_that_of_the_last_failure(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().err.endswith("signal 9; not started again: no try is left\n")
     assert supervise(Tries(killed(2, 7), absent("b", "c")), PLACEMENT, Limits(3, min_nodes=2)) == 137
     assert capsys.readouterr().err.endswith(
-        "no answer; not started again: of a, b, c only a can take part, and --min-nodes is 2\n"
+        "no answer; not started again: only a of a, b, c can take part, and --min-nodes is 2\n"
     )
 
 
@@ -247,4 +247,4 @@ def test_a_failure_before_the_change(capsys: pytest.CaptureFixture[str]) -> None
     assert supervise(tries, PLACEMENT, FIVE, Wished(LEAVES, None)) == 0  # type: ignore[arg-type]
     assert [list(ran) for ran in tries.ran] == [["a", "b", "c"], ["a", "c"]]
     assert supervise(Tries(Ended(0)), PLACEMENT, FIVE, Wished(LEAVES)) == 0  # type: ignore[arg-type]
-    assert capsys.readouterr().err.endswith("the job has ended before this could be done: b leaves\n")
+    assert capsys.readouterr().err.endswith("the job ended before its hosts could change: b leaves\n")

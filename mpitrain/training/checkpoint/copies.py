@@ -1,7 +1,7 @@
-"""Which copy in memory all ranks go on from: the newest whole one that any host of the job has.
+"""The copy in memory from which all ranks go on: the newest whole one that any host of the job has.
 
-Hosts that have it read their own, the others get it from one that has it. What a rank had kept for itself
-(parts.py) is beside it, with the keeper of the host on which the rank was.
+Hosts with that copy read their own. The others get it from one of them. What a rank had kept for itself (parts.py) is
+kept beside the copy, by the keeper of the host on which the rank was.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def slots_of(line: KeeperLine, name: str) -> list[MemorySlot]:
 
 
 class KeptCopies:
-    """The copies of one run that the keepers of all hosts have. Only what every rank asks for is read."""
+    """The copies of one run that the keepers of all hosts have. Nothing is read before all ranks ask for it."""
 
     def __init__(self, world: World, line: KeeperLine | None, run: int) -> None:
         """Look what there is. Collective. `line` leads to the keeper of this rank's host; None: there is none."""
@@ -107,7 +107,7 @@ def _part(rank: int) -> str:
 
 
 def _whole(line: KeeperLine, run: int) -> dict[str, dict[int, int]]:
-    """By what is kept of a run on this host: the steps of whole copies, each with the number of ranks with parts."""
+    """By kind: the steps of the whole copies that this host keeps of a run, each with the number of ranks with parts."""
     copies: dict[str, dict[int, int]] = {}
     try:
         for name in line.names():

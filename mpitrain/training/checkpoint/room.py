@@ -17,7 +17,7 @@ class NoRoomError(MpitrainError):
 
 
 def check_room(num_bytes: int) -> None:
-    """Refuse a copy of that size, if it would leave the machine or a control group of this process without memory.
+    """Refuse a copy of `num_bytes` if it would leave the machine or a control group of this process without memory.
 
     Raises:
         NoRoomError: says what is free, and what is needed.
@@ -25,8 +25,8 @@ def check_room(num_bytes: int) -> None:
     for free, total, where in _limits():
         if num_bytes > free - _SPARE_SHARE * total:
             raise NoRoomError(
-                f"it needs {num_bytes / 2**20:,.0f} MiB, and of the {total / 2**20:,.0f} MiB of {where} only "
-                f"{max(0, free) / 2**20:,.0f} MiB are free, of which {_SPARE_SHARE:.0%} of the total must stay so"
+                f"it needs {num_bytes / 2**20:,.0f} MiB, but only {max(0, free) / 2**20:,.0f} MiB of the "
+                f"{total / 2**20:,.0f} MiB of {where} are free, and {_SPARE_SHARE:.0%} must stay free"
             )
 
 
