@@ -82,7 +82,7 @@ class Keepers:
             connection.send({"beat": 1, "leave": self.leave})
 
     def _hear(self, word: str, hosts: Sequence[str], seconds: float) -> None:
-        """Receive from the keepers until each of these has sent `word` or an error or has gone, or until the time is over."""
+        """Receive until each of these hosts has sent `word` or an error or has gone, or the time is over."""
         deadline = time.monotonic() + seconds
 
         def missing() -> list[str]:
