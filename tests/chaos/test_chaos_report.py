@@ -71,7 +71,7 @@ def test_who_is_named(line: str, is_named: bool) -> None:
 def test_text() -> None:
     seen = episode()
     said = text(numbers(seen, "1a2b", {}))
-    assert "4.50 s from step 20, 1 again" in said
+    assert "4.50 s from step 20, 1 repeated" in said
     assert "skipped: no rank is there" in said
     assert "rank: the job went on after 1 of 1: median 4.50 s, worst 4.50 s, named 1 of 1\n" in said
     assert "kept: 85.0%" in said
