@@ -55,9 +55,10 @@ class Observer(Protocol):
 class World:
     """The ranks of one job, or some of them. A World never changes: after a rank is lost, the job gets a new World.
 
-    All methods except `print`, `send`, `receive` and `shard` are collective: every rank must call them, in the same
-    order. If the ranks make different calls, every rank gets a MismatchError that names the first difference. In a
-    World of one rank every call works and sends nothing.
+    The properties, `name`, `print`, `send`, `receive`, `shard` and `check_rank` belong to one rank. All other methods
+    are collective: every rank must call them, in the same order. If the ranks make different calls, every rank gets a
+    MismatchError that names the first difference. A `root`, `to` or `source` that is no rank is a ValueError on the
+    rank that gives it. In a World of one rank every call works and sends nothing.
     """
 
     comm: MPI.Comm  # a private duplicate, for array data
@@ -145,6 +146,9 @@ class World:
                 and numbers. The tree must have the same form on every rank. It is not changed.
             root: the rank whose values are sent.
 
+        Returns:
+            A tree of the same form. Each array is new, and is where this rank's array is: on the host or on its device.
+
         Raises:
             MismatchError: the trees differ in form, shape or dtype. Raised on every rank, before anything is sent.
             TreeError: a leaf is neither an array nor a number.
@@ -157,8 +161,8 @@ class World:
     def sum(self, tree: Tree) -> Tree:
         """Return the sum over ranks of every leaf, in a new tree, with the same bits on every rank.
 
-        Leaves may have any integer or floating dtype, also float16 and bfloat16. The result has the same dtype.
-        Integers wrap as in NumPy. Arguments and errors are those of `sync`.
+        Leaves may have any integer or floating dtype, also float16 and bfloat16. The result has the same dtypes, and
+        its arrays are where those of `tree` are. Integers wrap as in NumPy. `tree` and errors are those of `sync`.
         """
         return self.arrays.sum(tree)
 
@@ -201,11 +205,14 @@ class World:
     # -- Python objects ---------------------------------------------------------------------------------------
 
     def barrier(self) -> None:
-        """Wait until every rank has made this call."""
+        """Wait until every rank has made this call. Collective."""
         self.agree("barrier")
 
     def broadcast(self, value: Any = None, root: int = 0) -> Any:
-        """Return `root`'s object on every rank, by pickle. The `value` of the other ranks is ignored."""
+        """Return `root`'s object on every rank, by pickle. The `value` of the other ranks is ignored. Collective.
+
+        `root` gets `value` itself, every other rank a copy. Use `sync` for arrays: it compares their shapes.
+        """
         self.check_rank(root, "root")
         content = bytearray(pickle.dumps(value, protocol=5) if self.rank == root else b"")
         records = self.agree(f"broadcast from rank {root}", detail=len(content))
@@ -217,13 +224,16 @@ class World:
         return value if self.rank == root else pickle.loads(content)
 
     def gather(self, value: Any, root: int = 0) -> list[Any] | None:
-        """Return the objects of all ranks, in rank order and by pickle, on `root`. Return None on the others."""
+        """Return the objects of all ranks, in rank order and by pickle, on `root`. Return None on the others.
+
+        Collective. On the way, every rank receives all objects, as in `allgather`.
+        """
         self.check_rank(root, "root")
         values = self._gather(value, f"gather to rank {root}")
         return values if self.rank == root else None
 
     def allgather(self, value: Any) -> list[Any]:
-        """Return the objects of all ranks, in rank order and by pickle, on every rank."""
+        """Return the objects of all ranks, in rank order and by pickle, on every rank. Collective."""
         return self._gather(value, "allgather")
 
     def _gather(self, value: Any, operation: str) -> list[Any]:
@@ -238,13 +248,27 @@ class World:
     def send(self, value: Any, to: int, tag: int = 0) -> None:
         """Send an object to one rank, by pickle (also an array). Return when the caller may change `value` again.
 
-        Messages of one sender, receiver and tag arrive in the order in which they were sent.
+        Messages of one sender, receiver and tag arrive in the order in which they were sent. A large message waits
+        until the other rank receives it.
+
+        Args:
+            value: any object that can be pickled.
+            to: the rank that receives it; this rank itself is allowed.
+            tag: 0 to 31767, the same as in `receive`.
+
+        Raises:
+            ValueError: there is no rank `to`, or no such tag.
         """
         self.check_rank(to, "to")
         self._messages.send(value, to, tag)
 
     def receive(self, source: int, tag: int = 0) -> Any:
-        """Return the next object that `source` has sent to this rank with this tag. Wait for it if necessary."""
+        """Return the next object that `source` has sent to this rank with this tag. Wait for it if necessary.
+
+        Raises:
+            ValueError: there is no rank `source`, or no such tag.
+            MismatchError: `source` is this rank, which has sent itself nothing with this tag.
+        """
         self.check_rank(source, "source")
         return self._messages.receive(source, tag)
 

@@ -14,7 +14,13 @@ from mpitrain.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Parameter:
-    """Name, shape and dtype of one parameter, and so of its gradient."""
+    """Name, shape and dtype of one parameter, and so of its gradient.
+
+    Attributes:
+        name: unique in the model, and the same on every rank.
+        shape: without a dimension for ranks: every rank has the whole parameter.
+        dtype: float16, bfloat16, float32 or float64.
+    """
 
     name: str
     shape: tuple[int, ...]

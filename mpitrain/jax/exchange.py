@@ -108,8 +108,16 @@ def sum(tree: PyTree) -> PyTree:
 def shard(batches: Iterable[PyTree], start: int = 0) -> Iterator[PyTree]:
     """Yield this rank's part of every batch, like `World.shard`, for any pytrees, also of JAX's arrays.
 
-    The parts are NumPy arrays, which jitted functions accept. They are no copies if the batches are on the host. For
-    each new number of samples, jit compiles again; there are only a few sizes.
+    Not collective, but every rank iterates over the same batches. The parts are NumPy arrays, which jitted functions
+    accept. They are no copies if the batches are on the host. For each new number of samples, jit compiles again; there
+    are only a few sizes.
+
+    Args:
+        batches: global batches: pytrees of arrays with the samples along the first dimension.
+        start: the number of batches to skip, to resume where an earlier run stopped.
+
+    Raises:
+        DataError, ValueError: as for `World.shard`.
     """
     form: Any = None
 

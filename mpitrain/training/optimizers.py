@@ -53,14 +53,15 @@ class Optimizer(Protocol):
 class Sgd(FlatOptimizer):
     """Stochastic gradient descent with momentum; an `Optimizer`.
 
+    It overwrites float32 or float64 parameters, on the host or a device. Make the same one on every rank.
     For a gradient g with weight_decay * parameter added in the decayed ranges (L2 regularisation):
 
         velocity  = momentum * velocity + g
         parameter = parameter - rate * velocity                     ordinary
         parameter = parameter - rate * (g + momentum * velocity)    nesterov
 
-    learning_rate: a number, or a function from the step (from 0) to one. clip_norm: the largest global norm,
-    taken before the decay is added. State: "velocity", where momentum is not 0.
+    learning_rate: a number, or a function from the step (from 0) to one. clip_norm: the largest global norm of the
+    gradients, taken before the decay is added. State: "velocity", if momentum is not 0.
     Raises ConfigError for a value that is not allowed.
     Source: Sutskever et al., On the importance of initialization and momentum (2013), with the rate outside
     the velocity, as PyTorch has it, so that a schedule acts at once.
@@ -116,6 +117,8 @@ class Sgd(FlatOptimizer):
 
 class Adam(FlatOptimizer):
     """Adam; an `Optimizer`. The decayed ranges are not used.
+
+    It overwrites float32 or float64 parameters, on the host or a device. Make the same one on every rank.
 
         first     = beta1 * first  + (1 - beta1) * g
         second    = beta2 * second + (1 - beta2) * g * g

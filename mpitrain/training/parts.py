@@ -30,7 +30,13 @@ class Data(Protocol):
 
 @dataclass(frozen=True)
 class Parts:
-    """The result of `build(world)`: everything that may hold a communicator, so that all of it can be made anew."""
+    """The result of `build(world)`: everything that may hold a communicator, so that all of it can be made anew.
+
+    Attributes:
+        adapter: the model with its optimizer, such as ArrayFunction or TorchModule.
+        strategy: what the ranks exchange, such as Sync.
+        data: this rank's batches, such as ArrayData.
+    """
 
     adapter: Adapter
     strategy: Strategy

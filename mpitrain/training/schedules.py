@@ -12,7 +12,7 @@ Schedule: TypeAlias = Callable[[int], float]
 
 
 def constant(rate: float) -> Schedule:
-    """Return a schedule with the same `rate` at every step.
+    """Return a schedule with the same `rate` at every step: a function from the step, counted from 0, to the rate.
 
     Raises ConfigError if `rate` is not a finite number >= 0.
     """
@@ -24,6 +24,7 @@ def constant(rate: float) -> Schedule:
 def warmup_cosine(peak: float, *, warmup_steps: int, total_steps: int, final: float = 0.0) -> Schedule:
     """Return a schedule that rises linearly to `peak`, then falls along half a cosine to `final`.
 
+    A schedule is a function from the step, counted from 0, to the learning rate.
     Step 0 has the rate peak / (warmup_steps + 1), so no step is wasted on a rate of zero. Step `warmup_steps` has
     exactly `peak`. Step `total_steps` and every later step have exactly `final`. A run of `total_steps` steps ends at
     step total_steps - 1, one step before `final`.

@@ -113,7 +113,8 @@ def test_a_host_that_is_set_aside_comes_back(changes: Changes) -> None:
 
 def test_a_job_without_keepers() -> None:
     assert ask(launcher_name(os.getpid()), {"leave": ["b"]}) == {
-        "refused": "its hosts cannot change, because no keepers hold its state meanwhile; start the job with --restarts N"
+        "refused": "its hosts cannot change, because no keepers hold its state meanwhile; "
+        "start the job with --restarts N"
     }
 
 

@@ -17,10 +17,21 @@ class Evaluate(Hook):
     """Compute metrics every `steps` steps, and after the last step if the hook that ends the run comes before this one.
 
     This hook reports the metrics to the hooks that follow, and rank 0 prints them.
+
+    Attributes:
+        results: the metrics by step, on every rank.
     """
 
     def __init__(self, steps: int, metrics: Callable[[Trainer], Mapping[str, float]]) -> None:
-        """`metrics` is collective, and returns the same values on every rank; see metrics.evaluate."""
+        """
+        Args:
+            steps: the number of steps between two evaluations.
+            metrics: is called with the Trainer on every rank. It returns values by name, the same on every rank, as
+                `mpitrain.evaluate` does.
+
+        Raises:
+            ConfigError: `steps` is below 1.
+        """
         if steps < 1:
             raise ConfigError(f"Evaluate every {steps} steps: the number must be at least 1")
         self._steps = steps

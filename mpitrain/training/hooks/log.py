@@ -23,7 +23,7 @@ _BAR_SECONDS = 0.2
 
 
 class Log(Hook):
-    """Progress on rank 0: step, loss, learning rate, samples/s of all ranks, and the time left.
+    """Show progress on rank 0: step, loss, learning rate, samples/s of all ranks, and the time left.
 
     With a loss scale also: its value, and the number of steps skipped since the start of training. Between nodes also:
     how long gradients were under way in a step, and how much of that time was hidden.

@@ -24,6 +24,7 @@ class StopAtStep(Hook):
     ends_run = True
 
     def __init__(self, number: int) -> None:
+        """`number` is the same on every rank. Raises ConfigError if it is below 1."""
         if number < 1:
             raise ConfigError(f"StopAtStep({number}): the last step is at least 1")
         self._number = number
@@ -43,6 +44,7 @@ class StopAfter(Hook):
     ends_run = True
 
     def __init__(self, seconds: float) -> None:
+        """Raises ConfigError if `seconds` is not a finite number above 0."""
         if not 0 < seconds < math.inf:
             raise ConfigError(f"StopAfter({seconds}): allowed is a finite number of seconds above 0")
         self._seconds = seconds
@@ -84,6 +86,14 @@ class StopWhen(Hook):
     ends_run = True
 
     def __init__(self, metric: str, *, at_least: float | None = None, at_most: float | None = None) -> None:
+        """
+        Args:
+            metric: the name of the metric.
+            at_least, at_most: give exactly one of them, in the unit of the metric. NaN does not end the run.
+
+        Raises:
+            ConfigError: both or none of them are given.
+        """
         if (at_least is None) == (at_most is None):
             raise ConfigError(f"StopWhen({metric!r}, {at_least=}, {at_most=}): give at_least or at_most")
         self._metric = metric

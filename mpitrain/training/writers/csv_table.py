@@ -21,7 +21,10 @@ class Csv:
     """
 
     def __init__(self, directory: Path | str) -> None:
-        """`directory` is made if it is missing."""
+        """`directory` is made if it is missing. Rank 0 writes there.
+
+        A run that begins at step 0 overwrites the file. A run that resumes removes its rows of later steps.
+        """
         self._file = LineFile(Path(directory) / FILE)
         self._names: list[str] = []
         self._lines: list[bytes] = []  # all lines but that of the names; some 200 bytes per row

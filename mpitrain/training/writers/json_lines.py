@@ -27,7 +27,10 @@ class JsonLines:
     """
 
     def __init__(self, directory: Path | str) -> None:
-        """`directory` is made if it is missing."""
+        """`directory` is made if it is missing. Rank 0 writes there.
+
+        A run that begins at step 0 overwrites the file. A run that resumes removes its rows of later steps.
+        """
         self._file = LineFile(Path(directory) / FILE)
         self._resumed: dict[str, float] = {}  # for the next row
 
