@@ -29,10 +29,10 @@ ON_RANKS = ["tests/ranks", "tests/device_ranks", "tests/torch_ranks", "tests/jax
 # ranks show.
 BY_SIZE = (
     "(test_allreduce.py or test_collectives.py or test_compressed.py or test_reducer.py or test_transfer.py"
-    " or test_world.py) and not test_many_may_be"
+    " or test_world) and not test_many_may_be"
 )
 SUMS = (
-    "(test_allreduce.py or test_collectives.py or test_sums_are_as_close_as_the_codec or test_world.py)"
+    "(test_allreduce.py or test_collectives.py or test_sums_are_as_close_as_the_codec or test_world)"
     " and not test_many_may_be"
 )
 OF_FOUR = f"{BY_SIZE} or test_checkpoint or test_data or test_replicas or test_ring_order or test_training"

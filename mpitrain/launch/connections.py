@@ -31,6 +31,7 @@ GUARD = (
     "watching.rank_record",
     "watching.view",
     "watching.roll_call",
+    "watching.watched_process",
     "watching.census",
     "launch.marked",
     "launch.memory_kills",

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from mpitrain.allreduce.algorithm import Progress
 from mpitrain.exchange import moves
 from mpitrain.torch import checks, reductions
+from mpitrain.torch.all_to_all_calls import AllToAllCalls
 from mpitrain.torch.bare_group import Tensors
 from mpitrain.torch.flat_tensors import raw, values
 from mpitrain.torch.pair_calls import PairCalls
@@ -27,7 +28,7 @@ from mpitrain.waiting.control import until
 
 @with_old_names
 @uncompiled
-class MpiProcessGroup(PairCalls, SparseCalls):
+class MpiProcessGroup(AllToAllCalls, PairCalls, SparseCalls):
     """The group that `init_process_group("mpitrain")` and `new_group` make. torch calls its methods."""
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> Call:
@@ -221,55 +222,6 @@ class MpiProcessGroup(PairCalls, SparseCalls):
                 yield from reductions.reduce_scatter(self._world, numpy.split(whole, self.size()), own, how)
 
         return self._begin(call, work, lambda: [hows[0].name, *map(checks.count, outputs)], opts)
-
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Call:
-        """See torch. Tensors may differ in size."""
-        name = "all_to_all"
-        for tensors, role in ((outputs, "outputs"), (inputs, "inputs")):
-            self._list_of(name, [tensors], self.size(), role)
-        self._check(name, [*outputs, *inputs])
-        call = self._call(name, outputs, opts)
-        receives = [raw(call.buffers.write(tensor)) for tensor in outputs]
-        sends = [raw(call.buffers.read(tensor)) for tensor in inputs]
-        return self._alltoall(call, sends, receives, inputs[0], opts)
-
-    def all_to_all_single(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        output_split_sizes: Sequence[int],
-        input_split_sizes: Sequence[int],
-        opts: Any = None,
-    ) -> Call:
-        """See torch."""
-        name = "all_to_all_single"
-        self._check(name, [output, input])
-        ends = []
-        for tensor, sizes, role in ((output, output_split_sizes, "output"), (input, input_split_sizes, "input")):
-            try:
-                ends.append(checks.splits(tensor, sizes, self.size(), role))
-            except ValueError as error:
-                self._refuse(name, error)
-        call = self._call(name, [output], opts)
-        into, own = raw(call.buffers.write(output)), raw(call.buffers.read(input))
-        if numpy.may_share_memory(into, own):
-            own = own.copy()  # data that is still to be sent must not be overwritten
-        receives, sends = numpy.split(into, ends[0]), numpy.split(own, ends[1])
-        return self._alltoall(call, sends, receives, input, opts)
-
-    def _alltoall(
-        self, call: Call, sends: list[numpy.ndarray], receives: list[numpy.ndarray], like: torch.Tensor, opts: Any
-    ) -> Call:
-        # Each size concerns two ranks, and no two ranks need the same sizes. So all of them are compared at once.
-        sizes = checks.Sizes(self._world, call, sends, receives) if self._channel.compares else None
-
-        def work() -> Progress:
-            if sizes is not None:
-                yield from sizes.compare()
-            receives[self.rank()][:] = sends[self.rank()]
-            yield from moves.alltoall(self._world, sends, receives)
-
-        return self._begin(call, work, lambda: [checks.kind(like)], opts)
 
     def barrier(self, opts: Any = None) -> Call:
         """See torch."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -15,6 +14,7 @@ import numpy
 from mpitrain.allreduce import ALGORITHMS
 from mpitrain.allreduce.algorithm import Progress
 from mpitrain.errors import MpitrainError, ProcessGroupError
+from mpitrain.torch.last_small_calls import LastSmallCalls
 from mpitrain.torch.peers import Peers
 from mpitrain.torch.work import Call
 from mpitrain.waiting.agreement import Agreement
@@ -22,8 +22,6 @@ from mpitrain.waiting.background import Begun
 from mpitrain.waiting.control import until
 
 if TYPE_CHECKING:
-    import torch
-
     from mpitrain.torch.engine import Engine
     from mpitrain.world import World
 
@@ -32,11 +30,6 @@ COMPARED_CALLS = 100
 WORD_TAG = -1  # the tag of the messages of monitored barriers; send and recv use tags of 0 and above
 # How long get_future drives a call. With 0.02, four ranks on two cores took a fifth longer.
 _HERE_SECONDS = 0.3
-# PyTorch's C++ may keep a work that Python has begun, and use it when nothing in Python refers to it any more: in the
-# backward pass, DistributedDataParallel waits for the one-element sums of its `join`. A work without its Python half
-# waits for ever. So this number of the last small works is kept.
-_KEPT_CALLS = 256
-_KEPT_BYTES = 1024
 
 
 class Channel:
@@ -53,7 +46,7 @@ class Channel:
         self.calls: dict[Call, None] = {}  # in flight, in the order begun
         self.num_monitored = 0  # monitored barriers so far; each sends a message to every other rank
         self.words_read: Counter[int] = Counter()  # the number of these messages that were received, by rank
-        self._kept: deque[Call] = deque(maxlen=_KEPT_CALLS)
+        self._last_small = LastSmallCalls()
         self._peers = Peers(world)
         self._queue = world.background
         self._process = os.getpid()
@@ -101,10 +94,7 @@ class Channel:
         agreement = None if lines is None else self._agreement(name, lines)
         self._enqueue(call, self._run(call, agreement, work), is_for_all=lines is not None)
         if not is_awaited:
-            # Tensors that are read count too; a part of a tensor counts with the whole tensor's memory.
-            tensors = (*call.results, *call.buffers.kept)
-            if sum(_size(tensor) for tensor in tensors) <= _KEPT_BYTES:
-                self._kept.append(call)
+            self._last_small.keep(call)
             self.engine.wake()
         return call
 
@@ -294,11 +284,6 @@ class Channel:
         if future is not None:
             self.engine.ended.append(future)
             self.engine.wake()
-
-
-def _size(tensor: torch.Tensor) -> float:
-    """Return the bytes of the tensor's memory; infinity for a sparse tensor, which may become of any size."""
-    return math.inf if tensor.is_sparse else tensor.untyped_storage().nbytes()
 
 
 def _read_words(peers: Peers, words_read: Counter[int], own_rank: int, sent: Sequence[int]) -> None:

@@ -19,36 +19,20 @@ Sent to other hosts as text. So this module imports only the modules that come w
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import select
 import socket
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from mpitrain.watching.rank_record import DONE, RankRecord, read_record
 from mpitrain.watching.roll_call import listen, receive
 from mpitrain.watching.view import RankView, waited
+from mpitrain.watching.watched_process import WatchedProcess, is_readable, open_process, parent_of
 
 # At a job's end its ranks may be orphans for a moment.
 _ORPHAN_SECONDS = 1.0
-_PIDFD_OPEN = 434  # the system call's number, on all processors
-
-
-class _Process:
-    """A process, and its end. epoll reports the end of a process with a descriptor; old kernels need polling."""
-
-    def __init__(self, pid: int, descriptor: int | None) -> None:
-        self.pid, self.descriptor = pid, descriptor
-        self.order: int | None = None  # the place of its end among all ends seen
-        self.ended_at = 0.0
-        self._began = _began(pid)
-
-    def is_gone(self) -> bool:
-        began = _began(self.pid)
-        return not began or began != self._began
 
 
 @dataclass
@@ -56,11 +40,11 @@ class _Rank:
     """A rank: its process, the parent of that process, and its line."""
 
     number: int
-    process: _Process
-    parent: _Process | None
+    process: WatchedProcess
+    parent: WatchedProcess | None
     page: int | None  # descriptor of its record; None: no record yet
     record: RankRecord  # as last read
-    line_order: int | None = None  # the place of the end of its line, as in _Process
+    line_order: int | None = None  # the place of the end of its line, as in WatchedProcess
     line_ended_at: float = 0.0
     moved: tuple[int, float, float] = (-1, 0.0, 0.0)  # moves counted, start of the wait, last move
 
@@ -98,9 +82,9 @@ class Census:
         self._events.register(self._listener.fileno(), select.EPOLLIN)
         self._lines: dict[int, socket.socket] = {}  # by descriptor; lines of ranks that have not said their number yet
         self._ranks: dict[int, _Rank] = {}
-        self._parents: dict[int, _Process] = {}
-        self._watched: dict[int, Any] = {}  # by descriptor: a _Process, or a _Rank with its line
-        self._unwatched: list[_Process] = []  # without a descriptor
+        self._parents: dict[int, WatchedProcess] = {}
+        self._watched: dict[int, Any] = {}  # by descriptor: a WatchedProcess, or a _Rank with its line
+        self._unwatched: list[WatchedProcess] = []  # without a descriptor
         self._num_ended = 0
         self._order_is_known = True
 
@@ -182,8 +166,8 @@ class Census:
         if said is None:
             self._forget(line)
             return
-        process = _Process(said.pid, said.process)
-        number = said.starter or (_parent(said.pid) if said.pid else 0)
+        process = WatchedProcess(said.pid, said.process)
+        number = said.starter or (parent_of(said.pid) if said.pid else 0)
         parent = self._starter(number) if number else None
         before = self._ranks.get(said.rank)
         if before is not None:
@@ -211,18 +195,18 @@ class Census:
         if rank.page is not None:
             os.close(rank.page)
 
-    def _starter(self, number: int) -> _Process:
+    def _starter(self, number: int) -> WatchedProcess:
         if number not in self._parents:
-            self._parents[number] = _Process(number, _open_process(number))
+            self._parents[number] = WatchedProcess(number, open_process(number))
             self._watch(self._parents[number])
         return self._parents[number]
 
-    def _watch(self, process: _Process) -> None:
+    def _watch(self, process: WatchedProcess) -> None:
         if process.descriptor is None:
             if process.pid:
                 self._unwatched.append(process)
             return
-        if _is_readable(process.descriptor):  # the process has ended already, perhaps after another process
+        if is_readable(process.descriptor):  # the process has ended already, perhaps after another process
             self._order_is_known = False
         self._watched[process.descriptor] = process
         self._events.register(process.descriptor, select.EPOLLIN)
@@ -238,7 +222,7 @@ class Census:
             self._events.unregister(descriptor)
             os.close(descriptor)
 
-    def _mark(self, process: _Process) -> None:
+    def _mark(self, process: WatchedProcess) -> None:
         self._num_ended += 1
         process.order, process.ended_at = self._num_ended, time.monotonic()
 
@@ -282,39 +266,6 @@ def _order(rank: _Rank) -> int:
     return min(order for order in (rank.line_order, rank.process.order) if order is not None)
 
 
-def _outlived(rank: _Rank, parent: _Process) -> bool:
+def _outlived(rank: _Rank, parent: WatchedProcess) -> bool:
     """True if the rank was alive when its parent ended."""
     return parent.order is not None and (rank.process.order is None or rank.process.order > parent.order)
-
-
-def _is_readable(descriptor: int) -> bool:
-    ready = select.poll()  # select() takes no descriptor above 1023
-    ready.register(descriptor, select.POLLIN)
-    return bool(ready.poll(0))
-
-
-def _open_process(pid: int) -> int | None:
-    """Return a descriptor of a process; None if there is none. Python has os.pidfd_open since 3.9."""
-    descriptor = int(ctypes.CDLL(None).syscall(_PIDFD_OPEN, pid, 0))
-    return None if descriptor < 0 else descriptor
-
-
-def _stat(pid: int) -> list[bytes]:
-    """Return the fields of /proc/PID/stat from the state on: state, parent ..."""
-    try:
-        # "pid (name) state parent ...", where the name may hold spaces and brackets.
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except OSError:
-        return []
-
-
-def _parent(pid: int) -> int:
-    """Return the parent of a process; 0 if the process is gone."""
-    fields = _stat(pid)
-    return int(fields[1]) if fields else 0
-
-
-def _began(pid: int) -> bytes:
-    """Return when a process began, in ticks; empty if the process has ended."""
-    fields = _stat(pid)
-    return b"" if not fields or fields[0] in (b"Z", b"X") else fields[19]

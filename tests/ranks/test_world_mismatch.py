@@ -1,0 +1,165 @@
+"""Trees, calls and weights that World refuses, on every rank."""
+
+from __future__ import annotations
+
+import decimal
+import fractions
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+
+from mpitrain import World
+from mpitrain.errors import DataError, MismatchError, TreeError
+
+from .common import error_on_all, named_ranks, skip_alone
+
+# -- trees that cannot be exchanged -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("operation", "tree", "text"),
+    [
+        ("sync", {"a": ["text"]}, r"leaf \['a'\]\[0\] is a str"),
+        ("sync", {1, 2}, "leaf at the top is a set"),
+        ("sync", [numpy.array([None])], r"leaf \[0\] is an array of Python objects"),
+        ("sync", fractions.Fraction(1, 2), "is a Fraction"),
+        ("sum", [decimal.Decimal(1)], r"leaf \[0\] is a Decimal"),
+        ("sync", {"n": 2**63}, r"leaf \['n'\] is the number 9223372036854775808; it must fit into 64 bits"),
+        ("sum", {"n": -(2**63) - 1}, "must fit into 64 bits"),
+        ("sum", {"mask": numpy.ones(2, bool)}, r"sum of \['mask'\]: its dtype is bool; allowed are float16"),
+        ("sum", numpy.ones(2, complex), "sum of the tree: its dtype is complex128"),
+        ("sum", numpy.ones(2, ">f4"), "its dtype is >f4"),
+        ("sum", numpy.ones(2, "M8[s]"), r"its dtype is datetime64\[s\]"),
+        ("mean", {"n": numpy.ones(2, int)}, r"mean of \['n'\]: its dtype is int64; allowed are float16"),
+        ("mean", 1j, "its dtype is complex128"),
+    ],
+)
+def test_tree_errors(world: World, operation: str, tree: Any, text: str) -> None:
+    with pytest.raises(TreeError, match=text):
+        getattr(world, operation)(tree)
+    assert world.sum(1) == world.size
+
+
+# -- ranks that disagree ----------------------------------------------------------------------------------------
+
+
+MISMATCHES = {
+    "shape": ({"w": numpy.zeros(3)}, {"w": numpy.zeros(4)}, "['w'] float64 (3,)", "['w'] float64 (4,)"),
+    "dtype": ([numpy.zeros(3)], [numpy.zeros(3, "f4")], "[0] float64 (3,)", "[0] float32 (3,)"),
+    "dimensions": (numpy.zeros((1, 3)), numpy.zeros(3), "the tree float64 (1, 3)", "the tree float64 (3,)"),
+    "a leaf less": ({"a": 1.0, "b": 2.0}, {"a": 1.0}, "['b'] number float", "nothing more"),
+    "a leaf more": ({"a": 1.0}, {"a": 1.0, "b": 2.0}, "nothing more", "['b'] number float"),
+    "name": ({"a": 1.0, "b": 2.0}, {"a": 1.0, "c": 2.0}, "['b'] number float", "['c'] number float"),
+    "nesting": ({"a": [1.0]}, {"a": [[1.0]]}, "['a'][0] number float", "['a'][0][0] number float"),
+    "none": ({"a": 1.0, "b": 1.0}, {"a": None, "b": 1.0}, "['a'] number float", "['b'] number float"),
+    "nothing": ([1.0], [], "[0] number float", "an empty tree"),
+    "number for array": ([numpy.array(1.0)], [1.0], "[0] float64 ()", "[0] number float"),
+    "kind of number": ([1.0], [1], "[0] number float", "[0] number int"),
+    "kind of NumPy number": ([numpy.float64(1)], [numpy.float32(1)], "[0] number float64", "[0] number float32"),
+}
+
+
+SYNC_ONLY = {
+    "unit": (
+        [numpy.datetime64(1, "D")],
+        [numpy.datetime64(1, "s")],
+        "[0] number datetime64[D]",
+        "[0] number datetime64[s]",
+    ),
+    "length of text": ([numpy.str_("abc")], [numpy.str_("de")], "[0] number <U3", "[0] number <U2"),
+    "byte order": ([numpy.zeros(3, ">f4")], [numpy.zeros(3, "<f4")], "[0] >f4 (3,)", "[0] float32 (3,)"),
+}
+
+
+# A mean makes a float of every number, so there their kinds may differ.
+KINDS = {"kind of number", "kind of NumPy number"}
+
+
+CASES = [(operation, name) for operation in ("sync", "sum") for name in MISMATCHES]
+
+
+CASES += [("mean", name) for name in MISMATCHES if name not in KINDS]
+
+
+CASES += [("sync", name) for name in SYNC_ONLY]
+
+
+@pytest.mark.parametrize(("operation", "case"), CASES)
+def test_different_trees_are_an_error_on_every_rank(world: World, operation: str, case: str) -> None:
+    skip_alone(world)
+    usual, other, usual_text, other_text = {**MISMATCHES, **SYNC_ONLY}[case]
+    # Every position is tried with sync; the others share its code, so one position each will do.
+    for odd in range(world.size) if operation == "sync" else [len(case) % world.size]:
+        tree = other if world.rank == odd else usual
+        text = error_on_all(world, MismatchError, lambda tree=tree: getattr(world, operation)(tree))
+        named, root = named_ranks(world, odd)
+        first, second = (other_text, usual_text) if odd else (usual_text, other_text)
+        if operation == "mean":
+            first, second = (line.replace("number float", "number") for line in (first, second))
+        assert text.startswith(f"{named}: {first}; {root}: {second}; they must be equal in: {operation}")
+    assert world.sum(world.rank + 1) == world.size * (world.size + 1) // 2
+
+
+def test_a_mean_takes_any_kind_of_number(world: World) -> None:
+    kinds = [float, int, numpy.float32, numpy.int64]
+    assert world.mean([kinds[world.rank % 4](world.rank)]) == [(world.size - 1) / 2]
+
+
+CALLS: dict[str, tuple[str, Callable[[World], Any]]] = {
+    "barrier": ("barrier", lambda world: world.barrier()),
+    "sync": ("sync from rank 0", lambda world: world.sync([1.0])),
+    "sync 1": ("sync from rank 1", lambda world: world.sync([1.0], root=1)),
+    "sum": ("sum", lambda world: world.sum([1.0])),
+    "mean": ("mean", lambda world: world.mean([1.0])),
+    "broadcast": ("broadcast from rank 0", lambda world: world.broadcast("x" * world.rank)),
+    "broadcast 1": ("broadcast from rank 1", lambda world: world.broadcast("x", root=1)),
+    "gather": ("gather to rank 0", lambda world: world.gather("x" * world.rank)),
+    "gather 1": ("gather to rank 1", lambda world: world.gather("x", root=1)),
+    "allgather": ("allgather", lambda world: world.allgather(None)),
+}
+
+
+@pytest.mark.parametrize(
+    ("usual", "other"),
+    [
+        ("sum", "mean"),
+        ("sync", "sync 1"),
+        ("broadcast", "broadcast 1"),
+        ("gather", "gather 1"),
+        ("gather", "allgather"),
+        ("barrier", "sum"),
+        ("mean", "broadcast"),
+    ],
+)
+def test_different_calls_are_an_error_on_every_rank(world: World, usual: str, other: str) -> None:
+    skip_alone(world)
+    for odd in range(world.size):
+        _, call = CALLS[other if world.rank == odd else usual]
+        text = error_on_all(world, MismatchError, lambda call=call: call(world))
+        named, root = named_ranks(world, odd)
+        first, second = (other, usual) if odd else (usual, other)
+        assert text.startswith(f"{named}: {CALLS[first][0]}; {root}: {CALLS[second][0]}; do all ranks make the same")
+    assert world.sum(world.rank + 1) == world.size * (world.size + 1) // 2
+
+
+@pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf, -math.inf], ids=str)
+def test_a_weight_that_is_no_number_of_samples(world: World, weight: float) -> None:
+    for odd in range(world.size):
+        mine = weight if world.rank == odd else 1.0
+        text = error_on_all(world, DataError, lambda mine=mine: world.mean([1.0, numpy.ones(3)], weight=mine))
+        assert text == f"{world.name(odd)} has weight {weight}; a weight is a number of samples, 0 or more"
+    assert world.sum(world.rank + 1) == world.size * (world.size + 1) // 2
+
+
+def test_weights_that_are_all_0(world: World) -> None:
+    assert "the weight is 0 on every rank" in error_on_all(world, DataError, lambda: world.mean(1.0, weight=0))
+
+
+def test_weights_that_add_up_to_infinity(world: World) -> None:
+    skip_alone(world)
+    assert "weights of all ranks add up to inf;" in error_on_all(
+        world, DataError, lambda: world.mean(1.0, weight=1e308)
+    )
