@@ -39,7 +39,7 @@ from mpitrain.training import checkpoint
 from mpitrain.training.checkpoint.names import split
 from mpitrain.training.writers.json_lines import read_rows
 from tests.ranks.common import assert_same_bits, error_on_all, skip_alone
-from tests.ranks.test_data import Pretend
+from tests.ranks.test_data_balance import Pretend
 from tests.ranks.test_training import Record
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
