@@ -40,7 +40,7 @@ from mpitrain.training.checkpoint.names import split
 from mpitrain.training.writers.json_lines import read_rows
 from tests.ranks.common import assert_same_bits, error_on_all, skip_alone
 from tests.ranks.test_data_balance import Pretend
-from tests.ranks.test_training import Record
+from tests.ranks.trainings import Record
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 

@@ -45,7 +45,7 @@ from mpitrain.training.checkpoint.store import TENSORS, write
 
 from .common import error_on_all, skip_alone
 from .placements import PLACEMENTS, placed
-from .test_training import (
+from .trainings import (
     MOMENTUM,
     RATE,
     Record,

@@ -40,7 +40,7 @@ from .data_sources import (
     put_together,
     stream,
 )
-from .test_training import (
+from .trainings import (
     samples_of,
 )
 

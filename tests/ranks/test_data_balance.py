@@ -28,7 +28,7 @@ from mpitrain.errors import (
 from mpitrain.training.data.shares import split
 
 from .common import skip_alone
-from .test_training import (
+from .trainings import (
     DECAY,
     MOMENTUM,
     RATE,

@@ -28,7 +28,7 @@ from mpitrain.errors import (
 )
 
 from .common import assert_same_bits
-from .test_training import (
+from .trainings import (
     RATE,
     Record,
     bare_numpy,

@@ -38,7 +38,7 @@ from .data_sources import (
     global_steps,
     stream,
 )
-from .test_training import (
+from .trainings import (
     bits,
     builder,
 )

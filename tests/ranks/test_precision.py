@@ -31,7 +31,7 @@ from mpitrain import (
 from mpitrain.errors import CheckpointError, ConfigError, MismatchError, MissingGradientError, NonFiniteError
 
 from .common import assert_same_bits, error_on_all, skip_alone
-from .test_training import Record, bits
+from .trainings import Record, bits
 
 NARROW = {"bf16": numpy.dtype(ml_dtypes.bfloat16), "fp16": numpy.dtype(numpy.float16)}
 FLOAT32 = numpy.dtype(numpy.float32)

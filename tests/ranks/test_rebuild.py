@@ -29,7 +29,7 @@ from mpitrain.errors import GradientError
 from mpitrain.job.worlds import make_world
 
 from .placements import placed
-from .test_training import CLASSES, HIDDEN, INPUTS, bits, builder, samples_of
+from .trainings import CLASSES, HIDDEN, INPUTS, bits, builder, samples_of
 
 STEPS = 9
 
