@@ -103,7 +103,7 @@ def parts(full: bool) -> Iterator[Part]:
 
 
 def on_ranks(slow: list[str], full: bool) -> Iterator[Part]:
-    """Those that run on all ranks of a job."""
+    """The tests that run on all ranks of a job."""
     for vendor, sizes in SIZES.items():
         for size, chosen in sizes.items():
             all_of_it = full and size != MOST_RANKS
@@ -193,7 +193,8 @@ def snapshot() -> Iterator[None]:
 
 
 def shared_memory() -> set[Path]:
-    """What MPI keeps in memory, and leaves there where a test has killed its job; not what a process has mapped."""
+    """The files that MPI keeps in memory, and leaves behind if a test kills its job, but for those that a process has
+    mapped."""
     mapped = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):

@@ -88,7 +88,7 @@ class Running:
 
     @property
     def failed_tests(self) -> list[str]:
-        """Those that may be tried again, by pytest's names; none of a part that did not come to its end."""
+        """The failed tests that may be tried again, by pytest's names; none of a part that did not reach its end."""
         names = self.cache / "v/cache/lastfailed"
         ended = self.process.returncode == TESTS_FAILED and names.exists()
         return sorted(json.loads(names.read_text())) if ended else []
@@ -118,7 +118,7 @@ class Running:
             time.sleep(0.02)
 
     def ask_to_end(self) -> None:
-        """By SIGTERM; once, for a second one would end what is just clearing up."""
+        """Send SIGTERM once. A second one would end a process that is clearing up."""
         self.signal(signal.SIGTERM)
 
     def signal(self, number: signal.Signals) -> None:
@@ -129,7 +129,7 @@ class Running:
 
     @functools.cached_property
     def counts(self) -> Counter[str]:
-        """Of its tests. A part that ends badly without a failed test counts as one failure."""
+        """The counts of the part's tests. A part that ends badly without a failed test counts as one failure."""
         counts: Counter[str] = Counter()
         code = self.process.returncode
         if self.part.is_pytest and self.report.exists():
@@ -181,7 +181,7 @@ def _passed_alone(first: Running, folder: str) -> int:
 
 
 def _side_by_side(parts: Sequence[Part], cores: int, folder: str) -> Iterator[Running]:
-    """Those that have ended and were printed."""
+    """Yield the parts that have ended and were printed."""
     waiting, running = list(parts), list[Running]()
     try:
         while waiting or running:

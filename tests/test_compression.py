@@ -42,7 +42,7 @@ def codec(request: pytest.FixtureRequest, compiled: bool) -> Codec:
 
 
 def random(count: int) -> numpy.ndarray:
-    """Of many magnitudes, which change from block to block and inside some."""
+    """Values of many magnitudes, which change from block to block and inside some blocks."""
     generator = numpy.random.default_rng(count)
     magnitude = 2.0 ** generator.integers(-30, 30, count // 100 + 1).repeat(100)[:count]
     return (generator.standard_normal(count) * magnitude).astype(numpy.float32)
@@ -155,7 +155,7 @@ def test_encoding_what_was_decoded_changes_nothing(codec: Codec, name: str) -> N
 
 @pytest.mark.parametrize("count", [1, 63, 1000, 200003])
 def test_the_error_is_as_large_as_is_said(codec: Codec, count: int) -> None:
-    """Of numbers that are all of one magnitude; and no claim is far from what there is."""
+    """The values are all of one magnitude. No claim is far above the error found."""
     values = numpy.random.default_rng(count).uniform(-1, 1, count).astype(numpy.float32)
     _, error = encode(codec, values)
     bound = codec.relative_error * numpy.abs(values).max()

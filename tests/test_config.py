@@ -64,7 +64,7 @@ def test_unknown_variable_that_is_like_none(variable: str) -> None:
 
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(JobContext)])
 def test_what_only_the_launcher_tells_a_rank(name: str) -> None:
-    """Neither a variable nor an argument sets it; the launcher's own variable is none of ours."""
+    """Neither a variable nor an argument sets it. The launcher's own variable is no setting."""
     reason = "is no setting: `mpitrain run` and `mpitrain verify` tell it to the ranks themselves; leave it out"
     variable = f"MPITRAIN_{name.upper()}"
     with pytest.raises(ConfigError) as caught:

@@ -1,4 +1,4 @@
-"""What the launcher tells a rank: what is written is what is read, and nothing else is."""
+"""What the launcher tells a rank: each value that is written is read, and no other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the documents say: their programs run, their links lead somewhere, their names exist.
+"""The documents are true: programs run, links lead somewhere, names exist.
 
 An HTML comment just before a fenced block says what is done with it; it does not show on the page:
 

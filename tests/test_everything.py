@@ -106,7 +106,7 @@ print("second line", file=sys.stderr)
 
 
 def test_failed_tests_are_counted(tmp_path: Path) -> None:
-    """And a part that ends badly without one counts as one."""
+    """A part that ends badly without a failed test counts as one."""
     test = tmp_path / "test_these.py"
     test.write_text("import pytest\ndef test_a(): pass\ndef test_b(): assert False\ndef test_c(): pytest.skip('why')")
     pytest_run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test)]
@@ -169,7 +169,7 @@ def test_a_failed_test_stays_failed(tmp_path: Path) -> None:
 
 
 def test_a_part_that_hangs(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its time is up when its job runs."""
+    """The deadline of a part counts from the start of its job."""
     monkeypatch.setattr(side_by_side.Running, "seconds", property(lambda _: 9.0 * (tmp_path / "job").exists()))
     counts = run([part(PART, tmp_path, deadline_seconds=5.0)], cores=1)
     assert counts == {tmp_path.name: {"failed": 1}}
@@ -239,7 +239,7 @@ def test_the_end_of_the_run_is_no_failed_job() -> None:
 
 
 def test_the_snapshot_of_a_run_goes_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And another one stays."""
+    """The snapshot of another run stays."""
     monkeypatch.setattr(everything, "STATE", tmp_path)
     monkeypatch.setenv(SNAPSHOT, "")
     with everything.snapshot():
@@ -252,7 +252,7 @@ def test_the_snapshot_of_a_run_goes_with_it(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_sigterm(tmp_path: Path) -> None:
-    """As a user or a CI runner ends it; Ctrl-C is ignored where a script has started it in the background."""
+    """A user or a CI runner ends a run by SIGTERM. A script that starts it in the background makes it ignore Ctrl-C."""
     source = f"""
 import signal, sys
 sys.path.insert(0, {str(REPOSITORY / "tests")!r})

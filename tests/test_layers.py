@@ -220,7 +220,7 @@ def test_the_table_has_no_module_that_is_not_there() -> None:
 
 
 def test_no_circles() -> None:
-    """Not even by imports inside functions; those for type checkers do not count."""
+    """No circle exists by imports inside functions either. Imports for type checkers do not count."""
     graph = {
         module: {
             other

@@ -196,7 +196,7 @@ sys.exit(main(["check-cluster", "--hosts", "localhost", *sys.argv[1:]]))
 
 
 def test_the_check_is_made(copy: Path) -> None:
-    """By check-cluster and by doctor, and each says what repairs it in its own way."""
+    """check-cluster and doctor both make the check, and each gives its own remedy."""
     pytest.importorskip("fabric")
     findings = json.loads(run(copy, "-c", CHECK_CLUSTER, "--only", "TEA01", "--json").stdout)["findings"]
     assert [(one["id"], one["verdict"], one["remedy"]) for one in findings] == [

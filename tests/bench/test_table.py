@@ -85,7 +85,7 @@ def test_a_matrix() -> None:
 
 
 def test_factors() -> None:
-    """As nccl-tests' PERFORMANCE.md has them."""
+    """The factors are those of PERFORMANCE.md of nccl-tests."""
     allreduce = OPERATIONS["allreduce"]
     assert [allreduce.busbw_factor(size) for size in (1, 2, 4)] == [0.0, 1.0, 1.5]
     # What must leave and enter a node, however many ranks it has: 2 (n - 1) / n.

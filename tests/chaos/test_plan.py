@@ -1,4 +1,4 @@
-"""Which faults a job gets, when, and on whom."""
+"""Faults of a job: their kinds, times and victims."""
 
 from __future__ import annotations
 

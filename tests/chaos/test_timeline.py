@@ -8,7 +8,7 @@ from mpitrain.chaos.timeline import Point, WentOn, kept, rate, samples_per_secon
 
 
 def points(*steps: tuple[float, int, int], first: int = 1, ranks: int = 4) -> list[Point]:
-    """Of (seconds, attempt, step)."""
+    """Points from (seconds, attempt, step)."""
     return [
         Point(seconds, attempt, first if attempt > 1 else 1, step, ranks, 100.0 * step)
         for seconds, attempt, step in steps
@@ -24,7 +24,7 @@ def test_in_place() -> None:
 
 
 def test_a_new_attempt() -> None:
-    """It has gone on when it has made its first step, which is step 4: steps 4 and 5 are made again."""
+    """The job goes on when it has made its first step, step 4. It repeats steps 4 and 5."""
     seen = points((1.0, 1, 5), (2.0, 1, 6), (4.0, 2, 0), (5.0, 2, 4), (5.5, 2, 5), first=4)
     assert went_on(seen, 2.0, 1, 5) == WentOn(3.5, 4, 2)
     assert went_on(seen[:-1], 2.0, 1, 5) is None

@@ -270,7 +270,8 @@ def test_a_signal_leaves_no_ansible_behind(project: Path) -> None:
 
 
 def test_a_task_that_never_ends(project: Path) -> None:
-    """What it waits for is said, and at the deadline it is ended; both are short from the task's begin on."""
+    """The command names what the task waits for, and ends it at the deadline. Both times count from the start of the
+    task."""
     needs_ansible()
     (project / "cluster/hosts").write_text(LOCAL)
     wait = "    - name: Wait\n      ansible.builtin.command: {argv: [sleep, '3600']}\n"

@@ -122,7 +122,7 @@ class Operator:
         return [host.name for host in read_inventory(self.folder / "cluster/hosts").hosts]
 
     def fingerprint(self, node: str) -> str:
-        """What the node's console shows."""
+        """The fingerprint that the node's console shows."""
         console = self.bed.node_run(node, ["ssh-keygen", "-lf", "/etc/ssh/ssh_host_ed25519_key.pub"])
         return re.search(r"SHA256:\S+", console.stdout)[0]
 
@@ -140,7 +140,7 @@ class Operator:
         return self.bed.run(command, timeout_seconds=300).returncode == 0
 
     def nodes_of(self, node: str) -> str | None:
-        """What set-up has written there."""
+        """The nodes in the file that set-up has written."""
         found = self.bed.node_run(node, ["cat", "/etc/nodes"])
         return found.stdout if found.returncode == 0 else None
 

@@ -58,7 +58,7 @@ def test_every_command(name: str, holds: Any, capsys: pytest.CaptureFixture[str]
 def test_a_command_that_is_added(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It inherits the tests of every command and of the documents: also their failures."""
+    """A new command inherits the tests of every command and of the documents, and can fail them."""
     monkeypatch.syspath_prepend(tmp_path)
     source = (REPOSITORY / "tests/added/greet.py").read_text()
     for module, text in (("greet_somebody", ', help="in capitals"'), ("greet_silently", "")):

@@ -85,7 +85,7 @@ def verify(folder: Path, source: str, *arguments: str, ranks: int = 3, options: 
 
 
 def differs(job: Job, where: str, *parts: str) -> None:
-    """It says that they first differ there, with each of `parts`."""
+    """Assert that the output names this place as the first difference, with each of `parts`."""
     assert job.code == 1, job.output
     assert job.left == []
     assert job.stderr == ""
@@ -116,7 +116,7 @@ def test_the_example_is_equal() -> None:
 
 
 def test_a_right_script_leaves_nothing_behind(tmp_path: Path) -> None:
-    """Not even its own checkpoints: the second run would go on from those of the first."""
+    """Verify leaves no checkpoint either: the second run would go on from those of the first."""
     checkpoints = tmp_path / "checkpoints"
     job = verify(tmp_path, BEGIN + TRAIN, str(checkpoints), options=("--directory", str(tmp_path / "records")))
     assert job.code == 0, job.output

@@ -107,7 +107,7 @@ def test_a_loop_over_prepare(tmp_path: Path) -> None:
 
 
 def test_a_loop_over_ddp(tmp_path: Path) -> None:
-    """With parameters' names; the loader of each rank has its part."""
+    """The report has the names of parameters. The loader of each rank has its part."""
     pytest.importorskip("torch")
     job = verify(tmp_path, TORCH + DDP, steps=6)
     assert (job.code, job.left) == (0, []), job.output
@@ -231,7 +231,7 @@ def test_a_loop_in_jax_without_parameters(tmp_path: Path) -> None:
 
 
 def test_a_script_without_a_world(tmp_path: Path) -> None:
-    """It is said after the first run: the second would show no more."""
+    """Verify says so after the first run, because the second would show no more."""
     job = verify(tmp_path, "print('trained')")
     assert job.code == 1, job.output
     assert job.stdout == "verify: the run on one rank\ntrained\n"

@@ -154,7 +154,7 @@ def test_integers_wrap(shim: Any, bits: int) -> None:
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_blocks(shim: Any, name: str) -> None:
-    """As the host's codec of that name has them, over values of all magnitudes."""
+    """The blocks are those of the host's codec of that name, for values of all magnitudes."""
     block = BLOCK_VALUES if name == "int8" else INT4_BLOCK_VALUES
     generator = numpy.random.default_rng(15)
     magnitude = 2.0 ** generator.integers(-149, 128, MANY // block + 1).repeat(block)[:MANY]

@@ -73,7 +73,7 @@ def compile_text(source: str, architecture: str) -> tuple[int, str, str]:
 
 @pytest.fixture(scope="module")
 def logs(request: pytest.FixtureRequest) -> dict[tuple[str, str], tuple[int, str, str]]:
-    """Of every file for every architecture that a test asks for; on all cores, as NVRTC lets go of Python's lock."""
+    """Compile every file for every architecture that a test asks for, on all cores: NVRTC releases Python's lock."""
     asked = {item.callspec.params.get("architecture") for item in request.session.items if hasattr(item, "callspec")}
     architectures = [*(one for one in ARCHITECTURES if one in asked), "compute_90"]
     wanted = [(file, architecture) for file in launch.FILES for architecture in architectures]

@@ -55,7 +55,7 @@ def test_another_device(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_more_than_2_to_the_31_elements(cupy: Any) -> None:
-    """Of memory that is nowhere: pages that are only read take none."""
+    """The memory is not there: pages that are only read take none."""
     from host_kernels import HostModule
 
     count = 2**31 + 9
@@ -67,7 +67,7 @@ def test_more_than_2_to_the_31_elements(cupy: Any) -> None:
 
 
 def test_nothing_is_done_before_somebody_waits(cupy: Any) -> None:
-    """As on a device; and memory that is given back meanwhile stays as it is until then."""
+    """The emulation is as late as a device. Memory that is freed meanwhile stays unchanged until then."""
     total = cupy.zeros(1000, numpy.float32)
     kernels.pack([cupy.ones(400, numpy.float32), cupy.ones(600, numpy.float32)], total)
     for _ in range(20):

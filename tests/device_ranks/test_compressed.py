@@ -64,7 +64,7 @@ def test_the_bits_of_the_host(world: World, codec: str, placement: str, count: i
 
 @pytest.mark.parametrize("codec", ["bf16", "int4"])
 def test_from_a_gpu_to_the_host_and_back(world: World, codec: str) -> None:
-    """What is kept goes along, as host or as device arrays: the run has the bits of one that stayed where it was."""
+    """Residuals move between host and device arrays. The run has the bits of one that stayed in its place."""
     there = placed(world, "dealt out over 2 nodes")
     whole = CompressedExchange(there, codec)
     stayed = whole.allocate(3001, FLOAT32)
@@ -137,7 +137,7 @@ def test_a_step_never_waits_for_the_gpu(world: World, monkeypatch: pytest.Monkey
 
 
 def test_a_mean_beyond_the_wire(world: World) -> None:
-    """Of finite gradients, on every rank; what is kept is cleared, and the reducer goes on."""
+    """Finite gradients have an infinite mean on every rank. The reducer clears its residuals and goes on."""
     skip_alone(world)
     there = placed(world, "alone on each node")
     reducer = GradientReducer(
@@ -191,7 +191,7 @@ def test_a_transport_that_carries_no_codec(world: World) -> None:
 def test_auto_says_that_the_host_codes(
     world: World, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Where a GPU's memory cannot be opened by another rank."""
+    """The host codes if another rank cannot open the memory of a GPU."""
     there = placed(world, "dealt out over 2 nodes")
     if world.size < 3:
         pytest.skip("needs two ranks on a node, and another node")
@@ -212,7 +212,7 @@ def test_auto_says_that_the_host_codes(
 
 @pytest.mark.skipif("emulated" not in cupy.__version__, reason="a real GPU cannot be filled for a test")
 def test_no_memory_for_what_is_left_out(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On one rank, after its bucket was made: all of them say so."""
+    """One rank has no memory after it has made its bucket. All ranks raise the error."""
     skip_alone(world)
     exchange = CompressedExchange(placed(world, "alone on each node"), "int8")
     assert exchange._on_device.codes_on_device
@@ -230,7 +230,7 @@ def test_no_memory_for_what_is_left_out(world: World, monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def host_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is one at least."""
+    """The codecs that run on the host only. There is at least one."""
     monkeypatch.setitem(CODECS, "halves", CODECS.get("halves", halves))
 
 
@@ -239,7 +239,8 @@ def host_only(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_codec_without_kernels_is_used_on_the_host(
     world: World, host_only: None, codec: str, placement: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """It trains parameters on the GPU, with the bits of parameters on the host; a line says once where it is coded."""
+    """A codec without kernels trains parameters on the GPU with the bits of parameters on the host. One line says where
+    gradients are coded."""
     skip_alone(world)
     there = placed(world, placement)
     parameters = [Parameter(name, (3001,), FLOAT32) for name in "ab"]

@@ -1,4 +1,4 @@
-"""Which GPU a rank gets, and what is said where it cannot have one; memory that is not there."""
+"""The GPU of each rank, the errors of a rank without one, and memory that is missing."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_early_choice(world: World) -> None:
 @emulated
 @pytest.mark.parametrize("name", ["peer", "staged"])
 def test_out_of_memory(world: World, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On one rank: all of them say so, and can go on."""
+    """One rank has no memory. All ranks raise the error, and can go on."""
     if name == "peer" and world.size == 1:
         pytest.skip("needs two ranks")
     transport = make_transport(world, name)
@@ -195,7 +195,7 @@ def test_page_locked_memory(world: World) -> None:
 
 
 def test_current_ones_are_restored(world: World) -> None:
-    """Also a stream that was chosen by use()."""
+    """The current stream is restored too, also one that use() has chosen."""
     gpu = bind(world)
     own, other = make_stream(gpu), make_stream(gpu)
     own.use()
@@ -208,7 +208,7 @@ def test_current_ones_are_restored(world: World) -> None:
 
 
 def test_what_is_known_of_a_library_depends_on_its_settings() -> None:
-    """And not on what the launcher left."""
+    """The answer depends on the library's settings, not on what the launcher left."""
     plain = fingerprint({})
     assert plain == fingerprint({"PMI_RANK": "1", "HOME": "/x"})
     assert plain != fingerprint({"I_MPI_OFFLOAD": "1"})

@@ -184,7 +184,7 @@ def test_one_rank_on_the_host(world: World) -> None:
 def test_no_memory_for_its_own_buffers(
     world: World, monkeypatch: pytest.MonkeyPatch, free: int | None, text: str
 ) -> None:
-    """On one rank: all of them raise the same, and go on."""
+    """One rank has no memory. All ranks raise the same error, and go on."""
     gc.collect()
     taken = sum(parameter.count * parameter.dtype.itemsize for parameter in PARAMETERS)
     with monkeypatch.context() as patch:
@@ -202,7 +202,7 @@ def test_no_memory_for_its_own_buffers(
 
 @pytest.mark.skipif("emulated" not in cupy.__version__, reason="counts in the emulation")
 def test_a_step_never_waits_for_the_gpu(world: World, monkeypatch: pytest.MonkeyPatch, threaded: bool) -> None:
-    """Nor does an optimizer with clipping. The host looks at events where MPI needs it, and for the vote."""
+    """An optimizer with clipping does not wait either. The host looks at events only for MPI and for the vote."""
     reducer = made(world)
     optimizers = {numpy.dtype(name): AdamW(0.1, clip_norm=0.5) for name in ("float32", "float64")}
     for dtype, optimizer in optimizers.items():

@@ -278,7 +278,7 @@ def test_a_leaf_on_the_gpu_of_some_ranks_only(world: World) -> None:
 
 
 def test_sums_leave_what_they_are_given(world: World) -> None:
-    """On the current stream, without a wait in between."""
+    """The sums run on the current stream, without a wait in between."""
     with cupy.cuda.Stream(non_blocking=True):
         mine = cupy.full(70_001, world.rank + 1, numpy.float32)
         total = world.sum(mine)

@@ -131,7 +131,7 @@ def test_driven_by_test(world: World, transport: DeviceSequential) -> None:
 
 
 def test_driven_by_a_thread(world: World, transport: DeviceSequential) -> None:
-    """Its current device is 0 and its stream the null one, whatever they are here."""
+    """The thread's current device is 0 and its stream the null one, whatever those of the caller are."""
     flat = transport.allocate(200_003, FLOAT32)
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
@@ -183,7 +183,7 @@ def test_only_the_slice_is_changed(world: World, transport: DeviceSequential) ->
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_the_same_bits_everywhere(world: World, transport: DeviceSequential, dtype: numpy.dtype) -> None:
-    """Of what cannot be written exactly, of numbers that are none, and again when it is done again."""
+    """Rounded values, NaN and infinities have the same bits on every rank, and again in a second sum."""
     values = numpy.random.default_rng(world.rank).standard_normal(40_003).astype(dtype)
     values[:5] = [numpy.inf, -numpy.inf, numpy.nan, -0.0, 0.0]
     values[5:9].view(f"u{dtype.itemsize}")[:] = numpy.array(numpy.nan, dtype).view(f"u{dtype.itemsize}") + world.rank
@@ -218,7 +218,7 @@ def test_own_memory_on_some_ranks_only(world: World, transport: DeviceSequential
 
 
 def test_an_array_outlives_its_transport(world: World) -> None:
-    """Its memory too, until the next allocation after it has gone."""
+    """The memory of the array stays too, until the next allocation after the array has gone."""
     another = made(world, "peer")
     transport = made(world, "peer")
     flat = fill(world, transport.allocate(100_003, FLOAT32))

@@ -170,7 +170,7 @@ def test_a_sudo_that_refuses(tmp_path: Path) -> None:
 
 
 def test_an_agent_that_is_cut_off_ends_with_what_it_runs(talk: Talk, tmp_path: Path) -> None:
-    """Its stdout goes first, as where sshd is killed."""
+    """The agent loses its stdout first, as when sshd is killed."""
     folder = tmp_path / ".mpitrain-check-5"
     talk.ask("share speed", folder=str(folder), bytes=1 << 30)
     until((folder / "large").exists)

@@ -73,7 +73,7 @@ def test_every_refusal_has_a_place_in_the_list() -> None:
 
 
 def test_every_condition_is_one_that_is_refused() -> None:
-    """And no other is: the guard names its conditions by words, because it runs without this package."""
+    """The guard refuses no other condition. It names conditions in words, because it runs without this package."""
     words = {name for source in SOURCES.values() for name in re.findall(r"Condition\.([A-Z]+)\b", source)}
     of_guards = set(re.findall(r'"condition": "(\w+)"', SOURCES["guard"]))
     assert of_guards == {"MACHINES", "SOCKETS"}

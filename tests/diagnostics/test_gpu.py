@@ -208,7 +208,7 @@ def test_ways_of_two_ranks() -> None:
 
 @pytest.mark.parametrize(("code", "names"), [(0, ["NVIDIA GeForce RTX 3090"]), (9, [])])
 def test_cards_on_no_bus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, names: list[str]) -> None:
-    """As in Linux within Windows. A tool without a card is no finding."""
+    """Linux within Windows shows no cards on the bus. A tool without a card is no finding."""
     if any(gpu({}).values()):
         pytest.skip("there is a card here")
     (tmp_path / "out").write_text("NVIDIA-SMI has failed" if code else DESKTOP)

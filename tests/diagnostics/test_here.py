@@ -181,7 +181,7 @@ def test_two_processes_that_could_not_be_tried() -> None:
     ],
 )
 def test_a_machine_that_does_not_answer_says_why(sections: dict[str, Any], reason: str) -> None:
-    """Of a node that is a finding of its own; the checks of one machine have none for it."""
+    """A node that does not answer is a finding. On one machine alone no check has such a finding."""
     assert [(one.verdict, one.observed) for one in judged("MPI01", here(sections))] == [("unknown", reason)]
 
 

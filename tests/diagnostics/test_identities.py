@@ -1,4 +1,4 @@
-"""Which keys a login offers: those of a real ssh-agent and of real files, in the order of ssh."""
+"""The keys that a login offers: those of a real ssh-agent and of real files, in the order of ssh."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_server_that_hangs_up(keys: dict[str, str], tmp_path: Path) -> None:
 
 
 def test_a_server_that_says_why_it_hangs_up(keys: dict[str, str], tmp_path: Path) -> None:
-    """As where /etc/nologin is: the key is right, and the account is refused."""
+    """With /etc/nologin the key is right, and the server refuses the account."""
     server = Server(patience=1)
     server.auth_handler = SimpleNamespace(banner=b"Back at noon\n")
     assert offer(server, tmp_path, "held") == "it refuses ada and says 'Back at noon', and hangs up"

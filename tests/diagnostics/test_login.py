@@ -36,7 +36,7 @@ def other_key(got: str, known: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("patience", "verdicts"), [(1.0, ["warn"]), (3.0, [])])
 def test_a_login_that_takes_long(patience: float, verdicts: list[str]) -> None:
-    """From a busy machine everything takes long, which is no finding."""
+    """On a busy machine everything takes long, so a slow login is no finding."""
     slow = {"failed": "", "hello": "admin", "seconds": 2.5, "patience": patience}
     assert [one.verdict for one in judged("SSH01", looked(login=slow))] == verdicts
 
@@ -124,7 +124,7 @@ def test_dev_null(wrong: str, line: str) -> None:
     ],
 )
 def test_a_user_who_may_have_few_processes(words: str) -> None:
-    """Its probe may have answered some questions before."""
+    """The probe may have answered some questions before."""
     for answers in ({"become": {"error": words}}, {"shell": {"error": words}}):
         (one,) = judged("PRB02", looked(**answers))
         assert (one.verdict, one.where) == ("fail", ("node2",))
@@ -179,7 +179,7 @@ def test_a_login_that_may_not_become_the_shared_user() -> None:
 
 @pytest.mark.parametrize("remedy", [login._LOOK, login._SUDO_HANGS, *login._REMEDIES.values()])
 def test_a_remedy_is_a_line_that_a_shell_takes(remedy: str) -> None:
-    """Where it is to be typed, if not here, a comment says."""
+    """If the line belongs on another machine, a comment names that machine."""
     line = remedy.partition("  # ")[0]
     assert line.split()[0] in ("ping", "time", "sudo", "ssh", "ssh-add")
     assert "console" not in line

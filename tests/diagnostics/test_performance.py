@@ -78,7 +78,7 @@ def turns(*mib_per_second: float) -> list[dict[str, Any]]:
 
 
 def measured(found: dict[Pair, float]) -> Seen:
-    """As where nothing else runs: each measurement of a way is like the first."""
+    """The measurements on a quiet network: each one equals the first."""
     looked = seen(4)
     beside = turns(*[FAST / 2**20] * (TURNS + 1))
     looked.cluster["ways"] = {
@@ -99,7 +99,7 @@ def test_the_matrix() -> None:
 
 
 def on_a_busy_node(own: list[float], beside: list[float], waited: float = 0.0) -> list[Result]:
-    """What is said of node2 -> node4, which seemed slow, where it and a sound way had these rates in turns."""
+    """The finding about node2 -> node4, which seemed slow. It and a sound way had these rates, measured in turns."""
     looked = measured(rates(4, ("node2", "node4")))
     again = [one | {"waited": [0.05, waited]} for one in turns(*own)]
     looked.cluster["ways"]["node2 node4"] |= {"again": again, "beside": turns(*beside), "beside_way": "node1 node2"}

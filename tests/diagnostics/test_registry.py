@@ -1,4 +1,4 @@
-"""What every check has to hold to."""
+"""The rules for every check."""
 
 from __future__ import annotations
 

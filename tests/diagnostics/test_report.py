@@ -1,4 +1,4 @@
-"""What people and programs read."""
+"""The reports for people and for programs."""
 
 from __future__ import annotations
 

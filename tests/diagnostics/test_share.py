@@ -160,7 +160,7 @@ def test_an_export_to_other_addresses_of_the_nodes() -> None:
 
 
 def test_a_share_that_is_a_folder_of_a_larger_one() -> None:
-    """As where all homes lie on a server: what is mounted is /home."""
+    """All homes are on one server, which mounts /home."""
     homes = {**NFS, "path": "/home", "source": "nas:/export/home"}
     found = looked(mount=mount(homes), serving={**SERVING, "exports": [], "server": "missing", "enabled": ""})
     found.nodes["node1"]["mount"] = mount(homes)

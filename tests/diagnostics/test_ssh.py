@@ -28,7 +28,7 @@ OURS = "/etc/ssh/sshd_config.d/10-mpitrain.conf"
 
 
 def judged(id_: str, looked: Seen) -> list[Result]:
-    """Those of a check, as if those that it needs had passed."""
+    """The results of a check, as if all checks that it needs had passed."""
     return [one for one in judge([CHECKS[id_]], looked) if one.verdict != "pass"]
 
 
@@ -39,7 +39,7 @@ def of_node(section: str, answer: Any) -> Seen:
 
 
 def first(id_: str, looked: Seen) -> Result | None:
-    """Of node1."""
+    """The first result for node1."""
     return next((one for one in judged(id_, looked) if one.where and one.where[0] == "node1"), None)
 
 
@@ -82,7 +82,7 @@ def test_set_up_mends_keys_at_the_right_end(kind: str, words: str, mend: tuple[s
 
 @pytest.mark.parametrize(("let_in", "words"), [([], "--tags ssh"), (["SHA256:a"], "sudo journalctl -n 20 -u ssh")])
 def test_set_up_is_offered_where_the_key_is_missing(let_in: list[str], words: str) -> None:
-    """With the key in the list it is something else that refuses the login."""
+    """If the list has the key, something else refuses the login."""
     looked = login("key", "cluster@node2: Permission denied (publickey).")
     keys = {"keys": [KEY], "let_in": let_in}
     looked.nodes = {
@@ -189,7 +189,7 @@ def test_a_file_that_is_read_before_ours_is_named() -> None:
 
 
 def test_the_file_whose_value_holds_is_named() -> None:
-    """Of MaxStartups some versions of sshd take the last value, of all else the first."""
+    """Some versions of sshd take the last value of MaxStartups. All of them take the first value of everything else."""
     main = "/etc/ssh/sshd_config"
     found = {**server(maxstartups="1:30:100"), "sets": {"maxstartups": [[OURS, "100:30:400"], [main, "1:30:100"]]}}
     result = first("SSH06", of_node("ssh server", found))
@@ -267,7 +267,7 @@ def test_a_user_whom_the_lists_of_sshd_shut_out(
 
 
 def test_a_block_that_shuts_the_user_out_is_shown() -> None:
-    """Its list is somebody's decision about some logins."""
+    """An administrator has chosen the list of the block, so no remedy changes it."""
     found = {**server(), "sets": {"allowusers": [[SITE, "admin"]]}}
     looked = of_node("ssh server", {**found, "user": {**found["user"], "allowusers": "admin"}})
     result = first("SSH07", looked)
@@ -402,7 +402,7 @@ def test_the_logins_that_every_job_begins_with() -> None:
 
 
 def test_a_login_that_takes_too_long_is_tried_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine one try proves nothing; a refusal is not tried again."""
+    """On a busy machine one slow login proves nothing. A refused login is not tried again."""
     ends: list[Any] = [children.SlowError("slow"), (0, "", "")]
 
     def run(*_: Any) -> tuple[int, str, str]:

@@ -125,7 +125,7 @@ def test_an_inventory_that_cannot_be_read() -> None:
     ("folder", "login"), [("/home/cluster/nfs/work", "10.0.0.1"), ("/opt/work", "10.0.0.2")], ids=["share", "local"]
 )
 def test_a_file_with_the_name_of_a_library(folder: str, login: str) -> None:
-    """On the share it is renamed once, through the head."""
+    """The file is on the share, so it is renamed once, through the head."""
 
     def looked_at(shadows: dict[str, str] | None, why: str = "") -> Seen:
         python = {"files": {"train.py": "1"}, "shadows": shadows, "why_no_shadows": why}

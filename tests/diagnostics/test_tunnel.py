@@ -34,7 +34,7 @@ def judged(id_: str, made: Seen) -> list[Result]:
 
 
 def test_a_tunnel_as_it_should_be() -> None:
-    """Also as the head sees it, which has no group_vars."""
+    """The same holds on the head, which has no group_vars."""
     for wanted in (True, False):
         assert judged("WGD01", looked(wanted)) == judged("WGD02", looked(wanted)) == []
 

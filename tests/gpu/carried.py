@@ -55,7 +55,7 @@ def _wanted(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
 
 
 def unpacked(target: Path) -> list[Mpi]:
-    """What FOLDER holds, unpacked into `target`."""
+    """Unpack the content of FOLDER into `target`."""
     found = []
     for path in sorted(FOLDER.glob("*.tar.xz")):
         with tarfile.open(path) as archive:
@@ -86,7 +86,7 @@ def _usable(name: str, root: Path) -> Mpi:
 
 
 def mpi_of(name: str, mpiexec: str, environment: dict[str, str]) -> Mpi:
-    """With the options that its mpiexec needs to start several ranks, as root too, on one machine."""
+    """The MPI, with the options that its mpiexec needs to start several ranks on one machine, also as root."""
     if name != "openmpi":
         return Mpi(name, [mpiexec], environment)
     as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

@@ -44,7 +44,7 @@ class Part:
 
 @dataclass
 class Outcome:
-    """What came of a part."""
+    """The outcome of a part."""
 
     name: str
     result: str  # passed, FAILED, not run
@@ -165,7 +165,7 @@ def output_of(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def environment(mpi: Mpi | None) -> dict[str, str]:
-    """What a part runs in."""
+    """The environment of a part."""
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(REPOSITORY)]))
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(mpi.environment if mpi else {})}
 
@@ -209,7 +209,7 @@ def run(part: Part, seconds: float, folder: Path, show: bool = True) -> Outcome:
 
 
 def print_table(outcomes: list[Outcome], seconds: float) -> None:
-    """What a person reads, and pastes into a report."""
+    """Print the table that a person reads, and pastes into a report."""
     width = max(len(outcome.name) for outcome in outcomes)
     print("\n" + "=" * 100)
     for outcome in outcomes:

@@ -1,4 +1,4 @@
-"""As tests/ranks: one outcome for all ranks. Without JAX every test is skipped."""
+"""One outcome for all ranks, as in tests/ranks. Without JAX every test is skipped."""
 
 from __future__ import annotations
 

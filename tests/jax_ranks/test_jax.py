@@ -301,7 +301,7 @@ def test_nothing_is_copied_that_need_not_be() -> None:
 
 
 def test_results_keep_their_values(world: World) -> None:
-    """Their memory is nobody else's."""
+    """No other array uses the memory of a result."""
     results = [mpitrain.jax.sum({"a": jnp.full(5000, number), "b": jnp.full(3, number)}) for number in range(5)]
     for number, found in enumerate(results):
         assert (found["a"] == number * world.size).all()

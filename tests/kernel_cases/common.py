@@ -1,4 +1,4 @@
-"""What the cases share: values, where arrays lie, and comparisons."""
+"""Values, places of arrays, and comparisons that the cases share."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def any_bits(dtype: Any, size: int, seed: int) -> numpy.ndarray:
 
 
 def numbers(dtype: Any, size: int, seed: int) -> numpy.ndarray:
-    """Of many magnitudes, all finite."""
+    """Finite values of many magnitudes."""
     generator = numpy.random.default_rng((seed, size))
     return (generator.standard_normal(size) * 2.0 ** generator.integers(-14, 8, size)).astype(dtype)
 

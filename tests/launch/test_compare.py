@@ -1,4 +1,4 @@
-"""What keeps hosts from working together, from their facts."""
+"""Differences between hosts that keep them from working together."""
 
 from __future__ import annotations
 

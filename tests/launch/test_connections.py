@@ -1,4 +1,4 @@
-"""What is sent to hosts as text has all that it imports, in the right order."""
+"""The modules that are sent to hosts as text: complete, and in the right order."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def test_what_the_kernel_says_of_the_first_end() -> None:
 
 
 def test_a_counter_that_has_risen_names_nobody() -> None:
-    """Where mpiexec tells of another end than by signal 9, it was another process that the kernel killed."""
+    """If mpiexec reports another end than by signal 9, the kernel killed another process."""
     words = "the kernel may have killed it for want of memory: oom_kill in /a/memory.events rose from 0 to 1"
     ends = (FirstEnd(2, (), 10.0, 1002, words),)
     unsaid = "rank 2 on h2 ended without a word (os._exit, or killed?)"
@@ -188,7 +188,7 @@ def test_the_last_words() -> None:
 
 
 def test_open_mpi_names_the_daemon_that_it_lost() -> None:
-    """Its own process on the first host may be seen to end before it."""
+    """The guard may see mpiexec's own process on the first host end before that daemon."""
     said = "  HNP daemon   : [prterun-h0-217@0,0] on node h0\n  Remote daemon: [prterun-h0-217@0,1] on node h2\n"
     named = "the process of mpiexec on h2 was killed, or has crashed, or cannot be reached"
     assert of(first_ends=(FirstEnd(None, (0,), 10.0),), mpiexec_said=said) == (named, None)

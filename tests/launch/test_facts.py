@@ -1,4 +1,4 @@
-"""What a host says of itself: with a child for everything that may take too long, or say too much."""
+"""The facts of a host. A child answers each question that may take too long or print too much."""
 
 from __future__ import annotations
 

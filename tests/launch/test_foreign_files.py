@@ -1,4 +1,4 @@
-"""What was found and may be written by somebody else does not count: owner, mode, every folder above, links."""
+"""A found file that another user may write does not count: owner, mode, every folder above, links."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_several_places_are_one_command(found: Path) -> None:
 
 
 def test_all_may_write_beside_it_where_nobody_can_replace_it(found: Path) -> None:
-    """As in /tmp."""
+    """The folder is one such as /tmp."""
     found.parent.chmod(0o1777)
     refuse_foreign(found)
 
@@ -127,7 +127,7 @@ def test_a_link_leads_to_a_file_of_somebody_else(found: Path) -> None:
 
 @pytest.mark.parametrize("absolute", [True, False])
 def test_a_link_that_a_link_leads_to_is_in_a_folder_of_all(found: Path, absolute: bool) -> None:
-    """Neither the name of the file nor where it is in the end is in that folder."""
+    """Neither the name nor the final place of the file is in that folder."""
     found.parent.rename("own")
     Path("open").mkdir()
     Path("open/hop").symlink_to(Path("own").absolute() if absolute else "../own")
@@ -199,7 +199,7 @@ def test_umask_002_where_a_directory_service_does_not_list_its_users(
 
 
 def test_above_the_home_directory_nobody_looks(found: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As ssh: what is above is the administrator's."""
+    """The folders above belong to the administrator. ssh does not look at them either."""
     Path.cwd().chmod(0o777)
     home = pwd.struct_passwd((ME, "x", os.geteuid(), os.getegid(), "", str(Path("cluster").resolve()), "/bin/sh"))
     monkeypatch.setattr("pwd.getpwuid", lambda _: home)
@@ -236,7 +236,7 @@ def test_every_command_refuses_it(found: Path, command: str) -> None:
 
 
 def test_a_command_in_it_runs_only_where_it_is_named(found: Path) -> None:
-    """As the one who put the file there would have it: root's check-cluster runs a program of theirs."""
+    """The attack: another user puts the file there, and root's check-cluster runs a program of that user."""
     pytest.importorskip("fabric")
     program = shlex.quote(f"ProxyCommand=touch {found.resolve().with_name('theirs-ran')}")
     found.write_text(INVENTORY.format(f'ansible_ssh_common_args="-o {program}"'))
@@ -260,7 +260,7 @@ def test_a_command_in_it_runs_only_where_it_is_named(found: Path) -> None:
 
 
 def test_the_group_vars_of_the_current_folder(found: Path) -> None:
-    """They are found, also where the inventory is named; and arguments of ssh count only beside a named one."""
+    """The variables are found, also if the inventory is named. Arguments of ssh count only beside a named inventory."""
     pytest.importorskip("fabric")
     found.rename("mine")
     group_vars = Path("cluster/group_vars/all.yml")

@@ -18,7 +18,7 @@ from mpitrain.launch.kept import KeeperLine, Kept
 
 @pytest.fixture
 def keepers() -> Iterator[Keepers]:
-    """Of this machine alone."""
+    """Keepers of this machine alone."""
     with Keepers("here", f"mpitrain-test-{secrets.token_hex(8)}") as keepers:
         keepers.begin(["here"])
         keepers.settle()

@@ -1,4 +1,4 @@
-"""Who launched a process: told from variables as they were really seen."""
+"""The launcher of a process, told from variables that were really seen."""
 
 from __future__ import annotations
 

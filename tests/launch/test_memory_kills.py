@@ -1,4 +1,4 @@
-"""What is said of a kill for want of memory, from each of the places where the kernel tells of it.
+"""The words about a kill for want of memory, from each place where the kernel reports one.
 
 tests/faults/test_kills.py has a real one.
 """

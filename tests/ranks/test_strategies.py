@@ -139,7 +139,7 @@ def a_resume_has_the_same_bits(world: World, name: str) -> None:
 
 
 def errors_come_on_every_rank(world: World, name: str) -> None:
-    """With the parameters of the step before; afterwards training goes on."""
+    """The error leaves the parameters of the previous step. Training goes on afterwards."""
     odd = world.size - 1
     bad = ""
 
@@ -189,7 +189,7 @@ def test_a_name_that_is_none() -> None:
 
 
 def test_a_strategy_that_is_added(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It inherits the contract: also its failures."""
+    """A new strategy inherits the contract tests, and can fail them."""
     together = type("Together", (Together,), {})
     monkeypatch.setitem(STRATEGIES, "together", together)
     for holds in CONTRACT:

@@ -1,4 +1,4 @@
-"""What is longer than one call may move."""
+"""Data that is longer than one call may move."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `mpitrain verify` records of a run, on any number of ranks: against the same computed by hand."""
+"""The record of `mpitrain verify` on any number of ranks, against the same values computed by hand."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def test_samples_of_calls_before_the_first_step_are_its_own(world: World, shared
 
 
 def test_a_reducer_of_the_scripts_own_is_recorded(world: World, shared: Path) -> None:
-    """Its steps, and no calls of world.mean in between; the last one ends the script."""
+    """The record has the reducer's steps, and no calls of world.mean between them. The last step ends the script."""
     own = recording(world, shared, 2)
     reducer = GradientReducer(own, [Parameter("w", (4,), numpy.dtype("float64"))])
     finished = 0

@@ -225,7 +225,7 @@ def test_one_rank_with_all_the_weight_gives_its_very_bits(world: World) -> None:
 
 @pytest.mark.parametrize("extra", [-1, 0, 1, 30])
 def test_parts_of_a_batch_have_the_mean_of_the_whole(world: World, extra: int) -> None:
-    """Also where there are fewer samples than ranks."""
+    """The mean is right also if there are fewer samples than ranks."""
     length = max(1, world.size + extra)
     whole = numpy.random.default_rng(3).standard_normal((length, 11)) + 2.0
     mine = numpy.array_split(whole, world.size)[world.rank]

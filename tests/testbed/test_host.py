@@ -1,4 +1,4 @@
-"""What a machine must have."""
+"""The conditions that a machine must meet."""
 
 from __future__ import annotations
 

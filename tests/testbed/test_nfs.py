@@ -18,7 +18,7 @@ OPTIONS = "vers=4.2,hard,nconnect=4,noatime,nosuid,nodev,lookupcache=positive,_n
 
 
 def done(bed: Bed, node: str, script: str, timeout_seconds: float = 400.0) -> str:
-    """What a script of root's wrote on a node; it must succeed."""
+    """The output of a script that root runs on a node. The script must succeed."""
     result = bed.node_run(node, ["sh", "-ec", script], timeout_seconds=timeout_seconds)
     assert result.returncode == 0, f"{node}: {script}\n{result.stdout}{result.stderr}"
     return result.stdout
@@ -66,7 +66,7 @@ def test_a_file_is_seen_on_the_other_node(share: Bed) -> None:
 
 
 def test_what_the_server_itself_changes_is_seen_at_once(share: Bed) -> None:
-    """As by pip on the head: it replaces files in the folder, past the NFS server."""
+    """pip on the head replaces files in the folder without the NFS server."""
     path = f"{SHARE}/code.py"
     done(share, "node1", f"echo old >{path}")
     assert done(share, "node2", f"cat {path}") == "old\n"

@@ -1,4 +1,4 @@
-"""What the tests of torch.distributed share. Expected values come from NumPy and Python alone."""
+"""Values and checks that the tests of torch.distributed share. Expected values come from NumPy and Python alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""As tests/ranks: one outcome for all ranks. Without PyTorch every test is skipped.
+"""One outcome for all ranks, as in tests/ranks. Without PyTorch every test is skipped.
 
 `--backend gloo` runs the same tests on PyTorch's own backend, where it has what they need: it shows that they expect
 what PyTorch's users expect.

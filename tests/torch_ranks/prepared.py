@@ -34,7 +34,7 @@ def loader(**options: Any) -> Any:
 
 
 def batches(dtype: Any = None) -> list[tuple[Any, Any]]:
-    """They as a list."""
+    """The batches as a list."""
     x, y = samples(dtype)
     return [(x[begin : begin + BATCH], y[begin : begin + BATCH]) for begin in range(0, NUM_SAMPLES, BATCH)]
 

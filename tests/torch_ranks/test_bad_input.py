@@ -198,7 +198,7 @@ REFUSED: dict[str, tuple[Callable[[int], Any], type[Exception], str]] = {
 
 
 def of_root() -> dist.ScatterOptions:
-    """As if every rank were the root: each refuses its own list."""
+    """Treat every rank as the root: each refuses its own list."""
     options = dist.ScatterOptions()
     options.rootRank = dist.get_rank()
     return options

@@ -79,7 +79,7 @@ def test_closing_ends_what_was_dropped(world: World) -> None:
 
 
 def test_no_large_tensor_is_kept(world: World) -> None:
-    """Not one that was only read, nor one of which a part was summed."""
+    """A large tensor is not kept either if it was only read, or if only a part of it was summed."""
     skip_alone(world)
 
     def used_bytes() -> int:

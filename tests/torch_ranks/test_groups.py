@@ -139,7 +139,7 @@ def test_the_store(world: World) -> None:
 
 
 def test_the_way_to_the_store(world: World, ours: None) -> None:
-    """As on another host: one address after the other; and what to do where none leads there."""
+    """A rank on another host tries one address after the other. If none works, the error says what to do."""
     soon = timedelta(seconds=5)
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     server.set("here", "yes")

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("group")
 
 
 def of(rank: int) -> dict[str, Any]:
-    """Of another length on every rank."""
+    """An object of another length on every rank."""
     return {"rank": rank, "text": "x" * (rank * 1000), "none": None}
 
 

@@ -67,7 +67,7 @@ class Odd(torch.nn.Module):
 
 
 def optimizer_of(module: torch.nn.Module) -> torch.optim.Optimizer:
-    """It would change a parameter whose gradient is zero."""
+    """An optimizer that would change a parameter whose gradient is zero."""
     return torch.optim.AdamW(module.parameters(), lr=0.1, weight_decay=0.1)
 
 

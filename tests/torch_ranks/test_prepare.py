@@ -273,7 +273,7 @@ def test_frozen_before_the_first_accumulation(world: World) -> None:
 
 
 def test_nothing_is_kept(world: World) -> None:
-    """Neither a graph that a backward pass has made, nor a model that nobody uses any more."""
+    """Neither a graph of an ended backward pass stays in memory, nor a model that is not used any more."""
     model = mlp()
     model.register_buffer("own", torch.zeros(3))
     model, optimizer, data = mpitrain.torch.prepare(model, sgd(model.parameters()), loader())

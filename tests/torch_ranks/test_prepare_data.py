@@ -1,4 +1,4 @@
-"""What a loop gets of the data: the ranks' parts are disjoint, and together the batches of one process."""
+"""The data that a loop gets: the ranks' parts are disjoint, and together they are the batches of one process."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 class Tables(torch.utils.data.Dataset):
-    """Its items are batches."""
+    """A data set whose items are batches."""
 
     def __len__(self) -> int:
         return len(batches())

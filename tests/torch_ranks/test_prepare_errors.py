@@ -1,4 +1,4 @@
-"""What prepare() and a loop after it refuse: an error that says what to do, and never a wait."""
+"""Errors of prepare() and of a loop after it: each one says what to do, and none is a wait."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_rank_that_leaves_out_a_backward_pass(world: World) -> None:
 
 
 def test_a_rank_that_leaves_out_a_backward_pass_of_drawn_batches(world: World) -> None:
-    """There nothing is said before a batch is taken: it is seen in the next backward pass."""
+    """Nothing is reported before a batch is taken. The next backward pass finds the error."""
     skip_alone(world)
     from .prepared import loader
 

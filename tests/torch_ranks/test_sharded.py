@@ -26,7 +26,7 @@ EACH = 3
 
 
 def model() -> nn.Sequential:
-    """With parameters that no number of ranks divides."""
+    """A model with parameters that no number of ranks divides."""
     torch.manual_seed(3)
     layers = [nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 11), nn.Tanh(), nn.Linear(11, 3)]
     return nn.Sequential(*layers).double()

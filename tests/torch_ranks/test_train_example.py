@@ -25,7 +25,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *options: str, steps: int = STEPS) -> N
 
 
 def losses(world: World, record: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> numpy.ndarray:
-    """Those that the record of a run has."""
+    """The losses in the record of a run."""
     run(monkeypatch, *options, "--run", str(record))
     world.barrier()
     rows = [json.loads(line) for line in (record / "metrics.jsonl").read_text().splitlines()]

@@ -47,7 +47,7 @@ def test_names_are_kept_whatever_they_hold(state: dict[str, Any]) -> None:
 
 
 def test_arrays_of_every_kind_come_back(tmp_path: Path) -> None:
-    """Also those that the library's front end would write in the wrong order."""
+    """Arrays come back also if the library's front end would write them in the wrong order."""
     square = numpy.arange(12.0, dtype="f4").reshape(3, 4)
     state = {
         "layer/1": {"100%": square.T, "fortran": numpy.asfortranarray(square), "strided": square[:, ::2]},
@@ -322,7 +322,7 @@ def test_a_writer_reports_and_goes_on() -> None:
     ],
 )
 def test_a_manifest_with_other_values(tmp_path: Path, name: str, value: Any, why: str) -> None:
-    """Its checksum is right: it was not the disk that changed it."""
+    """The manifest has the right checksum, so no disk has damaged it."""
     path = save(tmp_path, 5, {"x": numpy.ones(3)})
     content = json.loads((path / "manifest.json").read_text())["manifest"] | {name: value}
     checksum = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

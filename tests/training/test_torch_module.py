@@ -414,7 +414,7 @@ def test_a_backward_pass_of_somebody_else_is_left_alone() -> None:
 
 
 def another_adam() -> TorchModule:
-    """Which keeps more, and has made a step."""
+    """An Adam with more state, which has made a step."""
     adapter = with_optimizer(lambda module: torch.optim.Adam(module.parameters(), amsgrad=True))()
     one_step(adapter)
     return adapter

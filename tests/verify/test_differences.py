@@ -1,4 +1,4 @@
-"""Where two records first differ, and what is said of it."""
+"""The first difference between two records, and its report."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_the_gradient_that_differs_is_named_with_its_norms() -> None:
 
 
 def test_all_gradients_that_differ_are_counted() -> None:
-    """What a step makes of them is not compared: it cannot be the same."""
+    """Changes that follow from these gradients are not compared, because they cannot be equal."""
     tensors = {"w": sketch("w", WEIGHT), "b": sketch("b", -BIAS)}
     text = only(compare(*records(3, tensors=tensors, parameters=parameters(0))))[2]
     assert text.startswith("w: ")
@@ -158,7 +158,7 @@ def test_what_follows_from_rounding_in_a_loop_of_its_own(count: int, differs: bo
 
 
 def test_arrays_of_world_sync_whose_size_depends_on_the_ranks() -> None:
-    """They are no parameters."""
+    """Such arrays are no parameters."""
     alone, together = (
         RunRecord(ranks, (line(1, [["a"]], before={"['rows']": sketch("['rows']", WEIGHT[:ranks])}),))
         for ranks in (1, 2)

@@ -18,7 +18,7 @@ from mpitrain.verify.record_file import RunRecord
 
 @pytest.mark.parametrize("factor", [1 + 0.9 * 2.0**-6, 1 + 1.1 * 2.0**-6])
 def test_what_a_step_changes_is_compared_to_a_quarter_of_the_digits(factor: float) -> None:
-    """Of the change, which is a hundredth of the parameter."""
+    """The tolerance is relative to the change, which is a hundredth of the parameter."""
     its = compare(*records(1, parameters=changed("b", 1, factor)))
     assert its.largest["parameters"][0] == pytest.approx(1 - 1 / factor, rel=0.05)
     assert [(one.step, one.kind) for one in its.differences[:1]] == ([] if factor < 1.015 else [(1, "parameters")])
@@ -47,7 +47,7 @@ def test_a_change_times_the_number_of_ranks(factor: float, word: str) -> None:
 
 
 def test_parameters_that_begin_otherwise() -> None:
-    """It comes before all that follows from it."""
+    """The report names this difference before all that follow from it."""
     other = parameters(0) | {"b": sketch("b", 2 * BIAS)}
     both = records(1, before=other, loss=7.0, parameters=other)
     its = compare(*both)
@@ -64,7 +64,7 @@ def test_parameters_that_begin_otherwise() -> None:
 
 @pytest.mark.parametrize("both", [False, True])
 def test_a_change_between_two_steps(both: bool) -> None:
-    """It is found as what it is, and not as the gradient that follows from it."""
+    """The report names the change itself, and not the gradient that follows from it."""
     other = {"b": sketch("b", BIAS * numpy.float32(0.9))}
     alone, together = records(2, before=other, loss=7.0)
     if both:

@@ -110,7 +110,7 @@ SCRIPT = "import mpitrain as mt; world = mt.init(); world.mean(1.0); print('it w
 
 @pytest.mark.parametrize("kind", ["link", "hard link", "mode", "fifo", "folder"])
 def test_a_rank_writes_into_no_other_file(tmp_path: Path, kind: str) -> None:
-    """What its environment names may be any file of the user."""
+    """The environment of a rank may name any file of the user."""
     make_record(tmp_path)
     record, precious = tmp_path / "record.jsonl", tmp_path / "precious"
     record.rename(precious)

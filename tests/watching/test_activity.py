@@ -1,4 +1,4 @@
-"""What a rank publishes, read by another process; and its stacks."""
+"""The record that a rank publishes, read by another process; and the stacks of a rank."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def rank() -> Iterator[Rank]:
 
 
 def record_of(rank: Rank) -> RankRecord:
-    """What rank 3 says."""
+    """The record of rank 3."""
     pid, descriptor = rank.at
     record = read_record(f"/proc/{pid}/fd/{descriptor}", 3)
     assert record is not None
@@ -193,7 +193,7 @@ def test_the_stack_of_a_loop(rank: Rank) -> None:
 
 
 def test_a_stack_that_comes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where the rank has to wait for a core in between."""
+    """The rank has to wait for a core between the pieces."""
     monkeypatch.setattr(view, "_STACK_SECONDS", HANG_SECONDS)
     monkeypatch.setattr(view, "_QUIET_SECONDS", 3.0)
     source = f"""

@@ -1,4 +1,4 @@
-"""Who has ended, in which order, of real processes that call at a roll call."""
+"""The order in which real processes at a roll call end."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_what_had_started_the_ranks_ended_first(job: Job) -> None:
 
 
 def test_a_rank_that_has_lost_its_parent(job: Job) -> None:
-    """It is one from a second later on: at a job's end all are, for a moment."""
+    """A rank counts as an orphan after one second. At a job's end all ranks are orphans for a moment."""
     parent, _ = job.start(1), job.start(2)
     job.kill(parent.pid)
     parent.wait()
@@ -233,7 +233,7 @@ def test_hundreds_of_ranks(job: Job) -> None:
 
 
 def test_a_python_without_descriptors_of_processes(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was built on an old kernel; the order of ends is not known then."""
+    """Such a Python was built on an old kernel. The order of ends is then unknown."""
     monkeypatch.setitem(globals(), "RANK", "import os; del os.pidfd_open\n" + RANK)
     job.start(0, 1)
     job.kill(job.pids[1])

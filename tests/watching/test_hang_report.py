@@ -1,4 +1,4 @@
-"""Who waits for whom, in words."""
+"""Sentences about the ranks that wait for each other."""
 
 from __future__ import annotations
 

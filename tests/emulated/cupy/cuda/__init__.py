@@ -93,7 +93,7 @@ class Device:
 
 
 class OutOfMemoryError(MemoryError):
-    """What CuPy's is called too."""
+    """The class has the name of CuPy's."""
 
 
 _used: dict[int, int] = {}
@@ -104,7 +104,7 @@ def _limit() -> int:
 
 
 def _others() -> int:
-    """What other processes have taken."""
+    """The memory that other processes have taken."""
     return int(os.environ.get("EMULATED_BYTES_OF_OTHERS", "0"))
 
 

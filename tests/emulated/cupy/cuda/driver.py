@@ -2,7 +2,7 @@
 
 
 class CUDADriverError(RuntimeError):
-    """What loading a kernel raises."""
+    """The error of loading a kernel."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"CUDA_ERROR {status}")
