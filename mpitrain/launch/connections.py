@@ -30,6 +30,7 @@ GUARD = (
     "job.context",
     "watching.rank_record",
     "watching.view",
+    "watching.witness",
     "watching.roll_call",
     "watching.watched_process",
     "watching.census",

@@ -218,7 +218,7 @@ def main(wish: dict[str, Any], probe: str) -> None:
     try:
         send({"facts": collect(wish, probe) if "python" in wish else {}})
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # the guard needs three per rank
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # the guard needs four per rank
         Guard(wish, census).run()
     finally:
         remove(wish["roll_call"])

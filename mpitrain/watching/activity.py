@@ -11,14 +11,13 @@ import contextlib
 import faulthandler
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from mpitrain.watching.rank_record import FAILED, NAME, STACK_SIGNAL, WORKS, Page, RankRecord
-from mpitrain.watching.roll_call import appear
+from mpitrain.watching.roll_call import OpenLine, appear
 
 
 class Activity:
@@ -34,7 +33,7 @@ class Activity:
         self.descriptor = self._page.descriptor
         self._moved = self._first_step = 0
         self._doing: list[tuple[int, str, float]] = []  # the last entry counts: waits can be nested, and in threads
-        self._line: socket.socket | None = None
+        self._line: OpenLine | None = None
         self._writing = threading.Lock()
         self._record = RankRecord(rank, pid=pid or self._process)
         if signal.getsignal(STACK_SIGNAL) is signal.SIG_DFL:

@@ -13,6 +13,8 @@ the files of the process; mpiexec learns of the end at the same time. The proces
 loaded machine, it may end after ranks that mpiexec has ended because of it. The parent of the ranks, mpiexec or its
 daemon, ends after them. If the parent ends before them, the parent is the culprit, and no rank is.
 
+The ends on several hosts are compared by time. The time of a rank's end is the kernel's (witness.py).
+
 Sent to other hosts as text. So this module imports only the modules that come with it, and must run with old Pythons.
 """
 
@@ -30,6 +32,7 @@ from mpitrain.watching.rank_record import DONE, RankRecord, read_record
 from mpitrain.watching.roll_call import listen, receive
 from mpitrain.watching.view import RankView, waited
 from mpitrain.watching.watched_process import WatchedProcess, is_readable, open_process, parent_of
+from mpitrain.watching.witness import when_closed
 
 # At a job's end its ranks may be orphans for a moment.
 _ORPHAN_SECONDS = 1.0
@@ -43,6 +46,7 @@ class _Rank:
     process: WatchedProcess
     parent: WatchedProcess | None
     page: int | None  # descriptor of its record; None: no record yet
+    witness: int | None  # descriptor of its witness; None: it has none
     record: RankRecord  # as last read
     line_order: int | None = None  # the place of the end of its line, as in WatchedProcess
     line_ended_at: float = 0.0
@@ -147,8 +151,7 @@ class Census:
             else:
                 os.close(descriptor)
         for rank in self._ranks.values():
-            if rank.page is not None:
-                os.close(rank.page)
+            _close(rank.page, rank.witness)
         self._listener.close()
         self._events.close()
 
@@ -172,7 +175,7 @@ class Census:
         before = self._ranks.get(said.rank)
         if before is not None:
             self._drop(before)
-        rank = _Rank(said.rank, process, parent, said.record, RankRecord(said.rank, pid=said.pid))
+        rank = _Rank(said.rank, process, parent, said.record, said.witness, RankRecord(said.rank, pid=said.pid))
         self._ranks[said.rank] = rank
         self._watch(process)
         if said.record is None:  # the process is about to become another program, which breaks the line
@@ -192,8 +195,7 @@ class Census:
             os.close(process.descriptor)
         if process in self._unwatched:
             self._unwatched.remove(process)
-        if rank.page is not None:
-            os.close(rank.page)
+        _close(rank.page, rank.witness)
 
     def _starter(self, number: int) -> WatchedProcess:
         if number not in self._parents:
@@ -215,7 +217,7 @@ class Census:
         if isinstance(ended, tuple):
             rank, line = ended
             self._num_ended += 1
-            rank.line_order, rank.line_ended_at = self._num_ended, time.monotonic()
+            rank.line_order, rank.line_ended_at = self._num_ended, when_closed(rank.witness)
             self._forget(line)
         else:
             self._mark(ended)
@@ -269,3 +271,9 @@ def _order(rank: _Rank) -> int:
 def _outlived(rank: _Rank, parent: WatchedProcess) -> bool:
     """True if the rank was alive when its parent ended."""
     return parent.order is not None and (rank.process.order is None or rank.process.order > parent.order)
+
+
+def _close(*descriptors: int | None) -> None:
+    for descriptor in descriptors:
+        if descriptor is not None:
+            os.close(descriptor)

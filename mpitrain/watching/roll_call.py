@@ -6,7 +6,9 @@ different one, or there is none.
 The line stays open as long as the process lives. It breaks when the kernel closes the files of the process. At the same
 time the process's line to mpiexec breaks, and mpiexec ends the other ranks.
 
-This module is sent to other hosts as text. It imports no other module of mpitrain, and runs with an old Python.
+The guard may see this late. So a rank that has a record also hands over a witness of the time (witness.py).
+
+This module is sent to other hosts as text. It imports only modules that are sent with it, and runs with an old Python.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ import socket
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+from mpitrain.watching.witness import close_first, connect_to_self
 
 _MOST_BYTES = 108 - 1  # of a socket's path: unix(7)
 _MOST_WAITING = 4096
@@ -34,6 +38,7 @@ class Appearance:
         pid: the number of its process here. 0: the process has no number here.
         process: a descriptor that becomes readable when the process ends. None: the kernel offers no such descriptor.
         record: the descriptor of its record. None: the rank has not called init().
+        witness: the descriptor of the witness of its end. None: there is none.
         starter: the number of the process of mpiexec that started the rank. 0: the parent of the rank's process.
     """
 
@@ -41,10 +46,23 @@ class Appearance:
     pid: int
     process: int | None
     record: int | None
+    witness: int | None = None
     starter: int = 0
 
 
-def appear(path: str, rank: int, record: int | None = None, starter: int = 0) -> socket.socket | None:
+class OpenLine:
+    """What a process keeps open as long as it lives."""
+
+    def __init__(self, *sockets: socket.socket) -> None:
+        self._sockets = sockets
+
+    def close(self) -> None:
+        """Let the guard take this for the end of the process, unless another process has it open too."""
+        for each in self._sockets:
+            each.close()
+
+
+def appear(path: str, rank: int, record: int | None = None, starter: int = 0) -> OpenLine | None:
     """Call at the socket of a guard, and return the line to it. None if there is no socket.
 
     Args:
@@ -56,7 +74,9 @@ def appear(path: str, rank: int, record: int | None = None, starter: int = 0) ->
     Raises:
         OSError: the path is not a socket, or the guard belongs to another user, who must get no descriptor.
     """
+    pair = None if record is None else connect_to_self()
     line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    whole = OpenLine(line, *(pair or ()))
     try:
         with _address(path) as address:
             line.connect(address)
@@ -64,16 +84,18 @@ def appear(path: str, rank: int, record: int | None = None, starter: int = 0) ->
         if user != os.geteuid():
             raise PermissionError(f"user {user} listens there, and the rank runs as user {os.geteuid()}")
     except (FileNotFoundError, ConnectionRefusedError):  # the path is another machine's, or the guard has gone
-        line.close()
+        whole.close()
         return None
     except OSError as error:
-        line.close()
+        whole.close()
         raise OSError(
             f"rank {rank} on {socket.gethostname()} cannot answer the roll call: _MPITRAIN_ROLL_CALL is {path!r}: "
             f"{error.strerror or error}. It must be the socket that mpitrain run has made as the same user; leave the "
             "variable to mpitrain run: unset _MPITRAIN_ROLL_CALL"
         ) from None
     descriptors = {} if record is None else {"record": record}
+    if pair is not None:
+        descriptors["witness"] = pair[1].fileno()
     with contextlib.suppress(OSError, AttributeError):  # an old kernel, or a Python that was built on one
         descriptors["process"] = os.pidfd_open(os.getpid())
     message = json.dumps({"rank": rank, "descriptors": list(descriptors), "starter": starter}).encode()
@@ -81,7 +103,11 @@ def appear(path: str, rank: int, record: int | None = None, starter: int = 0) ->
     line.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if rights else [])
     if "process" in descriptors:
         os.close(descriptors["process"])
-    return line
+    if pair is None:
+        return OpenLine(line)
+    near, far = pair
+    far.close()
+    return OpenLine(*close_first(line, near))
 
 
 def listen(path: str) -> socket.socket:
@@ -104,7 +130,7 @@ def listen(path: str) -> socket.socket:
 
 def receive(line: socket.socket) -> Appearance | None:
     """What a rank has sent on a line to the socket of `listen`. None: the rank has hung up."""
-    room = socket.CMSG_SPACE(2 * struct.calcsize("i"))
+    room = socket.CMSG_SPACE(3 * struct.calcsize("i"))
     try:
         data, extra, _, _ = line.recvmsg(_MESSAGE_BYTES, room)
     except OSError:
@@ -117,8 +143,8 @@ def receive(line: socket.socket) -> Appearance | None:
         numbers.frombytes(rights[: len(rights) - len(rights) % numbers.itemsize])
     descriptors = dict(zip(message["descriptors"], numbers))  # noqa: B905 (strict is of Python 3.10)
     pid, _, _ = _peer(line)
-    process, record = descriptors.get("process"), descriptors.get("record")
-    return Appearance(message["rank"], pid, process, record, message["starter"])
+    process, record, witness = (descriptors.get(name) for name in ("process", "record", "witness"))
+    return Appearance(message["rank"], pid, process, record, witness, message["starter"])
 
 
 def _peer(line: socket.socket) -> tuple[int, int, int]:

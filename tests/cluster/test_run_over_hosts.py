@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import uuid
 
 import pytest
 from launching import JOB_SECONDS, MOSTLY_MPICH, PYTHONS, SHARE, Job, as_user, left, run, write
@@ -58,13 +59,20 @@ mt.init()
 print(os.environ["OMP_NUM_THREADS"], "threads on", socket.gethostname())
 """,
     "hangs.py": """
-import os, signal, socket, sys, time
+import os, signal, socket, subprocess, sys, time
 import mpitrain as mt
 world = mt.init()
 def load():
     if sys.argv[1] == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
-    if sys.argv[1] == "die":
+    if sys.argv[1] == "die unseen":  # for two seconds its guard sees nothing, as on a host that is busy
+        guard = subprocess.check_output(["pgrep", "-u", "cluster", "-f", "^[^ ]*python[^ ]* -I -u -c .import json"])
+        line = f"kill -STOP {int(guard)}; touch {sys.argv[2]}; sleep 2; kill -CONT {int(guard)}"
+        subprocess.Popen(["sh", "-c", line], env={"PATH": os.environ["PATH"]}, start_new_session=True)
+        while not os.path.exists(sys.argv[2]):
+            time.sleep(0.01)
+        os.unlink(sys.argv[2])
+    if sys.argv[1].startswith("die"):
         os.kill(os.getpid(), signal.SIGKILL)
     while sys.argv[1] == "loop":
         pass
@@ -318,6 +326,15 @@ def test_a_killed_rank(bed: Bed, python: str) -> None:
         assert end.code == 128 + signal.SIGKILL, end.output
     else:  # it says so, or not, as its processes end first or last
         assert "mpitrain: rank 2 on node3 " in end.output and end.code != 0, end.output
+    assert left(bed) == []
+
+
+def test_a_killed_rank_whose_guard_is_late(bed: Bed, python: str) -> None:
+    """Its time is the kernel's. By the time at which the guards see their ends, a rank of another node is the first."""
+    end = run(bed, f"-n 4 hangs.py 'die unseen' /tmp/stopped-{uuid.uuid4().hex}", python=python)
+    assert end.code != 0
+    blamed = re.findall(r"^mpitrain: (ranks? \S+ on \S+) (?:was killed|ended|left)", end.output, re.M)
+    assert blamed == ["rank 2 on node3"], end.output
     assert left(bed) == []
 
 

@@ -125,6 +125,25 @@ def test_who_ended_first_and_what_it_had_said(job: Job) -> None:
     assert not any(view.is_orphan for view in views)
 
 
+def test_the_first_of_two_hosts_is_the_first_though_its_guard_looks_late(tmp_path: Path) -> None:
+    """As on a host that is busy: mpiexec has ended the rank of the other host meanwhile, whose guard has seen it."""
+    with ExitStack() as stack:
+        busy, other = (Job(tmp_path / name, stack) for name in ("busy", "other"))
+        busy.start(0)
+        other.start(1)
+        before = time.monotonic()
+        busy.kill(busy.pids[0])
+        time.sleep(0.3)
+        other.kill(other.pids[1])
+        other.until(lambda: other.ended == [1])
+        time.sleep(0.3)
+        busy.until(lambda: busy.ended == [0])
+        first, second = busy.census.first_end(), other.census.first_end()
+        assert first is not None
+        assert second is not None
+        assert before - 0.02 < first.seconds < second.seconds - 0.25  # two ticks of the kernel
+
+
 def test_a_child_of_a_rank_does_not_hide_its_end(job: Job) -> None:
     """It has all files of the rank open that the rank had when it forked; those that came later are its own."""
     job.start(9, 1)
