@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from diagnostics.test_network import healthy
+from diagnostics.made_up_network import healthy
 from mpitrain.diagnostics.variables import write_variables
 from mpitrain.errors import ClusterError
 from mpitrain.launch.variables import read_env_file
