@@ -28,7 +28,7 @@ ON_RANKS = ["tests/ranks", "tests/device_ranks", "tests/torch_ranks", "tests/jax
 # built on the sums differs in neither from three and four. Open MPI differs in how it starts and sends, which three
 # ranks show.
 BY_SIZE = (
-    "(test_allreduce.py or test_collectives.py or test_compressed.py or test_reducer.py or test_transfer.py"
+    "(test_allreduce.py or test_collectives.py or test_compressed.py or test_reducer or test_transfer.py"
     " or test_world) and not test_many_may_be"
 )
 SUMS = (

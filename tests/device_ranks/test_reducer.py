@@ -11,7 +11,7 @@ from mpitrain import AdamW, GradientReducer, World
 from mpitrain.errors import DeviceError, GradientError, MismatchError, MissingGradientError, NonFiniteError
 from mpitrain.exchange.exchange import PlainExchange
 from tests.ranks.common import assert_same_bits, error_on_all, mean_bound, named_ranks, skip_alone
-from tests.ranks.test_reducer import BUCKETS, HUGE, PARAMETERS, SMALL, TINY, gradients_of
+from tests.ranks.reducers import BUCKETS, HUGE, PARAMETERS, SMALL, TINY, gradients_of
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 

@@ -14,6 +14,8 @@ import pytest
 import mpitrain
 from mpitrain.errors import MismatchError
 
+from .reducers import driven, reducer  # noqa: F401 - fixtures of the tests of the reducer
+
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))  # for the models
 
 # So often in a row the others may still be in a test that has ended here.
