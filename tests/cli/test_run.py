@@ -40,6 +40,12 @@ def python(request: pytest.FixtureRequest) -> Path:
     return found
 
 
+# For what does not depend on the MPI library.
+MOSTLY_MPICH = pytest.mark.parametrize(
+    "python", ["mpich", pytest.param("openmpi", marks=pytest.mark.slow)], indirect=True
+)
+
+
 def run(
     python: Path,
     *arguments: str | Path,
@@ -170,6 +176,7 @@ def test_a_killed_launcher_leaves_nothing(python: Path, tmp_path: Path) -> None:
     assert job.left == []
 
 
+@MOSTLY_MPICH
 def test_a_process_that_a_rank_left_behind_is_ended_and_named(python: Path, tmp_path: Path) -> None:
     # (With the rank's stdout still open in it, mpiexec itself would go on, and rightly.)
     daemon = """
@@ -183,6 +190,7 @@ if comm.rank == 0:
     assert job.left == []
 
 
+@MOSTLY_MPICH
 def test_nobody_reads_the_output(python: Path, tmp_path: Path) -> None:
     path = script(tmp_path, START + "while True: print('y' * 1000)")
     pipe = f"{python} -m mpitrain run -n 2 {path} | head -n 1; exit ${{PIPESTATUS[0]}}"
@@ -199,6 +207,7 @@ def test_the_first_failure_is_the_last_word(python: Path, tmp_path: Path) -> Non
     assert job.stderr.replace("[1] ", "").endswith(report.replace("\\n", "\n")), job.output
 
 
+@MOSTLY_MPICH
 def test_a_reported_failure_is_a_failure_whatever_mpiexec_says(python: Path, tmp_path: Path) -> None:
     """Every rank leaves with 0, and MPICH's mpiexec says 0 then; the failure stands in the rank's record."""
     source = """
@@ -237,6 +246,7 @@ def test_what_show_prints_can_be_run(python: Path, tmp_path: Path) -> None:
     assert job.stdout.count("size") == 2
 
 
+@MOSTLY_MPICH
 def test_a_file_of_variables(python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "mpi.env"
     file.write_text("GLOO_SOCKET_IFNAME=lo\nFROM_THE_FILE=yes\nMINE=no\n")

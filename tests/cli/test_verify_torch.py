@@ -203,7 +203,7 @@ def test_a_loop_in_jax(tmp_path: Path) -> None:
     assert "the samples of world.shard, and 1 as each call finds them. Losses, " in job.stdout
 
 
-@pytest.mark.parametrize("jit", [True, False])
+@pytest.mark.parametrize("jit", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_an_update_in_jax_that_knows_the_number_of_ranks(tmp_path: Path, jit: bool) -> None:
     """Parameters in a dict, behind a number that has no gradient; the step is too small for the next gradient."""
     pytest.importorskip("jax")

@@ -21,7 +21,7 @@ from mpitrain.watching.view import process_state
 
 HERE = socket.gethostname()
 
-# Steps of 20 ms, a checkpoint every 10, until there is a file "enough".
+# Steps of 50 ms, a checkpoint every 10, until there is a file "enough".
 SCRIPT = """
 import os, pathlib, sys, time
 import numpy
@@ -33,7 +33,7 @@ world = mt.init()
 
 class Enough(mt.Hook):
     def after_step(self, trainer, step):
-        time.sleep(0.02)
+        time.sleep(0.05)
         (folder / f"rank{world.rank}").write_text(str(os.getpid()))
         trainer.report({"enough": float((folder / "enough").exists())})
 
@@ -141,7 +141,7 @@ def finish(job: RunningJob, process: subprocess.Popen[str], faults: int, words: 
 
 
 def test_killed_ranks_and_restarts(tmp_path: Path) -> None:
-    with running(tmp_path, 3, "--restarts", "9", vendor=need("mpich")) as job:
+    with running(tmp_path, 2, "--restarts", "9", vendor=need("mpich")) as job:
         report = finish(job, chaos(job, "--faults", "rank", "--every", "3s", "--hold", "1s", "--count", "2"), 2)
     assert [fault["kind"] for fault in report["faults"]] == ["rank", "rank"]
     for fault in report["faults"]:

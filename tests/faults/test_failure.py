@@ -29,6 +29,10 @@ world = mt.init()
 rank = world.rank
 """
 
+# For what does not depend on the MPI library, or depends on MPICH's alone.
+MOSTLY_MPICH = pytest.mark.parametrize(
+    "vendor", ["mpich", pytest.param("openmpi", marks=pytest.mark.slow)], indirect=True
+)
 # What the other ranks do while rank 1 fails.
 OTHERS = {
     "mean": "while True: world.mean(numpy.ones(5))",
@@ -100,7 +104,7 @@ def test_the_first_of_several_failures_is_the_last_word(vendor: str) -> None:
     assert job.stderr.index("failed too") < job.stderr.index("failed:"), job.output
 
 
-@pytest.mark.parametrize("ranks", [2, 5])
+@pytest.mark.parametrize("ranks", [2, pytest.param(5, marks=pytest.mark.slow)])
 def test_an_error_that_all_ranks_know_is_printed_once(ranks: int) -> None:
     job = run_job(ranks, START + "world.mean(numpy.ones(3 + (rank == 1)))")
     report_of(job, "MismatchError: rank 1 on ", "the tree float64 (4,); rank 0 on ", ": the tree float64 (3,)")
@@ -184,7 +188,7 @@ mt.init().barrier()
 """
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow), 5])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (3, 5))])
 def test_an_exception_before_init(ranks: int) -> None:
     job = run_job(ranks, BEFORE.format(imports="import mpitrain as mt"))
     failed(job, "RuntimeError: before init\n")
@@ -313,7 +317,7 @@ def test_a_rank_that_exits_while_the_others_wait_for_it(doing: str) -> None:
     assert job.stderr.count("has finished") == 1, job.output
 
 
-@pytest.mark.parametrize("ranks", [2, 5])
+@pytest.mark.parametrize("ranks", [2, pytest.param(5, marks=pytest.mark.slow)])
 def test_a_rank_with_fewer_steps(ranks: int) -> None:
     source = START + "for _ in range(5 - (rank == 1)): world.mean(numpy.ones(3))"
     report_of(run_job(ranks, source), "waits in mean (its call ", "but rank 1 on ", "the same number of steps?")
@@ -465,7 +469,7 @@ def test_a_rank_that_vanishes_when_the_others_are_done(run: Run) -> None:
     assert re.search(rf"mpitrain: rank 1( on \S+)?{re.escape(SILENT)}(\n|{GOES_ON})", job.stderr), job.output
 
 
-@pytest.mark.parametrize("vendor", ["mpich", pytest.param("openmpi", marks=pytest.mark.slow)], indirect=True)
+@MOSTLY_MPICH
 def test_a_rank_that_vanishes_and_mpiexec_goes_on(run: Run) -> None:
     # A process of its own holds its connection to mpiexec open. (Open MPI's kills the others, and waits for that.)
     job = run(others_and(1, f"{HOLDER}; os._exit(0)", "barrier"))
@@ -494,7 +498,7 @@ def test_a_rank_that_fails_and_mpiexec_goes_on(run: Run) -> None:
     assert job.left == []
 
 
-@pytest.mark.parametrize("vendor", ["mpich", pytest.param("openmpi", marks=pytest.mark.slow)], indirect=True)
+@MOSTLY_MPICH
 def test_a_helper_that_calls_init_and_ends_is_no_vanished_rank(run: Run) -> None:
     helper = "import mpitrain as mt, multiprocessing.process as its; its._parent_process = its; mt.init()"
     source = START + f"import subprocess\nif rank == 1: subprocess.run([sys.executable, '-c', {helper!r}], check=False)"
@@ -509,6 +513,7 @@ def test_a_job_that_did_its_work(run: Run) -> None:
     assert SILENT not in job.stderr
 
 
+@MOSTLY_MPICH
 def test_a_roll_call_that_has_gone_is_said_once(run: Run) -> None:
     job = run(START + "world.barrier()\nif rank == 0: os.remove(os.environ['_MPITRAIN_ROLL_CALL'])\nworld.barrier()")
     succeeded(job)
@@ -525,6 +530,7 @@ def test_a_failure_is_not_reported_as_a_vanished_rank_too(run: Run) -> None:
     assert SILENT not in job.stderr
 
 
+@MOSTLY_MPICH
 def test_an_error_that_has_no_words(run: Run) -> None:
     source = "class Odd(Exception):\n    def __str__(self): raise RuntimeError('no words')\n"
     job = run(source + others_and(1, "raise Odd", "barrier"))

@@ -79,6 +79,7 @@ def train(
     folder: Path,
     wrong: str,
     *options: str,
+    ranks: int = 2,
     before: str = "",
     vendor: str = "mpich",
     env: Mapping[str, str] | None = None,
@@ -87,9 +88,10 @@ def train(
     """Run the training with what goes wrong in it, three times at most; `before` runs before it."""
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(SCRIPT.replace("BEFORE", before).replace("WRONG", wrong))
-    command = [str(VENVS[vendor] / "bin/python"), "-m", "mpitrain", "run", "-n", "3", "--restarts", "2", *options]
+    command = [str(VENVS[vendor] / "bin/python"), "-m", "mpitrain", "run", "-n", str(ranks), "--restarts", "2"]
     env = {"MPITRAIN_MEMORY_STEPS": "1000", **(env or {})}
-    return run_command([*command, str(folder / "train.py"), str(folder)], cwd=folder, env=env, during=during)
+    command += [*options, str(folder / "train.py"), str(folder)]
+    return run_command(command, cwd=folder, env=env, during=during)
 
 
 def tries(job: Job) -> list[str]:
@@ -104,7 +106,7 @@ def parameters(folder: Path) -> bytes:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """The parameters of a training in which nothing goes wrong."""
+    """The parameters of a training of two ranks in which nothing goes wrong."""
     folder = tmp_path_factory.mktemp("uninterrupted")
     job = train(folder, "pass")
     succeeded(job)
@@ -112,24 +114,32 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return parameters(folder)
 
 
-def test_a_killed_rank(tmp_path: Path, vendor: str, uninterrupted: bytes) -> None:
-    job = train(tmp_path, "if rank == 1 and step == 7 and once('killed'): kill()", vendor=vendor)
+@pytest.fixture(scope="module")
+def uninterrupted_three(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The same of three ranks."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    succeeded(train(folder, "pass", ranks=3))
+    return parameters(folder)
+
+
+def test_a_killed_rank(tmp_path: Path, vendor: str, uninterrupted_three: bytes) -> None:
+    job = train(tmp_path, "if rank == 1 and step == 7 and once('killed'): kill()", ranks=3, vendor=vendor)
     succeeded(job)
     found = tries(job)
     how = r"(was killed by signal 9|ended without a word \(os\._exit, or killed\?\))"
     assert re.fullmatch(rf"try 1 of 3 failed at step 7: rank 1 on {HERE} {how}; starting again on {HERE}", found[0])
     assert found[1:] == ["try 2 of 3 succeeded"]
     assert job.stdout.count("resumed from ") == 1
-    assert parameters(tmp_path) == uninterrupted
+    assert parameters(tmp_path) == uninterrupted_three
 
 
 def test_an_exception_on_a_rank(tmp_path: Path, uninterrupted: bytes) -> None:
-    wrong = """if rank == 2 and step in (10, 15) and once(f"raised-{step}"):
+    wrong = """if rank == 1 and step in (10, 15) and once(f"raised-{step}"):
         saved()
         raise OSError("the disk is gone")"""
     job = train(tmp_path, wrong)
     succeeded(job)
-    cause = f"rank 2 on {HERE} failed: OSError: the disk is gone"
+    cause = f"rank 1 on {HERE} failed: OSError: the disk is gone"
     assert tries(job) == [
         f"try 1 of 3 failed at step 10: {cause}; starting again on {HERE}",
         f"try 2 of 3, from step 8, failed at step 15: {cause}; starting again on {HERE}",

@@ -14,11 +14,14 @@ from pathlib import Path
 
 import pytest
 
+from faults import test_restart
 from faults.outcome import failed, succeeded
 from faults.test_restart import SCRIPT, parameters, tries
 from jobs import TOKEN, VENVS, Job, run_command, until
 
 HERE = socket.gethostname()
+# Fixtures: the same training without spares.
+uninterrupted, uninterrupted_three = test_restart.uninterrupted, test_restart.uninterrupted_three
 # What mpiexec tells a rank, and a spare does not have.
 RANK = {b"PMI_RANK", b"OMPI_COMM_WORLD_RANK"}
 
@@ -48,6 +51,7 @@ def train(
     folder: Path,
     wrong: str,
     *options: str,
+    ranks: int = 2,
     at_start: str = "",
     vendor: str = "mpich",
     during: Callable[[subprocess.Popen[str], Callable[[str], bool]], None] | None = None,
@@ -58,8 +62,8 @@ def train(
     (folder / "train.py").write_text(BEFORE_INIT + at_start + body)
     errors = folder / "stderr"
     errors.touch()
-    command = [str(VENVS[vendor] / "bin/python"), "-m", "mpitrain", "run", "-n", "3", "--restarts", "2", "--spares"]
-    command += [*options, str(folder / "train.py"), str(folder)]
+    command = [str(VENVS[vendor] / "bin/python"), "-m", "mpitrain", "run", "-n", str(ranks)]
+    command += ["--restarts", "2", "--spares", *options, str(folder / "train.py"), str(folder)]
     # `exec`: a signal to the process is one to the launcher.
     job = run_command(
         ["sh", "-c", 'exec "$@" 2> "$0"', str(errors), *command],
@@ -96,7 +100,7 @@ def let_go(folder: Path, *steps: int) -> Callable[[subprocess.Popen[str], Callab
 
     def during(_: subprocess.Popen[str], has_said: Callable[[str], bool]) -> None:
         for number, step in enumerate(steps, start=1):
-            until(lambda number=number: (folder / "stderr").read_text().count("3 spares are ready") == number)
+            until(lambda number=number: (folder / "stderr").read_text().count("2 spares are ready") == number)
             (folder / f"go-{step}").touch()
 
     return during
@@ -116,15 +120,7 @@ def printed(stdout: str, line: str) -> Counter[int]:
     return found
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """The parameters of a training in which nothing goes wrong."""
-    folder = tmp_path_factory.mktemp("uninterrupted")
-    succeeded(train(folder, "pass"))
-    return parameters(folder)
-
-
-def test_killed_ranks(tmp_path: Path, vendor: str, uninterrupted: bytes) -> None:
+def test_killed_ranks(tmp_path: Path, vendor: str, uninterrupted_three: bytes) -> None:
     """Spares become the ranks; the second kill is that of a spare that has become one."""
     wrong = KILL.format(step=7) + "    " + KILL.format(step=13)
     begun: list[set[int]] = []
@@ -135,9 +131,9 @@ def test_killed_ranks(tmp_path: Path, vendor: str, uninterrupted: bytes) -> None
             begun.append(set(spares(token_of(process))))
             (tmp_path / f"go-{step}").touch()
 
-    job = train(tmp_path, wrong, vendor=vendor, during=during)
+    job = train(tmp_path, wrong, ranks=3, vendor=vendor, during=during)
     succeeded(job)
-    assert parameters(tmp_path) == uninterrupted
+    assert parameters(tmp_path) == uninterrupted_three
     assert len(ranks(tmp_path)) == 9
     assert len(begun[0]) == len(begun[1]) == 3
     assert begun[0] | begun[1] < ranks(tmp_path)
@@ -161,7 +157,7 @@ def test_no_spare_is_ready(tmp_path: Path, uninterrupted: bytes) -> None:
 
 def test_a_spare_is_killed(tmp_path: Path, uninterrupted: bytes) -> None:
     def during(process: subprocess.Popen[str], has_said: Callable[[str], bool]) -> None:
-        until(lambda: has_said("3 spares are ready"))
+        until(lambda: has_said("2 spares are ready"))
         os.kill(spares(token_of(process))[0], signal.SIGKILL)
         until(lambda: has_said("a spare was killed by signal 9"))
         (tmp_path / "go-7").touch()
@@ -174,15 +170,15 @@ def test_a_spare_is_killed(tmp_path: Path, uninterrupted: bytes) -> None:
     )
     assert job.stderr.count(said) == 1, job.output
     assert "a spare" not in job.stderr.replace(said, "")
-    assert len(list(tmp_path.glob("began-*"))) == 3 + 3 + 1
+    assert len(list(tmp_path.glob("began-*"))) == 2 + 2 + 1
 
 
 def test_a_spare_does_not_answer(tmp_path: Path, uninterrupted: bytes) -> None:
     """It is killed while it takes over a rank, and a new process is the rank."""
 
     def during(process: subprocess.Popen[str], has_said: Callable[[str], bool]) -> None:
-        until(lambda: has_said("3 spares are ready"))
-        for pid in spares(token_of(process))[:2]:
+        until(lambda: has_said("2 spares are ready"))
+        for pid in spares(token_of(process))[:1]:
             os.kill(pid, signal.SIGSTOP)
         (tmp_path / "go-7").touch()
 
@@ -196,7 +192,7 @@ def test_a_spare_does_not_answer(tmp_path: Path, uninterrupted: bytes) -> None:
 @pytest.mark.parametrize(
     ("at_start", "how"),
     [
-        ("if restarted(): sys.exit(5)\n", "ended with exit code 5"),
+        pytest.param("if restarted(): sys.exit(5)\n", "ended with exit code 5", marks=pytest.mark.slow),
         ("if restarted(): raise ValueError('no data')\n", "ended with exit code 1"),
     ],
 )
@@ -208,7 +204,7 @@ def test_a_script_that_ends_before_init(tmp_path: Path, at_start: str, how: str,
     job = train(tmp_path, KILL.format(step=7), at_start=at_start, during=during)
     succeeded(job)
     assert parameters(tmp_path) == uninterrupted
-    assert len(list(tmp_path.glob("began-*"))) == 3 + 1 + 3, "one spare, not one after the other"
+    assert len(list(tmp_path.glob("began-*"))) == 2 + 1 + 2, "one spare, not one after the other"
     assert ("ValueError: no data. No more spares" in job.stderr) == ("ValueError" in at_start), job.output
 
 
@@ -226,7 +222,7 @@ def test_a_script_that_starts_mpi_itself(tmp_path: Path, uninterrupted: bytes) -
 
 def test_the_script_has_changed(tmp_path: Path, uninterrupted: bytes) -> None:
     def during(_: subprocess.Popen[str], has_said: Callable[[str], bool]) -> None:
-        until(lambda: has_said("3 spares are ready"))
+        until(lambda: has_said("2 spares are ready"))
         os.utime(tmp_path / "train.py")
         (tmp_path / "go-7").touch()
 
@@ -245,13 +241,15 @@ def test_an_exit_code(tmp_path: Path) -> None:
     assert len(tries(job)) == 2, job.output
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM, signal.SIGKILL]
+)
 def test_a_signal_to_the_launcher(tmp_path: Path, number: signal.Signals) -> None:
     """When spares have become the ranks, and others wait."""
 
     def during(process: subprocess.Popen[str], has_said: Callable[[str], bool]) -> None:
         let_go(tmp_path, 7)(process, has_said)
-        until(lambda: (tmp_path / "stderr").read_text().count("3 spares are ready") == 2)
+        until(lambda: (tmp_path / "stderr").read_text().count("2 spares are ready") == 2)
         until((tmp_path / "there").exists)
         process.send_signal(number)
 
@@ -293,7 +291,7 @@ def test_the_daemon_of_mpiexec_is_killed(tmp_path: Path, uninterrupted: bytes) -
     job = train(tmp_path, wrong, during=during)
     succeeded(job)
     assert parameters(tmp_path) == uninterrupted
-    assert re.search(rf"failed at step 10: the process of mpiexec on {HERE} that started ranks 0-2 ", job.stderr)
+    assert re.search(rf"failed at step 10: the process of mpiexec on {HERE} that started ranks 0,1 ", job.stderr)
 
 
 def stubs(token: str) -> list[int]:
@@ -324,7 +322,7 @@ def test_the_roster_knows_them(tmp_path: Path) -> None:
     job = train(tmp_path, wrong, during=during)
     failed(job)
     assert len(listed) == 1, listed
-    assert f"0-2 on {HERE}" in listed[0]
+    assert f"0,1 on {HERE}" in listed[0]
 
 
 def test_wrong_options(tmp_path: Path) -> None:

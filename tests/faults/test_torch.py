@@ -34,7 +34,7 @@ for step in range(10**6):
     if rank == 1 and step == 5:
         os.kill(os.getpid(), 9)
 """
-    failed(run_job(3, START + source, timeout=TIMEOUT))
+    failed(run_job(2, START + source, timeout=TIMEOUT))
 
 
 @pytest.mark.slow
@@ -67,7 +67,7 @@ dist.all_reduce(torch.ones(3))
 if rank:
     dist.all_reduce(torch.ones(3))
 """
-    job = run_job(3, START + source, timeout=TIMEOUT)
+    job = run_job(2, START + source, timeout=TIMEOUT)
     failed(job, "MismatchError: rank ", "rank 0 on ", "all_reduce of 3 float32")
 
 

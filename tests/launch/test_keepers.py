@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-import threading
-import time
 from collections.abc import Iterator
 
 import pytest
 
 from jobs import until
+from keeping import keeper
 from mpitrain.launch.keepers import Keepers
-from mpitrain.launch.kept import KeeperLine, Kept
+from mpitrain.launch.kept import KeeperLine
 
 
 @pytest.fixture
@@ -109,17 +108,7 @@ def test_a_name_that_is_taken(capfd: pytest.CaptureFixture[str], monkeypatch: py
 
 
 def test_nonsense_ends_only_its_own_line() -> None:
-    name = f"mpitrain-test-{secrets.token_hex(8)}"
-    kept, stop = Kept(name), threading.Event()
-
-    def serve() -> None:
-        while not stop.is_set():
-            kept.look()
-            time.sleep(0.01)
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    try:
+    with keeper() as name:
         for nonsense in (b"no json", b"[]", b"{}", b'{"give": {}}'):
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
                 line.connect("\0" + name)
@@ -129,7 +118,3 @@ def test_nonsense_ends_only_its_own_line() -> None:
         line_after = KeeperLine(name)
         assert line_after.names() == []
         line_after.close()
-    finally:
-        stop.set()
-        thread.join()
-        kept.close()
