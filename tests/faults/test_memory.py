@@ -371,12 +371,12 @@ def test_what_a_rank_keeps_for_itself(tmp_path: Path) -> None:
     assert result(tmp_path / "killed")[0] == result(tmp_path / "whole")[0]
 
 
-# Ranks 2 and 3 take themselves for ranks of another host, which has a keeper of its own: one of the test's.
+# Ranks 1 and 2 take themselves for ranks of another host, which has a keeper of its own: one of the test's.
 TWO_HOSTS = """
 import socket
 import mpitrain.training.state_copies as copies
 
-if int(os.environ["PMI_RANK"]) >= 2:
+if int(os.environ["PMI_RANK"]) >= 1:
     socket.gethostname = lambda: "other"
     line = copies.KeeperLine
     copies.KeeperLine = lambda name: line("OTHER")
@@ -385,7 +385,7 @@ if int(os.environ["PMI_RANK"]) >= 2:
 
 def train_on_two_hosts(folder: Path, codec: str, wrong: str = "pass") -> Job:
     with keeper() as name:
-        return train(folder, wrong, ranks=4, first=TWO_HOSTS.replace("OTHER", name), codec=codec)
+        return train(folder, wrong, ranks=3, first=TWO_HOSTS.replace("OTHER", name), codec=codec)
 
 
 # Without a codec there is less to come back.
@@ -394,7 +394,7 @@ def test_two_hosts(tmp_path: Path, codec: str) -> None:
     """Also what the codec has left out comes back, to the bit."""
     whole = train_on_two_hosts(tmp_path / "whole", codec)
     succeeded(whole)
-    wrong = "if rank == 3 and step == 8 and once('killed'): die()"
+    wrong = "if rank == 2 and step == 8 and once('killed'): die()"
     job = train_on_two_hosts(tmp_path / "killed", codec, wrong)
     went_on(job, tmp_path / "killed", [7], result(tmp_path / "whole"))
     assert "had left to send is lost" not in job.stdout
@@ -403,14 +403,14 @@ def test_two_hosts(tmp_path: Path, codec: str) -> None:
 @pytest.mark.parametrize("codec", ["none", "int8"])
 def test_a_host_without_a_copy(tmp_path: Path, codec: str) -> None:
     """It gets the state from the other one. What its ranks had left out is lost, and that is said."""
-    wrong = """if rank == 3 and step == 8 and once("killed"):
+    wrong = """if rank == 2 and step == 8 and once("killed"):
         copies.KeeperLine("").keep_only([], 9)
         die()"""
     job = train_on_two_hosts(tmp_path / "killed", codec, wrong)
     succeeded(job)
     assert resumed(job) == [7]
     lost = re.findall(r"the copy of step 7 in memory: what rank (\d) had left to send is lost", job.stdout)
-    assert lost == ([] if codec == "none" else ["2", "3"])
+    assert lost == ([] if codec == "none" else ["1", "2"])
     if codec == "none":
         whole = train_on_two_hosts(tmp_path / "whole", codec)
         succeeded(whole)
