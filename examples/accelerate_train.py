@@ -3,9 +3,9 @@
     mpiexec -n 2 python examples/accelerate_train.py
     python examples/accelerate_train.py         # this process alone, the same result to rounding
 
-accelerate makes a process group with a backend from its own list, unless there is a group already. So one line makes
-the group first, and the loop is accelerate's own. `cpu=True` is for machines without GPUs: otherwise accelerate takes
-every rank there for a job of its own.
+accelerate makes a process group with a backend from its own list, unless a group exists. So one line makes the group
+first, and the loop is accelerate's own. On a machine without GPUs, pass `cpu=True`: without it, accelerate treats every
+rank as a job of its own.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from datasets import load_images
 def main() -> None:
     arguments = parse()
     dist.init_process_group("mpitrain")
-    # The loader's batch is for all ranks together, and one seed shuffles. By default, the batch is for each rank.
+    # The loader's batch is that of all ranks together, and one seed shuffles. By default, each rank has such a batch.
     loading = DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True, data_seed=0)
     accelerator = Accelerator(cpu=True, dataloader_config=loading)
     train_x, train_y, _, _ = map(torch.from_numpy, load_images("digits"))

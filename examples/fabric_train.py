@@ -3,8 +3,8 @@
     mpiexec -n 2 python examples/fabric_train.py
     python examples/fabric_train.py             # this process alone, the same result to rounding
 
-Under mpiexec, Fabric chooses its MPIEnvironment, which knows rank, size and node from mpi4py. The script must tell
-Fabric the number of nodes, and of ranks on each.
+Under mpiexec, Fabric chooses its MPIEnvironment, which gets rank, size and node from mpi4py. The script must tell
+Fabric the number of nodes, and the number of ranks on each.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""A training loop of your own on GPUs, without the Trainer: its kernels and its sums, called by hand.
+"""A training loop of your own on GPUs, without the Trainer: direct calls of mpitrain's kernels and sums.
 
     mpiexec -n 2 python examples/gpu_loop.py --data digits
 
@@ -45,12 +45,14 @@ def main() -> None:
     seen = dict(zip(initial, layout.views({FLOAT32: copy}), strict=True))
 
     if arguments.global_batch >= len(images):
-        raise SystemExit(f"--global-batch {arguments.global_batch}: there are {len(images)} samples; take fewer")
+        raise SystemExit(
+            f"--global-batch {arguments.global_batch}: there are {len(images)} samples; give a smaller number"
+        )
     size, order = arguments.global_batch, numpy.random.default_rng(0).permutation(len(images))
     begins = [number * size % (len(images) - size) for number in range(arguments.steps)]
     batches = ((images[chosen], labels[chosen]) for begin in begins for chosen in [order[begin : begin + size]])
     for step, (x, y) in enumerate(world.shard(batches), start=1):
-        # A rank's part counts by its samples: with this share in the scale, the sum over ranks is the mean.
+        # The scale has this rank's share of the samples, so the sum over ranks is the mean over samples.
         scale = arguments.loss_scale * len(x) / size
         computed: dict[str, object] = {}
         batch = (cupy.asarray(x.astype(FLOAT16)), cupy.asarray(y))

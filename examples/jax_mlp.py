@@ -1,4 +1,4 @@
-"""A usual training loop in JAX; the three lines marked with MPI make it run on many ranks.
+"""An ordinary training loop in JAX. The three lines marked with MPI make it run on many ranks.
 
     python examples/jax_mlp.py                      # this process alone
     mpiexec -n 2 python examples/jax_mlp.py         # two ranks, the same result to rounding

@@ -3,7 +3,7 @@
     mpiexec -n 2 python examples/torch_fsdp2.py
     python examples/torch_fsdp2.py              # this process alone, the same result to rounding
 
-Parameters come together for one layer at a time, in the forward and again in the backward pass, so a model may be
+The ranks gather the parameters of one layer at a time, in the forward and again in the backward pass. So a model may be
 larger than the memory of one process. `fully_shard` and the loop are PyTorch's own.
 """
 

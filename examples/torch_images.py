@@ -4,8 +4,8 @@
     python examples/torch_images.py             # this process alone, the same result to rounding
 
 Get the images with scripts/get-data fashion; --data digits needs no files. The loop is the one for torchrun and gloo.
-The norms are over groups of channels. BatchNorm would use the statistics of a rank's part of the batch, so its results
-would depend on the number of ranks (torch.nn.SyncBatchNorm covers all ranks, but works on GPUs only).
+The network uses GroupNorm. BatchNorm would use the statistics of a rank's part of the batch, so its results would
+depend on the number of ranks (torch.nn.SyncBatchNorm covers all ranks, but works on GPUs only).
 """
 
 import argparse

@@ -3,8 +3,8 @@
     python examples/torch_whole_loop.py                           # this process alone
     mpiexec -n 3 python examples/torch_whole_loop.py              # three ranks: the same numbers, to rounding
 
-With --checkpoint FILE the script saves after each epoch. Started again, it goes on from there, on any number of
-ranks. The data is scikit-learn's 1,797 small images of digits, or with --data fashion Fashion-MNIST.
+With --checkpoint FILE the script saves after each epoch. The next run goes on from there, on any number of ranks. The
+data is scikit-learn's 1,797 small images of digits, or with --data fashion Fashion-MNIST.
 """
 
 import argparse

@@ -9,8 +9,8 @@ Each module has the same three functions:
     scores(parameters, x)                                 the logits
 
 `on_gradient(name, array)` is called once per parameter, as soon as its gradient is final: last layer first.
-The array is never written again, so that its exchange with other ranks can start at once. An empty batch has
-loss 0 and zero gradients, so that a rank that ran out of samples still takes part.
+The array is never written again, so its exchange with other ranks can start at once. An empty batch has loss 0 and
+zero gradients, so a rank without samples still takes part.
 
 `torch_mlp` and `torch_cnn` are `mlp` and `cnn` in PyTorch, with gradients by autograd. All four have the functions that
 examples/train.py needs:

@@ -117,7 +117,7 @@ def _stage_backward(
     d: Array,
     on_gradient: Callable[[str, Array], None],
 ) -> Array:
-    """Hands in the stage's gradients and returns the gradient by the convolution's output."""
+    """Hand in the stage's gradients. Return the gradient with respect to the convolution's output."""
     rows, convolved, pooled, out = kept
     d = max_pool_backward(relu_backward(d, out), convolved, pooled)
     on_gradient(f"{name}.bias", wide(d).reshape(len(rows), d.shape[3]).sum(axis=0))

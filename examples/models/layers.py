@@ -1,9 +1,10 @@
 """The pieces of the models: each layer is a function, and its backward pass the function below it.
 
-A backward function takes `d_y`, the gradient of the loss by the layer's output, and what the forward pass
-kept; it returns the gradients by the layer's inputs, fresh arrays. All work on float32 and float64, NumPy and
-CuPy, and for mixed precision on float16 and bfloat16. With 16 bits, layers take and give 16 bits; sums are made in
-float32 and rounded once, and gradients that are such sums (of biases and scales) stay float32.
+A backward function takes `d_y`, the gradient of the loss with respect to the layer's output, and the values that the
+forward pass kept. It returns the gradients with respect to the layer's inputs, in new arrays. All functions work on
+float32 and float64, with NumPy and CuPy, and for mixed precision on float16 and bfloat16. With 16 bits, layers take and
+return 16 bits. Sums are made in float32 and rounded once. Gradients that are such sums (of biases and scales) stay
+float32.
 """
 
 import math
