@@ -3,6 +3,8 @@
     wish ─> can it be? ─┬─> "accepted" ─> keepers ─> ranks end after their next copy ─> the next try, on other hosts
                         └─> "refused", and why; the job does not notice
 
+Only the first run of a Trainer in a script can be left and gone on with: a later one would have to begin with it.
+
 A thread answers, because a host that is to join is asked for its facts first.
 """
 
@@ -25,6 +27,7 @@ from mpitrain.launch.wishes import listen
 
 _LOOK_SECONDS = 0.2
 _MESSAGE_SECONDS = 5.0
+_RUN = 1
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,7 @@ class Changes:
         """A try is about to begin on `now_on`; those of `hosts` that are not in it are set aside."""
         with self._lock:
             self._hosts, self._now_on = hosts, now_on
+            self._keepers.run = 0
 
     def take(self) -> Change | None:
         """After a try: the change that was accepted meanwhile. Until `begin`, no wish is accepted."""
@@ -101,6 +105,7 @@ class Changes:
                 raise ConfigError("the job is being started again; try again in a moment")
             if pending is not None:
                 raise ConfigError(f"another change is under way: {pending.text}")
+            self._refuse_run()
             if "leave" in wish:
                 change = self._leaving(hosts, now_on, list(wish["leave"]))
             else:
@@ -108,12 +113,32 @@ class Changes:
             with self._lock:
                 if self._now_on is not now_on or self._change is not None:
                     raise ConfigError("the job is being started again; try again in a moment")
+                self._refuse_run()
                 self._change = change
                 self._keepers.leave = True
         except (ConfigError, LaunchError) as error:
             return {"refused": str(error)}
         where = ", ".join(change.now_on.hosts)
         return {"accepted": f"{change.text} after the next copy of its state; then it goes on on {where}"}
+
+    def _refuse_run(self) -> None:
+        if self._keepers.run > _RUN:
+            raise ConfigError(
+                f"it is in run {self._keepers.run} of a Trainer, and the hosts of a job change in the first one only"
+            )
+        if self._keepers.run < _RUN:
+            raise ConfigError(
+                "the hosts of a job change while a Trainer trains and copies its state to memory, and none does so "
+                "now. If its training is about to begin, try again in a moment"
+            )
+
+    def _drop_if_late(self) -> None:
+        """If the run is over that was to change its hosts, say so: there is nothing to go on with."""
+        with self._lock:
+            if (change := self._change) is None or self._keepers.run == _RUN:
+                return
+            self._change, self._keepers.leave = None, False
+        _say(f"the run of the Trainer has ended before this could be done: {change.text}")
 
     def _leaving(self, hosts: Placement, now_on: Placement, leave: list[str]) -> Change:
         for host in leave:
@@ -140,6 +165,7 @@ class Changes:
             try:
                 line, _ = self._listener.accept()
             except TimeoutError:
+                self._drop_if_late()
                 continue
             except OSError:  # closed
                 return
@@ -153,6 +179,8 @@ class Changes:
         try:
             send(line, self.answer(receive(line)[0]))
         except (OSError, ValueError, KeyError, TypeError) as error:
-            print(
-                f"mpitrain: a request to change the hosts could not be answered: {error}", file=sys.stderr, flush=True
-            )
+            _say(f"a request to change the hosts could not be answered: {error}")
+
+
+def _say(text: str) -> None:
+    print(f"mpitrain: {text}", file=sys.stderr, flush=True)

@@ -8,9 +8,10 @@ from __future__ import annotations
 import selectors
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from mpitrain.launch.connections import Connection, connect
+from mpitrain.watching.rank_record import RankRecord
 
 # The modules of the keeper, each after those that it imports.
 KEEPER = ("launch.kept", "launch.keeper")
@@ -29,12 +30,14 @@ class Keepers:
     Attributes:
         name: of the socket of each keeper, for the ranks.
         leave: the ranks of this try are to end after their next copy, because the hosts of the job change.
+        run: the number of the run of a Trainer whose state all ranks of this try copy; 0: there is none now.
     """
 
     def __init__(self, own: str, name: str) -> None:
         """`own` is the name of this machine among the hosts. No keeper is started yet."""
         self.name = name
         self.leave = False
+        self.run = 0
         self._own = own
         self._connections: dict[str, Connection] = {}
         self._said: dict[str, list[dict[str, object]]] = {}
@@ -50,7 +53,7 @@ class Keepers:
 
         A host that does not take part in a try loses its keeper: what it holds would be older than what the others do.
         """
-        self.leave = False
+        self.leave, self.run = False, 0
         for connection in self._connections.values():
             connection.send({"ping": 1, "leave": False})
         self._hear("pong", [host for host in self._connections if host in hosts], _PONG_SECONDS)
@@ -76,8 +79,10 @@ class Keepers:
         for said in self._said.values():
             said[:] = [{"ready": 1}]
 
-    def beat(self) -> None:
-        """Call this every second."""
+    def beat(self, records: Iterable[RankRecord]) -> None:
+        """Call this every second, with the newest records of the ranks of this try."""
+        runs = {record.run for record in records}
+        self.run = runs.pop() if len(runs) == 1 else 0
         for connection in self._connections.values():
             connection.send({"beat": 1, "leave": self.leave})
 

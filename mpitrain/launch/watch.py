@@ -256,7 +256,8 @@ class Guards:
             self._beaten = now
             self._send_all({"beat": now})
             if self._keepers is not None:
-                self._keepers.beat()
+                lost = self.lost()
+                self._keepers.beat(record for rank, record in self.records().items() if rank not in lost)
 
     def _send_all(self, message: Mapping[str, Any]) -> None:
         with self._lock:

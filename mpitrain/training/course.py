@@ -93,7 +93,7 @@ class Course:
         for hook in self._keeping_first():
             hook.before_run(trainer)
         self._say_origin(copied)
-        trainer.copy_steps = self._copies.steps
+        self._note_copies()
         self.is_running = True
         if trainer.last_step is None and not any(hook.ends_run for hook in trainer.hooks):
             raise ConfigError("nothing ends this run; add the hook StopAtStep(number)")
@@ -117,10 +117,15 @@ class Course:
         for hook in sorted(self._trainer.hooks, key=lambda hook: hook.keeps_state):
             hook.after_step(self._trainer, self._made)
         leaves = self._copies.after_step(self._trainer)
-        self._trainer.copy_steps = self._copies.steps
+        self._note_copies()
         if leaves:
             self._leave()
         self._come_to(self._next_stage())
+
+    def _note_copies(self) -> None:
+        self._trainer.copy_steps = steps = self._copies.steps
+        if activity := own_activity():
+            activity.copy_run(self._job.num_runs if steps else 0)
 
     def _leave(self) -> NoReturn:
         """End this process as if the script were over: on other hosts, the next try goes on after this step."""
@@ -130,6 +135,8 @@ class Course:
         raise SystemExit(0)
 
     def _end_run(self) -> None:
+        if activity := own_activity():
+            activity.copy_run(0)
         for hook in self._keeping_first():  # what has been saved is on the disk before another hook can fail
             hook.after_run(self._trainer)
         self._trainer.world.commit()  # no rank leaves a run that others have to repeat the end of

@@ -99,6 +99,10 @@ class Activity:
         """Publish that the rank ends after this step, for another try to go on from there."""
         self._page.set_left(step, time.monotonic())
 
+    def copy_run(self, run: int) -> None:
+        """Publish the number of the run of a Trainer whose state the rank copies to memory from now on; 0: of none."""
+        self._page.set_run(run)
+
     def report(self, metrics: Mapping[str, float]) -> None:
         """Publish the newest values of these metrics."""
         if self._page.set_metrics(metrics):

@@ -37,7 +37,7 @@ INTERRUPTED = "interrupted"  # the error of a rank that Ctrl-C has ended
 
 _BYTES = 4096
 # Words of 8 bytes: each is written in one piece, and separately.
-_EDITION, _CALLS, _MOVED, _FIRST_STEP, _STEP, _LEFT_STEP, _LEFT_SECONDS, _METRICS = 0, 1, 2, 3, 4, 5, 6, 16
+_EDITION, _CALLS, _MOVED, _FIRST_STEP, _STEP, _LEFT_STEP, _LEFT_SECONDS, _RUN, _METRICS = 0, 1, 2, 3, 4, 5, 6, 7, 16
 _EDITION_AGAIN = _BYTES // 8 - 1
 _MOST_METRICS = 16
 # since, stall_seconds, hang_seconds, failed_seconds, pid, stacks, phase, status, lengths of the four texts
@@ -69,6 +69,7 @@ class RankRecord:
         lost: the ranks without which it goes on.
         left_step: the step after which it has ended, for another try to go on from there on other hosts; 0: it has not.
         left_seconds: when that was, by time.monotonic() of its host.
+        run: the number of the run of a Trainer that makes steps and copies its state to memory; 0: there is none now.
     """
 
     rank: int
@@ -90,6 +91,7 @@ class RankRecord:
     lost: Sequence[int] = ()
     left_step: int = 0
     left_seconds: float = 0.0
+    run: int = 0
 
 
 class Page:
@@ -137,6 +139,10 @@ class Page:
         """Note that the rank ends after this step, for another try to go on from there."""
         self._reals[_LEFT_SECONDS] = seconds
         self._numbers[_LEFT_STEP] = step
+
+    def set_run(self, run: int) -> None:
+        """Set the number of the run whose state is copied to memory."""
+        self._numbers[_RUN] = run
 
     def set_metrics(self, metrics: Mapping[str, float]) -> bool:
         """Set these metrics. Return whether a name is new, so that `write` must follow. Drop what finds no room."""
@@ -195,4 +201,5 @@ def read_record(path: str, rank: int) -> RankRecord | None:
         lost=tuple(int(number) for number in lost.split(",") if number.isdigit()),
         left_step=numbers[_LEFT_STEP],
         left_seconds=reals[_LEFT_SECONDS],
+        run=numbers[_RUN],
     )

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from jobs import until
 from mpitrain.errors import ConfigError, LaunchError
 from mpitrain.launch.changes import Changes
 from mpitrain.launch.keepers import Keepers
@@ -44,12 +45,16 @@ def asked() -> Asked:
 
 
 @pytest.fixture
-def changes(asked: Asked) -> Iterator[Changes]:
-    with (
-        Keepers("a", f"mpitrain-test-{secrets.token_hex(8)}") as keepers,
-        Changes(keepers, 2, widen, asked) as changes,
-    ):
+def keepers() -> Iterator[Keepers]:
+    with Keepers("a", f"mpitrain-test-{secrets.token_hex(8)}") as keepers:
+        yield keepers
+
+
+@pytest.fixture
+def changes(asked: Asked, keepers: Keepers) -> Iterator[Changes]:
+    with Changes(keepers, 2, widen, asked) as changes:
         changes.begin(HOSTS, HOSTS)
+        keepers.run = 1
         yield changes
 
 
@@ -102,8 +107,9 @@ def test_one_change_at_a_time(changes: Changes) -> None:
     assert changes.answer({"leave": ["c"]}) == {"refused": "the job is being started again; try again in a moment"}
 
 
-def test_a_host_that_is_set_aside_comes_back(changes: Changes) -> None:
+def test_a_host_that_is_set_aside_comes_back(changes: Changes, keepers: Keepers) -> None:
     changes.begin(HOSTS, HOSTS.without({"b", "c"}))
+    keepers.run = 1
     assert "accepted" in changes.answer({"join": "b"})
     change = changes.take()
     assert change is not None
@@ -122,3 +128,30 @@ def test_a_message_that_makes_no_sense(changes: Changes, capsys: pytest.CaptureF
     assert "does not answer" in ask(launcher_name(os.getpid()), {"dance": 1})["refused"]
     assert "a request to change the hosts could not be answered" in capsys.readouterr().err
     assert "accepted" in ask(launcher_name(os.getpid()), {"leave": ["b"]})
+
+
+@pytest.mark.parametrize(
+    ("run", "why"), [(0, "and none does so now. If its training"), (2, "it is in run 2 of a Trainer, and the hosts")]
+)
+def test_only_the_first_run_is_left(changes: Changes, keepers: Keepers, run: int, why: str) -> None:
+    keepers.run = run
+    for wish in ({"leave": ["b"]}, {"join": "d"}):
+        assert why in changes.answer(wish)["refused"]
+    assert changes.take() is None
+
+
+def test_a_run_that_ends_before_the_change_is_made(
+    changes: Changes, keepers: Keepers, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "accepted" in changes.answer({"leave": ["b"]})
+    assert keepers.leave
+    keepers.run = 2
+    until(lambda: not keepers.leave)
+    said = "mpitrain: the run of the Trainer has ended before this could be done: b leaves\n"
+    until(lambda: capsys.readouterr().err == said)
+    assert changes.take() is None
+
+
+def test_a_try_that_begins_has_no_run_yet(changes: Changes) -> None:
+    changes.begin(HOSTS, HOSTS)
+    assert "none does so now" in changes.answer({"leave": ["b"]})["refused"]
