@@ -26,6 +26,7 @@ from mpitrain.job.helpers import prepare_for_helpers, unsafe_because
 from mpitrain.job.job import Job
 from mpitrain.job.recovery import Recovery
 from mpitrain.job.spare import TakenPlace, wait_if_spare
+from mpitrain.job.told import heed
 from mpitrain.job.trace import Trace
 from mpitrain.job.worlds import check_containers, make_world
 from mpitrain.launch.launched import check_size, check_vendor, launched_by
@@ -94,6 +95,8 @@ def _begin(settings: dict[str, Any]) -> Job:
     if world.size > 1:
         _publish(world)
     stop_waiting()
+    if world.context.keeper and world.context.roll_call:
+        heed(publish(world.rank), world.context.keeper)
     job.world = world = replace(world, profile=_common_profile(world))
     # Every rank makes this call, whatever its environment.
     facts = world.allgather((world.node_rank, os.sched_getaffinity(0), unsafe_because()))

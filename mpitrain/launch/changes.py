@@ -14,20 +14,24 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from mpitrain.errors import ConfigError, LaunchError
 from mpitrain.launch.keepers import Keepers
-from mpitrain.launch.kept import receive, send, user_of
+from mpitrain.launch.kept import LEAVES, SAVES, STAYS, receive, send, user_of
 from mpitrain.launch.placement import Placement
 from mpitrain.launch.roster import launcher_name
 from mpitrain.launch.wishes import listen
+from mpitrain.watching.ranges import rank_ranges
 
 _LOOK_SECONDS = 0.2
 _MESSAGE_SECONDS = 5.0
 _RUN = 1
+# mpiexec sends SIGTERM to ranks too, when it ends them because of another one, whose end is heard within this time.
+_SETTLE_SECONDS = 1.5
 
 
 @dataclass(frozen=True)
@@ -39,12 +43,14 @@ class Change:
         hosts: those of the job from now on, with those that are set aside.
         now_on: where the next try runs.
         joined: the hosts that come in with it.
+        is_end: too few hosts would be left, so the ranks save, and the job ends.
     """
 
     text: str
     hosts: Placement
     now_on: Placement
     joined: tuple[str, ...] = ()
+    is_end: bool = False
 
 
 class Changes:
@@ -71,6 +77,8 @@ class Changes:
         self._hosts: Placement | None = None
         self._now_on: Placement | None = None
         self._change: Change | None = None
+        self._told: dict[str, int] = {}  # the hosts that are to leave because SIGTERM told a rank there to end
+        self._heeded: set[int] = set()  # the ranks of this try of which that is known
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="changes", daemon=True)
@@ -88,7 +96,9 @@ class Changes:
         """A try is about to begin on `now_on`; those of `hosts` that are not in it are set aside."""
         with self._lock:
             self._hosts, self._now_on = hosts, now_on
-            self._keepers.run = 0
+            self._keepers.run, self._keepers.wish = 0, STAYS
+            self._heeded = set()
+            self._told = {host: rank for host, rank in self._told.items() if host in now_on.hosts}
 
     def take(self) -> Change | None:
         """After a try: the change that was accepted meanwhile. Until `begin`, no wish is accepted."""
@@ -115,7 +125,7 @@ class Changes:
                     raise ConfigError("the job is being started again; try again in a moment")
                 self._refuse_run()
                 self._change = change
-                self._keepers.leave = True
+                self._keepers.wish = LEAVES
         except (ConfigError, LaunchError) as error:
             return {"refused": str(error)}
         where = ", ".join(change.now_on.hosts)
@@ -137,8 +147,40 @@ class Changes:
         with self._lock:
             if (change := self._change) is None or self._keepers.run == _RUN:
                 return
-            self._change, self._keepers.leave = None, False
+            self._change, self._keepers.wish = None, STAYS
         _say(f"the run of the Trainer has ended before this could be done: {change.text}")
+
+    def _look_at_told(self) -> None:
+        """Let the hosts leave on which SIGTERM has told a rank to end, if the job is healthy."""
+        with self._lock:
+            hosts, now_on, keepers = self._hosts, self._now_on, self._keepers
+            if hosts is None or now_on is None:
+                return
+            if not keepers.is_ending:
+                settled = time.monotonic() - _SETTLE_SECONDS
+                told = {rank for rank, since in tuple(keepers.told.items()) if since < settled}
+                self._told |= {now_on.host_of(rank): rank for rank in sorted(told - self._heeded)}
+                self._heeded |= told
+            leave = [host for host in now_on.hosts if host in self._told]
+            if not leave or self._change is not None or keepers.is_ending:
+                return
+            if keepers.run != _RUN and not keepers.told:  # since the try before; this one has not begun its run yet
+                return
+            ranks = rank_ranges(sorted(self._told.pop(host) for host in leave))
+            why = f"SIGTERM told rank{'s' * (len(leave) > 1)} {ranks} to end"
+            if keepers.run != _RUN:
+                keepers.refuses = True
+                _say(f"{why}, and no state of a Trainer is in memory to go on from: a failure follows")
+                return
+            if len(set(now_on.hosts) - set(leave)) >= max(1, self._min_nodes):
+                self._change = replace(self._leaving(hosts, now_on, leave), text=f"{_leaves(leave)} ({why})")
+                keepers.wish = LEAVES
+            else:
+                self._change = Change(f"{why} on {', '.join(leave)}", hosts, now_on, is_end=True)
+                keepers.wish = SAVES
+            change = self._change
+        follows = "the job saves and ends" if change.is_end else f"it goes on on {', '.join(change.now_on.hosts)}"
+        _say(f"{change.text}; after the next copy of the state, {follows}")
 
     def _leaving(self, hosts: Placement, now_on: Placement, leave: list[str]) -> Change:
         for host in leave:
@@ -148,8 +190,7 @@ class Changes:
         if num_left < max(1, self._min_nodes):
             left = f"only {num_left} of its hosts would be left" if num_left else "no host would be left"
             raise ConfigError(f"{left}, and --min-nodes is {self._min_nodes}; `mpitrain kill` ends a job")
-        text = f"{', '.join(leave)} leave{'s' * (len(leave) == 1)}"
-        return Change(text, hosts.without(set(leave)), now_on.without(set(leave)))
+        return Change(_leaves(leave), hosts.without(set(leave)), now_on.without(set(leave)))
 
     def _joining(self, hosts: Placement, now_on: Placement, text: str) -> Change:
         wider = self._widen(now_on, text)
@@ -166,6 +207,7 @@ class Changes:
                 line, _ = self._listener.accept()
             except TimeoutError:
                 self._drop_if_late()
+                self._look_at_told()
                 continue
             except OSError:  # closed
                 return
@@ -180,6 +222,10 @@ class Changes:
             send(line, self.answer(receive(line)[0]))
         except (OSError, ValueError, KeyError, TypeError) as error:
             _say(f"a request to change the hosts could not be answered: {error}")
+
+
+def _leaves(hosts: Sequence[str]) -> str:
+    return f"{', '.join(hosts)} leave{'s' * (len(hosts) == 1)}"
 
 
 def _say(text: str) -> None:

@@ -71,6 +71,9 @@ class Watched(Protocol):
     def left(self) -> tuple[int, float] | None:
         """Return the step after which all ranks have left for other hosts, and when; None: they have not."""
 
+    def interrupt(self) -> None:
+        """Take note that a signal to the launcher ends the job."""
+
     def end(self, linger_seconds: float) -> tuple[list[str], list[str]]:
         """End what is left on all hosts; return what that was, and what could not be ended, one line per entry."""
 
@@ -196,6 +199,7 @@ class _Run:
         if self._signals and self._kill_at == float("inf"):
             name = signal.Signals(self._signals[0]).name
             self._printer.say(f"{name}: ending the job; a second signal kills it at once")
+            self._watched.interrupt()
             # Some mpiexecs do not know SIGHUP.
             mpiexec.send_signal(signal.SIGINT if self._signals[0] == signal.SIGINT else signal.SIGTERM)
             self._kill_at = time.monotonic() + GRACE_SECONDS

@@ -3,8 +3,8 @@
 A keeper lives from the first try of a job to the end of the last one. Like a guard (guard.py), it is sent as text over
 an ssh connection. Both sides send one JSON object per line:
 
-    launcher: {"beat": 1, "leave": whether      keeper: {"ready": 1}, or {"error": text}
-               the hosts are to change}, every second
+    launcher: {"beat": 1, "wish": as kept.py    keeper: {"ready": 1}, or {"error": text}
+               names it}, every second
     launcher: {"ping": number}                  keeper: {"pong": number}
 
 It ends, with all that it holds, when the connection closes, and when the launcher has been silent for
@@ -60,7 +60,7 @@ def main(wish: dict[str, Any], _probe: str) -> None:
             heard = now
             *lines, received = (received + data).split(b"\n")
             for message in map(json.loads, lines):
-                kept.leave = message.get("leave", kept.leave)
+                kept.wish = message.get("wish", kept.wish)
                 if "ping" in message:
                     _send({"pong": message["ping"]})
         elif wish["silence_seconds"] and now - heard > wish["silence_seconds"]:

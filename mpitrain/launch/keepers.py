@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 from mpitrain.launch.connections import Connection, connect
+from mpitrain.launch.kept import DIES, STAYS
 from mpitrain.watching.rank_record import RankRecord
 
 # The modules of the keeper, each after those that it imports.
@@ -29,15 +30,20 @@ class Keepers:
 
     Attributes:
         name: of the socket of each keeper, for the ranks.
-        leave: the ranks of this try are to end after their next copy, because the hosts of the job change.
+        wish: what the ranks of this try are to do (kept.py).
         run: the number of the run of a Trainer whose state all ranks of this try copy; 0: there is none now.
+        told: the ranks of this try that SIGTERM has told to end, and when that was heard, by time.monotonic().
+        refuses: the ranks that were told to end cannot leave, and so end at once.
+        is_ending: this try fails, or a signal to the launcher ends it.
     """
 
     def __init__(self, own: str, name: str) -> None:
         """`own` is the name of this machine among the hosts. No keeper is started yet."""
         self.name = name
-        self.leave = False
+        self.wish = STAYS
         self.run = 0
+        self.told: dict[int, float] = {}
+        self.is_ending = self.refuses = False
         self._own = own
         self._connections: dict[str, Connection] = {}
         self._said: dict[str, list[dict[str, object]]] = {}
@@ -53,9 +59,10 @@ class Keepers:
 
         A host that does not take part in a try loses its keeper: what it holds would be older than what the others do.
         """
-        self.leave, self.run = False, 0
+        self.wish, self.run, self.told = STAYS, 0, {}
+        self.is_ending = self.refuses = False
         for connection in self._connections.values():
-            connection.send({"ping": 1, "leave": False})
+            connection.send({"ping": 1, "wish": STAYS})
         self._hear("pong", [host for host in self._connections if host in hosts], _PONG_SECONDS)
         silent = [host for host in self._connections if not any("pong" in one for one in self._said[host])]
         self._let_go([host for host in self._connections if host not in hosts or host in silent], 0.0)
@@ -79,12 +86,16 @@ class Keepers:
         for said in self._said.values():
             said[:] = [{"ready": 1}]
 
-    def beat(self, records: Iterable[RankRecord]) -> None:
+    def beat(self, records: Iterable[RankRecord], *, is_ending: bool) -> None:
         """Call this every second, with the newest records of the ranks of this try."""
+        records, now = list(records), time.monotonic()
         runs = {record.run for record in records}
         self.run = runs.pop() if len(runs) == 1 else 0
+        self.told = {record.rank: self.told.get(record.rank, now) for record in records if record.told_to_end}
+        self.is_ending = is_ending
+        wish = DIES if (is_ending or self.refuses) and self.wish == STAYS else self.wish
         for connection in self._connections.values():
-            connection.send({"beat": 1, "leave": self.leave})
+            connection.send({"beat": 1, "wish": wish})
 
     def _hear(self, word: str, hosts: Sequence[str], seconds: float) -> None:
         """Receive until each of these hosts has sent `word` or an error or has gone, or the time is over."""

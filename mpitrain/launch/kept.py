@@ -4,7 +4,7 @@
     rank: {"names": 1}                          keeper: {"names": [name...]}
     rank: {"give": name}                        keeper: {"given": name}, with the descriptors; none are known: with none
     rank: {"only": [name...], "run": number}    keeper: {"dropped": [name...]}, of that run and earlier ones
-    rank: {"leave": 1}                          keeper: {"leave": whether the hosts of the job are to change}
+    rank: {"wish": 1}                           keeper: {"wish": STAYS, LEAVES, SAVES or DIES}
 
 A name is that of a run and of what is kept of it: "1/state". The socket has a name and no file (an abstract socket of
 unix(7)), and the memory has no name at all. So both are gone with the keeper, however it ends.
@@ -24,6 +24,10 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
+# What the launcher wishes of the ranks. LEAVES: after their next copy, they end, because the hosts of the job change.
+# SAVES: the same, but no other try follows; they save. DIES: the job is ending; who has been told to end does so.
+STAYS, LEAVES, SAVES, DIES = 0, 1, 2, -1
+
 _MOST_WAITING = 4096
 _MESSAGE_BYTES = 1 << 16
 _MOST_DESCRIPTORS = 2
@@ -34,7 +38,7 @@ class Kept:
     """The keeper's table of descriptors by name, and the socket at which ranks of the same user ask for them.
 
     Attributes:
-        leave: the ranks are to end after their next copy, because the hosts of the job change.
+        wish: what the launcher wishes of the ranks.
     """
 
     def __init__(self, name: str) -> None:
@@ -43,7 +47,7 @@ class Kept:
         Raises:
             OSError: the name is taken.
         """
-        self.leave = False
+        self.wish = STAYS
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind("\0" + name)
         self._listener.listen(_MOST_WAITING)
@@ -102,8 +106,8 @@ class Kept:
                 for name in dropped:
                     self._drop(name)
                 send(line, {"dropped": dropped})
-            elif "leave" in message:
-                send(line, {"leave": self.leave})
+            elif "wish" in message:
+                send(line, {"wish": self.wish})
             elif "names" in message:
                 send(line, {"names": sorted(self._table)})
             else:
@@ -145,10 +149,10 @@ class KeeperLine:
         _, descriptors = self._ask({"give": name})
         return descriptors
 
-    def asks_to_leave(self) -> bool:
-        """Whether the hosts of the job are to change, so that the ranks end after their next copy."""
-        answer, _ = self._ask({"leave": 1})
-        return bool(answer["leave"])
+    def wish(self) -> int:
+        """What the launcher wishes of the ranks: STAYS, LEAVES, SAVES or DIES."""
+        answer, _ = self._ask({"wish": 1})
+        return int(answer["wish"])
 
     def keep_only(self, names: Sequence[str], run: int) -> None:
         """Have the keeper drop everything else of this run and of earlier ones."""

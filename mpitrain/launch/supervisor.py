@@ -13,6 +13,7 @@ If hosts leave or join as somebody wished (changes.py), all ranks have ended aft
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -200,6 +201,9 @@ def supervise(
             number = f"try {len(failures) + 1} of {limits.restarts + 1}"
             if change is not None and ended.left is not None:
                 step, since = ended.left
+                if change.is_end:
+                    _say(f"{change.text}: the job has ended after step {step}")
+                    return 128 + signal.SIGTERM
                 before, (hosts, now_on) = (hosts, now_on), (change.hosts, change.now_on)
                 joining = change if change.joined else None
                 pause = Pause(change.text, step + 1, since)

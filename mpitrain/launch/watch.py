@@ -40,6 +40,7 @@ class Guards:
         reports: the report of each host.
         phases: the phases of all ranks, with the time at which each was seen.
         trouble: why the job must be ended, if it must.
+        is_interrupted: a signal to the launcher ends the job.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Guards:
         self.reports = {host: HostReport() for host in hosts}
         self.phases = Phases()
         self.trouble: str | None = None
+        self.is_interrupted = False
         self._wishes, self._own, self._keepers = wishes, own, keepers
         # By host, from its fastest echo: the echo's duration, and what to add to the host's times.
         self._clocks: dict[str, tuple[float, float]] = {}
@@ -175,6 +177,11 @@ class Guards:
             ]
         return min(left) if left and all(step for step, _ in left) else None
 
+    def interrupt(self) -> None:
+        """Take note that a signal to the launcher ends the job, and tell the keepers soon."""
+        self.is_interrupted = True
+        self._beaten = 0.0
+
     def look(self) -> None:
         """Ask every host for the job's processes and for unreachable hosts. A report without them had no answer."""
         for report in self.reports.values():
@@ -256,8 +263,13 @@ class Guards:
             self._beaten = now
             self._send_all({"beat": now})
             if self._keepers is not None:
-                lost = self.lost()
-                self._keepers.beat(record for rank, record in self.records().items() if rank not in lost)
+                self._beat_keepers(self._keepers)
+
+    def _beat_keepers(self, keepers: Keepers) -> None:
+        lost = self.lost()
+        is_ending = self.is_interrupted or bool(self.first_ends()) or self.failed() is not None
+        records = [record for rank, record in self.records().items() if rank not in lost]
+        keepers.beat(records, is_ending=is_ending)
 
     def _send_all(self, message: Mapping[str, Any]) -> None:
         with self._lock:

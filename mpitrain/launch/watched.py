@@ -116,6 +116,10 @@ class WatchedJob:
         """Return the step after which all ranks have left for other hosts, and when; None: they have not."""
         return self._guards.left()
 
+    def interrupt(self) -> None:
+        """Take note that a signal to the launcher ends the job."""
+        self._guards.interrupt()
+
     @property
     def is_gone(self) -> bool:
         """True if somebody removed the roll call on a host."""

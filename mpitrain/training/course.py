@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from mpitrain.errors import ConfigError
 from mpitrain.job.job import Job
 from mpitrain.job.recovery import Recovery
+from mpitrain.launch.kept import SAVES, STAYS
 from mpitrain.training.built import Built
 from mpitrain.training.hooks.hook import Hook
 from mpitrain.training.hooks.named import restore_all, states_of
@@ -116,9 +117,11 @@ class Course:
         # A checkpoint holds what the other hooks have seen of the step.
         for hook in sorted(self._trainer.hooks, key=lambda hook: hook.keeps_state):
             hook.after_step(self._trainer, self._made)
-        leaves = self._copies.after_step(self._trainer)
+        wish = self._copies.after_step(self._trainer)
         self._note_copies()
-        if leaves:
+        if wish == SAVES:
+            self._save()
+        if wish != STAYS:
             self._leave()
         self._come_to(self._next_stage())
 
@@ -126,6 +129,14 @@ class Course:
         self._trainer.copy_steps = steps = self._copies.steps
         if activity := own_activity():
             activity.copy_run(self._job.num_runs if steps else 0)
+
+    def _save(self) -> None:
+        """Have saved what a later job can go on from: no other try of this one follows."""
+        trainer = self._trainer
+        for hook in self._keeping_first():
+            hook.before_end(trainer, self._made)
+        if not any(hook.keeps_state for hook in trainer.hooks):
+            trainer.world.print(f"mpitrain: nothing saves step {trainer.step_number}: add the hook mt.Checkpoint")
 
     def _leave(self) -> NoReturn:
         """End this process as if the script were over: on other hosts, the next try goes on after this step."""

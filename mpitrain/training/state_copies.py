@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from mpitrain.errors import CheckpointError
 from mpitrain.job.start import the_job
-from mpitrain.launch.kept import KeeperLine
+from mpitrain.launch.kept import STAYS, KeeperLine
 from mpitrain.training.checkpoint.copies import KeptCopies, part_name, slots_of, state_name
 from mpitrain.training.checkpoint.memory_slot import MemorySlot
 from mpitrain.training.checkpoint.names import split
@@ -83,10 +83,11 @@ class StateCopies:
             strategy.restore_own(part)
         trainer.memory_step = self._last_step = copy.step
 
-    def after_step(self, trainer: Trainer) -> bool:
+    def after_step(self, trainer: Trainer) -> int:
         """Copy the state, if it is time to. Collective; call it when all hooks have seen the step.
 
-        Return, on all ranks alike, whether this try is to end here: another one goes on from this copy on other hosts.
+        Return, on all ranks alike, what the launcher wishes. LEAVES: this try is to end here, and another one goes on
+        from this copy on other hosts. SAVES: no other one follows. STAYS: the training goes on.
         """
         if trainer.world is not self._world:
             self._enter(trainer)
@@ -94,24 +95,24 @@ class StateCopies:
         fixed = world.config.memory_steps
         is_due = step % fixed == 0 if fixed else not self._has_copied or step >= self._last_step + self.steps
         if not self.steps or not (is_due or step == trainer.last_step):
-            return False
+            return STAYS
         step_seconds = (time.perf_counter() - self._last_seconds) / max(1, step - self._last_step)
         copy_seconds = self._copy(trainer)
         asking = time.perf_counter()
-        leaves = self._asks_to_leave(world)
+        wish = self._wish(world)
         copy_seconds += time.perf_counter() - asking
         is_refused = self._is_refused and is_first_of_node(world)
-        of_ranks = world.allgather((copy_seconds, step_seconds, is_refused, leaves))
-        seconds, step_seconds_of, refused, leave = zip(*of_ranks, strict=True)
+        of_ranks = world.allgather((copy_seconds, step_seconds, is_refused, wish))
+        seconds, step_seconds_of, refused, wishes = zip(*of_ranks, strict=True)
         if sum(refused) == world.num_nodes:
             self.steps = 0
-            return False
+            return STAYS
         self.steps = fixed or steps_between(max(seconds), step_seconds_of[0])
         if not self._has_copied:
             self._has_copied = True
             self._drop_old()
         self._last_step, self._last_seconds = step, time.perf_counter()
-        return any(leave) and step != trainer.last_step
+        return STAYS if step == trainer.last_step else max(wishes)
 
     def close(self) -> None:
         """Let go of the memory, which stays with the keeper."""
@@ -169,14 +170,14 @@ class StateCopies:
             say(world, f"the state is not copied to memory here, so a restart may have to go on from the disk: {error}")
         return time.perf_counter() - began - waited
 
-    def _asks_to_leave(self, world: World) -> bool:
-        """Whether this rank's keeper asks for the end of this try. A later run than the first cannot end so."""
+    def _wish(self, world: World) -> int:
+        """What this rank's keeper asks for at a copy. A later run than the first cannot end so."""
         if self._run != 1 or self._line is None or not is_first_of_node(world):
-            return False
+            return STAYS
         try:
-            return self._line.asks_to_leave()
+            return max(STAYS, self._line.wish())
         except OSError:  # the keeper is gone; the next try says so
-            return False
+            return STAYS
 
     def _slots_for(self, line: KeeperLine, name: str, step: int) -> list[MemorySlot]:
         """The two slots of that name. Those of an earlier try are used again."""

@@ -103,6 +103,10 @@ class Activity:
         """Publish the number of the run of a Trainer whose state the rank copies to memory from now on; 0: of none."""
         self._page.set_run(run)
 
+    def tell_end(self) -> None:
+        """Publish that SIGTERM has told this rank to end."""
+        self._page.set_told()
+
     def report(self, metrics: Mapping[str, float]) -> None:
         """Publish the newest values of these metrics."""
         if self._page.set_metrics(metrics):

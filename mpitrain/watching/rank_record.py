@@ -37,7 +37,8 @@ INTERRUPTED = "interrupted"  # the error of a rank that Ctrl-C has ended
 
 _BYTES = 4096
 # Words of 8 bytes: each is written in one piece, and separately.
-_EDITION, _CALLS, _MOVED, _FIRST_STEP, _STEP, _LEFT_STEP, _LEFT_SECONDS, _RUN, _METRICS = 0, 1, 2, 3, 4, 5, 6, 7, 16
+_EDITION, _CALLS, _MOVED, _FIRST_STEP, _STEP, _LEFT_STEP, _LEFT_SECONDS, _RUN, _TOLD = range(9)
+_METRICS = 16
 _EDITION_AGAIN = _BYTES // 8 - 1
 _MOST_METRICS = 16
 # since, stall_seconds, hang_seconds, failed_seconds, pid, stacks, phase, status, lengths of the four texts
@@ -70,6 +71,7 @@ class RankRecord:
         left_step: the step after which it has ended, for another try to go on from there on other hosts; 0: it has not.
         left_seconds: when that was, by time.monotonic() of its host.
         run: the number of the run of a Trainer that makes steps and copies its state to memory; 0: there is none now.
+        told_to_end: whether SIGTERM has told it to end, and it waits for what the launcher says.
     """
 
     rank: int
@@ -92,6 +94,7 @@ class RankRecord:
     left_step: int = 0
     left_seconds: float = 0.0
     run: int = 0
+    told_to_end: bool = False
 
 
 class Page:
@@ -143,6 +146,10 @@ class Page:
     def set_run(self, run: int) -> None:
         """Set the number of the run whose state is copied to memory."""
         self._numbers[_RUN] = run
+
+    def set_told(self) -> None:
+        """Note that SIGTERM has told the rank to end."""
+        self._numbers[_TOLD] = 1
 
     def set_metrics(self, metrics: Mapping[str, float]) -> bool:
         """Set these metrics. Return whether a name is new, so that `write` must follow. Drop what finds no room."""
@@ -202,4 +209,5 @@ def read_record(path: str, rank: int) -> RankRecord | None:
         left_step=numbers[_LEFT_STEP],
         left_seconds=reals[_LEFT_SECONDS],
         run=numbers[_RUN],
+        told_to_end=bool(numbers[_TOLD]),
     )

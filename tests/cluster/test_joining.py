@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import json
 import re
+import signal
+import time
 
 import pytest
 from launching import MOSTLY_MPICH, SHARE, Job, as_user, run, write
@@ -145,3 +147,27 @@ def test_a_host_that_differs_is_refused(bed: Bed) -> None:
     assert end.code == 0, end.output
     assert end.output.count("going on") == 1
     assert {size for size, _, _ in steps_of(end.output).values()} == {2, 3}
+
+
+@MOSTLY_MPICH
+def test_sigterm_to_a_rank_lets_its_host_leave(bed: Bed, python: str) -> None:
+    """Then the last host but one is told too; --min-nodes is 2, so the job saves and ends."""
+    write(bed, "node1", f"{SHARE}/moves.py", SCRIPT.replace("Show()]", "Show(), mt.Checkpoint('saved', steps=100000)]"))
+    as_user(bed, "node1", "rm -rf enough record saved; mkdir record")
+    job = Job(bed, "--hosts node1,node2,node3 --ppn 1 --restarts 1 --min-nodes 2 moves.py 4000", python=python)
+    job.wait_for("has begun")
+    tell = (
+        "for p in $(pgrep -u cluster -f '[m]oves.py 4000'); do grep -qsz ^PM.*_RANK= /proc/$p/environ && kill $p; done"
+    )
+    bed.node_run("node2", ["bash", "-c", tell])
+    job.wait_for("going on on node1, node3 with 2 ranks\n")
+    job.wait_for("resumed from memory at step ")
+    time.sleep(2.0)
+    bed.node_run("node3", ["bash", "-c", tell])
+    end = job.end()
+    assert end.code == 128 + signal.SIGTERM, end.output
+    steps = steps_of(end.output)
+    assert "node2 leaves (SIGTERM told rank 1 to end) after step " in end.output
+    assert f"SIGTERM told rank 1 to end on node3: the job has ended after step {len(steps)}\n" in end.output
+    assert f"saved/step-{len(steps):08d} is saved" in end.output
+    assert "failed" not in end.output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +13,7 @@ from jobs import until
 from mpitrain.errors import ConfigError, LaunchError
 from mpitrain.launch.changes import Changes
 from mpitrain.launch.keepers import Keepers
+from mpitrain.launch.kept import LEAVES, SAVES, STAYS
 from mpitrain.launch.placement import Place, Placement
 from mpitrain.launch.roster import launcher_name
 from mpitrain.launch.wishes import ask
@@ -144,9 +146,9 @@ def test_a_run_that_ends_before_the_change_is_made(
     changes: Changes, keepers: Keepers, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "accepted" in changes.answer({"leave": ["b"]})
-    assert keepers.leave
+    assert keepers.wish == LEAVES
     keepers.run = 2
-    until(lambda: not keepers.leave)
+    until(lambda: keepers.wish == STAYS)
     said = "mpitrain: the run of the Trainer has ended before this could be done: b leaves\n"
     until(lambda: capsys.readouterr().err == said)
     assert changes.take() is None
@@ -155,3 +157,62 @@ def test_a_run_that_ends_before_the_change_is_made(
 def test_a_try_that_begins_has_no_run_yet(changes: Changes) -> None:
     changes.begin(HOSTS, HOSTS)
     assert "none does so now" in changes.answer({"leave": ["b"]})["refused"]
+
+
+def told(keepers: Keepers, *ranks: int) -> None:
+    """SIGTERM has told these ranks to end, some time ago."""
+    keepers.told = dict.fromkeys(ranks, 0.0)
+
+
+def test_sigterm_to_a_rank_is_a_wish(changes: Changes, keepers: Keepers) -> None:
+    told(keepers, 2)
+    until(lambda: keepers.wish == LEAVES)
+    change = changes.take()
+    assert change is not None
+    assert (change.text, change.now_on) == ("b leaves (SIGTERM told rank 2 to end)", HOSTS.without({"b"}))
+    assert not change.is_end
+
+
+def test_sigterm_where_too_few_hosts_would_be_left(changes: Changes, keepers: Keepers) -> None:
+    told(keepers, 2, 3, 4)
+    until(lambda: keepers.wish == SAVES)
+    change = changes.take()
+    assert change is not None
+    assert change.is_end
+    assert change.text == "SIGTERM told ranks 2,4 to end on b, c"
+
+
+def test_sigterm_of_mpiexec_is_no_wish(changes: Changes, keepers: Keepers) -> None:
+    """A rank has failed, and so mpiexec ends the others."""
+    keepers.is_ending = True
+    told(keepers, 0, 1, 2)
+    time.sleep(1)
+    assert keepers.wish == STAYS
+    assert changes.take() is None
+
+
+def test_sigterm_while_a_change_is_under_way(changes: Changes, keepers: Keepers) -> None:
+    assert "accepted" in changes.answer({"join": "d"})
+    told(keepers, 2)
+    until(lambda: "b" in changes._told)
+    change = changes.take()
+    assert change is not None
+    assert change.joined == ("d",)
+    keepers.told = {}
+    changes.begin(change.hosts, change.now_on)
+    assert keepers.wish == STAYS
+    keepers.run = 1
+    until(lambda: keepers.wish == LEAVES)
+    after = changes.take()
+    assert after is not None
+    assert after.now_on.hosts == ("a", "c", "d")
+
+
+def test_sigterm_where_nothing_can_be_left(
+    changes: Changes, keepers: Keepers, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keepers.run = 0
+    told(keepers, 2)
+    until(lambda: keepers.refuses)
+    until(lambda: "SIGTERM told rank 2 to end, and no state of a Trainer" in capsys.readouterr().err)
+    assert changes.take() is None

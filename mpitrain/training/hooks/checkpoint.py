@@ -142,6 +142,18 @@ class Checkpoint(Hook):
         with world.together("save a checkpoint"):
             self._begin(trainer, step, score)
 
+    def before_end(self, trainer: Trainer, step: Step) -> None:
+        """See Hook. Raises as after_run."""
+        if step.number % self._steps:
+            self._wait(trainer.world, float("inf"))
+            self._is_ending = True
+            score = None if self._score is None else float(self._score())
+            with trainer.world.together("save a checkpoint"):
+                self._begin(trainer, step, score)
+        self.after_run(trainer)
+        path = self._directory / name_of(step.number)
+        trainer.world.print(f"mpitrain: {path} is saved; the same command goes on from there")
+
     def after_run(self, trainer: Trainer) -> None:
         """See Hook. Waits until the last checkpoint is on the disk.
 

@@ -50,6 +50,13 @@ class Hook:
     def after_run(self, trainer: Trainer) -> None:
         """Is called once, after the last step; again if a rank is lost in these calls. Is not called after an error."""
 
+    def before_end(self, trainer: Trainer, step: Step) -> None:
+        """Is called after `step` if the job is to end there, before the end of the run. Save what must not be lost.
+
+        The last host of the job is told to shut down (SIGTERM to a rank of a job with `--restarts`). Called on every
+        rank. `after_run` is not called then.
+        """
+
     def close(self) -> None:
         """Is called once, at the very end, also after an error. Close files here. Not collective."""
 

@@ -1,0 +1,168 @@
+"""SIGTERM to a rank: with `--restarts`, a wish that its host leaves the job; without, the end of the job as before."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from faults.outcome import failed, succeeded
+from jobs import VENVS, Job, run_command, until
+
+HERE = socket.gethostname()
+
+# What a test puts into HOOKS trains too. Without `endless`, it makes 60 steps.
+SCRIPT = """
+import os, pathlib, signal, subprocess, sys, time
+import multiprocessing
+import numpy
+import mpitrain as mt
+
+folder = pathlib.Path(sys.argv[1])
+world = mt.init()
+
+def loss(parameters, batch, on_gradient):
+    time.sleep(0.02)
+    on_gradient("w", numpy.ones(2))
+    return 1.0
+
+def build(world):
+    data = mt.ArrayData(world, (numpy.ones(4),), global_batch=2)
+    return mt.Parts(mt.ArrayFunction(loss, {"w": numpy.zeros(2)}, mt.Sgd(0.1)), mt.Sync(), data)
+
+class Note(mt.Hook):
+    def after_step(self, trainer, step):
+        if step.number == 3:
+            (folder / f"rank-{world.rank}.part").write_text(str(os.getpid()))
+            (folder / f"rank-{world.rank}.part").rename(folder / f"rank-{world.rank}")
+
+FIRST
+hooks = [mt.StopAtStep(10000 if (folder / "endless").exists() else 60), Note(), *HOOKS]
+mt.Trainer(build, hooks).run()
+world.print("done")
+"""
+
+
+def train(
+    folder: Path,
+    during: Callable[[subprocess.Popen[str]], None],
+    *options: str,
+    hooks: str = "[]",
+    first: str = "",
+    vendor: str = "mpich",
+) -> Job:
+    (folder / "train.py").write_text(SCRIPT.replace("*HOOKS", f"*{hooks}").replace("FIRST", first))
+    command = [str(VENVS[vendor] / "bin/python"), "-m", "mpitrain", "run", "-n", "3", *options]
+    return run_command([*command, str(folder / "train.py"), str(folder)], cwd=folder, during=during)
+
+
+def process_of(folder: Path, rank: int) -> int:
+    """Of a rank that has made three steps."""
+    path = folder / f"rank-{rank}"
+    until(path.exists)
+    return int(path.read_text())
+
+
+def tell(folder: Path, rank: int) -> Callable[[subprocess.Popen[str]], None]:
+    def during(_: subprocess.Popen[str]) -> None:
+        (folder / "endless").touch()
+        pid = process_of(folder, rank)
+        time.sleep(1.0)  # the launcher hears of a rank once a second
+        os.kill(pid, signal.SIGTERM)
+
+    return during
+
+
+def test_the_last_host_saves_and_ends(tmp_path: Path, vendor: str) -> None:
+    hooks = "[mt.Checkpoint(folder / 'checkpoints', steps=100000)]"
+    job = train(tmp_path, tell(tmp_path, 1), "--restarts", "2", hooks=hooks, vendor=vendor)
+    assert job.code == 128 + signal.SIGTERM, job.output
+    assert job.left == []
+    told = re.search(
+        rf"mpitrain: SIGTERM told rank 1 to end on {HERE}: the job has ended after step (\d+)\n", job.stderr
+    )
+    assert told, job.output
+    path = tmp_path / "checkpoints" / f"step-{int(told[1]):08d}"
+    assert path.exists()
+    assert f"{path} is saved; the same command goes on from there" in job.stdout
+    assert "failed" not in job.stderr
+    # The same command goes on.
+    (tmp_path / "endless").unlink()
+    script = (tmp_path / "train.py").read_text()
+    (tmp_path / "train.py").write_text(script.replace("else 60", f"else {int(told[1]) + 5}"))
+    command = [str(VENVS[vendor] / "bin/python"), "-m", "mpitrain", "run", "-n", "3", "--restarts", "2"]
+    again = run_command([*command, str(tmp_path / "train.py"), str(tmp_path)], cwd=tmp_path)
+    succeeded(again)
+    assert f"at step {told[1]}\n" in again.stdout
+
+
+def test_without_a_checkpoint(tmp_path: Path) -> None:
+    job = train(tmp_path, tell(tmp_path, 0), "--restarts", "2")
+    assert job.code == 128 + signal.SIGTERM, job.output
+    assert "mpitrain: nothing saves step" in job.stdout
+
+
+def test_without_restarts_it_is_a_failure(tmp_path: Path, vendor: str) -> None:
+    job = train(tmp_path, tell(tmp_path, 1), vendor=vendor)
+    assert job.code == 128 + signal.SIGTERM, job.output
+    assert "was killed by signal 15" in job.stderr
+    assert "told" not in job.stderr
+
+
+def test_a_killed_rank_is_no_wish(tmp_path: Path, vendor: str) -> None:
+    """mpiexec may send SIGTERM to the others."""
+
+    def during(_: subprocess.Popen[str]) -> None:
+        pid = process_of(tmp_path, 1)
+        time.sleep(0.3)
+        os.kill(pid, signal.SIGKILL)
+
+    job = train(tmp_path, during, "--restarts", "2", vendor=vendor)
+    succeeded(job)
+    assert "try 1 of 3 failed" in job.stderr
+    assert "told" not in job.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_launcher_keeps_its_meaning(tmp_path: Path, vendor: str, number: int) -> None:
+    def during(process: subprocess.Popen[str]) -> None:
+        (tmp_path / "endless").touch()
+        process_of(tmp_path, 1)
+        process.send_signal(number)
+
+    job = train(tmp_path, during, "--restarts", "2", vendor=vendor)
+    assert job.code == 128 + number, job.output
+    assert job.left == []
+    assert "told" not in job.stderr
+
+
+def test_before_the_training_it_is_a_failure(tmp_path: Path) -> None:
+    wait = "open(folder / f'rank-{world.rank}', 'w').write(str(os.getpid())); time.sleep(1000)"
+
+    def during(_: subprocess.Popen[str]) -> None:
+        until(lambda: (tmp_path / "rank-1").exists() and (tmp_path / "rank-1").read_text())
+        time.sleep(1.0)
+        os.kill(int((tmp_path / "rank-1").read_text()), signal.SIGTERM)
+
+    job = train(tmp_path, during, "--restarts", "2", first=wait)
+    failed(job)
+    assert "SIGTERM told rank 1 to end, and no state of a Trainer is in memory" in job.stderr
+    assert "it failed before its first step" in job.stderr
+
+
+def test_helpers_of_a_rank_end_by_sigterm(tmp_path: Path) -> None:
+    first = (
+        "helper = multiprocessing.get_context('fork').Process(target=time.sleep, args=(1000,))\n"
+        "helper.start(); time.sleep(0.5); helper.terminate(); helper.join(); assert helper.exitcode == -15\n"
+        "other = subprocess.Popen(['sleep', '1000']); other.terminate(); assert other.wait() == -15"
+    )
+    job = train(tmp_path, lambda _: None, "--restarts", "2", first=first)
+    succeeded(job)
+    assert "told" not in job.stderr
