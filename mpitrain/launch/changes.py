@@ -148,7 +148,7 @@ class Changes:
             if (change := self._change) is None or self._keepers.run == _RUN:
                 return
             self._change, self._keepers.wish = None, STAYS
-        _say(f"the run of the Trainer has ended before this could be done: {change.text}")
+        _say(f"the run of the Trainer ended before the hosts of the job could change: {change.text}")
 
     def _look_at_told(self) -> None:
         """Let the hosts leave on which SIGTERM has told a rank to end, if the job is healthy."""

@@ -94,6 +94,8 @@ def judge(
     absent: Sequence[tuple[float, str]],
     limits: Limits,
     now: float,
+    *,
+    has_trained: bool = False,
 ) -> Verdict:
     """Decide whether to start again, and where.
 
@@ -103,9 +105,10 @@ def judge(
         absent: the hosts that did not answer when a try was about to start, each with the time.
         limits: what the user allows.
         now: the present time, by the clock of the failures.
+        has_trained: a try before made steps, and its hosts changed.
     """
     last = failures[-1] if failures else FailedTry("", 1, now)
-    if len(failures) == 1 and last.step is None and not last.lost:
+    if len(failures) == 1 and last.step is None and not last.lost and not has_trained:
         return Verdict(reason="it failed before its first step, and would fail again")
     same = [failure for failure in failures if failure.step == last.step]
     if len(same) >= _MOST_AT_A_STEP:
@@ -176,6 +179,7 @@ def supervise(
     hosts = now_on = placement
     pause: Pause | None = None
     joining: Change | None = None  # until its first step
+    has_trained = False
     before = hosts, now_on  # that change
     while True:
         if changes is not None:
@@ -206,6 +210,7 @@ def supervise(
                     return 128 + signal.SIGTERM
                 before, (hosts, now_on) = (hosts, now_on), (change.hosts, change.now_on)
                 joining = change if change.joined else None
+                has_trained = True
                 pause = Pause(change.text, step + 1, since)
                 _say(f"{change.text} after step {step}; going on on {_where(now_on)}")
                 continue
@@ -227,7 +232,7 @@ def supervise(
         joining = None
         if change is not None:
             hosts = change.hosts
-        verdict = judge(hosts.hosts, failures, absent, limits, time.monotonic())
+        verdict = judge(hosts.hosts, failures, absent, limits, time.monotonic(), has_trained=has_trained)
         if not verdict.hosts:
             _say(f"{account}; not started again: {verdict.reason}")
             return failures[-1].code if failures else 1

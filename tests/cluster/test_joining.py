@@ -138,7 +138,7 @@ def test_a_host_that_differs_is_refused(bed: Bed) -> None:
     bed.cut("node3")
     refused(bed, python, "join node3", "node3: ")
     refused(bed, python, "join node2", "is a host of it already")
-    refused(bed, python, "leave node4", "node4 is no host of it now")
+    refused(bed, python, "leave node4", "node4 is not a host of the job")
     bed.heal("node3")
     assert "node3 joins" in change(bed, python, "join node3")
     job.wait_for("going on on node1, node2, node3 with 3 ranks\n")

@@ -34,7 +34,7 @@ def loss(parameters, batch, on_gradient):
     return 1.0
 
 def build(world):
-    data = mt.ArrayData(world, (numpy.ones(4),), global_batch=2)
+    data = mt.ArrayData(world, (numpy.ones(12),), global_batch=6)
     return mt.Parts(mt.ArrayFunction(loss, {"w": numpy.zeros(2)}, mt.Sgd(0.1)), mt.Sync(), data)
 
 class Note(mt.Hook):
@@ -63,17 +63,17 @@ def train(
     return run_command([*command, str(folder / "train.py"), str(folder)], cwd=folder, during=during)
 
 
-def process_of(folder: Path, rank: int) -> int:
+def process_of(process: subprocess.Popen[str], folder: Path, rank: int) -> int:
     """Of a rank that has made three steps."""
     path = folder / f"rank-{rank}"
-    until(path.exists)
+    until(lambda: path.exists() or process.poll() is not None)
     return int(path.read_text())
 
 
 def tell(folder: Path, rank: int) -> Callable[[subprocess.Popen[str]], None]:
-    def during(_: subprocess.Popen[str]) -> None:
+    def during(process: subprocess.Popen[str]) -> None:
         (folder / "endless").touch()
-        pid = process_of(folder, rank)
+        pid = process_of(process, folder, rank)
         time.sleep(1.0)  # the launcher hears of a rank once a second
         os.kill(pid, signal.SIGTERM)
 
@@ -119,8 +119,8 @@ def test_without_restarts_it_is_a_failure(tmp_path: Path, vendor: str) -> None:
 def test_a_killed_rank_is_no_wish(tmp_path: Path, vendor: str) -> None:
     """mpiexec may send SIGTERM to the others."""
 
-    def during(_: subprocess.Popen[str]) -> None:
-        pid = process_of(tmp_path, 1)
+    def during(process: subprocess.Popen[str]) -> None:
+        pid = process_of(process, tmp_path, 1)
         time.sleep(0.3)
         os.kill(pid, signal.SIGKILL)
 
@@ -134,7 +134,7 @@ def test_a_killed_rank_is_no_wish(tmp_path: Path, vendor: str) -> None:
 def test_a_signal_to_the_launcher_keeps_its_meaning(tmp_path: Path, vendor: str, number: int) -> None:
     def during(process: subprocess.Popen[str]) -> None:
         (tmp_path / "endless").touch()
-        process_of(tmp_path, 1)
+        process_of(process, tmp_path, 1)
         process.send_signal(number)
 
     job = train(tmp_path, during, "--restarts", "2", vendor=vendor)
@@ -146,7 +146,7 @@ def test_a_signal_to_the_launcher_keeps_its_meaning(tmp_path: Path, vendor: str,
 def test_before_the_training_it_is_a_failure(tmp_path: Path) -> None:
     wait = "open(folder / f'rank-{world.rank}', 'w').write(str(os.getpid())); time.sleep(1000)"
 
-    def during(_: subprocess.Popen[str]) -> None:
+    def during(process: subprocess.Popen[str]) -> None:
         until(lambda: (tmp_path / "rank-1").exists() and (tmp_path / "rank-1").read_text())
         time.sleep(1.0)
         os.kill(int((tmp_path / "rank-1").read_text()), signal.SIGTERM)

@@ -149,7 +149,7 @@ def test_a_run_that_ends_before_the_change_is_made(
     assert keepers.wish == LEAVES
     keepers.run = 2
     until(lambda: keepers.wish == STAYS)
-    said = "mpitrain: the run of the Trainer has ended before this could be done: b leaves\n"
+    said = "mpitrain: the run of the Trainer ended before the hosts of the job could change: b leaves\n"
     until(lambda: capsys.readouterr().err == said)
     assert changes.take() is None
 

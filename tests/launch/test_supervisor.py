@@ -248,3 +248,20 @@ def test_a_failure_before_the_change(capsys: pytest.CaptureFixture[str]) -> None
     assert [list(ran) for ran in tries.ran] == [["a", "b", "c"], ["a", "c"]]
     assert supervise(Tries(Ended(0)), PLACEMENT, FIVE, Wished(LEAVES)) == 0  # type: ignore[arg-type]
     assert capsys.readouterr().err.endswith("the job ended before its hosts could change: b leaves\n")
+
+
+def test_a_failure_before_the_first_step_after_a_change(capsys: pytest.CaptureFixture[str]) -> None:
+    """The training has made steps before: this is no fault that comes again each time."""
+    early = Ended(1, failed=RankRecord(0, pid=1, phase="failed", error="OSError: x"), records={0: RankRecord(0)})
+    tries, wished = Tries(left(7), early, Ended(0)), Wished(LEAVES, None, None)
+    assert supervise(tries, PLACEMENT, Limits(1), wished) == 0  # type: ignore[arg-type]
+    assert [list(ran) for ran in tries.ran] == [["a", "b", "c"], ["a", "c"], ["a", "c"]]
+    assert "failed before its first step: rank 0 on a failed: OSError: x; starting" in capsys.readouterr().err
+
+
+def test_the_end_of_a_job_of_which_too_few_hosts_are_left(capsys: pytest.CaptureFixture[str]) -> None:
+    ends = Change("SIGTERM told rank 0 to end on a", PLACEMENT, PLACEMENT, is_end=True)
+    assert supervise(Tries(left(7)), PLACEMENT, FIVE, Wished(ends)) == 128 + 15  # type: ignore[arg-type]
+    assert capsys.readouterr().err == "mpitrain: SIGTERM told rank 0 to end on a: the job has ended after step 7\n"
+    # It came to its end before.
+    assert supervise(Tries(Ended(0)), PLACEMENT, FIVE, Wished(ends)) == 0  # type: ignore[arg-type]
