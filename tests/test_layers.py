@@ -52,6 +52,7 @@ LAYERS: dict[str, list[str]] = {
         "job.recovery",
         "job.spare",
         "job.start",
+        "job.told",
         "job.trace",
         "job.worlds",
         "verify",
