@@ -32,6 +32,7 @@ OF_A_HOST = {
 OF_THE_REQUEST = {
     "changes.answer",
     "changes._leaving",
+    "changes._refuse_run",
     "connections.connect",  # there is no ssh on this machine, on which nothing could be checked either
     "dialects.command_for",
     "hostfile.find_inventory",
