@@ -11,8 +11,9 @@
  * nothing. FUSE's threads hand calls in and wait. A process that is killed while its server does not answer goes at
  * once, as with the kernel's client: its call is abandoned, and freed when it comes back.
  *
- * Attributes are kept for a second, data until the file is opened again and has changed: about what the kernel's client
- * does. Locks hold on this machine only. NFS 3, since opening a file with NFS 4 fails in libnfs 4.0 (ERANGE).
+ * Attributes are kept for a second, and no longer than to the next open; data until the file is opened again and has
+ * changed: about what the kernel's client does. Locks hold on this machine only. NFS 3, since opening a file with NFS 4
+ * fails in libnfs 4.0 (ERANGE).
  */
 #define FUSE_USE_VERSION 31
 #include <errno.h>
@@ -64,6 +65,16 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t handed_in = PTHREAD_COND_INITIALIZER;
 static pthread_cond_t came_back = PTHREAD_COND_INITIALIZER;
 static struct call *first, **last = &first;
+
+/*
+ * What the kernel knows of files. FUSE's kernel side would go by it when a file is opened: one that another node has
+ * replaced within the last second would be read up to its old length. Two paths may share a place, of which one is then
+ * asked for once more.
+ */
+enum { PLACES = 1 << 18 };
+static struct known {
+    uint64_t path, inode, size, mtime, mtime_ns;
+} known[PLACES];
 
 static void free_call(struct call *call)
 {
@@ -207,6 +218,22 @@ static void convert(const struct nfs_stat_64 *from, struct stat *to)
     to->st_ctim = (struct timespec){.tv_sec = from->nfs_ctime, .tv_nsec = from->nfs_ctime_nsec};
 }
 
+/* Note what the kernel is about to know of a file. True if it may know something else so far. */
+static bool note(const char *path, const struct nfs_stat_64 *now)
+{
+    uint64_t hash = 14695981039346656037u; /* FNV-1a */
+    for (const char *at = path; *at != '\0'; at++)
+        hash = (hash ^ (unsigned char)*at) * 1099511628211u;
+    const struct known new = {hash, now->nfs_ino, now->nfs_size, now->nfs_mtime, now->nfs_mtime_nsec};
+    struct known *place = &known[hash % PLACES];
+
+    pthread_mutex_lock(&lock);
+    bool differs = memcmp(place, &new, sizeof new) != 0;
+    *place = new;
+    pthread_mutex_unlock(&lock);
+    return differs;
+}
+
 /* Below: for each of FUSE's operations what the calling thread does (call_), and what FUSE's thread does (do_). */
 
 static int call_getattr(struct call *call)
@@ -223,8 +250,10 @@ static int do_getattr(const char *path, struct stat *out, struct fuse_file_info 
     if (!wait_for(call))
         return -EINTR;
     int result = call->result;
-    if (result >= 0)
+    if (result >= 0) {
         convert(&call->attributes, out);
+        note(path, &call->attributes);
+    }
     free_call(call);
     return result < 0 ? result : 0;
 }
@@ -337,7 +366,12 @@ static int do_write(const char *path, const char *data, size_t size, off_t offse
 
 static int call_open(struct call *call)
 {
-    return nfs_open(nfs, call->path, call->number, &call->file);
+    int result = nfs_open(nfs, call->path, call->number, &call->file);
+    if (result >= 0 && (result = nfs_fstat64(nfs, call->file, &call->attributes)) < 0) {
+        nfs_close(nfs, call->file);
+        call->file = NULL;
+    }
+    return result;
 }
 
 static int call_create(struct call *call)
@@ -345,7 +379,8 @@ static int call_create(struct call *call)
     return nfs_open2(nfs, call->path, call->number, (int)call->size, &call->file);
 }
 
-static int open_file(struct call *call, struct fuse_file_info *file)
+/* `path`: of a file that was there before; NULL for one that is made. */
+static int open_file(struct call *call, const char *path, struct fuse_file_info *file)
 {
     call->opens = true;
     if (!wait_for(call))
@@ -353,6 +388,8 @@ static int open_file(struct call *call, struct fuse_file_info *file)
     int result = call->result;
     if (result >= 0)
         file->fh = (uintptr_t)call->file;
+    if (result >= 0 && path != NULL && note(path, &call->attributes))
+        fuse_invalidate_path(fuse_get_context()->fuse, path);
     free_call(call);
     return result < 0 ? result : 0;
 }
@@ -364,7 +401,7 @@ static int do_open(const char *path, struct fuse_file_info *file)
         return -ENOMEM;
     /* FUSE sends the offset with each write, O_APPEND or not. */
     call->number = file->flags & ~(O_CREAT | O_EXCL | O_APPEND);
-    return open_file(call, file);
+    return open_file(call, path, file);
 }
 
 static int do_create(const char *path, mode_t mode, struct fuse_file_info *file)
@@ -374,7 +411,7 @@ static int do_create(const char *path, mode_t mode, struct fuse_file_info *file)
         return -ENOMEM;
     call->number = (file->flags & ~O_APPEND) | O_CREAT;
     call->size = mode & 07777;
-    return open_file(call, file);
+    return open_file(call, NULL, file);
 }
 
 static int call_fsync(struct call *call)

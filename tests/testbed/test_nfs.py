@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -79,6 +80,43 @@ def test_what_the_server_itself_changes_is_seen_at_once(share: Bed) -> None:
     done(share, "node1", f"rm {path}")
     time.sleep(1.2)
     assert done(share, "node2", f"test ! -e {path}; ls {SHARE}").count("code.py") == 0
+
+
+WRITER = """
+import os, sys, time
+path = sys.argv[1]
+for text in [*("x" * length + "." for length in range(60)), "the end"]:
+    with open(path + ".new", "w") as file:
+        file.write(text)
+    os.replace(path + ".new", path)
+    time.sleep(0.1)
+"""
+READER = """
+import errno, sys, time
+deadline = time.monotonic() + 300
+seen = set()
+while "the end" not in seen and time.monotonic() < deadline:
+    try:
+        with open(sys.argv[1]) as file:
+            text = file.read()
+    except OSError as error:
+        if error.errno not in (errno.ESTALE, errno.EFAULT):  # replaced meanwhile; the second one is ganesha's word
+            raise
+        continue
+    assert text in ("the end", "x" * (len(text) - 1) + "."), (len(text), text[-3:])
+    seen.add(text)
+print(len(seen))
+"""
+
+
+def test_a_file_that_another_node_replaces_is_read_whole(share: Bed) -> None:
+    """As compiled modules are, by the first of several nodes that import them; each longer than the one before."""
+    path = f"{SHARE}/compiled"
+    done(share, "node1", f"echo -n . >{path}")
+    with ThreadPoolExecutor() as pool:
+        reading = pool.submit(done, share, "node2", f"python3 - {path} <<'END'\n{READER}END\n")
+        done(share, "node1", f"python3 - {path} <<'END'\n{WRITER}END\n")
+        assert int(reading.result()) > 20
 
 
 def test_files_behave(share: Bed) -> None:
