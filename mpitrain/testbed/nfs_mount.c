@@ -11,8 +11,8 @@
  * nothing. FUSE's threads hand calls in and wait. A process that is killed while its server does not answer goes at
  * once, as with the kernel's client: its call is abandoned, and freed when it comes back.
  *
- * Attributes are kept for a second, and no longer than to the next open; data until the file is opened again and has
- * changed: about what the kernel's client does. Locks hold on this machine only. NFS 3, since opening a file with NFS 4
+ * Attributes and names are kept for KEPT_SECONDS, attributes no longer than to the next open; data until the file is opened
+ * again and has changed: about what the kernel's client does. Locks hold on this machine only. NFS 3, since opening a file with NFS 4
  * fails in libnfs 4.0 (ERANGE).
  */
 #define FUSE_USE_VERSION 31
@@ -36,6 +36,8 @@
 enum { MOUNT_PORT = 20048, NFS_PORT = 2049 };
 /* How often a waiting process is asked whether it has been killed. */
 enum { LOOK_NS = 20 * 1000 * 1000 };
+/* The least that the kernel's client keeps attributes of a file (acregmin); those of a folder, it keeps for 30 s. */
+enum { KEPT_SECONDS = 3 };
 
 /* A call of libnfs, with copies of all that it needs: who asked for it may be gone when it is made. */
 struct call {
@@ -645,8 +647,8 @@ static void *do_init(struct fuse_conn_info *connection, struct fuse_config *conf
     if (pthread_create(&thread, NULL, make_calls, NULL) != 0)
         abort();
     config->use_ino = 1;
-    config->attr_timeout = 1;
-    config->entry_timeout = 1;
+    config->attr_timeout = KEPT_SECONDS;
+    config->entry_timeout = KEPT_SECONDS;
     config->negative_timeout = 0; /* a file that another node makes is seen at once: lookupcache=positive */
     config->auto_cache = 1;
     config->hard_remove = 1;

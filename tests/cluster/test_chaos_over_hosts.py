@@ -51,7 +51,8 @@ def started(bed: Bed) -> tuple[Job, str]:
     """A job that makes steps, and its id."""
     write(bed, "node1", f"{SHARE}/chaos.py", SCRIPT)
     as_user(bed, "node1", "rm -rf checkpoints enough")
-    job = Job(bed, "-n 4 --restarts 9 chaos.py")
+    # On a busy machine copies are made less often, and the power may go before there is a second one.
+    job = Job(bed, "-n 4 --restarts 9 chaos.py", setting="MPITRAIN_MEMORY_STEPS=1")
     job.wait_for("made step 10")
     listed = as_user(bed, "node1", "mpitrain ps --hosts node1").stdout
     return job, re.findall(r"^([0-9a-f]{8}) .*chaos\.py", listed, re.M)[0]

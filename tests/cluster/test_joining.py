@@ -50,6 +50,9 @@ hooks = [mt.StopAtStep(int(sys.argv[1])), mt.Record([mt.JsonLines("record")], st
 mt.Trainer(build, hooks).run()
 world.print("done")
 """
+# On a busy machine copies are made so seldom that a change may wait for minutes. Of several steps, some of which would be
+# made twice if a change did not wait for a copy.
+COPIES = "MPITRAIN_MEMORY_STEPS=5"
 JOB = "$({python} -m mpitrain ps | awk '/moves.py/ {{ print $1 }}')"
 
 
@@ -75,7 +78,7 @@ def steps_of(output: str) -> dict[int, tuple[int, list[int], str]]:
 def test_a_host_leaves_and_joins_again(bed: Bed, python: str) -> None:
     write(bed, "node1", f"{SHARE}/moves.py", SCRIPT)
     as_user(bed, "node1", "rm -rf enough record; mkdir record")
-    job = Job(bed, "--hosts node1,node2,node3 --ppn 1 --restarts 1 moves.py 4000", python=python)
+    job = Job(bed, "--hosts node1,node2,node3 --ppn 1 --restarts 1 moves.py 4000", python=python, setting=COPIES)
     job.wait_for("has begun")
     assert "node2 leaves after the next copy" in change(bed, python, "leave node2")
     job.wait_for("going on on node1, node3 with 2 ranks\n")
