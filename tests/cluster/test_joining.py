@@ -50,8 +50,8 @@ hooks = [mt.StopAtStep(int(sys.argv[1])), mt.Record([mt.JsonLines("record")], st
 mt.Trainer(build, hooks).run()
 world.print("done")
 """
-# On a busy machine copies are made so seldom that a change may wait for minutes. Of several steps, some of which would be
-# made twice if a change did not wait for a copy.
+# On a busy machine copies are made so seldom that a change may wait for minutes. Of several steps, some of which would
+# be made twice if a change did not wait for a copy.
 COPIES = "MPITRAIN_MEMORY_STEPS=5"
 JOB = "$({python} -m mpitrain ps | awk '/moves.py/ {{ print $1 }}')"
 
