@@ -225,7 +225,13 @@ def test_layers() -> None:
 def test_files_on_the_nodes() -> None:
     """docs/cluster.md lists every path that a role writes, and none that no role writes."""
     table = TEXTS["docs/cluster.md"].partition("## What is changed on each machine")[2].partition("\n## ")[0]
-    listed = set(re.findall(r"^\| `(/[^`]+)` \|", table, re.M))
+    rows = re.findall(r"^\| `(/[^`]+)` \|(.*)$", table, re.M)
+    alike = {
+        f"{Path(path).parent}/{name}"
+        for path, text in rows
+        for name in re.findall(r"`(\w+)`", text.partition("likewise")[2])
+    }
+    listed = {path for path, _ in rows} | alike
     roles = REPOSITORY / "cluster/playbooks/roles"
     # Undone is what the others did; the environment on the share is in its folder.
     tasks = [path for path in roles.glob("*/tasks/*.yml") if path.parts[-3] not in ("mpitrain_undo", "mpitrain_verify")]
@@ -233,7 +239,9 @@ def test_files_on_the_nodes() -> None:
     written = {
         found.strip()
         for path in tasks
-        for found in re.findall(r"^ +(?:dest|path|creates): (/.+)$", path.read_text(), re.M)
+        for found in re.findall(
+            r"^ +(?:- )?(?:{kind: link, )?(?:dest|path|creates): (/[^,\n]+)", path.read_text(), re.M
+        )
     }
     # By ssh-keygen, beside the private key, and by a shell.
     written |= {"/etc/ssh/mpitrain/id_ed25519.pub", "/etc/mpitrain/gate.loaded"}

@@ -26,9 +26,9 @@ _ANSWER_SECONDS = 10.0
 
 
 def heed(activity: Activity, keeper: str) -> None:
-    """From now on, SIGTERM to this process is such a wish; `keeper` is the socket of its keeper.
+    """From now on, take SIGTERM to this process as the wish that its host leaves; `keeper` is the keeper's socket.
 
-    A program that handles SIGTERM itself keeps its handler.
+    A program that handles SIGTERM itself, before or after this call, keeps its handler.
     """
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         return
@@ -43,13 +43,12 @@ def heed(activity: Activity, keeper: str) -> None:
             activity.tell_end()
             _thread.start_new_thread(_wait, (keeper,))  # of threading, this thread may hold a lock
 
+    def forget() -> None:
+        if signal.getsignal(signal.SIGTERM) is told:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
     signal.signal(signal.SIGTERM, told)
-    os.register_at_fork(after_in_child=_forget)
-
-
-def _forget() -> None:
-    with suppress(ValueError):  # a thread has forked
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.register_at_fork(after_in_child=forget)
 
 
 def _wait(keeper: str) -> None:

@@ -81,28 +81,38 @@ class Changes:
         self._heeded: set[int] = set()  # the ranks of this try of which that is known
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="changes", daemon=True)
+        # Two, because to ask a host that is to join may take as long as a rank waits for an answer.
+        self._threads = [threading.Thread(target=do, name="changes", daemon=True) for do in (self._run, self._look)]
 
     def __enter__(self) -> Changes:
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        self._thread.join(2 * _LOOK_SECONDS)  # it may be asking a host, which takes longer
+        for thread in self._threads:
+            thread.join(2 * _LOOK_SECONDS)  # the first may be asking a host, which takes longer
         self._listener.close()
 
     def begin(self, hosts: Placement, now_on: Placement) -> None:
         """A try is about to begin on `now_on`; those of `hosts` that are not in it are set aside."""
         with self._lock:
             self._hosts, self._now_on = hosts, now_on
-            self._keepers.run, self._keepers.wish = 0, STAYS
+            self._keepers.run, self._keepers.wish, self._keepers.told = 0, STAYS, {}
             self._heeded = set()
             self._told = {host: rank for host, rank in self._told.items() if host in now_on.hosts}
 
-    def take(self) -> Change | None:
-        """After a try: the change that was accepted meanwhile. Until `begin`, no wish is accepted."""
+    def take(self, *, has_left: bool = False) -> Change | None:
+        """After a try: the change that was accepted meanwhile. Until `begin`, no wish is accepted.
+
+        Args:
+            has_left: the ranks have ended for a change. A host that SIGTERM has told to leave just before is not
+                forgotten.
+        """
         with self._lock:
+            if has_left and self._now_on is not None:
+                self._told |= {self._now_on.host_of(rank): rank for rank in self._keepers.told.keys() - self._heeded}
             change, self._change, self._now_on = self._change, None, None
             return change
 
@@ -170,7 +180,9 @@ class Changes:
             why = f"SIGTERM told rank{'s' * (len(leave) > 1)} {ranks} to end"
             if keepers.run != _RUN:
                 keepers.refuses = True
-                _say(f"{why}, and no state of a Trainer is in memory to go on from: a failure follows")
+                where = f"this is run {keepers.run}" if keepers.run else "there is none now"
+                only = "the hosts of a job change in the first run of a Trainer only"
+                _say(f"{why}, and {only}; {where}. A failure follows")
                 return
             if len(set(now_on.hosts) - set(leave)) >= max(1, self._min_nodes):
                 self._change = replace(self._leaving(hosts, now_on, leave), text=f"{_leaves(leave)} ({why})")
@@ -206,13 +218,16 @@ class Changes:
             try:
                 line, _ = self._listener.accept()
             except TimeoutError:
-                self._drop_if_late()
-                self._look_at_told()
                 continue
             except OSError:  # closed
                 return
             with line:
                 self._serve(line)
+
+    def _look(self) -> None:
+        while not self._stop.wait(_LOOK_SECONDS):
+            self._drop_if_late()
+            self._look_at_told()
 
     def _serve(self, line: socket.socket) -> None:
         if user_of(line) != os.geteuid():

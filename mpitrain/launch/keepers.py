@@ -86,14 +86,21 @@ class Keepers:
         for said in self._said.values():
             said[:] = [{"ready": 1}]
 
-    def beat(self, records: Iterable[RankRecord], *, is_ending: bool) -> None:
-        """Call this every second, with the newest records of the ranks of this try."""
+    def beat(self, records: Iterable[RankRecord], *, is_ending: bool, has_failed: bool = False) -> None:
+        """Call this every second, with the newest records of the ranks of this try.
+
+        Args:
+            records: the records.
+            is_ending: the try is ending, perhaps because its ranks leave.
+            has_failed: a rank has failed, or a signal to the launcher ends the job.
+        """
         records, now = list(records), time.monotonic()
         runs = {record.run for record in records}
         self.run = runs.pop() if len(runs) == 1 else 0
         self.told = {record.rank: self.told.get(record.rank, now) for record in records if record.told_to_end}
-        self.is_ending = is_ending
-        wish = DIES if (is_ending or self.refuses) and self.wish == STAYS else self.wish
+        self.is_ending = is_ending or has_failed
+        dies = has_failed or (self.wish == STAYS and (is_ending or self.refuses))
+        wish = DIES if dies else self.wish
         for connection in self._connections.values():
             connection.send({"beat": 1, "wish": wish})
 

@@ -199,7 +199,7 @@ def supervise(
             absent += [(time.monotonic(), host) for host in away]
             account = str(error)
         else:
-            change = changes.take() if changes is not None else None
+            change = changes.take(has_left=ended.left is not None) if changes is not None else None
             if ended.is_interrupted or limits.restarts == 0:
                 return ended.code
             number = f"try {len(failures) + 1} of {limits.restarts + 1}"

@@ -267,9 +267,9 @@ class Guards:
 
     def _beat_keepers(self, keepers: Keepers) -> None:
         lost = self.lost()
-        is_ending = self.is_interrupted or bool(self.first_ends()) or self.failed() is not None
+        has_failed = self.is_interrupted or self.failed() is not None
         records = [record for rank, record in self.records().items() if rank not in lost]
-        keepers.beat(records, is_ending=is_ending)
+        keepers.beat(records, is_ending=bool(self.first_ends()), has_failed=has_failed)
 
     def _send_all(self, message: Mapping[str, Any]) -> None:
         with self._lock:

@@ -196,6 +196,7 @@ class Census:
         if process in self._unwatched:
             self._unwatched.remove(process)
         _close(rank.page, rank.witness)
+        rank.page = rank.witness = None  # its line may still be open, and break later
 
     def _starter(self, number: int) -> WatchedProcess:
         if number not in self._parents:

@@ -173,7 +173,7 @@ def test_a_node_that_is_down(bed: Bed, checkout: Path, tmp_path: Path) -> None:
     bed.kill("node2")
     try:
         # The connection of another test may still be there: then it is sudo that does not answer.
-        says = (f"node2 ({bed.address('node2')}): ", "Try: ssh ", "take node2 out of the inventory")
+        says = (f"node2 ({bed.address('node2')}): ", "Try: ssh ", "remove node2 from the inventory")
         refused(bed, checkout, inventory=inventory, says=says)
     finally:
         bed.start("node2")
@@ -191,7 +191,7 @@ INVENTORIES = {
     ),
     "an address of another machine": (
         "[head]\nnode1 ansible_host={0}\n[workers]\nother ansible_host={1}\n",
-        ("other: calls itself node2",),
+        ("other: the host name is node2",),
     ),
 }
 
@@ -235,7 +235,7 @@ def test_an_environment_that_is_not_ours_is_not_emptied(bed: Bed, checkout: Path
     inventory = inventory_of(bed, tmp_path / "hosts", NODES)
     root(bed, "node1", f"mkdir -p {SHARE}/venv && echo mine > {SHARE}/venv/mine")
     try:
-        says = (f"node1: {SHARE}/venv holds what is not ours", "choose another mpitrain_venv")
+        says = (f"node1: {SHARE}/venv holds files that set-up did not make", "choose another mpitrain_venv")
         refused(bed, checkout, inventory=inventory, says=says)
         assert root(bed, "node1", f"cat {SHARE}/venv/mine").stdout == "mine\n"
         elsewhere = ("-e", f"mpitrain_venv={SHARE}")

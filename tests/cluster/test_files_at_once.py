@@ -62,12 +62,15 @@ def test_all_kinds_are_made_once(tmp_path: Path) -> None:
     (folder / "leads").symlink_to("another")
     (folder / "loose").write_text("as it should be\n")
     (folder / "loose").chmod(0o666)
+    os.chown(folder / "loose", 1, 1)
+    (folder / "other").symlink_to("another")
     entries = [
         {"path": "new/below", "kind": "folder"},
         {"path": "new/file", "content": "text\n"},
         {"path": "new/program", "content": "#!/bin/sh\n", "mode": "0755", "validate": "sh -n %s"},
         {"path": "new/link", "kind": "link", "target": "program"},
         {"path": "leads", "content": "ours\n"},
+        {"path": "other", "kind": "link", "target": "loose"},
         {"path": "loose", "content": "as it should be\n"},
         {"path": "old", "kind": "absent"},
     ]
@@ -87,7 +90,9 @@ def test_all_kinds_are_made_once(tmp_path: Path) -> None:
         "new/file": "644 text\n",
         "new/link": "program",
         "new/program": "755 #!/bin/sh\n",
+        "other": "loose",
     }
+    assert ((folder / "loose").stat().st_uid, (folder / "loose").stat().st_gid) == (0, 0)
     counts, said = made(folder, entries)
     assert (counts.get("ok"), counts.get("changed")) == (1, 0), said
 
@@ -96,7 +101,8 @@ REFUSED: list[tuple[dict[str, str], str]] = [
     ({"path": "file", "content": "if\n", "validate": "sh -n %s"}, "/there/file: the new content is not valid: "),
     ({"path": "taken", "content": "text\n"}, "/there/taken: is a folder and should be a file or a link"),
     ({"path": "file/below", "kind": "folder"}, "/there/file: is there and is no folder; move it away"),
-    ({"path": "nowhere/file", "content": "text\n"}, "/there/nowhere/file"),
+    ({"path": "nowhere/file", "content": "text\n"}, "/there/nowhere/file: its folder is not there"),
+    ({"path": "leads", "kind": "folder"}, "/there/leads: is a link and should be a folder; move it away"),
     ({"path": "link", "kind": "link"}, "/there/link: an entry of kind link needs target"),
 ]
 
@@ -105,6 +111,7 @@ def test_what_cannot_be_made_stays_as_it_is(tmp_path: Path) -> None:
     folder = tmp_path / "there"
     (folder / "taken").mkdir(parents=True)
     (folder / "file").write_text("valid\n")
+    (folder / "leads").symlink_to("taken")
     before = tree(folder)
     counts, said = made(folder, *([entry] for entry, _ in REFUSED))
     assert counts.get("ignored") == len(REFUSED), said

@@ -128,7 +128,7 @@ def test_a_host_that_differs_is_refused(bed: Bed) -> None:
         assert as_user(bed, node, f"{made} > $(echo {site})/share.pth").returncode == 0
     as_user(bed, "node1", "rm -rf enough record; mkdir record")
     # It finds the library beside itself only; this must reach the other hosts' Python too.
-    setting, python = f"MPI4PY_LIBMPI={SHARE}/venv/lib/libmpi.so.12", f"{own}/bin/python"
+    setting, python = f"{COPIES} MPI4PY_LIBMPI={SHARE}/venv/lib/libmpi.so.12", f"{own}/bin/python"
     arguments = "--hosts node1,node2 --ppn 1 --restarts 1 /home/cluster/moves.py 4000"
     job = Job(bed, arguments, python=python, setting=setting)
     job.wait_for("has begun")
@@ -157,7 +157,9 @@ def test_sigterm_to_a_rank_lets_its_host_leave(bed: Bed, python: str) -> None:
     """Then the last host but one is told too; --min-nodes is 2, so the job saves and ends."""
     write(bed, "node1", f"{SHARE}/moves.py", SCRIPT.replace("Show()]", "Show(), mt.Checkpoint('saved', steps=100000)]"))
     as_user(bed, "node1", "rm -rf enough record saved; mkdir record")
-    job = Job(bed, "--hosts node1,node2,node3 --ppn 1 --restarts 1 --min-nodes 2 moves.py 4000", python=python)
+    job = Job(
+        bed, "--hosts node1,node2,node3 --ppn 1 --restarts 1 --min-nodes 2 moves.py 4000", python=python, setting=COPIES
+    )
     job.wait_for("has begun")
     tell = (
         "for p in $(pgrep -u cluster -f '[m]oves.py 4000'); do grep -qsz ^PM.*_RANK= /proc/$p/environ && kill $p; done"

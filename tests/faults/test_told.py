@@ -112,7 +112,10 @@ def test_without_a_checkpoint(tmp_path: Path) -> None:
 def test_without_restarts_it_is_a_failure(tmp_path: Path, vendor: str) -> None:
     job = train(tmp_path, tell(tmp_path, 1), vendor=vendor)
     assert job.code == 128 + signal.SIGTERM, job.output
-    assert "was killed by signal 15" in job.stderr
+    # MPICH's mpiexec prints how one rank ended, which may be another one that it has ended itself.
+    assert re.search(rf"mpitrain: rank 1 on {HERE} (was killed by signal 15|ended without a word)", job.stderr), (
+        job.output
+    )
     assert "told" not in job.stderr
 
 
@@ -153,7 +156,8 @@ def test_before_the_training_it_is_a_failure(tmp_path: Path) -> None:
 
     job = train(tmp_path, during, "--restarts", "2", first=wait)
     failed(job)
-    assert "SIGTERM told rank 1 to end, and no state of a Trainer is in memory" in job.stderr
+    why = "the hosts of a job change in the first run of a Trainer only; there is none now"
+    assert f"SIGTERM told rank 1 to end, and {why}" in job.stderr
     assert "it failed before its first step" in job.stderr
 
 

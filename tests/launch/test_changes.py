@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import threading
 import time
 from collections.abc import Iterator
 
@@ -37,6 +38,8 @@ class Asked:
 
     def __call__(self, placement: Placement) -> None:
         self.placements.append(placement)
+        if "slow" in placement.hosts:
+            time.sleep(3)
         if "other" in placement.hosts:
             raise LaunchError("other: train.py differs")
 
@@ -208,11 +211,36 @@ def test_sigterm_while_a_change_is_under_way(changes: Changes, keepers: Keepers)
     assert after.now_on.hosts == ("a", "c", "d")
 
 
+def test_sigterm_while_a_host_that_would_join_is_asked(changes: Changes, keepers: Keepers) -> None:
+    asking = threading.Thread(target=ask, args=(launcher_name(os.getpid()), {"join": "slow"}))
+    asking.start()
+    told(keepers, 2)
+    until(lambda: keepers.wish == LEAVES)
+    assert asking.is_alive()
+    asking.join()
+
+
+def test_sigterm_just_before_the_ranks_have_left(changes: Changes, keepers: Keepers) -> None:
+    """It is too fresh for a wish when they leave, and is not forgotten."""
+    assert "accepted" in changes.answer({"join": "d"})
+    keepers.told = {2: time.monotonic()}
+    change = changes.take(has_left=True)
+    assert change is not None
+    changes.begin(change.hosts, change.now_on)
+    assert not keepers.told
+    keepers.run = 1
+    until(lambda: keepers.wish == LEAVES)
+    after = changes.take()
+    assert after is not None
+    assert after.now_on.hosts == ("a", "c", "d")
+
+
 def test_sigterm_where_nothing_can_be_left(
     changes: Changes, keepers: Keepers, capsys: pytest.CaptureFixture[str]
 ) -> None:
     keepers.run = 0
     told(keepers, 2)
     until(lambda: keepers.refuses)
-    until(lambda: "SIGTERM told rank 2 to end, and no state of a Trainer" in capsys.readouterr().err)
+    why = "the hosts of a job change in the first run of a Trainer only; there is none now"
+    until(lambda: f"SIGTERM told rank 2 to end, and {why}" in capsys.readouterr().err)
     assert changes.take() is None

@@ -12,7 +12,8 @@ import pytest
 from jobs import until
 from keeping import keeper
 from mpitrain.launch.keepers import Keepers
-from mpitrain.launch.kept import KeeperLine
+from mpitrain.launch.kept import DIES, LEAVES, STAYS, KeeperLine
+from mpitrain.watching.rank_record import RankRecord
 
 
 @pytest.fixture
@@ -118,3 +119,26 @@ def test_nonsense_ends_only_its_own_line() -> None:
         line_after = KeeperLine(name)
         assert line_after.names() == []
         line_after.close()
+
+
+@pytest.mark.parametrize(
+    ("wish", "is_ending", "has_failed", "heard"),
+    [
+        (STAYS, False, False, STAYS),
+        (STAYS, True, False, DIES),  # a rank has ended: mpiexec ends the others
+        (LEAVES, True, False, LEAVES),  # ranks end because they leave
+        (LEAVES, True, True, DIES),
+        (STAYS, False, True, DIES),
+    ],
+)
+def test_what_ranks_hear(keepers: Keepers, wish: int, is_ending: bool, has_failed: bool, heard: int) -> None:
+    """A rank that SIGTERM has told to end goes on until it hears DIES, or its host has left."""
+    line = KeeperLine(keepers.name)
+    keepers.wish = -wish - 2  # none of them
+    keepers.beat([], is_ending=False)
+    until(lambda: line.wish() == keepers.wish)
+    keepers.wish = wish
+    keepers.beat([RankRecord(0, run=1, told_to_end=True)], is_ending=is_ending, has_failed=has_failed)
+    until(lambda: line.wish() == heard)
+    assert (keepers.run, list(keepers.told)) == (1, [0])
+    line.close()

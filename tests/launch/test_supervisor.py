@@ -198,7 +198,7 @@ class Wished:
     def begin(self, hosts: Placement, now_on: Placement) -> None:
         self.begun.append((hosts.hosts, now_on.hosts))
 
-    def take(self) -> Change | None:
+    def take(self, *, has_left: bool = False) -> Change | None:
         return self.changes.pop(0)
 
 

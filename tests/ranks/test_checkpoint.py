@@ -265,6 +265,28 @@ def test_a_disk_that_hangs(world: World, shared: Path, monkeypatch: pytest.Monke
     assert {"step-00000002", "step-00000007"} <= set(names_in(shared))
 
 
+def test_an_end_after_a_save_that_was_skipped(world: World, shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step at which the job is to end is saved, also if the disk was too slow for it before."""
+    go = threading.Event()
+
+    def hanging(directory: Path, name: str, *rest: Any) -> Path:
+        go.wait()
+        return write(directory, name, *rest)
+
+    class Ends(Hook):
+        def after_step(self, trainer: Trainer, step: Step) -> None:
+            if step.number == 4:
+                go.set()
+                checkpoint.before_end(trainer, step)
+                seen.extend(names_in(shared))
+
+    monkeypatch.setattr("mpitrain.training.hooks.checkpoint.write", hanging)
+    monkeypatch.setattr("mpitrain.training.hooks.checkpoint._PATIENCE_SECONDS", 0.05)
+    checkpoint, seen = Checkpoint(shared, steps=2), list[str]()
+    Trainer(builder(20, 10), [StopAtStep(5), checkpoint, Ends()]).run()
+    assert seen == ["step-00000002", "step-00000004"]
+
+
 def test_a_disk_that_hangs_at_the_end(
     world: World, shared: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -81,10 +81,14 @@ class Entries:
             code, output, error = self._module.run_command(entry["validate"] % new)
             if code != 0:
                 self._fail(path, f"the new content is not valid: {output}{error}")
+        if not path.parent.is_dir():
+            self._fail(path, "its folder is not there")
         self._module.atomic_move(new, str(path))
 
     def _folder(self, entry: dict[str, Any]) -> None:
         path = Path(entry["path"])
+        if path.is_symlink():
+            self._fail(path, "is a link and should be a folder; move it away")
         missing = [folder for folder in [path, *path.parents] if not folder.is_dir()]
         for folder in reversed(missing):
             if os.path.lexists(folder):
@@ -103,8 +107,10 @@ class Entries:
             return
         self._note(path, "another file\n" if os.path.lexists(path) else "absent\n", f"link to {target}\n")
         if not self._module.check_mode:
-            path.unlink(missing_ok=True)
-            path.symlink_to(target)
+            new = path.with_name(f".{path.name}.new")
+            new.unlink(missing_ok=True)
+            new.symlink_to(target)
+            new.replace(path)  # at no moment there is none
 
     def _absent(self, entry: dict[str, Any]) -> None:
         path = Path(entry["path"])

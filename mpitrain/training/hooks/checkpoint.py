@@ -70,6 +70,7 @@ class Checkpoint(Hook):
         self._score = score
         self._copies = copies
         self._trusted: set[int] = set()  # steps whose checkpoints were written or read here
+        self._begun_step = 0  # the last step whose checkpoint this rank has begun to write
         self._state, self._part = HostCopies(), HostCopies()
 
     def before_run(self, trainer: Trainer) -> None:
@@ -144,11 +145,11 @@ class Checkpoint(Hook):
 
     def before_end(self, trainer: Trainer, step: Step) -> None:
         """See Hook. Raises as after_run."""
-        if step.number % self._steps:
-            self._wait(trainer.world, float("inf"))
-            self._is_ending = True
-            score = None if self._score is None else float(self._score())
-            with trainer.world.together("save a checkpoint"):
+        self._wait(trainer.world, float("inf"))
+        self._is_ending = True
+        score = None if self._score is None else float(self._score())
+        with trainer.world.together("save a checkpoint"):
+            if self._begun_step != step.number:  # `after_step` may have skipped it
                 self._begin(trainer, step, score)
         self.after_run(trainer)
         path = self._directory / name_of(step.number)
@@ -179,6 +180,7 @@ class Checkpoint(Hook):
                 "Save less often, or find out what is wrong with the disk",
             )
             return
+        self._begun_step = step.number
         about = {**self._about, "loss": step.loss, "learning_rate": step.learning_rate, "saved": now()}
         work: list[Callable[[], object]] = []
         if own:

@@ -53,8 +53,8 @@ class Hook:
     def before_end(self, trainer: Trainer, step: Step) -> None:
         """Is called after `step` if the job is to end there, before the end of the run. Save what must not be lost.
 
-        The last host of the job is told to shut down (SIGTERM to a rank of a job with `--restarts`). Called on every
-        rank. `after_run` is not called then.
+        A rank of a job with `--restarts` got SIGTERM, and too few hosts would be left. Called on every rank.
+        `after_run` is not called then.
         """
 
     def close(self) -> None:

@@ -170,7 +170,7 @@ def ssh() -> dict:
 
 
 def is_behind(unit: str, path: str) -> bool:
-    """Whether a file is newer than the service's last start: a run was interrupted between the two."""
+    """Whether a file is newer than the service's last start or reload: a run was interrupted between the two."""
     since = output("systemctl", "show", unit, "--property=StateChangeTimestampMonotonic", "--value").strip()
     if not Path(path).exists() or not since.isdigit():
         return False
