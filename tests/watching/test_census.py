@@ -117,7 +117,7 @@ def test_who_ended_first_and_what_it_had_said(job: Job) -> None:
     first = job.census.first_end()
     assert first is not None
     assert (first.rank, first.parent_of) == (2, ())
-    assert before < first.seconds < time.monotonic()
+    assert before - 0.01 < first.seconds < time.monotonic()  # the kernel counts ticks, of up to 10 ms
     views = job.census.views()
     assert [(view.record.phase, view.record.step, view.pid) for view in views] == [
         (BEGUN, rank + 10, job.pids[rank]) for rank in range(4)
