@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import importlib.util
 import os
 import signal
@@ -87,6 +88,8 @@ QUICK_RANKS = {2: "test_training or test_checkpoint", 3: BY_SIZE}
 CORES_OF_RANKS = 1.5
 # More at once than on so many cores has never been tried.
 MOST_CORES = 4
+# The slow tests on beds take longer than all others together.
+SECONDS_OF_FULL = 3 * 3600.0
 
 
 def parts(full: bool) -> Iterator[Part]:
@@ -161,6 +164,8 @@ def main() -> int:
     amount.add_argument("--quick", action="store_true", help="a first look: lint, types and the fast tests")
     arguments = parser.parse_args()
     chosen = list(quick_parts() if arguments.quick else parts(arguments.full))
+    if arguments.full:
+        chosen = [dataclasses.replace(part, deadline_seconds=SECONDS_OF_FULL) for part in chosen]
     # In the background of a shell script Ctrl-C is ignored, and would be in all tests.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # As by Ctrl-C: the parts and all their jobs end too.
