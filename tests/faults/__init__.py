@@ -1,1 +1,1 @@
-"""Jobs that go wrong, seen from outside: real processes, real signals, and what is left of them."""
+"""Jobs that go wrong, seen from outside: real processes, real signals, and what the jobs leave behind."""

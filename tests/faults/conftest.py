@@ -8,7 +8,7 @@ from jobs import VENVS
 
 
 def need(vendor: str) -> str:
-    """`vendor`, or skip the test where that MPI is not installed."""
+    """`vendor`. Skip the test if that MPI is not installed."""
     if not (VENVS[vendor] / "bin/mpiexec").exists():
         pytest.skip(f"no {vendor}: {VENVS[vendor]} is not there (scripts/test makes it)")
     return vendor

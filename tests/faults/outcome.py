@@ -1,4 +1,4 @@
-"""What every failed job must show: a non-zero exit, nothing left over, and one report as its last word."""
+"""What every failed job must show: a non-zero exit code, nothing left behind, and one report at the end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jobs import Job
 _REPORT = re.compile(
     r"^mpitrain: rank (\d+) on (\S+) failed:\n(.*?)^mpitrain: end of the failure of rank \1 on \2\n", re.M | re.S
 )
-# Now and then a thread of UCX, which MPICH is built on, still looks at what the abort has closed.
+# Now and then a thread of UCX, on which MPICH is built, still looks at what the abort has closed.
 _UCX = re.compile(r"^\[\S+ *:\S+\] +ucp_worker\.c:\d+ +Fatal: failed to modify \d+ event handler .*\n", re.M)
 
 
@@ -23,7 +23,7 @@ class Report:
 
 
 def failed(job: Job, *parts: str) -> None:
-    """The job failed, said each of `parts` on stderr, and nothing of it is left."""
+    """The job failed, wrote each of `parts` to stderr, and left nothing behind."""
     assert job.code != 0, job.output
     assert job.left == [], job.output
     for part in parts:
@@ -31,7 +31,7 @@ def failed(job: Job, *parts: str) -> None:
 
 
 def report_of(job: Job, *parts: str) -> Report:
-    """The job failed with exactly one report, with each of `parts` in it. After it mpiexec alone says something."""
+    """The job failed with exactly one report, which has each of `parts`. Only mpiexec prints anything after it."""
     failed(job)
     found = list(_REPORT.finditer(job.stderr))
     assert len(found) == 1, f"{len(found)} reports in\n{job.output}"
@@ -39,7 +39,7 @@ def report_of(job: Job, *parts: str) -> Report:
     for part in parts:
         assert part in text, f"{part!r} is not in the report in\n{job.output}"
     rest = _UCX.sub("", job.stderr[found[0].end() :])
-    # Open MPI's mpiexec writes about the abort behind a line of dashes; MPICH's writes to stdout.
+    # Open MPI's mpiexec writes about the abort after a line of dashes; MPICH's writes to stdout.
     assert "mpitrain" not in rest, job.output
     assert "Traceback" not in rest, job.output
     assert rest == "" or rest.startswith("-----"), job.output
@@ -47,6 +47,6 @@ def report_of(job: Job, *parts: str) -> Report:
 
 
 def succeeded(job: Job) -> None:
-    """The job ended well, and nothing of it is left."""
+    """The job succeeded and left nothing behind."""
     assert job.code == 0, job.output
     assert job.left == [], job.output

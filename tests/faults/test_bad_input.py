@@ -1,4 +1,4 @@
-"""Wrong settings, data, models and disks: one clear error, whatever the number of ranks, and nothing half-done."""
+"""Wrong settings, data, models and disks: one clear error for any number of ranks, and nothing half-done."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jobs import VENVS, Job, mpiexec, run_command, run_job
 
 PYTHON = str(VENVS["mpich"] / "bin/python")
 
-# A little regression. What a test wants to be wrong it sets in between.
+# A small regression. A test inserts its fault in between.
 BEGIN = """
 import os, pathlib, resource, sys
 import numpy
@@ -54,7 +54,7 @@ def train(ranks: int, wrong: str = "", *arguments: str) -> Job:
 
 
 def once(job: Job, message: str) -> None:
-    """The job failed with a report, and says `message` once however many ranks it has."""
+    """The job failed with a report, and prints `message` once for any number of ranks."""
     report_of(job, message)
     assert job.stderr.count(message) == 1, job.output
     assert "failed too" not in job.stderr, job.output
@@ -75,7 +75,7 @@ INIT = "import os\nimport mpitrain as mt\nprint(mt.init({}).size)"
     ("variable", "value", "message"),
     [
         ("MPITRAIN_ALGORITM", "ring", "there is no setting MPITRAIN_ALGORITM; did you mean MPITRAIN_ALGORITHM? Known"),
-        # tests/test_config.py has these two, and a rank meets them in the same place.
+        # tests/test_config.py tests these two errors; a rank meets them in the same place.
         pytest.param(
             *("MPITRAIN_BUCKET_MIB", "big", "MPITRAIN_BUCKET_MIB is 'big'; it must be a float"), marks=pytest.mark.slow
         ),
@@ -229,7 +229,7 @@ def test_more_ranks_than_samples_in_a_batch() -> None:
 
 
 def example(ranks: int, *options: str, folder: Path) -> Job:
-    """examples/train.py, which must not find any other data than those in `folder`."""
+    """Run examples/train.py, which must find no data except those in `folder`."""
     command = [*mpiexec(ranks), PYTHON, "examples/train.py", "--device", "host", *options]
     return run_command(command, env={"HOME": str(folder), "XDG_CACHE_HOME": str(folder)})
 
@@ -254,7 +254,7 @@ def test_an_unknown_option_of_the_example(ranks: int, tmp_path: Path) -> None:
     assert job.code == 2, job.output
 
 
-# Every line is an option that is wrong, in one process: most of its time goes into imports.
+# Each line is a wrong option. One process tests all of them, because most of its time goes into imports.
 WRONG_OPTIONS = """
 import runpy, sys
 script, *lines = sys.argv[1:]
@@ -293,9 +293,9 @@ def test_wrong_options_of_mpitrain_run() -> None:
 
 
 def test_what_mpitrain_run_prints_of_a_wrong_variable() -> None:
-    # Also for a setting that `mpitrain run` itself does not look at: the ranks refuse it, and it is said once.
+    # The same for a setting that `mpitrain run` itself does not read: the ranks refuse it, and the message comes once.
     command = [PYTHON, "-m", "mpitrain", "run", "-n", "3", "examples/train.py", "--data", "digits"]
     job = run_command(command, env={"MPITRAIN_BUCKETS": "1"})
     failed(job, "there is no setting MPITRAIN_BUCKETS; did you mean MPITRAIN_BUCKET_MIB?")
-    # (Without a rank in front it may come again, behind what mpiexec had to say.)
+    # (The message may come again without a rank, after the output of mpiexec.)
     assert job.stderr.count("] mpitrain.errors.ConfigError") == 1, job.output

@@ -1,4 +1,4 @@
-"""`mpitrain chaos`: real faults in real jobs on this machine, what is undone, and what is reported."""
+"""`mpitrain chaos`: real faults in real jobs on this machine, how they are undone, and the report."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mpitrain.watching.view import process_state
 
 HERE = socket.gethostname()
 
-# Steps of 50 ms, a checkpoint every 10, until there is a file "enough".
+# Steps of 50 ms, with a checkpoint every 10, until a file "enough" exists.
 SCRIPT = """
 import os, pathlib, sys, time
 import numpy
@@ -55,18 +55,18 @@ mt.Trainer(build, hooks).run()
 
 @dataclass
 class RunningJob:
-    """A job that a launcher runs, which writes to a file."""
+    """A job under a launcher. The launcher writes to a file."""
 
     launcher: subprocess.Popen[bytes]
     folder: Path
 
     @property
     def token(self) -> str:
-        """The id of its present attempt."""
+        """The id of the present attempt."""
         return (self.folder / "token").read_text()
 
     def said(self) -> str:
-        """What the launcher has written."""
+        """The output of the launcher so far."""
         return (self.folder / "output").read_text()
 
     def pids(self) -> list[int]:
@@ -76,7 +76,7 @@ class RunningJob:
 
 @contextmanager
 def running(folder: Path, ranks: int, *options: str, vendor: str, before: tuple[str, ...] = ()) -> Iterator[RunningJob]:
-    """A job that makes steps; `before` are words before its command."""
+    """A job that makes steps. `before`: words before its command."""
     (folder / "train.py").write_text(SCRIPT)
     mark = f"chaos{os.getpid()}{folder.name}"
     command = [str(VENVS[vendor] / "bin/python"), "-m", "mpitrain", "run", "--hosts", "localhost", "-n", str(ranks)]
@@ -101,7 +101,7 @@ def running(folder: Path, ranks: int, *options: str, vendor: str, before: tuple[
 
 
 def chaos(job: RunningJob, *options: str, before: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-    """Start chaos in a job; `before` are words before its command."""
+    """Start chaos in a job. `before`: words before its command."""
     command = [sys.executable, "-m", "mpitrain", "chaos", "--hosts", "localhost", job.token, "--yes"]
     return subprocess.Popen(
         [*before, *command, *options],
@@ -115,7 +115,7 @@ def chaos(job: RunningJob, *options: str, before: tuple[str, ...] = ()) -> subpr
 
 
 def wait_for(process: subprocess.Popen[str], words: str, count: int = 1) -> str:
-    """Read what chaos prints, until a line with these words has come so often."""
+    """Read the output of chaos until a line with these words has come so many times."""
     said = ""
     assert process.stdout is not None
     for line in process.stdout:
@@ -126,7 +126,7 @@ def wait_for(process: subprocess.Popen[str], words: str, count: int = 1) -> str:
 
 
 def finish(job: RunningJob, process: subprocess.Popen[str], faults: int, words: str = "the job went on after") -> dict:
-    """Let the job end when chaos has said these words of so many faults; return the report."""
+    """Let the job end when chaos has printed these words about so many faults. Return the report."""
     said = wait_for(process, words, faults)
     (job.folder / "enough").touch()
     rest, _ = process.communicate(timeout=HANG_SECONDS)
@@ -153,7 +153,7 @@ def test_killed_ranks_and_restarts(tmp_path: Path) -> None:
 
 
 def test_killed_ranks_in_place(tmp_path: Path) -> None:
-    """The last rank is not killed: the job would end."""
+    """Chaos does not kill the last rank, because the job would then end."""
     with running(tmp_path, 3, "--recover", vendor=need("openmpi")) as job:
         process = chaos(job, "--faults", "rank", "--every", "2s", "--hold", "1s", "--count", "3")
         wait_for(process, "skipped: one rank is left, and the job would end with it")
@@ -198,7 +198,7 @@ def test_chaos_ends_and_the_frozen_go_on(tmp_path: Path, number: signal.Signals)
 
 
 def test_a_full_disk(tmp_path: Path) -> None:
-    """A tmpfs that only the job and chaos see: no checkpoint can be written for a second, and the job goes on."""
+    """The disk is a tmpfs of the job and chaos alone. For a second no checkpoint can be written; the job goes on."""
     if os.geteuid() != 0:
         pytest.skip("mounting needs root")
     disk = tmp_path / "checkpoints"

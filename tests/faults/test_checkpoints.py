@@ -17,7 +17,7 @@ from mpitrain.training.checkpoint import load
 
 # -- other numbers of ranks -------------------------------------------------------------------------------------------
 
-# Each sample is known by its first column; each rank notes those that it gets.
+# The first column of a sample identifies it. Each rank notes the samples that it gets.
 EPOCHS = """
 import json, sys
 import numpy
@@ -52,7 +52,7 @@ world.print(json.dumps({"losses": losses, "seen": everything}))
 
 
 def pieces(directory: Path, runs: Sequence[tuple[int, int]]) -> tuple[list[float], list[list[int]]]:
-    """Jobs of so many ranks up to such a step, one after the other: all losses, and the samples of all steps."""
+    """Run jobs in turn, each with a number of ranks and a last step. Return the losses and samples of all steps."""
     losses: list[float] = []
     samples: list[list[int]] = []
     for ranks, steps in runs:
@@ -76,8 +76,8 @@ def test_4_3_1_and_4_ranks_are_one_run(tmp_path: Path) -> None:
 
 # -- disks ------------------------------------------------------------------------------------------------------------
 
-# What is to happen on rank 0 before a step is set in between: before[3] = lambda: ... By then what the steps before it
-# have begun to write has been written, or has failed.
+# A test inserts what rank 0 does before a step: before[3] = lambda: ... By then, each write of an earlier step has
+# succeeded or failed.
 EVENTS = """
 import threading
 before = {}
@@ -93,12 +93,12 @@ def function(*arguments):
         before[calls]()
     return first(*arguments)
 """
-# 40 kB of parameters and as much of velocity in each checkpoint.
+# Each checkpoint has 40 kB of parameters and 40 kB of velocities.
 LARGE = "width, checkpoints = 10_000, pathlib.Path(sys.argv[1])\ndtype = 'float32'\n" + EVENTS
 
 
 def in_a_small_disk(tmp_path: Path, wrong: str, ranks: int = 3) -> tuple[Job, Path]:
-    """The job with a disk of 480 kB, in a mount namespace that ends with it; and a copy of what was on it."""
+    """Run the job with a disk of 480 kB, in a mount namespace that ends with the job. Copy what was on the disk."""
     small, copy, script = tmp_path / "small", tmp_path / "copy", tmp_path / "script.py"
     small.mkdir()
     mount = f"mount -t tmpfs -o size=480k none {small}"
@@ -161,7 +161,7 @@ def test_a_disk_that_becomes_read_only_for_a_while(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_goes_away(tmp_path: Path) -> None:
-    """What is left at its place is an empty directory, which takes the next ones."""
+    """An empty directory is left in place of the disk. It takes the next checkpoints."""
     wrong = "before[3] = lambda: os.system(f'umount -l {checkpoints}')\nsteps = 5\n"
     job, copy = in_a_small_disk(tmp_path, wrong, ranks=2)
     succeeded(job)
@@ -200,7 +200,7 @@ def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
 # -- kill -9 ----------------------------------------------------------------------------------------------------------
 
 
-# Rank 0 is killed when it has written the tensors of step 4, and not yet what says that they are whole.
+# Rank 0 is killed after it has written the tensors of step 4, and before it marks them as complete.
 KILL = """
 import signal
 from mpitrain.training.checkpoint import store

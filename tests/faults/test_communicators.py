@@ -1,4 +1,4 @@
-"""MPI has only so many communicators."""
+"""MPI has a limited number of communicators."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ def test_reducers_in_a_loop(ranks: int) -> None:
 
 
 def test_what_is_given_back_can_be_had_again() -> None:
-    """More than there are communicators. (Those of whole worlds are counted in test_worlds.py.)"""
+    """The test makes and frees more than MPI has. (test_worlds.py counts those of whole worlds.)"""
     succeeded(run_job(2, START + "for _ in range(2500):\n    world.apart().free()"))

@@ -1,4 +1,4 @@
-"""Ranks in several containers on one machine, which MPI takes for ranks of one node."""
+"""Ranks in several containers on one machine: MPI takes them for ranks of one node."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from faults.outcome import report_of, succeeded
 from jobs import VENVS, Job, mpiexec, run_command
 
-# A container as far as processes go. Each has a process 1; and here, the same numbers of files.
+# A container in regard to processes. Each container has a process 1; here, their files have the same numbers too.
 CONTAINER = ["unshare", "--pid", "--fork", "--mount-proc"]
 SOURCE = """
 import os
@@ -47,14 +47,14 @@ def test_memory_of_another_container_is_not_taken_for_that_of_a_rank() -> None:
 
 
 def test_containers_that_share_their_processes() -> None:
-    """As with --pid=host. (Without, MPICH's own way between ranks of a node, process_vm_readv, fails.)"""
+    """As with --pid=host. (Without it, process_vm_readv fails, which MPICH uses between ranks of a node.)"""
     job = run(["unshare", "--mount", "--ipc"])
     succeeded(job)
     assert job.stdout == "summed up on 1 node\n"
 
 
 def test_machines_of_different_names_are_nodes() -> None:
-    """Nodes are told by host name, boot and numbering of processes, whatever MPI says: here it says one node."""
+    """Host name, boot and numbering of processes identify a node, whatever MPI says. Here MPI says one node."""
     script = 'hostname node$((${PMI_RANK:-0} / 2)); exec "$@"'
     source = """
 import mpitrain as mt

@@ -1,4 +1,4 @@
-"""Data that cannot be read, in the thread that reads ahead: the job ends, and says which rank, sample and file."""
+"""Data that cannot be read, in the thread that reads ahead: the job ends and names the rank, sample and file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from faults.outcome import report_of, succeeded
 from jobs import Job, run_job
 
-# A data set of one file a sample.
+# A data set with one file per sample.
 TRAIN = """
 import pathlib, sys, threading, time
 import numpy
@@ -54,7 +54,7 @@ def train(folder: Path, seconds: float = 0.0) -> Job:
 
 @pytest.mark.parametrize("seconds", [0.0, 0.1])
 def test_the_end_of_a_program_does_not_wait_for_what_is_read_ahead(folder: Path, seconds: float) -> None:
-    """Nor is it disturbed by a thread that is still reading."""
+    """A thread that is still reading does not disturb the end either."""
     job = train(folder, seconds)
     succeeded(job)
     assert job.stdout == "trained 4 steps, ['mpitrain prefetch']\n"
@@ -63,7 +63,7 @@ def test_the_end_of_a_program_does_not_wait_for_what_is_read_ahead(folder: Path,
 
 @pytest.mark.parametrize("fault", ["cut short", "gone"])
 def test_a_file_that_cannot_be_read(folder: Path, fault: str) -> None:
-    """Rank 1 has samples 20 and 21, in the fourth step."""
+    """Rank 1 has samples 20 and 21 in the fourth step."""
     bad = folder / "21.npy"
     if fault == "cut short":
         bad.write_bytes(bad.read_bytes()[:-5])

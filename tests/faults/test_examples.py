@@ -37,7 +37,7 @@ class Example:
 EXAMPLES = {
     "mlp": Example(("train.py", "--data", "digits"), 30, "test accuracy", 0.9, 1.0),
     "cnn": Example(("train.py", "--data", "digits", "--model", "cnn"), 30, "test accuracy", 0.9, 1.0),
-    # ln 81 = 4.39 is the loss of a model that knows nothing.
+    # ln 81 = 4.39 is the loss of an untrained model.
     "gpt": Example(("train_gpt.py", "--context", "16"), 4, "validation loss", 3.0, 4.0, data="austen"),
 }
 
@@ -52,21 +52,21 @@ def start(
 
 @functools.cache
 def alone(name: str) -> Job:
-    """The whole run of an example on one rank."""
+    """A whole run of an example on one rank."""
     job = start(1, EXAMPLES[name])
     succeeded(job)
     return job
 
 
 def metric(example: Example, job: Job) -> float:
-    """The last evaluation that the job has printed."""
+    """The last evaluation that the job printed."""
     found = re.findall(rf"^step {example.steps}: {example.metric} ([\d.]+)$", job.stdout, re.M)
     assert len(found) == 1, job.output
     return float(found[0])
 
 
 def losses(job: Job) -> dict[int, float]:
-    """The losses that the job has printed, by step."""
+    """The losses that the job printed, by step."""
     return {int(step): float(loss) for step, loss in re.findall(r" step (\d+)/\d+ \| loss ([\d.]+) ", job.stdout)}
 
 
@@ -81,14 +81,14 @@ def test_an_example(name: str) -> None:
         assert job.stderr == "", job.output
         assert example.lowest <= metric(example, job) <= example.highest, job.output
     assert "ranks: 3, nodes: 1" in three.stdout
-    # The same samples in the same steps: equal but for the rounding of float32, here and of the printed digits.
+    # Same samples in the same steps: equal except for the rounding of float32 and of the printed digits.
     assert losses(one).keys() == losses(three).keys() == {1, example.steps}
     assert losses(three) == pytest.approx(losses(one), abs=2e-3)
     assert metric(example, three) == pytest.approx(metric(example, one), abs=6e-3)  # two of 355 images
 
 
 def test_the_setting_for_compression() -> None:
-    """On one node, where nothing is sent: the same result, and a line that says so."""
+    """On one node nothing is sent: the result is the same, and a line says so."""
     example = EXAMPLES["mlp"]
     plain, short = (start(2, example, steps=4, env=env) for env in ({}, {"MPITRAIN_COMPRESSION": "int8"}))
     for job in (plain, short):
@@ -127,7 +127,7 @@ world.print(json.dumps([before, world.allgather(threads())]))
 
 
 def blas_threads(ranks: int, folder: Path, settings: Sequence[str]) -> tuple[list[int], list[list[int]]]:
-    """Threads of each BLAS before init(), and after it on each rank, with no variable set but those in `settings`."""
+    """Threads of each BLAS before init(), and after it on each rank. Only the variables in `settings` are set."""
     (folder / "script.py").write_text(THREADS)
     unset = [
         "env",
@@ -204,5 +204,5 @@ def test_a_start_method_that_the_user_has_chosen_stays(tmp_path: Path) -> None:
 def test_an_exception_in_a_process_of_a_pool_ends_the_job(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(POOL.replace("return number**2", "return 1 // (number - 12)"))
     job = run_command([*mpiexec(2), PYTHON, str(tmp_path / "script.py")])
-    # (multiprocessing's own helper may have the last word: it clears away what the pool held.)
+    # (multiprocessing's own helper may print after the report: it removes what the pool held.)
     failed(job, "mpitrain: rank 1 on ", " failed:\n", "ZeroDivisionError: ")

@@ -1,4 +1,4 @@
-"""The examples with --device cuda, on the emulated GPU: as on the host, whatever the precision."""
+"""The examples with --device cuda, on the emulated GPU: the same results as on the host, for every precision."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def start(ranks: int, *options: str, script: str = "train.py", **env: str) -> Jo
 
 
 def losses(job: Job) -> list[float]:
-    """The first and the last one. A slow run prints others in between."""
+    """The first and the last loss. A slow run prints others in between."""
     succeeded(job)
     first, *_, last = re.findall(r" step \d+/\d+ \| loss ([\d.]+) ", job.stdout)
     return [float(first), float(last)]
@@ -33,13 +33,13 @@ def losses(job: Job) -> list[float]:
     ("model", "precision", "ranks"),
     [
         ("mlp", "float32", 1),
-        pytest.param("mlp", "bf16", 2, marks=pytest.mark.slow),  # the other two are the harder ones
+        pytest.param("mlp", "bf16", 2, marks=pytest.mark.slow),  # the other two are harder
         ("mlp", "fp16", 3),
         ("cnn", "fp16", 2),
     ],
 )
 def test_training_is_as_on_the_host(model: str, precision: str, ranks: int) -> None:
-    """The printed losses, first and last, are rounded to 1e-4; rounding to 16 bits may go another way."""
+    """The printed losses, first and last, are rounded to 1e-4. Rounding to 16 bits may differ."""
     options = ["--data", "digits", "--model", model, "--precision", precision, "--steps", "6"]
     cuda, host = start(ranks, *options, "--device", "cuda"), start(ranks, *options, "--device", "host")
     assert f"ranks: {ranks}, nodes: 1, {model} on cupy, digits" in cuda.stdout
@@ -57,7 +57,7 @@ def test_a_gpt_in_bf16() -> None:
 
 
 def test_a_loop_of_ones_own() -> None:
-    """The same losses on 1 and 2 ranks; with a scale that is too large, every step is left out on all of them."""
+    """The losses are the same on 1 and 2 ranks. If the scale is too large, all ranks skip every step."""
     options = ["--data", "digits", "--steps", "4"]
     alone, two = (start(ranks, *options, script="gpu_loop.py") for ranks in (1, 2))
     all_skipped = start(2, *options, "--loss-scale", "1e30", script="gpu_loop.py")
@@ -82,10 +82,10 @@ def test_no_gpu_to_be_had() -> None:
 
 @pytest.mark.parametrize("num_bytes", ["20000", "400000"], ids=["parameters", "a step"])
 def test_a_gpu_that_is_full(num_bytes: str) -> None:
-    """Every rank stops; the message has the bytes asked for, those that there are, and what to change."""
+    """Every rank stops. The message has the bytes asked for, the bytes available, and what to change."""
     job = start(2, "--data", "digits", "--device", "cuda", "--steps", "1", EMULATED_GPU_BYTES=num_bytes)
     failed(job)
-    # One that asked alone, or all together, as for buckets.
+    # One rank asked alone, or all asked together, as for buckets.
     alone = r"GPU 0 has no memory left: Out of memory allocating [\d,]+ bytes.* [\d,]+ of its [\d,]+ bytes are free"
     together = r"GPU 0 \(.*\) has no [\d,]+ bytes for .*: [\d,]+ of [\d,]+ are free"
     assert re.search(f"({alone}|{together}).*MPITRAIN_BUCKET_MIB", job.stderr), job.output

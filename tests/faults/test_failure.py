@@ -1,6 +1,6 @@
-"""A rank that fails or leaves ends the whole job: whatever the others do, with its own words last, and nothing left.
+"""A rank that fails or leaves ends the whole job, whatever the others do. Its message is the last; nothing is left.
 
-The others would wait for minutes or for ever; `run_job` fails at its deadline.
+Without this the others would wait for minutes or for ever; `run_job` then fails at its deadline.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ world = mt.init()
 rank = world.rank
 """
 
-# For what does not depend on the MPI library, or depends on MPICH's alone.
+# For tests that do not depend on the MPI library, or depend only on MPICH.
 MOSTLY_MPICH = pytest.mark.parametrize(
     "vendor", ["mpich", pytest.param("openmpi", marks=pytest.mark.slow)], indirect=True
 )
@@ -53,12 +53,12 @@ REDUCER = "reducer = mt.GradientReducer(world, [mt.Parameter('w', (3,), numpy.dt
 
 
 def others_and(rank: int, ending: str, doing: str) -> str:
-    """Rank `rank` ends, a little later than all the others began to do something."""
+    """Rank `rank` ends shortly after all the others have begun to do something."""
     body = "\n".join("    " + line for line in OTHERS[doing].strip().splitlines())
     return START + REDUCER + f"if rank == {rank}:\n    time.sleep(0.3)\n    {ending}\nelse:\n{body}\n"
 
 
-# The other ranks go on when they know of the first one's failure. That one hears of theirs, whatever time they take.
+# The other ranks go on when they know that the first has failed. The first hears of their failure, however late.
 AFTER = """
 import mpitrain.job.failure as its
 
@@ -113,7 +113,7 @@ def test_an_error_that_all_ranks_know_is_printed_once(ranks: int) -> None:
 
 
 def test_the_same_error_on_all_ranks_is_printed_once() -> None:
-    # The user's own error, with the rank's own name in it, and not even at the same time.
+    # The user's own error, with the rank's own name in it. The ranks do not even raise it at the same time.
     job = run_job(3, START + AFTER.format(first=0) + "raise OSError(f'{world.name()}: the disk is gone')")
     report_of(job, "OSError: rank 0 on ", ": the disk is gone")
     assert job.stderr.count("the disk is gone") == 1 + job.stderr.count("raise OSError"), job.output
@@ -121,7 +121,7 @@ def test_the_same_error_on_all_ranks_is_printed_once() -> None:
 
 
 def test_what_failed_on_one_rank_is_reported_by_that_rank() -> None:
-    # Rank 2 alone has the traceback that says where. The others raise the same with less in it.
+    # Only rank 2 has the traceback with the place. The others raise the same error with less information.
     job = run_job(3, START + "with world.together('read it'):\n    if rank == 2: {}['no such key']")
     report = report_of(
         job, "{}['no such key']", "KeyError: 'no such key'\n", "MpitrainError: rank 2 on ", ", read it: "
@@ -171,7 +171,7 @@ def test_an_exception_after_mpi_was_finalized() -> None:
 
 
 def test_nobody_reads_stdout() -> None:
-    # The report goes to stderr, and must not be lost because stdout cannot be flushed.
+    # The report goes to stderr. It must not be lost if stdout cannot be flushed.
     source = START + "print('x' * 100)\nos.close(1)\nif rank == 1: raise RuntimeError('bang')\nworld.barrier()"
     assert report_of(run_job(2, source), "RuntimeError: bang").rank == 1
 
@@ -197,7 +197,7 @@ def test_an_exception_before_init(ranks: int) -> None:
 
 @pytest.mark.parametrize("first", ["import mpitrain as mt", "import mpitrain as mt\nfrom mpi4py import MPI"])
 def test_an_exception_before_init_with_either_library(first: str, vendor: str) -> None:
-    # The second: MPI is initialised by then, and at its end the rank would wait in MPI_Finalize.
+    # In the second case MPI is already initialised: at its end the rank would wait in MPI_Finalize.
     job = run_job(3, BEFORE.format(imports=first), launcher=vendor, python=vendor)
     failed(job, "RuntimeError: before init\n")
 
@@ -265,7 +265,7 @@ mt.init().barrier()
 
 
 def test_a_long_wait_is_reported(tmp_path: Path) -> None:
-    """Rank 1 waits for the other end of a pipe, which is opened when the report is there."""
+    """Rank 1 waits for the other end of a pipe. The test opens that end when the report has come."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     said: list[str] = []
@@ -286,7 +286,7 @@ def test_a_long_wait_is_reported(tmp_path: Path) -> None:
     assert said and re.search(words, said[-1]), (said, job.output)
 
 
-# -- calls that nobody waits for ---------------------------------------------------------------------------------
+# -- calls that are never waited for ---------------------------------------------------------------------------------
 
 
 def test_a_rank_that_ends_after_dropping_a_handle_still_does_its_part() -> None:
@@ -305,7 +305,7 @@ def test_a_dropped_handle_whose_call_another_rank_never_makes() -> None:
 
 # -- a rank that leaves ------------------------------------------------------------------------------------------
 
-# (`send` and `broadcast` wait for what rank 1 does before it leaves: nothing.)
+# (`send` and `broadcast` wait for a call of rank 1, which leaves without making one.)
 WAITING = ["mean", "mean of a ring", "barrier", "broadcast", "receive", "send", "reducer"]
 
 
@@ -371,7 +371,7 @@ BUSY = {
 
 
 def signalled(doing: str, folder: Path, vendor: str, number: int, times: int) -> Job:
-    """A job of three ranks that gets a signal as from a terminal: mpiexec and all of its process group."""
+    """A job of three ranks that gets a signal as from a terminal: it goes to mpiexec and its whole process group."""
 
     def during(process: subprocess.Popen[str]) -> None:
         until(lambda: len(list(folder.glob("ready.*"))) == 3, "the ranks did not start")
@@ -398,7 +398,7 @@ def test_ctrl_c_with_open_mpi(times: int, tmp_path: Path) -> None:
 def test_ctrl_c_twice(tmp_path: Path) -> None:
     job = signalled("wait", tmp_path, "mpich", signal.SIGINT, 2)
     if "pmip_cb.c" in job.stderr and "assert (!closed) failed" in job.stderr:
-        # Rarely MPICH's own proxy stumbles over the second signal, and mpiexec then says 0; nothing is left even so.
+        # In rare cases MPICH's own proxy fails on the second signal. mpiexec then returns 0; nothing is left.
         assert not job.left
         return
     failed(job)
@@ -434,7 +434,7 @@ Run = Callable[..., Job]
 
 @pytest.fixture
 def run(vendor: str, tmp_path: Path) -> Run:
-    """`mpitrain run -n 3` of a source, in which nothing temporary is left."""
+    """`mpitrain run -n 3` of a source. It must leave no temporary file."""
 
     def started(source: str) -> Job:
         path, temporary = tmp_path / "script.py", tmp_path / "temporary"
@@ -451,7 +451,7 @@ def run(vendor: str, tmp_path: Path) -> Run:
 
 SILENT = " ended without a word (os._exit, or killed?)"
 GOES_ON = ", and mpiexec goes on: the job is ended\n"
-HOLDER = "import subprocess; subprocess.Popen(['sleep', '1000'], close_fds=False)"  # has all that the rank has open
+HOLDER = "import subprocess; subprocess.Popen(['sleep', '1000'], close_fds=False)"  # has all open files of the rank
 
 
 @pytest.mark.parametrize("ending", ["os._exit(0)", "os.kill(os.getpid(), signal.SIGKILL)"])
@@ -464,14 +464,14 @@ def test_a_rank_that_vanishes_while_the_others_wait(ending: str, run: Run) -> No
 
 def test_a_rank_that_vanishes_when_the_others_are_done(run: Run) -> None:
     job = run(others_and(1, "os._exit(0)", "finished"))
-    # MPICH's mpiexec does not notice it now and then; then the guard does.
+    # MPICH's mpiexec sometimes does not notice it. The guard then does.
     failed(job)
     assert re.search(rf"mpitrain: rank 1( on \S+)?{re.escape(SILENT)}(\n|{GOES_ON})", job.stderr), job.output
 
 
 @MOSTLY_MPICH
 def test_a_rank_that_vanishes_and_mpiexec_goes_on(run: Run) -> None:
-    # A process of its own holds its connection to mpiexec open. (Open MPI's kills the others, and waits for that.)
+    # A child of the rank keeps the rank's connection to mpiexec open. (Open MPI's kills the others and waits for it.)
     job = run(others_and(1, f"{HOLDER}; os._exit(0)", "barrier"))
     failed(job)
     assert re.search(rf"mpitrain: rank 1 on \S+{re.escape(SILENT)}{GOES_ON}", job.stderr), job.output
@@ -480,7 +480,7 @@ def test_a_rank_that_vanishes_and_mpiexec_goes_on(run: Run) -> None:
 
 @pytest.mark.parametrize("vendor", ["openmpi"], indirect=True)
 def test_a_killed_rank_whose_fork_lives(run: Run) -> None:
-    """Open MPI's mpiexec ends the others, and waits for the fork, which holds the rank's output."""
+    """Open MPI's mpiexec ends the others, and waits for the fork, which keeps the rank's output open."""
     job = run(others_and(1, "os.fork() or time.sleep(1000); os.kill(os.getpid(), signal.SIGKILL)", "barrier"))
     failed(job)
     assert re.search(rf"mpitrain: rank 1 on \S+{re.escape(SILENT)}{GOES_ON}", job.stderr), job.output
@@ -489,7 +489,7 @@ def test_a_killed_rank_whose_fork_lives(run: Run) -> None:
 
 @pytest.mark.parametrize("vendor", ["mpich"], indirect=True)
 def test_a_rank_that_fails_and_mpiexec_goes_on(run: Run) -> None:
-    # MPICH's does so now and then. Here it hears of nothing: a process holds the rank's connection to it open.
+    # MPICH's mpiexec sometimes does so. Here it hears of nothing: a process keeps the rank's connection open.
     unheard = "import mpitrain.job.failure as its; its.abort = lambda comm, code: None"
     job = run(others_and(1, f"{unheard}; {HOLDER}; raise RuntimeError('bang')", "alone"))
     failed(job, "RuntimeError: bang")
@@ -539,7 +539,7 @@ def test_an_error_that_has_no_words(run: Run) -> None:
 
 
 def test_a_script_that_starts_another_job(vendor: str, tmp_path: Path) -> None:
-    """Its ranks are none of the first job; and two launchers of one process are refused."""
+    """The ranks of the second job do not belong to the first. Two launchers of one process are refused."""
     inner = "import mpitrain as mt; mt.init()"
     marks = ("PMI", "HYD", "OMPI_", "PRTE", "MPI_LOCAL")
     source = f"""

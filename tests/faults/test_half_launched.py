@@ -1,4 +1,4 @@
-"""Processes that a launcher started as one job and that MPI takes for several: refused, with the right command."""
+"""Processes that a launcher started as one job and that MPI takes for several: the error has the right command."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_one_rank_alone_was_announced_more() -> None:
 
 @pytest.mark.parametrize("python", ["mpich", "openmpi"])
 def test_a_slurm_step_whose_processes_mpi_does_not_join(python: str) -> None:
-    # Simulated: what srun sets for task 1 of 2, around a process that no launcher helps to find the other one.
+    # Simulated: what srun sets for task 1 of 2. No launcher helps the process to find the other task.
     step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_PROCID": "1"}
     job = run_job(None, SIZE, env=step, python=need(python))
     name = {"mpich": "MPICH", "openmpi": "Open MPI"}[python]
@@ -90,7 +90,7 @@ def test_a_slurm_batch_script_is_no_step(step: dict[str, str]) -> None:
 
 
 def packages(folder: Path, *names: str) -> dict[str, str]:
-    """The environment of a Python that has nothing installed but these packages; start it with -S."""
+    """The environment of a Python that has only these packages. Start that Python with -S."""
     site = Path(pytest.__file__).parents[1]
     for name in names:
         (folder / name).symlink_to(site / name)
@@ -102,7 +102,7 @@ OURS = ("numpy", "numpy.libs", "ml_dtypes", "threadpoolctl.py")
 
 def test_no_mpi_library(tmp_path: Path) -> None:
     env = packages(tmp_path, *OURS, "mpi4py") | {"LD_LIBRARY_PATH": ""}
-    # No library came with these packages, so that only the machine's own could be found.
+    # No library came with these packages, so only the machine's own can be found.
     probe = run_command(
         [str(VENVS["mpich"] / "bin/python"), "-S", "-c", "import ctypes; ctypes.CDLL('libmpi.so.12')"], env=env
     )

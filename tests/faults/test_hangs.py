@@ -1,4 +1,4 @@
-"""Jobs that stand still: the rank that is to blame is named, the job is ended, and nothing of it is left."""
+"""Jobs that stand still: mpitrain names the rank to blame and ends the job, and nothing of the job is left."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from faults.outcome import failed, report_of, succeeded
 from jobs import Job, run_command, run_job, until
 
 HOST = re.escape(socket.gethostname())
-# Far above what ranks that are well wait for each other, on a machine that does much else too.
+# Far above the time that healthy ranks wait for each other, also on a busy machine.
 LIMITS = {"MPITRAIN_STALL_SECONDS": "5", "MPITRAIN_HANG_SECONDS": "15"}
 
 START = """
@@ -25,7 +25,7 @@ import os, pathlib, signal, subprocess, sys, tempfile, time
 import mpitrain as mt
 world = mt.init()
 """
-# Each rank but the first and the last stands still in another way.
+# Each rank except the first and the last stands still in a different way.
 STAND = (
     START
     + """
@@ -79,7 +79,7 @@ def test_every_rank_that_stands_still_is_named_and_the_job_is_ended(tmp_path: Pa
     found = [re.search(rf"^mpitrain: {head}: {expected}", job.stderr, re.M) for head in heads]
     assert all(found), job.output
     assert found[1] is not None
-    # The last words: after them come stacks alone.
+    # The last message: only stacks come after it.
     after = job.stderr[found[1].end() :].splitlines()
     assert all(line.startswith("mpitrain:     ") for line in after), job.output
     assert f"mpitrain:     rank 2 on {socket.gethostname()}, most recent call first:" in after
@@ -106,7 +106,7 @@ def test_what_the_others_are_to_wait_for_ends_no_job(tmp_path: Path) -> None:
 
 
 def test_nothing_is_ended_while_messages_move(tmp_path: Path) -> None:
-    """One exchange, which a slow rank makes longer than all limits: how many MiB that takes depends on the machine."""
+    """A slow rank makes one exchange longer than all limits. The number of MiB for this depends on the machine."""
     source = START + (
         "import numpy\nfrom mpitrain.allreduce import make_algorithm\nalgorithm = make_algorithm(world, 'ring')\n"
         "took, mib = 0.0, 60\n"
@@ -130,7 +130,7 @@ def test_nothing_is_ended_while_messages_move(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("allocates", [True, False])
 def test_nothing_is_reported_while_arrays_are_added_in_shared_memory(tmp_path: Path, allocates: bool) -> None:
-    """Block by block, which takes much longer than the limit."""
+    """The ranks add block by block, which takes much longer than the limit."""
     source = START + (
         "import numpy\nfrom mpitrain.allreduce import make_algorithm\n"
         "shared_memory = sys.modules['mpitrain.allreduce.shared_memory']\n"
@@ -173,7 +173,7 @@ def test_a_launcher_that_is_killed_leaves_no_stopped_rank_and_no_shared_memory(t
 
 
 def _has_mapped(ancestor: int, name: str) -> bool:
-    """Whether a process below `ancestor` has mapped a file of /dev/shm."""
+    """True if a process below `ancestor` has mapped a file of /dev/shm."""
     for folder in Path("/proc").iterdir():
         pid = int(folder.name) if folder.name.isdigit() else 0
         while pid and pid != ancestor:

@@ -1,4 +1,4 @@
-"""Processes that a rank starts by multiprocessing: forked, as in a program without MPI, or by forkserver."""
+"""Processes that a rank starts with multiprocessing: by fork, as in a program without MPI, or by forkserver."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Script = Callable[..., Job]
 
 @pytest.fixture
 def script(tmp_path: Path) -> Script:
-    """Run this source on so many ranks: a file, as a user's is, for forkserver runs it again."""
+    """Run this source on so many ranks. It is a file, like a user's script, because forkserver runs it again."""
 
     def run(ranks: int, source: str, vendor: str = "mpich") -> Job:
         (tmp_path / "script.py").write_text(source)
@@ -29,7 +29,7 @@ def script(tmp_path: Path) -> Script:
     return run
 
 
-# No guard, functions inside a function, and sums of the ranks before, between and behind.
+# No guard, functions inside a function, and sums of the ranks before, between and after.
 LAMBDAS = """
 import multiprocessing, os
 import numpy
@@ -83,7 +83,7 @@ REASONS = {
 
 @pytest.mark.parametrize("reason", REASONS)
 def test_where_a_fork_is_unsafe(script: Script, reason: str) -> None:
-    """One line, of rank 0, before the error that follows from it."""
+    """Rank 0 prints one line before the error that follows."""
     node = a_device()
     source = LAMBDAS.replace("BEFORE", REASONS[reason].replace("NODE", repr(node))).replace("AFTER", "")
     job = script(2, source)
@@ -96,7 +96,7 @@ def test_where_a_fork_is_unsafe(script: Script, reason: str) -> None:
 
 @pytest.mark.parametrize("when", ["BEFORE", "AFTER"])
 def test_where_a_fork_is_unsafe_for_one_rank(script: Script, when: str) -> None:
-    """It says so, whether it opened the device before init() or after."""
+    """That rank says so, whether it opened the device before init() or after."""
     source = """
 import multiprocessing, os
 import mpitrain as mt
@@ -118,7 +118,7 @@ LOCK = "lock = multiprocessing.Lock()"
 
 @pytest.mark.parametrize(("before", "after", "method"), [(LOCK, "", "fork"), ("", LOCK, "forkserver")])
 def test_a_lock_chooses_the_start_method(script: Script, before: str, after: str, method: str) -> None:
-    """One made before init() leaves fork, and rank 0 says what to do; done so, it is forkserver."""
+    """A lock made before init() keeps fork, and rank 0 says what to do. After that repair the method is forkserver."""
     source = f"""
 import multiprocessing, os
 import mpitrain as mt
@@ -158,7 +158,7 @@ if __name__ == "__main__":
 
 
 def a_device() -> str:
-    """A character device that is neither memory nor a terminal. With O_PATH a descriptor stands for it, unopened."""
+    """A character device that is neither memory nor a terminal. With O_PATH, a descriptor names the device unopened."""
     for path in sorted(Path("/dev").iterdir()):
         status = path.lstat()
         if stat.S_ISCHR(status.st_mode) and os.major(status.st_rdev) == 10:
@@ -177,7 +177,7 @@ def test_memory_and_terminals_are_no_devices() -> None:
 
 
 def test_a_console_of_whatever_kind_is_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pseudoterminal stands for one: its number is not among those that are known."""
+    """A pseudoterminal stands for such a console: its number is not among the known ones."""
     known = helpers._HARMLESS - {5, *range(128, 144)}
     before = helpers.open_device()
     ours, theirs = os.openpty()
@@ -190,7 +190,7 @@ def test_a_console_of_whatever_kind_is_no_device(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_forked_process_that_communicates(script: Script, vendor: str) -> None:
-    """Every kind of call is refused before it comes to MPI; the job goes on."""
+    """Every kind of call is refused before it reaches MPI. The job goes on."""
     source = """
 import multiprocessing
 import numpy
@@ -253,7 +253,7 @@ main()
 
 
 def test_a_rank_that_is_killed_while_its_process_lives(script: Script, vendor: str) -> None:
-    """It would live for ever, and keeps what the rank's output goes to: the job ends all the same."""
+    """The process would live for ever and keeps the rank's output open. The job ends all the same."""
     job = script(2, KILLED.replace("BEGIN", "pass"), vendor)
     failed(job)
     assert job.left == []
@@ -270,7 +270,7 @@ def test_a_rank_that_is_killed_while_its_process_by_forkserver_lives(script: Scr
 
 
 def test_a_rank_that_is_killed_while_its_fork_lives(script: Script) -> None:
-    """One that the program has forked itself: MPICH's mpiexec hears of the rank's end, and ends the rest."""
+    """The program itself has forked. MPICH's mpiexec hears of the rank's end, and ends the rest."""
     source = """
 import os, signal, time
 import mpitrain as mt
@@ -291,7 +291,7 @@ world.barrier()
 
 
 def test_processes_end_with_a_rank_that_is_alone(script: Script) -> None:
-    """Each of several, though those that were forked later hold what the earlier ones hang on."""
+    """Each process ends, although those forked later keep the pipes of the earlier ones open."""
     source = """
 import multiprocessing, os, signal, time
 import mpitrain as mt
@@ -327,7 +327,7 @@ world.barrier()
     assert "failed" not in job.stderr
 
 
-# A training whose transform and collate_fn are functions inside a function, with no guard.
+# A training without a guard, whose transform and collate_fn are functions inside a function.
 LOADER = """
 import os, signal
 import torch
@@ -375,17 +375,17 @@ DDP = """
 
 
 def test_workers_of_a_loader(script: Script) -> None:
-    """They live through two epochs, of a loop over prepare and one over DDP, and the results are those without any."""
+    """The workers live for two epochs, in a loop with prepare and one with DDP. Results equal those without workers."""
     pytest.importorskip("torch")
     prepared, averaged = (LOADER.replace("KILL", "pass").replace("    PREPARE", how) for how in (PREPARE, DDP))
     check = "assert main(2) == main(0)\n"
     job = script(2, prepared + check + averaged + check + "print('equal')")
     succeeded(job)
-    assert ("".join(job.stdout.split()), job.stderr) == ("equalequal", "")  # lines of two ranks may come apart
+    assert ("".join(job.stdout.split()), job.stderr) == ("equalequal", "")  # lines of two ranks may be mixed
 
 
 def test_a_worker_that_is_killed(script: Script) -> None:
-    """PyTorch says so, of the rank whose it was."""
+    """PyTorch reports it on the rank of the worker."""
     pytest.importorskip("torch")
     kill = """
         if number == 63 and os.environ.get("PMI_RANK") == "1":

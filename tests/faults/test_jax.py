@@ -25,7 +25,7 @@ def test_the_example_on_one_and_two_ranks() -> None:
         succeeded(job)
         assert f"{ranks} rank(s): test accuracy " in job.stdout
         losses.append([float(text) for text in re.findall(r"^step \d+: loss ([\d.]+)$", job.stdout, re.M)])
-    # The same samples in the same steps: equal but for float32's rounding over 8 steps.
+    # Same samples in the same steps: equal except for float32's rounding over 8 steps.
     alone, both = losses
     assert len(alone) == 2
     assert both == pytest.approx(alone, rel=2e-5)
@@ -96,7 +96,7 @@ def test_without_jax() -> None:
 
 
 def sights(*counts: int, visible: tuple[str | None, ...] = (None, None), given: str = "") -> list[Sight]:
-    """Two ranks on each machine, which has so many GPUs."""
+    """Two ranks on each machine. Each machine has so many GPUs."""
     return [Sight(node, its, count, given) for node, count in enumerate(counts) for its in visible]
 
 

@@ -1,4 +1,4 @@
-"""What `mpitrain run` says of a kill in its last line: who was killed, where, by whom; and what is left in /tmp."""
+"""The last line of `mpitrain run` after a kill: who was killed, where and by whom; and what is left in /tmp."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ world.barrier()
 
 
 def run(tmp_path: Path, vendor: str, what: str, before: str = "") -> Job:
-    """Start 3 ranks, of which rank 1 does this; without --restarts."""
+    """Start 3 ranks without --restarts. Rank 1 runs this."""
     path = tmp_path / "script.py"
     path.write_text(SCRIPT.replace("BEFORE", before).replace("WHAT", what))
     job = run_command([str(VENVS[vendor] / "bin/python"), "-m", "mpitrain", "run", "-n", "3", str(path)])
@@ -63,7 +63,7 @@ def run(tmp_path: Path, vendor: str, what: str, before: str = "") -> Job:
 
 
 def test_mpiexec_was_killed(tmp_path: Path, vendor: str) -> None:
-    """It is to blame, and no rank is: whatever the ranks did then."""
+    """mpiexec is to blame and no rank is, whatever the ranks did then."""
     job = run(tmp_path, vendor, "os.kill(mpiexec, signal.SIGKILL); time.sleep(1000)")
     assert job.code == 137, job.output
     assert job.stderr.endswith(f"mpitrain: mpiexec itself was killed on {socket.gethostname()}, by signal 9\n"), job
@@ -71,7 +71,7 @@ def test_mpiexec_was_killed(tmp_path: Path, vendor: str) -> None:
 
 
 def test_the_daemon_of_mpich_was_killed(tmp_path: Path) -> None:
-    """mpiexec may notice or not. It leaves a file in /tmp, which the guard removes."""
+    """mpiexec may notice or not. The daemon leaves a file in /tmp, which the guard removes."""
     job = run(tmp_path, "mpich", "os.kill(daemon, signal.SIGKILL); time.sleep(1000)")
     assert "the daemon's file: /tmp/" in job.stdout, job.output
     killed = rf"mpitrain: the process of mpiexec on {HERE} that started ranks 0-2 (was killed|has gone)"
@@ -83,7 +83,7 @@ KILLED = "YOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)"
 
 @pytest.mark.parametrize(("what", "code"), [("raise ValueError('bang')", 1), ("raise KeyboardInterrupt", 130)])
 def test_mpiexec_tells_of_a_rank_that_it_has_ended_itself(tmp_path: Path, what: str, code: int) -> None:
-    """MPICH's does so now and then; here it always does. The job's exit code is that of the rank that failed."""
+    """MPICH's mpiexec sometimes does so; here it always does. The job's exit code is that of the rank that failed."""
     mpiexec, path = tmp_path / "mpiexec", tmp_path / "script.py"
     real = VENVS["mpich"] / "bin/mpiexec"
     mpiexec.write_text(f"#!/bin/sh\n{real} \"$@\" || {{ echo '{KILLED}'; exit 9; }}\n")
@@ -98,7 +98,7 @@ def test_mpiexec_tells_of_a_rank_that_it_has_ended_itself(tmp_path: Path, what: 
 
 @pytest.fixture
 def small_group() -> Iterator[Path]:
-    """A control group of its own that may use 256 MiB; the file that takes its processes."""
+    """A new control group with a limit of 256 MiB. Return the file that takes its processes."""
     name = f"mpitrain-test-{os.getpid()}"
     for group, limit, needed in (
         (Path("/sys/fs/cgroup/memory", name), "memory.limit_in_bytes", "memory.oom_control"),
@@ -125,7 +125,7 @@ def small_group() -> Iterator[Path]:
 
 
 def test_the_kernel_took_a_rank_for_want_of_memory(tmp_path: Path, vendor: str, small_group: Path) -> None:
-    """By its real killer of processes, in a group of one rank."""
+    """The real out-of-memory killer, in a control group of one rank."""
     before = f"""
 if "1" in (os.environ.get("PMI_RANK"), os.environ.get("OMPI_COMM_WORLD_RANK")):
     pathlib.Path({str(small_group)!r}).write_text(str(os.getpid()))

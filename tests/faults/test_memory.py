@@ -1,4 +1,4 @@
-"""`mpitrain run --restarts`: a training that is killed goes on from memory, with the bits of one that is not."""
+"""`mpitrain run --restarts`: a killed training resumes from memory, with the same bits as an undisturbed one."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from keeping import keeper
 HERE = socket.gethostname()
 STEPS = 20
 
-# A regression with momentum. What goes wrong is what a test puts into WRONG, which runs before every step, or into one
-# of the other places. `once` is true the first time, in whichever try.
+# A regression with momentum. A test puts its fault into WRONG, which runs before every step, or into one of the other
+# places. `once` is true at its first call, in any try.
 SCRIPT = """
 import json, os, pathlib, signal, sys, time
 import numpy
@@ -83,7 +83,7 @@ def train(
     every: int | None = 1,
     codec: str = "none",
 ) -> Job:
-    """Run the training, three times at most; the state is copied to memory `every` so many steps."""
+    """Run the training, at most three times. Its state is copied to memory every `every` steps."""
     folder.mkdir(exist_ok=True)
     source = (
         SCRIPT.replace("FIRST", first).replace("BEFORE", before).replace("AFTER", after).replace("*HOOKS", f"*{hooks}")
@@ -96,17 +96,17 @@ def train(
 
 
 def resumed(job: Job) -> list[int]:
-    """The steps after which tries went on from memory."""
+    """The steps from which tries resumed from memory."""
     return [int(step) for step in re.findall(r"resumed from memory at step (\d+)$", job.stdout, re.M)]
 
 
 def not_from_memory(job: Job) -> list[str]:
-    """What the tries say that did not go on from memory."""
+    """The messages of the tries that did not resume from memory."""
     return re.findall(r"mpitrain: memory is not used: (.*)$", job.stdout, re.M)
 
 
 def result(folder: Path) -> tuple[bytes, dict[int, float]]:
-    """The parameters that the training ended with, and the loss of each step of its last try; to the bit."""
+    """The bits of the training's final parameters and of the loss of each step of its last try."""
     return numpy.load(folder / "w.npy").tobytes(), dict(json.loads((folder / "steps.json").read_text()))
 
 
@@ -115,7 +115,7 @@ Undisturbed = Callable[..., tuple[bytes, dict[int, float]]]
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
-    """The result of a training in which nothing goes wrong. Sums of MPI's own differ between MPI libraries."""
+    """The result of a training without faults. The sums of different MPI libraries differ."""
     results: dict[tuple[int, str], tuple[bytes, dict[int, float]]] = {}
 
     def of(ranks: int = 2, vendor: str = "mpich") -> tuple[bytes, dict[int, float]]:
@@ -132,7 +132,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
 
 
 def went_on(job: Job, folder: Path, after: list[int], expected: tuple[bytes, dict[int, float]]) -> None:
-    """Tries went on from memory after these steps, and the training ended with the bits of an undisturbed one."""
+    """Tries resumed from memory after these steps, and the training ended with the bits of an undisturbed one."""
     succeeded(job)
     assert resumed(job) == after, job.output
     parameters, losses = result(folder)
@@ -169,14 +169,14 @@ def test_as_often_as_it_costs_little(tmp_path: Path, undisturbed: Undisturbed) -
 
 
 def test_behind_the_last_step(tmp_path: Path, undisturbed: Undisturbed) -> None:
-    """What follows the training fails: no step is made again."""
+    """The code after the training fails: no step is repeated."""
     job = train(tmp_path, after="if rank == 1 and once('killed'): die()", every=1000)
     succeeded(job)
     assert resumed(job) == [STEPS]
     assert result(tmp_path) == (undisturbed()[0], {})
 
 
-# Rank 0 copies; it dies when it has copied half of what there is after step 9.
+# Rank 0 copies. It dies when it has copied half of the state after step 9.
 HALF = """
 from mpitrain.training.checkpoint import memory_slot
 
@@ -212,7 +212,7 @@ def test_a_newer_checkpoint(tmp_path: Path, undisturbed: Undisturbed) -> None:
     assert result(tmp_path)[0] == undisturbed()[0]
 
 
-# The one of the launcher's processes that holds the memory.
+# The launcher's process that holds the memory.
 KEEPER = """
 def parent(pid):
     return int(pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
@@ -229,7 +229,7 @@ def keeper():
 
 
 def test_a_killed_keeper(tmp_path: Path, undisturbed: Undisturbed) -> None:
-    """The next try goes on from the disk, says so, and has a keeper again, whose copy is newer than what is saved."""
+    """The next try resumes from the disk and says so. Its new keeper has a copy that is newer than the checkpoint."""
     hooks = "[mt.Checkpoint(folder / 'checkpoints', steps=3)]"
     wrong = """if rank == 1 and step == 8 and once("killed"):
         saved = folder / "checkpoints" / "step-00000006"
@@ -251,7 +251,7 @@ def test_a_killed_keeper(tmp_path: Path, undisturbed: Undisturbed) -> None:
 
 
 def test_too_little_memory(tmp_path: Path, undisturbed: Undisturbed) -> None:
-    """Nothing is copied; it is said at the first step, and again at the restart, which begins anew."""
+    """Nothing is copied. A line says so at the first step, and another at the restart, which begins at step 0."""
     before = "from mpitrain.training.checkpoint import room\nroom._limits = lambda: [(100, 10**9, 'this machine')]"
     job = train(tmp_path, "if rank == 1 and step == 8 and once('killed'): die()", before=before)
     succeeded(job)
@@ -264,7 +264,7 @@ def test_too_little_memory(tmp_path: Path, undisturbed: Undisturbed) -> None:
 
 
 def test_two_trainings_in_a_script(tmp_path: Path) -> None:
-    """The second one is killed: it goes on from its own copy, and the first one is made again."""
+    """The second training is killed. It resumes from its own copy, and the first training is repeated."""
     after = """
 def build_other(world):
     data = mt.ArrayData(world, (numpy.ones((8, 2)), numpy.arange(8.0)), global_batch=4)
@@ -290,7 +290,7 @@ world.print("the other:", other.adapter.parameters()["v"].tobytes().hex())
 
 
 def test_copies_every_other_step_and_the_record(tmp_path: Path, undisturbed: Undisturbed) -> None:
-    """The event is in the first row of the try that goes on, and how often is copied in every row."""
+    """The first row of the try that resumes has the event. Every row has the interval of the copies."""
     hooks = "[mt.Record([mt.JsonLines(folder), mt.Csv(folder)], steps=1)]"
     job = train(tmp_path, "if rank == 1 and step == 8 and once('killed'): die()", hooks=hooks, every=2)
     went_on(job, tmp_path, [6], undisturbed())
@@ -311,7 +311,7 @@ def test_copies_every_other_step_and_the_record(tmp_path: Path, undisturbed: Und
 
 
 def test_a_state_that_no_copy_can_hold(tmp_path: Path, undisturbed: Undisturbed) -> None:
-    """Nothing saves it, so it ends no training."""
+    """Nothing saves the state, so it does not end a training."""
     before = "class Odd(mt.Hook):\n    def state(self):\n        return {'what': {1, 2}}"
     job = train(tmp_path, before=before, hooks="[Odd()]")
     succeeded(job)
@@ -325,7 +325,7 @@ def test_without_restarts_nothing_is_copied(tmp_path: Path) -> None:
     assert "memory" not in job.output
 
 
-# What each rank keeps for itself. Rank 1 dies when it is about to copy that of step 9: the others have copied theirs.
+# Each rank keeps a part of its own. Rank 1 dies before it copies its part of step 9; the others have copied theirs.
 OWN = """
 from mpitrain.training.checkpoint.memory_slot import MemorySlot
 
@@ -371,7 +371,7 @@ def test_what_a_rank_keeps_for_itself(tmp_path: Path) -> None:
     assert result(tmp_path / "killed")[0] == result(tmp_path / "whole")[0]
 
 
-# Ranks 1 and 2 take themselves for ranks of another host, which has a keeper of its own: one of the test's.
+# Ranks 1 and 2 take themselves for ranks of another host. The test makes that host's keeper.
 TWO_HOSTS = """
 import socket
 import mpitrain.training.state_copies as copies
@@ -388,10 +388,10 @@ def train_on_two_hosts(folder: Path, codec: str, wrong: str = "pass") -> Job:
         return train(folder, wrong, ranks=3, first=TWO_HOSTS.replace("OTHER", name), codec=codec)
 
 
-# Without a codec there is less to come back.
+# Without a codec there is less to restore.
 @pytest.mark.parametrize("codec", [pytest.param("none", marks=pytest.mark.slow), "int8"])
 def test_two_hosts(tmp_path: Path, codec: str) -> None:
-    """Also what the codec has left out comes back, to the bit."""
+    """What the codec has left out also comes back, bit for bit."""
     whole = train_on_two_hosts(tmp_path / "whole", codec)
     succeeded(whole)
     wrong = "if rank == 2 and step == 8 and once('killed'): die()"
@@ -402,7 +402,7 @@ def test_two_hosts(tmp_path: Path, codec: str) -> None:
 
 @pytest.mark.parametrize("codec", ["none", "int8"])
 def test_a_host_without_a_copy(tmp_path: Path, codec: str) -> None:
-    """It gets the state from the other one. What its ranks had left out is lost, and that is said."""
+    """The host gets the state from the other one. What its ranks had left out is lost, and a line says so."""
     wrong = """if rank == 2 and step == 8 and once("killed"):
         copies.KeeperLine("").keep_only([], 9)
         die()"""

@@ -1,4 +1,4 @@
-"""Worlds of some ranks of a job: who waits in one hears at once what becomes of the others."""
+"""Worlds of some ranks of a job: a rank that waits in one hears at once when another rank fails or ends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from faults.outcome import failed, report_of, succeeded
 from jobs import VENVS, run_job
 
-# Ranks 0 and 2 of three; the one in between has come to its end from the beginning.
+# Ranks 0 and 2 of three. Rank 1 ends at the beginning.
 START = """
 import os, sys
 import numpy
@@ -65,8 +65,8 @@ CALLS = {
 }
 
 
-# What PyTorch adds is the text of a wait, which only the end of a rank shows; and what the collectives add is no matter
-# of the MPI library.
+# PyTorch adds the text of a wait, which only the end of a rank shows. What the collectives add does not depend on the
+# MPI library.
 SLOW = {("torch", "raises", "mpich"), ("torch", "is killed", "mpich")}
 SLOW |= {(kind, fate, "openmpi") for kind in ("collectives", "torch") for fate in FATES}
 ALL = [
@@ -97,7 +97,7 @@ def test_the_others_hear_of_it(kind: str, fate: str, launcher: str) -> None:
 
 
 def test_calls_are_counted_for_each_world() -> None:
-    """What a rank says at its end has the calls of each world that it was in, also of one that is freed."""
+    """A rank's note at its end has its number of calls in each world that it was in, also in a freed one."""
     source = """
 import mpitrain as mt
 from mpitrain.job.worlds import make_world

@@ -16,10 +16,10 @@ SOURCE = "import mpitrain as mt\nprint(f'went on with {mt.init().profile.origin}
 
 @pytest.fixture(scope="module")
 def profile(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The text of one that was measured here, with 2 ranks."""
+    """The text of a profile that was measured here, with 2 ranks."""
     path = tmp_path_factory.mktemp("profile") / "cluster.json"
     command = [*mpiexec(2), str(VENVS["mpich"] / "bin/python"), "-m", "mpitrain.bench", "--save-profile", str(path)]
-    job = run_command(command, timeout=300)  # it measures for as long as it takes
+    job = run_command(command, timeout=300)  # the time of a measurement depends on the machine
     assert job.code == 0, job.output
     return path.read_text()
 
@@ -39,7 +39,7 @@ def refused(path: Path, message: str, ranks: int = 2) -> str:
 
 
 def remedy(path: Path) -> str:
-    """What the message ends with, for a job of 2 ranks on this machine."""
+    """The end of the message, for a job of 2 ranks on this machine."""
     return f". Measure again: mpitrain bench --hosts localhost -n 2 --save-profile {path}\n"
 
 
@@ -96,7 +96,7 @@ def test_no_text(path: Path) -> None:
 
 
 def test_on_one_rank_alone(path: Path, profile: str) -> None:
-    """The setting, as all settings, must be the same on all ranks."""
+    """Like every setting, this one must be the same on all ranks."""
     path.write_text(profile)
     python = [str(VENVS["mpich"] / "bin/python"), "-c", SOURCE]
     job = run_command([*mpiexec(1), "-env", "MPITRAIN_PROFILE", str(path), *python, ":", "-n", "1", *python])

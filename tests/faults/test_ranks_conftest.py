@@ -9,7 +9,7 @@ PYTHON = str(VENVS["mpich"] / "bin/python")
 
 
 def test_ranks_that_run_different_tests() -> None:
-    # Neither of the two tests has a collective call of its own.
+    # Neither test makes a collective call itself.
     one, two = ([PYTHON, "-m", "tests.ranks", "-k", name] for name in ("test_wrong_options", "test_the_first_place"))
     job = run_command([*mpiexec(1), *one, ":", "-n", "1", *two])
     failed(job)

@@ -1,4 +1,4 @@
-"""`mpitrain run --recover`: a rank is killed, and the others go on, step for step as if it had never taken part."""
+"""`mpitrain run --recover`: a rank is killed. The others go on, step for step as if it had never taken part."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from mpitrain.training.writers.json_lines import read_events
 HERE = socket.gethostname()
 STEPS, SAMPLES, BATCH = 30, 61, 12
 
-# A regression whose every sample carries its number, so that a step knows which samples it has seen. A test puts what
-# kills a rank into one of the places; `die()` is kill -9.
+# A regression in which every sample carries its number, so a step knows which samples it has seen. A test puts the code
+# that kills a rank into one of the places; `die()` is kill -9.
 SCRIPT = """
 import json, os, pathlib, signal, sys, time
 import numpy
@@ -107,7 +107,7 @@ def train(
     on_gpu: bool = False,
     **places: str,
 ) -> Job:
-    """Run the training; `places` say what happens where, in lower case."""
+    """Run the training. `places`: the code to insert, by the name of the place in lower case."""
     source = SCRIPT.replace("*HOOKS", f"*{hooks}").replace("ON_GPU", repr(on_gpu))
     for place in PLACES:
         source = source.replace(f"IN_{place}", places.pop(place.lower(), "pass"))
@@ -121,7 +121,7 @@ def train(
 
 
 def reckoned() -> tuple[numpy.ndarray, list[float], list[range]]:
-    """The parameters after the training, and the loss and the samples of every step: one process, without mpitrain."""
+    """The final parameters, and the loss and samples of every step, computed by one process without mpitrain."""
     random = numpy.random.default_rng(0)
     x, y = random.standard_normal((SAMPLES, 5)), random.standard_normal(SAMPLES)
     epoch = [range(begin, min(begin + BATCH, SAMPLES)) for begin in range(0, SAMPLES, BATCH)]
@@ -136,9 +136,9 @@ def reckoned() -> tuple[numpy.ndarray, list[float], list[range]]:
 
 
 def went_on(job: Job, folder: Path, left: list[int], losses: int = 1, died: int = 7) -> None:
-    """The ranks that are `left` came to the end, as one process would have, and with the same bits.
+    """The ranks in `left` completed the training with the results of one process, and with the same bits on all ranks.
 
-    In the steps behind the one in which the last of the others `died`, they have all samples.
+    They have all samples of the steps after the one in which the last of the others `died`.
     """
     succeeded(job)
     assert sorted(int(path.stem.removeprefix("rank")) for path in folder.glob("rank*.json")) == left, job.output
@@ -148,7 +148,7 @@ def went_on(job: Job, folder: Path, left: list[int], losses: int = 1, died: int 
     assert len({one["w"] + one["optimizer"] for one in said}) == 1
     w, expected, batches = reckoned()
     numpy.testing.assert_allclose(numpy.frombuffer(bytes.fromhex(said[0]["w"])), w, rtol=1e-12)
-    of_steps = [{number: rest for number, *rest in one["steps"]} for one in said]  # of a hook called twice, the last
+    of_steps = [{number: rest for number, *rest in one["steps"]} for one in said]  # the last call of a hook
     for number, (loss, batch) in enumerate(zip(expected, batches, strict=True), 1):
         losses_here, samples, parts = zip(*(steps[number] for steps in of_steps), strict=True)
         assert losses_here == (losses_here[0],) * len(left)
@@ -168,7 +168,7 @@ def went_on(job: Job, folder: Path, left: list[int], losses: int = 1, died: int 
     ("ranks", "dead", "place"),
     [
         (2, 1, "gradients"),
-        pytest.param(3, 0, "gradients", marks=pytest.mark.slow),  # tests below have it too
+        pytest.param(3, 0, "gradients", marks=pytest.mark.slow),  # tests below have this case too
         (3, 1, "exchange"),
         pytest.param(5, 3, "exchange", marks=pytest.mark.slow),
         (3, 0, "before_step"),
@@ -181,20 +181,20 @@ def test_a_killed_rank(tmp_path: Path, ranks: int, dead: int, place: str) -> Non
 
 
 def test_arrays_on_a_gpu(tmp_path: Path) -> None:
-    """An emulated one, which the ranks share."""
+    """The ranks share an emulated GPU."""
     job = train(tmp_path, 3, on_gpu=True, exchange="if me == 0 and now == 7: die()")
     went_on(job, tmp_path, [1, 2])
 
 
 def test_one_after_the_other(tmp_path: Path) -> None:
-    """Down to a single rank, which is not the first."""
+    """Ranks die until one is left, which is not the first."""
     job = train(tmp_path, 4, gradients="if (me, now) in ((0, 5), (3, 9), (1, 10)): die()")
     went_on(job, tmp_path, [2], losses=3, died=10)
 
 
 @pytest.mark.parametrize("built", [1, 2])
 def test_a_rank_that_dies_in_build(tmp_path: Path, built: int) -> None:
-    """In the first one, and in the one after another rank was lost: that attempt counts as one loss."""
+    """In the first `build`, and in the one after the loss of another rank: that attempt counts as one loss."""
     first = "if me == 0 and now == 7: die()" if built == 2 else "pass"
     job = train(tmp_path, 4, gradients=first, build=f"if me == 2 and built == {built}: die()")
     left = [1, 3] if built == 2 else [0, 1, 3]
@@ -214,7 +214,7 @@ def test_a_rank_that_dies_before_others_have_built(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_hears_late_of_a_loss(tmp_path: Path) -> None:
-    """It computes for longer than the launcher waits for mpiexec to end a job without a loss."""
+    """The rank computes for longer than the launcher waits for mpiexec to end a job without a loss."""
     late = "if me == 0 and now == 7: die()\n    if me == 1 and now == 7 and built == 1: time.sleep(13)"
     job = train(tmp_path, 3, gradients=late)
     went_on(job, tmp_path, [1, 2])
@@ -222,7 +222,7 @@ def test_a_rank_that_hears_late_of_a_loss(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_without_a_loss(tmp_path: Path, ranks: int) -> None:
-    """The way out of MPI is another one with --recover."""
+    """With --recover the ranks leave MPI in a different way."""
     job = train(tmp_path, ranks)
     went_on(job, tmp_path, list(range(ranks)), losses=0, died=0)
     assert job.stderr == ""
@@ -245,7 +245,7 @@ def test_two_at_once(tmp_path: Path) -> None:
     job = train(tmp_path, 5, gradients="if me in (0, 2) and now == 7: die()")
     succeeded(job)
     generations = json.loads((tmp_path / "rank1.json").read_text())["generation"]
-    assert generations in (1, 2)  # the second may come to be known after the first
+    assert generations in (1, 2)  # the ranks may hear of the second loss after the first
     went_on(job, tmp_path, [1, 3, 4], losses=generations)
 
 
@@ -255,7 +255,7 @@ def test_a_rank_that_dies_behind_its_last_step(tmp_path: Path) -> None:
 
 
 def test_checkpoints_and_the_record_go_on(tmp_path: Path) -> None:
-    """The root is lost: another rank writes what it has written until then."""
+    """The root is lost. From then on another rank writes."""
     hooks = '[mt.Record([mt.JsonLines(folder)], steps=1), mt.Checkpoint(folder / "checkpoints", steps=5)]'
     job = train(tmp_path, 3, hooks=hooks, gradients="if me == 0 and now == 12: die()")
     went_on(job, tmp_path, [1, 2], died=12)
@@ -273,14 +273,14 @@ def test_checkpoints_and_the_record_go_on(tmp_path: Path) -> None:
 
 
 def test_an_error_is_no_loss(tmp_path: Path) -> None:
-    """What the program raises ends the job, as it does without --recover."""
+    """An exception of the program ends the job, as it does without --recover."""
     job = train(tmp_path, 3, gradients="if me == 1 and now == 7: raise ValueError('my own')")
     failed(job, f"mpitrain: rank 1 on {HERE} failed:", "ValueError: my own")
     assert "went on" not in job.stderr
 
 
 def test_a_build_that_differs_is_named(tmp_path: Path) -> None:
-    """A script whose build differs from call to call."""
+    """The `build` of this script differs from call to call."""
     job = train(
         tmp_path,
         3,
@@ -301,8 +301,8 @@ def test_an_mpi_that_cannot(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("rank*.json"))
 
 
-# Each rank is a node of its own, so int8 shortens what they send. The gradients are data: the parameters are then minus
-# the sum of all means, up to what the codec has left out.
+# Each rank is a node of its own, so int8 applies to what it sends. The gradients are the data. So the parameters are
+# minus the sum of all means, up to what the codec has left out.
 CODED = """
 import os, pathlib, signal, socket, sys
 import numpy
@@ -333,7 +333,7 @@ numpy.savez(folder / f"rank{me}.npz", w=trainer.adapter.parameters()["w"], left_
 
 
 def test_what_a_codec_has_left_out(tmp_path: Path) -> None:
-    """Beside float64: what was sent and what is left out are all gradients, but for what the lost rank had left out."""
+    """In float64: what was sent and what is left out add up to all gradients, less what the lost rank had left out."""
     (tmp_path / "coded.py").write_text(CODED)
     command = [str(VENVS[need("openmpi")] / "bin/python"), "-m", "mpitrain", "run", "-n", "3", "--recover"]
     succeeded(run_command([*command, str(tmp_path / "coded.py"), str(tmp_path)], cwd=tmp_path))
@@ -342,7 +342,7 @@ def test_what_a_codec_has_left_out(tmp_path: Path) -> None:
     mean = numpy.random.default_rng(0).standard_normal((12, 1000), numpy.float32).mean(axis=0, dtype=numpy.float64)
     lost = numpy.load(tmp_path / "lost.npy")
     kept = sum(end["left_out"].astype(float) for end in ends) - ends[0]["w"]
-    rounding = 20 * 20 * abs(mean).max() * 2.0**-24  # of sums in float32
+    rounding = 20 * 20 * abs(mean).max() * 2.0**-24  # the rounding of sums in float32
     assert abs(lost).max() > 10 * rounding
     numpy.testing.assert_allclose(kept + lost, 20 * mean, rtol=0, atol=rounding)
 
@@ -383,13 +383,13 @@ trainer = mt.Trainer(build, [mt.StopAtStep(20)])
 trainer.run()
 numpy.savez(pathlib.Path(sys.argv[1]) / f"left{me}.npz", **trainer.adapter.parameters())
 """
-# PyTorch and what it imports.
+# PyTorch and the packages that it imports.
 OF_TORCH = ["torch", "torchgen", "functorch", "sympy", "mpmath", "networkx", "jinja2", "markupsafe", "fsspec"]
 OF_TORCH += ["filelock", "typing_extensions.py"]
 
 
 def test_a_torch_module(tmp_path: Path) -> None:
-    """Parameters, buffers, the moments of Adam and the schedule: beside the same in NumPy."""
+    """Parameters, buffers, the moments of Adam and the schedule equal those of the same training in NumPy."""
     torch = pytest.importorskip("torch")
     installed = Path(torch.__file__).parents[1]
     (tmp_path / "packages").mkdir()  # .venv-openmpi has no PyTorch
@@ -412,7 +412,7 @@ def test_a_torch_module(tmp_path: Path) -> None:
 
 
 def reckoned_with_adam(w: numpy.ndarray) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """The parameters of TORCH after its 20 steps from these, weights and then bias; and what the buffer has seen."""
+    """The parameters of TORCH, weights and then bias, 20 steps after the given ones; and the values in its buffer."""
     random = numpy.random.default_rng(0)
     x, y = random.standard_normal((61, 5)), random.standard_normal(61)
     mean, square, seen = numpy.zeros(6), numpy.zeros(6), numpy.zeros(5)

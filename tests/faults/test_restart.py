@@ -1,6 +1,7 @@
-"""`mpitrain run --restarts`: a training that is killed goes on from its checkpoint; one that cannot succeed ends.
+"""`mpitrain run --restarts`: a killed training resumes from its checkpoint; one that cannot succeed ends.
 
-Copies in memory, which would come first, are so far apart that there are none: test_memory.py has those.
+Copies in memory would come first. Here the interval between them is so long that there are none; test_memory.py has
+those.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from jobs import HANG_SECONDS, VENVS, Job, run_command, until
 
 HERE = socket.gethostname()
 
-# 20 steps with a checkpoint every 4. What goes wrong is what a test puts into WRONG, which runs before every step.
+# 20 steps with a checkpoint every 4. A test puts its fault into WRONG, which runs before every step.
 SCRIPT = """
 import os, pathlib, signal, sys, time
 import numpy
@@ -85,7 +86,7 @@ def train(
     env: Mapping[str, str] | None = None,
     during: Callable[[subprocess.Popen[str]], None] | None = None,
 ) -> Job:
-    """Run the training with what goes wrong in it, three times at most; `before` runs before it."""
+    """Run the training with this fault, at most three times. `before` runs before the training."""
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(SCRIPT.replace("BEFORE", before).replace("WRONG", wrong))
     command = [str(VENVS[vendor] / "bin/python"), "-m", "mpitrain", "run", "-n", str(ranks), "--restarts", "2"]
@@ -95,18 +96,18 @@ def train(
 
 
 def tries(job: Job) -> list[str]:
-    """What the supervisor says of each try."""
+    """What the supervisor prints about each try."""
     return re.findall(r"^mpitrain: (try .*)$", job.stderr, re.M)
 
 
 def parameters(folder: Path) -> bytes:
-    """What the training ended with, to the bit."""
+    """The bits of the training's final parameters."""
     return numpy.load(folder / "w.npy").tobytes()
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """The parameters of a training of two ranks in which nothing goes wrong."""
+    """The parameters of a training of two ranks without faults."""
     folder = tmp_path_factory.mktemp("uninterrupted")
     job = train(folder, "pass")
     succeeded(job)
@@ -116,7 +117,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 @pytest.fixture(scope="module")
 def uninterrupted_three(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """The same of three ranks."""
+    """The parameters of a training of three ranks without faults."""
     folder = tmp_path_factory.mktemp("uninterrupted")
     succeeded(train(folder, "pass", ranks=3))
     return parameters(folder)
@@ -148,7 +149,7 @@ def test_an_exception_on_a_rank(tmp_path: Path, uninterrupted: bytes) -> None:
     assert parameters(tmp_path) == uninterrupted
 
 
-# Rank 1 dies once in each phase of a step; rank 0, which writes, in the write of a checkpoint.
+# Rank 1 dies once in each phase of a step. Rank 0, which writes, dies while it writes a checkpoint.
 PHASES = """
 import threading
 from mpitrain.training.checkpoint import store
@@ -207,7 +208,7 @@ def test_a_rank_is_killed_in_each_phase(tmp_path: Path, uninterrupted: bytes) ->
 
 @pytest.mark.parametrize(("vendor", "parent"), [("mpich", "daemon"), ("mpich", "mpiexec"), ("openmpi", "mpiexec")])
 def test_what_started_the_ranks_is_killed(tmp_path: Path, vendor: str, parent: str, uninterrupted: bytes) -> None:
-    # The parent of a rank is MPICH's daemon, Hydra's proxy, whose parent is mpiexec; or else mpiexec itself.
+    # The parent of a rank is MPICH's daemon (Hydra's proxy, whose parent is mpiexec), or mpiexec itself.
     above = parent == "mpiexec" and vendor == "mpich"
     wrong = f"""if rank == 0 and step == 10 and once("killed"):
         pid = os.getppid()
@@ -230,7 +231,7 @@ def test_two_jobs_at_once(tmp_path: Path, uninterrupted: bytes) -> None:
         while not all(pathlib.Path(folder, "there").exists() for folder in {[str(path) for path in folders]}):
             time.sleep(0.05)"""
     kill = "\n    if rank == 1 and step == 7 and once('killed'): kill()"
-    # The one that is not killed is still at its work when the other one has been cleared away and has begun again.
+    # The job that is not killed is still running when the other one has been cleaned up and has started again.
     stay = f"""\n    while step == 6 and not pathlib.Path({str(folders[1])!r}, "w.npy").exists(): time.sleep(0.05)"""
     with ThreadPoolExecutor() as pool:
         whole = pool.submit(train, folders[0], meet + stay)
@@ -282,7 +283,7 @@ time_t time(time_t *result) {
 @pytest.mark.parametrize("vendor", ["mpich", pytest.param("openmpi", marks=pytest.mark.slow)], indirect=True)
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler for the library that moves the clock")
 def test_a_clock_that_jumps(tmp_path: Path, vendor: str, uninterrupted: bytes) -> None:
-    # All that the job starts sees it; the clock of the machine itself stays.
+    # Every process of the job sees this clock. The clock of the machine itself does not change.
     library, jump = tmp_path / "jump.so", tmp_path / "jump"
     (tmp_path / "jump.c").write_text(JUMPING_CLOCK)
     subprocess.run(
@@ -297,7 +298,7 @@ def test_a_clock_that_jumps(tmp_path: Path, vendor: str, uninterrupted: bytes) -
     succeeded(job)
     found = tries(job)
     assert len(found) == 2, job.output
-    # (Which rank is the guards' business; mpiexec may be so quick that another one has ended before.)
+    # (The guards decide which rank is named. mpiexec may be so quick that another rank has ended first.)
     assert "failed at step 11: rank " in found[0], job.output
     assert "no progress" not in job.output
     assert job.stdout.count("resumed from ") == 1
@@ -307,7 +308,7 @@ def test_a_clock_that_jumps(tmp_path: Path, vendor: str, uninterrupted: bytes) -
 def test_always_at_the_same_step(tmp_path: Path) -> None:
     job = train(tmp_path, "if rank == 0 and step == 10: kill() if once('killed') else os._exit(7)")
     failed(job)
-    assert job.code in (7, 137), job.output  # MPICH may give that of a rank that it has killed itself
+    assert job.code in (7, 137), job.output  # MPICH may return the code of a rank that it has killed itself
     found = tries(job)
     assert len(found) == 3, job.output
     assert all(", from step 8, failed at step 10: " in line for line in found[1:]), job.output

@@ -20,12 +20,12 @@ from faults.test_restart import SCRIPT, parameters, tries
 from jobs import TOKEN, VENVS, Job, run_command, until
 
 HERE = socket.gethostname()
-# Fixtures: the same training without spares.
+# These fixtures run the same training without spares.
 uninterrupted, uninterrupted_three = test_restart.uninterrupted, test_restart.uninterrupted_three
-# What mpiexec tells a rank, and a spare does not have.
+# Variables that mpiexec gives a rank, and that a spare does not have.
 RANK = {b"PMI_RANK", b"OMPI_COMM_WORLD_RANK"}
 
-# Every process, a rank or a spare, leaves a file with its number before init(); a rank another one after it.
+# Every process, rank or spare, leaves a file with its number before init(). A rank leaves another one after init().
 BEFORE_INIT = """
 import os, pathlib, sys, time
 folder = pathlib.Path(sys.argv[1])
@@ -38,7 +38,7 @@ def restarted():  # the training runs, and nobody has let it go on yet
     return (folder / "trains").exists() and not (folder / "killed").exists()
 """
 AFTER_INIT = "(folder / f'rank-{rank}-{os.getpid()}').touch()"
-# A rank that trains waits at step 7 until the test lets it, and is killed there.
+# A training rank waits at step 7 until the test lets it go on, and is killed there.
 KILL = """if rank == 1 and step == {step} and once("kill-{step}"):
         once("trains")
         wait_for("go-{step}")
@@ -56,7 +56,7 @@ def train(
     vendor: str = "mpich",
     during: Callable[[subprocess.Popen[str], Callable[[str], bool]], None] | None = None,
 ) -> Job:
-    """Run the training of test_restart with spares. `during` gets a function that says whether stderr has a text."""
+    """Run the training of test_restart with spares. `during` gets a function that returns True if stderr has a text."""
     folder.mkdir(exist_ok=True)
     body = SCRIPT.replace("BEFORE", AFTER_INIT).replace("WRONG", wrong)
     (folder / "train.py").write_text(BEFORE_INIT + at_start + body)
@@ -64,7 +64,7 @@ def train(
     errors.touch()
     command = [str(VENVS[vendor] / "bin/python"), "-m", "mpitrain", "run", "-n", str(ranks)]
     command += ["--restarts", "2", "--spares", *options, str(folder / "train.py"), str(folder)]
-    # `exec`: a signal to the process is one to the launcher.
+    # With `exec`, a signal to the process goes to the launcher.
     job = run_command(
         ["sh", "-c", 'exec "$@" 2> "$0"', str(errors), *command],
         cwd=folder,
@@ -75,7 +75,7 @@ def train(
 
 
 def spares(token: str) -> list[int]:
-    """The spares of the job with this token of tests/jobs.py that are no ranks."""
+    """The processes of the job with this token of tests/jobs.py that are still spares."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -96,7 +96,7 @@ def token_of(process: subprocess.Popen[str]) -> str:
 
 
 def let_go(folder: Path, *steps: int) -> Callable[[subprocess.Popen[str], Callable[[str], bool]], None]:
-    """Let the ranks be killed at these steps, each time when all spares are ready."""
+    """Have ranks killed at these steps, each time when all spares are ready."""
 
     def during(_: subprocess.Popen[str], has_said: Callable[[str], bool]) -> None:
         for number, step in enumerate(steps, start=1):
@@ -112,7 +112,7 @@ def ranks(folder: Path) -> set[int]:
 
 
 def printed(stdout: str, line: str) -> Counter[int]:
-    """How often each rank has printed this line; mpitrain prints equal lines once, after their ranks."""
+    """How often each rank printed this line. mpitrain prints equal lines once, with the ranks in front."""
     found: Counter[int] = Counter()
     for named in re.findall(rf"^\[([\d,-]+)\] {line}$", stdout, re.M):
         for first, _, last in (part.partition("-") for part in named.split(",")):
@@ -121,7 +121,7 @@ def printed(stdout: str, line: str) -> Counter[int]:
 
 
 def test_killed_ranks(tmp_path: Path, vendor: str, uninterrupted_three: bytes) -> None:
-    """Spares become the ranks; the second kill is that of a spare that has become one."""
+    """Spares become the ranks. The second kill hits such a spare."""
     wrong = KILL.format(step=7) + "    " + KILL.format(step=13)
     begun: list[set[int]] = []
 
@@ -174,7 +174,7 @@ def test_a_spare_is_killed(tmp_path: Path, uninterrupted: bytes) -> None:
 
 
 def test_a_spare_does_not_answer(tmp_path: Path, uninterrupted: bytes) -> None:
-    """It is killed while it takes over a rank, and a new process is the rank."""
+    """The spare is killed while it becomes a rank. A new process then becomes the rank."""
 
     def during(process: subprocess.Popen[str], has_said: Callable[[str], bool]) -> None:
         until(lambda: has_said("2 spares are ready"))
@@ -233,11 +233,11 @@ def test_the_script_has_changed(tmp_path: Path, uninterrupted: bytes) -> None:
 
 
 def test_an_exit_code(tmp_path: Path) -> None:
-    """A rank that was a spare leaves; its code is that of the job."""
+    """A rank that was a spare leaves. Its exit code is that of the job."""
     wrong = KILL.format(step=7) + "    if rank == 1 and step > 7: os._exit(7)"
     job = train(tmp_path, wrong, "--restarts", "1", during=let_go(tmp_path, 7))
     failed(job)
-    assert job.code in (7, 137), job.output  # MPICH may give that of a rank that it has killed itself
+    assert job.code in (7, 137), job.output  # MPICH may return the code of a rank that it has killed itself
     assert len(tries(job)) == 2, job.output
 
 
@@ -245,7 +245,7 @@ def test_an_exit_code(tmp_path: Path) -> None:
     "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM, signal.SIGKILL]
 )
 def test_a_signal_to_the_launcher(tmp_path: Path, number: signal.Signals) -> None:
-    """When spares have become the ranks, and others wait."""
+    """The signal comes when spares have become the ranks and other spares wait."""
 
     def during(process: subprocess.Popen[str], has_said: Callable[[str], bool]) -> None:
         let_go(tmp_path, 7)(process, has_said)
@@ -260,7 +260,7 @@ def test_a_signal_to_the_launcher(tmp_path: Path, number: signal.Signals) -> Non
 
 
 def test_what_keeps_the_spares_is_killed(tmp_path: Path, uninterrupted: bytes) -> None:
-    """The spares that have become ranks end with it, and the job starts again without spares."""
+    """The spares that have become ranks end with the holder. The job starts again without spares."""
 
     def during(process: subprocess.Popen[str], has_said: Callable[[str], bool]) -> None:
         let_go(tmp_path, 7)(process, has_said)
@@ -278,7 +278,7 @@ def test_what_keeps_the_spares_is_killed(tmp_path: Path, uninterrupted: bytes) -
 
 
 def test_the_daemon_of_mpiexec_is_killed(tmp_path: Path, uninterrupted: bytes) -> None:
-    """It has started the stubs; the guard blames it, not the ranks or what holds the spares."""
+    """The daemon has started the stubs. The guard blames the daemon, not the ranks or the holder of the spares."""
 
     def during(process: subprocess.Popen[str], has_said: Callable[[str], bool]) -> None:
         let_go(tmp_path, 7)(process, has_said)

@@ -1,4 +1,4 @@
-"""SIGTERM to a rank: with `--restarts`, a wish that its host leaves the job; without, the end of the job as before."""
+"""SIGTERM to a rank. With `--restarts` its host leaves the job; without it, SIGTERM ends the job."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jobs import VENVS, Job, run_command, until
 
 HERE = socket.gethostname()
 
-# What a test puts into HOOKS trains too. Without `endless`, it makes 60 steps.
+# A test adds its hooks at HOOKS. Without `endless`, the training makes 60 steps.
 SCRIPT = """
 import os, pathlib, signal, subprocess, sys, time
 import multiprocessing
@@ -64,7 +64,7 @@ def train(
 
 
 def process_of(process: subprocess.Popen[str], folder: Path, rank: int) -> int:
-    """Of a rank that has made three steps."""
+    """The process of a rank that has made three steps."""
     path = folder / f"rank-{rank}"
     until(lambda: path.exists() or process.poll() is not None)
     return int(path.read_text())
@@ -112,7 +112,7 @@ def test_without_a_checkpoint(tmp_path: Path) -> None:
 def test_without_restarts_it_is_a_failure(tmp_path: Path, vendor: str) -> None:
     job = train(tmp_path, tell(tmp_path, 1), vendor=vendor)
     assert job.code == 128 + signal.SIGTERM, job.output
-    # MPICH's mpiexec prints how one rank ended, which may be another one that it has ended itself.
+    # MPICH's mpiexec prints how one rank ended. This may be another rank, which mpiexec has ended itself.
     assert re.search(rf"mpitrain: rank 1 on {HERE} (was killed by signal 15|ended without a word)", job.stderr), (
         job.output
     )
@@ -120,7 +120,7 @@ def test_without_restarts_it_is_a_failure(tmp_path: Path, vendor: str) -> None:
 
 
 def test_a_killed_rank_is_no_wish(tmp_path: Path, vendor: str) -> None:
-    """mpiexec may send SIGTERM to the others."""
+    """mpiexec may send SIGTERM to the others. That is no wish either."""
 
     def during(process: subprocess.Popen[str]) -> None:
         pid = process_of(process, tmp_path, 1)

@@ -1,4 +1,4 @@
-"""Jobs of torch.distributed over MPI that go wrong, or begin in unusual ways: they end soon, and say why."""
+"""Jobs of torch.distributed over MPI that fail or start in unusual ways: they end soon, and say why."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jobs import run_job
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
 
-# Importing PyTorch takes seconds where others compute too.
+# On a busy machine the import of PyTorch takes seconds.
 TIMEOUT = 100.0
 
 START = """
@@ -39,7 +39,7 @@ for step in range(10**6):
 
 @pytest.mark.slow
 def test_a_rank_that_fails() -> None:
-    """The report is that of the rank that failed, once; PyTorch's own hook for what is not caught does not hide it."""
+    """The report of the rank that failed comes once. PyTorch's own hook for uncaught exceptions does not hide it."""
     source = """
 for step in range(10):
     if rank == 2 and step == 3:
@@ -52,7 +52,7 @@ for step in range(10):
 
 @pytest.mark.slow
 def test_models_that_differ() -> None:
-    """DDP on rank 1 sees it and raises, while rank 0 goes on and waits for rank 1."""
+    """DDP on rank 1 sees the difference and raises. Rank 0 goes on and waits for rank 1."""
     source = """
 torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3 + rank, 2))
 """
@@ -61,7 +61,7 @@ torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3 + rank, 2))
 
 
 def test_a_rank_that_makes_no_further_call() -> None:
-    """It has come to its end: the others need not wait for their timeout."""
+    """That rank has ended, so the others need not wait for their timeout."""
     source = """
 dist.all_reduce(torch.ones(3))
 if rank:
@@ -72,7 +72,7 @@ if rank:
 
 
 def test_a_rank_that_leaves_after_its_part() -> None:
-    """Rank 2 has sent, and has come to its end, long before rank 1 comes; calls are no longer compared by then."""
+    """Rank 2 has sent and ended long before rank 1 comes. By then calls are no longer compared."""
     source = """
 for _ in range(110):
     dist.barrier()
@@ -115,7 +115,7 @@ def test_alone_without_mpiexec() -> None:
 
 @pytest.mark.slow
 def test_variables_of_a_launcher_are_accepted() -> None:
-    """Scripts that set what torchrun sets go on to work, also where they name an address that leads nowhere."""
+    """Scripts that set torchrun's variables still work, even with an address that does not exist."""
     source = """
 assert os.environ["MASTER_ADDR"] == "no.such.host.invalid"
 value = torch.ones(3)
@@ -128,7 +128,7 @@ dist.new_group(backend="gloo")  # asks the store, which knows better
 
 
 def test_a_first_group_of_some_ranks() -> None:
-    """Beside another backend's: rank 1 makes none."""
+    """The group exists beside another backend's. Rank 1 makes no group."""
     source = """
 some = dist.new_group([0], backend="mpitrain")
 if rank == 0:
@@ -139,13 +139,13 @@ dist.barrier()
 
 
 def test_variables_that_contradict_mpi() -> None:
-    """RANK is that of one rank: the other one is told, and so all are."""
+    """RANK fits only one rank. The other rank raises, so all ranks raise."""
     job = run_job(2, START, timeout=TIMEOUT, env={"RANK": "0"})
     report_of(job, "LaunchError: rank 1 on ", "the environment says rank 0 of 2, MPI says rank 1 of 2", "torchrun")
 
 
 def test_processes_that_mpi_has_not_started() -> None:
-    """As torchrun would start two: each is alone in MPI."""
+    """Two processes as torchrun would start them: each is alone in MPI."""
     ranks = "store=dist.HashStore(), rank=1, world_size=2, backend="
     source = START.replace("dist.init_process_group(", f"dist.init_process_group({ranks}")
     job = run_job(None, source, timeout=TIMEOUT)

@@ -1,4 +1,4 @@
-"""Jobs with arrays on (emulated) GPUs that go wrong: they end, and say why."""
+"""Jobs with arrays on (emulated) GPUs that fail: they end, and say why."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ print("sum", float(flat.sum()))
 
 
 def test_a_gpu_that_fails_ends_the_wait_for_it() -> None:
-    """CuPy says of its events no more than that they have not happened, for ever."""
+    """CuPy reports for ever that its events have not happened, and nothing else."""
     source = """
 transport = make_transport(world, "staged")
 flat = transport.allocate(3_000_000, numpy.dtype("f4"))
@@ -86,7 +86,7 @@ def test_a_transport_that_there_is_not() -> None:
 
 
 def test_the_gpu_is_chosen_before_mpi_starts() -> None:
-    """From the devices that were given, or where MPI is to take GPU memory from the local rank."""
+    """The choice comes from the given devices. If MPI takes GPU memory, it comes from the local rank."""
     source = """
 world.print("early", world.rank, seen, all_ranks=True)
 """

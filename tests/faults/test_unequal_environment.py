@@ -1,4 +1,4 @@
-"""Ranks whose environments differ, as a module file or a wrapper script on one machine makes them."""
+"""Ranks whose environments differ, for example because of a module file or a wrapper script on one machine."""
 
 from __future__ import annotations
 

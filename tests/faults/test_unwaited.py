@@ -1,4 +1,4 @@
-"""Sums that a program starts and does not wait for, and sums that one rank starts alone."""
+"""Sums for which the program never waits, and sums that only one rank starts."""
 
 from __future__ import annotations
 

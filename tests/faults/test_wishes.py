@@ -1,4 +1,4 @@
-"""Wishes to change the hosts of a job on one machine: what can never be done is refused at once."""
+"""Wishes to change the hosts of a job on one machine: an impossible wish is refused at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpitrain.launch.wishes import ask
 
 HERE = socket.gethostname()
 
-# Each part lasts until its file is there.
+# Each part lasts until its file exists.
 SCRIPT = """
 import pathlib, sys, time
 import numpy

@@ -1,4 +1,4 @@
-"""Many worlds, one after the other, in one process: nothing of them is left."""
+"""Many worlds, one after the other, in one process: they leave nothing behind."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ world.print(last, "worlds", trainer.adapter.parameters()["w"].ravel().round(3).t
 @pytest.mark.parametrize("launcher", ["mpich", "openmpi"])
 @pytest.mark.parametrize(
     ("ranks", "worlds"),
-    # Three ranks have all that two have, and what one world leaves shows after 60.
+    # Three ranks cover the cases of two. What one world leaves shows after 60 worlds.
     [(3, 60), pytest.param(2, 200, marks=pytest.mark.slow), pytest.param(3, 200, marks=pytest.mark.slow)],
 )
 def test_many_worlds(ranks: int, worlds: int, launcher: str) -> None:

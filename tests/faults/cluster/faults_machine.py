@@ -7,7 +7,7 @@ from mpitrain.testbed.bed import Bed
 
 
 def _same_host_key(bed: Bed) -> None:
-    """A second key, so that the logins, which use the first, go on."""
+    """A second host key. Logins use the first, so they still work."""
     node1, node2 = bed.names[:2]
     made = bed.node_run(node1, ["bash", "-c", f"{_NO_ECDSA}; ssh-keygen -q -t ecdsa -N '' -f {_ECDSA} && cat {_ECDSA}"])
     assert made.returncode == 0, made.stderr
@@ -128,7 +128,7 @@ FAULTS: dict[str, Fault] = {
         "the clock of node2 is 5 minutes ahead",
         lambda bed: bed.clock("node2", 300),
         lambda bed: bed.heal("node2"),
-        # The bed does it by a library that every login loads.
+        # The bed sets the clock through a library that every login loads.
         {"CLK01": ("fail", "node2"), "ENV06": ("warn", "node2")},
         shows=["its clock is 300 s ahead of the others"],
     ),

@@ -10,11 +10,11 @@ from mpitrain.testbed.bed import Bed
 
 _OURS = "/etc/ssh/sshd_config.d/10-mpitrain.conf"
 _SITE = "/etc/ssh/sshd_config.d/60-site.conf"
-# Not `reload`, which ends before sshd listens again; a restart ends when it does.
+# Not `reload`, which ends before sshd listens again. A restart ends when sshd listens.
 _READ_ANEW = "systemctl restart ssh"
 _PYTHON = "/usr/bin/python3"
 _HIGH = "tcp flags & (syn | ack) == syn tcp dport 32768-65535"
-# A limit on what eth0 sends to one address or port; the rest is as fast as before.
+# A limit on what eth0 sends to one address or port. All other traffic is as fast as before.
 _LIMIT = (
     "tc qdisc add dev eth0 root handle 1: htb default 2 && "
     "tc class add dev eth0 parent 1: classid 1:2 htb rate 20gbit quantum 60000 && "
@@ -25,7 +25,7 @@ _NO_LIMIT = "tc qdisc del dev eth0 root"
 
 
 def in_network(bed: Bed, node: str, line: str) -> None:
-    """A line of shell in the node's network, with the programs of this machine."""
+    """Run a line of shell in the node's network, with the programs of this machine."""
     command = ["ip", "netns", "exec", bed.record.node_namespace(node), "sh", "-c", line]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
@@ -45,13 +45,13 @@ def _no_rules(node: str) -> Callable[[Bed], None]:
 
 
 def limit(bed: Bed, node: str, what: str, rate: str, burst: str = "256kb") -> None:
-    """Make a part of what a node sends slow: that to an address or a port, in the words of tc's u32."""
+    """Slow down what a node sends to an address or a port, given in the words of tc's u32."""
     where = what.format(**{name: bed.address(name) for name in bed.names})
     in_network(bed, node, _LIMIT.format(rate=rate, burst=burst, what=where))
 
 
 def no_limit(bed: Bed, node: str) -> None:
-    """Undo it."""
+    """Remove the limit."""
     in_network(bed, node, _NO_LIMIT)
 
 
@@ -64,7 +64,7 @@ def _no_limit(node: str) -> Callable[[Bed], None]:
 
 
 def _swap_addresses(bed: Bed) -> None:
-    """Swaps them back as well."""
+    """Swap two addresses. A second call swaps them back."""
     before = {node: _own_address(bed, node) for node in ("node2", "node3")}
     for node in before:
         in_network(bed, node, f"ip addr del {before[node]} dev eth0")
@@ -447,7 +447,7 @@ FAULTS: dict[str, Fault] = {
         {"node4": _ALL_PROCESSORS},
         {"PRF03": ("fail", "node4")},
         level="bench",
-        options=["--only", "PRF03"],  # other checks say that there is one processor only
+        options=["--only", "PRF03"],  # other checks say that there is only one processor
         is_slow=True,
     ),
     "slow share": Fault(
@@ -465,7 +465,7 @@ FAULTS: dict[str, Fault] = {
         _no_limit("node2"),
         {"NET06": ("warn", "node2 <-> node4")},
         level="full",
-        options=["--only", "NET06"],  # all else is slow too
+        options=["--only", "NET06"],  # everything else is slow too
         is_slow=True,
     ),
 }

@@ -17,10 +17,10 @@ _STOP = f"systemctl stop {_UNIT}.automount {_UNIT}.mount"
 _MASK = f"{_STOP}; mv {_AUTOMOUNT} /root/kept; ln -s /dev/null {_AUTOMOUNT}; systemctl daemon-reload"
 _UNMASK = f"[ ! -e /root/kept ] || mv -fT /root/kept {_AUTOMOUNT}; systemctl daemon-reload"
 _REMOUNT = f"umount -l {_SHARE}; systemctl restart {_UNIT}.automount; sudo -u cluster ls {_SHARE}"
-# Root of a client is nobody on the share, and must reach into it to mount something there.
+# On the share, root of a client is the user nobody. Root must have access to mount something there.
 _OPEN, _CLOSE = f"chmod 755 {_SHARE}", f"chmod 750 {_SHARE}"
 _BASHRC = "/home/cluster/.bashrc"
-# Over ssh bash reads .bashrc, though nobody types.
+# Over ssh, bash reads .bashrc even if it is not interactive.
 UNDO_BASHRC = f"[ ! -e {_BASHRC}.kept ] || mv -f {_BASHRC}.kept {_BASHRC}; [ -s {_BASHRC} ] || rm -f {_BASHRC}"
 
 
@@ -37,7 +37,7 @@ def _in_environment(line: str) -> str:
 
 _UNDO_ENVIRONMENT = "mv -f /root/environment /etc/environment"
 
-# Where the real one makes four ranks of one world, this one makes four worlds.
+# The real mpiexec makes four ranks of one world; this one makes four worlds.
 _OTHER_LAUNCHER = f"""
 rm {_BINS}/mpiexec
 cat > {_BINS}/mpiexec <<'END'
@@ -58,7 +58,7 @@ _WHOLE = (f"umount -l {_SHARE}", "umount /mnt/all", "systemctl restart nfs-serve
 
 
 def _replace_share(bed: Bed, on_head: tuple[str, ...]) -> None:
-    """Do something to the head's folder, and let the others mount it anew."""
+    """Change the head's folder, and let the other nodes mount it again."""
     for node, script in (("node1", " && ".join(on_head)), *((node, _REMOUNT) for node in _WORKERS)):
         done = bed.node_run(node, ["bash", "-c", script], timeout_seconds=400)
         assert done.returncode == 0, f"{node}: {done.stdout}{done.stderr}"
@@ -117,7 +117,7 @@ FAULTS: dict[str, Fault] = {
         {"NFS03": ("fail", "node[2-4]")},
         repair="nfs",
         shows=("Stale file handle",),
-        is_slow=True,  # and once in a while a node has looked the folder up anew, and nothing is stale there
+        is_slow=True,  # now and then a node has looked up the folder again, and its mount is not stale
     ),
     "share read-only": Fault(
         "the share mounted again read-only on one node",

@@ -1,4 +1,4 @@
-"""Faults of the matrix: what keeps `mpitrain run` from starting a job, though nothing else is wrong with a node."""
+"""Faults of the matrix: a node has no other fault, but `mpitrain run` cannot start a job on it."""
 
 from __future__ import annotations
 

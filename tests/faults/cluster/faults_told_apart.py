@@ -1,4 +1,4 @@
-"""Faults of the matrix whose signs are those of other faults, too: the cause is named, and what repairs it."""
+"""Faults of the matrix with the same signs as other faults: the finding names the cause and its repair."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STOP, _CONTINUE = (f"systemctl kill -s {signal} nfs-server" for signal in ("STO
 
 
 def _addresses(bed: Bed) -> tuple[ipaddress.IPv4Interface, ipaddress.IPv4Interface]:
-    """node2's own address, and one beside it that nobody has."""
+    """node2's own address, and an unused address next to it."""
     script = "ip -o -4 addr show dev eth0 | awk '{print $4}'"
     lines = bed.node_run("node2", ["sh", "-c", script]).stdout.split()
     own = next(one for one in map(ipaddress.IPv4Interface, lines) if str(one.ip) == bed.address("node2"))

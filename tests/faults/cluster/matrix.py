@@ -1,4 +1,4 @@
-"""A fault of the matrix: what is done to a bed, and which findings `mpitrain check-cluster` must then have."""
+"""A fault of the matrix: what it does to a bed, and which findings `mpitrain check-cluster` must then have."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from mpitrain.testbed.bed import Bed
 from mpitrain.testbed.commands import wait_until
 
 CHECK = ("mpitrain", "check-cluster", "--json")
-# What is true of any cluster while this machine does much else; the verdict on it is `warn`.
+# Findings of any cluster while this machine is busy; their verdict is `warn`.
 _BUSY = re.compile("a login takes |listing it twice takes |a new file is listed|MPI_Init takes |a round trip takes ")
 
-# Set-up leaves the passwords of other users as they are, and this says so of every node of a bed.
+# Set-up does not change the passwords of other users, so every node of a bed has this finding.
 _USUAL = "SSH10"
 _SCHEMA = json.loads((REPOSITORY / "docs/check-cluster.schema.json").read_text())
-# Lines of shell for a node: all processes that a check may have started there, and its files on the share.
+# Lines of shell for a node. They list all processes that a check may have started there, and its files on the share.
 OURS = "pgrep -af 'python3 -I -u -c|mpiexec|hydra|sudo -n' | grep -v pgrep; true"
 ON_THE_SHARE = "ls -d /home/cluster/nfs/.mpitrain-check-*{} 2>/dev/null; true"
 
 
-# Checks that no fault of the matrix proves, and why. Their judges have unit tests with made-up answers.
+# Checks that no fault of the matrix proves, each with the reason. Unit tests with made-up answers cover their judges.
 UNPROVED = {
     "INV01": "what it refuses cannot be an inventory; two nodes on a loopback address cannot be logged in to",
     "INV02": "this machine's own programs",
@@ -65,14 +65,14 @@ class Fault:
     Attributes:
         says: what was done, for the table.
         do, undo: shell lines for root on nodes, by node; or a function of the bed.
-        fires: id -> (verdict, places) of every finding that is neither a pass, a skip nor blocked: these, and no more.
-        level: of the check.
-        repair: the tag whose set-up, on the line that the finding itself gives, mends it; then `undo` is not needed.
-        has_line: the line of the finding, run as it stands on the machine that checks, mends it.
-        console: the node on whose console that line is typed, instead.
+        fires: id -> (verdict, places) of every finding that is neither a pass, a skip nor blocked. There are no others.
+        level: level of the check.
+        repair: tag of the set-up that repairs the fault, run as the finding prints it. `undo` is then not needed.
+        has_line: True if the line that the finding prints repairs the fault, run on the machine that checks.
+        console: the node on whose console to type that line instead.
         shows: text that must be in the findings.
-        options, env: more for the command.
-        is_slow: shown by `scripts/test --full` only.
+        options, env: further options and environment variables of the command.
+        is_slow: True if only `scripts/test --full` runs the row.
     """
 
     says: str
@@ -90,7 +90,7 @@ class Fault:
 
 
 def apply(bed: Bed, what: Mapping[str, str] | Callable[[Bed], None]) -> None:
-    """Do or undo."""
+    """Make the fault, or undo it."""
     if callable(what):
         what(bed)
         return
@@ -102,7 +102,7 @@ def apply(bed: Bed, what: Mapping[str, str] | Callable[[Bed], None]) -> None:
 def check(
     bed: Bed, *options: str, env: Mapping[str, str] | None = None, checkout: Path = REPOSITORY
 ) -> tuple[int, dict[str, Any]]:
-    """Run the check on the bed's controller, with a checkout's variables; returns its exit code and its document."""
+    """Run the check on the bed's controller, with a checkout's variables. Return its exit code and its document."""
     done = check_process(bed, *options, env=env, checkout=checkout)
     assert done.stdout.startswith("{"), done.stdout + done.stderr
     document = json.loads(done.stdout)
@@ -113,12 +113,12 @@ def check(
 def check_process(
     bed: Bed, *options: str, env: Mapping[str, str] | None = None, checkout: Path = REPOSITORY
 ) -> subprocess.CompletedProcess[str]:
-    """The same, as it ended."""
+    """Run the check as `check` does. Return the ended process."""
     return bed.run([*CHECK, *options], timeout_seconds=600, cwd=checkout, env=env)
 
 
 def assert_that_nothing_stays(bed: Bed, listing: str) -> None:
-    """On no node does a line of shell print anything any more, soon."""
+    """A line of shell soon prints nothing more on any node."""
     left: dict[str, str] = {}
 
     def is_gone() -> bool:
@@ -130,9 +130,9 @@ def assert_that_nothing_stays(bed: Bed, listing: str) -> None:
 
 
 def findings(document: Mapping[str, Any], about: Collection[str] = ()) -> dict[str, tuple[str, str]]:
-    """id -> (verdict, places), of those that say that something is not right; places of several findings joined.
+    """id -> (verdict, places) of the findings that report a fault. Places of several findings of an id are joined.
 
-    What is so on every bed, or only takes long on a busy machine, is left out, but for the checks of `about`.
+    Findings of every bed and of a busy machine are left out, except those of the checks in `about`.
     """
     found: dict[str, tuple[str, str]] = {}
     for one in document["findings"]:

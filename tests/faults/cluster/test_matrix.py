@@ -1,4 +1,4 @@
-"""Every fault of the matrix, really made: the check that must fire fires and names the place, and nothing else does."""
+"""Every fault of the matrix, really made: the right check fires and names the place, and no other check fires."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FAULTS: dict[str, Fault] = {**NETWORK, **MACHINE, **SHARE, **START, **TOLD_APART
 SHOWN: list[str] = []  # names of the faults that were found as they should be, in this run
 
 
-# Made at the same time, and each is found beside the others; `scripts/test --full` makes each of them alone too.
+# These faults are made at the same time, and the check finds each. `scripts/test --full` also makes each alone.
 TOGETHER = (
     (
         "wrong address in hosts",
@@ -87,13 +87,13 @@ def test_the_right_check_fires(bed: Bed, names: tuple[str, ...]) -> None:
         for fault in reversed(faults):
             if not mended or fault.has_line:
                 apply(bed, fault.undo)
-            if fault.repair and not mended:  # the test has failed; the next one shall not
+            if fault.repair and not mended:  # the test has failed; the next one must not
                 line = ["ansible-playbook", "cluster/setup.yml", "--tags", fault.repair]
                 bed.run(line, timeout_seconds=1200, cwd=REPOSITORY)
 
 
 def run_the_lines(bed: Bed, fault: Fault, found: list[dict[str, Any]]) -> None:
-    """Those that its findings give as remedy, as they stand; of a set-up, those with the fault's tag."""
+    """Run the lines that the findings print as remedies; of set-up's lines, only those with the fault's tag."""
     wanted = f"--tags {fault.repair}" if fault.repair else ""
     lines = {one["remedy"] for one in found if one["id"] in fault.fires and wanted in one["remedy"]}
     assert lines, found
@@ -114,7 +114,7 @@ def test_every_check_is_proved_or_named() -> None:
 
 
 def test_the_table_in_the_docs() -> None:
-    """It is written by a run in which every fault was shown (scripts/test --full), and by no other."""
+    """Only a run that has shown every fault (scripts/test --full) writes the table."""
     path = REPOSITORY / "docs/fault-matrix.md"
     before = path.read_text() if path.exists() else ""
     if set(SHOWN) == set(FAULTS):
@@ -124,7 +124,7 @@ def test_the_table_in_the_docs() -> None:
 
 @pytest.mark.parametrize("times", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_healthy_cluster_has_no_findings(bed: Bed, times: int) -> None:
-    """Last, so that it also shows that every fault was undone. Several runs, because some faults come and go."""
+    """The last test: it also shows that every fault was undone. It checks several times, as some faults come and go."""
     for _ in range(times):
         code, document = check(bed, "--level", "full")
         assert (code, findings(document)) == (0, {}), document["findings"]

@@ -1,6 +1,7 @@
-"""WireGuard between the nodes: who trusts addresses is robbed, who has a tunnel is not; and what breaks the tunnel.
+"""WireGuard between the nodes: an outsider robs nodes that trust addresses, but not nodes with a tunnel.
 
-The tests are in the order of a bed's life: three of its nodes are the cluster, the fourth stands outside.
+The tests also break the tunnel. They are in the order of a bed's life. Three nodes are the cluster; the fourth is the
+outsider.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from mpitrain.testbed.bed import Bed
 pytestmark = [pytest.mark.timeout(3000), pytest.mark.slow]
 SHARE = "/home/cluster/nfs"
 NODES, OUTSIDER = ("node1", "node2", "node3"), "node4"
-VICTIM = "node3"  # whose address the outsider takes while it is down
+VICTIM = "node3"  # the outsider takes this node's address while the node is down
 UCX = "UCX_TLS=tcp,self"  # all nodes have one kernel here
 SUM = "from mpi4py import MPI; print(MPI.COMM_WORLD.allreduce(2**MPI.COMM_WORLD.rank), MPI.Get_processor_name())"
-# What a program on the outsider, with the shared user's number, does with the share.
+# What a program of the outsider, with the shared user's number, does with the share.
 ROB = f"mkdir -p /mnt/try && timeout 20 mount -t nfs -o vers=4.2 {{head}}:{SHARE} /mnt/try"
 WRITE = "setpriv --reuid 1900 --regid 1900 --clear-groups touch /mnt/try/venv/planted; umount /mnt/try"
 
@@ -39,7 +40,7 @@ def bed(provisioned: str) -> Iterator[Bed]:
 
 @pytest.fixture(scope="module")
 def checkout(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the playbooks use, with the setting, and beside it an inventory without the outsider."""
+    """What the playbooks use, with the setting; and an inventory without the outsider."""
     folder = tmp_path_factory.mktemp("checkout")
     for name in ("cluster", "mpitrain", "examples", "scripts"):
         shutil.copytree(
@@ -62,19 +63,19 @@ def switch(checkout: Path, value: str) -> None:
 
 
 def set_up(bed: Bed, checkout: Path, *options: str, playbook: str = "setup") -> str:
-    """Run it, which must succeed; returns its last lines."""
+    """Run the set-up, which must succeed. Return its last lines."""
     line = ["ansible-playbook", f"cluster/{playbook}.yml", *options]
     env = {
         "ANSIBLE_INVENTORY": "cluster/hosts",
         "ANSIBLE_STDOUT_CALLBACK": "default",
-    }  # not the short one, for the counts
+    }  # Ansible's full output has the counts
     done = bed.run(line, timeout_seconds=1200, cwd=checkout, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.rpartition("PLAY RECAP")[2]
 
 
 def found(bed: Bed, checkout: Path, *options: str) -> dict[str, tuple[str, str]]:
-    """Of a check of the three."""
+    """The findings of a check of the three nodes."""
     _, document = check(bed, *options, env={"ANSIBLE_INVENTORY": "cluster/hosts"}, checkout=checkout)
     return findings(document)
 
@@ -85,7 +86,7 @@ def remedies(bed: Bed, checkout: Path) -> list[str]:
 
 
 def inside(bed: Bed, node: str) -> str:
-    """The last 16 bits of its address, in 10.213.0.0/16."""
+    """The last 16 bits of the node's address, in 10.213.0.0/16."""
     return "10.213." + bed.address(node).split(".", 2)[2]
 
 
@@ -94,25 +95,25 @@ def root(bed: Bed, node: str, script: str) -> subprocess.CompletedProcess[str]:
 
 
 def listening(bed: Bed, node: str) -> set[int]:
-    """TCP ports on which programs of the node listen for others than itself."""
+    """TCP ports on which programs of the node listen for other machines."""
     shown = root(bed, node, "ss -Hltn | awk '{print $4}' | grep -v '^127\\.\\|^\\[::1\\]'").stdout.split()
     return {int(place.rpartition(":")[2]) for place in shown}
 
 
 def answering(bed: Bed, address: str, ports: set[int], by: str = OUTSIDER) -> set[int]:
-    """Of these ports, those that take a connection from the outsider."""
+    """Those of the ports that accept a connection from the outsider."""
     ask = 'for port in {}; do timeout 3 bash -c "exec 3<>/dev/tcp/{}/$port" 2>/dev/null && echo $port; done; true'
     return {int(port) for port in root(bed, by, ask.format(" ".join(map(str, sorted(ports))), address)).stdout.split()}
 
 
 def rob(bed: Bed) -> bool:
-    """Whether the outsider, with the address of a node that is down, mounts the share and plants a file in it."""
+    """True if the outsider mounts the share with the address of a node that is down, and plants a file in it."""
     bed.kill(VICTIM)
     own, taken = bed.address(OUTSIDER), bed.address(VICTIM)
     take = f"ip addr add {taken}/24 dev eth0 && ip route replace {bed.address('node1')} dev eth0 src {taken}"
     try:
         assert root(bed, OUTSIDER, take).returncode == 0
-        # Until the head has learnt where the address is now, nobody who has it gets an answer.
+        # The new owner of the address gets no answer until the head has learnt where the address is now.
         assert root(bed, OUTSIDER, f"ping -c 1 -w 120 -I {taken} {bed.address('node1')}").returncode == 0
         mounted = root(bed, OUTSIDER, ROB.format(head=bed.address("node1"))).returncode == 0
         return mounted and root(bed, OUTSIDER, WRITE).returncode == 0
@@ -127,7 +128,7 @@ def rob(bed: Bed) -> bool:
 
 
 def test_an_address_is_enough_without_a_tunnel(bed: Bed, checkout: Path) -> None:
-    """As docs/cluster.md says: whoever has the address of a node that is down writes where all nodes' Python is."""
+    """As docs/cluster.md says: whoever has the address of a node that is down can write to the Python of all nodes."""
     assert {22, 111, 2049} <= answering(bed, bed.address("node1"), listening(bed, "node1"))
     root(bed, OUTSIDER, "systemctl stop home-cluster-nfs.automount home-cluster-nfs.mount")
     assert rob(bed)
@@ -151,7 +152,7 @@ def test_the_tag_moves_a_running_cluster_into_a_tunnel(bed: Bed, checkout: Path)
 
 
 def test_nothing_but_the_tunnel_goes_between_the_nodes(bed: Bed, checkout: Path) -> None:
-    """Jobs by mpiexec and by mpitrain run, with logins, guards and share: no TCP goes to another node by the cable."""
+    """Jobs of mpiexec and of mpitrain run, with logins, guards and share: no TCP between nodes goes past the tunnel."""
     others = ", ".join(bed.address(node) for node in NODES)
     table = (
         f"table inet count {{ chain out {{ type filter hook output priority 0; oifname eth0 ip daddr {{ {others} }} "
@@ -175,7 +176,7 @@ def test_from_outside_only_ssh_answers(bed: Bed, checkout: Path) -> None:
         ports = listening(bed, node)
         assert {22, 111} <= ports
         for address in (bed.address(node), inside(bed, node)):
-            # With a way to the tunnel's address, as anybody on the network may add one.
+            # The outsider has a route to the tunnel's address; anybody on the network can add one.
             root(bed, OUTSIDER, f"ip route replace {inside(bed, node)} via {bed.address(node)}")
             assert answering(bed, address, ports) == {22}
         root(bed, OUTSIDER, f"ip route del {inside(bed, node)}")
@@ -183,7 +184,7 @@ def test_from_outside_only_ssh_answers(bed: Bed, checkout: Path) -> None:
     question += (
         "s.sendto(b'\\0\\0\\0\\1' + b'\\0' * 7 + b'\\2\\0\\1\\x86\\xa0\\0\\0\\0\\2' + b'\\0' * 20, ('{}', 111)); "
     )
-    question += "print(len(s.recv(99)))"  # rpcbind's answer to a call of nothing
+    question += "print(len(s.recv(99)))"  # rpcbind's answer to the null procedure
     here, there = (
         root(bed, node, f'/usr/bin/python3 -c "{question.format(address)}"')
         for node, address in (("node2", inside(bed, "node1")), (OUTSIDER, bed.address("node1")))

@@ -1,4 +1,4 @@
-"""`mpitrain check-cluster` as people and programs use it: wrong input, Ctrl-C, repair, baseline, other forms."""
+"""`mpitrain check-cluster` as people and programs use it: wrong input, Ctrl-C, repair, baseline, other formats."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from mpitrain.testbed.commands import wait_until
 
 pytestmark = pytest.mark.timeout(3000)
 
-# Ctrl-C when a file shows up.
+# Send Ctrl-C when a file appears.
 INTERRUPTED = """
 import pathlib, signal, subprocess, sys, time
 check = subprocess.Popen(["mpitrain", "check-cluster", *sys.argv[2:]])
@@ -41,7 +41,7 @@ sys.exit(check.wait())
 
 
 def say(bed: Bed, *words: str, timeout_seconds: float = 1200.0, **env: str) -> tuple[int, str, str]:
-    """Run the command as a person does, and return code, stdout and stderr."""
+    """Run the command as a person does. Return its exit code, stdout and stderr."""
     done = bed.run(["mpitrain", "check-cluster", *words], timeout_seconds=timeout_seconds, cwd=REPOSITORY, env=env)
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode, done.stdout, done.stderr
@@ -110,7 +110,7 @@ def test_only_some_nodes_and_some_checks(bed: Bed) -> None:
 
 
 def test_one_dead_node(bed: Bed) -> None:
-    """It costs its deadline once, is the one cause, and everything else is checked on the others."""
+    """The node costs its deadline once and is the only cause. Everything else is checked on the other nodes."""
     bed.kill("node3")
     try:
         code, document = check(bed, "--level", "quick")
@@ -118,10 +118,10 @@ def test_one_dead_node(bed: Bed) -> None:
         assert findings(document) == {"SSH01": ("fail", "node3")}
         elsewhere = [one for one in document["results"] if one["where"] == ["node2"]]
         assert len(elsewhere) > 10
-        # SSH01 may say that a login took long; SSH10 says what set-up leaves as it is.
+        # SSH01 may report a slow login. SSH10 reports what set-up does not change.
         assert {one["verdict"] for one in elsewhere if one["id"] not in ("SSH01", "SSH10")} <= {"pass", "skip"}
         there = [one for one in document["results"] if one["where"] == ["node3"]]
-        # It was asked once: INV01 and INV02 look at this machine alone.
+        # The node was asked once: INV01 and INV02 look only at this machine.
         assert {one["id"] for one in there if one["verdict"] != "blocked"} == {"INV01", "INV02", "SSH01"}
         code, out, _ = say(bed, "--level", "quick", "--nagios")
         assert code == 2
@@ -132,8 +132,8 @@ def test_one_dead_node(bed: Bed) -> None:
 
 
 def interrupt(bed: Bed, sign: Path, begun: list[str], *options: str) -> subprocess.CompletedProcess[str]:
-    """Run the check, and have it get a Ctrl-C when a command on node1 prints something; `sign` is a file to come."""
-    assert wait_until(lambda: not bed.node_run("node1", begun).stdout, timeout_seconds=120)  # of another check
+    """Run the check. Send it a Ctrl-C when a command on node1 prints something; `sign` is a file that will appear."""
+    assert wait_until(lambda: not bed.node_run("node1", begun).stdout, timeout_seconds=120)  # the file of another check
     with ThreadPoolExecutor(1) as pool:
         command = ["python", "-c", INTERRUPTED, str(sign), *options]
         check_ = pool.submit(bed.run, command, timeout_seconds=600, cwd=REPOSITORY)
@@ -146,7 +146,7 @@ def interrupt(bed: Bed, sign: Path, begun: list[str], *options: str) -> subproce
 
 
 def test_ctrl_c(bed: Bed, tmp_path: Path) -> None:
-    """The findings so far, code 130, and nothing left on any node."""
+    """The check prints its findings so far, ends with code 130, and leaves nothing on any node."""
     bed.freeze("node4")  # so that it takes its time
     try:
         done = interrupt(bed, tmp_path / "now", ["bash", "-c", OURS], "--json")
@@ -164,7 +164,7 @@ def test_ctrl_c(bed: Bed, tmp_path: Path) -> None:
     [("NFS04", "/token", "64kbit"), pytest.param("PRF04", "/large", "20mbit", marks=pytest.mark.slow)],
 )
 def test_ctrl_c_leaves_nothing_on_the_share(bed: Bed, tmp_path: Path, name: str, file: str, rate: str) -> None:
-    """While a file is there; the agents remove it, as nobody else does any more."""
+    """Ctrl-C comes while a file is there. The agents remove the file, because nothing else does after Ctrl-C."""
     limit(bed, "node2", "dport 2049 0xffff", rate, "1600")  # so that it takes its time
     try:
         done = interrupt(bed, tmp_path / "now", ["bash", "-c", ON_THE_SHARE.format(file)], "--only", name)
@@ -175,7 +175,7 @@ def test_ctrl_c_leaves_nothing_on_the_share(bed: Bed, tmp_path: Path, name: str,
 
 
 def test_fix(bed: Bed) -> None:
-    """What the set-up repairs, it does after it was shown, and the second check says that it is right."""
+    """The check shows the set-up that repairs the fault, then runs it. The second check has no finding."""
     apply(bed, {"node3": "rm /etc/ssh/mpitrain/authorized_keys"})
     code, out, error = say(bed, "--only", "SSH04", "--fix", "--yes")
     assert code == 0, out + error
@@ -205,7 +205,7 @@ def test_a_baseline_says_what_has_changed(bed: Bed, tmp_path: Path) -> None:
 
 
 def test_nodes_named_by_their_addresses(bed: Bed) -> None:
-    """And by names of ssh's configuration: what an inventory says of names is not asked for."""
+    """And by names of ssh's configuration. The check does not ask for the names that an inventory would have."""
     addresses = [bed.address(name) for name in ("node1", "node2")]
     wanted = "SSH01,PRB01,NAM01,NAM02,NAM03,NET01"
     done = check_process(bed, "--hosts", ",".join(addresses), "--only", wanted, env={"ANSIBLE_INVENTORY": ""})
@@ -242,7 +242,7 @@ def test_a_locked_key_that_ssh_agent_holds(bed: Bed, tmp_path: Path) -> None:
 
 
 def test_a_login_that_is_the_shared_users_own(bed: Bed, tmp_path: Path) -> None:
-    """As on the head, where nobody may use sudo: what needs root is skipped with a reason, and nothing is wrong."""
+    """As on the head, where nobody may use sudo. Checks that need root are skipped with a reason; nothing fails."""
     allow = "install -d -m 700 -o cluster -g cluster ~cluster/.ssh && install -m 600 -o cluster -g cluster "
     allow += "~admin/.ssh/authorized_keys ~cluster/.ssh/"
     apply(bed, dict.fromkeys(bed.names, allow))
