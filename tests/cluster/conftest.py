@@ -1,4 +1,4 @@
-"""What the tests of jobs over the nodes of a bed share."""
+"""Fixtures of the tests that run jobs over the nodes of a bed."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from mpitrain.testbed import Bed
 
 @pytest.fixture
 def healed(bed: Bed) -> Iterator[None]:
-    """Whatever a test broke is whole again after it, and nothing of its job is left."""
+    """After the test, undo all its faults and check that nothing of its job is left."""
     yield
     for node in bed.names:
         bed.heal(node)

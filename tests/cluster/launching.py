@@ -17,14 +17,14 @@ from mpitrain.testbed import Bed
 
 SHARE = "/home/cluster/nfs"
 PYTHONS = {"mpich": f"{SHARE}/venv/bin/python", "openmpi": f"{SHARE}/venv-openmpi/bin/python"}
-# What goes through the launcher and the guards alone: with MPICH, and with Open MPI by `scripts/test --full`.
+# For tests of the launcher and the guards alone: with MPICH; `scripts/test --full` also runs them with Open MPI.
 MOSTLY_MPICH = pytest.mark.parametrize(
     "python", ["mpich", pytest.param("openmpi", marks=pytest.mark.slow)], indirect=True
 )
-# Both only guard against a hang. A guard ends its part of a job 30 s after it last heard from the launcher.
+# Both times only guard against a hang. A guard ends its part of a job 30 s after it last heard from the launcher.
 JOB_SECONDS = 400.0
 _GONE_SECONDS = 120.0
-# All nodes have one kernel here, in which UCX would take them for one machine with shared memory.
+# All nodes of a bed have one kernel, so UCX would take them for one machine with shared memory.
 _ENVIRONMENT = {"PATH": "/usr/local/lib/mpitrain/bin:/usr/bin:/bin", "HOME": "/home/cluster", "UCX_TLS": "tcp,self"}
 
 
@@ -43,7 +43,7 @@ def write(bed: Bed, node: str, path: str, text: str) -> None:
 
 @dataclass
 class Ended:
-    """What a job left: its exit code, and what it printed on both streams."""
+    """A job that has ended: its exit code, and what it printed on both streams."""
 
     code: int
     output: str
@@ -65,14 +65,14 @@ class Job:
         self._ended = Ended(done.returncode, self.output())
 
     def output(self) -> str:
-        """What it has printed so far."""
+        """The job's output so far."""
         return self._bed.node_run("node1", ["bash", "-c", f"cat {self._files}.output || true"]).stdout
 
     def wait_for(self, text: str, count: int = 1) -> None:
-        """Until it has printed a text so many times."""
+        """Wait until the job has printed a text so many times."""
         deadline = time.monotonic() + JOB_SECONDS / 2
         while True:
-            is_running = self.is_running  # before its output is read: it may print the text and end
+            is_running = self.is_running  # ask before reading the output: the job may print the text and end
             output = self.output()
             if output.count(text) >= count:
                 return
@@ -81,7 +81,7 @@ class Job:
 
     @property
     def is_running(self) -> bool:
-        """It has not come to its end."""
+        """True until the job has ended."""
         return self._thread.is_alive()
 
     def signal(self, name: str) -> None:
@@ -89,7 +89,7 @@ class Job:
         self._bed.node_run("node1", ["bash", "-c", f"kill -{name} $(cat {self._files}.pid)"])
 
     def end(self) -> Ended:
-        """Wait for its end; it must come by itself in time."""
+        """Wait for the end of the job, which must end by itself in time."""
         self._thread.join(JOB_SECONDS + 10)
         assert self._ended is not None, self.output()
         return self._ended
@@ -101,7 +101,7 @@ def run(bed: Bed, arguments: str, *, python: str = PYTHONS["mpich"], setting: st
 
 
 def left(bed: Bed) -> list[str]:
-    """What is left of jobs on all nodes: the user's processes but logins, and files; waits for them to go."""
+    """What is left of jobs on all nodes: files, and the user's processes except logins. Wait for these to go."""
     command = (
         "for p in $(pgrep -u cluster); do tr '\\0' ' ' < /proc/$p/cmdline; echo; done 2>/dev/null; "
         "ls -d /tmp/mpitrain-* /dev/shm/mpich_shm_* /dev/shm/sm_segment.* 2>/dev/null; true"
@@ -123,15 +123,15 @@ def left(bed: Bed) -> list[str]:
 
 
 def install_open_mpi(bed: Bed) -> bool:
-    """Put a second environment on the share, as scripts/test has it here, with Open MPI; False where it has none."""
+    """Put the environment with Open MPI that scripts/test has made on the share. Return False if there is none."""
     here = VENVS["openmpi"] / "bin/python"
     there = as_user(bed, "node1", f"python3 -m venv --without-pip {SHARE}/venv-openmpi && python3 --version")
     assert there.returncode == 0, there.stderr
     if not here.exists() or there.stdout.split()[1].rpartition(".")[0] != ".".join(map(str, sys.version_info[:2])):
         return False
     names = ("openmpi", "mpi4py", "numpy", "threadpoolctl", "ml_dtypes", "safetensors")
-    names += ("rich", "markdown-it-py", "mdurl", "pygments")  # rich and what it needs
-    # With what is compiled: else the ranks of all nodes compile at once, and one reads what another has half-written.
+    names += ("rich", "markdown-it-py", "mdurl", "pygments")  # rich and its dependencies
+    # Compiled files too: otherwise the ranks of all nodes compile at once, and one reads another's half-written file.
     listing = (
         "import importlib.metadata as m, importlib.util as u, os, sys\n"
         f"for n in {names}:\n for f in m.distribution(n).files:\n"
@@ -147,7 +147,7 @@ def install_open_mpi(bed: Bed) -> bool:
     copied = bed.run(["bash", "-o", "pipefail", "-c", script], timeout_seconds=600)
     assert copied.returncode == 0, copied.stderr
     site = "lib/python3*/site-packages"
-    # Of the same age, or what is compiled would not count.
+    # Keep the times of the files, or Python ignores the compiled ones.
     done = as_user(bed, "node1", f"cp -a {SHARE}/venv/{site}/mpitrain* {SHARE}/venv-openmpi/{site}/")
     assert done.returncode == 0, done.stderr
     return True

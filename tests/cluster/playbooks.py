@@ -1,4 +1,4 @@
-"""Run the playbooks on a bed from a test, and look at what they left on its nodes."""
+"""Run the playbooks on a bed from a test, and look at the result on its nodes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ for folder, names, files in os.walk("/etc"):
         tree[path] = [oct(info.st_mode), info.st_uid, info.st_gid, what]
 print(json.dumps(tree))
 """
-# What package and account tools write by themselves, each time anew.
+# Files that package and account tools rewrite each time.
 _NOT_OURS = {
     **dict.fromkeys(
         ("/etc/passwd-", "/etc/shadow-", "/etc/group-", "/etc/gshadow-", "/etc/subuid-", "/etc/subgid-"),
@@ -51,7 +51,7 @@ _NOT_OURS = {
 
 
 def log_of(stdout: str, folder: Path) -> str:
-    """All that Ansible says of a run, from the log file that it names; paths are from `folder`."""
+    """Ansible's full output of a run, from the log file that the short output names. Paths are relative to `folder`."""
     name = re.search(r"^All output goes to (\S+)", stdout, re.M)
     assert name is not None, stdout
     return (folder / name[1]).read_text()
@@ -66,24 +66,24 @@ def recap(log: str) -> dict[str, dict[str, int]]:
 
 
 class Run:
-    """What a run of ansible-playbook left: its code, all it printed, its log, and the counts of its last lines."""
+    """An ended run of ansible-playbook: its exit code, its output, its log, and the counts of its last lines."""
 
     def __init__(self, done: subprocess.CompletedProcess[str], checkout: Path) -> None:
         self.code = done.returncode
         self.stdout = done.stdout
         self.output = done.stdout + done.stderr
         self.log = log_of(done.stdout, checkout)
-        # Lines are joined, because Ansible breaks long messages.
+        # Join the lines, because Ansible breaks long messages.
         self.text = re.sub(r"\s+", " ", self.output)
         self.counts = recap(self.log)
 
     def changed(self) -> dict[str, int]:
-        """Number of changed tasks by node, those with none left out."""
+        """Number of changed tasks by node, without the nodes that have none."""
         return {name: counts["changed"] for name, counts in self.counts.items() if counts["changed"]}
 
 
 def checkout_copy(folder: Path) -> Path:
-    """A copy of what the playbooks use of this checkout, so that an edit during the tests is no change of theirs."""
+    """A copy of the files that the playbooks use, so that edits during the tests do not affect them."""
     ignored = shutil.ignore_patterns("__pycache__", "log")
     for name in ("cluster", "mpitrain", "examples", "scripts"):
         shutil.copytree(REPOSITORY / name, folder / name, symlinks=True, ignore=ignored)
@@ -94,14 +94,14 @@ def checkout_copy(folder: Path) -> Path:
 
 def playbook(bed: Bed, *arguments: str, inventory: Path, checkout: Path, timeout_seconds: float = 1200) -> Run:
     """Run ansible-playbook on the bed's controller from the root of a checkout."""
-    # The bed has no way out to get a data set that is not here.
+    # A bed has no Internet access, so it cannot download a data set.
     skipped = [] if FASHION.is_dir() or arguments[0] != SETUP else ["--skip-tags", "examples"]
     line = ["ansible-playbook", "-i", str(inventory), *arguments, *skipped]
     return Run(bed.run(line, timeout_seconds=timeout_seconds, cwd=checkout), checkout)
 
 
 def inventory_of(bed: Bed, path: Path, names: tuple[str, ...]) -> Path:
-    """Write an inventory of some of the bed's nodes, the first of them as head."""
+    """Write an inventory of some of the bed's nodes. The first one is the head."""
     lines = [f"{name} ansible_host={bed.address(name)} ansible_user=admin" for name in names]
     groups = ["[head]", lines[0], "", "[workers]", *lines[1:], "", "[cluster:children]", "head", "workers", ""]
     path.write_text("\n".join(groups))
@@ -109,14 +109,14 @@ def inventory_of(bed: Bed, path: Path, names: tuple[str, ...]) -> Path:
 
 
 def etc(bed: Bed, node: str) -> dict[str, list[object]]:
-    """The tree under /etc on a node, without what is not ours."""
+    """The tree under /etc on a node, without files that other tools rewrite."""
     done = bed.node_run(node, ["/usr/bin/python3", "-c", _TREE], timeout_seconds=400)
     assert done.returncode == 0, done.stderr
     return {path: what for path, what in json.loads(done.stdout).items() if path not in _NOT_OURS}
 
 
 def difference(before: dict[str, list[object]], after: dict[str, list[object]]) -> dict[str, tuple[object, object]]:
-    """What differs between two trees: path -> before, after."""
+    """The differences between two trees: path -> before, after."""
     return {
         path: (before.get(path), after.get(path))
         for path in sorted(before.keys() | after.keys())

@@ -1,4 +1,4 @@
-"""What preflight must refuse, on real nodes that have the fault: it says node and remedy, and changes nothing."""
+"""Faults that preflight must refuse, on real nodes: preflight names node and remedy, and changes nothing."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from mpitrain.testbed.bed import Bed
 pytestmark = pytest.mark.timeout(3000)
 NODES = ("node1", "node2")
 ARCHITECTURE_32 = "printf '#!/bin/sh\\nexec setarch i686 /usr/bin/python3 \"$@\"\\n' > /usr/local/bin/python32"
-# Sets $to, node1's address, and $by, the interface to it.
+# Set $to to node1's address, and $by to the interface towards it.
 OTHER_WAY = (
     "own=$(hostname -I | cut -d' ' -f1); to=${own%.*}.11; by=$(ip -o route get $to | sed 's/.* dev //; s/ .*//')"
 )
 
-# What to do to node2, how to undo it, what the message must hold, and options of the run.
+# For each fault: what to do to node2, how to undo it, what the message must contain, and options of the run.
 FAULTS = {
     "another system": (
         "mv /etc/os-release /root/ && printf 'ID=arch\\nPRETTY_NAME=\"Arch Linux\"\\n' > /etc/os-release",
@@ -122,7 +122,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def refused(bed: Bed, checkout: Path, *arguments: str, inventory: Path, says: tuple[str, ...]) -> None:
-    """Run the set-up, which must end in preflight with these words and leave node1 as it was."""
+    """Run the set-up. It must end in preflight with these words, and must not change node1."""
     before = etc(bed, "node1")
     run = playbook(bed, SETUP, *arguments, inventory=inventory, checkout=checkout)
     assert run.code not in (0, None), run.output
@@ -132,7 +132,7 @@ def refused(bed: Bed, checkout: Path, *arguments: str, inventory: Path, says: tu
     assert difference(before, etc(bed, "node1")) == {}
 
 
-# Those that node2 can have at the same time: one run names them all. `scripts/test --full` makes each alone too.
+# Faults that node2 can have at the same time: one run names them all. `scripts/test --full` also makes each alone.
 TOGETHER = (
     "another system",
     "the user has another uid",
@@ -142,7 +142,7 @@ TOGETHER = (
     "its own name on a loopback address",
     "a way to another node from a second address",
 )
-# Those that need options of their own.
+# Faults that need options of their own.
 ALONE = ("a wrong password for sudo", "a login by a password where passwords are to go")
 
 
@@ -172,7 +172,7 @@ def test_a_node_that_is_down(bed: Bed, checkout: Path, tmp_path: Path) -> None:
     inventory = inventory_of(bed, tmp_path / "hosts", NODES)
     bed.kill("node2")
     try:
-        # The connection of another test may still be there: then it is sudo that does not answer.
+        # The connection of another test may still be open. Then sudo is what does not answer.
         says = (f"node2 ({bed.address('node2')}): ", "Try: ssh ", "remove node2 from the inventory")
         refused(bed, checkout, inventory=inventory, says=says)
     finally:
@@ -219,7 +219,7 @@ def test_too_little_room_on_the_share(bed: Bed, checkout: Path, tmp_path: Path) 
     try:
         says = (f"node1: {SHARE} has 64 MiB free; needed: 1024 MiB", "mpitrain_min_free_mib")
         refused(bed, checkout, inventory=inventory, says=says)
-        # Let through, it fails where the disk is full, and says so.
+        # With preflight's check switched off, set-up fails when the disk is full, and says so.
         options = ("-e", "mpitrain_min_free_mib=1", "--tags", "users,runtime")
         run = playbook(bed, SETUP, *options, inventory=inventory, checkout=checkout)
         assert run.code not in (0, None)
@@ -227,7 +227,7 @@ def test_too_little_room_on_the_share(bed: Bed, checkout: Path, tmp_path: Path) 
         assert "No space left on device" in run.text, run.output
         assert "run again with --tags runtime" in run.text
     finally:
-        # With the note that the environment there is ours, which another test must not find.
+        # Also remove the note that the environment there is ours. Another test must not find that note.
         root(bed, "node1", f"umount {SHARE}; rm -r /home/cluster /etc/mpitrain")
 
 
@@ -245,7 +245,7 @@ def test_an_environment_that_is_not_ours_is_not_emptied(bed: Bed, checkout: Path
 
 
 def test_what_sshd_does_not_take_is_taken_away(bed: Bed, checkout: Path, tmp_path: Path) -> None:
-    """Include inside a Match block: sshd would run on, and not start again after the next boot."""
+    """Include inside a Match block: sshd would keep running, but would not start after the next boot."""
     inventory = inventory_of(bed, tmp_path / "hosts", NODES)
     config = "/etc/ssh/sshd_config"
     nested = f"Match User nobody\\nInclude {config}.d/*.conf\\n"
@@ -260,7 +260,7 @@ def test_what_sshd_does_not_take_is_taken_away(bed: Bed, checkout: Path, tmp_pat
         root(bed, "node2", f"mv {config}.bak {config}")
 
 
-# Where a run is cut off: at the start of these tasks.
+# Runs are cut off at the start of these tasks.
 CUTS = ("mpitrain_packages : Install by apt", "mpitrain_ssh : Reload sshd", "mpitrain_runtime : Install by pip")
 
 
@@ -277,7 +277,7 @@ def test_a_run_that_was_cut_off_is_mended_by_the_next(bed: Bed, checkout: Path, 
         assert cut.returncode == 0, (tmp_path / "log").read_text()
     mended = playbook(bed, SETUP, inventory=inventory, checkout=checkout)
     assert mended.code == 0, mended.output
-    # sshd has read its settings although the handler of the run that wrote them was never called.
+    # sshd has read its settings, although the run that wrote them never came to its handler.
     assert (
         shared_user(bed, "node1", "ssh node2 'command -v python'").stdout.strip()
         == "/usr/local/lib/mpitrain/bin/python"
@@ -296,7 +296,7 @@ def test_an_active_firewall_lets_the_nodes_in_and_nobody_else(
     inventory = inventory_of(bed, tmp_path / "hosts", NODES)
     start = {
         "ufw": "apt-get -q install -y ufw && ufw default deny && ufw allow 22/tcp && ufw --force enable",
-        # systemd calls it started when its name is on the bus, which is before its rules are in the kernel.
+        # systemd reports the service as started when its name is on the bus. Its rules reach the kernel later.
         "firewalld": "apt-get -q install -y firewalld && systemctl start firewalld && firewall-cmd --state",
     }[firewall]
     stop = {"ufw": "ufw --force disable", "firewalld": "systemctl stop firewalld"}[firewall]
@@ -313,7 +313,7 @@ def test_an_active_firewall_lets_the_nodes_in_and_nobody_else(
         assert run.code == 0, run.output
         assert set(run.changed()) == {"node2"}
         assert bed.node_run("node1", ask).returncode == 0
-        # The controller is no node.
+        # The controller is not a node.
         assert bed.run(ask).returncode != 0
         assert playbook(bed, SETUP, "--tags", "firewall", inventory=inventory, checkout=checkout).changed() == {}
     finally:

@@ -1,4 +1,4 @@
-"""`mpitrain chaos --bed`: a cable is pulled out, a node loses its power, a host freezes; the job goes on each time."""
+"""`mpitrain chaos --bed`: a cable is pulled, a node loses power, a host freezes. The job goes on each time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mpitrain.testbed import Bed
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("healed")]
 
-# Steps of 0.05 s, a checkpoint every 20, until there is a file `enough`.
+# Steps of 0.05 s, with a checkpoint every 20, until a file `enough` exists.
 SCRIPT = """
 import pathlib, time
 import numpy
@@ -48,10 +48,10 @@ mt.Trainer(build, hooks).run()
 
 
 def started(bed: Bed) -> tuple[Job, str]:
-    """A job that makes steps, and its id."""
+    """Start a job that makes steps. Return the job and its id."""
     write(bed, "node1", f"{SHARE}/chaos.py", SCRIPT)
     as_user(bed, "node1", "rm -rf checkpoints enough")
-    # On a busy machine copies are made less often, and the power may go before there is a second one.
+    # On a busy machine copies are made less often, and the power might be cut before the second copy.
     job = Job(bed, "-n 4 --restarts 9 chaos.py", setting="MPITRAIN_MEMORY_STEPS=1")
     job.wait_for("made step 10")
     listed = as_user(bed, "node1", "mpitrain ps --hosts node1").stdout
@@ -59,7 +59,7 @@ def started(bed: Bed) -> tuple[Job, str]:
 
 
 def test_over_ssh(bed: Bed) -> None:
-    """As on real hosts: a host freezes, and the job goes on."""
+    """As on real hosts: one host freezes, and the job goes on."""
     job, token = started(bed)
     options = "--faults freeze --every 4s --hold 1s --count 1 --seed 2 --yes --report chaos-report"
     line = f"mpitrain chaos {token} --hosts {','.join(bed.names)} {options} > chaos-output 2>&1"

@@ -1,6 +1,6 @@
-"""The whole life of a cluster, on a bed of four machines: three become one, the fourth stays outside.
+"""The whole life of a cluster, on a bed of four machines: three become a cluster, the fourth stays outside.
 
-The tests are in the order of that life and share its bed; each can also be asked for alone.
+The tests are in the order of that life and share its bed. Each test also runs alone.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ pytestmark = pytest.mark.timeout(3000)
 NODES = ("node1", "node2", "node3")
 OUTSIDER = "node4"
 OWN_LINE = "192.0.2.7 printer # the user's own line"
-# Below what a container may have where this machine itself may not raise limits.
+# Low enough for a container on a machine that may not raise its own limits.
 NOFILE = 4096
 CLUSTER_WIDE = "hosts,ssh,firewall,nfs,wireguard"
 
 
 @dataclass
 class Cluster:
-    """A cluster on a bed: where its inventories lie, and /etc of the nodes as it was before."""
+    """A cluster on a bed: where its inventories are, and /etc of the nodes as it was before."""
 
     bed: Bed
     inventory: Path
@@ -85,7 +85,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def cluster(bare: Cluster) -> Cluster:
-    if root(bare.bed, "node1", f"id {USER}").returncode != 0:  # the test before this one has not been run
+    if root(bare.bed, "node1", f"id {USER}").returncode != 0:  # the preceding test has not run
         run = bare.setup()
         assert run.code == 0, run.output
     assert shared_user(bare.bed, "node2", "echo from node2 > ~/nfs/note").returncode == 0
@@ -126,7 +126,7 @@ def needs_fashion() -> None:
 
 
 def test_the_line_on_the_card_trains_from_the_head(cluster: Cluster) -> None:
-    """Four ranks on two of the nodes, from the home of the shared user, with nothing copied by hand."""
+    """Four ranks on two of the nodes, started in the home of the shared user. Nothing is copied by hand."""
     needs_fashion()
     line = f"sudo -iu {USER} mpiexec -n 4 -ppn 1 -hosts node1,node2 python examples/train.py --steps 30"
     trained = root(cluster.bed, "node1", line)
@@ -156,7 +156,7 @@ def test_the_shared_user_logs_in_from_any_to_any_with_host_keys_checked(cluster:
     done = shared_user(cluster.bed, source, " && ".join(lines))
     assert done.stdout.split() == list(NODES), done.stderr
     assert done.stderr.count("is known and matches the ED25519 host key") == len(NODES)
-    # Nobody was asked and nothing was learned on the way.
+    # ssh asked nothing and added no host key.
     assert shared_user(cluster.bed, source, "ls -A ~/.ssh 2>/dev/null").stdout.strip() == ""
     options = shared_user(cluster.bed, source, "ssh -G node2").stdout.splitlines()
     assert {"stricthostkeychecking true", "batchmode yes"} <= set(options)
@@ -164,7 +164,7 @@ def test_the_shared_user_logs_in_from_any_to_any_with_host_keys_checked(cluster:
 
 def test_another_host_key_is_refused(cluster: Cluster) -> None:
     key = "/etc/ssh/ssh_host_ed25519_key"
-    # Not reload: that ends before sshd listens again; a restart ends when it does.
+    # Not reload, which ends before sshd listens again. A restart ends when sshd listens.
     renew = (
         f"cp -a {key} {key}.pub /root/ && rm {key} && ssh-keygen -q -t ed25519 -N '' -f {key} && systemctl restart ssh"
     )
@@ -188,14 +188,14 @@ def test_a_file_written_on_one_node_is_read_on_the_others(cluster: Cluster) -> N
 def test_commands_are_found_without_a_login_shell_and_do_not_wait_for_the_share(cluster: Cluster) -> None:
     found = shared_user(cluster.bed, "node1", "ssh node2 'command -v python mpiexec mpitrain; ulimit -n; ulimit -l'")
     folder = "/usr/local/lib/mpitrain/bin"
-    most = root(cluster.bed, "node2", "ulimit -Hl").stdout.strip()  # "unlimited", but for some machines' containers
+    most = root(cluster.bed, "node2", "ulimit -Hl").stdout.strip()  # "unlimited", except in containers of some machines
     assert found.stdout.split() == [
         *(f"{folder}/{name}" for name in ("python", "mpiexec", "mpitrain")),
         str(NOFILE),
         most,
     ]
-    # The server's cable is out: a login and a command that is not ours still work. What waits for the share, which is
-    # mounted, waits as long as the cable is out.
+    # The server's cable is out. Logins and commands of other users still work. A process that waits for the mounted
+    # share waits as long as the cable is out.
     for node in ("node2", "node3"):
         assert shared_user(cluster.bed, node, "cat ~/nfs/note").returncode == 0
     cluster.bed.cut("node1")
@@ -211,7 +211,7 @@ def test_root_on_a_client_is_squashed(cluster: Cluster) -> None:
     for node in ("node2", "node3"):
         assert root(cluster.bed, node, f"cat {SHARE}/secret").returncode != 0
         assert root(cluster.bed, node, f"touch {SHARE}/made-by-root").returncode != 0
-    # Where it is not squashed, root may: what was refused was the squash, not the path.
+    # Without squashing, root has access. So the refusal above came from squashing, not from the path.
     assert root(cluster.bed, "node1", f"cat {SHARE}/secret").stdout == "secret\n"
 
 
@@ -246,7 +246,7 @@ def test_the_shared_user_has_no_password(cluster: Cluster) -> None:
 
 
 def test_sshd_offers_passwords_to_nobody(cluster: Cluster) -> None:
-    """Whom it knows or not; node4, which is not set up, shows that the question is the right one."""
+    """To known and unknown users alike. node4, which is not set up, shows that the test can see an offer."""
     ask = "ssh -F none -o BatchMode=yes -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null"
     for node, methods in (("node1", "(publickey)"), (OUTSIDER, "(publickey,password)")):
         for user in ("admin", "root", USER, "nobody"):
@@ -266,7 +266,7 @@ def test_what_was_changed_is_what_the_documentation_says(cluster: Cluster) -> No
 
 
 def test_a_stale_mount_is_mended_by_the_next_run(cluster: Cluster) -> None:
-    # The server goes while the client has it mounted, and another mount lies over it that answers nothing useful.
+    # The mount is removed, and systemd does not mount it again.
     assert shared_user(cluster.bed, "node2", "ls ~/nfs").returncode == 0
     root(cluster.bed, "node2", "systemctl stop home-cluster-nfs.automount; umount -l /home/cluster/nfs")
     assert shared_user(cluster.bed, "node2", "cat ~/nfs/note").returncode != 0
@@ -294,7 +294,7 @@ def test_the_boot_of_a_client_does_not_wait_for_a_dead_server(cluster: Cluster) 
     cluster.bed.kill("node1")
     try:
         cluster.bed.reboot("node3")
-        # It has not even tried: the mount comes at the first use.
+        # The node has not even tried: it mounts at the first use.
         states = root(cluster.bed, "node3", "systemctl is-active home-cluster-nfs.automount home-cluster-nfs.mount")
         assert states.stdout == "active\ninactive\n"
         assert shared_user(cluster.bed, "node3", "id -un").stdout.strip() == USER

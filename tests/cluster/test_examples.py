@@ -1,4 +1,4 @@
-"""The role that leaves the examples on the share, with this machine as both of its nodes."""
+"""The role that puts the examples on the share. This machine is both of its nodes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROLES = REPOSITORY / "cluster/playbooks/roles"
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A checkout with a data set of one file, and with what a run has left in it."""
+    """A checkout with a data set of one file, and with files that a run has left."""
     folder = tmp_path / "checkout"
     (folder / "scripts").mkdir(parents=True)
     shutil.copytree(REPOSITORY / "examples", folder / "examples")
@@ -80,7 +80,7 @@ def test_without_the_data_set_the_set_up_ends_well_and_says_so(checkout: Path) -
     job = brought(checkout, cache="/dev/null/cache")
     assert job.code == 0, job.output
     assert "The cluster is set up, but WITHOUT the examples and their data set" in job.stdout
-    assert "cannot create directory" in job.stdout  # what get-data said
+    assert "cannot create directory" in job.stdout  # the output of get-data
     assert "run: ansible-playbook cluster/setup.yml --tags examples" in job.stdout
     assert "To train on all nodes" not in job.stdout
     assert list((checkout.parent / "share").iterdir()) == list((checkout.parent / "home").glob("examples")) == []

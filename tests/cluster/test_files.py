@@ -1,4 +1,4 @@
-"""What can be checked of the playbooks without any node."""
+"""Checks of the playbooks that need no node."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SETTINGS = {
     "python": "/usr/bin/python3",
 }
 
-# What a node that is set up reports.
+# The report of a node that is set up.
 HEALTHY = {
     "family": "Debian",
     "systemd": True,
@@ -95,7 +95,7 @@ def test_a_roles_interface_is_whole(role: Path) -> None:
     options = yaml.safe_load((role / "meta/argument_specs.yml").read_text())["argument_specs"]["main"]["options"]
     assert set(defaults) == {name for name in options if name.startswith(f"{role.name}_")}
     assert (role / "README.md").read_text().startswith(f"# {role.name}\n")
-    # A default that is a variable of the cluster is one that the user finds in group_vars/all.yml.
+    # If a default is a variable of the cluster, the user finds that variable in group_vars/all.yml.
     for value in defaults.values():
         for name in re.findall(r"mpitrain_\w+", str(value)):
             assert name in VARIABLES
@@ -103,7 +103,7 @@ def test_a_roles_interface_is_whole(role: Path) -> None:
 
 @pytest.mark.parametrize("playbook", ["setup", "teardown"])
 def test_ansible_core_alone_reads_the_playbooks(playbook: str) -> None:
-    """Modules of collections are in files that are read only where they are needed."""
+    """Modules of collections are in separate files, which are read only where needed."""
     program = Path(sys.executable).with_name("ansible-playbook")
     if not program.exists():
         pytest.skip("Ansible is not installed: pip install 'mpitrain[cluster]'")
@@ -117,7 +117,7 @@ def test_ansible_core_alone_reads_the_playbooks(playbook: str) -> None:
 
 @pytest.mark.parametrize("kind", [int, str])
 def test_a_node_that_is_set_up_is_not_refused(preflight: ModuleType, kind: type) -> None:
-    """Numbers come as text by -e, and from every template before ansible-core 2.19."""
+    """Numbers are text if they come from -e, and before ansible-core 2.19 from every template."""
     numbers = {name: kind(SETTINGS[name]) for name in ("uid", "gid", "min_free_mib")}
     reports = {"a": {"ansible_facts": {"mpitrain": HEALTHY}}}
     assert preflight.problems(reports, {"a": "10.0.0.1"}, {"head": ["a"]}, SETTINGS | numbers) == []
@@ -128,7 +128,7 @@ def test_a_node_that_is_set_up_is_not_refused(preflight: ModuleType, kind: type)
     [
         ({}, "10.0.0.1", False),
         ({}, "10.0.0.9", True),
-        ({}, "10.213.0.1", False),  # switched off: the tunnel is still there
+        ({}, "10.213.0.1", False),  # switched off, but the tunnel still exists
         ({"network": "10.213.0.0/16", "inside": {"a": "10.213.0.1", "b": "10.213.0.2"}}, "10.0.0.1", False),
     ],
 )
@@ -170,7 +170,7 @@ def test_the_network_as_a_node_sees_it(preflight: ModuleType, facts: dict[str, o
 def test_an_environment_that_cannot_be_loaded_is_damaged(
     facts: ModuleType, tmp_path: Path, code: int, is_damaged: bool
 ) -> None:
-    """Its note alone, which says what set-up has installed, does not make it whole."""
+    """The note of what set-up has installed does not make the environment whole."""
     python = tmp_path / "bin/python"
     python.parent.mkdir()
     python.write_text(f"#!/bin/sh\nexit {code}\n")
@@ -187,7 +187,7 @@ def test_an_environment_that_cannot_be_loaded_is_damaged(
 def test_an_environment_is_loaded_with_the_mpi_that_it_is_for(
     facts: ModuleType, tmp_path: Path, mpiexec: str, library: str
 ) -> None:
-    """As /usr/local/lib/mpitrain/launch does: mpi4py looks for an MPI with a prefix nowhere by itself."""
+    """As in /usr/local/lib/mpitrain/launch: mpi4py itself does not search the prefix of an MPI."""
     python = tmp_path / "bin/python"
     python.parent.mkdir()
     python.write_text(f'#!/bin/sh\n[ "$MPI4PY_LIBMPI" = "{library}" ]\n')
@@ -259,7 +259,7 @@ def test_what_cannot_be_a_tunnel(preflight: ModuleType) -> None:
 
 
 def test_names_that_lead_past_the_tunnel(preflight: ModuleType) -> None:
-    """A line of /etc/hosts with the address of the inventory was right before there was a tunnel."""
+    """A line of /etc/hosts with the address of the inventory was right before the tunnel existed."""
     facts = {"addresses": ["10.0.0.2"], "sources": {}, "hosts_lines": ["10.0.0.1 a"]}
     addresses, inside = {"a": "10.0.0.1", "b": "10.0.0.2"}, {"a": "10.213.0.1", "b": "10.213.0.2"}
     assert preflight.network_problems("b", addresses, facts) == []
@@ -271,7 +271,7 @@ def test_who_would_be_locked_out_is_refused(preflight: ModuleType) -> None:
     denied = {"unreachable": True, "msg": "Task failed: Failed to connect: admin@10.0.0.1: Permission denied"}
     assert preflight.key_problems("a", "10.0.0.1", {}) == []
     assert preflight.key_problems("a", "10.0.0.1", {"skipped": True}) == []
-    (sentence,) = preflight.key_problems("a", "10.0.0.1", denied)  # ssh's own user: none is named
+    (sentence,) = preflight.key_problems("a", "10.0.0.1", denied)  # no user is named: ssh's default
     assert sentence.startswith("a (10.0.0.1): mpitrain_sshd_passwords is false, and a login with a key alone fails: ")
     assert "Permission denied" in sentence and "Install your key: ssh-copy-id 10.0.0.1; or" in sentence
     settings = SETTINGS | {"login_users": {"a": "admin"}, "login_ports": {"a": 2222}}

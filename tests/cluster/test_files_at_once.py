@@ -21,7 +21,7 @@ pytestmark = [
 
 
 def made(folder: Path, *tasks: list[dict[str, str]], options: tuple[str, ...] = ()) -> tuple[dict[str, int], str]:
-    """Ansible's counts, and its output, of a play of tasks, each of such entries; their paths are below a folder."""
+    """Run a play of tasks, each with such entries; paths are below a folder. Return Ansible's counts and its output."""
     lists = [[{**entry, "path": str(folder / entry["path"])} for entry in entries] for entries in tasks]
     made_all = [{"mpitrain_files": {"entries": entries}, "ignore_errors": len(tasks) > 1} for entries in lists]
     play = {"hosts": "localhost", "gather_facts": False, "tasks": made_all}
@@ -47,7 +47,7 @@ def made(folder: Path, *tasks: list[dict[str, str]], options: tuple[str, ...] = 
 
 
 def tree(folder: Path) -> dict[str, str]:
-    """What is there: mode and content of each file, and where links lead to."""
+    """The tree: mode and content of each file, and the target of each link."""
     found = {}
     for path in sorted(folder.rglob("*")):
         what = str(path.readlink()) if path.is_symlink() else path.read_text() if path.is_file() else "folder"
@@ -82,7 +82,7 @@ def test_all_kinds_are_made_once(tmp_path: Path) -> None:
     counts, said = made(folder, entries)
     assert (counts.get("failed"), counts.get("changed")) == (0, 1), said
     assert tree(folder) == {
-        "another": "644 not ours\n",  # what the link led to
+        "another": "644 not ours\n",  # the target of the link
         "leads": "644 ours\n",
         "loose": "644 as it should be\n",
         "new": "755 folder",

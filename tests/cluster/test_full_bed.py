@@ -59,7 +59,7 @@ def test_the_whole_life_with_real_nfs(tmp_path: Path, capsys: pytest.CaptureFixt
             done = bed.run(line, timeout_seconds=1200, cwd=checkout)
             document = json.loads(done.stdout)
             found = findings(document)
-            # chrony has no server to ask, as nothing leads out of a bed, so clocks drift; and logins take seconds. All
+            # A bed has no Internet access, so chrony has no server and clocks drift. Logins take seconds. Everything
             # else must be right.
             assert found.pop("CLK02") == ("warn", "node1; node2; node3")
             assert found.keys() <= {"CLK01", "SSH01", "SSH04"}, found
@@ -77,7 +77,7 @@ def test_the_whole_life_with_real_nfs(tmp_path: Path, capsys: pytest.CaptureFixt
         read = shared_user(bed, "node2", "timeout 380 cat ~/nfs/note")
         assert read.stdout == "written\n", read.stderr
 
-        # The export's file handles die: what is mounted is stale until the next run.
+        # The export's file handles become invalid: mounts are stale until the next run.
         root(bed, "node1", f"mv {SHARE} {SHARE}.old && cp -a {SHARE}.old {SHARE} && rm -rf {SHARE}.old && exportfs -f")
         mended = playbook(bed, SETUP, "--tags", "nfs", **plain)
         assert mended.code == 0, mended.output

@@ -1,4 +1,4 @@
-"""`mpitrain leave` and `mpitrain join` over the nodes of a cluster: no step is made twice, and no sample read twice."""
+"""`mpitrain leave` and `mpitrain join` over the nodes of a cluster: no step and no sample comes twice."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from mpitrain.testbed import Bed
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("healed")]
 
-# Samples are multiples of 12, and so the mean of 2, 3, 4, 6 or 12 of them is a whole number: no sum over ranks is
-# rounded, and any number of ranks has the same bits. Once the file `enough` is there, it makes 20 more steps.
+# Samples are multiples of 12, so the mean of 2, 3, 4, 6 or 12 of them is a whole number. No sum over ranks is rounded,
+# and every number of ranks gives the same bits. Once the file `enough` exists, the training makes 20 more steps.
 SCRIPT = """
 import pathlib, sys, time
 import numpy
@@ -50,8 +50,8 @@ hooks = [mt.StopAtStep(int(sys.argv[1])), mt.Record([mt.JsonLines("record")], st
 mt.Trainer(build, hooks).run()
 world.print("done")
 """
-# On a busy machine copies are made so seldom that a change may wait for minutes. Of several steps, some of which would
-# be made twice if a change did not wait for a copy.
+# On a busy machine copies are made so seldom that a change may wait for minutes. The interval is still several steps:
+# if a change did not wait for a copy, some of them would be made twice.
 COPIES = "MPITRAIN_MEMORY_STEPS=5"
 JOB = "$({python} -m mpitrain ps | awk '/moves.py/ {{ print $1 }}')"
 
@@ -65,7 +65,7 @@ def change(bed: Bed, python: str, words: str) -> str:
 
 
 def steps_of(output: str) -> dict[int, tuple[int, list[int], str]]:
-    """By step: the number of ranks, the samples, and the parameters; no step may have been made twice."""
+    """The number of ranks, the samples and the parameters of each step. No step may have been made twice."""
     steps: dict[int, tuple[int, list[int], str]] = {}
     for step, size, samples, bits in re.findall(r"\] step (\d+) (\d+) (\[.*\]) ([0-9a-f]+)\n", output):
         assert int(step) not in steps, output
@@ -101,7 +101,7 @@ def test_a_host_leaves_and_joins_again(bed: Bed, python: str) -> None:
     assert [(event["text"], event["after_step"], event["repeated_steps"]) for event in events] == [
         (text, int(step), 0) for text, step in told
     ]
-    # Undisturbed, with 3 ranks all the time.
+    # An undisturbed run, always with 3 ranks.
     as_user(bed, "node1", "rm -rf record; mkdir record")
     whole = run(bed, f"--hosts node1,node2,node3 --ppn 1 moves.py {len(steps)}", python=python)
     assert whole.code == 0, whole.output
@@ -120,14 +120,14 @@ def refused(bed: Bed, python: str, words: str, *why: str) -> None:
 
 @pytest.mark.slow
 def test_a_host_that_differs_is_refused(bed: Bed) -> None:
-    """Each node has a script of its own, and an environment of its own with the packages of the share."""
+    """Each node has its own script, and its own environment with the packages of the share."""
     own, site = "/home/cluster/own", "/home/cluster/own/lib/python3*/site-packages"
     for node in bed.names:
         write(bed, node, "/home/cluster/moves.py", SCRIPT)
         made = f"python3 -m venv --without-pip {own} && echo {SHARE}/venv/lib/python3*/site-packages"
         assert as_user(bed, node, f"{made} > $(echo {site})/share.pth").returncode == 0
     as_user(bed, "node1", "rm -rf enough record; mkdir record")
-    # It finds the library beside itself only; this must reach the other hosts' Python too.
+    # The Python finds its library only beside itself. This variable must reach the Python of the other hosts too.
     setting, python = f"{COPIES} MPI4PY_LIBMPI={SHARE}/venv/lib/libmpi.so.12", f"{own}/bin/python"
     arguments = "--hosts node1,node2 --ppn 1 --restarts 1 /home/cluster/moves.py 4000"
     job = Job(bed, arguments, python=python, setting=setting)
@@ -154,7 +154,7 @@ def test_a_host_that_differs_is_refused(bed: Bed) -> None:
 
 @MOSTLY_MPICH
 def test_sigterm_to_a_rank_lets_its_host_leave(bed: Bed, python: str) -> None:
-    """Then the last host but one is told too; --min-nodes is 2, so the job saves and ends."""
+    """Then a second host of the remaining two is told. --min-nodes is 2, so the job saves and ends."""
     write(bed, "node1", f"{SHARE}/moves.py", SCRIPT.replace("Show()]", "Show(), mt.Checkpoint('saved', steps=100000)]"))
     as_user(bed, "node1", "rm -rf enough record saved; mkdir record")
     job = Job(

@@ -1,4 +1,4 @@
-"""`mpitrain run --recover` over the nodes of a cluster: ranks are killed, and the others go on, over TCP."""
+"""`mpitrain run --recover` over the nodes of a cluster: ranks are killed, and the others go on over TCP."""
 
 from __future__ import annotations
 

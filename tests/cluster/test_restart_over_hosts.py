@@ -1,4 +1,4 @@
-"""`mpitrain run --restarts` over the nodes of a cluster: a rank is killed, a node loses its power, training goes on."""
+"""`mpitrain run --restarts` over the nodes of a cluster: a rank is killed, a node loses power, and training resumes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from mpitrain.testbed import Bed
 
 pytestmark = pytest.mark.timeout(900)
 
-# On a busy machine a copy may take more than 1 % of a step, and would be made less often.
+# On a busy machine a copy may take more than 1 % of a step. Copies would then come less often.
 EVERY_STEP = "MPITRAIN_MEMORY_STEPS=1"
 
-# Steps of 0.05 s, a checkpoint every 20. Each rank writes its process into a file of its host. Step 75 does not end
-# before there is a file `go_on`: however slow a test is, what it breaks it breaks before that step has ended.
+# Steps of 0.05 s, with a checkpoint every 20. Each rank writes its process id into a file of its host. Step 75 waits
+# for a file `go_on`, so even a slow test makes its fault before that step has ended.
 SCRIPT = """
 import os, pathlib, sys, time
 import numpy
@@ -59,19 +59,19 @@ time.sleep(600)
 
 @pytest.fixture(scope="module", autouse=True)
 def scripts(bed: Bed) -> None:
-    """In the share."""
+    """The folder of the scripts, on the share."""
     write(bed, "node1", f"{SHARE}/train.py", SCRIPT)
     write(bed, "node1", f"{SHARE}/stays.py", STAYS)
 
 
 @pytest.fixture(autouse=True)
 def no_checkpoints(bed: Bed, healed: None) -> None:
-    """Those of the test before are gone."""
+    """Remove the checkpoints of the preceding test."""
     as_user(bed, "node1", "rm -rf checkpoints go_on")
 
 
 def went_on_from_memory(end: Ended, failed: int) -> None:
-    """After the last step that all ranks had made, or the one before: a rank may have died between step and copy."""
+    """After the last step of all ranks, or the one before: a rank may have died between step and copy."""
     resumed = re.findall(r"resumed from memory at step (\d+)\n", end.output)
     assert len(resumed) == 1, end.output
     assert failed - 2 <= int(resumed[0]) <= failed, end.output
@@ -91,7 +91,7 @@ def test_a_rank_is_killed(bed: Bed, python: str) -> None:
         r"mpitrain: try 1 of 3 failed at step (\d+): rank 2 on node3 (?:was killed|ended)(.*); (.*)\n", end.output
     )
     assert found, end.output
-    assert 50 <= int(found[1]) <= 76  # the others may be a step ahead of rank 0
+    assert 50 <= int(found[1]) <= 76  # the other ranks may be a step ahead of rank 0
     assert found[3] == "starting again on node1, node2, node3, node4"
     went_on_from_memory(end, int(found[1]))
     assert "mpitrain: try 2 of 3 succeeded\n" in end.output

@@ -1,6 +1,6 @@
-"""`mpitrain run` over the nodes of a cluster that the playbooks have set up, and what it does when they break.
+"""`mpitrain run` over the nodes of a cluster that the playbooks have set up, without faults and with faults.
 
-Every fault is a real one; after each nothing of the job is left on any node.
+Every fault is real. After each, nothing of the job is left on any node.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ if socket.gethostname() == "node2":
 
 @pytest.fixture(scope="module", autouse=True)
 def scripts(bed: Bed) -> None:
-    """In the share."""
+    """The folder of the scripts, on the share."""
     for name, text in SCRIPTS.items():
         write(bed, "node1", f"{SHARE}/{name}", text)
 
@@ -176,7 +176,7 @@ def test_what_show_prints_can_be_run(bed: Bed, python: str) -> None:
     assert "eth0" in shown.stdout
     done = as_user(bed, "node1", shown.stdout)
     assert done.returncode == 0, done.stderr
-    # With MPICH the words of two ranks may come mixed, each with its tag in front.
+    # With MPICH the words of two ranks may be mixed, each with its tag in front.
     assert "of 2 on node2" in ("".join(re.findall(r"<mpitrain-rank-1>([^<]*)", done.stdout)) or done.stdout)
 
 
@@ -209,7 +209,7 @@ def test_bench_sees_what_crosses_the_link(bed: Bed) -> None:
         assert row["wrong"] == 0
         assert row["bound_us"] == pytest.approx(2**22 * 8 / 1e3)
         assert row["link_multiple"] > 0.99
-    # Ranks send 1.5 buffers round a ring of 4, and one rank of each node sends to the other; the nodes could do with 1.
+    # In a ring of 4, ranks send 1.5 buffers, and one rank of each node sends to the other. 1 buffer would be enough.
     assert by_name["ring"]["link_multiple"] == pytest.approx(1.5, rel=0.05)
 
 
@@ -259,7 +259,7 @@ def test_a_node_that_falls_silent(bed: Bed, fault: str) -> None:
     end = job.end()
     assert end.code == 1, end.output
     assert "node2: no message from this host since " in end.output
-    if fault == "cut":  # the node ends its part by itself
+    if fault == "cut":  # the node ends its part of the job itself
         assert left(bed) == []
 
 
@@ -277,7 +277,7 @@ def test_a_rank_that_stands_still(bed: Bed, kind: str, expected: str) -> None:
     assert job.code == 1, job.output
     ended = r"nothing has moved for 20 s \(hang_seconds\), and the job is ended"
     for head in (r"no progress for ([5-9]|1\d) s", ended):
-        # Of two ranks on a host that stand in one place each has its line, or both have one.
+        # Two ranks of a host that stand in the same place have a line each, or one line together.
         assert re.search(rf"mpitrain: {head}: {waits}; ranks? 4(,5)? on node3 {expected}", job.output), job.output
 
 
@@ -288,7 +288,7 @@ def test_a_cut_cable_is_named_before_the_host_is_given_up(bed: Bed) -> None:
     bed.cut("node4")
     done = job.end()
     assert done.code == 1, done.output
-    # Where the cut falls into a barrier, some of the others are through with it and wait in the next one.
+    # If the cut comes during a barrier, some of the others have passed it and wait in the next one.
     waits = r"(ranks? [012,-]+ on (node[123],?)+ waits? in barrier \(call \d+\); )+"
     expected = rf"no progress for \d+ s: {waits}rank 3 on node4: no message from this host"
     assert re.search(expected, done.output), done.output
@@ -319,18 +319,18 @@ def test_a_killed_launcher_leaves_nothing(bed: Bed, python: str) -> None:
 
 @MOSTLY_MPICH
 def test_a_killed_rank(bed: Bed, python: str) -> None:
-    """MPICH's mpiexec ends with 255 then, because its proxies on the other hosts fail as well."""
+    """MPICH's mpiexec then ends with 255, because its proxies on the other hosts fail as well."""
     end = run(bed, "-n 4 hangs.py die", python=python)
     if python == PYTHONS["mpich"]:
         assert "mpitrain: rank 2 on node3 was killed by signal 9; mpiexec ended the others" in end.output
         assert end.code == 128 + signal.SIGKILL, end.output
-    else:  # it says so, or not, as its processes end first or last
+    else:  # the line depends on the order in which its processes end
         assert "mpitrain: rank 2 on node3 " in end.output and end.code != 0, end.output
     assert left(bed) == []
 
 
 def test_a_killed_rank_whose_guard_is_late(bed: Bed, python: str) -> None:
-    """Its time is the kernel's. By the time at which the guards see their ends, a rank of another node is the first."""
+    """The kernel gives the time of each end. By the times at which guards see them, another node's rank is first."""
     end = run(bed, f"-n 4 hangs.py 'die unseen' /tmp/stopped-{uuid.uuid4().hex}", python=python)
     assert end.code != 0
     blamed = re.findall(r"^mpitrain: (ranks? \S+ on \S+) (?:was killed|ended|left)", end.output, re.M)
@@ -349,7 +349,7 @@ def test_interrupted(bed: Bed, python: str) -> None:
 
 
 def test_suspension_is_refused(bed: Bed) -> None:
-    """Stopped, the launcher would be silent, and the guards would end the job."""
+    """A stopped launcher would be silent, and the guards would end the job."""
     job = Job(bed, "-n 2 hello.py 5")
     job.wait_for("of 2 on", 2)
     job.signal("TSTP")
@@ -360,7 +360,7 @@ def test_python_fails_before_mpi_on_three_of_four(bed: Bed, python: str) -> None
     end = run(bed, "-n 4 --start-seconds 30 fails_before_mpi.py", python=python)
     assert end.code != 0
     assert "ImportError: no such library here" in end.output
-    if python == PYTHONS["mpich"]:  # Open MPI's mpiexec ends such a job by itself
+    if python == PYTHONS["mpich"]:  # Open MPI's mpiexec itself ends such a job
         assert "rank 1 on node2, rank 2 on node3, rank 3 on node4 ended early" in end.output
 
 
@@ -428,7 +428,7 @@ def test_a_package_differs_on_one_node(bed: Bed) -> None:
         made = f"python3 -m venv --without-pip /home/cluster/own && echo {SHARE}/venv/lib/python3*/site-packages"
         assert as_user(bed, node, f"{made} > $(echo {site})/share.pth").returncode == 0
     as_user(bed, "node3", f"mkdir $(echo {site})/tqdm-4.60.dist-info")
-    # It finds the library beside itself only; this must reach the other hosts' Python too.
+    # The Python finds its library only beside itself. This variable must reach the Python of the other hosts too.
     setting, python = f"MPI4PY_LIBMPI={SHARE}/venv/lib/libmpi.so.12", "/home/cluster/own/bin/python"
     end = run(bed, "-n 4 hello.py", python=python, setting=setting)
     assert end.code == 1, end.output

@@ -1,4 +1,4 @@
-"""What a set-up prints: little, with all of Ansible's own output in a log file; without any node."""
+"""What a set-up prints: little, with all of Ansible's own output in a log file. The tests need no node."""
 
 from __future__ import annotations
 
@@ -109,9 +109,9 @@ def test_a_dry_run_prints_all(project: Path) -> None:
 def test_a_terminal_shows_what_is_being_done(project: Path) -> None:
     job = play(project, env={"TERM": "xterm"}, terminal=True)
     assert job.code == 0, job.output
-    # What is read here has each carriage return as the end of a line.
+    # The text read here has a line end for each carriage return.
     assert re.search(r"^\x1b\[K\[0:\d\d\] 2 of 2  Change: Change something$", job.stdout, re.M), job.stdout
-    # What stays is the same as without a terminal.
+    # The lines that stay are the same as without a terminal.
     written = [line.rpartition("\x1b[K")[2] for line in without_time(job.stdout)]
     left = [line for line in written if line and not re.match(r"\[M:SS\] \d of 2  \w+: [A-Z]", line)]
     assert left[1:] == ["Now train", "[M:SS]  2 of 2  Change: 2 changes", "done in M:SS: 2 nodes, 2 changes"]
