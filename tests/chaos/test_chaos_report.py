@@ -1,4 +1,4 @@
-"""The report and the picture of a episode."""
+"""The report and the picture of an episode."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TRY = "mpitrain: try 1 of 5 failed at step 21: rank 2 on b was killed by signal 
 
 
 def episode() -> Episode:
-    """2 steps/s; a rank is killed at 10 s, which costs 4 s and a step; a freeze at 20 s that nobody names."""
+    """2 steps/s. A rank is killed at 10 s, which costs 4 s and a step. No line names the freeze at 20 s."""
     seen = [Point(float(second), 1, 1, 1 + 2 * second, 4, 64.0) for second in range(11)]
     seen += [Point(float(second), 2, 20, 20 + 2 * (second - 14), 4, 64.0) for second in range(14, 31)]
     killed = Hit(Fault(1, 9.5, "rank", 0.5, False), 10.0, 2, "b", 1, 20, "process 7 killed")

@@ -1,4 +1,4 @@
-"""A fault is undone in time, and whoever is killed meanwhile."""
+"""A fault is undone in time, whichever process is killed meanwhile."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from jobs import HANG_SECONDS, clean_environment, until
 from mpitrain.chaos.disk import refusal_to_fill
 
-# Makes a file, which is removed when the fault is undone. The line that a test puts in says what then happens.
+# The fault makes a file, and undoing it removes the file. A test inserts the line with what happens in between.
 PROGRAM = """
 import os, pathlib, signal, sys, time
 from mpitrain.chaos.outage import Outage
@@ -53,7 +53,7 @@ def test_it_is_undone(tmp_path: Path, seconds: float, then: str) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_it_is_undone_if_the_process_is_killed(tmp_path: Path, number: signal.Signals) -> None:
-    """The keeper closes its output: else the pipe of `held`, as an ssh connection would, would wait for its end."""
+    """The keeper closes its output. Otherwise the pipe of `held` would wait for its end, as an ssh connection would."""
     file, done = held(tmp_path, 1000.0, f"os.kill(os.getpid(), {int(number)})")
     assert done.returncode == -number, done.stderr
     until(lambda: not file.exists(), "the fault is still in force")

@@ -1,4 +1,4 @@
-"""Faults of a job: their kinds, times and victims."""
+"""The faults of a plan: their kinds, times and victims."""
 
 from __future__ import annotations
 

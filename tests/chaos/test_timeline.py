@@ -1,4 +1,4 @@
-"""How a job went on, from points in time."""
+"""How a job went on after a fault, computed from points in time."""
 
 from __future__ import annotations
 

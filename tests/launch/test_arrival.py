@@ -1,4 +1,4 @@
-"""When a start is over, late or lost."""
+"""When the start of a job is complete, late or lost."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def test_a_start_that_is_well() -> None:
     assert judged(59.0, started={}) is None
     assert judged(59.0, called={0: 1.0}) is None
     assert judged(1e9, called=EVERYONE, begun=EVERYONE) is None
-    assert judged(1e9, called=EVERYONE, begun=EVERYONE, gone={1: 70.0}) is None  # that is no matter of the start
+    assert judged(1e9, called=EVERYONE, begun=EVERYONE, gone={1: 70.0}) is None  # the start was complete before
 
 
 def test_a_program_without_mpitrain_may_take_its_time() -> None:
     assert judged(1e9) is None
-    assert judged(200.0, gone={2: 100.0}) is None  # it came to its end, and the others will too
+    assert judged(200.0, gone={2: 100.0}) is None  # the rank has ended, and the others will too
     assert judged(60.0, gone={2: 5.0}) is None
 
 
@@ -74,7 +74,7 @@ def test_a_rank_that_ends_before_init() -> None:
 
 
 def test_a_rank_that_fails_right_after_init() -> None:
-    """Between two looks at it: it was last seen in init()."""
+    """The rank fails between two looks of the guard, which last saw it in init()."""
     others = {0: 1.5, 1: 1.5, 2: 1.5}
     assert judged(9.0, called=EVERYONE, begun=others, failed={3: 2.0}, gone={3: 2.5}) is None
     when = {STARTED: EVERYONE, CALLED: EVERYONE, BEGUN: others, DONE: {}, FAILED: {3: 2.0}}

@@ -1,4 +1,4 @@
-"""Wishes to change the hosts of a running job: which are accepted, and how they come to the launcher."""
+"""Wishes to change the hosts of a running job: which are accepted, and how they reach the launcher."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def widen(placement: Placement, text: str) -> Placement:
 
 
 class Asked:
-    """The check of hosts that would join."""
+    """Stands for the check of hosts that want to join."""
 
     def __init__(self) -> None:
         self.placements: list[Placement] = []
@@ -76,7 +76,7 @@ def test_a_host_leaves(changes: Changes) -> None:
 def test_a_host_joins(changes: Changes, asked: Asked) -> None:
     told = ask(launcher_name(os.getpid()), {"join": "d"})
     assert told == {"accepted": "d joins after the next copy of its state; then it goes on on a, b, c, d"}
-    # Only the new host and this machine are asked.
+    # The check asks only the new host and this machine.
     assert [(one.hosts, dict(one.addresses)) for one in asked.placements] == [
         (("d",), {"a": "10.0.0.1", "d": "10.0.0.9"})
     ]
@@ -163,7 +163,7 @@ def test_a_try_that_begins_has_no_run_yet(changes: Changes) -> None:
 
 
 def told(keepers: Keepers, *ranks: int) -> None:
-    """SIGTERM has told these ranks to end, some time ago."""
+    """SIGTERM told these ranks to end some time ago."""
     keepers.told = dict.fromkeys(ranks, 0.0)
 
 
@@ -186,7 +186,7 @@ def test_sigterm_where_too_few_hosts_would_be_left(changes: Changes, keepers: Ke
 
 
 def test_sigterm_of_mpiexec_is_no_wish(changes: Changes, keepers: Keepers) -> None:
-    """A rank has failed, and so mpiexec ends the others."""
+    """A rank has failed, so mpiexec ends the others."""
     keepers.is_ending = True
     told(keepers, 0, 1, 2)
     time.sleep(1)
@@ -221,7 +221,7 @@ def test_sigterm_while_a_host_that_would_join_is_asked(changes: Changes, keepers
 
 
 def test_sigterm_just_before_the_ranks_have_left(changes: Changes, keepers: Keepers) -> None:
-    """It is too fresh for a wish when they leave, and is not forgotten."""
+    """When the ranks leave, the signal is too fresh for a wish. It is not forgotten."""
     assert "accepted" in changes.answer({"join": "d"})
     keepers.told = {2: time.monotonic()}
     change = changes.take(has_left=True)

@@ -23,7 +23,7 @@ def test_each_module_comes_after_those_that_it_imports(modules: Sequence[str]) -
 
 
 def own_imports(module: str) -> Iterator[str]:
-    """The modules of mpitrain that this one imports when it is run; those for type checkers alone do not count."""
+    """The modules of mpitrain that this module imports when it runs. Imports for type checkers alone do not count."""
     tree = ast.parse((Path(mpitrain.__file__).parent / f"{module.replace('.', '/')}.py").read_text())
     for node in tree.body:
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":

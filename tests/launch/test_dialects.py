@@ -1,4 +1,4 @@
-"""The exact command lines, for every mpiexec that is known."""
+"""The exact command lines for every known mpiexec."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_intel_over_hosts() -> None:
 
 
 def test_open_mpi_over_hosts() -> None:
-    # What says who and where the user is, is of this machine; a name that is none for a shell cannot be carried.
+    # Variables about the user and the session belong to this machine. A shell carries only names that are identifiers.
     environ = {"PATH": "/bin", "LR": "0.5", "HOME": "/home/ada", "SSH_TTY": "/dev/pts/0", "BASH_FUNC_x%%": "() {"}
     carried = "-x LR -x OMP_NUM_THREADS -x PATH -x PYTHONUNBUFFERED -x _MPITRAIN_EXPECTED_SIZE"
     job = replace(OVER_HOSTS, mpiexec=OPEN_MPI_5)

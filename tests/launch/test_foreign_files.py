@@ -1,4 +1,4 @@
-"""A found file that another user may write does not count: owner, mode, every folder above, links."""
+"""A found file that another user may write is refused: owner, mode, every folder above, links."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ workers
 
 @pytest.fixture
 def found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An inventory as a user keeps it; its name is relative to the current folder."""
+    """An inventory as a user has it. Its name is relative to the current folder."""
     monkeypatch.chdir(tmp_path)
     path = Path("cluster/hosts")
     path.parent.mkdir(mode=0o755)
@@ -47,7 +47,7 @@ def refusal(path: Path) -> str:
 
 
 def repair(message: str) -> str:
-    """The command of a refusal, as printed."""
+    """The command that a refusal prints."""
     command = re.search(r"Then repair it: (.*)  # or, if you trust the file as it is, do without$", message)
     assert command is not None, message
     return command[1]
@@ -67,7 +67,7 @@ def test_a_file_of_ones_own_counts(found: Path) -> None:
 @pytest.mark.parametrize("place", ["cluster/hosts", "cluster", "."])
 @pytest.mark.parametrize("mode", [0o777, 0o702])
 def test_all_may_write(found: Path, place: str, mode: int) -> None:
-    """The file, its folder, or a folder above. The command that is printed is run, and is all that it takes."""
+    """The file, its folder, or a folder above. The test runs the printed command, which must be enough."""
     Path(place).chmod(mode)
     message = refusal(found)
     allowed = "root" if os.geteuid() == 0 else f"{ME} or root"
@@ -92,7 +92,7 @@ def test_several_places_are_one_command(found: Path) -> None:
 
 
 def test_all_may_write_beside_it_where_nobody_can_replace_it(found: Path) -> None:
-    """The folder is one such as /tmp."""
+    """The folder is like /tmp."""
     found.parent.chmod(0o1777)
     refuse_foreign(found)
 
@@ -103,7 +103,7 @@ def test_somebody_else_owns_it(found: Path, place: str) -> None:
     os.chown(place, NOBODY, -1)
     message = refusal(found)
     assert f"may write there: {described(Path(place).resolve())}. Allowed is owner root, and" in message
-    # No chown: it would take away what is somebody else's.
+    # No chown: it would take somebody else's file.
     said = "Then copy the files that you need into a folder of your own; or, if you trust the file as it is, do without"
     assert message.endswith(said)
 
@@ -127,7 +127,7 @@ def test_a_link_leads_to_a_file_of_somebody_else(found: Path) -> None:
 
 @pytest.mark.parametrize("absolute", [True, False])
 def test_a_link_that_a_link_leads_to_is_in_a_folder_of_all(found: Path, absolute: bool) -> None:
-    """Neither the name nor the final place of the file is in that folder."""
+    """Neither the name of the file nor its final place is in that folder."""
     found.parent.rename("own")
     Path("open").mkdir()
     Path("open/hop").symlink_to(Path("own").absolute() if absolute else "../own")
@@ -141,7 +141,7 @@ def test_a_link_that_a_link_leads_to_is_in_a_folder_of_all(found: Path, absolute
 
 
 def group(monkeypatch: pytest.MonkeyPatch, primary: list[int], others: list[str]) -> None:
-    """Make the group of the test's files one with these members."""
+    """Give the test's files a group with these members."""
     gid = os.getegid()
     users = [pwd.struct_passwd((f"user{uid}", "x", uid, gid, "", "/nowhere", "/bin/sh")) for uid in primary]
     monkeypatch.setattr("pwd.getpwall", lambda: users)
@@ -149,7 +149,7 @@ def group(monkeypatch: pytest.MonkeyPatch, primary: list[int], others: list[str]
 
 
 def test_umask_002_with_a_group_of_ones_own(found: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An ordinary checkout on Debian."""
+    """An ordinary checkout on Debian is accepted."""
     found.parent.chmod(0o775)
     found.chmod(0o664)
     group(monkeypatch, [os.geteuid()], [])
@@ -178,7 +178,7 @@ def test_umask_002_with_a_group_of_others(
 def test_umask_002_where_a_directory_service_does_not_list_its_users(
     found: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The group has no known member. It is this user's own if it has their name, not if it is one of many users."""
+    """The group has no known member. It is the user's own if it has the user's name, but not if it has many users."""
     found.chmod(0o664)
     group(monkeypatch, [], [])
     user = pwd.struct_passwd(("ada", "x", os.geteuid(), os.getegid(), "", "/nowhere", "/bin/sh"))
@@ -192,14 +192,14 @@ def test_umask_002_where_a_directory_service_does_not_list_its_users(
         else:
             assert "has owner ada, group ada, mode 0664" in refusal(found)
     monkeypatch.setattr("grp.getgrgid", lambda _: grp.struct_group(("ada", "x", os.getegid(), [])))
-    # Somebody's else own group of that name.
+    # Another user's own group of that name.
     other = pwd.struct_passwd(("ada", "x", os.geteuid(), os.getegid() + 1, "", "/nowhere", "/bin/sh"))
     monkeypatch.setattr("pwd.getpwuid", lambda _: other)
     assert "has owner ada, group ada, mode 0664" in refusal(found)
 
 
 def test_above_the_home_directory_nobody_looks(found: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folders above belong to the administrator. ssh does not look at them either."""
+    """The folders above belong to the administrator. ssh does not check them either."""
     Path.cwd().chmod(0o777)
     home = pwd.struct_passwd((ME, "x", os.geteuid(), os.getegid(), "", str(Path("cluster").resolve()), "/bin/sh"))
     monkeypatch.setattr("pwd.getpwuid", lambda _: home)

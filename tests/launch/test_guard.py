@@ -1,4 +1,4 @@
-"""A guard on this machine, without ssh: its facts, what it sees of the job, and that it leaves nothing of it."""
+"""A guard on this machine, without ssh: its facts, what it sees of the job, and that it leaves nothing of the job."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from mpitrain.watching.view import RankView
 
 @pytest.fixture
 def wish(tmp_path: Path) -> dict[str, Any]:
-    """What a launcher asks for."""
+    """The request of a launcher."""
     script = tmp_path / "code/train.py"
     script.parent.mkdir()
     script.write_text("print('hello')\n")
@@ -53,7 +53,7 @@ def wish(tmp_path: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def connections() -> Iterator[list[Connection]]:
-    """Those that a test opens; closed after it."""
+    """The connections that a test opens. They are closed after the test."""
     opened: list[Connection] = []
     yield opened
     for connection in opened:
@@ -63,7 +63,7 @@ def connections() -> Iterator[list[Connection]]:
 
 @pytest.fixture
 def job(wish: dict[str, Any]) -> Iterator[subprocess.Popen[str]]:
-    """A process with the mark of the job, and one below it without."""
+    """A process with the mark of the job, and a child of it without the mark."""
     program = "import subprocess; print(subprocess.Popen(['sleep', '600'], env={}).pid, flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", program],
@@ -77,7 +77,7 @@ def job(wish: dict[str, Any]) -> Iterator[subprocess.Popen[str]]:
 
 
 def wait_for(connection: Connection, key: str, fits: Callable[[Any], bool] = lambda _: True) -> Any:
-    """The message with this key."""
+    """Wait for the message with this key."""
     deadline = time.monotonic() + HANG_SECONDS
     while time.monotonic() < deadline and not connection.is_closed:
         connection.flush()  # a pipe takes 64 KiB at once
@@ -136,7 +136,7 @@ def test_paths_that_are_not_there(wish: dict[str, Any], connections: list[Connec
 def test_a_shell_that_takes_a_line_of_what_is_sent(
     wish: dict[str, Any], connections: list[Connection], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As with a `read` in ~/.bashrc: it is said, and what the guard needs is not taken for something else."""
+    """As with a `read` in ~/.bashrc: the error says so, and the guard does not misread its input."""
     ssh = tmp_path / "ssh"
     ssh.write_text('#!/bin/sh\n$READ\nfor line; do :; done\nexec sh -c "$line"\n')
     ssh.chmod(0o755)
@@ -186,7 +186,7 @@ sys.stdin.read()
 
 @contextmanager
 def rank_of(wish: dict[str, Any], number: int, *has_begun: str) -> Iterator[subprocess.Popen[str]]:
-    """A process that calls at the roll call as this rank; in init(), if it says so."""
+    """A process that answers the roll call as this rank, and optionally reports that it is in init()."""
     command = [sys.executable, "-c", RANK, wish["roll_call"], str(number), *has_begun]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -269,7 +269,7 @@ def test_when_the_launcher_is_gone_it_removes_what_that_had_in_a_folder(
 def test_in_place_of_a_killed_guard_another_one_ends_the_job(
     wish: dict[str, Any], job: subprocess.Popen[str], tmp_path: Path
 ) -> None:
-    """Its processes, its roll call, and the files of MPI that came since the guard began."""
+    """The new guard ends the job's processes and its roll call, and removes MPI's files since the first guard began."""
     assert job.stdout is not None
     below = int(job.stdout.readline())
     with Guards("here", ["here"], {"here": wish}) as guards:
@@ -313,7 +313,7 @@ def wait_for_trouble(guards: Guards) -> None:
 
 
 def test_it_may_open_as_many_files_as_there_may_be(wish: dict[str, Any], connections: list[Connection]) -> None:
-    """Each rank takes three, and a login mostly begins with a limit of 1024."""
+    """Each rank takes three files, and the limit of a login is usually 1024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, hard - 1), hard))
     try:
@@ -326,7 +326,7 @@ def test_it_may_open_as_many_files_as_there_may_be(wish: dict[str, Any], connect
 
 
 def test_who_has_vanished() -> None:
-    """Who ended 10 s ago and had called init(), unless its program had come to its end."""
+    """Ranks that ended 10 s ago and had called init(), unless their program had ended."""
     views = {
         rank: RankView(RankRecord(rank, phase), 100 + rank, ended_seconds=10.1 + rank)
         for rank, phase in enumerate(PHASES)
@@ -336,7 +336,7 @@ def test_who_has_vanished() -> None:
     for ended_seconds in (9.9, None):
         recent = {rank: replace(view, ended_seconds=ended_seconds) for rank, view in views.items()}
         assert HostReport(recent).vanished() == []
-    assert HostReport(views).vanished(recovers=True) == [1, 4]  # the others go on without the one that had begun
+    assert HostReport(views).vanished(recovers=True) == [1, 4]  # the others go on without a rank that had begun
 
 
 WORDS = 'the kernel killed it for want of memory: "Killed process 7"'
@@ -354,7 +354,7 @@ WORDS = 'the kernel killed it for want of memory: "Killed process 7"'
     ],
 )
 def test_of_whom_the_kernel_speaks(first: FirstEnd | None, dead: tuple[int, ...], expected: str) -> None:
-    """Of what ended first on its host, and of nothing else."""
+    """The kernel's words are about the first end on its host, and about no other."""
     views = {rank: RankView(RankRecord(rank, BEGUN), 100 + rank, ended_seconds=10.1) for rank in dead}
     report = HostReport(views, first_end=first)
     assert trouble_of(report) == [f"{expected}, and mpiexec goes on: the job is ended"]
@@ -368,7 +368,7 @@ def test_of_which_process_of_mpiexec_the_kernel_speaks(rank: int | None, why: st
 
 
 def trouble_of(report: HostReport) -> list[str]:
-    """What the launcher says of a job on one host, `a`, that its guard reports."""
+    """What the launcher says of a job on one host, `a`, from the report of its guard."""
     return trouble({"a": report}, [report.first_end] if report.first_end else [])
 
 
@@ -385,7 +385,7 @@ def trouble(reports: dict[str, HostReport], first_ends: list[FirstEnd], failed: 
 
 
 def test_who_vanished_first_on_several_hosts() -> None:
-    """mpiexec has ended the others, and then waits for what holds their output."""
+    """mpiexec has ended the others, and then waits for the processes that keep their output open."""
     views = {rank: RankView(RankRecord(rank, BEGUN), 100 + rank, ended_seconds=10.1) for rank in range(4)}
     reports = {
         host: HostReport({rank: views[rank] for rank in ranks}) for host, ranks in (("a", (0, 1)), ("b", (2, 3)))
@@ -399,7 +399,7 @@ def test_who_vanished_first_on_several_hosts() -> None:
 
 @pytest.mark.parametrize("is_lost", [True, False])
 def test_a_lost_rank_waits_no_more(is_lost: bool) -> None:
-    """Its record stays as it was when it was killed: in a wait."""
+    """The record of the rank still says that it waits, as when it was killed."""
     record = RankRecord(1, BEGUN, status=WAITS, stall_seconds=1.0, hang_seconds=2.0)
     view = RankView(record, 4711, seconds=100.0, state="S")
     report = HostReport({1: view}, seen=[view])
@@ -410,7 +410,7 @@ def test_a_lost_rank_waits_no_more(is_lost: bool) -> None:
 
 
 def test_reports_do_not_change_while_they_are_read(wish: dict[str, Any]) -> None:
-    """The main thread goes through them while the guards' thread takes in what comes."""
+    """The main thread reads the reports while the guards' thread receives new ones."""
     with Guards("here", ["here"], {"here": wish}) as guards:
         guards.facts()
         before = guards.reports["here"].ranks
@@ -422,11 +422,11 @@ def test_reports_do_not_change_while_they_are_read(wish: dict[str, Any]) -> None
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_watch_that_fails_is_trouble(wish: dict[str, Any]) -> None:
-    """Else the launcher would go on without it, and the guards would end the job for no reason that anybody sees."""
+    """Otherwise the launcher would go on without the watch, and the guards would end the job for no visible reason."""
     with Guards("here", ["here"], {"here": wish}) as guards:
         assert guards.facts()["here"]["cores"] == len(os.sched_getaffinity(0))
         guards.start()
-        guards.phases.when.clear()  # so that what comes next finds no place
+        guards.phases.when.clear()  # so that the next report fails
         with rank_of(wish, 0):
             wait_for_trouble(guards)
         assert guards.trouble == "the job is ended on all hosts, because it cannot be watched: KeyError('started')"

@@ -1,4 +1,4 @@
-"""The inventory: what is read is what Ansible reads, what is refused is refused with its line, edits keep the rest."""
+"""The inventory: it is read as Ansible reads it, a refusal names the line, and edits keep the rest."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_everything_that_is_read(hosts: Path) -> None:
 
 @pytest.mark.parametrize("text", [EVERYTHING, PLAIN, PLAIN.replace("b ansible_host=10.0.0.2\n", "")])
 def test_ansible_reads_the_same(text: str, hosts: Path) -> None:
-    """The file itself, and what we write of what we read in it."""
+    """Ansible reads the same from the file itself and from the file that we write again."""
     hosts.write_text(text)
     ours = read_inventory(hosts)
     written = hosts.with_name("written")

@@ -1,4 +1,4 @@
-"""Where a job runs, from the options, the inventory and this machine's own addresses."""
+"""Where a job runs: from the options, the inventory and this machine's own addresses."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_elsewhere_it_runs_here_and_says_so(folder: Path) -> None:
         "this machine is not a node of cluster/hosts, so the job runs here alone; "
         "start it on a to use the cluster, or name --hosts"
     )
-    # Asked for by name, the inventory counts.
+    # An inventory that is named counts.
     assert ranks(place_ranks(None, path, 3, None)) == {"a": 1, "b": 1, "c": 1}
 
 
@@ -74,7 +74,7 @@ def test_another_machine_with_this_one_s_name(folder: Path, monkeypatch: pytest.
     try:
         placement = place_ranks("b,c", path, None, 1)
     except ConfigError as error:
-        pytest.skip(str(error))  # there is no way from here to any other machine
+        pytest.skip(str(error))  # this machine has no route to another machine
     assert placement.own == "b (this machine)"
     assert placement.addresses["b"] == "198.51.100.2"
     assert set(placement.addresses) == {"b", "c", placement.own}
@@ -113,7 +113,7 @@ def test_without_some_hosts_the_others_keep_their_ranks() -> None:
     assert placement.without(set()) == placement
     less = placement.without({"a"})
     assert less.places == (Place("b", 0, 1, ("cpu",)), Place("c", 1, 2, ("cpu", "cpu")))
-    assert less.addresses == placement.addresses  # this machine starts the job still
+    assert less.addresses == placement.addresses  # this machine still starts the job
     assert placement.without({"b"}).addresses == {"a": "10.0.0.1", "c": "10.0.0.3"}
     assert placement.without({"b", "c"}) == Placement(places[:1], {}, "a")
     assert placement.without({"a", "b"}).addresses == {"a": "10.0.0.1", "c": "10.0.0.3"}

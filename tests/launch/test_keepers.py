@@ -1,4 +1,4 @@
-"""A keeper holds descriptors for ranks that come later, ends with its launcher, and answers nobody else."""
+"""A keeper holds descriptors for later ranks, ends with its launcher, and answers nobody else."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mpitrain.watching.rank_record import RankRecord
 
 @pytest.fixture
 def keepers() -> Iterator[Keepers]:
-    """Keepers of this machine alone."""
+    """Keepers on this machine alone."""
     with Keepers("here", f"mpitrain-test-{secrets.token_hex(8)}") as keepers:
         keepers.begin(["here"])
         keepers.settle()
@@ -96,7 +96,7 @@ def test_older_runs_and_other_ranks_are_dropped(keepers: Keepers) -> None:
 
 
 def test_a_name_that_is_taken(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Said, and the job goes on without."""
+    """A message says so, and the job goes on without a keeper."""
     name = f"mpitrain-test-{secrets.token_hex(8)}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
         other.bind("\0" + name)
@@ -134,7 +134,7 @@ def test_nonsense_ends_only_its_own_line() -> None:
 def test_what_ranks_hear(keepers: Keepers, wish: int, is_ending: bool, has_failed: bool, heard: int) -> None:
     """A rank that SIGTERM has told to end goes on until it hears DIES, or its host has left."""
     line = KeeperLine(keepers.name)
-    keepers.wish = -wish - 2  # none of them
+    keepers.wish = -wish - 2  # a wish of none of the ranks
     keepers.beat([], is_ending=False)
     until(lambda: line.wish() == keepers.wish)
     keepers.wish = wish

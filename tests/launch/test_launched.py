@@ -1,4 +1,4 @@
-"""The launcher of a process, told from variables that were really seen."""
+"""The launcher of a process, recognised from variables as real launchers set them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ STEP = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "8", "SLURM_PROCID": "5"}
         (HYDRA | {"I_MPI_HYDRA_UUID": "x"}, Launched("mpiexec of Intel MPI", "mpich-like", 2, 1, "PMI_SIZE")),
         (STEP, Launched("srun", None, 8, 5, "SLURM_NTASKS")),
         (STEP | {"SLURM_STEP_NUM_TASKS": "3"}, Launched("srun", None, 3, 5, "SLURM_STEP_NUM_TASKS")),
-        # mpiexec in an allocation starts its daemons as a step with one task a node.
+        # In an allocation mpiexec starts its daemons as a step with one task per node.
         (STEP | HYDRA, Launched("mpiexec of MPICH", "mpich-like", 2, 1, "PMI_SIZE")),
-        # The batch script and an interactive shell are not steps of the user's.
+        # The batch script and an interactive shell are not steps of the user.
         ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, None),
         (STEP | {"SLURM_STEP_ID": "4294967291"}, None),
         (STEP | {"SLURM_STEP_ID": "4294967290"}, None),

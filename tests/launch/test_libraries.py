@@ -1,4 +1,4 @@
-"""Whose library, whose mpiexec: told from texts as they were really seen."""
+"""The vendor of an MPI library and of an mpiexec, recognised from texts as they really were."""
 
 from __future__ import annotations
 

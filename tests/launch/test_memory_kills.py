@@ -1,6 +1,6 @@
-"""The words about a kill for want of memory, from each place where the kernel reports one.
+"""The message about an out-of-memory kill, from each place where the kernel reports one.
 
-tests/faults/test_kills.py has a real one.
+tests/faults/test_kills.py has a real kill.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MINE = os.getpid()
 
 
 class Kernel:
-    """Files in place of the kernel's own."""
+    """Files that stand for the kernel's own."""
 
     def __init__(self, folder: Path) -> None:
         self.group, self.vmstat = folder / "memory.events", folder / "vmstat"
@@ -33,7 +33,7 @@ class Kernel:
 
 @pytest.fixture
 def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kernel:
-    """One that has counted 0 kills in the group of every process, and 3 in all; its log is closed to us."""
+    """A kernel that has counted 0 kills in the group of every process, and 3 in all. We may not read its log."""
     kernel = Kernel(tmp_path)
     monkeypatch.setattr(memory_kills, "_VMSTAT", str(kernel.vmstat))
     monkeypatch.setattr(memory_kills, "_FIRST_NAMESPACE", Path("/proc/self/ns/pid").stat().st_ino)
@@ -51,7 +51,7 @@ def watching() -> MemoryKills:
 
 
 def test_nothing_was_killed(kernel: Kernel) -> None:
-    kernel.log = [LINE.format(MINE)]  # of an earlier process of that number, as no counter has risen
+    kernel.log = [LINE.format(MINE)]  # the kill of an earlier process with that number: no counter has risen
     assert watching().words(MINE) == ""
 
 
@@ -61,7 +61,7 @@ def test_the_kernels_own_words(kernel: Kernel, place: str) -> None:
     kills = watching()
     setattr(kernel, place, ["something else", LINE.format(f"{MINE}0"), LINE.format(MINE)])
     kernel.write(kernel.group, 1)
-    for _ in range(2):  # also when it is asked again
+    for _ in range(2):  # also at the second question
         assert kills.words(MINE) == f'the kernel killed it for want of memory: "{LINE.format(MINE)}"'
 
 
@@ -93,7 +93,7 @@ def test_a_kill_elsewhere_on_the_machine(kernel: Kernel) -> None:
 
 
 def test_the_group_goes_after_its_counter_has_risen(kernel: Kernel) -> None:
-    """As that of a session on another host does with its last process."""
+    """The group disappears, as the group of a session on another host does with its last process."""
     kills = watching()
     kernel.write(kernel.group, 1)
     rose = f"oom_kill in {kernel.group} rose from 0 to 1"
@@ -103,7 +103,7 @@ def test_the_group_goes_after_its_counter_has_risen(kernel: Kernel) -> None:
 
 
 def test_the_group_goes_before_anybody_asks(kernel: Kernel) -> None:
-    """Its counter is not known then: the log and the machine's counter are asked."""
+    """The group's counter is then unknown, so the log and the machine's counter are read."""
     kills = watching()
     kernel.group.unlink()
     assert kills.words(MINE) == ""

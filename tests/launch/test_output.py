@@ -1,4 +1,4 @@
-"""Cutting and merging, with a made-up clock."""
+"""Output is cut into lines and merged, with a made-up clock."""
 
 from __future__ import annotations
 

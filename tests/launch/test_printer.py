@@ -1,4 +1,4 @@
-"""What stands on the screen in the end."""
+"""The final text on the screen."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_bar_stays_below_all_other_output(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "20")
     draw, clear = b"\r\x1b[K%s\r", b"\r\x1b[K"
-    # The second text is longer than the terminal is now: it is cut, and loses its colours.
+    # The second text is now longer than the terminal: it is cut, and loses its colours.
     long = b"\x1b[31mstep 2\x1b[0m of many, and more"
     out, err = printed(
         capfdbinary,

@@ -83,11 +83,11 @@ def test_a_file_is_left_alone(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can listen as somebody else")
 def test_the_socket_of_somebody_else(tmp_path: Path) -> None:
-    """It gets nothing: no descriptor of the process, no line."""
+    """That user gets nothing: no descriptor of the process, no line."""
     path = tmp_path / "roll_call"
     os.seteuid(65534)
     try:
-        # In the parent's folder, as if it were a shared one: only who listens counts.
+        # The socket is in the parent's folder, as if that were shared: only the listener's user counts.
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         os.seteuid(0)
         listener.bind(str(path))

@@ -1,4 +1,4 @@
-"""Files in /dev/shm: the job's are removed when its processes are gone, others are not."""
+"""Files in /dev/shm: those of the job are removed when its processes have ended, others are not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAPS = "import mmap, sys; f = open(sys.argv[1], 'r+b'); m = mmap.mmap(f.fileno()
 
 @pytest.fixture
 def path() -> Iterator[Path]:
-    """A name as Python gives it to what processes share, and no MPI library."""
+    """A file name as Python makes it for shared memory. No MPI library makes such a name."""
     path = Path(FOLDER) / f"psm_{uuid.uuid4().hex}"
     yield path
     path.unlink(missing_ok=True)
@@ -46,7 +46,7 @@ def test_what_a_process_of_the_job_has_mapped(path: Path) -> None:
     shared.look(lambda: [first.pid])
     end(first)
     shared.remove()
-    assert path.exists()  # the second one has it still
+    assert path.exists()  # the second process still has it open
     end(second)
     shared.remove()
     assert not path.exists()
@@ -64,7 +64,7 @@ def opening(path: Path, program: str = OPENS) -> subprocess.Popen[str]:
 
 
 def test_what_mpichs_daemon_has_open_in_tmp() -> None:
-    """A daemon of another job has its own; both are killed, and each job's file goes with its job."""
+    """A daemon of another job has its own file. Both are killed, and each job's file is removed with its job."""
     ours, theirs = (Path(f"{OF_DAEMON}{uuid.uuid4().hex[:6]}") for _ in range(2))
     shared = SharedFiles()
     try:
@@ -132,7 +132,7 @@ def test_what_an_mpi_library_has_left_before_anybody_looked() -> None:
 
 @pytest.mark.parametrize("begin", OF_SESSIONS)
 def test_the_folder_of_open_mpis_daemon(path: Path, begin: str) -> None:
-    """It has the daemon's number in its name. A folder whose number nobody has may be that of a container's process."""
+    """Its name has the daemon's process id. If no process has that id, the folder may belong to one in a container."""
     shared = SharedFiles()
     path.write_bytes(b"1")
     ours, theirs, gone = (opening(path) for _ in range(3))
@@ -146,7 +146,7 @@ def test_the_folder_of_open_mpis_daemon(path: Path, begin: str) -> None:
         shared.remove()
         assert all(folder.exists() for folder in folders)
         ours.kill()
-        os.waitid(os.P_PID, ours.pid, os.WEXITED | os.WNOWAIT)  # dead, and nobody has reaped it
+        os.waitid(os.P_PID, ours.pid, os.WEXITED | os.WNOWAIT)  # dead, but not reaped
         shared.remove()
         assert [folder.exists() for folder in folders] == [False, True, True]
     finally:
@@ -160,7 +160,7 @@ ALLOCATES = "import sys; b = bytes(range(256)) * (1 << 19); print(flush=True); i
 
 
 def test_a_killed_process_does_not_keep_its_folder(path: Path) -> None:
-    """While its memory is freed it is not yet a zombie, and has its number, but no environment."""
+    """While its memory is freed, the process is not yet a zombie: it has its id, but no environment."""
     shared = SharedFiles()
     path.write_bytes(b"1")
     daemon = opening(path, ALLOCATES)
@@ -214,7 +214,7 @@ def test_the_folder_of_open_mpis_daemon_in_tmpdir(path: Path, tmp_path: Path, mo
 def test_the_folder_that_a_parameter_of_open_mpi_names(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swept: bool
 ) -> None:
-    """Only the ranks know it, and then whoever takes over from the guard."""
+    """Only the ranks know that folder, and later the process that takes over from the guard."""
     shared = SharedFiles()
     path.write_bytes(b"1")
     folder = tmp_path / "prted.4711"

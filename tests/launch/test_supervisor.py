@@ -1,4 +1,4 @@
-"""After which failures a job is started again, and where: the decision alone, without any process."""
+"""After which failures a job is started again, and where. The tests check the decision alone, without processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_failure_in_training() -> None:
 def test_a_failure_before_the_first_step() -> None:
     reason = "it failed before its first step, and would fail again"
     assert judge(HOSTS, [failure(None, "b")], [], FIVE, 1.0) == Verdict(reason=reason)
-    # In a later try it may be chance, and a host that vanishes is no fault of the program.
+    # In a later try the failure may be chance. A host that vanishes is not a fault of the program.
     assert judge(HOSTS, [failure(7), failure(None, "b")], [], FIVE, 1.0) == Verdict(HOSTS)
     assert judge(HOSTS, [failure(None, None, "b")], [], FIVE, 1.0) == Verdict(("a", "c", "d"))
 
@@ -51,7 +51,7 @@ def test_three_times_at_the_same_step(between: list[FailedTry]) -> None:
         reason="3 tries failed at step 7; on a, b, so no single machine is to blame: examine program and data of "
         "this step; every try began at step 1: no checkpoint was found; the hook mt.Checkpoint writes checkpoints"
     )
-    # Also where no try would be left anyway.
+    # Also if no try is left.
     assert judge(HOSTS, [*two, failure(7, "b")], [], Limits(1), 1.0) == verdict
 
 
@@ -86,7 +86,7 @@ def test_a_host_whose_ranks_fail_first_twice_in_a_row() -> None:
     assert judge(HOSTS, failures, [], FIVE, 1.0).hosts == HOSTS
     failures.append(failure(13, "b"))
     assert judge(HOSTS, failures, [], FIVE, 1.0).hosts == ("a", "c", "d")
-    # It answers: better with it than not at all.
+    # The host answers: a job with it is better than none.
     assert judge(HOSTS, failures, [], Limits(5, min_nodes=4), 1.0).hosts == HOSTS
     assert judge(("b",), failures, [], FIVE, 1.0).hosts == ("b",)
     assert judge(HOSTS, [failure(7), failure(9)], [], FIVE, 1.0).hosts == HOSTS
@@ -119,7 +119,7 @@ def killed(rank: int, step: int, code: int = 137) -> Ended:
 
 
 class Tries:
-    """Ends tries as told, and keeps where each ran, and which failure it was told of."""
+    """Ends tries as told. Keeps the place of each try, and the failure of which it was told."""
 
     def __init__(self, *ends: Ended | LaunchError) -> None:
         self.ends = list(ends)
@@ -251,7 +251,7 @@ def test_a_failure_before_the_change(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_a_failure_before_the_first_step_after_a_change(capsys: pytest.CaptureFixture[str]) -> None:
-    """The training has made steps before: this is no fault that comes again each time."""
+    """The training has made steps before, so this fault does not come every time."""
     early = Ended(1, failed=RankRecord(0, pid=1, phase="failed", error="OSError: x"), records={0: RankRecord(0)})
     tries, wished = Tries(left(7), early, Ended(0)), Wished(LEAVES, None, None)
     assert supervise(tries, PLACEMENT, Limits(1), wished) == 0  # type: ignore[arg-type]
@@ -263,5 +263,5 @@ def test_the_end_of_a_job_of_which_too_few_hosts_are_left(capsys: pytest.Capture
     ends = Change("SIGTERM told rank 0 to end on a", PLACEMENT, PLACEMENT, is_end=True)
     assert supervise(Tries(left(7)), PLACEMENT, FIVE, Wished(ends)) == 128 + 15  # type: ignore[arg-type]
     assert capsys.readouterr().err == "mpitrain: SIGTERM told rank 0 to end on a: the job has ended after step 7\n"
-    # It came to its end before.
+    # The job ended before the wish.
     assert supervise(Tries(Ended(0)), PLACEMENT, FIVE, Wished(ends)) == 0  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Tags come out whatever the pipe does to them; every example was seen from the mpiexec it names."""
+"""Tags are recognised however the pipe cuts them. Every example is real output of the mpiexec that it names."""
 
 from __future__ import annotations
 

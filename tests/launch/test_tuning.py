@@ -1,4 +1,4 @@
-"""Which settings a job gets."""
+"""The settings that a job gets."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def test_named_devices() -> None:
     environ = {
         "UCX_NET_DEVICES": "mlx5_0:1,eth0",
         "NCCL_SOCKET_IFNAME": "=eth0",
-        "GLOO_SOCKET_IFNAME": "^docker0",  # what is left out is not named
+        "GLOO_SOCKET_IFNAME": "^docker0",  # an exclusion names no interface
         "PRTE_MCA_prte_if_include": "10.0.0.0/24",
         "FI_TCP_IFACE": "",
         "PATH": "eth9",

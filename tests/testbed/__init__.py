@@ -1,1 +1,1 @@
-"""Tests of the test beds, on real ones."""
+"""Tests of the test beds, on real beds."""

@@ -1,4 +1,4 @@
-"""Beds of the tests: names that nobody else has, and what a bed may have left on this machine."""
+"""Beds of the tests: unique names, and what a bed may have left on this machine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def new_name() -> str:
 
 @contextlib.contextmanager
 def full_bed(num_nodes: int) -> Iterator[Bed]:
-    """Nodes with kernels of their own. The test is skipped where this machine cannot have them."""
+    """Nodes with kernels of their own. The test is skipped if this machine cannot run them."""
     if os.uname().machine != "x86_64" or not Path("/dev/net/tun").exists():
         pytest.skip("User-mode Linux is for x86_64 and needs /dev/net/tun")
     try:
@@ -60,7 +60,7 @@ def cli(*words: str, timeout_seconds: float = 400.0, **options: object) -> subpr
 
 
 def traces(name: str) -> list[str]:
-    """All that there is of a bed on this machine."""
+    """Everything on this machine that belongs to a bed."""
     found = [str(path) for path in Path("/run/netns").glob(f"mpitrain-{name}*")]
     found += [str(path) for path in Path("/etc/netns").glob(f"*{name}*")]
     found += [str(path) for path in (STATE / "beds").glob(f"*{name}*")]

@@ -15,7 +15,7 @@ from .beds import new_name, traces
 
 @pytest.fixture(scope="session")
 def image() -> str:
-    """The nodes' image, made once on a machine: about a minute."""
+    """The image of the nodes. Its first build on a machine takes about a minute."""
     try:
         require_kernel(full=False, delay=True)
     except LaunchError as error:
@@ -25,7 +25,7 @@ def image() -> str:
 
 @pytest.fixture(scope="package")
 def bed(image: str) -> Iterator[Bed]:
-    """A fast bed of two nodes, for tests that heal what they break."""
+    """A fast bed of two nodes, for tests that undo their faults."""
     with up(2, name=new_name()) as bed:
         yield bed
     assert traces(bed.name) == []
@@ -33,7 +33,7 @@ def bed(image: str) -> Iterator[Bed]:
 
 @pytest.fixture
 def healthy(bed: Bed) -> Iterator[Bed]:
-    """The same, healed after the test."""
+    """The same bed, healed after the test."""
     yield bed
     for node in bed.names:
         bed.heal(node)

@@ -1,4 +1,4 @@
-"""A fast bed's nodes are machines as one gets them from a cloud, and commands run in their network."""
+"""The nodes of a fast bed are like machines from a cloud, and commands run in their network."""
 
 from __future__ import annotations
 

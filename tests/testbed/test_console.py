@@ -1,4 +1,4 @@
-"""What an error says of a node that does not come up, from its console."""
+"""What an error quotes from the console of a node that does not come up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every fault, by what one sees of it, and that healing undoes it."""
+"""The visible effect of every fault, and that healing undoes it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def ping(bed: Bed, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 def connect(bed: Bed, port: int) -> str:
-    """What becomes of a connection from node1 to node2: open, refused or timeout."""
+    """The result of a connection from node1 to node2: open, refused or timeout."""
     program = (
         "import socket, sys\n"
         "try: socket.create_connection((sys.argv[1], int(sys.argv[2])), 5); print('open')\n"
@@ -40,7 +40,7 @@ def test_kill_is_a_power_cut(healthy: Bed) -> None:
         assert watcher.stdout is not None
         assert watcher.stdout.readline() == "on\n"
         bed.kill("node2")
-        # Nobody closes the connection: that is what makes a power cut hard to notice.
+        # No side closes the connection. That is why a power cut is hard to notice.
         assert watcher.stdout.read() == "silence\n"
     assert not bed.is_up("node2")
     assert ping(bed).returncode != 0
@@ -75,7 +75,7 @@ def test_freeze(healthy: Bed) -> None:
 def test_cut(healthy: Bed) -> None:
     healthy.cut("node2")
     assert ping(healthy).returncode != 0
-    assert healthy.node_run("node2", ["hostname"]).stdout == "node2\n"  # it lives on
+    assert healthy.node_run("node2", ["hostname"]).stdout == "node2\n"  # the node is still up
     healthy.heal("node2")
     assert ping(healthy).returncode == 0
 
@@ -86,12 +86,12 @@ def test_drop_and_reject(healthy: Bed) -> None:
     assert connect(healthy, 22) == "timeout"
     assert connect(healthy, 8050) == "refused"
     assert ping(healthy).returncode == 0
-    healthy.drop("node2", "8050")  # in place of the port 22; the rejected ones stay
+    healthy.drop("node2", "8050")  # replaces the drop on port 22; the rejected ports stay
     assert connect(healthy, 22) == "open"
     assert healthy.faults("node2") == {"drop": "8050", "reject": "8000-8100,9000"}
     healthy.undrop("node2")
     assert healthy.faults("node2") == {}
-    assert connect(healthy, 8050) == "refused"  # as nobody listens
+    assert connect(healthy, 8050) == "refused"  # because nothing listens
 
 
 def test_shape_limits_both_ways(healthy: Bed) -> None:
@@ -101,7 +101,7 @@ def test_shape_limits_both_ways(healthy: Bed) -> None:
         started = time.monotonic()
         done = healthy.run(["sh", "-c", f"head -c {size} /dev/zero | ssh node2 '{line}' | wc -c"])
         assert done.returncode == 0
-        # No more than the bucket gets through at once, however fast the machine is.
+        # At most the bucket's size gets through at once, however fast the machine is.
         assert time.monotonic() - started > 0.4
     assert "rate 80Mbit" in healthy.node_run("node2", ["tc", "qdisc", "show", "dev", "eth0"]).stdout
     healthy.heal("node2")

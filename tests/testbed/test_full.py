@@ -69,5 +69,5 @@ def test_filter_cut_and_power(full: Bed) -> None:
     full.kill("node2")
     assert not full.is_up("node2")
     full.heal("node2")
-    # At once, as its neighbours know its network card.
+    # At once: its neighbours still know the address of its network card.
     assert output(full, "node2", "cat /etc/kept") == "kept\n"

@@ -1,4 +1,4 @@
-"""A bed goes away whole: in good order, after an interruption, after the death of the command that made it."""
+"""A bed is removed completely: by the command, after an interruption, after the death of the command that made it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOBODY = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
 
 
 def start_up_and_wait_for(name: str, path: Path) -> subprocess.Popen[str]:
-    """`mpitrain testbed up 2`, until there is `path`."""
+    """Start `mpitrain testbed up 2`, and wait until `path` exists."""
     process = subprocess.Popen(
         command("up", "2", "--name", name),
         cwd=REPOSITORY,
@@ -164,7 +164,7 @@ def test_snapshot(image: str) -> None:
             with pytest.raises(ConfigError, match=f"there is already a snapshot {snapshot}"):
                 bed.save(snapshot)
             bed.ssh("node2", "echo two | sudo tee /etc/second; sudo rm /etc/first")
-            bed.save(second)  # stands on the first one
+            bed.save(second)  # based on the first one
         with up(name=name, snapshot=second) as bed:
             assert bed.ssh("node2", "cat /etc/second; ls /etc/first").stdout == "two\n"
         with pytest.raises(ConfigError, match=f"snapshot {snapshot} is in use by snapshot {second}"):

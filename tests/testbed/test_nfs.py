@@ -1,4 +1,4 @@
-"""NFS on a fast bed: the stand-in is set up by the same lines as the kernel's NFS, and gives and refuses alike."""
+"""NFS on a fast bed: the stand-in has the same set-up lines as the kernel's NFS, and allows and refuses the same."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def code(bed: Bed, node: str, script: str) -> int:
 
 @pytest.fixture(scope="module")
 def share(image: str) -> Iterator[Bed]:
-    """Three nodes: node1 exports, node2 mounts by systemd's automount, node3 is not on the list."""
+    """Three nodes: node1 exports, node2 mounts with systemd's automount, node3 is not on the list."""
     with up(3, name=new_name()) as bed:
         install = "apt-get -q update && DEBIAN_FRONTEND=noninteractive apt-get -qy --no-install-recommends install"
         done(
@@ -63,18 +63,18 @@ def test_a_file_is_seen_on_the_other_node(share: Bed) -> None:
     assert done(share, "node1", f"cat {SHARE}/from2; stat -c %u:%g {SHARE}/from2") == "hello\n1900:1900\n"
     assert done(share, "node2", f"ls {SHARE}/from1 2>/dev/null || echo none") == "none\n"
     done(share, "node1", f"runuser -u cluster -- sh -c 'echo back >{SHARE}/from1'")
-    assert done(share, "node2", f"cat {SHARE}/from1") == "back\n"  # although it was missed just before
+    assert done(share, "node2", f"cat {SHARE}/from1") == "back\n"  # although it was missing just before
     mounts = done(share, "node2", "cat /proc/mounts")
     assert f"{share.address('node1')}:{SHARE} {SHARE} fuse.nfs rw,nosuid,nodev,noatime," in mounts
 
 
 def test_what_the_server_itself_changes_is_seen_at_once(share: Bed) -> None:
-    """pip on the head replaces files in the folder without the NFS server."""
+    """pip on the head replaces files directly in the folder, and not through the NFS server."""
     path = f"{SHARE}/code.py"
     done(share, "node1", f"echo old >{path}")
     assert done(share, "node2", f"cat {path}") == "old\n"
     done(share, "node1", f"echo newer >{path}.new && mv {path}.new {path}")
-    time.sleep(KEPT_SECONDS)  # what a client keeps, as with the kernel's
+    time.sleep(KEPT_SECONDS)  # a client keeps names for that long, as with the kernel's NFS
     assert done(share, "node2", f"cat {path}; stat -c %s {path}") == "newer\n6\n"
     done(share, "node1", f"echo rewritten >{path}")
     time.sleep(KEPT_SECONDS)
@@ -112,7 +112,7 @@ print(len(seen))
 
 
 def test_a_file_that_another_node_replaces_is_read_whole(share: Bed) -> None:
-    """As compiled modules are, by the first of several nodes that import them; each longer than the one before."""
+    """The first of several nodes that import a module replaces its compiled file. Each file is longer than the last."""
     path = f"{SHARE}/compiled"
     done(share, "node1", f"echo -n . >{path}")
     with ThreadPoolExecutor() as pool:
@@ -149,7 +149,7 @@ def test_a_node_that_is_not_on_the_list_is_refused_until_it_is(share: Bed) -> No
     add = f" {share.address('node3')}(ro,root_squash)"
     done(share, "node1", f"sed -i 's/$/{add}/' /etc/exports.d/mpitrain.exports; exportfs -r")
     done(share, "node3", f"{mount}; ls /mnt/share")
-    assert code(share, "node3", "touch /mnt/share/open/from3") != 0  # read-only for this one
+    assert code(share, "node3", "touch /mnt/share/open/from3") != 0  # read-only for this node
     done(share, "node3", "umount /mnt/share; ! grep fuse.nfs /proc/mounts")
     done(share, "node1", f"sed -i 's/{add}//' /etc/exports.d/mpitrain.exports; exportfs -r")
     assert code(share, "node3", mount) == 32
@@ -174,9 +174,9 @@ def test_mount_again_and_after_a_boot(share: Bed) -> None:
 
 def test_a_hard_mount_waits_for_its_server_and_can_be_killed(share: Bed) -> None:
     share.cut("node1")
-    # SIGTERM ends it after 3 s: a process that waits for a dead server can be killed, as with the kernel's client.
+    # SIGTERM ends the process after 3 s, although it waits for a dead server, as with the kernel's client.
     assert code(share, "node2", f"timeout 3 ls {SHARE}") == 124
-    # Another signal does not: what is caught is not for NFS to hear of.
+    # A signal that the process handles does not end the wait: NFS does not hear of it.
     waiting = "import os, signal; signal.signal(signal.SIGALRM, lambda *_: None); signal.alarm(1); "
     waiting += f"print(len(os.listdir('{SHARE}')) > 0)"
     with subprocess.Popen(
@@ -192,7 +192,7 @@ def test_a_hard_mount_waits_for_its_server_and_can_be_killed(share: Bed) -> None
 
 
 def pid_of(bed: Bed, node: str) -> int:
-    """The node's process 1, as seen from outside."""
+    """The pid of the node's process 1, as seen from outside."""
     machine = bed.node(node)
     assert isinstance(machine, Container)
     pid = machine.pid()

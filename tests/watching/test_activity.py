@@ -81,7 +81,7 @@ class Rank:
 
 @pytest.fixture
 def rank() -> Iterator[Rank]:
-    """One, until the end of the test."""
+    """A rank that lives until the end of the test."""
     rank = Rank()
     with rank.process:
         yield rank
@@ -97,7 +97,7 @@ def record_of(rank: Rank) -> RankRecord:
 
 
 def view_of(rank: Rank, seconds: float = 0.0) -> RankView:
-    """The only one, looked at."""
+    """The view of the only rank."""
     (view,) = look_at([RankView(record_of(rank), rank.at[0], seconds=seconds)])
     return view
 
@@ -126,7 +126,7 @@ def test_its_steps_and_metrics(rank: Rank) -> None:
 
 
 def test_metrics_that_find_no_room_are_left_out(rank: Rank) -> None:
-    rank.do("many")  # names of 69 bytes, or 70, and one that separates: 800 hold 11
+    rank.do("many")  # names of 69 or 70 bytes, each with a separator: 800 bytes hold 11
     assert list(record_of(rank).metrics.values()) == [float(number) for number in range(11)]
     rank.do("step 1")  # 800 - (10 * 70 + 71) bytes are left for the names
     assert list(record_of(rank).metrics)[11:] == ["loss", "samples/s"]
@@ -134,7 +134,7 @@ def test_metrics_that_find_no_room_are_left_out(rank: Rank) -> None:
 
 def test_its_end(rank: Rank) -> None:
     rank.do("fork")
-    assert record_of(rank).phase == STARTED  # a forked child is no rank
+    assert record_of(rank).phase == STARTED  # a forked child is not a rank
     rank.do("fail")
     record = record_of(rank)
     assert (record.phase, record.error, record.failed_seconds) == (FAILED, "ValueError: bang", 123.25)
@@ -153,12 +153,12 @@ def test_a_record_outlives_its_rank(rank: Rank) -> None:
 
 
 def test_a_rank_that_was_killed_in_the_middle_of_a_write(rank: Rank) -> None:
-    """struct.pack_into makes all bytes zero first: a limit of 0 s would be read, and divided by."""
+    """struct.pack_into first sets all bytes to zero. A reader would find a limit of 0 s, and divide by it."""
     pid, descriptor = rank.at
     kept = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
     rank.process.kill()
     rank.process.wait()
-    os.pwrite(kept, (99).to_bytes(8, "little"), 0)  # of a write that has begun
+    os.pwrite(kept, (99).to_bytes(8, "little"), 0)  # the number of a write that has begun
     assert read_record(f"/proc/self/fd/{kept}", 3) is None
     os.close(kept)
 
@@ -185,11 +185,11 @@ def test_the_stack_of_a_loop(rank: Rank) -> None:
     view = view_of(rank)
     assert (view.state, view.kernel, view.seconds) == ("R", "", 0.0)
     blocks = view.stack.split("\n\n")
-    assert len(blocks) == 2  # of two threads, the main one last
+    assert len(blocks) == 2  # two threads, the main one last
     line = next(number for number, text in enumerate(RANK.split("\n"), 1) if "while True: pass" in text)
     assert re.search(rf'File "<string>", line ({line - 1}|{line}) in load', blocks[-1])
     assert rank.process.poll() is None
-    assert view_of(rank).stack.count("most recent call first") == 2  # without what was written before
+    assert view_of(rank).stack.count("most recent call first") == 2  # without the earlier stacks
 
 
 def test_a_stack_that_comes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

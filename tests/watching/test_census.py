@@ -1,4 +1,4 @@
-"""The order in which real processes at a roll call end."""
+"""The order in which the real processes of a roll call end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mpitrain.watching.census import Census
 from mpitrain.watching.rank_record import BEGUN
 from mpitrain.watching.roll_call import appear
 
-# Starts ranks as its children, says their processes, and stays.
+# Starts ranks as its children, prints their process ids, and stays.
 PARENT = """
 import os, subprocess, sys
 path, numbers = sys.argv[1], sys.argv[2:]
@@ -55,7 +55,7 @@ class Job:
         stack.callback(self.census.close)
 
     def start(self, *numbers: int) -> subprocess.Popen[str]:
-        """A process that has these ranks as children."""
+        """Start a process that has these ranks as children."""
         command = [sys.executable, "-c", PARENT, str(self.path), *map(str, numbers)]
         environment = {**os.environ, "RANK": RANK}
         pipe = subprocess.PIPE
@@ -69,7 +69,7 @@ class Job:
         return parent
 
     def until(self, there: Callable[[], bool]) -> None:
-        """Look until it is so."""
+        """Look until a condition holds."""
         deadline = time.monotonic() + DEADLINE_SECONDS
         self.census.look()
         while not there():
@@ -78,7 +78,7 @@ class Job:
             self.census.look()
 
     def kill(self, pid: int) -> None:
-        """Kill a process, and wait until it has gone or is a zombie; nobody looks meanwhile."""
+        """Kill a process, and wait until it has gone or is a zombie. The census does not look meanwhile."""
         os.kill(pid, signal.SIGKILL)
         deadline = time.monotonic() + DEADLINE_SECONDS
         while Path(f"/proc/{pid}").exists() and "State:\tZ" not in Path(f"/proc/{pid}/status").read_text():
@@ -92,15 +92,15 @@ class Job:
 
 
 def end(parent: subprocess.Popen[str]) -> None:
-    """End it and all below it."""
-    with suppress(ProcessLookupError):  # the test has
+    """End a process and all processes below it."""
+    with suppress(ProcessLookupError):  # the test has ended it
         os.killpg(parent.pid, signal.SIGKILL)
     parent.communicate()
 
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Job]:
-    """One, in a folder whose name is too long for a socket's."""
+    """A job, in a folder whose name is too long for a socket."""
     folder = tmp_path / ("x" * 120)
     folder.mkdir()
     with ExitStack() as stack:
@@ -126,7 +126,7 @@ def test_who_ended_first_and_what_it_had_said(job: Job) -> None:
 
 
 def test_the_first_of_two_hosts_is_the_first_though_its_guard_looks_late(tmp_path: Path) -> None:
-    """As on a host that is busy: mpiexec has ended the rank of the other host meanwhile, whose guard has seen it."""
+    """As on a busy host: mpiexec has meanwhile ended the rank of the other host, whose guard has seen that end."""
     with ExitStack() as stack:
         busy, other = (Job(tmp_path / name, stack) for name in ("busy", "other"))
         busy.start(0)
@@ -145,7 +145,7 @@ def test_the_first_of_two_hosts_is_the_first_though_its_guard_looks_late(tmp_pat
 
 
 def test_a_child_of_a_rank_does_not_hide_its_end(job: Job) -> None:
-    """It has all files of the rank open that the rank had when it forked; those that came later are its own."""
+    """The child has all files open that the rank had at the fork. Only the rank has its later files."""
     job.start(9, 1)
     job.kill(job.pids[9])
     job.kill(job.pids[1])
@@ -209,7 +209,7 @@ def test_a_rank_that_has_lost_its_parent(job: Job) -> None:
 
 
 def test_for_how_long_a_rank_has_waited(job: Job) -> None:
-    """Since the wait began, by its own words; here that was at the start of this machine."""
+    """Since the time at which, by its record, the wait began; here that is the boot of this machine."""
     job.start(0)
     before = time.monotonic()
     (view,) = job.census.views()
@@ -230,7 +230,7 @@ def test_who_had_ended_before_anybody_looked_is_not_known(job: Job) -> None:
 
 
 def test_hundreds_of_ranks(job: Job) -> None:
-    """Descriptors are above 1023 then, which select() does not take."""
+    """Descriptors are then above 1023, which select() does not accept."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < 1100:
         pytest.skip(f"at most {hard} files can be open here")

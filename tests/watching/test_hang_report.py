@@ -1,4 +1,4 @@
-"""Sentences about the ranks that wait for each other."""
+"""The sentences about ranks that wait for each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far ranks have come, without any ranks."""
+"""How far ranks have come. The tests need no ranks."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ def test_a_phase_between_two_looks_was_passed_too() -> None:
     phases.add(RankRecord(3, STARTED), 1.0)
     phases.add(RankRecord(3, DONE), 2.0)
     assert phases.when == {STARTED: {3: 1.0}, CALLED: {3: 2.0}, BEGUN: {3: 2.0}, DONE: {3: 2.0}, FAILED: {}}
-    phases.add(RankRecord(4, FAILED), 3.0)  # where it had come to is not known
+    phases.add(RankRecord(4, FAILED), 3.0)  # how far it had come is not known
     assert phases.when[FAILED] == {4: 3.0}
     assert phases.missing() == []

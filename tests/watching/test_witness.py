@@ -17,7 +17,7 @@ import pytest
 from mpitrain.watching.roll_call import listen, receive
 from mpitrain.watching.witness import connect_to_self, when_closed
 
-TICKS_SECONDS = 0.02  # of the kernel, at both ends of a time
+TICKS_SECONDS = 0.02  # the kernel's ticks, at both ends of a time
 
 
 def test_the_time_of_a_kill_is_known_however_late_somebody_asks() -> None:
@@ -29,7 +29,7 @@ def test_the_time_of_a_kill_is_known_however_late_somebody_asks() -> None:
         far.close()
         signal.pause()
     near.close()
-    assert abs(when_closed(far.fileno()) - time.monotonic()) < 0.5  # it is open
+    assert abs(when_closed(far.fileno()) - time.monotonic()) < 0.5  # it is still open
     time.sleep(1)
     before = time.monotonic()
     os.kill(child, signal.SIGKILL)
@@ -40,7 +40,7 @@ def test_the_time_of_a_kill_is_known_however_late_somebody_asks() -> None:
     far.close()
 
 
-# A rank that makes a connection after its call, as MPI does in MPI_Init.
+# A rank that makes a connection after it has answered the roll call, as MPI does in MPI_Init.
 RANK = """
 import socket, sys, time
 from mpitrain.watching.activity import publish
@@ -52,7 +52,7 @@ time.sleep(1000)
 
 
 def test_the_end_of_a_rank_closes_the_witness_and_the_line_before_what_mpi_has_open(tmp_path: Path) -> None:
-    """Others learn of the end by what MPI has open, and end too; on a busy host before all is closed."""
+    """Other ranks notice the end when MPI's files close, and end too; on a busy host maybe before all is closed."""
     path = str(tmp_path / "roll_call")
     with ExitStack() as stack:
         listener, mpi = (stack.enter_context(each) for each in (listen(path), socket.create_server(("127.0.0.1", 0))))
@@ -66,7 +66,7 @@ def test_the_end_of_a_rank_closes_the_witness_and_the_line_before_what_mpi_has_o
             assert descriptor is not None
             stack.callback(os.close, descriptor)
         names = {connection.fileno(): "mpi", line.fileno(): "line", said.witness: "witness"}
-        events = stack.enter_context(select.epoll())  # it reports them in their order
+        events = stack.enter_context(select.epoll())  # epoll reports the events in their order
         for descriptor in names:
             events.register(descriptor, select.EPOLLIN)
         assert events.poll(0) == []
