@@ -1,4 +1,4 @@
-"""Clusters and checks that are made up, for tests of pure functions."""
+"""Made-up clusters and checks, for tests of pure functions."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def target(num_nodes: int = 4, **fields: Any) -> Target:
 
 
 def seen(num_nodes: int = 4, **fields: Any) -> Seen:
-    """Nothing was seen yet of such a cluster."""
+    """What was seen of such a cluster: nothing yet."""
     return Seen(target(num_nodes, **fields))
 
 
 def here(sections: dict[str, Any], **fields: Any) -> Seen:
-    """What was seen of one machine, looked at by itself."""
+    """What was seen of one machine that is checked alone."""
     made = Seen(target(1, set_up="", share=None, venv="/v", python_here="/v/bin/python", **fields))
     made.nodes["node1"] = sections
     return made
 
 
 def by_node(section: str) -> Any:
-    """A judge for a node: fails with what the section holds, if it holds anything."""
+    """A judge for a node: it fails with the content of the section, if there is any."""
 
     def judge(seen: Seen, name: str) -> Iterator[Finding]:
         if found := seen.node(name, section):
@@ -47,6 +47,6 @@ def by_node(section: str) -> Any:
 
 
 def check(name: str, judge: Any, scope: Any = "node", **fields: Any) -> Check:
-    """A check with all that a check must have."""
+    """A check with all required fields."""
     values = {"title": "t", "level": "quick", "looks": "l", "why": "w.", "remedy": "mend {node}", **fields}
     return Check(name, scope=scope, judge=judge, **values)

@@ -1,4 +1,4 @@
-"""The agent, started here as it is on a node: its answers, and that it leaves nothing behind."""
+"""The agent, started here as on a node: its answers, and that it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from jobs import HANG_SECONDS, until
 from mpitrain.diagnostics.bundle import BAIT, BOOT, bundle, in_a_word
 from mpitrain.diagnostics.node import shell
 
-# Stands for a sudo that waits for a directory server, or for one that says no.
+# Stands for a sudo that waits for a directory server, or for one that refuses.
 _HANGS = '#!/bin/sh\necho asked >> "$0.asked"\nexec sleep 60\n'
 _REFUSES = "#!/bin/sh\necho 'sudo: a password is required' >&2; exit 1\n"
 
 
 class Talk:
-    """An agent and what it says."""
+    """An agent and its messages."""
 
     def __init__(self, *, bait: bytes = BAIT, **environment: str) -> None:
         boot = in_a_word(BOOT)
@@ -143,7 +143,7 @@ def test_a_share_that_cannot_be_written_leaves_nothing(talk: Talk, tmp_path: Pat
 
 
 def sudo(folder: Path, text: str) -> str:
-    """A PATH in which sudo is another program."""
+    """A PATH in which another program is sudo."""
     (folder / "sudo").write_text(text)
     (folder / "sudo").chmod(0o755)
     return f"{folder}:{os.environ['PATH']}"

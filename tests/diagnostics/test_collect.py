@@ -1,4 +1,4 @@
-"""How long a node is waited for."""
+"""How long the check waits for a node."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mpitrain.diagnostics.node import children
 
 
 def test_a_slow_node_is_waited_for_as_long_as_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each time that the wait is at its end, it has said a word meanwhile."""
+    """At the end of each wait, the node has sent something meanwhile."""
     agent: Any = SimpleNamespace(heard=0.0)
     said = [10.0, 20.0, 30.0]
 
@@ -52,7 +52,7 @@ def test_an_answer_that_failed_is_not_waited_for_again() -> None:
 
 
 class Busy:
-    """An agent that answers questions about the clock, and others when the machine gets to it."""
+    """An agent that answers questions about the clock at once, and others when the machine has time."""
 
     def __init__(self, is_alive: bool) -> None:
         self.heard = time.monotonic()
@@ -77,7 +77,7 @@ class Busy:
 
 @pytest.mark.parametrize("is_alive", [True, False])
 def test_a_busy_node_has_the_time_that_its_commands_have(is_alive: bool) -> None:
-    """One that is silent has not."""
+    """A silent node does not have that time."""
     expected = "late" if is_alive else {"error": "it no longer answers"}
     with collect.Cluster(target(1), lambda _: cast(Any, Busy(is_alive))) as cluster:
         cluster.agents["node1"] = cast(Any, Busy(is_alive))
@@ -93,7 +93,7 @@ def test_a_busy_node_has_the_time_that_its_commands_have(is_alive: bool) -> None
 
 
 def test_commands_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else each would have its deadline to share with all others, on a machine that is slow to start programs."""
+    """Otherwise, on a machine that is slow to start programs, all commands would share one deadline."""
     monkeypatch.setattr(children, "_slots", threading.Semaphore(2))
     running: list[int] = []
     most: list[int] = []
@@ -115,10 +115,10 @@ def test_commands_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_program_on_a_dead_share_holds_up_its_own_question_only(tmp_path: Path) -> None:
-    """To open it never ends. Here a lease does that, which the kernel breaks after 45 s."""
+    """To open the program never ends. Here a lease has that effect; the kernel breaks it after 45 s."""
     program = tmp_path / "program"
     shutil.copy("/bin/true", program)
-    before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # it tells the holder that somebody opens the file
+    before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # the signal tells the holder that somebody opens the file
     try:
         with program.open("rb") as held:
             fcntl.fcntl(held, fcntl.F_SETLEASE, fcntl.F_WRLCK)
@@ -135,7 +135,7 @@ def test_a_program_that_is_not_there_or_is_none(tmp_path: Path) -> None:
     assert children.run(["no-such-program"]) == (127, "", "no-such-program: No such file or directory")
     assert children.run([str(plain)]) == (127, "", f"{plain}: Permission denied")
     assert children.run(["sh", "-c", "echo it is full >&2; exit 127"]) == (127, "", "it is full\n")
-    for line in ("no-such-interpreter", "no-such-interpreter -u"):  # the script is there, what runs it is not
+    for line in ("no-such-interpreter", "no-such-interpreter -u"):  # the script exists, its interpreter does not
         plain.write_text(f"#!/usr/bin/env {line}\n")
         plain.chmod(0o755)
         assert children.run([str(plain)]) == (127, "", f"{line}: No such file or directory")

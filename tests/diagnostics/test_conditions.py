@@ -1,4 +1,4 @@
-"""Whatever `mpitrain run` refuses about a host, `mpitrain check-cluster --level quick` looks for."""
+"""`mpitrain check-cluster --level quick` looks for everything that `mpitrain run` refuses about a host."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from mpitrain.diagnostics.run import select
 from mpitrain.launch.conditions import Condition, Refusal, refuse
 
 SOURCES = {path.stem: path.read_text() for path in Path(mpitrain.launch.__path__[0]).glob("*.py")}
-# Each function of the launcher that raises an error of its own because of a host, and the condition that fails there.
-# Those that list several hosts (conditions.refuse) name the condition of each line in the code.
+# Each function of the launcher that raises an error about a host, and the condition that fails there. Errors that list
+# several hosts (conditions.refuse) name the condition of each line in the code.
 OF_A_HOST = {
     "foreign_files.refuse_foreign": "INVENTORY",
     "here._refuse_absent": "DEVICES",
@@ -28,12 +28,12 @@ OF_A_HOST = {
     "libraries.find_mpiexec": "MPI",
     "libraries.find_library": "MPI",
 }
-# Those that raise because of what was asked for, or of a rank that runs already.
+# Functions whose errors are about the request, or about a rank that already runs.
 OF_THE_REQUEST = {
     "changes.answer",
     "changes._leaving",
     "changes._refuse_run",
-    "connections.connect",  # there is no ssh on this machine, on which nothing could be checked either
+    "connections.connect",  # this machine has no ssh, so nothing could be checked either
     "dialects.command_for",
     "hostfile.find_inventory",
     "hostfile.read_text",
@@ -57,7 +57,7 @@ OF_THE_REQUEST = {
 
 
 def raisers() -> set[str]:
-    """The functions, as module.function, that make one of the launcher's errors."""
+    """The functions, as module.function, that raise one of the launcher's errors."""
     return {
         f"{module}.{function.name}"
         for module, source in SOURCES.items()

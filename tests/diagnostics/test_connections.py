@@ -1,4 +1,4 @@
-"""The judges of connections between nodes: closed ports, packets that get lost, sizes."""
+"""The judges of connections between nodes: closed ports, lost packets, packet sizes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_way_that_is_too_slow_is_not_closed(connect: str) -> None:
     ],
 )
 def test_what_seems_closed_is_tried_again(tries: list[str], beside: list[str]) -> None:
-    """In turns with ssh's port. A listener is made anew where the old one may be gone."""
+    """A port that seems closed is tried in turns with ssh's port. A new listener replaces one that may have ended."""
     looked = healthy()
     calls: list[tuple[str, str]] = []
 
@@ -105,7 +105,7 @@ def test_packet_sizes() -> None:
     )
     reach["large_is_complete"] = True
     assert judged("NET03", looked)[0].verdict == "warn"
-    # No ping gets there at all: it says nothing about sizes.
+    # No ping arrives at all, so pings tell nothing about sizes.
     reach["ping"] = {"large": False, "small": False}
     assert judged("NET03", looked) == []
     reach.update(ping={"large": None, "small": None}, large_is_complete=False)
@@ -115,7 +115,7 @@ def test_packet_sizes() -> None:
 def test_round_trips() -> None:
     looked = healthy()
     reach = looked.pairs[PAIR]["reach"]
-    reach["round_trips_seconds"] = [0.5, 7e-3]  # the best counts
+    reach["round_trips_seconds"] = [0.5, 7e-3]  # the best time counts
     (result,) = judged("NET06", looked)
     assert (
         result.verdict == "warn"
@@ -123,7 +123,7 @@ def test_round_trips() -> None:
         and "most others" in result.allowed
         and result.remedy
     )
-    for sections in looked.pairs.values():  # all alike: a slower network, and no fault
+    for sections in looked.pairs.values():  # all ways are alike: the network is slower, which is no fault
         sections["reach"]["round_trips_seconds"] = [7e-3]
     assert judged("NET06", looked) == []
     lost = {**REACH, "connect": "lost", "found": "timed out", "round_trips_seconds": [], "beside": ["ok", "ok"]}
@@ -138,7 +138,7 @@ def test_taken_ports() -> None:
     looked = healthy(environ={"MPIEXEC_PORT_RANGE": "50200:50201", "FI_TCP_PORT_LOW_RANGE": "7"})
     ports = looked.nodes["node3"]["ports"]
     ports["50200"] = "python3 (pid 5)"
-    assert judged("NET08", looked) == []  # one is left
+    assert judged("NET08", looked) == []  # one way is left
     ports["50201"] = ""
     (result,) = judged("NET08", looked)
     assert (result.verdict, result.where) == ("fail", ("node3",))
@@ -191,7 +191,7 @@ def test_packets_that_get_lost(sent: int, came: int, verdict: str | None, words:
 
 
 def test_datagrams_are_counted_where_they_come() -> None:
-    """All of them, through the node's own calls; where some got lost, those of a second try alone count."""
+    """All datagrams are counted, by the node's own calls. If some got lost, only those of a second try count."""
     lost_at_first = [30, 0, 0]
 
     def ask(_name: str, call: str, wish: dict[str, Any], **_: Any) -> Any:
@@ -204,5 +204,5 @@ def test_datagrams_are_counted_where_they_come() -> None:
     assert PAIRS["loss"](cluster, *PAIR) == {"sent": 128, "came": 128}
     lost_at_first[:] = [0]
     assert PAIRS["loss"](cluster, *PAIR) == {"sent": 64, "came": 64}
-    lost_at_first[:] = [64]  # as where UDP is dropped: that is no loss
+    lost_at_first[:] = [64]  # as if UDP were blocked: that is not packet loss
     assert PAIRS["loss"](cluster, *PAIR) == {"sent": 64, "came": 0}

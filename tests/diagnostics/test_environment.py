@@ -1,4 +1,4 @@
-"""The judges of what a job finds on each node."""
+"""The judges of the environment that a job finds on each node."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHELL = {"programs": {"mpiexec": "/b/mpiexec", "python": "/b/python"}, "environm
 
 
 def looked(python: dict[str, Any] | None = None, shell: dict[str, Any] | None = None, **fields: Any) -> Seen:
-    """Three nodes that are equal, but for what is given of the third."""
+    """Three equal nodes, except for the given values of the third."""
     found = seen(3, **fields)
     for name in found.target.names:
         found.nodes[name] = {"programs": {"python": PYTHON}, "shell": SHELL}
@@ -79,7 +79,7 @@ def test_python(python: dict[str, Any], verdict: str, words: str) -> None:
     ("packages", "verdict", "here", "others"),
     [
         ({"mpi4py": "3.1.6"}, "fail", "mpi4py 3.1.6", "mpi4py 4.1.2, as on the others"),
-        ({"pip": "24.0"}, "fail", "pip 24.0", "pip 23.0, as on the others"),  # `mpitrain run` refuses it too
+        ({"pip": "24.0"}, "fail", "pip 24.0", "pip 23.0, as on the others"),  # `mpitrain run` refuses this too
         ({"rich": "13.0"}, "fail", "rich 13.0", "no rich, as on the others"),
         ({"pip": "24.0", "numpy": "1.0"}, "fail", "numpy 1.0, pip 24.0", "numpy 2.4.6, pip 23.0, as on the others"),
     ],
@@ -95,14 +95,14 @@ def test_other_files_of_mpitrain_under_the_same_version() -> None:
 
 
 def test_another_mpi_library_with_the_same_packages() -> None:
-    """One of the system, which is no package; only among nodes whose packages are the same."""
+    """The system's library is not a package. It is compared only between nodes with the same packages."""
     found = looked()
     for name, version in (("node1", "4.2.1"), ("node2", "4.2.1"), ("node3", "4.1.0")):
         found.nodes[name]["programs"] = {"python": PYTHON, "mpi": {"library": f"MPICH Version: {version}\nrest"}}
     (one,) = judged("ENV02", found)
     assert (one.verdict, one.where, one.observed) == ("fail", ("node3",), "the MPI library MPICH Version: 4.1.0")
     assert one.allowed == "MPICH Version: 4.2.1, as on the others"
-    found.nodes["node3"]["programs"]["mpi"] = {"why": "no libmpi.so"}  # which is MPI01's
+    found.nodes["node3"]["programs"]["mpi"] = {"why": "no libmpi.so"}  # which MPI01 reports
     assert judged("ENV02", found) == []
 
 
@@ -139,7 +139,7 @@ def test_the_same_program() -> None:
     [
         ({"http_proxy": "http://p:1"}, False),
         ({"HTTPS_PROXY": "http://p:1", "NO_PROXY": "localhost"}, False),
-        ({"http_proxy": "http://p:1", "no_proxy": "node1,node2,node3"}, False),  # the addresses are not
+        ({"http_proxy": "http://p:1", "no_proxy": "node1,node2,node3"}, False),  # no_proxy lacks the addresses
         ({"http_proxy": "http://p:1", "no_proxy": "node1,node2,node3,10.0.0.0/24"}, True),
         ({"http_proxy": "http://p:1", "no_proxy": "*"}, True),
         ({"http_proxy": ""}, True),
@@ -163,7 +163,7 @@ def test_stray_variables() -> None:
     assert one.allowed == "not set, as on the others"
     assert "UCX_TLS" in one.remedy
     found = looked()
-    for node in found.nodes.values():  # a choice, and not a stray
+    for node in found.nodes.values():  # a choice of the user, not an outlier
         node["shell"] = {**SHELL, "environment": {"UCX_TLS": "tcp"}}
     assert not judged("ENV06", found)
     found.nodes["node2"]["shell"] = SHELL

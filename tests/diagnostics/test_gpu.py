@@ -1,4 +1,4 @@
-"""The judges of NVIDIA cards, on answers made up in the form of real ones: no bed has a card.
+"""The judges of NVIDIA cards, on made-up answers in the form of real ones, because no bed has a card.
 
 Where the formats come from: the CSV of `nvidia-smi --query-gpu=... --format=csv,noheader,nounits`, its [N/A] and its
 hexadecimal reasons are described by `nvidia-smi --help-query-gpu`, the remapped rows by `--help-query-remapped-rows`;
@@ -208,7 +208,7 @@ def test_ways_of_two_ranks() -> None:
 
 @pytest.mark.parametrize(("code", "names"), [(0, ["NVIDIA GeForce RTX 3090"]), (9, [])])
 def test_cards_on_no_bus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, names: list[str]) -> None:
-    """Linux within Windows shows no cards on the bus. A tool without a card is no finding."""
+    """Linux within Windows shows no cards on the bus. nvidia-smi on a machine without a card is no finding."""
     if any(gpu({}).values()):
         pytest.skip("there is a card here")
     (tmp_path / "out").write_text("NVIDIA-SMI has failed" if code else DESKTOP)

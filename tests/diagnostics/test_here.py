@@ -1,4 +1,4 @@
-"""A machine by itself, as `mpitrain doctor` looks at it: what differs from a node of a cluster, on made-up answers."""
+"""One machine alone, as `mpitrain doctor` checks it: what differs from a node of a cluster, on made-up answers."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def only(name: str, sections: dict[str, Any], verdict: str, found: str, remedy: 
 
 @pytest.mark.parametrize("check", of_one_machine(), ids=lambda check: check.id)
 def test_every_check_of_one_machine_has_a_repair_without_set_up(check: Check) -> None:
-    """Or its judge gives one with each finding, as those that only set-up would repair must."""
+    """Or its judge gives a repair with each finding, as checks must that only set-up would repair."""
     assert check.remedy_alone or check.remedy or check.id in OWN_REMEDIES or not check.tag
     assert check.scope == "node"
 
@@ -127,7 +127,7 @@ def test_the_wrong_mpiexec_on_path_only_warns() -> None:
     assert judged("MPI06", here({"programs": {**PROGRAMS, "on_path": {**HYDRA, "path": "/usr/bin/mpiexec"}}})) == []
     cluster = seen(1)
     cluster.nodes["node1"] = {"programs": programs}
-    assert judged("MPI06", cluster) == []  # where a job takes it, MPI01 fails
+    assert judged("MPI06", cluster) == []  # if a job uses it, MPI01 fails
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_two_processes_that_do_not_make_a_job(job: dict[str, Any], found: str) -
 def test_no_processes_are_started_where_all_that_asks_for_them_is_blocked(
     launchers: tuple[dict[str, str], ...], started: list[str]
 ) -> None:
-    """An mpiexec of another MPI would only be waited for."""
+    """The check would only wait for an mpiexec of another MPI."""
     saw = seen(len(launchers))
     saw.nodes = {f"node{at}": {"programs": {**PROGRAMS, "mpiexec": it}} for at, it in enumerate(launchers, 1)}
     steps: list[str] = []
@@ -198,7 +198,7 @@ def test_debians_127_0_1_1() -> None:
     names = {"names": {"hostname": "node1", "resolved": {"node1": ["127.0.1.1"]}}}
     only("NAM02", names, "warn", "its own name leads to 127.0.1.1", "10.0.0.1 node1")
     on_no_network = replace(here(names).target, hosts=(Host("node1", "127.0.0.1"),))
-    assert judged("NAM02", Seen(on_no_network, nodes={"node1": names})) == []  # nobody is misled
+    assert judged("NAM02", Seen(on_no_network, nodes={"node1": names})) == []  # the names mislead nobody
 
 
 def test_the_remedy_for_127_0_1_1_repairs_the_file(tmp_path: Path) -> None:
@@ -226,7 +226,7 @@ def test_virtual_networks() -> None:
     assert judged("NET10", here(both, environ={"UCX_NET_DEVICES": "eth0"})) == []
     cluster = seen(1)
     cluster.nodes["node1"] = both
-    assert judged("NET10", cluster) == []  # NET02's
+    assert judged("NET10", cluster) == []  # NET02 reports it
 
 
 def test_limits() -> None:
@@ -239,7 +239,7 @@ def test_limits() -> None:
     only("LIM04", {"processors": quota}, "warn", "has time for only 2.5", "export OMP_NUM_THREADS=2")
     only("LIM05", {"resources": {"removes_ipc": True}}, "warn", "RemoveIPC=yes", "restart systemd-logind")
     bound = {**PROCESSORS, "usable": 1}
-    assert judged("LIM04", here({"processors": bound})) == []  # who started us chose it
+    assert judged("LIM04", here({"processors": bound})) == []  # the user who started the check chose it
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The keys that a login offers: those of a real ssh-agent and of real files, in the order of ssh."""
+"""The keys that a login offers: from a real ssh-agent and from real files, in the order of ssh."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpitrain.diagnostics.identities import Identities
 
 
 class Server:
-    """Takes one key, by its fingerprint, and keeps what it was offered; hangs up after `patience` keys."""
+    """Accepts one key, by its fingerprint, and keeps a list of the offered keys. Hangs up after `patience` keys."""
 
     def __init__(self, taken: str = "", patience: int = 9) -> None:
         self.taken, self.patience = taken, patience
@@ -65,7 +65,7 @@ def _run(*command: str) -> str:
 
 
 def offer(server: Server, folder: Path, *names: str, **settings: str) -> str:
-    """What the login says in the end; empty where it came through."""
+    """The login's final message; empty if the login succeeded."""
     given: dict[str, Any] = {"identityfile": [str(folder / name) for name in names]}
     given |= {name: [value] for name, value in settings.items()}
     try:

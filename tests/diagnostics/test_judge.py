@@ -1,4 +1,4 @@
-"""The engine: verdicts in every place, causes told apart from what follows from them."""
+"""The engine: verdicts in every place; causes are told apart from their consequences."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from mpitrain.diagnostics.run import select
 
 
 def looked(**of_node2: Any) -> Seen:
-    """Three nodes that were logged in to, but for what is given of the second."""
+    """Three nodes with a successful login, except for the given values of the second."""
     found = seen(3)
     for number, name in enumerate(found.target.names, 1):
         login = {"failed": "", "hello": "admin", "host_keys": {"known": f"SHA256:{number}"}}
@@ -36,7 +36,7 @@ def other_key(got: str, known: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("patience", "verdicts"), [(1.0, ["warn"]), (3.0, [])])
 def test_a_login_that_takes_long(patience: float, verdicts: list[str]) -> None:
-    """On a busy machine everything takes long, so a slow login is no finding."""
+    """On a busy machine everything is slow, so a slow login is no finding."""
     slow = {"failed": "", "hello": "admin", "seconds": 2.5, "patience": patience}
     assert [one.verdict for one in judged("SSH01", looked(login=slow))] == verdicts
 
@@ -124,7 +124,7 @@ def test_dev_null(wrong: str, line: str) -> None:
     ],
 )
 def test_a_user_who_may_have_few_processes(words: str) -> None:
-    """The probe may have answered some questions before."""
+    """The probe may have answered some questions before it fails."""
     for answers in ({"become": {"error": words}}, {"shell": {"error": words}}):
         (one,) = judged("PRB02", looked(**answers))
         assert (one.verdict, one.where) == ("fail", ("node2",))
@@ -134,7 +134,7 @@ def test_a_user_who_may_have_few_processes(words: str) -> None:
 
 
 def test_a_sudo_that_hangs_is_the_one_cause() -> None:
-    """As it comes from a node: what needs root is not known, what needs the shared user was not answered."""
+    """As a node reports it: answers that need root are unknown, and answers that need the shared user are missing."""
     late = {"error": "admin cannot become cluster: sudo hangs"}
     sections = ("shell", "ssh keys", "use", "programs", "processors", "leftovers", "variables")
     account = {
@@ -172,14 +172,14 @@ def test_a_login_that_may_not_become_the_shared_user() -> None:
     assert (one.verdict, one.observed) == ("fail", words)
     assert one.remedy.startswith("ssh -t 10.0.0.2 sudo -l  #")
     (one,) = judged("PRB02", looked(become={"error": words}, account={"uid": None}))
-    assert (one.verdict, one.observed) == ("skip", "there is no user cluster")  # which is USR01's
+    assert (one.verdict, one.observed) == ("skip", "there is no user cluster")  # which USR01 reports
     (one,) = judged("PRB02", looked(become={"error": "no answer in time"}))
     assert one.verdict == "unknown"
 
 
 @pytest.mark.parametrize("remedy", [login._LOOK, login._SUDO_HANGS, *login._REMEDIES.values()])
 def test_a_remedy_is_a_line_that_a_shell_takes(remedy: str) -> None:
-    """If the line belongs on another machine, a comment names that machine."""
+    """If the line is for another machine, a comment names that machine."""
     line = remedy.partition("  # ")[0]
     assert line.split()[0] in ("ping", "time", "sudo", "ssh", "ssh-add")
     assert "console" not in line

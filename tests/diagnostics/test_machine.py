@@ -1,4 +1,4 @@
-"""The judges of the shared user, clocks, limits, shared memory, and what dead jobs leave, on made-up answers."""
+"""The judges of the shared user, clocks, limits, shared memory and leftovers of dead jobs, on made-up answers."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def test_our_own_probe_is_nobody_who_computes() -> None:
 
 
 def test_no_arguments_of_other_peoples_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a rank that has lost its parent, and of whoever computes."""
+    """The findings about a rank without a parent and about busy programs show no arguments."""
     secret = "--password=hunter2"
     line = f"PMI_RANK=0 {sys.executable} -c 'import time; time.sleep(1000)' {secret} >/dev/null 2>&1 & echo $!"
     number = int(subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=True).stdout)
     monkeypatch.setattr(account, "_YOUNG_PROCESS_SECONDS", -1.0)
     name = Path(sys.executable).name[:15]
     try:
-        until(lambda: Path(f"/proc/{number}/comm").read_text() == f"{name}\n")  # before, it is still a shell
+        until(lambda: Path(f"/proc/{number}/comm").read_text() == f"{name}\n")  # until then it is still a shell
         found = machine._owner_and_program(number)
         ranks = [one for one in account.leftovers({"patterns": []})["processes"] if one["pid"] == number]
     finally:
@@ -75,7 +75,7 @@ def test_open_files_of_many_ranks() -> None:
     least = 64 + 4 * (2048 + 16)
     only("LIM01", seen, "fail", "node2", "4096 files", "--tags limits --limit {limit}")
     assert judged("LIM01", seen)[0].allowed.startswith(f"{least} or more; {least} is the least")
-    # Where set-up would give too few as well, its line says how many.
+    # If set-up's value is also too low, its line has the value that is needed.
     seen.target = replace(seen.target, settings={**seen.target.settings, "mpitrain_nofile": 1024})
     assert judged("LIM01", seen)[0].remedy.endswith(f"-e mpitrain_nofile={least}")
 

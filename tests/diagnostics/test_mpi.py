@@ -66,11 +66,11 @@ def test_a_library_that_only_one_node_cannot_load_is_not_the_shares() -> None:
 
 def test_one_family() -> None:
     assert not judged("MPI01", programs())
-    assert not judged("MPI01", programs(library="Intel(R) MPI Library 2021.18"))  # its processes speak Hydra's words
+    assert not judged("MPI01", programs(library="Intel(R) MPI Library 2021.18"))  # it uses Hydra's protocol
 
 
 def hello(*ranks: list[dict[str, Any]], code: int = 0, error: str = "") -> Seen:
-    """A job on three nodes, with what each rank said."""
+    """A job on three nodes, with the output of each rank."""
     found = seen(3)
     said = {str(number): words for number, words in enumerate(ranks)}
     found.cluster["hello"] = {"code": code, "seconds": 25.0, "said": said, "error_text": error}
@@ -78,7 +78,7 @@ def hello(*ranks: list[dict[str, Any]], code: int = 0, error: str = "") -> Seen:
 
 
 def rank(number: int, size: int = 3, **fields: Any) -> list[dict[str, Any]]:
-    """What a rank says when all is well."""
+    """The output of a rank without a fault."""
     host = {"host": f"node{number + 1}", **fields}
     done = [{"step": step, "is_right": True} for step in STEPS]
     return [host, {"size": size, "first_seconds": 0.5, "steps": STEPS}, *done]
@@ -104,7 +104,7 @@ def test_nodes_that_did_not_answer() -> None:
         (("node2",), "its rank began, but did not get through MPI_Init; no end within 25 s"),
     ]
     assert all(one.remedy for one in found)
-    (one,) = judged("MPI02", hello(rank(0)[:1], rank(1)[:1], code=124))  # the others wait for it
+    (one,) = judged("MPI02", hello(rank(0)[:1], rank(1)[:1], code=124))  # the others wait for rank 2
     assert (one.where, one.observed) == (("node3",), "no rank began; no end within 25 s")
     (one,) = judged("MPI02", hello(rank(0), rank(1), code=1, error="no route"))
     assert (one.where, one.observed) == (("node3",), "no rank began; mpiexec ended with code 1: no route")

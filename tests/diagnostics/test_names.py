@@ -201,7 +201,7 @@ def test_a_node_that_was_named_by_its_address() -> None:
 )
 def test_an_identity_is_removed_on_the_nodes_but_one(fields: dict[str, Any]) -> None:
     one, other = judged("NAM07", changed("node3", **fields))
-    assert one.remedy == other.remedy  # so that they are one finding
+    assert one.remedy == other.remedy  # so both are one finding
     assert one.remedy.startswith("ssh 10.0.0.3 'sudo rm ")
 
 

@@ -53,7 +53,7 @@ def test_a_vpn_that_has_the_addresses_of_the_inventory_is_the_network() -> None:
         for route in network["routes"].values():
             route["interface"] = "wg0"
     assert judged("NET01", looked) == []
-    # A node of another address is behind the tunnel by chance.
+    # A node with another address is behind the tunnel by chance.
     looked.nodes["node2"]["network"]["interfaces"]["wg0"]["addresses"] = ["10.8.0.2/24"]
     (result,) = judged("NET01", looked)
     assert (result.verdict, result.where) == ("fail", ("node2",))
@@ -76,7 +76,7 @@ def test_a_gateway_on_the_same_network() -> None:
     looked.nodes["node2"]["network"]["routes"]["node3"]["gateway"] = "10.0.0.254"
     (result,) = judged("NET01", looked)
     assert result.verdict == "warn" and "the gateway 10.0.0.254" in result.observed
-    # Clouds give each machine a network of its own, and all goes by the gateway.
+    # Clouds give each machine a network of its own. All traffic goes through the gateway.
     looked.nodes["node2"]["network"]["interfaces"]["eth0"]["addresses"] = ["10.0.0.2/32"]
     assert judged("NET01", looked) == []
 
@@ -179,7 +179,7 @@ def test_a_node_that_reaches_the_others_from_another_address() -> None:
     assert shlex.split(line) == ["ssh", "10.0.0.2", " && ".join(steps)]
     assert comment == "until the node restarts; its settings must name 10.0.0.2 first"
     looked.nodes["node2"]["network"]["interfaces"]["eth0"]["addresses"] = ["192.168.1.5/24"]
-    assert judged("NET01", looked) == []  # behind a translation, which CON02 and set-up look at
+    assert judged("NET01", looked) == []  # behind address translation, which CON02 and set-up check
 
 
 def test_devices_of_a_node_whose_interfaces_are_not_known() -> None:

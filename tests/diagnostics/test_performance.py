@@ -1,4 +1,4 @@
-"""Whose fault it is that a way is slow, and the judges of speeds."""
+"""Which node is to blame for a slow way, and the judges of speeds."""
 
 from __future__ import annotations
 
@@ -107,12 +107,12 @@ def on_a_busy_node(own: list[float], beside: list[float], waited: float = 0.0) -
 
 
 def test_a_way_that_is_as_fast_in_turns_is_not_slow() -> None:
-    """Both are slower than before: something else keeps the cores busy now."""
+    """Both are slower than before: another program now keeps the cores busy."""
     assert on_a_busy_node([10, 12, 30, 8, 9], [40, 60, 20, 200, 50, 60]) == []
 
 
 def test_what_differs_by_more_than_a_finding_claims_was_not_measured() -> None:
-    """The best, 24, is below half of what the sound way usually reaches, and above half of what it reached at worst."""
+    """The best rate, 24, is below half of the sound way's usual rate, and above half of its worst rate."""
     own, beside = [10.0, 24, 9, 12, 11], [40.0, 60, 20, 200, 50, 60]
     (result,) = on_a_busy_node(own, beside, waited=0.4)
     assert (result.verdict, result.where) == ("unknown", ("node2", "node4"))
@@ -143,7 +143,7 @@ def test_the_link_is_not_blamed_where_other_ways_are_unclear() -> None:
 
 
 class Nodes:
-    """Nodes that answer what measures ways. The machine is busy during the first measurement of some pairs."""
+    """Nodes that answer the measurements of ways. The machine is busy during the first measurement of some pairs."""
 
     def __init__(self, *held_up: Pair, slow: Pair | None = None) -> None:
         self.target = seen(3).target
@@ -176,7 +176,7 @@ def test_a_way_that_seemed_slow_is_measured_in_turns_with_one_that_did_not() -> 
     assert usual not in (("node1", "node2"), ("node2", "node3"))
     turns_of_it = [pair for pair in cluster.asked[7:] if pair != ("node1", "node2")]
     assert turns_of_it == [("node2", "node3"), usual] * TURNS
-    assert len(cluster.asked) == 7 + 2 * TURNS + 1  # the one that was held up is sound at once
+    assert len(cluster.asked) == 7 + 2 * TURNS + 1  # the way that was held up is sound at the next measurement
 
 
 def test_a_way_that_could_not_be_measured_is_unknown() -> None:
@@ -193,7 +193,7 @@ def test_a_straggler() -> None:
         found.cluster["computation"] = {"node1": [0.11, 0.1], "node2": [0.1], "node3": [0.1], **seconds}
         return found
 
-    assert judged("PRF03", looked(node4=[0.5, 0.4, 0.1])) == []  # something ran beside it by chance
+    assert judged("PRF03", looked(node4=[0.5, 0.4, 0.1])) == []  # another program ran at the same time by chance
     (result,) = judged("PRF03", looked(node4=[0.14]))
     assert (result.verdict, result.where) == ("warn", ("node4",))
     (result,) = judged("PRF03", looked(node4=[0.25]))

@@ -1,4 +1,4 @@
-"""Speeds, really measured: over this machine's loopback, and on a processor that somebody else uses."""
+"""Really measured speeds: over this machine's loopback, and on a processor that another program uses."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 
 from mpitrain.diagnostics.node import rates, ways
 
-# One processor for a loop and for what computes beside it. Of each processor's time in /proc/stat, the eighth number is
-# what the machine below has taken, in ticks.
+# One processor for a loop and for the other program. For each processor, the eighth number in /proc/stat is the time
+# that the machine below has taken, in ticks.
 SHARED_PROCESSOR = """
 import os, subprocess, sys, time
 from mpitrain.diagnostics.node.ways import waited_seconds
@@ -39,9 +39,9 @@ finally:
 
 
 class Slow:
-    """A sink that takes its time for what it swallows, and says that it has waited a quarter of that."""
+    """A slow sink. It reports that it has waited for a quarter of its time."""
 
-    RATE = 8 << 20  # bytes a second
+    RATE = 8 << 20  # bytes per second
 
     def __init__(self) -> None:
         self.server = socket.create_server(("127.0.0.1", 0))
@@ -61,7 +61,7 @@ class Slow:
 
 
 def test_a_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No trial can be quicker than the sink, and the best not slower than all that was done in all the time."""
+    """No trial can be faster than the sink. The best is not slower than the mean of all trials."""
     told = iter([3.0, 3.5])
     monkeypatch.setattr(rates, "waited_seconds", lambda: next(told))
     echo, sink = ways.listen({"address": "127.0.0.1", "seconds": 20.0}), Slow()
@@ -71,9 +71,9 @@ def test_a_way(monkeypatch: pytest.MonkeyPatch) -> None:
     first, *trials = sink.counts
     assert (first, trials[0], len(trials)) == (1 << 18, 1 << 18, 5)
     slept = sum(trials) / Slow.RATE
-    assert 0 < found["latency_seconds"] <= wall / 100  # the least of 50, there and back
+    assert 0 < found["latency_seconds"] <= wall / 100  # the least of 50 round trips
     assert sum(trials) / wall <= found["bytes_per_second"] <= Slow.RATE
-    # As much as takes a fifth of a second at the best rate so far, in whole blocks.
+    # The amount for a fifth of a second at the best rate so far, in whole blocks.
     assert all(0 < count <= 0.2 * Slow.RATE and count % (1 << 18) == 0 for count in trials)
     here, there = found["waited"]
     assert 0.5 / wall <= here <= 0.5 / slept
@@ -81,12 +81,12 @@ def test_a_way(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_how_long_a_thread_waits_for_a_processor() -> None:
-    """It runs or waits all the time, but for what the machine itself is held up."""
+    """The thread runs or waits all the time, except while the machine itself is held up."""
     if not Path("/proc/thread-self/schedstat").exists():
         pytest.skip("this kernel does not count how long a thread waits")
     command = [sys.executable, "-c", SHARED_PROCESSOR]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     waited, wall, used, stolen = map(float, done.stdout.split())
-    assert wall - used > 0.1  # the other one had its part
+    assert wall - used > 0.1  # the other program had its part
     assert wall - used - stolen - 0.05 <= waited <= wall - used + 0.01

@@ -1,4 +1,4 @@
-"""The rules for every check."""
+"""The rules that every check must meet."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mpitrain.diagnostics.run import select
 from mpitrain.diagnostics.target import DEFAULTS, find_target
 from mpitrain.errors import ConfigError
 
-# Given by the login itself, and by the command line.
+# Checks whose answers come from the login itself and from the command line.
 OTHER_SECTIONS = {"login", "baseline"}
 
 

@@ -1,4 +1,4 @@
-"""Lines that repair reach the node as they are printed, and have the names of its system."""
+"""Repair lines reach the node as they are printed, and use the names of its system."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_c_library_of_another_system() -> None:
 
 
 def _config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An ssh in PATH that reads a configuration of ours."""
+    """An ssh in PATH that reads the test's configuration."""
     (tmp_path / "config").write_text("Host gpu-a\n  HostName 127.0.0.7\n  User ada\n  Port 2222\n")
     ssh = tmp_path / "ssh"
     ssh.write_text(f'#!/bin/sh\nexec /usr/bin/ssh -F {tmp_path}/config "$@"\n')

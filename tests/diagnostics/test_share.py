@@ -43,7 +43,7 @@ def mount(*mounts: dict[str, Any], **fields: Any) -> dict[str, Any]:
 
 
 def looked(**of_node2: Any) -> Seen:
-    """Two nodes with all in order, but for what is given of the second; `serving` is the head's."""
+    """Two nodes in good order, except for the given values of the second. `serving` is the head's answer."""
     found = seen(2)
     serving = of_node2.pop("serving", SERVING)
     view = of_node2.pop("view", VIEW)
@@ -119,7 +119,7 @@ def test_a_share_of_another_server() -> None:
 
 
 def named(found: Seen, **addresses: str) -> Seen:
-    """With another address on a second network for some nodes."""
+    """A cluster in which some nodes have another address, on a second network."""
     for name, address in addresses.items():
         found.nodes[name]["names"] = {"links": [{"addresses": ["127.0.0.1", address]}]}
     return found
@@ -135,7 +135,7 @@ def test_a_server_under_another_name_or_address_of_the_head() -> None:
 
 @pytest.mark.parametrize(("reply", "answers"), [(b"\x80\0\0\x18", True), (b"", False)])
 def test_a_server_is_asked_for_an_answer(reply: bytes, answers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is frozen has its connections taken by the kernel."""
+    """The kernel of a frozen server still accepts connections."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setattr(node_share, "_NFS_PORT", server.getsockname()[1])
         monkeypatch.setattr(node_share, "_CALL_SECONDS", HANG_SECONDS if answers else 1.0)
@@ -147,7 +147,7 @@ def test_a_server_is_asked_for_an_answer(reply: bytes, answers: bool, monkeypatc
                 assert call[:4] == b"\x80\0\0\x28" and call[8:20] == b"\0\0\0\0\0\0\0\x02\0\x01\x86\xa3"
                 connection.sendall(reply)
                 assert asked.result(HANG_SECONDS) is answers
-    assert node_share._answers() is None  # nothing listens there any more
+    assert node_share._answers() is None  # nothing listens there now
 
 
 def test_an_export_to_other_addresses_of_the_nodes() -> None:
@@ -160,20 +160,20 @@ def test_an_export_to_other_addresses_of_the_nodes() -> None:
 
 
 def test_a_share_that_is_a_folder_of_a_larger_one() -> None:
-    """All homes are on one server, which mounts /home."""
+    """All homes are on one server, mounted as /home."""
     homes = {**NFS, "path": "/home", "source": "nas:/export/home"}
     found = looked(mount=mount(homes), serving={**SERVING, "exports": [], "server": "missing", "enabled": ""})
     found.nodes["node1"]["mount"] = mount(homes)
     for id_ in CHECKS:
         if id_.startswith("NFS"):
             assert not judged(id_, found), id_
-    # The same folder under another name of the server, and mounted deeper.
+    # The same folder, with another name of the server, mounted at a deeper path.
     deeper = {**NFS, "path": "/home/cluster", "source": "nas.example.org:/export/home/cluster"}
     found.nodes["node2"]["mount"] = mount(deeper, server_addresses=["10.2.0.9"])
     assert judged("NFS01", found)[0].allowed == "nas:/export/home/cluster/nfs, as on the head"
     found.nodes["node1"]["mount"]["server_addresses"] = ["10.2.0.9"]
     assert not judged("NFS01", found)
-    # The head itself may serve it so.
+    # The head itself may export it so.
     assert not judged("NFS01", looked(mount=mount({**homes, "source": "10.0.0.1:/home"})))
     disk = {**NFS, "path": "/home", "type": "ext4", "source": "/dev/sdb1"}
     assert "is a local folder" in judged("NFS01", looked(mount=mount(disk)))[0].observed

@@ -125,7 +125,7 @@ def test_a_login_whose_shell_runs_no_command(refused: str, startup: str, words: 
 
 
 def test_the_logins_that_every_job_begins_with() -> None:
-    """The ways from the head, and no others; set-up of the node that refuses the key mends it."""
+    """Only the ways from the head. Set-up of the node that refuses the key repairs them."""
     looked = seen(3)
     refused = {"failed": "key", "found": "cluster@10.0.0.3: Permission denied (publickey).", "seconds": 0.1}
     looked.cluster["logins of the head"] = {"node2": {"failed": "", "found": "", "seconds": 5.0}, "node3": refused}
@@ -135,7 +135,7 @@ def test_the_logins_that_every_job_begins_with() -> None:
     assert results[1].mend == ("node3",)
     looked.cluster["logins of the head"]["node3"] = {"error": "no answer in time"}
     assert [one.verdict for one in judge([CHECKS["SSH11"]], looked)] == ["pass", "unknown"]
-    # A pair that has failed so is not judged again; the others are.
+    # A pair that has failed in this way is not judged again; the others are.
     looked.cluster["logins of the head"]["node3"] = refused
     results = judge([CHECKS["SSH11"], CHECKS["SSH04"]], looked)
     blocked = [one.where for one in results if one.blocked_by == "SSH11"]

@@ -1,4 +1,4 @@
-"""The judges of keys, and of files that only their owner may write."""
+"""The judges of keys and of files that only their owner may write."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_no_key_and_a_home_that_others_may_write() -> None:
     )
     missing, home = (one for one in judged("SSH08", looked) if one.where == ("node1",))
     assert "there is no /x/key" in missing.observed
-    assert missing.remedy == "ansible-playbook cluster/setup.yml --tags ssh"  # all nodes must learn it
+    assert missing.remedy == "ansible-playbook cluster/setup.yml --tags ssh"  # all nodes must learn the new key
     assert (home.verdict, home.remedy) == ("warn", "ssh 10.0.0.1 'sudo chmod go-w /home/cluster'")
 
 

@@ -37,7 +37,7 @@ def test_a_file_that_is_read_before_ours_is_named() -> None:
     found = {**server(maxstartups="1:30:100"), "sets": {"maxstartups": [[site, "1:30:100"], [OURS, "100:30:400"]]}}
     result = first("SSH06", of_node("ssh server", found))
     assert result is not None and site in result.observed and site in result.remedy and "--tags" not in result.remedy
-    found["sets"] = {"maxstartups": [[site, "1:30:100"]]}  # before the first set-up, whose file would come too late
+    found["sets"] = {"maxstartups": [[site, "1:30:100"]]}  # before the first set-up; its file would come too late
     result = first("SSH06", of_node("ssh server", found))
     assert result is not None and site in result.remedy
     found["sets"] = {"maxstartups": [["/etc/ssh/sshd_config", "1:30:100"]]}
@@ -94,7 +94,7 @@ SITE = "/etc/ssh/sshd_config.d/05-site.conf"
         ("DenyGroups", "lab", ["cluster", "lab"], "DenyGroups  lab", None),
         ("AllowUsers", "cluster@192.0.2.*", ["cluster"], "AllowUsers cluster@192.0.2.*", None),
         ("DenyUsers", "a cluster@10.0.0.0/24", ["cluster"], "DenyUsers a\tcluster@10.0.0.0/24", "DenyUsers a"),
-        # What a block allows was not asked about.
+        # The check did not ask what a block allows.
         (
             "AllowUsers",
             "admin",
@@ -152,7 +152,7 @@ def test_a_safe_policy_passes() -> None:
 
 
 def offered(hello: str = "admin", **users: str) -> Result | None:
-    """What SSH10 says of node1: whose passwords sshd offers to take; `file` sets it."""
+    """What SSH10 says about node1: the users whose passwords sshd accepts, as set by `file`."""
     file = users.pop("file", "")
     answer = {"is_known": True, **{key: {"passwordauthentication": "no"} for key in ("all", "user", "root", "own")}}
     answer |= {key: {"passwordauthentication": value} for key, value in users.items()}
@@ -168,14 +168,14 @@ def test_passwords_of_other_users() -> None:
     found = offered(all="yes", own="yes", root="yes")
     assert found is not None and found.verdict == "warn" and found.remedy.startswith(switch_off)
     assert found.observed == "sshd offers passwords to admin, root, others (passwordauthentication yes)"
-    # As the shared user, on the head: SSH07 is about that one.
+    # As the shared user, on the head: SSH07 is about that user.
     found = offered("cluster", all="yes", own="yes", root="yes", file="/etc/ssh/sshd_config")
     assert found is not None and found.remedy.startswith(switch_off)
     assert "to root, others (passwordauthentication yes, by /etc/ssh/sshd_config)" in found.observed
 
 
 def test_passwords_that_set_up_does_not_switch_off() -> None:
-    """A file before ours, and a block of one user's: what is printed takes them away."""
+    """A file before ours, and a block for one user: the printed lines remove both."""
     early, block = "/etc/ssh/sshd_config.d/05-site.conf", "/etc/ssh/sshd_config.d/60-site.conf"
     found = offered(all="yes", own="yes", root="yes", file=early)
     assert found is not None and f"/Id\" {early} && sudo systemctl reload ssh' && ansible-playbook" in found.remedy

@@ -64,7 +64,7 @@ def test_a_tmp_that_users_may_not_write(mode: str) -> None:
 
 
 def test_a_tmp_that_runs_no_programs() -> None:
-    """A failure where jobs start, which is the head; elsewhere a warning."""
+    """It fails on the head, where jobs start. On other nodes it is a warning."""
     head, worker = judged("RUN01", of_each("temporary", {**FOLDERS, "programs": "it is mounted noexec"}))
     assert (head.verdict, worker.verdict) == ("fail", "warn")
     assert head.observed == worker.observed == "programs in /tmp cannot be run: it is mounted noexec"
@@ -90,7 +90,7 @@ def test_conda_in_the_profile() -> None:
 
 @pytest.mark.parametrize("has_profile", [True, False])
 def test_no_programs_for_a_person(has_profile: bool) -> None:
-    """Whether the file is gone, or says something else: set-up writes it."""
+    """Set-up writes the file, if it is missing and if its content is wrong."""
     programs = dict.fromkeys(TYPED, "")
     one = judged("RUN02", of_each("login shell", {**LOGIN, "programs": programs, "has_profile": has_profile}))[0]
     assert one.observed == (
@@ -125,7 +125,7 @@ def test_an_inventory_that_cannot_be_read() -> None:
     ("folder", "login"), [("/home/cluster/nfs/work", "10.0.0.1"), ("/opt/work", "10.0.0.2")], ids=["share", "local"]
 )
 def test_a_file_with_the_name_of_a_library(folder: str, login: str) -> None:
-    """The file is on the share, so it is renamed once, through the head."""
+    """The file is on the share, so the repair renames it once, on the head."""
 
     def looked_at(shadows: dict[str, str] | None, why: str = "") -> Seen:
         python = {"files": {"train.py": "1"}, "shadows": shadows, "why_no_shadows": why}
@@ -184,7 +184,7 @@ def test_a_login_shell_is_asked_as_a_person_has_it(tmp_path: Path, monkeypatch: 
 
 
 def test_the_jobs_python_says_what_stands_beside_a_script(tmp_path: Path) -> None:
-    """A file is named where NumPy, mpi4py or mpitrain would import it; others of a library's name do no harm."""
+    """A file is reported if NumPy, mpi4py or mpitrain would import it. Other files with a library's name do no harm."""
     for name in ("train.py", "numpy.py", "json.py", "this.py", "helpers.py"):
         (tmp_path / name).write_text("")
     (tmp_path / "mpi4py").mkdir()
@@ -206,7 +206,7 @@ def test_a_python_that_dies_of_its_mpi_is_told_from_a_slow_one(tmp_path: Path, m
     probe = files("mpitrain.launch").joinpath("probe.py").read_text()
     wish = {"address": "", "venv": "", "probe": probe, "script": str(tmp_path / "script/train.py")}
     answer = jobs.programs({**wish, "python": sys.executable})
-    why = answer["mpi"]["why"]  # some shells have a word for the signal
+    why = answer["mpi"]["why"]  # some shells print the signal's name
     assert "Aborted" in why or why == "it ended with code 134"
     assert answer["python"]["shadows"] is None
     assert answer["python"]["why_no_shadows"] == why

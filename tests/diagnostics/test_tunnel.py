@@ -1,4 +1,4 @@
-"""The judges of the tunnel between the nodes, and by which addresses its nodes are known."""
+"""The judges of the tunnel between the nodes, and of the addresses of its nodes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mpitrain.errors import ConfigError
 
 
 def looked(wanted: bool = True, **of_node2: Any) -> Seen:
-    """Three nodes whose tunnel is as it should be, but for what is given of the second."""
+    """Three nodes with a correct tunnel, except for the given values of the second."""
     made = seen(3, settings={"mpitrain_wireguard": wanted})
     keys = {address: f"key of {name}" for name, address in made.target.addresses.items()}
     for name, address in made.target.addresses.items():
@@ -62,7 +62,7 @@ def test_a_tunnel_that_leads_nowhere(tunnel: dict[str, Any], words: str, tag: st
     ],
 )
 def test_a_tunnel_that_no_setting_asks_for(addresses: list[str], words: str) -> None:
-    """Set-up would take it away: so from all nodes, never from one."""
+    """Set-up would remove the tunnel. It must do so on all nodes, never on one."""
     (one,) = judged("WGD01", looked(False, addresses=addresses))
     assert (one.verdict, one.where, one.observed) == ("fail", ("node2",), words)
     line, _, comment = one.remedy.partition("  # ")
@@ -71,7 +71,7 @@ def test_a_tunnel_that_no_setting_asks_for(addresses: list[str], words: str) -> 
 
 
 def test_a_node_that_has_not_learnt_a_key() -> None:
-    """Whoever is down or was not seen has nothing to say of the others' keys."""
+    """A node that is down or was not seen says nothing about the keys of others."""
     made = looked()
     del made.nodes["node3"]["tunnel"]["peers"]["10.0.0.2"]
     (one,) = judged("WGD01", made)
@@ -108,7 +108,7 @@ def test_the_share_is_exported_to_the_tunnel_alone() -> None:
         return judged("NFS06", made)
 
     assert exported("10.0.0.2", wanted=True) == []
-    (one,) = exported("192.168.1.2", wanted=True)  # its own, but outside: as good as anybody's
+    (one,) = exported("192.168.1.2", wanted=True)  # its own address, but outside the tunnel: anybody may have it
     assert (one.verdict, one.observed) == ("warn", "/home/cluster/nfs is exported to 192.168.1.2")
     assert exported("192.168.1.2", wanted=False) == []
 
@@ -139,7 +139,7 @@ def test_the_nodes_are_known_by_the_tunnels_addresses_and_logged_in_to_by_their_
         ("10.1.2.3", "172.20.4.0/24", "172.20.4.3"),
         ("10.1.2.203", "172.20.4.64/26", "172.20.4.75"),  # 203 = 3 * 64 + 11
         ("fd00::1:f", "10.213.0.0/16", "10.213.0.15"),
-        ("10.213.1.11", "10.213.0.0/16", "10.213.1.11"),  # of the inventory that set-up leaves on the nodes
+        ("10.213.1.11", "10.213.0.0/16", "10.213.1.11"),  # from the inventory that set-up leaves on the nodes
     ],
 )
 def test_the_check_and_the_playbooks_mean_the_same_address(address: str, network: str, within: str) -> None:

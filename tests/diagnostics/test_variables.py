@@ -1,4 +1,4 @@
-"""--write-env: what `mpitrain run` would set, in a file that it and a shell can read."""
+"""--write-env: the variables that `mpitrain run` would set, in a file that it and a shell can read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that were made up for the tests of verify."""
+"""Made-up runs for the tests of verify."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BIAS = numpy.random.default_rng(1).standard_normal(20).astype("float32")
 
 
 def parameters(number: int) -> dict[str, Sketch]:
-    """As they are after so many steps: a hundredth of the gradients has been taken from them in each."""
+    """The parameters after so many steps. Each step subtracts a hundredth of the gradients."""
     changes = [numpy.float32(0.01) * WEIGHT * step for step in range(1, number + 1)]
     return {"w": sketch("w", WEIGHT - sum(changes)), "b": sketch("b", BIAS - numpy.float32(0.01 * number) * BIAS)}
 
@@ -41,7 +41,7 @@ def line(number: int, ranks: list[list[str]], **other: Any) -> Line:
 
 
 def records(at: int = 0, **other: Any) -> tuple[RunRecord, RunRecord]:
-    """Three steps of four samples on 1 rank and on 2, equal but for what is `other` in step `at` of the latter."""
+    """Three steps of four samples on 1 rank and on 2. They differ only by `other` in step `at` on 2 ranks."""
     samples = [["a", "b", "c", "d"], ["e", "f", "g", "h"], ["i", "j", "k", "l"]]
     alone = [line(number, [its]) for number, its in enumerate(samples, 1)]
     together = [line(number, [its[:3], its[3:]]) for number, its in enumerate(samples, 1)]
@@ -56,7 +56,7 @@ def only(its: Comparison) -> tuple[int, str, str]:
 
 
 def changed(name: str, number: int, factor: float) -> dict[str, Sketch]:
-    """As `parameters`, but that this step has changed one of them by so much more."""
+    """Like `parameters`, but this step has changed one of them by so much more."""
     value, change = {"w": (WEIGHT, 0.01 * number * WEIGHT), "b": (BIAS, 0.01 * BIAS)}[name]
     steps = number * (number - 1) / 2 if name == "w" else number - 1
     earlier = value.astype(float) * (1 - 0.01 * steps)

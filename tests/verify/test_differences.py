@@ -26,7 +26,7 @@ def test_equal_runs() -> None:
         "loss": 3,
         "gradients": 6,
         "learning rate": 3,
-        "parameters": 8,  # and their first values
+        "parameters": 8,  # the step and the first values of the parameters
         "metrics": 1,
     }
     kinds = ("loss", "gradients", "parameters", "metrics")
@@ -56,7 +56,7 @@ def test_the_tolerance_is_half_of_the_digits_of_the_narrowest_dtype(
 @pytest.mark.parametrize(("kind", "value"), [("loss", 0.5), ("metrics", {"accuracy": 0.5})])
 @pytest.mark.parametrize("factor", [0.9, 1.1])
 def test_values_are_compared_with_the_tolerance(kind: str, value: Any, factor: float) -> None:
-    """The loss of step 2 is 0.5, and the largest so far 1: a difference counts relative to that."""
+    """The loss of step 2 is 0.5, and the largest loss so far is 1: a difference is relative to the largest."""
     apart = factor * 2.0**-12
     if kind == "loss":
         at, other = 2, {"loss": 0.5 + apart}
@@ -96,7 +96,7 @@ def test_all_gradients_that_differ_are_counted() -> None:
 
 
 def test_a_gradient_of_rounding_alone_is_no_difference() -> None:
-    """A thousandth of a millionth of the other gradients, and of another sign."""
+    """The gradient is a thousandth of a millionth of the others, and has another sign."""
     small = BIAS * numpy.float32(1e-9)
     one, several = (
         line(1, [["a"]], tensors={"w": sketch("w", WEIGHT), "b": sketch("b", its)}) for its in (small, -small)
@@ -106,9 +106,9 @@ def test_a_gradient_of_rounding_alone_is_no_difference() -> None:
 
 @pytest.mark.parametrize("sizes", [(1.0, 1.0), (1.0, -1.0)], ids=["the same", "of rounding alone"])
 def test_what_follows_from_rounding_is_not_compared(sizes: tuple[float, float]) -> None:
-    """Adam makes full steps of a gradient however small, and in another direction if that is of rounding alone.
+    """Adam makes a full step for any gradient, however small. If the gradient is only rounding, the direction differs.
 
-    It is then left out for good, since it is another one from then on.
+    The parameter is then left out for good, because it differs from then on.
     """
     runs = []
     for number, sign in enumerate(sizes, 1):
@@ -131,7 +131,7 @@ def test_what_follows_from_rounding_is_not_compared(sizes: tuple[float, float]) 
 
 @pytest.mark.parametrize(("count", "differs"), [(600, False), (7, True)])
 def test_what_follows_from_rounding_in_a_loop_of_its_own(count: int, differs: bool) -> None:
-    """There parameters have names of world.sync, and means have others: they belong together by their sizes."""
+    """In such a loop parameters have the names of world.sync, and means have others. Their sizes match them."""
     noise = numpy.random.default_rng(3).standard_normal((2, count)).astype("float32")
     large = sketch("large", WEIGHT * 1000)
     lines = []
@@ -233,7 +233,7 @@ def test_values_whose_squares_are_no_floats() -> None:
 
 
 def test_a_norm_of_zero_with_other_projections() -> None:
-    """No Recorder writes that. It is a difference, not a division by zero."""
+    """No Recorder writes such a record. The comparison reports a difference, and does not divide by zero."""
     none, some = (sketch("w", numpy.zeros(3)) for _ in range(2))
     some["projections"][0] = 1.0
     alone = RunRecord(1, (line(1, [["a"]], tensors={"w": none}),))

@@ -1,4 +1,4 @@
-"""Sketches tell how far apart arrays are; hashes know samples again."""
+"""Sketches tell how far apart arrays are; hashes recognise samples."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_distance(count: int, apart: float) -> None:
     other = one + apart * random.standard_normal(count)
     true = float(numpy.linalg.norm(one - other))
     found = distance(sketch("w", one), sketch("w", other))
-    # For one element every projection is exact.
+    # Every projection of one element is exact.
     assert true * (0.3 if count > 1 else 0.999) <= found <= true * 2.5 + 1e-12
     assert sketch("w", one)["norm"] == pytest.approx(float(numpy.linalg.norm(one)), rel=1e-12)
 
@@ -61,7 +61,7 @@ def test_sample_hashes() -> None:
 
 @pytest.mark.parametrize("size", [1e-180, 1e30, 1e180, 4e307])
 def test_norms_do_not_overflow(size: float) -> None:
-    """Also over blocks of 2^16 elements, and beside a block of zeros."""
+    """They do not overflow across blocks of 2^16 elements either, or beside a block of zeros."""
     array = numpy.zeros(3 * 2**16)
     array[[1, 2, 2**17 + 1, 2**17 + 2]] = size
     found = sketch("w", array)

@@ -25,7 +25,7 @@ def test_what_a_step_changes_is_compared_to_a_quarter_of_the_digits(factor: floa
 
 
 def test_the_parameter_that_is_changed_otherwise_is_named() -> None:
-    """In the last step, where no gradient can tell."""
+    """The change is in the last step, after which no gradient shows it."""
     step, kind, text = only(compare(*records(3, parameters=changed("w", 3, 1.5))))
     assert (step, kind) == (3, "parameters")
     found = re.fullmatch(
@@ -76,7 +76,7 @@ def test_a_change_between_two_steps(both: bool) -> None:
 
 
 def test_changes_below_the_rounding_of_a_parameter() -> None:
-    """In bfloat16 a small change may be none, or twice as large."""
+    """In bfloat16 a small change may be rounded to none, or to twice its size."""
     other = BIAS * (1 + 2.0**-8)
     runs = []
     for number, after in enumerate((BIAS, other), 1):

@@ -1,4 +1,4 @@
-"""The record of a run that `mpitrain verify` compares: written, read again, damaged."""
+"""The record of a run that `mpitrain verify` compares: written, read and damaged."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def written(folder: Path, content: list[Any]) -> Path:
 
 
 def plain() -> list[Any]:
-    """A record as it is in the file."""
+    """The plain text of a record file."""
     return [{"num_ranks": 2}, *(dataclasses.asdict(entry) for entry in records()[1].lines)]
 
 
@@ -100,7 +100,7 @@ def test_the_file_is_the_launchers(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("mine")
     (tmp_path / "record.jsonl").unlink()
     (tmp_path / "record.jsonl").symlink_to("precious")
-    make_record(tmp_path)  # in its place, not through it
+    make_record(tmp_path)  # replaces the link, and does not write through it
     assert not (tmp_path / "record.jsonl").is_symlink()
     assert (tmp_path / "precious").read_text() == "mine"
 
