@@ -123,7 +123,7 @@ _HOME = {
     "make_strategy": "strategies",
     "warmup_cosine": "training.schedules",
 }
-# As these, but not in __all__: `from mpitrain import *` would load a framework, which need not even be installed.
+# Like the names above, but not in __all__: `from mpitrain import *` would load a framework, which may not be installed.
 _OF_FRAMEWORKS = {"TorchModule": "adapters.torch_module"}
 
 if not TYPE_CHECKING:  # type checkers take the names imported above

@@ -58,7 +58,7 @@ Work = Callable[[numpy.ndarray], Generator[float | None, None, Result]]
 
 T = TypeVar("T")
 
-# By what the calls of a world share, and by what made them.
+# The key is what the calls of a world share, and the function that made them.
 _made: WeakKeyDictionary[Background, dict[Callable[[Group], Any], Any]] = WeakKeyDictionary()
 
 

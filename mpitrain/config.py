@@ -20,7 +20,7 @@ PREFIX = "MPITRAIN_"
 ENV_FILE = PREFIX + "ENV_FILE"
 
 
-# Of waits, lowest and highest. What waits for the kernel counts milliseconds in 32 bits.
+# The lowest and the highest allowed wait. Calls that wait in the kernel count milliseconds in 32 bits.
 SECONDS = (1e-3, 1e6)
 
 
@@ -92,7 +92,7 @@ def _fitting(name: str, value: Any, kind: type) -> Any:
 
 
 def _refusal(shown: str, name: str, known: list[str]) -> str:
-    """Why there is no setting `name`, which the user has written as `shown`."""
+    """The reason why there is no setting `name`, which the user has written as `shown`."""
     if name in {field.name for field in dataclasses.fields(JobContext)}:
         return (
             f"{shown} is no setting: `mpitrain run` and `mpitrain verify` tell it to the ranks themselves; leave it out"

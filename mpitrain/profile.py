@@ -50,7 +50,7 @@ DEFAULT = Profile("default: Gigabit Ethernet", 50e-6, 117e6)
 
 
 def fingerprint(hosts: Sequence[str], node_ranks: Sequence[int], mpi: str) -> dict[str, Any]:
-    """By what a profile is known to be of this cluster and this way of using it.
+    """The values that identify a profile's cluster and the way of using it.
 
     Args:
         hosts: host name of every rank.
@@ -128,7 +128,7 @@ def from_json(text: str, path: str, here: dict[str, Any]) -> Profile:
 
 
 def _slowest(rates: dict[str, Any]) -> float:
-    """What encoding, adding and decoding let through one after the other, the work on half of the bytes each."""
+    """The rate of encoding, adding and decoding one after the other, each on half of the bytes."""
     return 1 / sum(1 / _rate(rates[f"{operation}_bytes_per_second"]) for operation in ("encode", "add", "decode"))
 
 

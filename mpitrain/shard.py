@@ -1,4 +1,4 @@
-"""What is one rank's of what all ranks have: of a number of things, and of batches."""
+"""One rank's part of what all ranks have: of a number of things, and of batches."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def shards(world: World, batches: Iterable[Tree], start: int) -> Iterator[Tree]:
             length = num_samples(batch)
         except DataError as error:
             raise DataError(f"{world.name()}: batch {index}: {error}") from None
-        # Only the first batch is held to this: the last one may be smaller, and a resumed run may begin with it.
+        # Only the first batch must meet this rule: the last one may be smaller, and a resumed run may begin with it.
         if index == 0 and length < world.size:
             raise everywhere(
                 DataError(

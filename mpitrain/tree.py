@@ -17,7 +17,7 @@ from mpitrain.errors import DataError, TreeError
 Tree = Any
 Leaf = Any
 
-# Not numbers.Number: NumPy has no dtype for a Fraction or a Decimal.
+# Do not use numbers.Number: NumPy has no dtype for a Fraction or a Decimal.
 _NUMBERS = (bool, int, float, complex, numpy.generic)
 
 
@@ -77,7 +77,7 @@ def num_samples(tree: Tree) -> int:
 
 
 def describe(tree: Tree, *, any_number: bool = False) -> list[str]:
-    """One line a leaf, `['w'] float32 (784, 256)`: equal on two ranks exactly when the leaves are alike.
+    """One line per leaf, `['w'] float32 (784, 256)`: equal on two ranks exactly when the leaves are alike.
 
     With `any_number` an int, a float and a NumPy scalar are alike.
     """

@@ -130,7 +130,7 @@ class World:
     def print(self, *values: object, all_ranks: bool = False) -> None:
         """Print on rank 0. With `all_ranks`, print on every rank, after the rank's name. Not collective."""
         if all_ranks:
-            # One write, so that lines of different ranks do not mix.
+            # Use one write, so that lines of different ranks do not mix.
             sys.stdout.write(f"[{self.name()}] " + " ".join(str(value) for value in values) + "\n")
             sys.stdout.flush()
         elif self.is_root:

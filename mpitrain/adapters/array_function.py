@@ -123,7 +123,7 @@ class ArrayFunction:
     def loss_and_gradients(self, batch: Tree, on_gradient: OnGradient) -> float:
         """See Adapter. A batch on the host is copied to the device where the parameters are."""
         if self._narrow is not None:
-            # Here, not after the optimizer's step, so that any other change of the parameters counts too.
+            # This is done here, not after the optimizer's step, so that any other change of the parameters counts too.
             with numpy.errstate(over="ignore"):  # a value that is infinite in fp16 shows in the loss
                 self._narrow[...] = self._flat
         if self._narrow is not None or is_device_array(self._flat):

@@ -46,7 +46,7 @@ class ModuleBuffers:
         self.floats = [name for name in self._owners if self.tensor(name).is_floating_point()]
         self.others = [name for name in self._owners if name not in self.floats]
         self._before: dict[str, torch.Tensor] = {}
-        # With the buffer and its memory: while they are kept, no other tensor can have their addresses.
+        # Keep the buffer and its memory too. While they are kept, no other tensor can have their addresses.
         self._versions: dict[str, tuple[torch.Tensor, torch.Tensor, int]] = {}
         self.keep(self._owners)
 
@@ -68,7 +68,7 @@ class ModuleBuffers:
         for name in names:
             tensor = self.tensor(name)
             before = self._before.get(name)
-            # Also if no change was noticed: a checkpoint is loaded through NumPy, which leaves no trace.
+            # Copy even if no change was noticed: a checkpoint is loaded through NumPy, which leaves no trace.
             if before is None or before.shape != tensor.shape or before.dtype != tensor.dtype:
                 self._before[name] = tensor.clone()
             else:

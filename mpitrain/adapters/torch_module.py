@@ -106,7 +106,7 @@ class TorchModule:
         self._buffers = ModuleBuffers(module)
         double = any(one.dtype == torch.float64 for one in self._trained.tensors.values())
         self._wide = torch.float64 if double else torch.float32
-        # After the parameters: the last entries are exchanged first, and these are known before the backward pass.
+        # They come after the parameters: the last entries are exchanged first, and these are known early.
         wide = numpy.dtype("float64" if double else "float32")
         shapes = {name: tuple(self._buffers.tensor(name).shape) for name in self._buffers.floats}
         buffers = [Parameter(name, shape, wide) for name, shape in shapes.items()]

@@ -72,7 +72,7 @@ def direct_seconds(num_bytes: int, topology: Topology) -> float:
 
 
 def direct_steps(group: Group, codec: Codec | None = None) -> Steps:
-    """Both phases, one behind the other for each piece. With a codec: float32 only, rounded; see the module."""
+    """Run both phases, one after the other for each piece. With a codec: float32 only, rounded; see the module."""
     if codec is not None:
         return in_pieces(group, _coded(group, codec), codec.wire_bytes)
     reduce, gather = _reduce(group), _gather(group)
@@ -152,7 +152,7 @@ def _gather(group: Group) -> PieceSteps:
 
 
 def _coded(group: Group, codec: Codec) -> PieceSteps:
-    """Both phases of one piece of every segment in the codec's form, with error feedback if there is a residual."""
+    """Run both phases of one piece of every segment in the codec's form, with error feedback if there is a residual."""
     others = range(1, group.size)
     wires = [_Wires(piece_bytes(group), group.size, codec) for _ in range(WINDOW if group.size > 1 else 0)]
 

@@ -66,7 +66,7 @@ def of_this_node(world: World) -> Group:
 
 
 def lane(world: World) -> Group | None:
-    """One rank of every node: the ranks with this rank's local rank. None if a node has no such rank."""
+    """The ranks with this rank's local rank, one of every node. None if a node has no such rank."""
     place = _mates(world).index(world.rank)
     if place >= num_lanes(world):
         return None

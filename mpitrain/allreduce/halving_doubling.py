@@ -49,7 +49,7 @@ def halving_doubling(world: World) -> Sequential:
 
 
 def halving_doubling_steps(group: Group) -> Steps:
-    """Both halves over the members of the group, in their order."""
+    """Run both halves over the members of the group, in their order."""
     return steps_of(group, lambda count: plan(segments(count, group.size), group.index), _TAG)
 
 

@@ -54,7 +54,7 @@ def hierarchical(world: World) -> Sequential:
 
 
 def hierarchical_seconds(num_bytes: int, topology: Topology) -> float:
-    """On several nodes: the cost of shared_memory inside each node, and of the fastest group algorithm between them."""
+    """The cost on several nodes: shared_memory inside each node, and the fastest group algorithm between nodes."""
     if topology.num_nodes == 1:
         return math.inf
     lane = topology.between_nodes()

@@ -38,7 +38,7 @@ def native(world: World) -> Sequential:
 
 
 def native_seconds(num_bytes: int, topology: Topology) -> float:
-    """Up to the size at which MPI's own call falls behind: the time of the algorithm for large buffers, in proportion.
+    """The time of the algorithm for large buffers, in proportion, up to the size at which MPI's own call falls behind.
 
     The library's algorithm is unknown, so its time is not modelled. Known is only the size at which the two are equally
     fast, from a measurement or a rule of thumb (costs.native_below_bytes).
@@ -78,7 +78,7 @@ def native_steps(group: Group) -> Steps:
 
 @cache
 def _addition(dtype: numpy.dtype) -> MPI.Op:
-    """One per process: an operation belongs to no communicator, and mpi4py allows only 16 operations."""
+    """Make one operation per process. It belongs to no communicator, and mpi4py allows only 16 operations."""
     from mpi4py import MPI
 
     return MPI.Op.Create(_adder(dtype), commute=True)

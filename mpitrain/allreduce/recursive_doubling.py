@@ -41,7 +41,7 @@ def recursive_doubling(world: World) -> Sequential:
 
 
 def recursive_doubling_steps(group: Group) -> Steps:
-    """Its steps over the members of the group, in their order."""
+    """Run the steps over the members of the group, in their order."""
     return steps_of(group, lambda count: plan(count, group.index, group.size), _TAG)
 
 

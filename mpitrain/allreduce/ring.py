@@ -84,7 +84,7 @@ def ring_seconds(num_bytes: int, topology: Topology) -> float:
 
 
 def ring_steps(group: Group) -> Steps:
-    """Both halves as one sequence, in the order of the group's members; the second begins before the first ends."""
+    """Run both halves as one sequence, in the order of the group's members. The second begins before the first ends."""
     both = around(group, Mover(group.comm, _TAG, AHEAD), reduces=True, gathers=True)
     return lambda flat, residual=None: both(flat)
 

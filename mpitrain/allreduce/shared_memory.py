@@ -66,7 +66,7 @@ def shared_memory(world: World) -> Sequential:
 
 
 def shared_memory_seconds(num_bytes: int, topology: Topology) -> float:
-    """On one node: each rank adds its segment, and hands the sum to all others."""
+    """The cost on one node: each rank adds its segment, and hands the sum to all others."""
     return inside_seconds(num_bytes, topology) if topology.num_nodes == 1 else math.inf
 
 

@@ -45,7 +45,7 @@ def piece_bytes(group: Group) -> int:
 
 
 def in_pieces(group: Group, piece_steps: PieceSteps, wire_bytes: Callable[[int], int] | None = None) -> Steps:
-    """Both phases of `piece_steps` on all pieces of a buffer.
+    """Run both phases of `piece_steps` on all pieces of a buffer.
 
     The pieces, and so the roundings, are the same wherever `piece_steps` codes and adds: on the host or on a GPU.
 
@@ -70,7 +70,7 @@ def windowed(
 
     @lru_cache(maxsize=256)
     def cut(count: int, itemsize: int, lengths: tuple[int, ...] | None) -> list[tuple[slice, ...]]:
-        """For each piece, its slices by the place of the segment's owner."""
+        """The slices of each piece, by the place of the segment's owner."""
         owned = segments(count, group.size, lengths)
         largest = max(segment.stop - segment.start for segment in owned)
         num_pieces = -(-largest * itemsize // longest)

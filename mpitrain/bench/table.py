@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields
 
 @dataclass(frozen=True)
 class Row:
-    """One variant of one cell. Times are the slowest rank's, in microseconds; bandwidths in GB/s (1e9), as nccl-tests.
+    """One variant of one cell. Times: the slowest rank's, in microseconds. Bandwidths: GB/s (1e9), as in nccl-tests.
 
     Attributes:
         size_bytes: the size of the whole buffer.

@@ -19,7 +19,7 @@ _TICK_SECONDS = 0.05
 _OF_SABOTEUR = ("rank", "freeze", "disk")
 # A saboteur looks closely for twice as long.
 _CLOSELY_SECONDS = 1.5
-# After a cable was pulled out, ranks may still begin the step behind the one that they are in.
+# After a cable was pulled, ranks may still begin the step after the one that they are in.
 _SETTLE_SECONDS = 0.2
 # Bed.start waits that long for a node, and chaos for its undoing.
 _UNDO_SECONDS = 150.0

@@ -76,7 +76,7 @@ class RealHosts:
         return connect(host, host == self._placement.own, wish, time.monotonic(), SABOTEUR)
 
     def outages(self) -> Connection:
-        """There are none: see cli.chaos, which refuses them."""
+        """No outages are possible here; cli.chaos refuses them."""
         raise AssertionError
 
 

@@ -1,4 +1,4 @@
-"""What `mpitrain join` and `mpitrain leave` have in common: a wish to the launcher of a job, and its answer."""
+"""Common code of `mpitrain join` and `mpitrain leave`: they send a wish to a job's launcher and print its answer."""
 
 from __future__ import annotations
 

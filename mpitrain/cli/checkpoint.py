@@ -187,7 +187,7 @@ def _checkpoints(path: Path) -> list[StoredCheckpoint]:
     if not path.is_dir():
         raise CheckpointError(f"{path} does not exist, or is not a directory")
     if path.name.startswith("step-") or (path / FILE).exists():
-        # By its real name, whatever path was given.
+        # The checkpoint has its real name here, whatever path was given.
         same_name = [entry for entry in entries(path.resolve().parent) if entry.path.name == path.resolve().name]
         if same_name:
             return same_name

@@ -40,7 +40,7 @@ _MOST_DIGITS = 100  # Python itself converts at most 4300 digits
 
 def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options that say where and how ranks are started."""
-    # No default: the number of ranks changes the global batch, so the command that made a result should state it.
+    # There is no default: the number of ranks changes the global batch, so the command of a result should state it.
     parser.add_argument("-n", type=_num_ranks, dest="num_ranks", metavar="N", help="number of ranks")
     parser.add_argument(
         "--hosts", metavar="A,B", help="hosts, with or without devices: a,b or a/cuda:0-3x2,b/cpux4 or localhost"
@@ -111,7 +111,7 @@ def _without_python(words: list[str]) -> list[str]:
     if not words or not re.fullmatch(r"python[0-9.]*", Path(words[0]).name):
         return words
     path = shutil.which(words[0])
-    # Not samefile(): the Pythons of two environments are links to the same file.
+    # Do not use samefile(): the Pythons of two environments are links to the same file.
     if path is None or Path(path).absolute().parent != Path(sys.executable).parent:
         raise ConfigError(
             f"the ranks run {sys.executable}, but {words[0]!r} is {path or 'not to be found'}; leave out {words[0]}, "
@@ -142,7 +142,7 @@ def add_script_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-m", nargs=argparse.REMAINDER, dest="module", metavar="MODULE ...", help="run a module, as python -m does"
     )
-    # One list: from a second one, argparse would remove a "--", which may be the script's.
+    # Use one list: argparse would remove a "--" from a second one, and that "--" may belong to the script.
     parser.add_argument(
         "script", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="Python script and its arguments"
     )

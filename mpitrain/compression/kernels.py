@@ -162,7 +162,7 @@ def decode_int4(scales: numpy.ndarray, codes: numpy.ndarray, values: numpy.ndarr
 
 
 def add_int4(scales: numpy.ndarray, codes: numpy.ndarray, total: numpy.ndarray) -> None:
-    """As decode_int4."""
+    """Add what decode_int4 would return."""
     for block in range(scales.size):
         start = block * INT4_BLOCK_VALUES
         part, scale = total[start : start + INT4_BLOCK_VALUES], scales[block]
@@ -204,7 +204,7 @@ def decode_bf16(words: numpy.ndarray, values: numpy.ndarray) -> None:
 
 
 def add_bf16(words: numpy.ndarray, total: numpy.ndarray) -> None:
-    """As decode_bf16."""
+    """Add what decode_bf16 would return."""
     for i in range(total.size):
         total[i] += uint32(uint32(words[i]) << uint32(16)).view(float32)
 
@@ -223,7 +223,7 @@ def encode_fp16(values: numpy.ndarray, words: numpy.ndarray, error: numpy.ndarra
             normal = uint32(x + uint32(0xC8000FFF) + (x >> uint32(13) & uint32(1))) >> uint32(13)
             small = float32(x.view(float32) + float32(0.5)).view(uint32) - uint32(0x3F000000)
             rounded = uint32(small) if x < uint32(0x38800000) else uint32(normal)  # 2^-14
-            # From 65520 on, which is halfway between the largest number and the next one that would follow.
+            # Values from 65520 on: halfway between the largest number and the one that would follow.
             rounded = uint32(0x7C00) if x >= uint32(0x477FF000) else rounded
             signed = uint32(rounded | (bits[i] >> uint32(16) & uint32(0x8000)))
             word[i] = uint32(0x7E00) if x > _INFINITY else signed
@@ -251,7 +251,7 @@ def decode_fp16(words: numpy.ndarray, values: numpy.ndarray) -> None:
 
 
 def add_fp16(words: numpy.ndarray, total: numpy.ndarray) -> None:
-    """As decode_fp16."""
+    """Add what decode_fp16 would return."""
     for i in range(total.size):
         word = uint32(words[i])
         shifted = uint32((word & uint32(0x7FFF)) << uint32(13))

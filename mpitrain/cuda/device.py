@@ -28,7 +28,7 @@ _LOCAL_RANKS = (
     "PALS_LOCAL_RANKID",
     "MV2_COMM_WORLD_LOCAL_RANK",
 )
-# With less free memory than this (a quarter of a small GPU), there is no room for kernels, streams and first arrays.
+# If less memory than this is free (a quarter of a small GPU), kernels, streams and the first arrays do not fit.
 _LEAST_FREE_BYTES = 2**28
 
 

@@ -35,7 +35,7 @@ def working_on(gpu: Gpu, stream: Any) -> Iterator[None]:
     cuda = cupy_module().cuda
     with gpu.current():
         before = cuda.get_current_stream()
-        # Not `with stream`: on its end, a stream that the caller has chosen by use() would be forgotten.
+        # Do not use `with stream`: its end would forget a stream that the caller has chosen with use().
         stream.use()
         try:
             yield

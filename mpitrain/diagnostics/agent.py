@@ -44,7 +44,7 @@ class AgentConnection(Protocol):
         """Return the next line, or at most so many bytes of it; empty at the end."""
 
     def last_words(self) -> str:
-        """Why the far end has ended."""
+        """The reason why the far end has ended."""
 
     def cut(self) -> None:
         """Make every call that waits return."""
@@ -133,7 +133,7 @@ class AgentClient:
         self.close()
 
     def _wait_for_hello(self) -> tuple[str, dict[str, Any]]:
-        """Until the watchdog closes the connection."""
+        """Wait for the agent's hello, at most until the watchdog closes the connection."""
         noise = b""
         while True:
             line: bytes = self._connection.readline(_MOST_NOISE)

@@ -23,7 +23,7 @@ def in_turns(connect: Callable[[], dict[str, Any]], answer: Callable[[], str]) -
 
 
 def why_unclear(reached: Mapping[str, Any]) -> str:
-    """Why nothing can be said of a high port that did not work; "": it can."""
+    """The reason why a failed connection to a high port proves nothing. "" if it proves something."""
     if reached["connect"] == "ok" or all(answer in _ANSWERS for answer in reached["beside"]):
         return ""
     answers = ", ".join(reached["beside"])

@@ -38,7 +38,7 @@ class Cluster:
     """
 
     def __init__(self, target: Target, log_in: Callable[[Host], AgentClient]) -> None:
-        """Nothing is done yet. `log_in` returns the agent of a node, or raises LoginError."""
+        """Do nothing yet. `log_in` returns the agent of a node, or raises LoginError."""
         self.target = target
         self._start = log_in
         self.seen = Seen(target)

@@ -130,7 +130,7 @@ def word(job: Mapping[str, Any], rank: int, key: str) -> Any:
 
 
 def end(job: Mapping[str, Any]) -> str:
-    """How mpiexec ended, in words."""
+    """Words about how mpiexec ended."""
     if job["code"] in (124, 137):
         return f"no end within {job['seconds']:.0f} s"
     return f"mpiexec ended with code {job['code']}" + (f": {job['error_text']}" if job["error_text"] else "")

@@ -15,7 +15,7 @@ def over_ssh(login: str, *command: str) -> str:
 
 
 def through_ssh(login: str, line: str) -> str:
-    """The same for a line of shell."""
+    """Do the same for a line of shell."""
     return f"ssh {login} {shlex.quote(line)}"
 
 

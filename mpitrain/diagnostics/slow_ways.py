@@ -38,7 +38,7 @@ def measure_ways(cluster: Cluster) -> dict[str, Any]:
 
 
 def _measure_again(cluster: Cluster, measured: dict[Pair, dict[str, Any]], suspects: list[Pair], usual: Pair) -> None:
-    """One turn after the other, each alone: the usual way, and those that do not yet look sound."""
+    """Measure the usual way and those that do not yet look sound, in turns, each alone."""
     beside = [_way(cluster, usual)]
     for pair in suspects:
         measured[pair] |= {"again": [], "beside": beside, "beside_way": " ".join(usual)}
@@ -79,7 +79,7 @@ def rates_of(measured: Mapping[Pair, Rates]) -> dict[Pair, float]:
 
 
 def usual_pair(rates: Mapping[Pair, float]) -> Pair:
-    """One that reaches what a sound one does: the upper quartile. Of three nodes, a slow one spoils four of six."""
+    """A pair with the rate of a sound one: the upper quartile. Of three nodes, a slow one spoils four of six pairs."""
     return sorted(rates, key=lambda pair: rates[pair])[len(rates) * 3 // 4]
 
 
@@ -89,7 +89,7 @@ def slow_pairs(rates: Mapping[Pair, float]) -> list[Pair]:
 
 
 def state(one: Rates) -> Literal["sound", "slow", "unclear"]:
-    """What the turns say of a way; one that had none had not seemed slow."""
+    """What the turns say about a way. A way without turns had not seemed slow."""
     if "again" not in one:
         return "sound"
     own, others = _all_rates(one["again"]), _all_rates(one["beside"])
@@ -105,13 +105,13 @@ def _all_rates(turns: Sequence[Rates]) -> list[float]:
 
 
 def own_and_usual(ways: Sequence[Rates]) -> tuple[float, float]:
-    """Of slow ways: the median of their bests, and what the usual one reaches."""
+    """The median of the best rates of slow ways, and the rate of the usual way."""
     bests = [max(_all_rates(one["again"])) for one in ways]
     return statistics.median(bests), statistics.median(_all_rates(ways[0]["beside"]))
 
 
 def why_unclear(pair: Pair, one: Rates) -> str:
-    """Why nothing can be said of it: which node is busy, and what was measured."""
+    """The reason why nothing is known about a way: which node is busy, and what was measured."""
     own, others = _all_rates(one["again"]), _all_rates(one["beside"])
     if not own or not others:
         errors = [turn["error"] for turn in [*one["again"], *one["beside"]] if "error" in turn]
@@ -135,7 +135,7 @@ def mib(rate: float) -> str:
 def whose_fault(
     slow: Sequence[Pair], names: Sequence[str], unclear: Collection[Pair] = ()
 ) -> list[tuple[tuple[str, ...], str]]:
-    """What is slow: a node (all its ways out, all its ways in, or both), or single links; (place, words) each.
+    """What is slow: a node (all its ways out, all its ways in, or both), or single links. Each is (place, words).
 
     With two nodes the end cannot be told; with three, two ways of two are a weak sign. Where other ways of the same
     nodes are unclear, it may be the node or the link.

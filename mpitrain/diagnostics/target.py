@@ -28,7 +28,7 @@ from mpitrain.launch.hostfile import (
 )
 from mpitrain.launch.variables import network_variables, read_env_file
 
-# As in cluster/group_vars/all.yml; a test compares them. Used if that file is missing.
+# The same values as in cluster/group_vars/all.yml; a test compares them. They are used if that file is missing.
 DEFAULTS: dict[str, Any] = {
     "mpitrain_user": "cluster",
     "mpitrain_uid": 1900,
@@ -117,7 +117,7 @@ def _through_tunnel(host: Host, network: str) -> Host:
 
 
 def tunnel_address(address: str, network: str) -> str:
-    """What the set-up makes of an address of the inventory: its last bits, in the tunnel's network.
+    """The address in the tunnel that set-up makes from an address of the inventory: its last bits, in another network.
 
     Raises:
         ConfigError: there is no such network.
@@ -207,7 +207,7 @@ def _given(inventory: Path, *, is_named: bool) -> dict[str, Any]:
 
 
 def _is_beside(group_vars: Path, inventory: Path) -> bool:
-    """Those beside an inventory are named with it; those of the current folder are not."""
+    """True for a file beside a named inventory, which is named with it. Files of the current folder are not."""
     return group_vars.parent.parent == inventory.parent
 
 
@@ -253,7 +253,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _set_up(inventory: Path | None) -> str:
-    """How a repairing line begins; an inventory that ansible.cfg does not name is named."""
+    """The beginning of a repair line. It names the inventory, unless ansible.cfg does."""
     is_default = inventory is None or inventory in (PROJECT_INVENTORY, NODE_INVENTORY)
     if is_default or str(inventory) == os.environ.get("ANSIBLE_INVENTORY"):
         return "ansible-playbook cluster/setup.yml"

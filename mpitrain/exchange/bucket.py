@@ -1,4 +1,4 @@
-"""Which gradient lies where in which flat buffer, and which parts of a buffer travel together."""
+"""The place of each gradient in a flat buffer, and the parts of a buffer that travel together."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class Sums:
             self._start(0.0)
 
     def see(self) -> None:
-        """After the last arrival: on a GPU, make this thread's current stream wait for the sums of the other thread."""
+        """Call this after the last arrival. On a GPU, this thread's stream then waits for the other thread's sums."""
         for handle in self._handles:
             handle.test()
 

@@ -114,7 +114,7 @@ class _Packed:
         self.lines = [
             f"{line} on a GPU" if stays else line for line, stays in zip(self.lines, stay or [False], strict=True)
         ]
-        # By dtype, and "" or "on a GPU".
+        # The key is the dtype, and "" or "on a GPU".
         groups = [(str(value.dtype), "on a GPU" * stays) for value, stays in zip(values, stay, strict=True)]
         self.flats: dict[tuple[str, str], Array] = {}
         self._views: list[Array] = [None] * len(values)

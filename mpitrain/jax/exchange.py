@@ -37,7 +37,7 @@ def sync(tree: PyTree, root: int = 0) -> PyTree:
     names, leaves, form = named_leaves(tree)
     if is_traced(leaves):
         raise TreeError("sync inside jit: call it outside, once, before the first step")
-    # Not World.sync: JAX may take this memory for something else.
+    # Do not use World.sync: JAX may use this memory for something else.
     results = init().arrays.sync(dict(zip(names, on_host(names, leaves), strict=True)), root)
     return jax.tree.unflatten(form, back([results[name] for name in names], leaves))
 

@@ -1,4 +1,4 @@
-"""What `mpitrain verify` is told of a loop in JAX: the parameters, which are an argument of the function in `mean`."""
+"""Tell `mpitrain verify` of a loop in JAX: the parameters, which are an argument of the function in `mean`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpitrain.job.start import init
 
 
 def tell_parameters(arguments: Sequence[PyTree], result: PyTree) -> None:
-    """With `mpitrain verify`: tell it of the arguments that `result` has gradients of, under the gradients' names."""
+    """Tell `mpitrain verify` of the arguments whose gradients `result` has, under the gradients' names."""
     observer = init().observer
     if observer is None:
         return
@@ -39,7 +39,7 @@ def _gradients(arguments: Sequence[PyTree], result: PyTree, names: Iterator[str]
 
 
 def _is_alike(argument: PyTree, result: PyTree) -> bool:
-    """Whether `result` can be its gradient. A number is not enough: a loss is one, too."""
+    """True if `result` can be the gradient. A number is not enough, because a loss is a number too."""
     kinds = [
         (form, [(leaf.shape, leaf.dtype) for leaf in leaves if hasattr(leaf, "dtype")])
         for leaves, form in (jax.tree.flatten(argument), jax.tree.flatten(result))

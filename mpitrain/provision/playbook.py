@@ -38,7 +38,7 @@ def run_playbook(project: Project, playbook: str, options: Sequence[str]) -> Rep
         began = time.monotonic()
         adopt_orphans()
         others = children()
-        # In this process group, so that it may ask for passwords at the terminal, and gets its Ctrl-C.
+        # It runs in this process group, so it may ask for passwords at the terminal, and gets the terminal's Ctrl-C.
         process = subprocess.Popen(
             command,
             cwd=project.folder,

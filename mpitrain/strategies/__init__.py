@@ -1,4 +1,4 @@
-"""What is exchanged, and when parameters change.
+"""Strategies decide what ranks exchange, and when parameters change.
 
 To add one: a file with a class that has the methods of Strategy, and a line below. It then inherits the contract tests
 (tests/ranks/test_strategies.py), `make_strategy` and `--strategy` of examples/train.py.

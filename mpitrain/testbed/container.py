@@ -29,11 +29,11 @@ done
 shift 3
 until "$@"; [ $? -ne 133 ]; do :; done
 """
-# In addition to nspawn's own: firewalls, locked memory. Not the clock and modules, which belong to the machine.
+# Added to nspawn's own: firewalls, locked memory. The clock and modules are left out: they belong to the machine.
 _CAPABILITIES = "CAP_NET_ADMIN,CAP_IPC_LOCK"
 # System calls that nspawn forbids: file handles (an NFS server in user space needs them), keyrings, tracing.
 _SYSTEM_CALLS = "open_by_handle_at name_to_handle_at @keyring perf_event_open bpf"
-# For NFS in user space, for systemd's automounts, and for tunnels in user space.
+# NFS in user space, systemd's automounts, and tunnels in user space need these.
 _DEVICES = ("/dev/fuse", "/dev/autofs", "/dev/net/tun")
 _ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root", "LANG": "C.UTF-8"}
 

@@ -45,7 +45,7 @@ def build_full_image(image: Path, say: Callable[[str], None]) -> None:
             wants.mkdir()
             for service in _SERVICES:
                 (wants / f"{service}.service").symlink_to(f"../{service}.service")
-            # Both layers seen as one, in a mount namespace that ends with the command.
+            # Mount both layers as one, in a mount namespace that ends with the command.
             script = 'mount -t overlay overlay -o "lowerdir=$1" "$2" && shift 2 && exec "$@"'
             disk = Path(folder, "disk.img")
             execute(

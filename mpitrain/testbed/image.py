@@ -36,14 +36,14 @@ _ROOT_PACKAGES = (
     "ca-certificates,procps,hostname,libnss-myhostname"
 )
 _PATHS_LEFT_OUT = ("/usr/share/man/*", "/usr/share/locale/*", "/usr/share/doc/*")
-# What playbooks and users of a bed may install with apt: each with all it needs.
+# Packages that playbooks and users of a bed may install with apt, with their dependencies.
 NODE_PACKAGES = [
     *("acl", "attr", "chrony", "curl", "ethtool", "firewalld", "iperf3", "iptables", "nfs-common", "nfs-kernel-server"),
     *("nftables", "openmpi-bin", "psmisc", "python3-pip", "python3-venv", "rpcbind", "rsync", "strace", "stress-ng"),
     *("tcpdump", "tree", "ufw", "wireguard-go", "wireguard-tools"),
     *("nfs-ganesha", "nfs-ganesha-vfs"),  # for the stand-in itself
 ]
-# On nodes nothing runs by itself that takes the lock of apt or asks the network.
+# No job that takes the lock of apt or uses the network starts by itself on a node.
 _MASKED = ("apt-daily.timer", "apt-daily-upgrade.timer", "e2scrub_all.timer", "systemd-timesyncd.service")
 _PYTHON = "3.11"  # Debian 12's
 _BUILD_SECONDS = 900.0
@@ -123,7 +123,7 @@ def _make_root(new: Path) -> None:
     ssh.mkdir(mode=0o700)
     shutil.copy(new / "key/id_ed25519.pub", ssh / "authorized_keys")
     execute(["chroot", root, "chown", "-R", "admin:", "/home/admin/.ssh"])
-    # What each machine has for itself: host keys and its id are made at the first boot.
+    # Remove what each machine has for itself. Its host keys and its id are made at the first boot.
     for path in [root / "etc/hostname", *root.glob("etc/ssh/ssh_host_*")]:
         path.unlink(missing_ok=True)
     (root / "etc/machine-id").write_text("")

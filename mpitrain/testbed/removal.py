@@ -41,7 +41,7 @@ def remove_bed(record: BedRecord) -> None:
     cgroup.kill(cgroup.group(record.name))
     network.remove(record)
     cgroup.remove(cgroup.group(record.name))
-    # In one step, so that no folder without a record stays if this process is killed here.
+    # Rename in one step, so that no folder without a record stays if this process is killed here.
     record.folder.rename(record.folder.with_name(f"{_REMOVED}{record.name}-{os.getpid()}"))
     for folder in record.folder.parent.glob(f"{_REMOVED}*"):
         shutil.rmtree(folder, ignore_errors=True)

@@ -36,7 +36,7 @@ class UserModeLinux:
     def create(self) -> None:
         """Make the node's disk and cable."""
         self.disk.parent.mkdir()
-        # Not ubd's copy-on-write disks, which were damaged after a node was killed and its disk was used again.
+        # Do not use ubd's copy-on-write disks: they were damaged when a killed node's disk was used again.
         if self.record.snapshot is None:
             _copy(full_disk(self.record.image_folder), self.disk)
             write_to_disk(self.disk, first_files(self.record, self.name))

@@ -1,4 +1,4 @@
-"""What a codec has left out of the gradients in DDP's buckets: by parameter, for DDP may put them into other buckets.
+"""What a codec has left out of the gradients in DDP's buckets, by parameter, because DDP may change its buckets.
 
 DDP begins with one bucket, and makes the buckets of all later steps before its second step. A run that resumes begins
 with one bucket, too. There it takes apart the one, and exchanges the buckets that the saved run had: a codec rounds
@@ -36,7 +36,7 @@ class _Kept:
 
 
 class BucketResiduals:
-    """Those of one hook on one rank."""
+    """The residuals of one hook on one rank."""
 
     def __init__(self) -> None:
         self._buckets: list[_Kept] = []

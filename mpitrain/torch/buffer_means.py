@@ -65,7 +65,7 @@ class BufferMeans:
             return None
         share = self._share
         flat = torch.cat([self._buffers.tensor(name).reshape(-1).double() for name in names])
-        # Not multiplied by 0, because NaN times 0 is NaN.
+        # Do not multiply by 0, because NaN times 0 is NaN.
         flat = flat * (share.count / share.total) if share.count else torch.zeros_like(flat)
         return collectives.allreduce(self._world, flat.numpy())
 

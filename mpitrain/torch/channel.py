@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from mpitrain.torch.engine import Engine
     from mpitrain.world import World
 
-# In each group, so many calls begin with a comparison of what the ranks are about to do.
+# In each group, this many calls begin with a comparison of what the ranks are about to do.
 COMPARED_CALLS = 100
 WORD_TAG = -1  # the tag of the messages of monitored barriers; send and recv use tags of 0 and above
-# How long get_future drives a call. With 0.02, four ranks on two cores took a fifth longer.
+# The time for which get_future drives a call. With 0.02, four ranks on two cores took a fifth longer.
 _HERE_SECONDS = 0.3
 
 
@@ -201,7 +201,7 @@ class Channel:
                 self.engine.wait(call, _HERE_SECONDS)
 
     def is_for_all(self, call: Call) -> bool:
-        """Whether this is a call of all ranks, which ends as soon as all have made it. A receive may be for later."""
+        """True for a call of all ranks, which ends as soon as all have made it. A receive may wait for a later call."""
         return self.others(call) is None
 
     def abort(self) -> None:
@@ -235,7 +235,7 @@ class Channel:
             self._is_closed = True
         del self.sums  # this also frees the memory that it shares with other ranks
         if not self.world.control.is_broken:  # MPI may still use the communicators of a broken World
-            # No reference to this channel, which need not stay until all ranks have closed the group.
+            # Keep no reference to this channel, which need not exist until all ranks have closed the group.
             read_words = partial(_read_words, self._peers, self.words_read, self.world.rank)
             self.engine.free(self.world, self.num_monitored, read_words)
 

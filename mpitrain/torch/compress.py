@@ -1,6 +1,6 @@
 """Fewer bytes on the wire in DistributedDataParallel: a communication hook from the codecs of mpitrain.compression."""
 
-# No `from __future__ import annotations`: DDP checks the annotations of a hook, and accepts no strings.
+# Do not add `from __future__ import annotations`: DDP checks the annotations of a hook, and accepts no strings.
 
 from collections.abc import Callable
 from typing import Any

@@ -87,14 +87,14 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return a contiguous host tensor itself, flattened; None for any other tensor."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return None
-    # Not a view: an empty tensor, or one of a single element, may have strides that cannot be viewed as bytes.
+    # Do not make a view: a tensor with at most one element may have strides that cannot be viewed as bytes.
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
 def _copy(tensor: torch.Tensor, filled: bool) -> torch.Tensor:
     flat = torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=tensor.is_cuda)
     if tensor.is_cuda:
-        # Also if nothing is read: earlier work in the stream must not overwrite the result.
+        # Wait even if nothing is read: earlier work in the stream must not overwrite the result.
         torch.cuda.current_stream(tensor.device).synchronize()
     if filled:
         flat.view(tensor.shape).copy_(tensor.detach())

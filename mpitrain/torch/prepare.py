@@ -117,10 +117,10 @@ def accumulate(model: torch.nn.Module) -> AbstractContextManager[None]:
 
 
 def gradients_of(model: torch.nn.Module, call: str) -> Gradients:
-    """Those of a model that prepare() had, for `call`.
+    """The gradients of a model that prepare() had, for `call`.
 
     Raises:
-        ConfigError: it was not prepared.
+        ConfigError: the model was not prepared.
     """
     if model not in _PREPARED:
         raise ConfigError(f"{call}(model): this model was not given to prepare()")

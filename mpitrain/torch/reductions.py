@@ -16,7 +16,7 @@ from mpitrain.shard import part_of
 from mpitrain.waiting.control import until
 from mpitrain.world import World
 
-# By the name of torch's operation.
+# The key is the name of torch's operation.
 _UFUNCS = {
     "SUM": numpy.add,
     "AVG": numpy.add,
@@ -54,7 +54,7 @@ class Reduction:
         if not self.averages:
             return
         if flat.dtype.kind in "iu":
-            # As in NCCL, the exact sum is divided toward zero. NumPy's own division of integers rounds down.
+            # The exact sum is divided toward zero, as in NCCL. NumPy's own division of integers rounds down.
             divisor = numpy.array(size, numpy.result_type(flat.dtype, numpy.min_scalar_type(size)))
             flat[:] = (flat - numpy.fmod(flat, divisor)) // divisor
         else:

@@ -106,7 +106,7 @@ def _from_mpi(url: str, timeout: timedelta = default_pg_timeout, **rest: Any) ->
     store = _shared_store(world, timeout)
     engine_of(world)  # all ranks call this; the first group of this backend may have only a few of them
     _num_groups += 1
-    # As torchrun does for its attempts, so that this group finds nothing of an earlier one.
+    # torchrun does the same for its attempts. This group then finds nothing of an earlier one.
     yield PrefixStore(f"mpitrain {_num_groups}", store), world.rank, world.size
     raise RuntimeError("a rank of MPI cannot leave its job and join it again")
 

@@ -18,7 +18,7 @@ from mpitrain.torch.uncompiled import uncompiled
 
 @uncompiled
 def residuals(model: torch.nn.Module) -> dict[str, Any]:
-    """What the codec has left out of the gradients of all ranks so far, for `save`: one number a parameter and rank.
+    """What the codec has left out of the gradients of all ranks so far, for `save`: one number per parameter and rank.
 
         mpitrain.torch.save({"model": net.state_dict(), "residuals": mpitrain.torch.residuals(model)}, path)
 

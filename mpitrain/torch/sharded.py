@@ -236,7 +236,7 @@ def _lines_of(dataset: Any) -> Iterator[str]:
             yield from _lines_of(part)
     elif isinstance(dataset, TensorDataset):
         shapes = [f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in dataset.tensors]
-        # Not of floats, because another CPU may have rounded computed values to other bits.
+        # Floats are left out, because another CPU may have rounded computed values to other bits.
         exact = [tensor for tensor in dataset.tensors if tensor.device.type == "cpu" and tensor.dtype in _EXACT]
         text += f": {', '.join(shapes)}, checksum {checksum(exact):08x}"
         yield f"{text} of the integers of the first and the last one"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from types import FunctionType
 from typing import TypeVar
 
-# Not torch.compiler.disable, which loads the whole compiler. That takes more than a second even if nothing is compiled.
+# torch.compiler.disable would load the whole compiler, which takes more than a second even if nothing is compiled.
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
 Kind = TypeVar("Kind")

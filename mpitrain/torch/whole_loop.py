@@ -1,4 +1,4 @@
-"""One line each for what a loop around `prepare` does besides training: evaluate, save, resume."""
+"""What a loop with `prepare` does besides training, in one line each: evaluate, save, resume."""
 
 from __future__ import annotations
 

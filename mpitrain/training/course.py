@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from mpitrain.training.step import Step
     from mpitrain.training.trainer import Trainer
 
-# In the order in which ranks come to them between two commits.
+# The stages are in the order in which ranks come to them between two commits.
 _BUILD, _BEGIN, _AFTER_STEP, _BEFORE_STEP, _STEP, _END, _OVER = range(7)
 
 

@@ -124,13 +124,13 @@ class FlatOptimizer:
         return kernels.Fused(decayed=self._bounds, factor=self._factor)
 
     def _apply(self, block: Block, rate: float) -> None:
-        """One step on one block, on the host."""
+        """Make one step on one block, on the host."""
         raise NotImplementedError
 
     def _apply_on_device(
         self, parameters: Array, gradients: Array, buffers: Sequence[Array], rate: float, fused: kernels.Fused
     ) -> None:
-        """One step on all parameters at once, on a GPU."""
+        """Make one step on all parameters at once, on a GPU."""
         raise NotImplementedError
 
     def state(self) -> dict[str, Array | int]:

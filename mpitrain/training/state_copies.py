@@ -171,7 +171,7 @@ class StateCopies:
         return time.perf_counter() - began - waited
 
     def _wish(self, world: World) -> int:
-        """What this rank's keeper asks for at a copy. A later run than the first cannot end so."""
+        """What this rank's keeper asks for at a copy. Only the first run of a script can end in this way."""
         if self._run != 1 or self._line is None or not is_first_of_node(world):
             return STAYS
         try:

@@ -19,7 +19,7 @@ from mpitrain.watching.spans import Spans
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# How often a wait looks at the clock, and for notes. A look costs some microseconds.
+# The interval at which a wait looks at the clock and for notes. A look costs some microseconds.
 _SPINS_BETWEEN_LOOKS = 64
 _SECONDS_BETWEEN_LOOKS = 1e-3
 # A failed rank ends the whole job at once. If that does not reach this rank, the rank ends by itself after this time.
@@ -241,7 +241,7 @@ class Control:
             if note.kind == FAILED and age > _ABORT_GRACE_SECONDS:
                 raise MpitrainError(f"{self.name()}: {self.name(rank)} failed; stopped in {doing}")
             made, needed = note.made.get(self._number, 0), self.calls if call is None else call
-            # What a peer sent before it finished may still be on its way: give it a second.
+            # A message that a peer sent before it finished may still be on its way: give it a second.
             left_out = made < needed if peers is None else rank in peers and age > 1.0
             if note.kind == FINISHED and left_out:
                 raise MismatchError(

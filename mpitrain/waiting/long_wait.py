@@ -108,7 +108,7 @@ class LongWait:
             if not neighbours.reports_instead(self._rank, seconds):
                 _, lines = neighbours.look()
                 os.write(2, "".join(f"mpitrain: {line}\n" for line in lines).encode(errors="replace"))
-        # What ranks of other hosts do cannot be seen from here: they may work at what this one is to wait for.
+        # This rank cannot see what ranks of other hosts do. They may compute what this rank has to wait for.
         if hang_seconds and seconds >= hang_seconds and len(neighbours.where) == len(neighbours.hosts):
             views, lines = neighbours.look(hang_seconds)
             if not is_by_design(views):

@@ -61,7 +61,7 @@ class Activity:
         self._change(phase=FAILED, error=error, failed_seconds=seconds)
 
     def lose(self, ranks: Sequence[int]) -> None:
-        """It goes on without these."""
+        """Publish that the World goes on without these ranks."""
         self._change(lost=tuple(ranks))
 
     def begin(self, status: int, words: str, since: float) -> tuple[int, str, float]:
@@ -114,7 +114,7 @@ class Activity:
 
     @property
     def moved(self) -> int:
-        """How often data has arrived or left."""
+        """The number of times that data has arrived or left."""
         return self._moved
 
     @property

@@ -1,4 +1,4 @@
-"""Which phase each rank of a job has reached, and when that was seen. The exit code of mpiexec does not tell.
+"""The phase that each rank of a job has reached, and when that was seen. The exit code of mpiexec does not tell.
 
 If a rank leaves by os._exit(0), MPICH's mpiexec returns 0, and silently ends the ranks that wait for this rank.
 """
@@ -9,7 +9,7 @@ from mpitrain.watching.rank_record import BEGUN, DONE, FAILED, PHASES, RankRecor
 
 
 class Phases:
-    """Which rank has reached which phase.
+    """The phases that ranks have reached.
 
     Attributes:
         when: by phase, then by rank, the time at which this was first seen. A rank that has reached a phase has also

@@ -64,12 +64,12 @@ def from_json(fields: Mapping[str, Any], host: str) -> RankView:
 
 
 def waited(record: RankRecord, now: float) -> float:
-    """How long a rank has waited, in seconds."""
+    """The time for which a rank has waited, in seconds."""
     return now - record.since if record.status in (WAITS, ENDED) else 0.0
 
 
 def look_at(views: Iterable[RankView]) -> list[RankView]:
-    """These ranks of this host once more, in order, with what the kernel says about their processes, and with stacks.
+    """Look again at these ranks of this host, in order, with the kernel's view of their processes, and with stacks.
 
     All ranks that do not wait are asked for their stacks, and so is the first rank that waits.
     """

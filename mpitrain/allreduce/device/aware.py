@@ -41,7 +41,7 @@ from mpitrain.waiting.control import until
 from mpitrain.waiting.pieces import Mover
 from mpitrain.world import World
 
-# Not measured on a GPU yet: so large that a launch and a look at an event take little time in comparison.
+# Not measured on a GPU yet. The size is chosen so that a launch and a look at an event take little time in comparison.
 PIECE_BYTES = 2**20
 AHEAD = 4  # pieces posted for receiving, and at most in sending, at one time
 _TAG = 45
@@ -54,7 +54,7 @@ def aware(world: World, place: DevicePlace | None = None) -> DeviceSequential:
         DeviceError: some rank has no GPU, or its MPI library takes no GPU memory. On every rank.
     """
     place = place or DevicePlace(world)
-    # One rank of a node answers for all: they have one library.
+    # One rank of a node answers for all, because they have one library.
     refuse(world, "aware", why_not_aware(place.gpu.number) if world.local_rank == 0 else "")
     return DeviceSequential(world, place, "aware", aware_steps(world, place))
 
@@ -85,6 +85,6 @@ def aware_steps(world: World, place: DevicePlace) -> Steps:
 
 
 def _make_scratch(world: World, place: DevicePlace) -> list[Array]:
-    """Where pieces arrive."""
+    """Make the memory in which pieces arrive."""
     with allocating(world, place.gpu, AHEAD * PIECE_BYTES, "arriving pieces"):
         return [cupy_module().empty(PIECE_BYTES, numpy.uint8) for _ in range(AHEAD)]

@@ -61,7 +61,7 @@ class Coded(NamedTuple):
 
 
 def coded(world: World, codec: Codec, host: Sequential) -> Coded:
-    """By the setting `transport`. Collective.
+    """Make the `Coded` that the setting `transport` asks for. Collective.
 
     Args:
         codec: a codec without kernels for GPUs runs on the host; a line says so.
@@ -116,12 +116,12 @@ def coded_steps(world: World, place: DevicePlace, group: Group | None, codec: st
             runtime.memcpyAsync(target, source, num_bytes, kind, stream.ptr)
 
     def exchange(number: int, tag: int, flat: Array, parts: Sequence[slice], residual: Array | None) -> Iterator[bool]:
-        """As `coded` in direct.py."""
+        """Do the same as `coded` in direct.py."""
         comm, rank, slot = members.comm, members.rank, slots[number]
         own = flat[parts[members.index]]
 
         def encoded(offset: int) -> numpy.ndarray:
-            """On the host, once `slot.down` has happened."""
+            """The encoded bytes on the host. They are complete once `slot.down` has happened."""
             part = parts[(members.index + offset) % members.size]
             values, error = flat[part], None
             if residual is not None:
@@ -155,7 +155,7 @@ def coded_steps(world: World, place: DevicePlace, group: Group | None, codec: st
         decode(codec, slot.sent[0][: total.size], own)
         for send in sends:
             yield from _over(send.Test)
-        # Also after all copies up, so that the received data may be overwritten.
+        # This also comes after all copies up, so that the received data may be overwritten.
         yield from _over(lambda: happened(slot.down))
         sends = [comm.Isend(total, rank(offset), tag + 1) for offset in others]
         places = [flat[parts[(members.index - offset) % members.size]] for offset in others]

@@ -64,7 +64,7 @@ def nccl(world: World, place: DevicePlace | None = None) -> DeviceSequential:
         yield from ()
 
     made = DeviceSequential(world, place, "nccl", steps, dtypes=tuple(dtypes))
-    # Ends with the last reference, like an unclosed one, or with the World. Each takes memory of the GPU.
+    # A communicator takes memory of the GPU. It ends with its last reference, like an unclosed one, or with the World.
     destroy = weakref.finalize(made, communicator.destroy)
     destroy.atexit = False  # NCCL may be gone by then
     world.owned.append(destroy)

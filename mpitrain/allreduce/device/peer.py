@@ -97,7 +97,7 @@ def peer_steps(
     between = make_between(lane(world)) if world.num_nodes > 1 else None
     everyone = Mates(world.comm, tuple(range(world.size)), world.rank, _PLACE_TAG)
     runtime = cupy_module().cuda.runtime
-    # In the ranks' order, as on the host, although the kernel needs its output among the first arrays.
+    # The arrays are in the ranks' order, as on the host, although the kernel needs its output among the first arrays.
     order = sorted(
         range(len(mates.members)), key=lambda index: index != mates.index if mates.index >= MOST_PARTS else 0
     )
@@ -119,7 +119,7 @@ def peer_steps(
             if part.stop > part.start:
                 parts = [arrays[index][part] for index in order]
                 others = [arrays[index][part] for index in order if index != mates.index]
-                # In one pass with the sum, if this sum is the final one and one launch can take so many arrays.
+                # Do this in one pass with the sum, if this sum is the final one and one launch can take so many arrays.
                 written_at_once = others if between is None and len(parts) <= MOST_PARTS else []
                 if others:
                     sum_of(parts, own[part], copies=written_at_once)

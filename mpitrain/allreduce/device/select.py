@@ -41,7 +41,7 @@ class Choice:
     why_not: Mapping[str, str]
 
     def lines(self) -> list[str]:
-        """For a person."""
+        """The lines that a user reads."""
         result = [f"transport {name}: not possible: {why}" for name, why in self.why_not.items()]
         for name, (small, large) in self.seconds.items():
             result.append(

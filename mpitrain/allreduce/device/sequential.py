@@ -128,7 +128,7 @@ class DeviceSequential:
             stream.wait_event(begin)
         finished = object()
         while True:
-            # Not around a yield: the caller's own device and stream must be current there.
+            # Do not put this around a yield: the caller's own device and stream must be current there.
             with working_on(gpu, stream):
                 nap = next(steps, finished)
             if nap is finished:

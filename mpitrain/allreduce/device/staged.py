@@ -38,7 +38,7 @@ from mpitrain.waiting.control import until
 from mpitrain.world import World
 
 SLOTS = 4
-# Not measured on a GPU yet. A smaller piece begins earlier on the wire, a larger one has fewer starts.
+# Not measured on a GPU yet. A smaller piece begins earlier on the wire; larger pieces need fewer starts.
 LARGEST_PIECE_BYTES, SMALLEST_PIECE_BYTES = 4 * 2**20, 256 * 2**10
 _PIECES = 4  # the least number of pieces of a buffer that has enough bytes for them
 
@@ -108,7 +108,7 @@ def staged_steps(world: World, place: DevicePlace, host_sum: Steps, memory: Algo
 
 
 def piece_bytes(num_bytes: int) -> int:
-    """Of a buffer of so many bytes; a multiple of every dtype's size, the same on all ranks."""
+    """The piece size for a buffer of so many bytes: a multiple of every dtype's size, the same on all ranks."""
     aimed = -(-num_bytes // _PIECES)
     return min(max(-(-aimed // 4096) * 4096, SMALLEST_PIECE_BYTES), LARGEST_PIECE_BYTES)
 

@@ -14,7 +14,7 @@ from mpitrain.arrays import Array, is_device_array, namespace
 from mpitrain.errors import KernelError
 
 THREADS = 256  # per block; stride.h has the same number
-# So many blocks fill a multiprocessor of any device, which has at most 2048 threads. More blocks would only wait.
+# This many blocks fill a multiprocessor of any device, which has at most 2048 threads. More blocks would only wait.
 BLOCKS_PER_PROCESSOR = 8
 # CuPy adds -ftz=true, which arithmetic.h is written for.
 OPTIONS = ("-std=c++17", "--fmad=false")

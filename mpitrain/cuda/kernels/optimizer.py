@@ -70,7 +70,7 @@ def sgd(
     fused: Fused | None = None,
     stream: Any = None,
 ) -> None:
-    """One step of mpitrain.training.optimizers.Sgd.
+    """Make one step of mpitrain.training.optimizers.Sgd.
 
     Args:
         parameters: flat device array, float32 or float64; overwritten.
@@ -113,7 +113,7 @@ def adam(
     fused: Fused | None = None,
     stream: Any = None,
 ) -> None:
-    """One step of mpitrain.training.optimizers.Adam; `fused.decayed` means nothing.
+    """Make one step of mpitrain.training.optimizers.Adam, which ignores `fused.decayed`.
 
     Args:
         parameters: flat device array, float32 or float64; overwritten.
@@ -155,7 +155,7 @@ def adamw(
     fused: Fused | None = None,
     stream: Any = None,
 ) -> None:
-    """One step of mpitrain.training.optimizers.AdamW. Arguments and Raises as of adam."""
+    """Make one step of mpitrain.training.optimizers.AdamW. Arguments and errors are those of adam."""
     fused = fused or Fused()
     kind, number = _checked(parameters, gradients, fused)
     for argument, state in (("first", first), ("second", second)):

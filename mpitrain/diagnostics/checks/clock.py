@@ -18,7 +18,7 @@ _LARGE_SECONDS = 2.0
 
 
 def _offsets(cluster: Cluster) -> dict[str, Any]:
-    """By node: how far its clock is ahead of this machine's, and how precisely that is known; or {"error": why}."""
+    """How far each node's clock is ahead of this machine's, and how precisely that is known; or {"error": why}."""
     offsets: dict[str, Any] = {}
     for name in cluster.agents:
         try:

@@ -66,7 +66,7 @@ def _remedy(seen: Seen, programs: Mapping[str, Any]) -> str:
 
 
 def _is_broken_everywhere(seen: Seen) -> bool:
-    """Whether no node can load the library: then the fault is on the share, not on one node."""
+    """True if no node can load the library. The fault is then on the share, not on one node."""
     answers = [seen.nodes.get(name, {}).get("programs", {}) for name in seen.target.names]
     return all("why" in one["mpi"] for one in answers if "mpi" in one)
 

@@ -30,7 +30,7 @@ def _reach(cluster: Cluster, a: str, b: str) -> Any:
         return {"error": str(error)}
     address = cluster.target.addresses[b]
     ranges = list(port_ranges(cluster.target.environ).values())
-    # It listens until the question of the other node has been given up.
+    # The listener stays until the question of the other node has been given up.
     to_listen = {"address": address, "seconds": MOST_PATIENCE * _SECONDS, "range": ranges[0] if ranges else None}
     ports: list[int] = []
 

@@ -19,7 +19,7 @@ _LOGIN_SECONDS = 20.0  # for two tries of 8 s each
 _MOST_LOGINS = 5
 _SET_UP = "{set_up} --tags ssh --limit {limit}"
 _RSA_BITS = 3072
-# Without these, no question can be asked as the shared user.
+# Without these answers, no question can be asked as the shared user.
 _JOB = ("PRB01", "PRB02", "USR01", "USR02")
 
 

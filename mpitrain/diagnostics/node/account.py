@@ -99,7 +99,7 @@ def _dead_ranks() -> list[dict[str, Any]]:
         age_seconds = up - int(fields[19]) / tick
         is_rank = comm in _DAEMONS or _RANK.search(children.text(f"{path}/environ"))
         if is_rank and age_seconds > _YOUNG_PROCESS_SECONDS:
-            # Without arguments, which may be private and must not be in a report.
+            # The arguments are left out: they may be private and must not be in a report.
             ranks.append({"pid": int(path.name), "age_seconds": age_seconds, "program": comm})
     return sorted(ranks, key=lambda one: int(str(one["pid"])))
 

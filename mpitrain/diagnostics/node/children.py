@@ -130,7 +130,7 @@ def as_root(*command: str, seconds: float = 6.0) -> str | None:
 
 
 def sudo_hangs() -> bool:
-    """Whether sudo gives no answer. It is tried once."""
+    """True if sudo does not answer. It is tried once."""
     with _sudo_lock:
         if not _sudo:
             try:

@@ -28,7 +28,7 @@ _FIELDS = (
 # A separate query, which older cards do not answer.
 _ROWS = ("gpu_uuid", "remapped_rows.pending", "remapped_rows.failure")
 
-# The same with NVIDIA's own library for Python, if it is installed. Its names are stable, unlike nvidia-smi's.
+# Ask NVIDIA's own library for Python too, if it is installed. Its names are stable, unlike nvidia-smi's.
 _NVML = """
 import json
 import pynvml as nvml

@@ -1,4 +1,4 @@
-"""What a job finds on this node: the programs of its shell and NumPy; and what it has left afterwards."""
+"""What a job finds on this node (the programs of its shell, NumPy), and what it leaves afterwards."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ echo "$on_path"
 [ -z "$on_path" ] || timeout -k 1 "$7" "$on_path" --version 2>&1
 echo "{MARK}"
 """
-# It prints three lines, because loading a broken MPI may kill the process, and another Python takes its time. The first
+# The script prints three lines, because a broken MPI may kill the process, and another Python takes its time. The first
 # argument is launch/probe.py.
 _FACTS = """
 import sys

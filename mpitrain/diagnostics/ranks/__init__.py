@@ -1,1 +1,1 @@
-"""What the ranks of a check's jobs run: sent as text to the job's Python, so it imports nothing of ours."""
+"""Programs for the ranks of a check's jobs. They go to the job's Python as text, so they import nothing of ours."""

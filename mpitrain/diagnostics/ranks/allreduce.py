@@ -13,12 +13,12 @@ _REPETITIONS = 4
 
 
 def say(**words: float) -> None:
-    """One line, in one write."""
+    """Print one line, in one write."""
     print("mpitrain-check:" + json.dumps(words) + "\n", end="", flush=True)
 
 
 def boot_seconds() -> int:
-    """When this kernel was started. Containers may have a boot_id of their own, but not a time."""
+    """The time at which this kernel started. Containers may have a boot_id of their own, but not a boot time."""
     return int(re.findall(r"(?m)^btime (\d+)", Path("/proc/stat").read_text())[0])
 
 

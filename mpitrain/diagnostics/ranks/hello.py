@@ -14,7 +14,7 @@ _SIZES_BYTES = (1, 64 << 10, 4 << 20)  # below, about and above where libraries 
 
 
 def say(**words: Any) -> None:
-    """One line, in one write: mpiexec may put what others say between two."""
+    """Print one line, in one write: mpiexec may put the output of other ranks between two writes."""
     print("mpitrain-check:" + json.dumps(words) + "\n", end="", flush=True)
 
 

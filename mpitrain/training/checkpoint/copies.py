@@ -107,7 +107,7 @@ def _part(rank: int) -> str:
 
 
 def _whole(line: KeeperLine, run: int) -> dict[str, dict[int, int]]:
-    """By kind: the steps of the whole copies that this host keeps of a run, with the number of their parts."""
+    """The steps of the whole copies that this host keeps of a run, by kind, with the number of their parts."""
     copies: dict[str, dict[int, int]] = {}
     try:
         for name in line.names():

@@ -62,12 +62,12 @@ class MemorySlot:
 
     @property
     def step(self) -> int:
-        """Of the copy; 0: there is no whole one."""
+        """The step of the copy. 0: there is no whole copy."""
         return 0 if self._memory is None else int(self._header()[_STEP])
 
     @property
     def parts(self) -> int:
-        """Of the copy, if it is whole; see Copy."""
+        """The parts of the copy, if it is whole; see Copy."""
         return int(self._header()[_PARTS])
 
     def reserve(self, tensors: Mapping[str, Array], values: Mapping[str, Any]) -> None:
@@ -107,7 +107,7 @@ class MemorySlot:
         header[_STEP] = step
 
     def clear(self) -> None:
-        """From now on there is no copy."""
+        """Mark the slot as empty."""
         self._header()[_STEP] = 0
 
     def content(self) -> numpy.ndarray:
@@ -138,7 +138,7 @@ def read_copy(content: numpy.ndarray) -> Copy:
 
 
 class _Layout:
-    """Where a slot has what.
+    """The layout of a slot.
 
     Attributes:
         description: for the slot.

@@ -1,4 +1,4 @@
-"""What belongs to a single rank: the rest of the gradients that its codec has left out and not sent yet.
+"""Parts of single ranks: what a rank's codec has left out of the gradients and not sent yet.
 
 A checkpoint does not depend on ranks, but this rest must be kept. So each rank writes a part of its own beside the
 checkpoint, `step-00000100.part-2-of-4`. The training needs only the sum of all parts, which is missing from the means

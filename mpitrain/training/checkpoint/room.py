@@ -1,4 +1,4 @@
-"""How much memory this process may still take, before the kernel kills somebody for it."""
+"""How much memory this process may still take before the kernel kills a process for it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mpitrain.errors import MpitrainError
 
 _MEMORY = Path("/proc/meminfo")
 _GROUPS = Path("/sys/fs/cgroup")
-# What stays free: the memory that a process uses is never quite what it asked for.
+# This much stays free, because a process never uses exactly the memory that it asked for.
 _SPARE_SHARE = 0.05
 
 

@@ -35,7 +35,7 @@ class HostCopies:
 
 
 class BackgroundWriter:
-    """One piece of work at a time, in a thread. Call all methods from the thread that trains.
+    """Do one piece of work at a time, in a thread. Call all methods from the thread that trains.
 
     Attributes:
         doing: a name of the current or last work.
@@ -63,7 +63,7 @@ class BackgroundWriter:
                 self._report(str(error))
 
         self.doing, self._started = doing, time.monotonic()
-        # Not a daemon: a process that ends first finishes what it has begun to write.
+        # The thread is not a daemon: a process that ends first finishes what it has begun to write.
         self._thread = threading.Thread(target=run, name="mpitrain checkpoint")
         self._thread.start()
 

@@ -28,7 +28,7 @@ import numpy
 
 # More than the 4 that cryptographers ask for: with few samples, a half has only a bit or two.
 _ROUNDS = 12
-# So many places are computed at once that NumPy's calls cost little per sample. 128 KiB.
+# So many places (128 KiB) are computed at once that NumPy's calls cost little per sample.
 _BLOCK = 2**14
 
 

@@ -95,7 +95,7 @@ class Prefetch:
             self.close()
         if self._reader is None:
             self._reader = _Reader(self._data, self._batches)
-            # Also at the end of the program: a thread that still runs Python then may crash the process.
+            # Stop the thread at the end of the program too: a thread that then still runs Python may crash the process.
             self._at_exit = weakref.finalize(self, self._reader.end, _PATIENCE_SECONDS)
         self._interrupted = True  # Ctrl-C may come when the thread has given up the batch and it has not arrived here
         read = self._reader.next()

@@ -1,4 +1,4 @@
-"""Ends a run that no longer improves."""
+"""The hook that ends a run that no longer improves."""
 
 from __future__ import annotations
 

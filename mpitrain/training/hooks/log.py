@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mpitrain.training.step import Step
     from mpitrain.training.trainer import Trainer
 
-# How often the bar on a terminal is drawn anew.
+# The time between two drawings of the bar on a terminal.
 _BAR_SECONDS = 0.2
 
 

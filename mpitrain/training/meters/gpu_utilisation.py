@@ -39,7 +39,7 @@ class GpuUtilisation(Meter):
             return f"{error}; pip install nvidia-ml-py"
         try:
             pynvml.nvmlInit()
-            # By address, because NVML counts all GPUs of the machine, but CUDA only the visible ones.
+            # Find the GPU by its address, because NVML counts all GPUs of the machine, but CUDA only the visible ones.
             self._handle = pynvml.nvmlDeviceGetHandleByPciBusId(gpu.pci_bus_id.encode())
             pynvml.nvmlDeviceGetUtilizationRates(self._handle)  # raises for a slice of a GPU, which has no utilisation
         except pynvml.NVMLError as error:

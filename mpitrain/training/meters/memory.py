@@ -31,7 +31,7 @@ class Memory(Meter):
 
 def peak_bytes() -> float:
     """Return the peak of this process's resident memory, in bytes."""
-    # Not getrusage: its ru_maxrss starts with the value of the parent process (Linux keeps it across exec).
+    # Do not use getrusage: its ru_maxrss starts with the value of the parent process (Linux keeps it across exec).
     line = re.search(r"^VmHWM:\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.M)
     assert line
     return float(line[1]) * 1024

@@ -1,4 +1,4 @@
-"""Where a model computes."""
+"""The place where a model computes."""
 
 from __future__ import annotations
 

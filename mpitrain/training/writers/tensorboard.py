@@ -31,7 +31,7 @@ class TensorBoard:
             import tensorboardX.proto.summary_pb2
         except ImportError as error:
             raise ConfigError(f"TensorBoard needs tensorboardX ({error}); pip install tensorboardX") from None
-        # Not SummaryWriter: it writes from a thread, which does not report a full disk, and it starts a process.
+        # Do not use SummaryWriter: it writes from a thread, which does not report a full disk, and it starts a process.
         self._make_file = tensorboardX.event_file_writer.EventsWriter
         self._events, self._summaries = tensorboardX.proto.event_pb2, tensorboardX.proto.summary_pb2
         self._directory = Path(directory)

@@ -44,7 +44,7 @@ class LineFile:
     def open(self) -> list[bytes]:
         """Open or make the file and return its lines. Remove an incomplete last line, as kill -9 leaves it."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        # Not "a+": with O_APPEND a part of a line could not be written over.
+        # Do not use "a+": with O_APPEND a part of a line could not be overwritten.
         self._file = io.FileIO(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+")
         *lines, _ = self._file.readall().split(b"\n")
         self._cut(sum(len(line) + 1 for line in lines))
