@@ -20,7 +20,7 @@ _LOGINS = "journalctl --no-pager -o short-unix -t sshd -S @{since} | grep -E 'se
 
 
 def seconds_of(bed: Bed, level: str) -> float:
-    """One run, with the start of Python."""
+    """The time of one run, including the start of Python."""
     started = time.perf_counter()
     bed.run(["mpitrain", "check-cluster", "--json", "--level", level], timeout_seconds=600)
     return time.perf_counter() - started

@@ -1,4 +1,4 @@
-"""What `mpitrain check-cluster` says of healthy clusters, at every level, also on a busy machine: nothing untrue.
+"""False findings of `mpitrain check-cluster` on healthy clusters, at every level, also on a busy machine.
 
     python benchmarks/check_healthy.py [--rounds 5] [--load 15] BED...
 

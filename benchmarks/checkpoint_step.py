@@ -1,4 +1,4 @@
-"""What does saving cost a step? The same training with and without checkpoints, block by block in turn.
+"""What saving costs a step: the same training with and without checkpoints, in alternating blocks.
 
     mpiexec -n 2 python benchmarks/checkpoint_step.py DIRECTORY
 

@@ -1,4 +1,4 @@
-"""What the agreement of a step costs while no rank is lost: steps with `world.commit()` beside steps without it.
+"""What the agreement of a step costs while no rank is lost: steps with `world.commit()` against steps without it.
 
     mpitrain run -n 4 --recover benchmarks/commit.py [--milliseconds 50] [--steps 20] [--rounds 15]
 

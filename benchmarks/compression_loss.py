@@ -101,7 +101,7 @@ def text(steps: int) -> tuple[str, Callable[..., mt.Parts], Callable[[mt.Trainer
 
 
 class Losses(mt.Hook):
-    """Of every step."""
+    """The losses of every step."""
 
     def __init__(self) -> None:
         self.values: list[float] = []

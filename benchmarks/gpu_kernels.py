@@ -21,7 +21,7 @@ BFLOAT16 = numpy.dtype(ml_dtypes.bfloat16)
 
 
 def cases(cupy: Any, count: int) -> dict[str, tuple[float, Callable[[], object]]]:
-    """By name: bytes read and written an element, and the call."""
+    """The bytes read and written per element, and the call, by name."""
 
     def floats() -> Any:
         return cupy.full(count, 0.5, numpy.float32)

@@ -1,4 +1,4 @@
-"""What it costs a training step that the job is watched: what a rank publishes, and what guard and launcher use.
+"""What watching a job costs a training step: what a rank publishes, and what guard and launcher use.
 
     python benchmarks/guard_overhead.py [--steps 400] [--ranks 2]
 
@@ -117,7 +117,7 @@ def main() -> None:
 
 
 def watch(process: subprocess.Popen[str]) -> tuple[dict, dict[str, float], float]:
-    """What the job measured; processor seconds of launcher and guard in that time, and that time."""
+    """The job's measurements, the processor seconds of launcher and guard in that time, and the time itself."""
     assert process.stdout is not None
     pids: dict[str, int] = {}
     begun, before = 0.0, {}

@@ -1,4 +1,4 @@
-"""How long until the rank that is to blame for a hang is named: real hangs in real jobs, by `mpitrain run`.
+"""How long `mpitrain run` takes to name the rank that is to blame for a hang: real hangs in real jobs.
 
     python benchmarks/hang_report.py                       # 20 of each kind, here: some 20 minutes
     python benchmarks/hang_report.py --repeat 2 --at-once 3
@@ -129,7 +129,7 @@ def watch(process: subprocess.Popen[str], expected: str, begun: float | None = N
 
 
 def on_bed(name: str, kind: str) -> float | None:
-    """The same, on the bed's nodes, for a fault of a node."""
+    """Do the same on the bed's nodes, for a fault of a node."""
     from mpitrain.testbed import find
 
     bed = find(name)

@@ -1,4 +1,4 @@
-"""What the processes of a rank cost, forked and by forkserver: their start, and the steps of the rank meanwhile.
+"""What a rank's child processes cost, with fork and with forkserver: their start, and the rank's steps meanwhile.
 
     mpiexec -n 2 python benchmarks/helper_processes.py
     mpiexec -n 2 python benchmarks/helper_processes.py --megabytes 1000

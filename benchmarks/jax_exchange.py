@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def measured(world: mt.World, mib: float, leaves: int, rounds: int) -> None:
-    """One line: medians, and ratios to NumPy with their 10th and 90th percentiles."""
+    """One line of medians, and of ratios to NumPy with their 10th and 90th percentiles."""
     shape = (int(mib * 2**18 / leaves),)
     rng = numpy.random.default_rng(world.rank)
     arrays = {f"layer{i}": rng.standard_normal(shape, numpy.float32) for i in range(leaves)}

@@ -54,7 +54,7 @@ find /tmp /dev/shm -mindepth 1 -maxdepth 1 -not -name 'kill-*' -not -name 'syste
 
 
 class NotStartedError(Exception):
-    """As on a machine with too much load."""
+    """The job has not started, as happens on a machine with too much load."""
 
 
 class Trial:
@@ -86,11 +86,11 @@ class Trial:
         self._code = self._bed.node_run("node1", command, timeout_seconds=JOB_SECONDS).returncode
 
     def output(self) -> str:
-        """What the job has printed."""
+        """The job's output so far."""
         return self.on("node1", f"cat {self._files}.output")
 
     def on(self, node: str, line: str) -> str:
-        """What a line of shell prints on a node."""
+        """The output of a line of shell on a node."""
         return self._bed.node_run(node, ["bash", "-c", line]).stdout
 
     def hit(self, kind: str) -> tuple[str, str]:
@@ -131,7 +131,7 @@ class Trial:
 
 
 def left(bed: Bed) -> Counter[str]:
-    """What there is on the nodes."""
+    """What the job has left on the nodes."""
     lines = [
         f"{node}: {line}" for node in bed.names for line in bed.node_run(node, ["bash", "-c", LEFT]).stdout.splitlines()
     ]
@@ -139,7 +139,7 @@ def left(bed: Bed) -> Counter[str]:
 
 
 def trial(bed: Bed, python: str, kind: str) -> tuple[bool, list[str], str]:
-    """Whether what is said of it is right, what is left, and what was said."""
+    """True if the job's message about the kill is right; what is left; and the message."""
     job = Trial(bed, python, kind)
     hit, pattern = job.hit(kind)
     code, output = job.end()
@@ -158,7 +158,7 @@ def trial(bed: Bed, python: str, kind: str) -> tuple[bool, list[str], str]:
 def install(bed: Bed) -> None:
     """Put the mpitrain of this checkout, and the script, in the place of what the share has."""
     packages = f"{SHARE}/venv*/lib/python3*/site-packages/mpitrain"
-    # As the shared user, who alone may look into the share.
+    # Run this as the shared user, who alone may look into the share.
     unpack = f"for d in {packages}; do rm -rf $d; tar -xzf /tmp/kill-code -C ${{d%/*}}; done"
     there = f"cat > /tmp/kill-code && sudo -u cluster bash -ec {shlex.quote(unpack)} && rm /tmp/kill-code"
     pack = f"tar -C {REPOSITORY} --exclude __pycache__ -cz mpitrain | ssh admin@node1 {shlex.quote(there)}"

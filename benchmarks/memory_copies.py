@@ -94,7 +94,7 @@ def start(folder: Path, options: argparse.Namespace, every: int, *, saves: bool)
 
 
 def finish(folder: Path, job: subprocess.Popen[str]) -> tuple[dict[str, Any], str]:
-    """What the job says of itself at its end, and its output."""
+    """The results that the job prints at its end, and its output."""
     output, _ = job.communicate(timeout=DEADLINE_SECONDS)
     if job.returncode:
         raise SystemExit(f"the job ended with code {job.returncode}\n{output}")
@@ -152,7 +152,7 @@ def cost(options: argparse.Namespace) -> None:
     for every, name in ((NEVER, "no copies"), (0, "default"), (1, "every step")) * options.rounds:
         with tempfile.TemporaryDirectory() as folder:
             end, _ = finish(Path(folder), start(Path(folder), options, every, saves=False))
-        # Without the first steps, in which memory is made, and the last, after which there is always a copy.
+        # Leave out the first steps, in which memory is made, and the last one, after which there is always a copy.
         times, kept = [at for _, at in end["ends"]][10:-1], end["copies"][10:-1]
         total, copying = times[-1] - times[0], sum(seconds for seconds, _ in kept[:-1])
         steps = sorted({steps for _, steps in kept if steps < NEVER})

@@ -1,4 +1,4 @@
-"""How long a training stands still when ranks are killed: `--recover` beside a restart from the newest checkpoint.
+"""How long a training stands still when ranks are killed: `--recover` against a restart from the newest checkpoint.
 
     python benchmarks/recovery.py [--trials 50] [--kills 1] [--ranks 8]            on this machine
     python benchmarks/recovery.py --bed NAME --python venv/bin/python ...          on the nodes of a test bed
@@ -39,7 +39,7 @@ ENVIRONMENT = ("PATH=/usr/local/lib/mpitrain/bin:/usr/bin:/bin", "HOME=/home/clu
 STEPS_TO_ARM, STEP_TO_SAVE = 5, 40  # from which the timers run
 RECOVERY_SECONDS, SHORT_SECONDS = 0.05, 0.02  # the longest waits of a timer in a recovery, and in a build or a save
 
-# Its arguments: folder, steps, seconds of a step, and as JSON: whether it saves, the moment, the seconds by victim.
+# Its arguments: folder, steps, seconds per step; and as JSON: whether it saves, the moment, the seconds by victim.
 SCRIPT = """
 import ctypes, hashlib, json, os, pathlib, signal, sys, time
 import numpy
@@ -95,7 +95,7 @@ bits = hashlib.sha256(trainer.adapter.parameters()["w"].tobytes()).hexdigest()
 
 
 class Machine:
-    """Where jobs run: this machine, or the nodes of a bed, where the shared user starts them on the first."""
+    """Where jobs run: this machine, or the nodes of a bed. There the shared user starts them on the first node."""
 
     def __init__(self, bed: Bed | None, python: str, ranks: int) -> None:
         self._bed = bed
@@ -129,7 +129,7 @@ class Trial:
 
 
 def planned(options: argparse.Namespace, moment: str) -> dict[str, Any]:
-    """Who dies when, and whether there are checkpoints."""
+    """The victims, the time of each death, and whether there are checkpoints."""
     kills = options.kills + (moment == "recovery")
     if moment in ("step", "recovery"):
         first, within = random.uniform(0.1, 0.6) * options.steps * options.seconds, options.within
@@ -169,7 +169,7 @@ def trial(machine: Machine, options: argparse.Namespace, moment: str, *, is_rest
 def judged(
     moment: str, ends: list[dict[str, Any]], steps: int, began: float, victims: str, *, is_restarted: bool
 ) -> Trial:
-    """Whether every step has all its samples once, and how long no step ended."""
+    """True if every step has all its samples once; and how long no step ended."""
     made = [end["made"] for end in ends]
     newest = max(step[2] for steps_of in made for step in steps_of)
     first_ends, wrong = [], []

@@ -66,7 +66,7 @@ def output(bed: Bed) -> list[tuple[float, str]]:
 
 
 def wait_for(bed: Bed, begin: str, after: float = 0.0) -> float:
-    """When the job printed the first line that begins so, later than `after`; waits for it."""
+    """Wait for the first line that begins so, printed later than `after`. Return the time of the line."""
     deadline = time.monotonic() + DEADLINE_SECONDS
     while True:
         lines = output(bed)

@@ -1,4 +1,4 @@
-"""How long a training stands still when a rank is killed: `--restarts` with spares beside `--restarts` without.
+"""How long a training stands still when a rank is killed: `--restarts` with spares against `--restarts` without.
 
     python benchmarks/spares.py [--trials 10] [--ranks 4] [--python .venv-openmpi/bin/python]
 

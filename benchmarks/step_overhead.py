@@ -94,7 +94,7 @@ def bare(model: ModuleType, x: numpy.ndarray, y: numpy.ndarray, xp: ModuleType) 
 
 
 def with_mpitrain(model: ModuleType, x: numpy.ndarray, y: numpy.ndarray, xp: ModuleType) -> Callable[[], mt.Step]:
-    """The same by a Trainer."""
+    """Make the same steps with a Trainer."""
 
     def build(world: mt.World) -> mt.Parts:
         parameters = model.initial(numpy.random.default_rng(0), xp, inputs=x.shape[1])

@@ -46,7 +46,7 @@ Step = Callable[[Compute], None]
 
 
 def wire_bytes(codec: str, count: int) -> int:
-    """Of `count` values in float32, or as the codec has them."""
+    """The bytes of `count` values on the wire, in float32 or in the codec's form."""
     return 4 * count if codec == "none" else CODECS[codec](False).wire_bytes(count)
 
 
@@ -127,7 +127,7 @@ def ddp(world: mt.World, hook: str, layers: int, width: int) -> Step:
 
 
 def least_wait(wire: float, backward: float, num_buckets: int) -> float:
-    """What stays exposed at best, with equal buckets."""
+    """The least time of the exchange that stays exposed, with equal buckets."""
     arrived = 0.0
     for number in range(1, num_buckets + 1):
         arrived = max(arrived, backward * number / num_buckets) + wire / num_buckets

@@ -72,7 +72,7 @@ def sleeping(seconds: float) -> Callable[..., float]:
 
 
 def samples_per_second(world: mt.World, trainer: mt.Trainer, steps: int) -> float:
-    """Of all ranks together."""
+    """The rate of all ranks together."""
     world.barrier()
     started = time.perf_counter()
     samples = sum(trainer.step().samples for _ in range(steps))
@@ -80,7 +80,7 @@ def samples_per_second(world: mt.World, trainer: mt.Trainer, steps: int) -> floa
 
 
 def own_samples_per_second(trainer: mt.Trainer, steps: int) -> float:
-    """Of this rank with its equal part: batch and gradients only, without an exchange."""
+    """The rate of this rank with its equal part: only batch and gradients, without an exchange."""
     started = time.perf_counter()
     samples = 0
     for _ in range(steps):
