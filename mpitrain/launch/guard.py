@@ -65,6 +65,7 @@ class Guard:
         self._received = b""
         self._census = census
         self._first_end: dict[str, Any] | None = None
+        self._num_ended = 0
         self._shared_files = SharedFiles()
         self._num_files = -1
         self._since = time.time()
@@ -111,6 +112,9 @@ class Guard:
         if first_end != self._first_end:
             self._first_end = first_end
             send({"first_end": first_end})
+        if first is None and self._census.num_ended != self._num_ended:  # mpiexec may soon end others because of it
+            self._beat()
+        self._num_ended = self._census.num_ended
 
     def _look_at_files(self) -> None:
         self._shared_files.look(self._job.find, self._census.alive())

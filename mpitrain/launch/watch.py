@@ -269,7 +269,9 @@ class Guards:
         lost = self.lost()
         has_failed = self.is_interrupted or self.failed() is not None
         records = [record for rank, record in self.records().items() if rank not in lost]
-        keepers.beat(records, is_ending=bool(self.first_ends()), has_failed=has_failed)
+        _, gone = self.seen()  # without pidfd_open(2) it may not be known which end was the first
+        is_ending = bool(self.first_ends() or gone.keys() - lost)
+        keepers.beat(records, is_ending=is_ending, has_failed=has_failed)
 
     def _send_all(self, message: Mapping[str, Any]) -> None:
         with self._lock:

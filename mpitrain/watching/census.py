@@ -89,7 +89,7 @@ class Census:
         self._parents: dict[int, WatchedProcess] = {}
         self._watched: dict[int, Any] = {}  # by descriptor: a WatchedProcess, or a _Rank with its line
         self._unwatched: list[WatchedProcess] = []  # without a descriptor
-        self._num_ended = 0
+        self.num_ended = 0  # of processes and of lines
         self._order_is_known = True
 
     def fileno(self) -> int:
@@ -217,8 +217,8 @@ class Census:
     def _take_end(self, ended: Any, descriptor: int) -> None:
         if isinstance(ended, tuple):
             rank, line = ended
-            self._num_ended += 1
-            rank.line_order, rank.line_ended_at = self._num_ended, when_closed(rank.witness)
+            self.num_ended += 1
+            rank.line_order, rank.line_ended_at = self.num_ended, when_closed(rank.witness)
             self._forget(line)
         else:
             self._mark(ended)
@@ -226,8 +226,8 @@ class Census:
             os.close(descriptor)
 
     def _mark(self, process: WatchedProcess) -> None:
-        self._num_ended += 1
-        process.order, process.ended_at = self._num_ended, time.monotonic()
+        self.num_ended += 1
+        process.order, process.ended_at = self.num_ended, time.monotonic()
 
     def _forget(self, line: socket.socket) -> None:
         self._events.unregister(line.fileno())

@@ -22,6 +22,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from mpitrain.watching.watched_process import open_process
 from mpitrain.watching.witness import close_first, connect_to_self
 
 _MOST_BYTES = 108 - 1  # of a socket's path: unix(7)
@@ -96,13 +97,14 @@ def appear(path: str, rank: int, record: int | None = None, starter: int = 0) ->
     descriptors = {} if record is None else {"record": record}
     if pair is not None:
         descriptors["witness"] = pair[1].fileno()
-    with contextlib.suppress(OSError, AttributeError):  # an old kernel, or a Python that was built on one
-        descriptors["process"] = os.pidfd_open(os.getpid())
+    process = open_process(os.getpid())
+    if process is not None:
+        descriptors["process"] = process
     message = json.dumps({"rank": rank, "descriptors": list(descriptors), "starter": starter}).encode()
     rights = array.array("i", descriptors.values())
     line.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if rights else [])
-    if "process" in descriptors:
-        os.close(descriptors["process"])
+    if process is not None:
+        os.close(process)
     if pair is None:
         return OpenLine(line)
     near, far = pair

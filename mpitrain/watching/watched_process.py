@@ -35,7 +35,10 @@ def is_readable(descriptor: int) -> bool:
 
 
 def open_process(pid: int) -> int | None:
-    """Return a descriptor of a process; None if there is none. Python has os.pidfd_open since 3.9."""
+    """Return a descriptor of a process; None if there is none.
+
+    Python's own os.pidfd_open is missing before 3.9, and where Python was built on an old kernel.
+    """
     descriptor = int(ctypes.CDLL(None).syscall(_PIDFD_OPEN, pid, 0))
     return None if descriptor < 0 else descriptor
 

@@ -169,10 +169,13 @@ def test_two_names_of_one_machine(wish: dict[str, Any], connections: list[Connec
 
 RANK = """
 import sys
+from mpitrain.watching import watched_process
 from mpitrain.watching.activity import publish
 from mpitrain.watching.rank_record import CALLED
 from mpitrain.watching.roll_call import appear
 path, number, has_begun = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
+if "old kernel" in has_begun:
+    watched_process._PIDFD_OPEN = 1 << 20  # no kernel has a system call of this number
 if has_begun:
     activity = publish(number)
     activity.enter(CALLED)
@@ -418,6 +421,21 @@ def test_reports_do_not_change_while_they_are_read(wish: dict[str, Any]) -> None
         with rank_of(wish, 5):
             until(lambda: guards.reports["here"].ranks)
         assert before == {}
+
+
+def test_an_end_is_one_even_if_it_may_not_be_the_first(wish: dict[str, Any]) -> None:
+    """The ranks that mpiexec then tells to end by SIGTERM must hear that the job fails."""
+    told: list[bool] = []
+    keepers: Any = SimpleNamespace(beat=lambda _records, *, is_ending, has_failed: told.append(is_ending or has_failed))
+    with Guards("here", ["here"], {"here": wish}, keepers) as guards:
+        guards.facts()
+        guards.start()
+        with rank_of(wish, 0, "init", "old kernel") as first, rank_of(wish, 1, "init", "old kernel"):
+            until(lambda: len(guards.reports["here"].ranks) == 2)
+            assert not any(told)
+            first.kill()
+            until(lambda: told[-1])
+        assert guards.first_ends() == []
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
