@@ -14,7 +14,9 @@ from ansible.module_utils.basic import AnsibleModule
 DOCUMENTATION = """
 module: mpitrain_files
 short_description: Several files, folders and links at once
-description: Makes each entry as it should be, in their order. What is as it should be stays. A link is never followed.
+description: >-
+  Makes each entry as it should be, in their order. What is as it should be stays. A link is never followed. Files and
+  folders belong to root.
 options:
   entries:
     description: what should be there
@@ -30,8 +32,6 @@ options:
         default: file
       content: {description: of a file, type: str}
       target: {description: of a link, type: str}
-      owner: {description: name or number, type: str, default: root}
-      group: {description: name or number, type: str, default: root}
       mode: {description: "of a file, 0644 if it is not said; of a folder, 0755", type: str}
       validate: {description: a command that must accept a new file; C(%s) is its path, type: str}
 author: mpitrain
@@ -42,8 +42,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "kind": {"type": "str", "choices": ["file", "folder", "link", "absent"], "default": "file"},
     "content": {"type": "str"},
     "target": {"type": "str"},
-    "owner": {"type": "str", "default": "root"},
-    "group": {"type": "str", "default": "root"},
     "mode": {"type": "str"},
     "validate": {"type": "str"},
 }
@@ -130,8 +128,8 @@ class Entries:
             return
         wanted = {
             "path": str(path),
-            "owner": entry["owner"],
-            "group": entry["group"],
+            "owner": "root",
+            "group": "root",
             "mode": entry["mode"] or MODES[entry["kind"]],
         }
         arguments = self._module.load_file_common_arguments(wanted)
@@ -165,7 +163,7 @@ def main() -> None:
             entries.make(entry)
         except OSError as error:
             module.fail_json(msg=f"{entry['path']}: {error}", changed=bool(entries.changed))
-    module.exit_json(changed=bool(entries.changed), changed_paths=entries.changed, diff=entries.diffs)
+    module.exit_json(changed=bool(entries.changed), diff=entries.diffs)
 
 
 if __name__ == "__main__":
