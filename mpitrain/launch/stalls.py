@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from mpitrain.launch.placement import Place
 from mpitrain.launch.watch import Guards
-from mpitrain.watching.hang_report import is_by_design, report
+from mpitrain.watching.hang_report import all_wait_in_one, is_by_design, report
 from mpitrain.watching.rank_record import WAITS
 from mpitrain.watching.view import RankView
 
@@ -64,4 +64,11 @@ class Stalls:
         answered = {host for host, report in self._guards.reports.items() if report.seen is not None}
         # A host with a short silence has merely not answered yet.
         silent = {host: seconds for host, seconds in silent.items() if seconds > _SILENT_SECONDS}
-        return views, report(views, absent, answered=answered, silent=silent, hang_seconds=hang_seconds)
+        unreachable = {}
+        if len(self._guards.reports) > 1 and all_wait_in_one(views, absent):
+            self._guards.look()
+            reports = self._guards.reports.items()
+            unreachable = {host: report.unreachable for host, report in reports if report.processes is not None}
+        return views, report(
+            views, absent, answered=answered, silent=silent, unreachable=unreachable, hang_seconds=hang_seconds
+        )

@@ -32,6 +32,7 @@ def report(
     unseen: str = "cannot be asked",
     answered: Set[str] = frozenset(),
     silent: Mapping[str, float] | None = None,
+    unreachable: Mapping[str, Sequence[str]] | None = None,
     hang_seconds: float = 0.0,
 ) -> list[str]:
     """Return the report, line by line: who waits for whom, then the stacks of the ranks waited for, and of one waiter.
@@ -42,6 +43,7 @@ def report(
         unseen: what the report says of these ranks.
         answered: the hosts of absent ranks that answered, but know of no such rank.
         silent: the silent hosts, with the seconds of silence.
+        unreachable: by host that was asked, the hosts from which it gets no answer. Used only if `all_wait_in_one`.
         hang_seconds: the job is ended because nothing has moved for that long; 0: the job goes on.
     """
     waiting = [view for view in views if view.waits]
@@ -66,8 +68,8 @@ def report(
     if not culprits and not absent:
         if len(groups) > 1:
             parts.append("they wait for each other: do all ranks make the same calls in the same order?")
-        elif all(view.record.status == WAITS for view in waiting):
-            parts.append(_all_wait({view.host for view in waiting}))
+        elif all_wait_in_one(views, absent):
+            parts.append(_all_wait({view.host for view in waiting}, unreachable or {}))
     shown = [view for view in culprits if view.stack][:_MOST_STACKS]
     shown += [view for view in waiting if view.stack][:1]
     longest = max((view.seconds for view in waiting), default=0.0)
@@ -88,6 +90,12 @@ def is_by_design(views: Iterable[RankView]) -> bool:
     views = list(views)
     works = [view for view in views if view.record.status == BUSY and view.state in ("R", "S", "D")]
     return bool(works) or not any(view.record.status == WAITS for view in views)
+
+
+def all_wait_in_one(views: Sequence[RankView], absent: Mapping[int, str]) -> bool:
+    """True if all ranks of a job wait in the same call: none of them is to blame."""
+    calls = {(_doing(view), view.record.calls) for view in views}
+    return len(calls) == 1 and not absent and all(view.waits and view.record.status == WAITS for view in views)
 
 
 def main_thread(stack: str) -> list[str]:
@@ -126,11 +134,18 @@ def _size_of_group(item: tuple[tuple[str, int], list[RankView]]) -> tuple[int, i
     return -len(item[1]), item[1][0].record.rank
 
 
-def _all_wait(hosts: Set[str]) -> str:
+def _all_wait(hosts: Set[str], unreachable: Mapping[str, Sequence[str]]) -> str:
     """Return the diagnosis if all ranks wait in one call."""
+    pairs = [f"{peer} does not answer {host}" for host, peers in sorted(unreachable.items()) for peer in peers]
+    if pairs:
+        ports = "on the high ports that MPI uses"
+        return f"all ranks are there, but {', '.join(pairs)} {ports}: is a cable, a switch or a firewall at fault?"
+    question = "is the load too high, the memory full, or a direct MPI call long?"
     if len(hosts) > 1:
-        return "all ranks are there, but their messages do not arrive: is a cable, a switch or a firewall at fault?"
-    return "all ranks are there, on one machine: is the load too high, the memory full, or a direct MPI call long?"
+        network = "If not, `mpitrain check-cluster` examines the network"
+        answers = ", and their hosts answer each other" if hosts <= unreachable.keys() else ""
+        return f"all ranks are there{answers}: {question} {network}"
+    return f"all ranks are there, on one machine: {question}"
 
 
 def _culprit(view: RankView) -> str:

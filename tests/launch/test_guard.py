@@ -412,6 +412,34 @@ def test_a_lost_rank_waits_no_more(is_lost: bool) -> None:
     assert (stalls.fatal() == []) is is_lost
 
 
+def test_a_network_is_suspected_only_where_a_host_does_not_answer() -> None:
+    """Ranks that are merely slow wait in the same way."""
+    record = RankRecord(0, BEGUN, status=WAITS, words="mean", stall_seconds=1.0, hang_seconds=0.0)
+    views = {
+        host: RankView(replace(record, rank=rank), 4711, seconds=2.0, state="S", host=host)
+        for rank, host in [(0, "a"), (1, "b")]
+    }
+    reports = {host: HostReport({view.record.rank: view}, seen=[view]) for host, view in views.items()}
+    asked: dict[str, list[str]] = {}
+
+    def look() -> None:
+        for host, report in reports.items():
+            report.processes = [] if host in asked else None
+            report.unreachable = asked.get(host, [])
+
+    guards: Any = SimpleNamespace(reports=reports, lost=set, look_at_ranks=dict, look=look)
+
+    def said() -> str:
+        (line,) = Stalls([Place("a", 0, 1), Place("b", 1, 1)], guards).news()
+        return line
+
+    assert "all ranks are there: is the load too high" in said()
+    asked |= {"a": [], "b": []}
+    assert "all ranks are there, and their hosts answer each other: is the load too high" in said()
+    asked["a"] = ["b"]
+    assert "b does not answer a on the high ports that MPI uses: is a cable, a switch or a firewall at fault?" in said()
+
+
 def test_reports_do_not_change_while_they_are_read(wish: dict[str, Any]) -> None:
     """The main thread reads the reports while the guards' thread receives new ones."""
     with Guards("here", ["here"], {"here": wish}) as guards:

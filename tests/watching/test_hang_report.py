@@ -91,10 +91,21 @@ def test_ranks_that_wait_for_each_other() -> None:
 
 
 def test_all_wait_in_the_same() -> None:
-    (line,) = report([waits(1), waits(2, host="node2")], {})
+    (line,) = report([waits(1), waits(2, host="node2")], {}, unreachable={"node1": [], "node2": []})
     assert line == (
-        "no progress for 10 s: ranks 1,2 on node1,node2 wait in mean (call 381); all ranks are there, but their "
-        "messages do not arrive: is a cable, a switch or a firewall at fault?"
+        "no progress for 10 s: ranks 1,2 on node1,node2 wait in mean (call 381); all ranks are there, and their "
+        "hosts answer each other: is the load too high, the memory full, or a direct MPI call long? If not, "
+        "`mpitrain check-cluster` examines the network"
+    )
+
+
+def test_all_wait_and_a_host_does_not_answer() -> None:
+    unreachable = {"node2": ["node1"], "node1": ["node2", "node3"], "node3": []}
+    (line,) = report([waits(1), waits(2, host="node2")], {}, unreachable=unreachable)
+    assert line == (
+        "no progress for 10 s: ranks 1,2 on node1,node2 wait in mean (call 381); all ranks are there, but node2 does "
+        "not answer node1, node3 does not answer node1, node1 does not answer node2 on the high ports that MPI uses: "
+        "is a cable, a switch or a firewall at fault?"
     )
 
 
