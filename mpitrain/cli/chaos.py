@@ -40,16 +40,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     add_host_arguments(parser)
     parser.add_argument("job", help="the id of the job, as `mpitrain ps` shows it")
-    parser.add_argument("--every", type=_duration, default=30.0, metavar="TIME", help="a fault in this time (30s)")
+    parser.add_argument(
+        "--every", type=_duration, default=30.0, metavar="TIME", help="length of a period, with one fault (30s)"
+    )
     parser.add_argument("--faults", default="rank,freeze", metavar="A,B", help="kinds of faults (rank,freeze)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="another seed, other faults (0)")
-    parser.add_argument("--count", type=_count, metavar="N", help="so many faults; else until the job ends")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the faults and their times (0)")
+    parser.add_argument("--count", type=_count, metavar="N", help="number of faults; default: until the job ends")
     parser.add_argument("--hold", type=_duration, default=5.0, metavar="TIME", help="how long a fault lasts (5s)")
     parser.add_argument("--bed", metavar="BED", help="the job runs on this test bed, on this machine; as root")
-    parser.add_argument("--disk", default="", metavar="DIR", help="folder on a small disk of its own, to be filled")
+    parser.add_argument("--disk", default="", metavar="DIR", help="folder on a small disk; chaos fills the disk")
     parser.add_argument("--report", type=Path, metavar="DIR", help="folder of the report (chaos-JOB)")
-    parser.add_argument("--show", action="store_true", help="print what would be done, and do nothing")
-    parser.add_argument("--yes", action="store_true", help="do it, although the hosts are real")
+    parser.add_argument("--show", action="store_true", help="print the plan, and do nothing")
+    parser.add_argument("--yes", action="store_true", help="make the faults, although the hosts are real")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -156,7 +158,7 @@ def _duration(text: str) -> float:
     seconds = float(match[1]) * _UNITS[match[2]] if match else 0.0
     lowest, highest = SECONDS
     if not lowest <= seconds <= highest:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time; say it as 30s, 2m or 1.5h")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time; write it as 30s, 2m or 1.5h")
     return seconds
 
 

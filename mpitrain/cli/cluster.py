@@ -10,9 +10,9 @@ from mpitrain.errors import ConfigError
 HELP = "turn bare machines into a cluster, and change the cluster"
 
 _EPILOG = """\
-Runs the playbooks of the folder cluster/, and prints each ansible-playbook line
-before it runs it; the line alone does the same. Arguments after -- go to
-ansible-playbook unchanged.
+These commands run the playbooks of the folder cluster/, and print each
+ansible-playbook line before they run it; the line alone does the same.
+Arguments after -- go to ansible-playbook unchanged.
 
   mpitrain cluster init --nodes node1=10.0.0.1,node2=10.0.0.2 --user admin
   mpitrain cluster trust

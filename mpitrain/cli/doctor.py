@@ -12,9 +12,9 @@ from datetime import UTC, datetime
 HELP = "report what is wrong with this machine, and the command that repairs each fault"
 
 _EPILOG = """\
-Makes the checks of `mpitrain check-cluster` that concern a single machine, without ssh. Starts two processes to see
-whether they become one job. Changes nothing. The exit code is 1 if a check fails. It is 0 if there are only warnings,
-or checks that could not be made.
+doctor makes the checks of `mpitrain check-cluster` that concern a single machine, without ssh. It starts two processes
+to see whether they become one job. It changes nothing. The exit code is 1 if a check fails. It is 0 if there are only
+warnings, or checks that could not be made.
 """
 
 

@@ -10,8 +10,8 @@ from mpitrain.errors import ConfigError, DataError, MpitrainError
 HELP = "plot the metrics of a run over its steps"
 
 _EPILOG = """\
-Reads DIRECTORY/metrics.jsonl, which mpitrain.JsonLines(DIRECTORY) writes, and
-makes DIRECTORY/metrics.png. The run may still be going on.
+plot reads DIRECTORY/metrics.jsonl, which mpitrain.JsonLines(DIRECTORY) writes,
+and makes DIRECTORY/metrics.png. The run may still be going on.
 
   mpitrain plot runs/first
 """

@@ -11,8 +11,8 @@ from mpitrain.cli.launching import add_inventory_argument
 HELP = "list the jobs that are running"
 
 _EPILOG = """\
-Looks on all hosts of the cluster if this machine is a node of a cluster, else
-only on this machine. Give the id of a job to `mpitrain kill ID`.
+If this machine is a node of a cluster, ps looks on all hosts of the cluster,
+otherwise only on this machine. Give the id of a job to `mpitrain kill ID`.
 
   mpitrain ps
   mpitrain ps --hosts node1,node2

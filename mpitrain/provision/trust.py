@@ -141,7 +141,7 @@ def _changed(node: str, met: Contact) -> str:
         f"{node}: THE KEY HAS CHANGED. Nothing was added.\n"
         f"    known is {known}\n"
         f"    it shows {met.fingerprint} ({met.kind})\n"
-        "    Another machine answers at that address, or this one was installed anew. If its console shows the new\n"
+        "    Another machine answers at that address, or this one was reinstalled. If its console shows the new\n"
         f"    fingerprint too, forget the old key and trust again:\n    {forget}"
     )
 

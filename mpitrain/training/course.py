@@ -163,7 +163,7 @@ class Course:
             trainer.world.print(f"resumed from memory at step {step}")
         else:
             why = f"its newest copy is of step {copied}" if copied else self._copies.why_not
-            place = f"goes on after step {step}" if step else "begins anew"
+            place = f"goes on after step {step}" if step else "starts over"
             trainer.world.print(f"mpitrain: memory is not used: {why}. The training {place}")
         if step and self._job.num_runs == 1:  # a later run begins as in the first try, or is told of by its line
             seconds, repeated = time.time() - context.failed_ms / 1000, max(0, context.failed_step - 1 - step)

@@ -215,7 +215,7 @@ class Trainer:
     def restore(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken. Every rank must restore the same state.
 
-        A hook that is not in the state begins anew. A hook that is only in the state is ignored.
+        A hook without an entry in the state starts afresh. An entry without a hook is ignored.
 
         Raises:
             CheckpointError: the state belongs to another model or data set, or is incomplete. Nothing has changed.

@@ -259,7 +259,7 @@ def test_too_little_memory(tmp_path: Path, undisturbed: Undisturbed) -> None:
         rf"mpitrain: rank 0 on {HERE}: the state is not copied to memory here, .* are free, and 5% must stay free",
         job.stderr,
     )
-    assert not_from_memory(job) == ["no host that takes part has a whole copy. The training begins anew"]
+    assert not_from_memory(job) == ["no host that takes part has a whole copy. The training starts over"]
     assert result(tmp_path) == undisturbed()
 
 

@@ -21,7 +21,7 @@ def _shared_memory(seen: Seen, node: str) -> Iterator[Finding]:
     resources = seen.node(node, "resources")
     place = resources["places"]["/dev/shm"]
     is_docker = resources["container"] in _KINDS
-    remedy = f"{_RUN} --shm-size=8g  # start the container {{node}} anew with it" if is_docker else ""
+    remedy = f"{_RUN} --shm-size=8g  # start the container {{node}} again with it" if is_docker else ""
     if place is not None and not place["is_read_only"] and not place["mode"] & 0o002:
         observed = f"/dev/shm has mode {place['mode']:04o}, so jobs may not write to it"
         remedy = "ssh {login} sudo chmod 1777 /dev/shm"
@@ -68,7 +68,7 @@ def _network(seen: Seen, node: str) -> Iterator[Finding]:
         observed = (
             f"the container ({kind}) has its own network: it has {', '.join(addresses) or 'no address'}, not {own}"
         )
-        remedy = f"{_RUN} --network host  # start the container {{node}} anew with it"
+        remedy = f"{_RUN} --network host  # start the container {{node}} again with it"
         yield Finding("fail", (node,), observed, "the network of its host", remedy=remedy)
 
 

@@ -73,8 +73,8 @@ class CompareReplicas(Hook):
             raise everywhere(
                 ReplicaError(
                     f"after step {step.number} the parameters are not those of {reference} on: {differences}. Memory "
-                    "or a GPU may be faulty there, or the training depends on the rank. Resume from a checkpoint of "
-                    "before, or repair while training: CompareReplicas(repair='majority')"
+                    "or a GPU may be faulty there, or the training depends on the rank. Resume from an "
+                    "earlier checkpoint, or repair while training: CompareReplicas(repair='majority')"
                 )
             )
         trainer.adapter.restore(world.sync(trainer.adapter.state(), root=right))
