@@ -26,7 +26,7 @@ ENOUGH_INOTIFY = 1024
 # Guards against a hang: other parts wait for it.
 SETUP_SECONDS = 1500.0
 
-# On a machine that does other work too an example may take any time: time is not what is tested.
+# On a busy machine an example may take any time. The tests are not about time.
 settings.register_profile("any load", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any load")
 

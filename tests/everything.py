@@ -166,9 +166,9 @@ def main() -> int:
     chosen = list(quick_parts() if arguments.quick else parts(arguments.full))
     if arguments.full:
         chosen = [dataclasses.replace(part, deadline_seconds=SECONDS_OF_FULL) for part in chosen]
-    # In the background of a shell script Ctrl-C is ignored, and would be in all tests.
+    # A shell script's background process ignores Ctrl-C, and so would all tests.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # As by Ctrl-C: the parts and all their jobs end too.
+    # Do the same as for Ctrl-C: the parts and all their jobs end too.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     shared = shared_memory()
     try:

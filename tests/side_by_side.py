@@ -99,7 +99,7 @@ class Running:
         return time.monotonic() - self.started
 
     def has_ended(self) -> bool:
-        """Whether it has. Notes the CPU seconds of all its processes that were waited for."""
+        """True if the part has ended. Note the CPU seconds of all its processes that were waited for."""
         if self.process.returncode is None:
             pid, status, usage = os.wait4(self.process.pid, os.WNOHANG)
             if pid:

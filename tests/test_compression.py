@@ -400,7 +400,7 @@ def test_others_run_meanwhile(name: str) -> None:
 
 
 def runs_beside(call: object) -> bool:
-    """Whether this thread runs while another one is in `call`. If the machine is busy, it may come too late."""
+    """True if this thread runs while another one is in `call`. On a busy machine this thread may come too late."""
     begun, ended = threading.Event(), threading.Event()
 
     def work() -> None:

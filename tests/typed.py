@@ -49,7 +49,7 @@ def main(answers: list[tuple[str, str]], command: list[str]) -> int:
 
 
 def is_on_its_way(pid: int) -> bool:
-    """Whether it does something, and so does not read yet: a Ctrl-C just before it reads would not wake it."""
+    """True if the process still works, and does not read yet: a Ctrl-C just before it reads would not wake it."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("R", "D")
 
 

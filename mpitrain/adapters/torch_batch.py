@@ -10,7 +10,7 @@ from mpitrain.tree import Leaf, Tree, leaves, rebuild
 
 
 def is_empty(batch: Tree) -> bool:
-    """Whether the batch has arrays of samples, but no sample."""
+    """True if the batch has arrays of samples, but no sample."""
     lengths = [len(leaf) for _, leaf in leaves(batch) if is_array(leaf) and leaf.ndim]
     return bool(lengths) and not any(lengths)
 

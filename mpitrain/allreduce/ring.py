@@ -1,4 +1,4 @@
-"""ring: reduce-scatter, then allgather, around a ring of ranks; nobody moves more bytes than it must.
+"""ring: reduce-scatter, then allgather, around a ring of ranks. No rank moves more bytes than necessary.
 
 The buffer is cut into p segments, one a rank. Every rank sends to its right neighbour only, and receives from its
 left one only.

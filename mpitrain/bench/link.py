@@ -125,6 +125,6 @@ def nominal_gbit(interface: str, folder: Path = _INTERFACES) -> float | None:
 
 
 def _is_hardware(path: Path) -> bool:
-    """Whether the interface is hardware, or a bond or VLAN of hardware."""
+    """True if the interface is hardware, or a bond or VLAN of hardware."""
     lower = [one.resolve() for one in path.glob("lower_*")]
     return (path / "device").exists() or (bool(lower) and all(_is_hardware(one) for one in lower))

@@ -62,7 +62,7 @@ def text(report: Mapping[str, Any]) -> str:
             times = f": median {summary['median_seconds']:.2f} s, worst {summary['worst_seconds']:.2f} s"
         lines.append(f"{kind}: the job went on after {summary['went_on']} of {summary['count']}{times}{named}")
     if not report["output_was_read"]:
-        lines.append("culprits: not known, because the launcher's stderr is no file; start the job with `2> FILE`")
+        lines.append("culprits: not known, because the launcher's stderr is not a file; start the job with `2> FILE`")
     if report["faults"] and report["steps"]:
         first, last = report["steps"]
         before = report["undisturbed_seconds"]

@@ -52,7 +52,7 @@ class Site(Protocol):
 
 
 class RealHosts:
-    """Real machines, which somebody needs; also this machine alone."""
+    """Real machines, which their users need; also this machine alone."""
 
     is_real = True
 

@@ -39,7 +39,7 @@ _NAN = float32(numpy.nan)
 
 
 def can_compile() -> bool:
-    """Whether Numba is installed, and NUMBA_DISABLE_JIT does not switch it off."""
+    """True if Numba is installed, and NUMBA_DISABLE_JIT does not switch it off."""
     try:
         import numba
     except ImportError:

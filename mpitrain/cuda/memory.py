@@ -33,7 +33,7 @@ def pinned(num_bytes: int) -> numpy.ndarray:
 
 
 def is_page_aligned(array: numpy.ndarray) -> bool:
-    """Whether the array begins at a page, so that no other array shares its first page and it may be page-locked."""
+    """True if the array begins at a page, so that no other array shares its first page and it may be page-locked."""
     return address(array) % PAGE_BYTES == 0
 
 

@@ -16,7 +16,7 @@ REMEDY = (
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Whether the error is CuPy's or CUDA's for lack of GPU memory."""
+    """True if the error is CuPy's or CUDA's for lack of GPU memory."""
     cupy = sys.modules.get("cupy")
     if cupy is None:
         return False

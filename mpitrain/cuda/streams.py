@@ -52,7 +52,7 @@ def mark(gpu: Gpu, stream: Any = None) -> Any:
 
 
 def happened(event: Any) -> bool:
-    """Whether an event has happened. (CuPy's `event.done` stays false for ever if the GPU has failed.)
+    """True if an event has happened. (CuPy's `event.done` stays false for ever if the GPU has failed.)
 
     Raises:
         DeviceError: the GPU has failed: an invalid address, an error of its memory, a driver that is gone.

@@ -12,7 +12,7 @@ from mpitrain.diagnostics.check import Finding, NotHereError, Seen
 from mpitrain.errors import ConfigError
 
 _VERSION = 1
-# Section -> entries that stay constant on a machine that nobody changes. Others, such as load, vary.
+# Section -> entries that stay constant unless somebody changes the machine. Others, such as load, vary.
 STABLE: Mapping[str, tuple[str, ...]] = {
     "login": ("python",),
     "system": ("system", "kernel", "architecture", "cores", "memory_mib", "packages"),

@@ -1,6 +1,6 @@
-"""Whether a node's high ports are closed. To a busy node, or through a busy tunnel, a connection may take too long.
+"""Find out if a node's high ports are closed. To a busy node, or through a busy tunnel, a connection may take too long.
 
-So what seems closed is tried again, in turns with ssh's port of the same node. It is open if any connection comes
+So a port that seems closed is tried again, in turns with ssh's port of that node. It is open if any connection comes
 about, and closed if none does while ssh's port answers each time. Otherwise nothing is known of it.
 """
 

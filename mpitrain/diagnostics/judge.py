@@ -1,4 +1,4 @@
-"""From what was seen to verdicts: every check in every place, with root causes told apart from consequences."""
+"""Make verdicts of what was seen: every check in every place, with root causes told apart from consequences."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ _new_array = jax.jit(lambda: jnp.zeros((), bool))
 
 
 def is_traced(values: Sequence[Leaf]) -> bool:
-    """Whether JAX is tracing now, so that nothing can be exchanged yet.
+    """True if JAX is tracing now, so that nothing can be exchanged yet.
 
     JAX may be tracing even if none of the values is traced. Every run of the program must also exchange constants.
     """
@@ -131,7 +131,7 @@ def _settle() -> None:
 
 
 def _has_ended() -> bool:
-    """Whether a callback has ended the program, because `mpitrain verify` has seen enough."""
+    """True if a callback has ended the program, because `mpitrain verify` has seen enough."""
     return bool(_failed) and isinstance(_failed[0], SystemExit)
 
 

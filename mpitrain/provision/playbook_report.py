@@ -64,7 +64,7 @@ class Report:
 
     @property
     def changed_something(self) -> bool:
-        """Whether a task has changed a machine. An interrupted run may have changed one without reporting it."""
+        """True if a task has changed a machine. An interrupted run may have changed one without reporting it."""
         return self._changes or self.code == _INTERRUPTED
 
     @property

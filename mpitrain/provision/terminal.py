@@ -1,4 +1,4 @@
-"""Questions to a user, who may not be there."""
+"""Questions to a user. There may be no terminal, and so no user."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mpitrain.errors import ClusterError
 
 
 def is_there() -> bool:
-    """Whether there is a terminal at which a user can answer questions."""
+    """True if there is a terminal at which a user can answer questions."""
     return sys.stdin.isatty() and sys.stdout.isatty()
 
 

@@ -89,7 +89,7 @@ class Bed:
         return self.node(node).run(command, timeout_seconds=timeout_seconds)
 
     def is_up(self, node: str) -> bool:
-        """Whether users can log in on a node, apart from its network."""
+        """True if users can log in on a node, apart from its network."""
         return self.node(node).is_up()
 
     def link_bytes(self, node: str) -> int:
@@ -219,7 +219,7 @@ class Bed:
                 raise not_up(self.record, node, limit)
 
     def _has_booted(self, node: str) -> bool:
-        """Whether the node has booted, or never will."""
+        """True if the node has booted, or never will."""
         return self.node(node).is_up() or bool(panic(self.record, node))
 
     def host_keys(self) -> dict[str, str]:

@@ -59,7 +59,7 @@ def processes(path: Path) -> Iterator[int]:
 
 
 def is_populated(path: Path) -> bool:
-    """Whether any process is in a group or below it."""
+    """True if any process is in a group or below it."""
     return _event(path, "populated")
 
 

@@ -86,7 +86,7 @@ class Container:
         )
 
     def is_up(self) -> bool:
-        """Whether sshd listens and ordinary users may log in: pam_nologin(8) turns them away until the boot is done."""
+        """True if sshd listens and ordinary users may log in: pam_nologin(8) turns them away until the boot is done."""
         pid = self.pid()
         if pid is None or not self._ssh_listens(pid):
             return False

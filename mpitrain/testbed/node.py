@@ -28,7 +28,7 @@ class Node(Protocol):
         """Switch the node on."""
 
     def is_up(self) -> bool:
-        """Whether users can log in."""
+        """True if users can log in."""
 
     def boot_id(self) -> str:
         """Return an id that differs after each boot; empty while the node is off."""

@@ -61,7 +61,7 @@ class UserModeLinux:
         start_in_background(cgroup.in_group(self.group, command), log)
 
     def is_up(self) -> bool:
-        """Whether the node has said on its console that users can log in."""
+        """True if the node has said on its console that users can log in."""
         boot = self.boot_id()
         return bool(boot) and self._told("up")[:1] == [boot]
 

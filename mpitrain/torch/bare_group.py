@@ -75,7 +75,7 @@ class BareGroup(dist.ProcessGroup):
         return self
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Whether FSDP2 may take memory from here."""
+        """True if FSDP2 may take memory from here."""
         return False
 
     def get_group_store(self) -> Any:

@@ -74,7 +74,7 @@ def _leaves(batch: Any) -> list[Any]:
 
 
 def _is_column(batch: list[Any] | tuple[Any, ...]) -> bool:
-    """Whether a list has one text or number per sample; a DataLoader leaves texts in this form."""
+    """True if a list has one text or number per sample; a DataLoader leaves texts in this form."""
     return bool(batch) and all(isinstance(value, str | bytes | bool | int | float) for value in batch)
 
 

@@ -132,7 +132,7 @@ class Channel:
 
     @property
     def compares(self) -> bool:
-        """Whether the next call begins with a comparison."""
+        """True if the next call begins with a comparison."""
         return self.world.size > 1 and (self._left_to_compare > 0 or self._compares_all)
 
     def look(self) -> float | None:

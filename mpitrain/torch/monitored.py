@@ -58,7 +58,7 @@ def monitored_barrier(
 
 
 def _has_come(call: Call, rank: int) -> bool:
-    """Whether this rank's message has come in time."""
+    """True if this rank's message has come in time."""
     channel = call.channel
     while True:
         channel.engine.wait(call)

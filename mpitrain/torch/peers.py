@@ -51,7 +51,7 @@ class Peers:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a transfer is under way."""
+        """True if a transfer is under way."""
         return bool(self._sends or self._receives)
 
     def others(self, call: Call) -> tuple[int, ...] | None:

@@ -30,5 +30,5 @@ def record_nothing(backend: str) -> None:
 
 
 def is_awaited(options: Any) -> bool:
-    """Whether torch says that it waits for the call at once."""
+    """True if torch says that it waits for the call at once."""
     return not getattr(options, "asyncOp", True)

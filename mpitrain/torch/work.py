@@ -92,13 +92,13 @@ class Call(dist.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether the call has ended."""
+        """True if the call has ended."""
         if not self.is_done:
             self.channel.engine.look()
         return self.is_done
 
     def is_success(self) -> bool:
-        """Whether the call has ended without an error."""
+        """True if the call has ended without an error."""
         return self.is_done and self.error is None
 
     def exception(self) -> BaseException | None:

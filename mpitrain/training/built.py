@@ -12,7 +12,7 @@ from mpitrain.world import World
 
 
 class Built:
-    """Makes the parts of a Trainer anew for every World.
+    """Makes the parts of a Trainer again for every World.
 
     Attributes:
         parts: the newest parts; None before the first `begin`.

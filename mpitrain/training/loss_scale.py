@@ -56,7 +56,7 @@ class LossScale:
 
     @property
     def may_skip(self) -> bool:
-        """Whether a step may be skipped. False at a scale of 1, which cannot be lowered."""
+        """True if a step may be skipped. False at a scale of 1, which cannot be lowered."""
         return self._value > 1
 
     def update(self, *, skipped: bool) -> None:

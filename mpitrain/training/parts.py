@@ -30,7 +30,7 @@ class Data(Protocol):
 
 @dataclass(frozen=True)
 class Parts:
-    """The result of `build(world)`: everything that may hold a communicator, so that all of it can be made anew.
+    """The result of `build(world)`: everything that may hold a communicator, so that all of it can be made again.
 
     Attributes:
         adapter: the model with its optimizer, such as ArrayFunction or TorchModule.

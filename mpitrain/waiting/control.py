@@ -162,7 +162,7 @@ class Control:
                 activity.end(entry)
 
     def _can_wait(self, error: BaseException | None) -> bool:
-        """Whether the ranks still make the same calls. If so, the call that the error belongs to will raise it."""
+        """True if the ranks still make the same calls. If so, the call that the error belongs to will raise it."""
         return isinstance(error, MpitrainError) and error.known_everywhere and not isinstance(error, MismatchError)
 
     @contextmanager
@@ -215,7 +215,7 @@ class Control:
 
     @property
     def is_broken(self) -> bool:
-        """Whether a communication was left half done. Then nothing more can be sent."""
+        """True if a communication was left half done. Then nothing more can be sent."""
         return self._wreck is not None
 
     def check(self) -> None:

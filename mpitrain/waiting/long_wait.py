@@ -40,7 +40,7 @@ class Neighbours:
         return views, report(views, absent, unseen=unseen, hang_seconds=hang_seconds)
 
     def reports_instead(self, rank: int, seconds: float) -> bool:
-        """Whether a lower rank waits about as long, and so will report."""
+        """True if a lower rank waits about as long, and so will report."""
         for other, (pid, _) in sorted(self.where.items()):
             if other >= rank:
                 return False

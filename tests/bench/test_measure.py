@@ -1,4 +1,4 @@
-"""What follows from measured times."""
+"""Results computed from measured times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be asked of the bench, and what is refused before any rank starts."""
+"""The options of the bench, and those that it refuses before any rank starts."""
 
 from __future__ import annotations
 

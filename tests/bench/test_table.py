@@ -88,7 +88,7 @@ def test_factors() -> None:
     """The factors are those of PERFORMANCE.md of nccl-tests."""
     allreduce = OPERATIONS["allreduce"]
     assert [allreduce.busbw_factor(size) for size in (1, 2, 4)] == [0.0, 1.0, 1.5]
-    # What must leave and enter a node, however many ranks it has: 2 (n - 1) / n.
+    # A node must send and receive 2 (n - 1) / n, however many ranks it has.
     assert [allreduce.least(nodes) for nodes in ([1, 1], [2, 2], [1, 3], [1, 1, 1, 1])] == [1.0, 1.0, 1.0, 1.5]
 
 
@@ -96,7 +96,7 @@ def test_factors_of_the_others() -> None:
     for name in ("reduce_scatter", "allgather"):
         operation = OPERATIONS[name]
         assert [operation.busbw_factor(size) for size in (1, 2, 4)] == [0.0, 0.5, 0.75]
-        # Of four parts, the one node has three: it sends or receives them all.
+        # One node has three of the four parts, and sends or receives them all.
         assert [operation.least(nodes) for nodes in ([1, 1], [2, 2], [1, 3], [1, 1, 1, 1])] == [0.5, 0.5, 0.75, 0.75]
     assert (OPERATIONS["broadcast"].busbw_factor(4), OPERATIONS["broadcast"].least([1, 1])) == (1.0, 1.0)
 

@@ -78,7 +78,7 @@ def test_text() -> None:
     assert said.endswith("the job has reached its end\nleft behind: nothing\n")
     seen.error, seen.left, seen.hears = "rank 1 on a did not reach its end", {"a": ["/dev/shm/x"]}, False
     said = text(numbers(seen, "1a2b", {}))
-    assert "culprits: not known, because the launcher's stderr is no file" in said
+    assert "culprits: not known, because the launcher's stderr is not a file" in said
     assert said.endswith("the job has failed: rank 1 on a did not reach its end\nleft behind:\n    a: /dev/shm/x\n")
     assert "the job goes on; all faults are undone" in text(numbers(Episode(), "1a2b", {}))
 

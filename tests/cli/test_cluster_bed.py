@@ -127,7 +127,7 @@ class Operator:
         return re.search(r"SHA256:\S+", console.stdout)[0]
 
     def knows(self, node: str) -> bool:
-        """Whether the operator's ssh logs in without any help of ours."""
+        """True if the operator's ssh logs in without any help of ours."""
         command = [
             "ssh",
             "-F",
@@ -320,7 +320,7 @@ def test_an_addition_that_changed_nothing_is_taken_back(operator: Operator) -> N
 
 
 def test_sudo_wants_a_password(operator: Operator) -> None:
-    """None given, a wrong one, the right one; nothing of the others is changed by the first two."""
+    """No password, a wrong one, the right one. The first two change nothing on the other nodes."""
     operator.init()
     operator.trust_all()
     protect = (

@@ -17,7 +17,7 @@ from jobs import REPOSITORY, Job, run_command
 from mpitrain.diagnostics.run import of_one_machine
 
 DOCTOR = [sys.executable, "-m", "mpitrain", "doctor"]
-# Whether other people compute here or have left files is nothing that a test could decide.
+# A test cannot decide if other people compute here or have left files.
 PASSING = {"MPI01", "MPI05", "ENV07", "LIM01", "LIM03", "CON01"}
 
 
@@ -109,7 +109,7 @@ def test_a_library_that_cannot_begin() -> None:
 
 @pytest.mark.parametrize("module", ["numpy", "mpi4py", "fabric", "paramiko", "yaml", "rich"])
 def test_the_standard_library_is_enough(tmp_path: Path, module: str) -> None:
-    """For the command itself; the checks look in children."""
+    """The command itself needs no other library; the checks look in children."""
     variables = broken(tmp_path, module, "import sys; sys.exit('imported')")
     code = "import sys, runpy; sys.argv[1:] = ['--help']; from mpitrain.cli import doctor; import argparse"
     code += "; from mpitrain.diagnostics import here, run, facts, document, report; print(len(run.of_one_machine()))"

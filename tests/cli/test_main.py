@@ -31,7 +31,7 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line in the list, and a page of its own that begins with it."""
+    """A command has one line in the list, and a page of its own that begins with this line."""
     module = importlib.import_module(COMMANDS[name])
     assert module.HELP.strip() == module.HELP
     assert "\n" not in module.HELP

@@ -61,7 +61,7 @@ def launcher(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def line_of(folder: Path) -> list[str] | None:
-    """What `mpitrain ps` says of the job whose script is in this folder, by columns."""
+    """The columns of `mpitrain ps` for the job whose script is in this folder."""
     job = mpitrain("ps", "--hosts", "localhost")
     assert job.code == 0, job.output
     lines = [line for line in job.stdout.splitlines() if str(folder) in line]

@@ -40,7 +40,7 @@ def python(request: pytest.FixtureRequest) -> Path:
     return found
 
 
-# For what does not depend on the MPI library.
+# For tests that do not depend on the MPI library.
 MOSTLY_MPICH = pytest.mark.parametrize(
     "python", ["mpich", pytest.param("openmpi", marks=pytest.mark.slow)], indirect=True
 )
@@ -56,7 +56,7 @@ def run(
 
 
 def codes(code: int, python: Path) -> set[int]:
-    """What `mpitrain run` may return when one rank has left with `code`, while others wait for it."""
+    """The codes that `mpitrain run` may return if one rank has left with `code` while others wait for it."""
     # MPICH's mpiexec kills these, and now and then tells of one of them.
     return {code} if python.is_relative_to(VENVS["openmpi"]) else {code, 128 + signal.SIGKILL}
 
@@ -75,7 +75,7 @@ def test_success(python: Path, tmp_path: Path) -> None:
     source = START + "print('world of', comm.allreduce(1), os.environ['_MPITRAIN_EXPECTED_SIZE'], sys.argv[1:])"
     job = run(python, "-n", "3", script(tmp_path, source), "--", "--show", "-n", "--", "a b")
     assert job.code == 0, job.output
-    # One line if the ranks were not far apart; however many, every rank is in one of them.
+    # There is one line if the ranks were not far apart. However many lines there are, every rank is in one of them.
     lines = job.stdout.splitlines()
     assert {line.partition("] ")[2] for line in lines} == {"world of 3 3 ['--', '--show', '-n', '--', 'a b']"}, (
         job.output

@@ -197,7 +197,7 @@ Batches = Noisy
 
 
 def test_an_optimizer_that_knows_the_number_of_ranks(tmp_path: Path) -> None:
-    """In the only step, where no later gradient tells."""
+    """The difference is in the only step, so no later gradient shows it."""
     wrong = """
 class Scaled(mt.Sgd):
     def _apply(self, block, rate):

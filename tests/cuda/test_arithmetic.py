@@ -78,7 +78,7 @@ def ordinary(dtype: numpy.dtype, seed: int) -> numpy.ndarray:
 
 
 def assert_same(found: numpy.ndarray, expected: numpy.ndarray) -> None:
-    """The same bits; which NaN it is differs between CPUs."""
+    """The bits are the same. The kind of NaN differs between CPUs."""
     assert found.dtype == expected.dtype
     nan = numpy.isnan(expected)
     assert (numpy.isnan(found) == nan).all()

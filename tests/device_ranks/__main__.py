@@ -13,9 +13,9 @@ if arguments and arguments[0].startswith("--emulated"):
     os.environ["EMULATED_NCCL"] = "1"  # not possible where ranks share a GPU
     emulation = str(Path(__file__).parents[1] / "emulated")
     sys.path.insert(0, emulation)
-    # For the processes that a rank starts.
+    # These variables are for the processes that a rank starts.
     os.environ["PYTHONPATH"] = f"{emulation}:{os.environ.get('PYTHONPATH', '')}"
-    # What is found out about an MPI library with an emulated GPU says nothing of a real one.
+    # A finding about an MPI library with an emulated GPU says nothing about a real GPU.
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="mpitrain-")
     atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
     arguments = arguments[1:]

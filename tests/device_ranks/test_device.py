@@ -28,7 +28,7 @@ FLOAT32 = numpy.dtype(numpy.float32)
 
 @pytest.fixture
 def unbound(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """As before the first `bind`. What is said of the GPU is made up by the emulation's variables."""
+    """The state before the first `bind`. The emulation's variables make up the facts of the GPU."""
     monkeypatch.setattr(device, "_bound", None)
     return monkeypatch
 

@@ -106,7 +106,7 @@ def assert_close(found: Trainer, expected: Trainer, rtol: float, atol: float) ->
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_run_equals_the_one_on_numpy(world: World, name: str) -> None:
-    """In float64, but for the order in which products and norms are added up: 1e-10 after 20 steps."""
+    """In float64, except for the order in which products and norms are added up: 1e-10 after 20 steps."""
     exchange = make_exchange if name == "adam" else lambda own: PlainExchange(own, transport="staged")
     trainer, losses = trained(builder(cupy, OPTIMIZERS[name], dtype="float64", exchange=exchange), 20)
     expected, expected_losses = trained(builder(numpy, OPTIMIZERS[name], dtype="float64"), 20)
@@ -140,7 +140,7 @@ def test_what_is_recorded(world: World, shared: Path, capfd: pytest.CaptureFixtu
 
 @pytest.mark.parametrize(("precision", "bound"), [("float32", 1e-5), ("bf16", 10 * 2.0**-9), ("fp16", 10 * 2.0**-12)])
 def test_a_run_in_a_precision(world: World, precision: str, bound: float) -> None:
-    """As the one on NumPy; where sums are added up in another order, results are rounded to another 16-bit number."""
+    """The run equals that on NumPy, but a sum in another order may be rounded to another 16-bit number."""
     scale = LossScale(2.0**10) if precision == "fp16" else None
     _, losses = trained(builder(cupy, precision=precision, scale=scale), 20)
     _, expected = trained(builder(numpy, precision=precision, scale=scale and LossScale(2.0**10)), 20)
@@ -305,7 +305,7 @@ def test_clipping(world: World, count: int, dtype: str) -> None:
 
 
 def test_gradients_in_pieces_and_unequal_parts(world: World) -> None:
-    """On the GPU as on the host: rank r is said to be r + 1 times as slow, and takes at most 7 - r samples at once."""
+    """The GPU gives the host's results. Rank r counts as r + 1 times as slow, and takes up to 7 - r samples at once."""
 
     def on(xp: ModuleType) -> tuple[Trainer, list[float], list[int]]:
         def build(world: World) -> Parts:

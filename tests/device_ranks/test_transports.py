@@ -54,7 +54,7 @@ def expect(world: World, flat: Array, factor: int = 1) -> None:
 
 
 def both_kinds(transport: DeviceSequential, length: int, dtype: numpy.dtype) -> list[Array]:
-    """In the transport's own memory, and in CuPy's pool."""
+    """An array in the transport's own memory, and one in CuPy's pool."""
     return [transport.allocate(length, dtype), cupy.empty(length, dtype)]
 
 
@@ -90,7 +90,7 @@ def test_between_nodes(world: World, name: str, placement: str) -> None:
 
 
 def test_work_before_start_and_after_wait(world: World, transport: DeviceSequential) -> None:
-    """On the current stream, which nobody has waited for on the host: null, or one of the caller's own."""
+    """The work is on the current stream, for which the host has not waited: null, or one of the caller's own."""
     for stream in (cupy.cuda.Stream.null, cupy.cuda.Stream(non_blocking=True)):
         for flat in both_kinds(transport, 50_001, FLOAT32):
             values = cupy.asarray(pattern(flat.size, world.rank).astype(FLOAT32))
@@ -160,7 +160,7 @@ def test_leaves_the_device_and_the_stream_of_the_caller(world: World, transport:
 
 
 def test_a_buffer_in_flight_is_kept(world: World, transport: DeviceSequential) -> None:
-    """Nobody has it any more but the transport; what is allocated meanwhile lies elsewhere."""
+    """Only the transport still has the buffer. Memory that is allocated meanwhile lies elsewhere."""
     flat, last = fill(world, cupy.empty(300_000, FLOAT32)), cupy.ones(3, FLOAT32)
     handle, end = transport.start(flat), transport.start(last)
     handle.test()
@@ -247,7 +247,7 @@ def test_memory_comes_back(world: World, transport: DeviceSequential) -> None:
         world.barrier()  # or another rank is still on its way
         free.append(cupy.cuda.Device().mem_info[0])
         world.barrier()
-    # On a real GPU other processes take and give back too.
+    # On a real GPU other processes take and return memory too.
     assert free[-1] >= free[1] - 2**21, free
 
 

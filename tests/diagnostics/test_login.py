@@ -104,7 +104,7 @@ def test_a_server_that_hangs_up_on_a_login() -> None:
     ("wrong", "line"),
     [
         ("it has mode 0600", "sudo chmod 666 /dev/null"),
-        ("it is no device", "sudo rm -f /dev/null && sudo mknod /dev/null c 1 3 && sudo chmod 666 /dev/null"),
+        ("it is not a device", "sudo rm -f /dev/null && sudo mknod /dev/null c 1 3 && sudo chmod 666 /dev/null"),
     ],
 )
 def test_dev_null(wrong: str, line: str) -> None:

@@ -161,7 +161,7 @@ def test_get_data_shows_its_usage():
 @needs("austen")
 def test_get_data_does_nothing_when_complete(tmp_path):
     shutil.copytree(datasets.default_directory() / "austen", tmp_path / "austen")
-    # Without apt-get on its path, so that it could not do anything.
+    # Leave apt-get out of its path, so that it cannot install anything.
     shown = get_data("austen", tmp_path, path=tools(tmp_path / "bin", "sha256sum"))
     assert (shown.returncode, shown.stderr) == (0, "")
     assert shown.stdout == f"get-data: austen is complete in {tmp_path}/austen\n"

@@ -25,7 +25,7 @@ QUESTION_SECONDS = 60.0
 RANKS = (1, 2, 4)  # several on one GPU where there are fewer
 # pytest's last line, and what it skipped.
 SUMMARY = re.compile(r"^=*\s*((?:\d+ \w+,? ?)+in [\d.]+s.*?)\s*=*$", re.MULTILINE)
-# How lines with results begin: of the benchmarks, and of doctor on GPUs.
+# The beginnings of lines with results: of the benchmarks, and of doctor on GPUs.
 RESULTS = ("|", "copies within", "models.", "CUDA", "CuPy", "transport ")
 SKIPPED = re.compile(r"^SKIPPED \[\d+\] \S+ (.*)$", re.MULTILINE)
 
@@ -79,7 +79,7 @@ def main() -> int:
 
 
 def parts(libraries: list[Mpi], quick: bool) -> list[Part]:
-    """In the order of their importance: time may run out."""
+    """The parts in the order of their importance, because time may run out."""
     python = sys.executable
     first = libraries[0] if libraries else None
     # Settings of its own: pyproject.toml's want plugins, and make errors of warnings that a new CuPy may have.

@@ -29,7 +29,7 @@ class Pair:
 
 
 def assert_equal(found: Any, expected: Any) -> None:
-    """The same bits, dtypes and form."""
+    """Both have the same bits, dtypes and form."""
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         mine, theirs = numpy.asarray(one), numpy.asarray(other)
@@ -190,7 +190,7 @@ def test_ranks_that_disagree_inside_jit(world: World) -> None:
 
 
 def test_calls_are_made_in_the_order_of_the_program(world: World) -> None:
-    """None of them needs the result of another, and all look alike: only their order tells them apart."""
+    """No call needs the result of another, and all look alike: only their order distinguishes them."""
 
     @jax.jit
     def three(x: Any) -> Any:

@@ -41,7 +41,7 @@ class Lying:
             self.array.set(values)
 
     def get(self) -> numpy.ndarray:
-        """What it holds; after a look at the guards."""
+        """Check the guards. Return the content."""
         end = self._before + self._nbytes
         found = self._buffer.get()
         assert (found[: self._before] == 0x5A).all()

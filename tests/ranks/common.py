@@ -1,4 +1,4 @@
-"""What the tests on all ranks share."""
+"""Helpers of the tests on all ranks."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def named_ranks(world: World, odd: int) -> tuple[str, str]:
 
 
 def skip_alone(world: World) -> None:
-    """One rank alone cannot disagree."""
+    """Skip the test on one rank, which cannot disagree with another."""
     if world.size == 1:
         pytest.skip("needs two ranks")
 
 
 def assert_same_bits(world: World, *arrays: numpy.ndarray) -> None:
-    """The same arrays on every rank."""
+    """The arrays have the same bits on every rank."""
     assert len(set(world.allgather(b"".join(array.tobytes() for array in arrays)))) == 1
 
 

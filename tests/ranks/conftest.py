@@ -18,7 +18,7 @@ from .reducers import driven, reducer  # noqa: F401 - fixtures of the tests of t
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))  # for the models
 
-# So often in a row the others may still be in a test that has ended here.
+# This many times in a row, the others may still be in a test that has ended here.
 MOST_MISMATCHES = 3
 
 

@@ -60,7 +60,7 @@ SOURCES: dict[str, Callable[..., Any]] = {
 
 
 def expected_steps(source: str, augment: bool, steps: int = STEPS) -> list[list[tuple[int, list[float]]]]:
-    """What one process without any of our classes sees: a list of samples for each step."""
+    """The samples of each step that one process without any of our classes sees."""
     found: list[list[tuple[int, list[float]]]] = []
     for epoch in range(steps):
         if "stream" in source:
@@ -79,7 +79,7 @@ def expected_steps(source: str, augment: bool, steps: int = STEPS) -> list[list[
 
 
 def own_steps(data: Any, steps: int) -> list[list[tuple[int, list[float]]]]:
-    """This rank's samples of each step; checks what holds them."""
+    """This rank's samples of each step. Check their containers."""
     found = []
     for _ in range(steps):
         (numbers, values), weight = next(data)
@@ -97,5 +97,5 @@ def put_together(world: World, mine: list[list[Any]]) -> list[list[Any]]:
 
 
 def global_steps(world: World, data: Any, steps: int) -> list[list[tuple[int, list[float]]]]:
-    """What all ranks together see."""
+    """The samples of each step that all ranks together see."""
     return put_together(world, own_steps(data, steps))

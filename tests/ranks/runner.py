@@ -13,12 +13,12 @@ import pytest
 
 import mpitrain
 
-# How long a rank that waits leaves its core to those that it waits for, where there are more ranks than cores.
+# With more ranks than cores, a waiting rank leaves its core to the others for this time.
 NAP_SECONDS = 50e-6
 
 
 def run(folder: Path, arguments: Sequence[str]) -> int:
-    """This rank's exit code."""
+    """Run the tests. Return this rank's exit code."""
     world = mpitrain.init()
     if world.size > len(os.sched_getaffinity(0)):
         os.sched_yield = functools.partial(time.sleep, NAP_SECONDS)

@@ -65,7 +65,7 @@ def test_between_nodes(world: World, name: str, placement: str) -> None:
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("name", OVER_GROUPS)
 def test_between_nodes_in_hierarchical(world: World, name: str, placement: str) -> None:
-    """What hierarchical runs over its lanes may be any algorithm over a group."""
+    """hierarchical may run any algorithm over a group on its lanes."""
     there = placed(world, placement)
     over, memory = ALGORITHMS[name].over, NodeArrays(there)
     assert over is not None
@@ -116,7 +116,7 @@ def test_reduce_scatter_and_allgather_by_themselves(world: World, name: str, len
             flat = pattern(length, world.rank).astype(numpy.float32)
             world.control.wait(reduce_scatter(flat, lengths), "a reduce-scatter")
             assert_equal(flat[own], numpy.asarray(total)[own])
-            # What the other parts hold is not promised; they must come from their owners.
+            # The content of the other parts is not promised. They must come from their owners.
             gathered = numpy.full(length, numpy.nan, numpy.float32)
             gathered[own] = flat[own]
             world.control.wait(allgather(gathered, lengths), "an allgather")
@@ -125,7 +125,7 @@ def test_reduce_scatter_and_allgather_by_themselves(world: World, name: str, len
 
 @pytest.mark.parametrize("name", HALVES)
 def test_halves_with_handles_on_allocated_memory(world: World, name: str) -> None:
-    """What a strategy with sharded state needs: both begun, the first by itself, work on a part in between."""
+    """A strategy with sharded state needs this: begin both halves, the first alone, and work on a part in between."""
     entry, algorithm, group = ALGORITHMS[name], make_algorithm(world, "auto"), everyone(world)
     assert entry.reduce_scatter is not None
     assert entry.allgather is not None
@@ -182,7 +182,7 @@ def test_many_may_be_started(world: World, algorithm: Algorithm) -> None:
 
 
 def test_long_and_short_ones_in_flight(world: World, algorithm: Algorithm) -> None:
-    """Of many pieces and of less than one for each rank, in allocated memory and elsewhere."""
+    """The buffers have many pieces, or less than one per rank, in allocated memory and elsewhere."""
     lengths = (1, 700_003, 3, 0, 260_001, world.size - 1, 65_537, 1_000_001)
     flats = [
         algorithm.allocate(length, INT32) if index % 3 else numpy.empty(length, INT32)
@@ -294,7 +294,7 @@ def test_refuses_what_it_cannot_sum_in_place(algorithm: Algorithm, flat: object)
 
 
 def test_many_may_be_made(world: World) -> None:
-    """As a search over many trainings does; MPI's own things are scarce."""
+    """A search over many trainings makes many. MPI's own objects are scarce."""
     for name in ALGORITHMS:
         for _ in range(20):
             flat = numpy.ones(3, numpy.float16)

@@ -116,7 +116,7 @@ def test_what_is_wrong_is_counted(world: World, broken: None) -> None:
         pytest.skip("one rank has nothing to add")
     right, wrong = rows_of(world, "--sizes", "1M", "--algorithms", "broken", "--rounds", "3")
     assert (right.algorithm, right.wrong) == ("mpi", 0)
-    # One element, in each of 3 rounds and 2 that warm up.
+    # One wrong element in each of 3 rounds and 2 warm-up rounds.
     assert (wrong.algorithm, wrong.wrong) == ("broken", 5)
 
 
@@ -182,7 +182,7 @@ def test_pairs(world: World, pairs: Pairs) -> None:
 
 @pytest.fixture
 def less_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the numbers are does not matter here, so they may be less exact."""
+    """The values of the numbers do not matter here, so they may be less exact."""
     for name, value in {"_BLOCK_BYTES": 2**20, "_CODEC_BYTES": 2**18, "_MEMORY_ROUNDS": 3, "_LIMIT_ROUNDS": 5}.items():
         monkeypatch.setattr(f"mpitrain.bench.measure.{name}", value)
 
@@ -213,7 +213,7 @@ def test_a_profile(world: World, shared: Path, less_is_measured: None) -> None:
 def test_the_limit_of_native_is_measured(
     world: World, slow: str, limit: int, less_is_measured: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One of the two is made slower than the other one can be."""
+    """One of the two algorithms is made slower than the other can be."""
     skip_alone(world)
     right = ALGORITHMS[slow].make
 

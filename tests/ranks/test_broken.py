@@ -1,4 +1,4 @@
-"""After a communication that was left in the middle a world says no, instead of meeting what is still on its way."""
+"""A world whose communication was interrupted refuses further calls, which could meet messages still on their way."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 
 @pytest.fixture(autouse=True)
 def a_slow_disk_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that every save that is due is there: on a busy machine some writes take longer than the hook's patience."""
+    """Wait for every save that is due: on a busy machine some writes take longer than the hook's patience."""
     monkeypatch.setattr("mpitrain.training.hooks.checkpoint._PATIENCE_SECONDS", float("inf"))
 
 
@@ -103,7 +103,7 @@ def test_a_checkpoint_of_a_finished_run(world: World, shared: Path, capsys: pyte
 
 
 def test_a_checkpoint_fits_any_number_of_ranks(world: World, shared: Path) -> None:
-    """Nothing in it comes from a rank: one process alone would have written the same names, cursor and step."""
+    """Nothing in a checkpoint comes from a rank: one process would have written the same names, cursor and step."""
     trainer = Trainer(builder(45, 14), [StopAtStep(5), Checkpoint(shared, steps=5)])
     trainer.run()
     state = world.broadcast(checkpoint.load(shared / "step-00000005") if world.is_root else None)
@@ -220,7 +220,7 @@ def test_what_is_damaged_is_named_and_passed_over(
 
 
 def test_none_is_whole(world: World, shared: Path) -> None:
-    """To begin anew would hide it, and remove them in the end."""
+    """A new start would hide the damage, and would finally remove the checkpoints."""
     build = builder(20, 10)
     Trainer(build, [StopAtStep(2), Checkpoint(shared, steps=1)]).run()
     if world.is_root:
@@ -330,7 +330,7 @@ OTHERS: dict[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("other", OTHERS)
 def test_a_checkpoint_of_something_else(world: World, shared: Path, other: str) -> None:
-    """It is whole, so it is not passed over; nothing has changed."""
+    """The checkpoint is whole, so the run does not skip it. Nothing is changed."""
     apply, changed, text = OTHERS[other]
     Trainer(builder(20, 10), [StopAtStep(2), Checkpoint(shared, steps=1)]).run()
     if world.is_root:
@@ -390,7 +390,7 @@ def node_of(world: World, placement: str) -> int:
 def test_every_node_keeps_a_copy(
     world: World, shared: Path, monkeypatch: pytest.MonkeyPatch, placement: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """And a node that has lost its own, or has only an older one, goes on with the newest that any has."""
+    """A node that has lost its copy, or has only an older one, resumes from the newest copy of any node."""
     nodes = [PLACEMENTS[placement](rank) for rank in range(world.size)]
     if len(set(nodes)) == 1:
         pytest.skip("all ranks are on one node")
@@ -467,7 +467,7 @@ def test_nodes_that_see_one_directory_write_one_copy(
 
 
 def test_copies_of_different_trainings(world: World, shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a directory that an earlier training has used on another set of nodes."""
+    """An earlier training has used the directory on another set of nodes."""
     skip_alone(world)
     own = shared / f"node{world.rank}"
     trainer_there(world, monkeypatch, "alone on each node", [StopAtStep(2), Checkpoint(own, steps=2)]).run()

@@ -1,4 +1,4 @@
-"""What `mpitrain bench --show` says, against what is done."""
+"""The choices that `mpitrain bench --show` prints are those that are used."""
 
 from __future__ import annotations
 

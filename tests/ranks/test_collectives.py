@@ -54,7 +54,7 @@ def filled(dtype: numpy.dtype, shape: tuple[int, ...], rank: int) -> numpy.ndarr
 
 
 def rows(rank: int) -> int:
-    """How many rows a rank has, none on some."""
+    """The number of rows of a rank; some ranks have none."""
     return (0, 3, 1, 0, 250, 2, 7)[rank]
 
 
@@ -189,7 +189,7 @@ def test_driven_by_test_alone(world: World) -> None:
 
 
 def test_ranks_may_wait_in_different_places(world: World) -> None:
-    """Whoever waits in another call of the world moves these on too."""
+    """A rank that waits in another call of the world advances these calls too."""
     handle = collectives.allgather(world, numpy.full(300_000, world.rank))
     if world.rank % 2:
         world.barrier()

@@ -138,7 +138,7 @@ def test_a_rank_of_weight_0_hands_in_nothing(there: World, codec: str) -> None:
 
 
 def test_parts_of_a_buffer_keep_what_is_theirs(there: World, codec: str) -> None:
-    """As buckets are parts of one buffer."""
+    """Buckets too are parts of one buffer."""
     whole, parts = CompressedExchange(there, codec), CompressedExchange(there, codec)
     one, other = whole.allocate(512, FLOAT32), parts.allocate(512, FLOAT32)
     one.flat[:] = other.flat[:] = inputs(there.rank, 0, 512)
@@ -185,7 +185,7 @@ def test_goes_on_from_what_was_left_out(there: World, codec: str) -> None:
 
 
 def test_only_its_own_slots(there: World, codec: str) -> None:
-    """What is left out of a buffer that is not the exchange's would be lost: over four steps 0.0 where 2.0 is right."""
+    """The residual of any other buffer would be lost: over four steps the result would be 0.0 instead of 2.0."""
     exchange, another = CompressedExchange(there, codec), CompressedExchange(there, codec)
     slot, foreign = exchange.allocate(4, FLOAT32), another.allocate(4, FLOAT32)
     came_out = numpy.zeros(4)
@@ -257,7 +257,7 @@ def test_codecs_are_made_for_this_process() -> None:
 
 @pytest.mark.parametrize("codec", [name for name in sorted(CODECS) if CODECS[name](False).may_overflow])
 def test_a_mean_beyond_the_wire_is_an_error_on_every_rank(world: World, codec: str) -> None:
-    """Of finite gradients: the step must not put infinity into the parameters. Afterwards the reducer goes on."""
+    """The gradients are finite: the step must not put infinity into the parameters. Afterwards the reducer goes on."""
     skip_alone(world)
     apart = placed(world, "alone on each node")
     large = min(1.5 * first_overflow(codec), 3.4e38)  # what each rank hands in, its share, is finite on the wire
@@ -276,7 +276,7 @@ def test_a_mean_beyond_the_wire_is_an_error_on_every_rank(world: World, codec: s
 
 
 def test_a_step_that_is_left_out_leaves_nothing_behind(world: World, codec: str) -> None:
-    """What the codec left out of its gradients is not in the next step's means, which are those of a new reducer."""
+    """The next step's means have nothing of the skipped step's residual: they are those of a new reducer."""
     there = placed(world, "alone on each node")
     gradient = numpy.full(2048, 1e-3, numpy.float32)
     wrong = gradient.copy()

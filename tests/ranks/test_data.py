@@ -55,7 +55,7 @@ def noisy(sample: Any, random: numpy.random.Generator) -> Any:
 @pytest.mark.parametrize("augment", [False, True], ids=["", "augment"])
 @pytest.mark.parametrize("source", SOURCES)
 def test_the_steps_are_those_of_one_process(world: World, source: str, augment: bool, prefetch: bool) -> None:
-    """Also where the parts become unequal in between."""
+    """The steps are the same even if the parts become unequal in between."""
     data = SOURCES[source](world, global_batch=GLOBAL_BATCH, seed=SEED, augment=noisy if augment else None)
     if prefetch:
         data = Prefetch(data)

@@ -145,7 +145,7 @@ def test_the_thread_ends_with_the_object(world: World) -> None:
 
 
 def test_an_error_in_the_thread_comes_with_its_batch(world: World) -> None:
-    """Not earlier; and the batch can be tried again."""
+    """The error does not come earlier, and the batch can be tried again."""
     failures = [1]
 
     class Flaky(Table):

@@ -70,7 +70,7 @@ class Sleep(Hook):
 
 
 def last_step(world: World, hooks: Sequence[Hook]) -> int:
-    """Where a run with these hooks ends, on every rank."""
+    """The step at which a run with these hooks ends, the same on every rank."""
     trainer = Trainer(build, hooks)
     trainer.run()
     assert len(set(world.allgather((trainer.step_number, trainer.last_step)))) == 1
@@ -264,7 +264,7 @@ HOOKS = [
 
 
 def has_only_events_that_there_are(hook: type[Hook]) -> None:
-    """One that is misspelled would never be called."""
+    """A misspelled event would never be called."""
     events = {name for name in vars(hook) if name.startswith(("before_", "after_"))}
     assert events <= vars(Hook).keys(), events - vars(Hook).keys()
 
@@ -284,7 +284,7 @@ def test_every_hook(name: str, holds: Callable[[type[Hook]], None]) -> None:
 
 
 def test_a_hook_that_is_added(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It inherits the tests of every hook and of the documents: also their failures."""
+    """The hook inherits the tests of every hook and of the documents, with their failures."""
     hook = MarkedSteps()
     trainer = Trainer(build, [StopAtStep(4), hook])
     trainer.run()

@@ -19,7 +19,7 @@ SHARING = ("auto", "hierarchical", "shared_memory")
 
 
 def num_maps() -> int:
-    """How many pieces of such memory this process sees."""
+    """The number of pieces of such memory that this process sees."""
     gc.collect()
     return Path("/proc/self/maps").read_text().count("/memfd:mpitrain")
 

@@ -1,4 +1,4 @@
-"""What is started runs in order, whoever moves it on: other algorithms and calls of the world do not get in between."""
+"""Started calls run in order, whichever call advances them. Other algorithms and calls do not come in between."""
 
 from __future__ import annotations
 

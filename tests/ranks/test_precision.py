@@ -205,7 +205,7 @@ def test_a_step_that_is_infinite_on_one_rank_is_skipped_on_all(world: World, odd
     assert len(kept) == 2 * 3 + 1  # parameters, both moments, and the optimizer's step
     for name in kept:
         assert states[1][name] == states[2][name] == states[3][name] != states[4][name]
-    # And then as if the skipped steps had not been: the same bits after as many good ones.
+    # Then the run goes on as if without the skipped steps: it has the same bits after as many good steps.
     for _ in range(3):
         plain.step()
     assert {name: states[5][name] for name in kept} == {name: bits(plain)[name] for name in kept}
@@ -317,7 +317,7 @@ def mlp_builder(precision: str, scale: LossScale | None = None, rate: float = 0.
         adapter = ArrayFunction(
             mlp.loss_and_gradients, parameters, Sgd(rate, momentum=0.9), precision=precision, loss_scale=scale
         )
-        # In the order of this seed no ReLU tips over, which parts two runs by more than the roundings.
+        # In the order of this seed no ReLU flips. A flip would part two runs by more than the roundings.
         return Parts(adapter, Sync(), ArrayData(world, (x, y), global_batch=32, seed=1))
 
     return build
@@ -346,7 +346,7 @@ def test_a_model_learns_as_it_does_in_float32(world: World) -> None:
 
 
 def test_a_run_that_is_resumed_has_the_same_bits(world: World, shared: Path) -> None:
-    """With a scale that is too large at first and grows every 4 steps, so that steps are skipped all the way."""
+    """The scale is too large at first and grows every 4 steps, so steps are skipped during the whole run."""
     builder = lambda: mlp_builder("fp16", LossScale(2.0**24, growth_interval=4))  # noqa: E731
     whole = Trainer(builder(), [StopAtStep(30)])
     whole.run()

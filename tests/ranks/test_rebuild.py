@@ -35,7 +35,7 @@ STEPS = 9
 
 
 class Rebuild(Hook):
-    """Goes on in a new World after some steps."""
+    """A hook that goes on in a new World after some steps."""
 
     def __init__(self, steps: tuple[int, ...], new_world: Callable[[World], World]) -> None:
         self._steps = steps
@@ -53,7 +53,7 @@ class Rebuild(Hook):
 
 
 def build_in_float32(world: World) -> Parts:
-    """What codecs are for."""
+    """Build in float32, which codecs need."""
     rng = numpy.random.default_rng(1)
     sizes: Any = {"inputs": INPUTS, "hidden": (HIDDEN,), "classes": CLASSES}
     parameters = mlp.initial(rng, numpy, dtype="float32", **sizes)
@@ -102,7 +102,7 @@ def test_the_same_bits(world: World, compression: str, placement: str) -> None:
 
 
 def test_what_was_left_out_goes_along_to_other_places(world: World) -> None:
-    """Where ranks are placed anew, the sum of what they have left to send is put into the next means."""
+    """If ranks are in other places, the sum of their residuals goes into the next means."""
     if world.size < 3:
         pytest.skip("two ranks have one placement on two nodes")
     config = replace(world.config, compression="int8")
@@ -134,7 +134,7 @@ def test_a_closed_trainer_makes_no_step(world: World) -> None:
 
 
 def test_checkpoints_go_on(world: World, shared: Path) -> None:
-    """What is saved after the change goes on as what was saved before it."""
+    """Checkpoints from after the change continue those from before."""
     build = builder(71, 23)
     whole = Trainer(build, [StopAtStep(STEPS)])
     whole.run()

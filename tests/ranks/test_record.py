@@ -107,7 +107,7 @@ def test_rows_are_what_the_steps_did(world: World) -> None:
 
 
 def test_the_gradient_norm_is_that_of_the_whole_batch(world: World) -> None:
-    """Beside plain NumPy in float64: the gradient of the mean over all samples, at the parameters before the step."""
+    """It equals NumPy's in float64: the gradient of the mean over all samples, at the parameters before the step."""
 
     class Before(Hook):
         def __init__(self) -> None:
@@ -188,7 +188,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-# What does not depend on time.
+# The columns that do not depend on time.
 SAME = ("step", "epoch", "samples", "loss", "learning_rate", "gradient_norm", "m")
 
 
@@ -225,14 +225,14 @@ def test_a_resumed_run_has_the_rows_of_the_uninterrupted_one(world: World, share
         for directory in (whole, resumed):
             rows = [{k: v for k, v in row.items() if v != ""} for row in read_csv(directory / "metrics.csv")]
             lines = rows_of(directory / "metrics.jsonl")
-            # Only these lines say where a run resumed: at step 9, or at 6 where the failure cut off the writing of 9.
+            # Only these lines say where a run resumed: at step 9, or at 6 if the failure interrupted the write of 9.
             marked = [(line["step"], line.pop("resumed_after")) for line in lines if "resumed_after" in line]
             assert marked in ([[]] if directory == whole else [[(10, 9)], [(8, 6)]])
             assert [{k: float(v) for k, v in row.items()} for row in rows] == lines
 
 
 def test_a_resumed_run_with_nothing_left_to_do(world: World, shared: Path) -> None:
-    """Its last checkpoint is of step 9, where the row of step 12 had begun."""
+    """The run's last checkpoint is of step 9, at which the row of step 12 had begun."""
     Trainer(build, [*hooks_of(shared, 9)]).run()
     before = (shared / "metrics.jsonl").read_text() if world.is_root else ""
     again = Trainer(build, hooks_of(shared, 9))
@@ -313,7 +313,7 @@ def test_a_file_that_is_no_record(world: World, shared: Path) -> None:
 
 
 def test_clipping_and_the_norm(world: World) -> None:
-    """Where the optimizer clips, the norm is that before it."""
+    """If the optimizer clips, the norm is that before clipping."""
 
     def clipped(world: World) -> Any:
         parts = build(world)

@@ -148,7 +148,7 @@ def test_calls_that_cannot_be_right(world: World, reducer: GradientReducer) -> N
     refused(lambda: reducer.ready(-1, mine[7]), "there is no parameter -1; there are 10")
     reducer.ready(0, mine[0])
     refused(lambda: reducer.ready(0, mine[0]), "the gradient of embedding was handed in twice in one step")
-    # None of this has spoilt the step.
+    # These refusals have not spoilt the step.
     hand_in(reducer, mine, range(1, len(mine)))
     reducer.finish()
     check_means(world, reducer, [1.0] * world.size)

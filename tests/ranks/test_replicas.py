@@ -102,7 +102,7 @@ def test_the_values_are_those_of_before_and_after(world: World) -> None:
 def test_repair_from_the_majority_goes_on_as_if_nothing_had_been(
     world: World, place: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also where the optimizer's memory has flipped: that shows after the next step, of before the compare."""
+    """The same holds if a bit of the optimizer's memory has flipped, which shows only after the next step."""
     skip_alone(world)
     if world.size == 2:
         pytest.skip("two ranks have no majority")
@@ -140,7 +140,7 @@ def test_repair_from_the_root_takes_its_values_right_or_wrong(world: World) -> N
 
 
 def test_the_optimizer_is_repaired_too(world: World) -> None:
-    """Its moments differ as well, once a step was made with another one: equal ever after, or it would come again."""
+    """Its moments differ too after a step with another gradient. They must stay equal, or the fault returns."""
     skip_alone(world)
     trainer = trained(Flip(2, [1], "optimizer", "first", "w", byte=6), CompareReplicas(3, repair="root"), steps=3)
     optimizer = trainer.adapter.state()["optimizer"]

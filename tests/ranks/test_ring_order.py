@@ -14,7 +14,7 @@ from mpitrain.profile import Profile
 from tests.ranks.common import assert_same_bits
 
 OVER_GROUPS = [name for name, entry in ALGORITHMS.items() if entry.over is not None]
-# Nothing but a - c - b - d - a is fast.
+# Only the ring a - c - b - d - a is fast.
 FAST = {"ac", "cb", "bd", "da"}
 LINKS = tuple(tuple(0.0 if a == b else 1e9 if a + b in FAST else 1e8 for b in "abcd") for a in "abcd")
 PROFILE = Profile("test", 50e-6, 1e8, LINKS, tuple("abcd"))

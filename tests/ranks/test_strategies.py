@@ -1,4 +1,4 @@
-"""What every strategy of the registry must do, and the one of tests/added.
+"""The rules for every strategy of the registry, and for the one of tests/added.
 
 A model with one weight vector w and the loss mean((w - x)^2) / 2: its gradient on some samples is w - mean(x).
 """
@@ -51,7 +51,7 @@ def count_of(rank: int, step: int, size: int) -> int:
 
 
 def one_step(strategy: Strategy, model: ArrayFunction, batch: numpy.ndarray) -> tuple[Any, float]:
-    """As the Trainer makes it."""
+    """Make one step as the Trainer does."""
     strategy.begin_step(len(batch))
     loss = model.loss_and_gradients(batch, strategy.on_gradient)
     return strategy.finish_step(model, loss)

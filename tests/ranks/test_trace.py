@@ -33,8 +33,8 @@ def test_the_spans_of_a_step(world: World, monkeypatch: pytest.MonkeyPatch) -> N
         assert [span.end <= after.begin for span, after in pairwise(compute)] == [True, True]
         (bucket,) = [span for span in kept if span.lane == "wire" and span.about["step"] == step]
         assert bucket.about == {"step": step, "bucket": 0, "bytes": 8}
-        # On its way at the earliest when the gradient is there, and at the latest until the update.
+        # The bucket starts when the gradient is there or later, and arrives before the update.
         assert compute[1].begin <= bucket.begin <= bucket.end <= compute[2].begin
-    # Behind it may stand the bucket that is on its way.
+    # The name of a wait may end with the bucket that is on its way, in parentheses.
     waits = [span.name.partition(" (")[0] for span in kept if span.lane == "wait"]
     assert waits == ["begin a step", "end a step", "exchange gradients"] * 3

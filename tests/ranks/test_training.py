@@ -89,7 +89,7 @@ def test_ranks_that_start_from_different_parameters_get_those_of_rank_0(world: W
 
 
 def losses_with(world: World, monkeypatch: pytest.MonkeyPatch, compression: str) -> list[float]:
-    """Of a Trainer in a world whose ranks are on nodes of their own, with this MPITRAIN_COMPRESSION."""
+    """The losses of a Trainer with this MPITRAIN_COMPRESSION, in a world with one rank per node."""
     own = replace(placed(world, "alone on each node"), config=read_config({"MPITRAIN_COMPRESSION": compression}, {}))
     monkeypatch.setattr("mpitrain.training.trainer.init", lambda: own)
     samples = [part.astype("float32") if part.dtype.kind == "f" else part for part in samples_of(300)]

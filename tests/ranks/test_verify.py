@@ -133,7 +133,7 @@ def test_calls_are_recorded(world: World, shared: Path) -> None:
             if len(results) == 1:
                 results.append(own.sum({"n": len(part), "x": [part.sum(axis=0)]}))
             else:
-                # One rank without samples must not spoil it.
+                # A rank without samples must not spoil the result.
                 mean = part.mean(axis=0) if len(part) else numpy.full(4, numpy.nan)
                 results.append(own.mean(mean, weight=len(part)))
     assert len(results) == 2  # the third call has ended it
@@ -154,7 +154,7 @@ def test_calls_are_recorded(world: World, shared: Path) -> None:
 
 
 def test_arrays_of_world_sync_are_parameters(world: World, shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As each call finds them, while the script has them. Numbers, integers and what mpitrain.jax does are left out."""
+    """Each call records the arrays that the script still has, but no numbers, integers and calls of mpitrain.jax."""
     own = recording(world, shared, 4)
     tree = own.sync({"w": numpy.zeros(3), "b": numpy.ones(2, "float32"), "seed": 7, "order": numpy.arange(5)})
     other = own.sync(numpy.ones(2))

@@ -28,7 +28,7 @@ class Pair(NamedTuple):
 
 
 def every_kind_of_leaf(rank: int) -> dict[str, Any]:
-    """The same form on every rank, other values."""
+    """A tree of the same form on every rank, with different values."""
     numbers = numpy.arange(12) + 100 * rank
     readonly = numbers.astype(numpy.int32)
     readonly.flags.writeable = False
@@ -138,7 +138,7 @@ def test_empty_trees(world: World, tree: Any) -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS + INTEGERS, ids=str)
 def test_sum_is_exact(world: World, dtype: numpy.dtype) -> None:
-    # At most 7 ranks: below 128, exact in bfloat16 and int8.
+    # With at most 7 ranks the sums are below 128, so they are exact in bfloat16 and int8.
     shapes: list[tuple[int, ...]] = [(), (0,), (1,), (2, 3), (0, 4), (1009,)]
     values = [numpy.asarray(numpy.arange(math.prod(shape)).reshape(shape) % 4) for shape in shapes]
     mine = [numpy.asarray(its + 3 * world.rank, dtype) for its in values]

@@ -46,7 +46,7 @@ def _covers(path: str, share: str) -> bool:
 
 
 def _admits(client: str, name: str, seen: Seen) -> bool:
-    """Whether a client of /etc/exports names the node. A netgroup, which cannot be resolved here, counts as naming
+    """True if a client of /etc/exports names the node. A netgroup, which cannot be resolved here, counts as naming
     it."""
     addresses = addresses_of(seen, name)
     if client in ("*", "<world>", name, *addresses) or client.startswith("@"):

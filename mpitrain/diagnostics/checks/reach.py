@@ -39,7 +39,7 @@ def _reach(cluster: Cluster, a: str, b: str) -> Any:
             ports.append(cluster.ask(b, "listen", to_listen, seconds=5.0, user="login"))
         wish = {"address": address, "port": ports[0]}
         reached: dict[str, Any] = cluster.ask(a, "reach", wish, seconds=_SECONDS, user="login")
-        if reached["connect"] in ("lost", "refused"):  # nobody listens there any more, or perhaps not
+        if reached["connect"] in ("lost", "refused"):  # the listener there may have ended
             ports.clear()
         return reached
 

@@ -47,7 +47,7 @@ def _proxies(seen: Seen, name: str) -> Iterator[Finding]:
 
 
 def _is_spared(host: Host, spared: Sequence[str]) -> bool:
-    """Whether no_proxy has the host by name and by address, because programs use either."""
+    """True if no_proxy has the host by name and by address, because programs use either."""
     return _is_named(host.name, spared) and _is_named(host.address, spared)
 
 

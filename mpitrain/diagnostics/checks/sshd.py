@@ -155,7 +155,7 @@ def _edit(word: str, matching: list[str], own: str, files: list[str], service: s
 
 
 def _is_named(seen: Seen, pattern: str, name: str) -> bool:
-    """Whether a pattern of sshd's lists, NAME or USER@HOST, names a user or group that logs in from the nodes."""
+    """True if a pattern of sshd's lists, NAME or USER@HOST, names a user or group that logs in from the nodes."""
     user, at, host = pattern.rpartition("@") if "@" in pattern else (pattern, "", "")
     if not fnmatchcase(name, user):
         return False

@@ -10,7 +10,7 @@ from mpitrain.diagnostics.collect import ClusterStep, PairStep
 
 
 def has_tunnel(seen: Seen, name: str) -> bool:
-    """Whether the node reaches the others through a tunnel, by the settings of set-up and by what it has made."""
+    """True if the node reaches the others through a tunnel, by the settings of set-up and by what it has made."""
     is_wanted = bool(seen.target.settings["mpitrain_wireguard"])
     return is_wanted or bool(seen.nodes.get(name, {}).get("tunnel", {}).get("is_set_up"))
 

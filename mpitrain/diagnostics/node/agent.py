@@ -195,7 +195,7 @@ def _null() -> str:
     except OSError as error:
         return str(error.strerror)
     if not stat.S_ISCHR(mode):
-        return "it is no device"
+        return "it is not a device"
     return "" if mode & 0o666 == 0o666 else f"it has mode {stat.S_IMODE(mode):04o}"
 
 

@@ -248,7 +248,7 @@ def serving(_wish: dict[str, Any]) -> dict[str, Any]:
 
 
 def _answers() -> bool | None:
-    """Whether this machine's server answers an empty call (RFC 5531); None if nothing accepts the connection."""
+    """True if this machine's server answers an empty call (RFC 5531); None if nothing accepts the connection."""
     # Number, call, version of RPC, NFS, its version, NULL; then no credentials and no verifier.
     call = struct.pack(">10I", 1, 0, 2, _NFS_PROGRAM, 3, 0, 0, 0, 0, 0)
     try:

@@ -158,7 +158,7 @@ def ping(wish: dict[str, Any]) -> dict[str, Any]:
 
 
 def _ping(address: str, payload_bytes: int, count: int) -> bool | None:
-    """Whether any ping comes back; None if it cannot be tried."""
+    """True if any ping comes back; None if it cannot be tried."""
     options = ["-n", "-M", "do", "-i", "0.3", "-W", "1", "-c", str(count), "-s", str(payload_bytes)]
     code, out, _err = children.run(["ping", *options, address], count * 2.0 + 1.0)
     return None if code == 127 or "packets transmitted" not in out else not _NO_ANSWER.search(out)

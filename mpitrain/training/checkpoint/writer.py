@@ -69,7 +69,7 @@ class BackgroundWriter:
 
     @property
     def is_busy(self) -> bool:
-        """Whether work is under way."""
+        """True if work is under way."""
         return self._thread is not None and self._thread.is_alive()
 
     @property

@@ -236,5 +236,5 @@ class Checkpoint(Hook):
 
 
 def _is_shared(world: World, keeper: Mapping[int, int]) -> bool:
-    """Whether all nodes see one directory; `keeper` is the result of `keepers`."""
+    """True if all nodes see one directory; `keeper` is the result of `keepers`."""
     return len(keeper) == world.num_nodes and set(keeper.values()) == {0}

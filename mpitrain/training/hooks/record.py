@@ -136,7 +136,7 @@ class Record(Hook):
             self._write_row(trainer)
 
     def world_changed(self, trainer: Trainer) -> None:
-        """See Hook. The writers go on where another rank may have stopped, and the meters start anew."""
+        """See Hook. The writers go on where another rank may have stopped, and the meters start again."""
         self._has_rows = self._has_rows or self._is_open
         state = self.state()
         self.close()

@@ -35,7 +35,7 @@ class StopAtStep(Hook):
 
 
 class StopAfter(Hook):
-    """End the run after the first step that ends `seconds` or more after the run began. A resumed run counts anew.
+    """End the run after the first step that ends `seconds` or more after the run began. A resumed run counts from 0.
 
     Rank 0's clock decides. Asking it after every step would cost a message a step. So rank 0 says how many steps fit
     into half of the remaining time, but no more than have been made, and the ranks make these steps without asking.

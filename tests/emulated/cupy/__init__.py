@@ -50,7 +50,7 @@ class ndarray:
     def _set(self, host: numpy.ndarray, mem: Any) -> None:
         self._host, self._mem = host, mem
 
-    # What is known without looking at the memory.
+    # Properties that are known without a look at the memory.
     shape = property(lambda self: self._host.shape)
     dtype = property(lambda self: self._host.dtype)
     ndim = property(lambda self: self._host.ndim)
@@ -77,7 +77,7 @@ class ndarray:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        # With EMULATED_AWARE=0 an address that the host has not, as of a GPU for an MPI that is not CUDA-aware.
+        # With EMULATED_AWARE=0 the address is invalid on the host, like a GPU's for an MPI that is not CUDA-aware.
         pointer = self.data.ptr if os.environ.get("EMULATED_AWARE", "1") == "1" else 0x7000
         return {"shape": self.shape, "typestr": self.dtype.str, "data": (pointer, False), "version": 3}
 
@@ -297,7 +297,7 @@ def array(value: Any, dtype: Any = None, copy: bool = True) -> ndarray:
     if isinstance(value, ndarray):
         found = value if dtype is None else value.astype(dtype, copy=False)
         return found.copy() if copy and found is value else found
-    # From the host at once, as pageable memory is.
+    # Copy from the host at once, as for pageable memory.
     return _new(numpy.asarray(_plain(value), dtype))
 
 

@@ -153,7 +153,7 @@ def _freed(device: int, size: int, descriptor: int, memory: numpy.ndarray) -> No
 
 
 class PooledMemory:
-    """From CuPy's pool: no handle of its own."""
+    """Memory of CuPy's pool, which has no handle of its own."""
 
     def __init__(self, size: int) -> None:
         self.size, self.device_id = size, _device()
@@ -234,7 +234,7 @@ def alloc_pinned_memory(size: int) -> Any:
 # Work that cannot be done yet returns this, and is tried again.
 BLOCKED = object()
 _DEADLINE_SECONDS = 120.0
-# One for all streams: with one each, two threads that follow events across them would wait for each other.
+# All streams share one lock. With one lock each, two threads that follow events across streams could deadlock.
 _gpu_lock = threading.RLock()
 
 

@@ -28,7 +28,7 @@ _NAMES = {
 
 
 class CUDARuntimeError(RuntimeError):
-    """As CuPy raises it."""
+    """The error that CuPy raises."""
 
     def __init__(self, status: int) -> None:
         self.status = status
