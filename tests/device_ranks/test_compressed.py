@@ -29,7 +29,7 @@ def with_transport(world: World, name: str) -> World:
 
 
 def steps(there: World, exchange: CompressedExchange, slot: Slot, numbers: range) -> bytes:
-    """Make steps in two parts, like buckets, the last one first; weights differ; a value is NaN. Return the last mean."""
+    """Make steps in two parts, like buckets, the last one first; weights differ; one value is NaN. Return the mean."""
     flat = slot.flat
     middle = flat.size // 3
     for step in numbers:
