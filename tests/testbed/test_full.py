@@ -53,7 +53,7 @@ def test_delay_rate_and_mtu(full: Bed) -> None:
     assert "rate 100Mbit" in queues
     full.heal("node1")
     assert "netem" not in output(full, "node1", "/sbin/tc qdisc show dev eth0")
-    with pytest.raises(ConfigError, match="takes 1500 bytes at most"):
+    with pytest.raises(ConfigError, match="allows an MTU of at most 1500 bytes"):
         full.mtu("node1", 9000)
 
 
