@@ -85,7 +85,7 @@ DOCUMENTED = [
     ("docs/algorithms.md", "", "\n## ring\n", "\n## gather_and_add\n"),
     ("docs/algorithms.md", "\n## Codecs", "| --- | --- | --- | --- | --- | --- |\n", "| `halves` | 2 | | | | |\n"),
     ("tests/faults/cluster/matrix.py", "", "UNPROVED = {\n", '    "TEA01": "there is no tea anywhere",\n'),
-    ("docs/first_run.md", "", "cross a network: ", "`halves`, "),
+    ("docs/first_run.md", "", "are compressed on a network: ", "`halves`, "),
 ]
 
 
