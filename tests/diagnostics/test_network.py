@@ -38,6 +38,8 @@ def test_routes() -> None:
     (result,) = judged("NET01", looked)
     assert (result.verdict, result.where) == ("fail", ("node2",))
     assert result.observed == "the route to node3 leaves through wg0" and "ip route get 10.0.0.3" in result.remedy
+    routes["node3"] = {"interface": "wg0", "source": "10.8.0.2"}  # an address that goes with the interface
+    assert [one.observed for one in judged("NET01", looked)] == ["the route to node3 leaves through wg0"]
     routes["node3"] = {}
     assert judged("NET01", looked)[0].observed == "there is no route to node3"
     routes["node3"] = {"interface": "eth1"}

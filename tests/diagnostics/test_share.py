@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -148,6 +149,19 @@ def test_a_server_is_asked_for_an_answer(reply: bytes, answers: bool, monkeypatc
                 connection.sendall(reply)
                 assert asked.result(HANG_SECONDS) is answers
     assert node_share._answers() is None  # nothing listens there now
+
+
+def test_a_frozen_server_whose_queue_is_full_is_no_firewall(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_share, "_CALL_SECONDS", 1.0)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as server, contextlib.ExitStack() as waiting:
+        monkeypatch.setattr(node_share, "_NFS_PORT", server.getsockname()[1])
+        waiting.enter_context(socket.create_connection(server.getsockname()))
+        with pytest.raises(TimeoutError):
+            waiting.enter_context(socket.create_connection(server.getsockname(), 1.0))
+        assert node_share._answers() is False
+        # With an empty queue, only a firewall makes a connection wait.
+        monkeypatch.setattr(node_share, "_listeners", lambda: [0])
+        assert node_share._answers() is None
 
 
 def test_an_export_to_other_addresses_of_the_nodes() -> None:

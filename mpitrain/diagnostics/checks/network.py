@@ -37,16 +37,17 @@ def _routes(seen: Seen, name: str) -> Iterator[Finding]:
         for interface, link in network["interfaces"].items()
         if own_address in [text.split("/")[0] for text in link["addresses"]]
     }
+    sideways = {way for way in ways if _SIDEWAYS.fullmatch(way)} - own_links  # a VPN may be the chosen network
     for interface, peers in ways.items():
         where = fold(peers)
         remedy = f"ssh {login} ip route get {seen.target.addresses[peers[0]]}; ssh {login} ip route"
         if not interface:
             yield Finding("fail", (name,), f"there is no route to {where}", "one through the cluster's network", remedy)
-        elif _SIDEWAYS.fullmatch(interface) and interface not in own_links:  # a VPN may be the chosen network
+        elif interface in sideways:
             text = f"the route to {where} leaves through {interface}"
             yield Finding("fail", (name,), text, "one through the cluster's network", remedy)
-    yield from _sources(seen, name, own_links)
-    real = [way for way in ways if way and (way in own_links or not _SIDEWAYS.fullmatch(way))]
+    yield from _sources(seen, name, own_links, sideways)
+    real = [way for way in ways if way and way not in sideways]
     if len(real) > 1:
         text = f"the other nodes are reached through {len(real)} interfaces: {', '.join(sorted(real))}"
         yield Finding("warn", (name,), text, "one, so that it can be chosen for all jobs", f"ssh {login} ip route")
@@ -62,11 +63,16 @@ def _routes(seen: Seen, name: str) -> Iterator[Finding]:
             yield Finding("warn", (name,), text, "no gateway in between", f"ssh {login} ip route")
 
 
-def _sources(seen: Seen, name: str, own_links: set[str]) -> Iterator[Finding]:
-    """Check from which of its addresses the node reaches the others, which admit only the one in the inventory."""
+def _sources(seen: Seen, name: str, own_links: set[str], sideways: set[str]) -> Iterator[Finding]:
+    """Check from which of its addresses the node reaches the others, which admit only the one in the inventory.
+
+    Interfaces in `sideways` are reported already, and a route through one has its address too.
+    """
     network, own = seen.node(name, "network"), ip_address(seen.target.addresses[name])
     peers: dict[tuple[str, str], list[str]] = {}
     for peer, route in network["routes"].items():
+        if route.get("interface") in sideways:
+            continue
         if own_links and route.get("source") and ip_address(route["source"]) != own:
             peers.setdefault((route["source"], route["interface"]), []).append(peer)
     is_set_up = seen.nodes[name].get("names", {}).get("set_up")

@@ -233,7 +233,6 @@ def serving(_wish: dict[str, Any]) -> dict[str, Any]:
         shown = children.output("systemctl", "show", "-p", "LoadState,ActiveState,UnitFileState", f"{unit}.service")
         states[unit] = dict(line.split("=", 1) for line in shown.splitlines() if "=" in line)
     known = next((state for state in states.values() if state.get("LoadState") == "loaded"), {})
-    sockets = children.text("/proc/net/tcp") + children.text("/proc/net/tcp6")
     exports = []
     for path, clients in (line for line in lines if len(line) == 2):
         for client, options in re.findall(r"(\S+)\(([^)]*)\)", clients):
@@ -242,7 +241,7 @@ def serving(_wish: dict[str, Any]) -> dict[str, Any]:
         "exports": exports if may_ask else None,
         "server": known.get("ActiveState", "missing"),
         "enabled": known.get("UnitFileState", ""),
-        "is_listening": bool(re.search(rf":{_NFS_PORT:04X} [0-9A-F]+:0000 0A ", sockets)),
+        "is_listening": bool(_listeners()),
         "answers": _answers(),
     }
 
@@ -251,15 +250,26 @@ def _answers() -> bool | None:
     """True if this machine's server answers an empty call (RFC 5531); None if nothing accepts the connection."""
     # Number, call, version of RPC, NFS, its version, NULL; then no credentials and no verifier.
     call = struct.pack(">10I", 1, 0, 2, _NFS_PROGRAM, 3, 0, 0, 0, 0, 0)
+    is_connected = False
     try:
         with socket.create_connection(("127.0.0.1", _NFS_PORT), _CALL_SECONDS) as connection:
+            is_connected = True
             connection.settimeout(_CALL_SECONDS)
             connection.sendall(struct.pack(">I", 1 << 31 | len(call)) + call)
             return bool(connection.recv(4))
     except (TimeoutError, socket.timeout):  # noqa: UP041 (the same from Python 3.10 only)
-        return False
+        # A firewall on this machine drops its own connections too. A frozen server's connections wait in its queue.
+        return False if is_connected or any(_listeners()) else None
     except OSError:
         return None
+
+
+def _listeners() -> list[int]:
+    """Return how many connections wait for the server at each of its sockets that listen (proc_net_tcp)."""
+    sockets = children.text("/proc/net/tcp") + children.text("/proc/net/tcp6")
+    return [
+        int(queue, 16) for queue in re.findall(rf":{_NFS_PORT:04X} [0-9A-F]+:0000 0A [0-9A-F]+:([0-9A-F]+) ", sockets)
+    ]
 
 
 CALLS = {"share_mount": mount, "share_use": use, "share_step": step, "share_serving": serving}
