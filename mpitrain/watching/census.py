@@ -63,6 +63,7 @@ class FirstEnd:
         seconds: the time of the end, by time.monotonic().
         pid: the process id on its host.
         kernel: what the kernel says about the end; empty: nothing, or the kernel's log was not read yet.
+        code: the exit code of the rank, or the number of the signal below 0; None: the kernel does not tell.
     """
 
     rank: int | None
@@ -70,6 +71,7 @@ class FirstEnd:
     seconds: float
     pid: int = 0
     kernel: str = ""
+    code: int | None = None
 
 
 class Census:
@@ -134,7 +136,7 @@ class Census:
             return None
         process = first.process
         seconds = process.ended_at if first.line_order is None else first.line_ended_at
-        return FirstEnd(first.number, (), seconds, process.pid)
+        return FirstEnd(first.number, (), seconds, process.pid, code=process.code)
 
     def alive(self) -> list[int]:
         """Return the live processes: those of ranks, and those that started ranks."""
@@ -222,6 +224,7 @@ class Census:
             self._forget(line)
         else:
             self._mark(ended)
+            ended.note_code()
             self._events.unregister(descriptor)
             os.close(descriptor)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from mpitrain.launch.ending import Ended, in_order, last_step, last_words, signal_told, why
+from mpitrain.launch.ending import Ended, code_told, in_order, last_step, last_words, signal_told, why
 from mpitrain.watching.census import FirstEnd
 from mpitrain.watching.rank_record import FAILED, RankRecord
 
@@ -170,6 +170,16 @@ def test_a_counter_that_has_risen_names_nobody() -> None:
     assert of(first_ends=ends, mpiexec_said=INTEL) == ("rank 2 on h2 was killed by signal 11", 2)
     assert of(first_ends=ends, mpiexec_said=OPEN_MPI_CODE) == (BY_CODE, 2)
     assert of(first_ends=ends) == (f"{unsaid}: {words}", 2)
+
+
+@pytest.mark.parametrize(
+    ("rank", "code", "expected"),
+    [(2, 0, 1), (2, 5, 5), (2, -9, None), (2, None, None), (0, 0, None), (None, None, None)],
+)
+def test_the_code_of_the_rank_that_left_first(rank: int | None, code: int | None, expected: int | None) -> None:
+    """Rank 0 had come to its end."""
+    assert code_told(Ended(9, missing=(1, 2), first_ends=(FirstEnd(rank, (), 10.0, code=code),))) == expected
+    assert code_told(Ended(9, missing=(1, 2))) is None
 
 
 def test_the_last_words() -> None:

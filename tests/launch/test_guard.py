@@ -210,7 +210,7 @@ def test_it_sees_how_far_ranks_are_and_who_is_gone(wish: dict[str, Any], connect
         ]
         assert [view["ended_seconds"] for view in views] == [None, None]
         started.kill()
-        expected = {"rank": 3, "parent_of": [], "seconds": ANY, "pid": started.pid, "kernel": ANY}
+        expected = {"rank": 3, "parent_of": [], "seconds": ANY, "pid": started.pid, "kernel": ANY, "code": -9}
         assert wait_for(connection, "first_end")["first_end"] == expected
         views = wait_for(connection, "ranks")["ranks"]
         assert [view["ended_seconds"] is None for view in views] == [False, True]
