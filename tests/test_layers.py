@@ -88,6 +88,7 @@ LAYERS: dict[str, list[str]] = {
         "training.plot",
         "training.course",
         "training.state_copies",
+        "training.turn",
         "training.trainer",
         "training.writers.*",
         "verify.observe",

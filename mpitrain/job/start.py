@@ -96,7 +96,7 @@ def _begin(settings: dict[str, Any]) -> Job:
         _publish(world)
     stop_waiting()
     if world.context.keeper and world.context.roll_call:
-        heed(publish(world.rank), world.context.keeper)
+        heed(publish(world.rank), world.context)
     job.world = world = replace(world, profile=_common_profile(world))
     # Every rank makes this call, whatever its environment.
     facts = world.allgather((world.node_rank, os.sched_getaffinity(0), unsafe_because()))

@@ -17,6 +17,7 @@ import threading
 import time
 from contextlib import suppress
 
+from mpitrain.job.context import JobContext
 from mpitrain.launch.kept import DIES, STAYS, KeeperLine
 from mpitrain.watching.activity import Activity
 
@@ -25,8 +26,8 @@ _LOOK_SECONDS = 0.05
 _ANSWER_SECONDS = 10.0
 
 
-def heed(activity: Activity, keeper: str) -> None:
-    """From now on, take SIGTERM to this process as the wish that its host leaves; `keeper` is the keeper's socket.
+def heed(activity: Activity, context: JobContext) -> None:
+    """From now on, take SIGTERM to this process as the wish that its host leaves. `context` is that of this rank.
 
     A program that handles SIGTERM itself, before or after this call, keeps its handler.
     """
@@ -41,7 +42,7 @@ def heed(activity: Activity, keeper: str) -> None:
         elif not is_told:
             is_told = True
             activity.tell_end()
-            _thread.start_new_thread(_wait, (keeper,))  # of threading, this thread may hold a lock
+            _thread.start_new_thread(_wait, (context,))  # of threading, this thread may hold a lock
 
     def forget() -> None:
         if signal.getsignal(signal.SIGTERM) is told:
@@ -51,11 +52,11 @@ def heed(activity: Activity, keeper: str) -> None:
     os.register_at_fork(after_in_child=forget)
 
 
-def _wait(keeper: str) -> None:
+def _wait(context: JobContext) -> None:
     """Wait until the job has left this host, or until it is clear that it will not."""
     deadline, leaves = time.monotonic() + _ANSWER_SECONDS, False
     with suppress(OSError, ValueError, KeyError):
-        line = KeeperLine(keeper)
+        line = KeeperLine(context.keeper, context.job)
         while True:
             wish = line.wish()
             if wish == DIES or (wish == STAYS and (leaves or time.monotonic() > deadline)):

@@ -1,11 +1,13 @@
 """Changes of the hosts of a running job: receives the wishes, and answers them.
 
-    wish ─> can it be? ─┬─> "accepted" ─> keepers ─> ranks end after their next copy ─> the next try, on other hosts
+    wish ─> can it be? ─┬─> "accepted" ─> the next try starts, on other hosts (successor.py) ─> keepers ─> ranks end
+                        │                                                               after their next copy
                         └─> "refused", and why; the job does not notice
 
 Only the first run of a Trainer in a script can be left and gone on with: a later one would have to begin with it.
 
-A thread answers, because a host that is to join is asked for its facts first.
+A thread answers, because a host that is to join is asked for its facts first. Only the main thread starts processes.
+If the next try cannot start beside the present one, it starts when the present one has ended.
 """
 
 from __future__ import annotations
@@ -21,9 +23,10 @@ from typing import Any
 
 from mpitrain.errors import ConfigError, LaunchError
 from mpitrain.launch.keepers import Keepers
-from mpitrain.launch.kept import LEAVES, SAVES, STAYS, receive, send, user_of
+from mpitrain.launch.kept import LEAVES, PREPARES, SAVES, STAYS, receive, send, user_of
 from mpitrain.launch.placement import Placement
 from mpitrain.launch.roster import launcher_name
+from mpitrain.launch.successor import Successor
 from mpitrain.launch.wishes import listen
 from mpitrain.watching.ranges import rank_ranges
 
@@ -32,6 +35,9 @@ _MESSAGE_SECONDS = 5.0
 _RUN = 1
 # mpiexec sends SIGTERM to ranks too, when it ends them because of another one, whose end is heard within this time.
 _SETTLE_SECONDS = 1.5
+# The ranks of the next try must be ready within this time, or the present ones end first. A host that is about to be
+# taken away has less time.
+_READY_SECONDS, _READY_SECONDS_OF_TOLD = 120.0, 10.0
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,7 @@ class Change:
         now_on: where the next try runs.
         joined: the hosts that come in with it.
         is_end: too few hosts would be left, so the ranks save, and the job ends.
+        ready_seconds: the time in which the ranks of the next try must be ready.
     """
 
     text: str
@@ -51,10 +58,11 @@ class Change:
     now_on: Placement
     joined: tuple[str, ...] = ()
     is_end: bool = False
+    ready_seconds: float = _READY_SECONDS
 
 
 class Changes:
-    """Use this in `with`: inside, wishes are answered."""
+    """Use this in `with`: inside, wishes are answered. `look` goes on with them."""
 
     def __init__(
         self,
@@ -62,6 +70,7 @@ class Changes:
         min_nodes: int,
         widen: Callable[[Placement, str], Placement],
         check: Callable[[Placement], None],
+        prepare: Callable[[Placement, str], Successor | None],
     ) -> None:
         """No wish is answered yet.
 
@@ -70,8 +79,12 @@ class Changes:
             min_nodes: the fewest hosts.
             widen: returns a placement with more hosts, from the text of --hosts. Raises ConfigError.
             check: raises LaunchError or ConfigError if a host of a placement cannot take part.
+            prepare: starts the next try beside the present one, for a reason in words; None: it cannot.
         """
         self._keepers, self._min_nodes, self._widen, self._check = keepers, min_nodes, widen, check
+        self._prepare = prepare
+        self._next: tuple[Change, Successor] | None = None
+        self._prepared_since = 0.0
         self._listener = listen(launcher_name(os.getpid()))
         self._listener.settimeout(_LOOK_SECONDS)
         self._hosts: Placement | None = None
@@ -94,6 +107,7 @@ class Changes:
         for thread in self._threads:
             thread.join(2 * _LOOK_SECONDS)  # the first may be asking a host, which takes longer
         self._listener.close()
+        self._close_next()
 
     def begin(self, hosts: Placement, now_on: Placement) -> None:
         """A try is about to begin on `now_on`; those of `hosts` that are not in it are set aside."""
@@ -116,6 +130,67 @@ class Changes:
             change, self._change, self._now_on = self._change, None, None
             return change
 
+    def take_next(self, change: Change | None) -> Successor | None:
+        """After `take`: the try that goes on for this change. It takes over now. None: none is ready."""
+        if self._next is None or self._next[0] is not change or not self._next[1].is_ready:
+            self._close_next()
+            return None
+        _, successor = self._next
+        self._next = None
+        return successor
+
+    def look(self) -> None:
+        """In the main thread, some times a second while a try runs: prepare the next one, if there is a change."""
+        with self._lock:
+            change, is_prepared = self._change, self._keepers.wish == PREPARES
+        if self._next is not None and self._next[0] is not change:  # the change was dropped
+            self._close_next()
+        if change is None:
+            return
+        if self._next is None:
+            if is_prepared:
+                self._begin_next(change)
+            return
+        _, successor = self._next
+        successor.look()
+        if not successor.problem and is_prepared and time.monotonic() - self._prepared_since > change.ready_seconds:
+            successor.has_room = False
+            self._go_without(change, successor, f"its ranks were not ready within {change.ready_seconds:g} s")
+        elif successor.problem:
+            self._go_without(change, successor, successor.problem)
+        elif is_prepared and successor.is_ready:
+            self._tell(change, LEAVES)
+
+    def _begin_next(self, change: Change) -> None:
+        successor = self._prepare(change.now_on, change.text)
+        if successor is None:
+            self._tell(change, LEAVES)
+        else:
+            self._next, self._prepared_since = (change, successor), time.monotonic()
+
+    def _go_without(self, change: Change, successor: Successor, problem: str) -> None:
+        """The next try cannot be prepared: drop the hosts that would join, or let the present ranks end first."""
+        self._close_next()
+        with self._lock:
+            is_dropped = bool(change.joined) and successor.has_room and self._keepers.wish == PREPARES
+            if is_dropped and self._change is change:
+                self._change, self._keepers.wish = None, STAYS
+        if is_dropped:
+            _say(f"the job goes on as before, without {', '.join(change.joined)}: {problem}")
+        else:
+            _say(f"the next try cannot start beside this one: {problem}. It starts when this one has ended")
+            self._tell(change, LEAVES)
+
+    def _close_next(self) -> None:
+        if self._next is not None:
+            self._next[1].close()
+            self._next = None
+
+    def _tell(self, change: Change, wish: int) -> None:
+        with self._lock:
+            if self._change is change:
+                self._keepers.wish = wish
+
     def answer(self, wish: Mapping[str, Any]) -> dict[str, str]:
         """Accept or refuse a wish."""
         try:
@@ -135,7 +210,7 @@ class Changes:
                     raise ConfigError("the job is being started again; try again in a moment")
                 self._refuse_run()
                 self._change = change
-                self._keepers.wish = LEAVES
+                self._keepers.wish = PREPARES
         except (ConfigError, LaunchError) as error:
             return {"refused": str(error)}
         where = ", ".join(change.now_on.hosts)
@@ -185,8 +260,9 @@ class Changes:
                 _say(f"{why}, and {only}; {where}. A failure follows")
                 return
             if len(set(now_on.hosts) - set(leave)) >= max(1, self._min_nodes):
-                self._change = replace(self._leaving(hosts, now_on, leave), text=f"{_leaves(leave)} ({why})")
-                keepers.wish = LEAVES
+                leaving = self._leaving(hosts, now_on, leave)
+                self._change = replace(leaving, text=f"{_leaves(leave)} ({why})", ready_seconds=_READY_SECONDS_OF_TOLD)
+                keepers.wish = PREPARES
             else:
                 self._change = Change(f"{why} on {', '.join(leave)}", hosts, now_on, is_end=True)
                 keepers.wish = SAVES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from mpitrain.errors import LaunchError
 from mpitrain.launch.dialects import JobSpec, command_for
 from mpitrain.launch.ending import Ended
 from mpitrain.launch.facts import devices
-from mpitrain.launch.job import run_job
+from mpitrain.launch.job import Run
 from mpitrain.launch.keepers import Keepers
 from mpitrain.launch.reserve import Reserve
 from mpitrain.launch.variables import absent
@@ -26,7 +26,13 @@ def show(job: JobSpec, from_file: Mapping[str, str]) -> None:
     print(command_for(job, os.environ))
 
 
-def run(job: JobSpec, from_file: Mapping[str, str], keepers: Keepers | None, reserve: Reserve | None = None) -> Ended:
+def run(
+    job: JobSpec,
+    from_file: Mapping[str, str],
+    keepers: Keepers | None,
+    reserve: Reserve | None,
+    meanwhile: Callable[[], None],
+) -> Ended:
     """Start the job and see to its end.
 
     Args:
@@ -34,6 +40,7 @@ def run(job: JobSpec, from_file: Mapping[str, str], keepers: Keepers | None, res
         from_file: variables of --env-file, already set; the devices that they name must exist.
         keepers: of the job; None: it is not started again.
         reserve: the spares that become the ranks, if there are any.
+        meanwhile: is called some times a second while the job runs.
 
     Raises:
         LaunchError: the job cannot be started.
@@ -43,7 +50,7 @@ def run(job: JobSpec, from_file: Mapping[str, str], keepers: Keepers | None, res
     # No limit of silence: a launcher that is stopped (Ctrl-Z) sends nothing, but the job must go on.
     wish = {"token": context.job, "roll_call": context.roll_call, "peers": {}, "silence_seconds": 0}
     if keepers is not None:
-        keepers.begin([own])
+        keepers.begin([own], context.job)
     with Guards(own, [own], {own: wish}, keepers) as guards:
         guards.facts()
         if keepers is not None:
@@ -57,7 +64,7 @@ def run(job: JobSpec, from_file: Mapping[str, str], keepers: Keepers | None, res
             reserve=reserve,
         )
         program = job.program if reserve is None else reserve.begin_try(job.program, job.placement.num_ranks)
-        return run_job(replace(job, context=context, program=program), watched)
+        return Run(replace(job, context=context, program=program), watched).to_end(meanwhile)
 
 
 def _refuse_absent(from_file: Mapping[str, str]) -> None:

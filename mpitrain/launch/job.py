@@ -18,7 +18,7 @@ from mpitrain.errors import LaunchError
 from mpitrain.launch import processes
 from mpitrain.launch.dialects import JobSpec, command_for, names_signals
 from mpitrain.launch.ending import Ended, code_told, first_failure, last_words, signal_told
-from mpitrain.launch.printer import Printer
+from mpitrain.launch.printer import Printer, Stream
 from mpitrain.watching.census import FirstEnd
 from mpitrain.watching.rank_record import INTERRUPTED, RankRecord
 
@@ -32,6 +32,7 @@ _DRAIN_SECONDS = 10.0
 _DEAD_SECONDS = 10.0
 
 _READ_BYTES = 1 << 16
+_MOST_READS = 64
 _END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -78,31 +79,19 @@ class Watched(Protocol):
         """End what is left on all hosts; return what that was, and what could not be ended, one line per entry."""
 
 
-def run_job(job: JobSpec, watched: Watched) -> Ended:
-    """Run the mpiexec command of `job`, print its output, and say how it ended, with the exit code for this process.
+class Run:
+    """One mpiexec command: `to_end` runs it and prints its output. It can be started before, beside another one."""
 
-    The code is 0 only if mpiexec returned 0, no rank reported a failure or vanished, and no process was left over. It
-    is 128 + the signal if a signal ended the job, here or (if mpiexec says so) in a rank. SIGINT, SIGTERM and SIGHUP to
-    this process end the whole job: it passes them on, and after `GRACE_SECONDS` or at a second signal it kills all
-    processes. The ranks read nothing from stdin. Call this in the main thread of a process that does little else: the
-    process becomes the parent of every orphan below it.
-
-    Args:
-        job: what to start.
-        watched: the job as seen by the guards of its hosts.
-
-    Raises:
-        LaunchError: mpiexec cannot be started.
-        BrokenPipeError: nobody reads the output; all processes have been killed.
-    """
-    return _Run(job, watched).run()
-
-
-class _Run:
     def __init__(self, job: JobSpec, watched: Watched) -> None:
+        """Nothing is started yet.
+
+        Args:
+            job: what to start.
+            watched: the job as seen by the guards of its hosts.
+        """
         self._command = command_for(job, os.environ)
         self._names_signals = names_signals(job.mpiexec)
-        self._watched = watched
+        self._watched, self._job = watched, job.context.job
         self._is_here, self._own, self._host_of = job.placement.is_here, job.placement.own, job.placement.host_of
         self._trouble: list[str] = []  # why the launcher ended the job
         self._printer = Printer(
@@ -114,86 +103,154 @@ class _Run:
         )
         self._signals: list[int] = []  # signals to this process
         self._kill_at = float("inf")
+        self._linger_until = float("inf")
         self._mpiexec_ended = 0.0  # when its end was seen; 0: not yet
         self._not_ours: set[int] = set()
+        self._mpiexec: subprocess.Popen[bytes] | None = None
+        self._pipes = selectors.DefaultSelector()
+        # The output of a job that was started beside another one waits for the end of that one.
+        self._held: list[tuple[Stream, bytes]] | None = None
 
-    def run(self) -> Ended:
-        processes.adopt_orphans()
-        self._not_ours = processes.children()
-        with _handled(self._on_signal, self._is_here), selectors.DefaultSelector() as pipes:
-            mpiexec = self._start()
+    def start(self) -> None:
+        """Start it, and hold back its output. `beside` then goes on with it, until `to_end` or `give_up`.
+
+        Raises:
+            LaunchError: mpiexec cannot be started.
+        """
+        self._held = []
+        self._start()
+
+    def beside(self) -> bool:
+        """Take in what has come so far, without a wait. False: the job has ended, or must be ended; call `to_end`."""
+        assert self._mpiexec is not None
+        for _ in range(_MOST_READS):
+            if not (self._pipes.get_map() and self._read(0.0)):
+                break
+        return self._goes_on(self._mpiexec)
+
+    def give_up(self) -> None:
+        """End the job that `start` has started. Nothing is printed."""
+        processes.kill_all(self._alive)
+        self._watched.end(0.0)
+        self._close()
+
+    def to_end(self, meanwhile: Callable[[], None] = lambda: None) -> Ended:
+        """See to the end of the job, print its output, and say how it ended, with the exit code for this process.
+
+        The code is 0 only if mpiexec returned 0, no rank reported a failure or vanished, and no process was left over.
+        It is 128 + the signal if a signal ended the job, here or (if mpiexec says so) in a rank. SIGINT, SIGTERM and
+        SIGHUP to this process end the whole job: it passes them on, and after `GRACE_SECONDS` or at a second signal it
+        kills all processes. The ranks read nothing from stdin. Call this in the main thread of a process that does
+        little else: the process becomes the parent of every orphan below it.
+
+        Args:
+            meanwhile: is called some times a second while the job runs.
+
+        Raises:
+            LaunchError: mpiexec cannot be started.
+            BrokenPipeError: nobody reads the output; all processes have been killed.
+        """
+        with _handled(self._on_signal, self._is_here):
             try:
-                for stream, pipe in (("stdout", mpiexec.stdout), ("stderr", mpiexec.stderr)):
-                    assert pipe is not None
-                    os.set_blocking(pipe.fileno(), False)
-                    pipes.register(pipe, selectors.EVENT_READ, stream)
-                self._watched.begin()
-                self._watch(mpiexec, pipes)
-                left = self._end(mpiexec, pipes)
-                returncode = mpiexec.wait(_DEAD_SECONDS)
+                if self._mpiexec is None:
+                    self._start()
+                assert self._mpiexec is not None
+                self._release()
+                self._watch(self._mpiexec, meanwhile)
+                left = self._end(self._mpiexec)
+                returncode = self._mpiexec.wait(_DEAD_SECONDS)
             except BaseException:  # such as BrokenPipeError: nobody reads the output any more (`| head`)
-                processes.kill_all(self._alive)
-                self._watched.end(0.0)
+                if self._mpiexec is not None:
+                    processes.kill_all(self._alive)
+                    self._watched.end(0.0)
                 raise
             finally:
-                # Not Popen's own `with`, which would wait for ever for a process that cannot be killed.
-                for pipe in (mpiexec.stdout, mpiexec.stderr):
-                    assert pipe is not None
-                    pipe.close()
-                mpiexec.poll()
+                self._close()
         ended = self._ended(returncode, left)
         if words := last_words(ended, self._host_of):
             self._printer.say(words)
         return ended
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> None:
+        processes.adopt_orphans()
+        self._not_ours = processes.children()
         arguments = self._command.arguments
         try:
-            return subprocess.Popen(
+            self._mpiexec = subprocess.Popen(
                 arguments,
                 env={**os.environ, **self._command.environment},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 start_new_session=True,  # Ctrl-C in the terminal reaches the launcher only
-                preexec_fn=processes.end_with_parent(),  # noqa: PLW1509 (there are no threads yet)
+                preexec_fn=processes.end_with_parent(),  # noqa: PLW1509 (no thread holds a lock that it takes)
             )
         except OSError as error:
             raise LaunchError(f"{arguments[0]} cannot be run: {error.strerror}") from error
+        for stream, pipe in (("stdout", self._mpiexec.stdout), ("stderr", self._mpiexec.stderr)):
+            assert pipe is not None
+            os.set_blocking(pipe.fileno(), False)
+            self._pipes.register(pipe, selectors.EVENT_READ, stream)
+        self._watched.begin()
 
-    def _watch(self, mpiexec: subprocess.Popen[bytes], pipes: selectors.BaseSelector) -> None:
+    def _close(self) -> None:
+        self._pipes.close()
+        if self._mpiexec is not None:
+            # Not Popen's own `with`, which would wait for ever for a process that cannot be killed.
+            for pipe in (self._mpiexec.stdout, self._mpiexec.stderr):
+                assert pipe is not None
+                pipe.close()
+            self._mpiexec.poll()
+
+    def _watch(self, mpiexec: subprocess.Popen[bytes], meanwhile: Callable[[], None]) -> None:
         """Loop until everything has ended, or must be ended."""
-        linger_until = float("inf")
-        while time.monotonic() < min(self._kill_at, linger_until):
-            if pipes.get_map():
-                self._read(pipes, timeout_seconds=0.05 if self._printer.is_waiting else 0.2)
+        while time.monotonic() < min(self._kill_at, self._linger_until):
+            if self._pipes.get_map():
+                self._read(timeout_seconds=0.05 if self._printer.is_waiting else 0.2)
             elif mpiexec.returncode is None:  # it is about to end
                 with suppress(subprocess.TimeoutExpired):
                     mpiexec.wait(0.2)
             else:
                 time.sleep(0.05)
             self._pass_signals_on(mpiexec)
-            if mpiexec.poll() is not None:
-                self._mpiexec_ended = self._mpiexec_ended or time.monotonic()
-                if not self._alive():
-                    return
-                linger_until = min(linger_until, time.monotonic() + LINGER_SECONDS)
-            elif not self._signals:
-                for line in self._watched.news():
-                    self._printer.say(line)
-                self._trouble = self._watched.trouble()
-                if self._trouble:
-                    self._say_trouble()
-                    return
+            if not self._goes_on(mpiexec):
+                return
+            meanwhile()
 
-    def _read(self, pipes: selectors.BaseSelector, timeout_seconds: float) -> None:
-        for key, _ in pipes.select(timeout_seconds):
+    def _goes_on(self, mpiexec: subprocess.Popen[bytes]) -> bool:
+        """False: everything has ended, or must be ended."""
+        if self._trouble:
+            return False
+        if mpiexec.poll() is not None:
+            self._mpiexec_ended = self._mpiexec_ended or time.monotonic()
+            self._linger_until = min(self._linger_until, time.monotonic() + LINGER_SECONDS)
+            return bool(self._alive())
+        if not self._signals:
+            for line in self._watched.news():
+                self._printer.say(line)
+            self._trouble = self._watched.trouble()
+            self._say_trouble()
+        return not self._trouble
+
+    def _release(self) -> None:
+        """Print what has been held back."""
+        held, self._held = self._held, None
+        for stream, data in held or ():
+            self._printer.feed(time.monotonic(), stream, data)
+
+    def _read(self, timeout_seconds: float) -> bool:
+        """Take in output that comes within that time; False: there was none."""
+        ready = self._pipes.select(timeout_seconds)
+        for key, _ in ready:
             data = os.read(key.fd, _READ_BYTES)
-            if data:
-                self._printer.feed(time.monotonic(), key.data, data)
+            if not data:
+                self._pipes.unregister(key.fileobj)
+            elif self._held is not None:
+                self._held.append((key.data, data))
             else:
-                pipes.unregister(key.fileobj)
+                self._printer.feed(time.monotonic(), key.data, data)
         self._printer.print_due(time.monotonic())
+        return bool(ready)
 
     def _pass_signals_on(self, mpiexec: subprocess.Popen[bytes]) -> None:
         if self._signals and self._kill_at == float("inf"):
@@ -206,15 +263,15 @@ class _Run:
         elif len(self._signals) > 1:
             self._kill_at = 0.0
 
-    def _end(self, mpiexec: subprocess.Popen[bytes], pipes: selectors.BaseSelector) -> list[str]:
+    def _end(self, mpiexec: subprocess.Popen[bytes]) -> list[str]:
         """Kill what is left, and print the rest of the output. Return the killed processes, one line each."""
         left = [f"{pid} {processes.command_line(pid)}" for pid in sorted(self._alive())]
         immortal = processes.kill_all(self._alive)
         beyond = [f"process {pid} could not be killed: {processes.command_line(pid)}" for pid in sorted(immortal)]
         mpiexec.poll()
         deadline = time.monotonic() + _DRAIN_SECONDS
-        while not immortal and pipes.get_map():  # an immortal process holds the pipe open
-            self._read(pipes, timeout_seconds=0.05)
+        while not immortal and self._pipes.get_map():  # an immortal process holds the pipe open
+            self._read(timeout_seconds=0.05)
             if time.monotonic() > deadline:
                 beyond.append("another process holds the job's output open; the end of the output may be missing")
                 break
@@ -276,7 +333,7 @@ class _Run:
         return returncode or int(bool(left or ended.failed or ended.missing))
 
     def _alive(self) -> set[int]:
-        return processes.alive_below(self._not_ours)
+        return processes.alive_below(self._not_ours, self._job)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self._signals.append(number)  # the loop handles it: a signal handler must not print

@@ -4,8 +4,10 @@ A keeper lives from the first try of a job to the end of the last one. Like a gu
 an ssh connection. Both sides send one JSON object per line:
 
     launcher: {"beat": 1, "wish": as kept.py    keeper: {"ready": 1}, or {"error": text}
-               names it}, every second
+               names it, "of": the try},
+               every second
     launcher: {"ping": number}                  keeper: {"pong": number}
+    launcher: {"room": number}                  keeper: {"room": number, and the fields of keepers.Room}
 
 It ends, with all that it holds, when the connection closes, and when the launcher has been silent for
 `silence_seconds` (0: never). Then this host is lost to the job.
@@ -21,6 +23,7 @@ import resource
 import select
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 from mpitrain.launch.kept import Kept
@@ -60,9 +63,11 @@ def main(wish: dict[str, Any], _probe: str) -> None:
             heard = now
             *lines, received = (received + data).split(b"\n")
             for message in map(json.loads, lines):
-                kept.wish = message.get("wish", kept.wish)
+                kept.wish, kept.of = message.get("wish", kept.wish), message.get("of", kept.of)
                 if "ping" in message:
                     _send({"pong": message["ping"]})
+                if "room" in message:
+                    _send({"room": message["room"], **_room(kept.pids())})
         elif wish["silence_seconds"] and now - heard > wish["silence_seconds"]:
             return
 
@@ -76,6 +81,32 @@ def _listen(name: str) -> Kept:
             if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
                 raise
             time.sleep(0.1)
+
+
+def _room(pids: list[int]) -> dict[str, Any]:
+    """What these ranks hold, and what is free."""
+    anonymous = sum(_kilobytes(f"/proc/{pid}/status", "RssAnon") for pid in pids)
+    links = [link for pid in pids for link in Path(f"/proc/{pid}/fd").glob("*")]
+    return {
+        "num_ranks": len(pids),
+        "held_bytes": 1024 * anonymous,
+        "free_bytes": 1024 * _kilobytes("/proc/meminfo", "MemAvailable"),
+        "has_gpu": any(_target(link).startswith("/dev/nvidia") for link in links),
+    }
+
+
+def _kilobytes(path: str, name: str) -> int:
+    with contextlib.suppress(OSError):
+        for line in Path(path).read_text().splitlines():
+            if line.startswith(f"{name}:"):
+                return int(line.split()[1])
+    return 0
+
+
+def _target(link: Path) -> str:
+    with contextlib.suppress(OSError):  # closed meanwhile
+        return os.readlink(link)  # noqa: PTH115 (Path.readlink is of Python 3.9)
+    return ""
 
 
 def _send(message: dict[str, Any]) -> None:

@@ -4,10 +4,16 @@
     rank: {"names": 1}                          keeper: {"names": [name...]}
     rank: {"give": name}                        keeper: {"given": name}, with the descriptors; none are known: with none
     rank: {"only": [name...], "run": number}    keeper: {"dropped": [name...]}, of that run and earlier ones
-    rank: {"wish": 1}                           keeper: {"wish": STAYS, LEAVES, SAVES or DIES}
+    rank: {"wish": try}                         keeper: {"wish": one of the wishes below}
+    rank: {"enter": try}                        keeper: {"entered": try}
+    rank: {"leave": try, "step": number,        keeper: {"left": try}
+           "ms": when, by time.time()}
+    rank: {"follow": try}                       keeper: {"left": [step, ms]}, when the ranks of that try have left;
+                                                        at once and with [], if none of them was on this host
 
-A name is that of a run and of what is kept of it: "1/state". The socket has a name and no file (an abstract socket of
-unix(7)), and the memory has no name at all. So both are gone with the keeper, however it ends.
+A try is named by the id of its job. A name is that of a run and of what is kept of it: "1/state". The socket has a
+name and no file (an abstract socket of unix(7)), and the memory has no name at all. So both are gone with the keeper,
+however it ends.
 
 Sent to the keepers as text. So this module imports no other module of mpitrain, and must run with old Pythons.
 """
@@ -26,7 +32,8 @@ from typing import Any
 
 # What the launcher wishes of the ranks. LEAVES: after their next copy, they end, because the hosts of the job change.
 # SAVES: the same, but no other try follows; they save. DIES: the job is ending; who has been told to end does so.
-STAYS, LEAVES, SAVES, DIES = 0, 1, 2, -1
+# PREPARES: the ranks of the next try are starting beside them; until these are ready, the training goes on.
+STAYS, LEAVES, SAVES, DIES, PREPARES = 0, 1, 2, -1, -2
 
 _MOST_WAITING = 4096
 _MESSAGE_BYTES = 1 << 16
@@ -38,7 +45,8 @@ class Kept:
     """The keeper's table of descriptors by name, and the socket at which ranks of the same user ask for them.
 
     Attributes:
-        wish: what the launcher wishes of the ranks.
+        wish: what the launcher wishes of the ranks of a try.
+        of: that try.
     """
 
     def __init__(self, name: str) -> None:
@@ -47,7 +55,11 @@ class Kept:
         Raises:
             OSError: the name is taken.
         """
-        self.wish = STAYS
+        self.wish, self.of = STAYS, ""
+        self._ranks: dict[int, tuple[str, int]] = {}  # by descriptor of its line: the try of a rank, and its process
+        self._tries: set[str] = set()  # those that have had ranks here
+        self._left: dict[str, list[int]] = {}  # by try
+        self._following: dict[int, str] = {}  # by descriptor of its line: the try for whose end a rank waits
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind("\0" + name)
         self._listener.listen(_MOST_WAITING)
@@ -68,7 +80,13 @@ class Kept:
                 self._accept()
             elif not self._answer(self._lines[descriptor]):
                 self._events.unregister(descriptor)
+                self._ranks.pop(descriptor, None)
+                self._following.pop(descriptor, None)
                 self._lines.pop(descriptor).close()
+
+    def pids(self) -> list[int]:
+        """The processes of the ranks here that copy their state, of the try of which the launcher speaks."""
+        return [pid for of, pid in self._ranks.values() if of == self.of]
 
     def close(self) -> None:
         """Close the socket and all descriptors."""
@@ -107,7 +125,18 @@ class Kept:
                     self._drop(name)
                 send(line, {"dropped": dropped})
             elif "wish" in message:
-                send(line, {"wish": self.wish})
+                send(line, {"wish": self.wish if message["wish"] == self.of else STAYS})
+            elif "enter" in message:
+                self._ranks[line.fileno()] = message["enter"], peer_of(line)[0]
+                self._tries.add(message["enter"])
+                send(line, {"entered": message["enter"]})
+            elif "leave" in message:
+                self._left[message["leave"]] = [int(message["step"]), int(message["ms"])]
+                send(line, {"left": message["leave"]})
+                self._let_follow()
+            elif "follow" in message:
+                self._following[line.fileno()] = message["follow"]
+                self._let_follow()
             elif "names" in message:
                 send(line, {"names": sorted(self._table)})
             else:
@@ -115,6 +144,14 @@ class Kept:
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return False
         return True
+
+    def _let_follow(self) -> None:
+        """Answer the ranks that wait for a try, if it has left, or has had no ranks here. A killed one never leaves."""
+        for descriptor, of in list(self._following.items()):
+            if of in self._left or of not in self._tries:
+                del self._following[descriptor]
+                with contextlib.suppress(OSError):  # it has gone; its line says so
+                    send(self._lines[descriptor], {"left": self._left.get(of, [])})
 
     def _drop(self, name: str) -> None:
         for descriptor in self._table.pop(name, []):
@@ -124,7 +161,9 @@ class Kept:
 class KeeperLine:
     """A rank's line to the keeper of its host. All methods raise OSError if the keeper does not answer."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, of: str) -> None:
+        """`of` is the try of this rank."""
+        self._of = of
         self._line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._line.settimeout(_ANSWER_SECONDS)
@@ -150,9 +189,26 @@ class KeeperLine:
         return descriptors
 
     def wish(self) -> int:
-        """What the launcher wishes of the ranks: STAYS, LEAVES, SAVES or DIES."""
-        answer, _ = self._ask({"wish": 1})
+        """What the launcher wishes of the ranks."""
+        answer, _ = self._ask({"wish": self._of})
         return int(answer["wish"])
+
+    def enter(self) -> None:
+        """Say that this process is a rank that copies its state."""
+        self._ask({"enter": self._of})
+
+    def leave(self, step: int, ms: int) -> None:
+        """Say that the ranks of this try have left after `step`, at `ms` by time.time(), in milliseconds."""
+        self._ask({"leave": self._of, "step": step, "ms": ms})
+
+    def follow(self, of: str) -> list[int]:
+        """Wait until the ranks of that try have left. Return the two numbers of `leave`; []: none was on this host."""
+        self._line.settimeout(None)
+        try:
+            answer, _ = self._ask({"follow": of})
+        finally:
+            self._line.settimeout(_ANSWER_SECONDS)
+        return list(answer["left"])
 
     def keep_only(self, names: Sequence[str], run: int) -> None:
         """Have the keeper drop everything else of this run and of earlier ones."""
@@ -187,5 +243,11 @@ def receive(line: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 def user_of(line: socket.socket) -> int:
     """The user at the other end."""
+    return peer_of(line)[1]
+
+
+def peer_of(line: socket.socket) -> tuple[int, int]:
+    """The process and the user at the other end."""
     data = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("iII"))
-    return int(struct.unpack("iII", data)[1])
+    process, user, _ = struct.unpack("iII", data)
+    return int(process), int(user)

@@ -10,7 +10,8 @@ import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from mpitrain.launch.dialects import JobSpec, command_for, ssh_agent
 from mpitrain.launch.ending import Ended
 from mpitrain.launch.folders import OF_SOCKETS, why_no_programs
 from mpitrain.launch.interfaces import Pinning, pin
-from mpitrain.launch.job import run_job
+from mpitrain.launch.job import Run
 from mpitrain.launch.keepers import Keepers
 from mpitrain.launch.placement import Placement, refuse_crowds
 from mpitrain.launch.processes import left_out
@@ -61,7 +62,12 @@ def show(job: JobSpec, script: str, from_file: Mapping[str, str]) -> None:
 
 
 def run(
-    job: JobSpec, script: str, start_seconds: float, from_file: Mapping[str, str], keepers: Keepers | None
+    job: JobSpec,
+    script: str,
+    start_seconds: float,
+    from_file: Mapping[str, str],
+    keepers: Keepers | None,
+    meanwhile: Callable[[], None],
 ) -> Ended:
     """Start the job and see to its end.
 
@@ -71,34 +77,73 @@ def run(
         start_seconds: the time within which all ranks must have started; 0: no limit.
         from_file: variables of --env-file, already set; the devices that they name must exist on all hosts.
         keepers: of the job; None: it is not started again.
+        meanwhile: is called some times a second while the job runs.
 
     Raises:
         LaunchError: hosts cannot be reached, or differ from this one.
     """
-    placement, context = job.placement, identified(job.context, _FOLDER)
-    if keepers is not None:
-        keepers.begin(placement.hosts)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        _guards(placement, script, context, agent := Path(folder, "ssh"), keepers) as guards,
-    ):
-        facts = _facts(guards, from_file)
+    with ExitStack() as stack:
+        this = JobOverHosts(stack, job, script, start_seconds, from_file)
+        if keepers is not None:
+            keepers.begin(job.placement.hosts, this.job.context.job)
+        this.connect(keepers)
+        this.ask()
         if keepers is not None:
             keepers.settle()
-        _refuse_different(placement.own, facts, str(Path(script).absolute()))
+        return this.ready().to_end(meanwhile)
+
+
+class JobOverHosts:
+    """A job until its start: call `connect`, `ask` and `ready`, in this order. `ask` takes seconds, so a thread may.
+
+    Attributes:
+        job: what is started; its context has the id.
+        guards: one for each host, after `connect`.
+    """
+
+    def __init__(
+        self, stack: ExitStack, job: JobSpec, script: str, start_seconds: float, from_file: Mapping[str, str]
+    ) -> None:
+        """What is opened here is closed with `stack`. For the other arguments see `run`."""
+        self.job = replace(job, context=identified(job.context, _FOLDER))
+        self.guards: Guards
+        self._stack, self._script, self._start_seconds, self._from_file = stack, script, start_seconds, from_file
+        self._facts: Mapping[str, HostFacts] = {}
+        self._agent = Path(stack.enter_context(tempfile.TemporaryDirectory()), "ssh")
+
+    def connect(self, keepers: Keepers | None) -> None:
+        """Begin to connect to the hosts. The guards give `keepers` their beats. Call this in the main thread."""
+        guards = _guards(self.job.placement, self._script, self.job.context, self._agent, keepers)
+        self.guards = self._stack.enter_context(guards)
+
+    def ask(self) -> None:
+        """Ask the hosts for their facts, and compare them.
+
+        Raises:
+            LaunchError: hosts cannot be reached, or differ from this one.
+        """
+        self._facts = _facts(self.guards, self._from_file)
+        _refuse_different(self.job.placement.own, self._facts, str(Path(self._script).absolute()))
+
+    def ready(self) -> Run:
+        """Return the job, ready to be started.
+
+        Raises:
+            LaunchError: the hosts cannot be connected by their interfaces, or this one runs no programs in /tmp.
+        """
+        job, facts = self.job, self._facts
         pinning = _pinning(job, facts)
         _say([pinning.note] if pinning.note else [])
         variable, ssh = ssh_agent(job.mpiexec, os.environ)
-        marks = JobContext(job=context.job, launcher=context.launcher)
+        marks = JobContext(job=job.context.job, launcher=job.context.launcher)
         added = {
-            variable: _marking_ssh(placement.own, agent, ssh, marks),
+            variable: _marking_ssh(job.placement.own, self._agent, ssh, marks),
             # The ssh script above exists on this machine only, so all connections must start here.
             **({"PRTE_MCA_plm_ssh_no_tree_spawn": "1"} if job.mpiexec.vendor == "openmpi" else {}),
         }
-        watched = WatchedJob(
-            placement.places, guards, Path(context.roll_call), start_seconds, recovers=bool(context.recover)
-        )
-        return run_job(_fitted(replace(job, context=context), facts, pinning, added), watched)
+        path, recovers = Path(job.context.roll_call), bool(job.context.recover)
+        watched = WatchedJob(job.placement.places, self.guards, path, self._start_seconds, recovers=recovers)
+        return Run(_fitted(job, facts, pinning, added), watched)
 
 
 def check(placement: Placement, script: str, from_file: Mapping[str, str]) -> None:

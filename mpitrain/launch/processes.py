@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from mpitrain.job.context import JOB
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -55,14 +57,16 @@ def left_out(pids: set[int]) -> Iterator[None]:
         _left_out.difference_update(pids)
 
 
-def alive_below(not_ours: set[int]) -> set[int]:
+def alive_below(not_ours: set[int], job: str = "") -> set[int]:
     """Return all living processes below this one, except its own children `not_ours` and their descendants.
+
+    Children with the mark of another job than `job` are left out too, if this one has an id.
 
     All come from one look at /proc: between two looks, an orphan that becomes this process's child would be in neither.
     """
     below = _children_by_parent()
     descendants: set[int] = set()
-    to_do = [pid for pid in below[os.getpid()] if pid not in not_ours | _left_out]
+    to_do = [pid for pid in below[os.getpid()] if pid not in not_ours | _left_out and not _is_of_another(pid, job)]
     while to_do:
         pid = to_do.pop()
         if pid not in descendants:
@@ -100,6 +104,15 @@ def command_line(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
     except OSError:
         return ""
+
+
+def _is_of_another(pid: int, job: str) -> bool:
+    mark = f"{JOB}=".encode()
+    try:
+        words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") if job else ()
+    except OSError:
+        return False
+    return any(word.startswith(mark) and word != mark + job.encode() for word in words)
 
 
 def _children_by_parent() -> defaultdict[int, list[int]]:

@@ -31,6 +31,7 @@ from mpitrain.launch.launched import check_mpiexec
 from mpitrain.launch.libraries import VENDOR_NAMES, Mpiexec, describe_mpiexec, find_library, find_mpiexec
 from mpitrain.launch.placement import Placement, refuse_crowds
 from mpitrain.launch.reserve import Reserve
+from mpitrain.launch.successor import Successor
 from mpitrain.launch.supervisor import Limits, Pause, supervise
 from mpitrain.launch.tuning import glibc_version
 from mpitrain.launch.variables import read_env_file
@@ -148,9 +149,22 @@ def _supervise(job: JobSpec, request: Request, from_file: Mapping[str, str]) -> 
             step = pause.step or 0
             context = replace(context, failed_ms=int(1000 * at), failed_step=step, failure=pause.cause)
         this_try = replace(job, placement=where, context=context)
+        meanwhile = changes.look if changes is not None else lambda: None
         if where.is_here:
-            return here.run(this_try, from_file, keepers, reserve)
-        return over_hosts.run(this_try, request.script, request.start_seconds, from_file, keepers)
+            return here.run(this_try, from_file, keepers, reserve, meanwhile)
+        return over_hosts.run(this_try, request.script, request.start_seconds, from_file, keepers, meanwhile)
+
+    def prepare(where: Placement, cause: str) -> Successor | None:
+        assert keepers is not None
+        if where.is_here or reserve is not None:
+            return None
+        context = replace(job.context, keeper=keepers.name, follows=keepers.of, failure=cause)
+        this_try = replace(job, placement=where, context=context)
+
+        def make(stack: ExitStack) -> over_hosts.JobOverHosts:
+            return over_hosts.JobOverHosts(stack, this_try, request.script, request.start_seconds, from_file)
+
+        return Successor(make, keepers)
 
     def widen(placement: Placement, hosts: str) -> Placement:
         return widened(placement, hosts, request.inventory)
@@ -163,7 +177,7 @@ def _supervise(job: JobSpec, request: Request, from_file: Mapping[str, str]) -> 
         reserve = stack.enter_context(Reserve(job.placement.own)) if request.spares else None
         if request.limits.restarts:
             keepers = stack.enter_context(Keepers(job.placement.own, f"mpitrain-keeper-{secrets.token_hex(8)}"))
-            changes = stack.enter_context(Changes(keepers, request.limits.min_nodes, widen, check))
+            changes = stack.enter_context(Changes(keepers, request.limits.min_nodes, widen, check, prepare))
         return supervise(run, job.placement, request.limits, changes)
 
 

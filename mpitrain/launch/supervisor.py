@@ -24,6 +24,7 @@ from mpitrain.errors import LaunchError
 from mpitrain.launch.changes import Change, Changes
 from mpitrain.launch.ending import Ended, is_kill, last_step, why
 from mpitrain.launch.placement import Placement
+from mpitrain.launch.successor import Successor
 
 # A guard that was cut off ends the job's part on its host within 30 s; no host returns before that.
 ASIDE_SECONDS = 60.0  # the first time; the time doubles each time after that
@@ -179,14 +180,19 @@ def supervise(
     hosts = now_on = placement
     pause: Pause | None = None
     joining: Change | None = None  # until its first step
+    next_try: Successor | None = None  # that is ready
     has_trained = False
     before = hosts, now_on  # that change
     while True:
         if changes is not None:
             changes.begin(hosts, now_on)
         try:
-            ended = run(now_on, pause)
+            if changes is not None and next_try is not None:
+                ended = next_try.to_end(changes.look)
+            else:
+                ended = run(now_on, pause)
         except LaunchError as error:
+            next_try = None
             change = changes.take() if changes is not None else None
             away = [host for host in error.hosts if host in hosts.hosts]
             if joining is not None:
@@ -199,7 +205,10 @@ def supervise(
             absent += [(time.monotonic(), host) for host in away]
             account = str(error)
         else:
-            change = changes.take(has_left=ended.left is not None) if changes is not None else None
+            change = next_try = None
+            if changes is not None:
+                change = changes.take(has_left=ended.left is not None)
+                next_try = changes.take_next(change if ended.left is not None else None)
             if ended.is_interrupted or limits.restarts == 0:
                 return ended.code
             number = f"try {len(failures) + 1} of {limits.restarts + 1}"

@@ -120,6 +120,10 @@ class Guards:
             connection.heard_seconds = now
         self._thread.start()
 
+    def beat_for(self, keepers: Keepers) -> None:
+        """Send `keepers` their beats from now on: the ranks of this job are those that train."""
+        self._keepers = keepers
+
     def seen(self) -> tuple[dict[str, dict[int, float]], dict[int, float]]:
         """Return who reached which phase when, and when ranks went; copies, because the thread adds to both."""
         now = time.monotonic()

@@ -11,6 +11,7 @@ counts once. Hooks may be called twice around a loss.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from copy import deepcopy
@@ -33,7 +34,10 @@ if TYPE_CHECKING:
     from mpitrain.training.trainer import Trainer
 
 # The stages are in the order in which ranks come to them between two commits.
-_BUILD, _BEGIN, _AFTER_STEP, _BEFORE_STEP, _STEP, _END, _OVER = range(7)
+_BUILD, _BEGIN, _AFTER_STEP, _BEFORE_STEP, _STEP, _END, _LEFT, _OVER = range(8)
+
+# The lowest priority of a process, setpriority(2).
+_MOST_NICE = 19
 
 
 class Course:
@@ -78,13 +82,17 @@ class Course:
         self._job.num_runs += 1
         self._copies = StateCopies(self._job.num_runs, self._trainer.step_number)
         try:
-            while self._stage != _OVER:
+            while self._stage not in (_LEFT, _OVER):
                 self._go_through(stages[self._stage])
         finally:
             self.is_running = False
-            self._copies.close()
             for hook in self._trainer.hooks:
                 hook.close()
+            if self._stage == _LEFT:
+                self._copies.leave(self._trainer.step_number, self._left_ms)
+            self._copies.close()
+        if self._stage == _LEFT:
+            self._leave()
 
     def _begin_run(self) -> None:
         trainer = self._trainer
@@ -121,9 +129,12 @@ class Course:
         self._note_copies()
         if wish == SAVES:
             self._save()
-        if wish != STAYS:
-            self._leave()
-        self._come_to(self._next_stage())
+        if wish == STAYS:
+            self._come_to(self._next_stage())
+            return
+        self._left_ms = int(1000 * time.time())
+        self._trainer.world.commit()  # no rank leaves a step that others have to repeat
+        self._stage = _LEFT
 
     def _note_copies(self) -> None:
         self._trainer.copy_steps = steps = self._copies.steps
@@ -140,9 +151,9 @@ class Course:
 
     def _leave(self) -> NoReturn:
         """End this process as if the script were over: on other hosts, the next try goes on after this step."""
-        self._trainer.world.commit()  # no rank leaves a step that others have to repeat
         if activity := own_activity():
             activity.leave(self._trainer.step_number)
+        os.nice(_MOST_NICE)  # the cores are for the ranks that go on
         raise SystemExit(0)
 
     def _end_run(self) -> None:
@@ -156,7 +167,11 @@ class Course:
     def _say_origin(self, copied: int) -> None:
         """Say from where a run goes on after a failure of the job; `copied` is the step of the copy in memory."""
         trainer, context = self._trainer, self._trainer.world.context
-        if not context.failed_ms:
+        ms, failed_step = context.failed_ms, context.failed_step
+        if self._copies.taken_over:
+            failed_step, ms = self._copies.taken_over
+            failed_step += 1
+        if not ms:
             return
         step, size = trainer.step_number, trainer.world.size
         if trainer.memory_step:
@@ -166,7 +181,7 @@ class Course:
             place = f"goes on after step {step}" if step else "starts over"
             trainer.world.print(f"mpitrain: memory is not used: {why}. The training {place}")
         if step and self._job.num_runs == 1:  # a later run begins as in the first try, or is told of by its line
-            seconds, repeated = time.time() - context.failed_ms / 1000, max(0, context.failed_step - 1 - step)
+            seconds, repeated = time.time() - ms / 1000, max(0, failed_step - 1 - step)
             source: Literal["memory", "disk"] = "memory" if trainer.memory_step else "disk"
             trainer.tell(RunEvent(step, context.failure, source, (), size, max(0.0, seconds), repeated))
 

@@ -22,6 +22,7 @@ from mpitrain.training.checkpoint.memory_slot import MemorySlot
 from mpitrain.training.checkpoint.names import split
 from mpitrain.training.checkpoint.resume import is_first_of_node, own_part, say
 from mpitrain.training.checkpoint.room import NoRoomError
+from mpitrain.training.turn import wait_for_turn
 from mpitrain.world import World
 
 if TYPE_CHECKING:
@@ -42,12 +43,15 @@ class StateCopies:
     Attributes:
         steps: the number of steps from copy to copy; so many may have to be made again. 0: nothing is copied.
         why_not: why there is no copy to go on from.
+        taken_over: the step after which the ranks before left, and when, by time.time() in milliseconds; None: these
+            ranks did not begin beside them.
     """
 
     def __init__(self, run: int, first_step: int) -> None:
         """`run` counts the runs of Trainers in this process. `first_step` is the number of steps made before."""
         self.steps = 0
         self.why_not = ""
+        self.taken_over: tuple[int, int] | None = None
         self._run, self._first_step = run, first_step
         self._world: World | None = None
         self._line: KeeperLine | None = None
@@ -59,13 +63,18 @@ class StateCopies:
     def resume(self, trainer: Trainer) -> None:
         """Go on from the newest whole copy, if there is one. Collective.
 
+        If the ranks of the try before still train, wait until they have left.
+
         Raises:
+            LaunchError: see wait_for_turn.
             CheckpointError: the copy belongs to another model or data set. Raised on every rank.
         """
         self._enter(trainer)
+        world, strategy = trainer.world, trainer.strategy
+        if self._run == 1 and world.context.follows and world is the_job().world:
+            self.taken_over = wait_for_turn(world, self._line)
         if not self.steps:
             return
-        world, strategy = trainer.world, trainer.strategy
         kept = KeptCopies(world, self._line, self._run)
         if not kept.step:
             self.why_not = "no host that takes part has a whole copy"
@@ -114,6 +123,13 @@ class StateCopies:
         self._last_step, self._last_seconds = step, time.perf_counter()
         return STAYS if step == trainer.last_step else max(wishes)
 
+    def leave(self, step: int, ms: int) -> None:
+        """Let the ranks of the next try go on, if they wait: these change nothing any more. See KeeperLine.leave."""
+        assert self._world is not None
+        if self._line is not None and is_first_of_node(self._world):
+            with suppress(OSError):  # the next try says that the keeper is gone
+                self._line.leave(step, ms)
+
     def close(self) -> None:
         """Let go of the memory, which stays with the keeper."""
         self._let_go()
@@ -134,7 +150,8 @@ class StateCopies:
             world.print(f"mpitrain: {self.why_not}")
             return
         try:
-            self._line = KeeperLine(world.context.keeper)
+            self._line = KeeperLine(world.context.keeper, world.context.job)
+            self._line.enter()
         except OSError as error:
             if is_first_of_node(world):
                 say(world, f"no copy of the state is kept in memory here: this host's keeper does not answer ({error})")

@@ -107,6 +107,10 @@ class Activity:
         """Publish that SIGTERM has told this rank to end."""
         self._page.set_told()
 
+    def get_ready(self) -> None:
+        """Publish that this rank can take over from the ranks before it."""
+        self._page.set_ready()
+
     def report(self, metrics: Mapping[str, float]) -> None:
         """Publish the newest values of these metrics."""
         if self._page.set_metrics(metrics):

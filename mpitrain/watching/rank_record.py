@@ -37,7 +37,7 @@ INTERRUPTED = "interrupted"  # the error of a rank that Ctrl-C has ended
 
 _BYTES = 4096
 # Words of 8 bytes: each is written in one piece, and separately.
-_EDITION, _CALLS, _MOVED, _FIRST_STEP, _STEP, _LEFT_STEP, _LEFT_SECONDS, _RUN, _TOLD = range(9)
+_EDITION, _CALLS, _MOVED, _FIRST_STEP, _STEP, _LEFT_STEP, _LEFT_SECONDS, _RUN, _TOLD, _READY = range(10)
 _METRICS = 16
 _EDITION_AGAIN = _BYTES // 8 - 1
 _MOST_METRICS = 16
@@ -72,6 +72,7 @@ class RankRecord:
         left_seconds: when that was, by time.monotonic() of its host.
         run: the number of the run of a Trainer that makes steps and copies its state to memory; 0: there is none now.
         told_to_end: whether SIGTERM has told it to end, and it waits for what the launcher says.
+        is_ready: it has made all that it needs, and waits for the ranks before it to leave.
     """
 
     rank: int
@@ -95,6 +96,7 @@ class RankRecord:
     left_seconds: float = 0.0
     run: int = 0
     told_to_end: bool = False
+    is_ready: bool = False
 
 
 class Page:
@@ -150,6 +152,10 @@ class Page:
     def set_told(self) -> None:
         """Note that SIGTERM has told the rank to end."""
         self._numbers[_TOLD] = 1
+
+    def set_ready(self) -> None:
+        """Note that the rank waits for the ranks before it to leave."""
+        self._numbers[_READY] = 1
 
     def set_metrics(self, metrics: Mapping[str, float]) -> bool:
         """Set these metrics. Return whether a name is new, so that `write` must follow. Drop what finds no room."""
@@ -210,4 +216,5 @@ def read_record(path: str, rank: int) -> RankRecord | None:
         left_seconds=reals[_LEFT_SECONDS],
         run=numbers[_RUN],
         told_to_end=bool(numbers[_TOLD]),
+        is_ready=bool(numbers[_READY]),
     )

@@ -379,7 +379,7 @@ import mpitrain.training.state_copies as copies
 if int(os.environ["PMI_RANK"]) >= 1:
     socket.gethostname = lambda: "other"
     line = copies.KeeperLine
-    copies.KeeperLine = lambda name: line("OTHER")
+    copies.KeeperLine = lambda name, of: line("OTHER", of)
 """
 
 
@@ -404,7 +404,7 @@ def test_two_hosts(tmp_path: Path, codec: str) -> None:
 def test_a_host_without_a_copy(tmp_path: Path, codec: str) -> None:
     """The host gets the state from the other one. What its ranks had left out is lost, and a line says so."""
     wrong = """if rank == 2 and step == 8 and once("killed"):
-        copies.KeeperLine("").keep_only([], 9)
+        copies.KeeperLine("", "").keep_only([], 9)
         die()"""
     job = train_on_two_hosts(tmp_path / "killed", codec, wrong)
     succeeded(job)

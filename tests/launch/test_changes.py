@@ -7,6 +7,7 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from jobs import until
 from mpitrain.errors import ConfigError, LaunchError
 from mpitrain.launch.changes import Changes
 from mpitrain.launch.keepers import Keepers
-from mpitrain.launch.kept import LEAVES, SAVES, STAYS
+from mpitrain.launch.kept import LEAVES, PREPARES, SAVES, STAYS
 from mpitrain.launch.placement import Place, Placement
 from mpitrain.launch.roster import launcher_name
 from mpitrain.launch.wishes import ask
@@ -44,6 +45,22 @@ class Asked:
             raise LaunchError("other: train.py differs")
 
 
+class NextTry:
+    """Stands for a Successor. Its parts are set by a test."""
+
+    def __init__(self) -> None:
+        self.problem, self.has_room, self.is_ready, self.is_closed, self.looks = "", True, False, False, 0
+
+    def look(self) -> None:
+        self.looks += 1
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+Prepared = list[tuple[tuple[str, ...], str, NextTry]]
+
+
 @pytest.fixture
 def asked() -> Asked:
     return Asked()
@@ -56,8 +73,20 @@ def keepers() -> Iterator[Keepers]:
 
 
 @pytest.fixture
-def changes(asked: Asked, keepers: Keepers) -> Iterator[Changes]:
-    with Changes(keepers, 2, widen, asked) as changes:
+def prepared() -> Prepared:
+    """What was prepared: where, why, and the try."""
+    return []
+
+
+@pytest.fixture
+def changes(asked: Asked, keepers: Keepers, prepared: Prepared) -> Iterator[Changes]:
+    def prepare(where: Placement, cause: str) -> Any:
+        if "alone" in where.hosts:
+            return None
+        prepared.append((where.hosts, cause, NextTry()))
+        return prepared[-1][2]
+
+    with Changes(keepers, 2, widen, asked, prepare) as changes:
         changes.begin(HOSTS, HOSTS)
         keepers.run = 1
         yield changes
@@ -149,7 +178,7 @@ def test_a_run_that_ends_before_the_change_is_made(
     changes: Changes, keepers: Keepers, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "accepted" in changes.answer({"leave": ["b"]})
-    assert keepers.wish == LEAVES
+    assert keepers.wish == PREPARES
     keepers.run = 2
     until(lambda: keepers.wish == STAYS)
     said = "mpitrain: the run of the Trainer ended before the hosts of the job could change: b leaves\n"
@@ -169,7 +198,7 @@ def told(keepers: Keepers, *ranks: int) -> None:
 
 def test_sigterm_to_a_rank_is_a_wish(changes: Changes, keepers: Keepers) -> None:
     told(keepers, 2)
-    until(lambda: keepers.wish == LEAVES)
+    until(lambda: keepers.wish == PREPARES)
     change = changes.take()
     assert change is not None
     assert (change.text, change.now_on) == ("b leaves (SIGTERM told rank 2 to end)", HOSTS.without({"b"}))
@@ -205,7 +234,7 @@ def test_sigterm_while_a_change_is_under_way(changes: Changes, keepers: Keepers)
     changes.begin(change.hosts, change.now_on)
     assert keepers.wish == STAYS
     keepers.run = 1
-    until(lambda: keepers.wish == LEAVES)
+    until(lambda: keepers.wish == PREPARES)
     after = changes.take()
     assert after is not None
     assert after.now_on.hosts == ("a", "c", "d")
@@ -215,7 +244,7 @@ def test_sigterm_while_a_host_that_would_join_is_asked(changes: Changes, keepers
     asking = threading.Thread(target=ask, args=(launcher_name(os.getpid()), {"join": "slow"}))
     asking.start()
     told(keepers, 2)
-    until(lambda: keepers.wish == LEAVES)
+    until(lambda: keepers.wish == PREPARES)
     assert asking.is_alive()
     asking.join()
 
@@ -229,7 +258,7 @@ def test_sigterm_just_before_the_ranks_have_left(changes: Changes, keepers: Keep
     changes.begin(change.hosts, change.now_on)
     assert not keepers.told
     keepers.run = 1
-    until(lambda: keepers.wish == LEAVES)
+    until(lambda: keepers.wish == PREPARES)
     after = changes.take()
     assert after is not None
     assert after.now_on.hosts == ("a", "c", "d")
@@ -244,3 +273,111 @@ def test_sigterm_where_nothing_can_be_left(
     why = "the hosts of a job change in the first run of a Trainer only; there is none now"
     until(lambda: f"SIGTERM told rank 2 to end, and {why}" in capsys.readouterr().err)
     assert changes.take() is None
+
+
+def test_the_next_try_is_prepared_before_the_ranks_leave(
+    changes: Changes, keepers: Keepers, prepared: Prepared
+) -> None:
+    changes.look()
+    assert not prepared
+    assert "accepted" in changes.answer({"leave": ["b"]})
+    changes.look()
+    [(hosts, cause, successor)] = prepared
+    assert (hosts, cause) == (("a", "c"), "b leaves")
+    changes.look()
+    assert (successor.looks, keepers.wish) == (1, PREPARES)
+    successor.is_ready = True
+    changes.look()
+    assert keepers.wish == LEAVES
+    assert changes.take_next(changes.take()) is successor  # type: ignore[comparison-overlap]
+    assert not successor.is_closed
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+@pytest.mark.parametrize("wish", [{"leave": ["b"]}, {"join": "d"}])
+def test_a_next_try_that_cannot_be_prepared(
+    changes: Changes,
+    keepers: Keepers,
+    prepared: Prepared,
+    wish: dict[str, object],
+    has_room: bool,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A host that fails does not join. A host leaves in any case. Where there is no room for both, one ends first."""
+    assert "accepted" in changes.answer(wish)
+    changes.look()
+    prepared[0][2].problem, prepared[0][2].has_room = "rank 6 failed", has_room
+    changes.look()
+    assert prepared[0][2].is_closed
+    said = capsys.readouterr().err
+    change = changes.take()
+    if "join" in wish and has_room:
+        assert said == "mpitrain: the job goes on as before, without d: rank 6 failed\n"
+        assert (change, keepers.wish) == (None, STAYS)
+    else:
+        how = "It starts when this one has ended"
+        assert said == f"mpitrain: the next try cannot start beside this one: rank 6 failed. {how}\n"
+        assert keepers.wish == LEAVES
+        assert change is not None
+        assert changes.take_next(change) is None
+    changes.look()
+    assert len(prepared) == 1
+
+
+def test_a_next_try_that_fails_when_the_ranks_leave(changes: Changes, keepers: Keepers, prepared: Prepared) -> None:
+    """The ranks have heard that they leave. So another try must follow."""
+    assert "accepted" in changes.answer({"join": "d"})
+    changes.look()
+    prepared[0][2].is_ready = True
+    changes.look()
+    prepared[0][2].problem = "rank 6 failed"
+    changes.look()
+    assert keepers.wish == LEAVES
+    change = changes.take()
+    assert change is not None
+    assert changes.take_next(change) is None
+    assert prepared[0][2].is_closed
+
+
+def test_a_next_try_that_is_never_ready(
+    changes: Changes, keepers: Keepers, prepared: Prepared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told(keepers, 2)
+    until(lambda: keepers.wish == PREPARES)
+    changes.look()
+    changes.look()
+    assert keepers.wish == PREPARES
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 11)
+    changes.look()
+    assert keepers.wish == LEAVES
+    assert prepared[0][2].is_closed
+
+
+def test_no_next_try_beside_this_one(changes: Changes, keepers: Keepers, prepared: Prepared) -> None:
+    """One that has spares, or runs on this machine alone."""
+    assert "accepted" in changes.answer({"join": "alone"})
+    changes.look()
+    assert (prepared, keepers.wish) == ([], LEAVES)
+
+
+def test_a_change_that_is_dropped(changes: Changes, keepers: Keepers, prepared: Prepared) -> None:
+    assert "accepted" in changes.answer({"leave": ["b"]})
+    changes.look()
+    keepers.run = 2
+    until(lambda: keepers.wish == STAYS)
+    changes.look()
+    assert prepared[0][2].is_closed
+    keepers.run = 1
+    assert "accepted" in changes.answer({"leave": ["c"]})
+    changes.look()
+    assert prepared[1][:2] == (("a", "b"), "c leaves")
+
+
+def test_a_try_that_fails_beside_the_next(changes: Changes, prepared: Prepared) -> None:
+    assert "accepted" in changes.answer({"leave": ["b"]})
+    changes.look()
+    prepared[0][2].is_ready = True
+    assert changes.take() is not None
+    assert changes.take_next(None) is None  # the ranks have not left
+    assert prepared[0][2].is_closed

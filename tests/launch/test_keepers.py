@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
+import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -20,7 +23,7 @@ from mpitrain.watching.rank_record import RankRecord
 def keepers() -> Iterator[Keepers]:
     """Keepers on this machine alone."""
     with Keepers("here", f"mpitrain-test-{secrets.token_hex(8)}") as keepers:
-        keepers.begin(["here"])
+        keepers.begin(["here"], "try")
         keepers.settle()
         yield keepers
 
@@ -36,13 +39,13 @@ def content(descriptor: int) -> bytes:
 
 
 def test_what_is_kept_outlives_who_kept_it(keepers: Keepers) -> None:
-    line = KeeperLine(keepers.name)
+    line = KeeperLine(keepers.name, "try")
     given = [memory(b"first"), memory(b"second")]
     line.keep("1/state", given)
     for descriptor in given:
         os.close(descriptor)
     line.close()
-    line = KeeperLine(keepers.name)
+    line = KeeperLine(keepers.name, "try")
     assert line.names() == ["1/state"]
     back = line.give("1/state")
     assert [content(descriptor) for descriptor in back] == [b"first", b"second"]
@@ -51,34 +54,34 @@ def test_what_is_kept_outlives_who_kept_it(keepers: Keepers) -> None:
 
 
 def test_a_new_try_has_the_same_keeper(keepers: Keepers) -> None:
-    line = KeeperLine(keepers.name)
+    line = KeeperLine(keepers.name, "try")
     line.keep("1/state", [memory(b"x")])
-    keepers.begin(["here"])
+    keepers.begin(["here"], "try")
     keepers.settle()
     assert line.names() == ["1/state"]
     line.close()
 
 
 def test_a_killed_keeper_is_replaced(keepers: Keepers) -> None:
-    line = KeeperLine(keepers.name)
+    line = KeeperLine(keepers.name, "try")
     line.keep("1/state", [memory(b"x")])
     keepers._connections["here"].process.kill()
     with pytest.raises(OSError):
         until(lambda: line.names() is None)
     line.close()
-    keepers.begin(["here"])
+    keepers.begin(["here"], "try")
     keepers.settle()
-    line = KeeperLine(keepers.name)
+    line = KeeperLine(keepers.name, "try")
     assert line.names() == []
     line.close()
 
 
 def test_a_host_that_takes_no_part_loses_its_keeper(keepers: Keepers) -> None:
-    keepers.begin([])
+    keepers.begin([], "try")
 
     def is_gone() -> bool:
         try:
-            KeeperLine(keepers.name).close()
+            KeeperLine(keepers.name, "try").close()
         except ConnectionRefusedError:
             return True
         return False
@@ -87,7 +90,7 @@ def test_a_host_that_takes_no_part_loses_its_keeper(keepers: Keepers) -> None:
 
 
 def test_older_runs_and_other_ranks_are_dropped(keepers: Keepers) -> None:
-    line = KeeperLine(keepers.name)
+    line = KeeperLine(keepers.name, "try")
     for name in ("1/state", "2/state", "2/rank-0", "2/rank-3", "3/state"):
         line.keep(name, [memory(b"x")])
     line.keep_only(["2/state", "2/rank-0"], 2)
@@ -101,7 +104,7 @@ def test_a_name_that_is_taken(capfd: pytest.CaptureFixture[str], monkeypatch: py
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
         other.bind("\0" + name)
         with Keepers("here", name) as keepers:
-            keepers.begin(["here"])
+            keepers.begin(["here"], "try")
             keepers.settle()
             said = capfd.readouterr().err
             assert "mpitrain: here: no keeper can be started (" in said
@@ -116,7 +119,7 @@ def test_nonsense_ends_only_its_own_line() -> None:
                 line.settimeout(60)
                 line.send(nonsense)
                 assert line.recv(100) == b""
-        line_after = KeeperLine(name)
+        line_after = KeeperLine(name, "try")
         assert line_after.names() == []
         line_after.close()
 
@@ -133,7 +136,7 @@ def test_nonsense_ends_only_its_own_line() -> None:
 )
 def test_what_ranks_hear(keepers: Keepers, wish: int, is_ending: bool, has_failed: bool, heard: int) -> None:
     """A rank that SIGTERM has told to end goes on until it hears DIES, or its host has left."""
-    line = KeeperLine(keepers.name)
+    line = KeeperLine(keepers.name, "try")
     keepers.wish = -wish - 2  # a wish of none of the ranks
     keepers.beat([], is_ending=False)
     until(lambda: line.wish() == keepers.wish)
@@ -142,3 +145,74 @@ def test_what_ranks_hear(keepers: Keepers, wish: int, is_ending: bool, has_faile
     until(lambda: line.wish() == heard)
     assert (keepers.run, list(keepers.told)) == (1, [0])
     line.close()
+
+
+def test_a_wish_is_for_one_try(keepers: Keepers) -> None:
+    """The ranks of the next try are there before those of this one have left."""
+    line, line_of_next = KeeperLine(keepers.name, "try"), KeeperLine(keepers.name, "next")
+    keepers.wish = LEAVES
+    keepers.beat([], is_ending=False)
+    until(lambda: line.wish() == LEAVES)
+    assert line_of_next.wish() == STAYS
+    keepers.take_over(["here"], "next")
+    until(lambda: line.wish() == STAYS)
+    keepers.wish = LEAVES
+    keepers.beat([], is_ending=False)
+    until(lambda: line_of_next.wish() == LEAVES)
+    line.close()
+    line_of_next.close()
+
+
+def test_ranks_wait_for_those_before(keepers: Keepers) -> None:
+    line, waiting, other = (KeeperLine(keepers.name, name) for name in ("try", "next", "next"))
+    line.enter()
+    answers: list[list[int]] = []
+    thread = threading.Thread(target=lambda: answers.append(waiting.follow("try")))
+    thread.start()
+    assert other.follow("a try with no ranks on this host") == []
+    time.sleep(0.3)
+    assert not answers
+    line.leave(7, 123)
+    thread.join(60)
+    assert answers == [[7, 123]]
+    assert other.follow("try") == [7, 123]
+    for each in (line, waiting, other):
+        each.close()
+
+
+def test_nobody_follows_a_try_that_has_failed(keepers: Keepers) -> None:
+    """Its ranks have ended and did not leave. So its state is not the last one."""
+    line, waiting = KeeperLine(keepers.name, "try"), KeeperLine(keepers.name, "next")
+    line.enter()
+    line.close()
+    ended = threading.Event()
+
+    def follow() -> None:
+        with contextlib.suppress(OSError):
+            waiting.follow("try")
+        ended.set()
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    assert not ended.wait(0.5)
+    keepers.begin([], "after")
+    assert ended.wait(60)
+    thread.join()
+    waiting.close()
+
+
+def test_room_for_another_try(keepers: Keepers) -> None:
+    """The keeper counts the memory of the ranks that have entered, and sees their GPUs."""
+    line, line_of_next = KeeperLine(keepers.name, "try"), KeeperLine(keepers.name, "next")
+    assert keepers.rooms()["here"].num_ranks == 0
+    line.enter()
+    line_of_next.enter()
+    before = keepers.rooms()["here"]
+    block = bytearray(64 << 20)
+    after = keepers.rooms()["here"]
+    assert before.num_ranks == after.num_ranks == 1
+    assert after.held_bytes - before.held_bytes == pytest.approx(len(block), rel=0.1)
+    assert 0 < after.free_bytes < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert not after.has_gpu
+    line.close()
+    line_of_next.close()

@@ -194,12 +194,29 @@ class Wished:
     def __init__(self, *changes: Change | None) -> None:
         self.changes = list(changes)
         self.begun: list[tuple[tuple[str, ...], tuple[str, ...]]] = []
+        self.wanted: list[Change | None] = []
 
     def begin(self, hosts: Placement, now_on: Placement) -> None:
         self.begun.append((hosts.hosts, now_on.hosts))
 
     def take(self, *, has_left: bool = False) -> Change | None:
         return self.changes.pop(0)
+
+    def take_next(self, change: Change | None) -> None:
+        self.wanted.append(change)
+
+    def look(self) -> None:
+        """Nothing is prepared."""
+
+
+class Successor:
+    """Stands for the next try, which is ready."""
+
+    def __init__(self, ended: Ended) -> None:
+        self.ended = ended
+
+    def to_end(self, meanwhile: object) -> Ended:
+        return self.ended
 
 
 LEAVES = Change("b leaves", PLACEMENT.without({"b"}), PLACEMENT.without({"b"}))
@@ -265,3 +282,18 @@ def test_the_end_of_a_job_of_which_too_few_hosts_are_left(capsys: pytest.Capture
     assert capsys.readouterr().err == "mpitrain: SIGTERM told rank 0 to end on a: the job has ended after step 7\n"
     # The job ended before the wish.
     assert supervise(Tries(Ended(0)), PLACEMENT, FIVE, Wished(ends)) == 0  # type: ignore[arg-type]
+
+
+def test_the_next_try_takes_over(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is not started again. After its failure another one is started, on its hosts."""
+    tries, wished = Tries(left(7), Ended(0)), Wished(LEAVES, None, None)
+    successors = [Successor(killed(0, 12)), None, None]
+    wished.take_next = lambda change: (wished.wanted.append(change), successors.pop(0))[1]  # type: ignore[assignment, return-value]
+    assert supervise(tries, PLACEMENT, Limits(1), wished) == 0  # type: ignore[arg-type]
+    assert wished.wanted == [LEAVES, None, None]
+    assert [list(ran) for ran in tries.ran] == [["a", "b", "c"], ["a", "c"]]
+    assert capsys.readouterr().err.splitlines() == [
+        "mpitrain: b leaves after step 7; going on on a, c with 4 ranks",
+        "mpitrain: try 1 of 2 failed at step 12: rank 0 on a was killed by signal 9; starting again on a, c",
+        "mpitrain: try 2 of 2 succeeded",
+    ]

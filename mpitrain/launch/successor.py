@@ -1,0 +1,125 @@
+"""The next try of a job, started while the present one trains. Training stands still while the state changes hands.
+
+    hosts ─> facts ─> room ─> mpiexec ─> init(), build ─> ready ─> the ranks before leave ─> go on from their copy
+
+Its ranks wait for those before them at their keepers (kept.py), so the launcher need not be quick. Until then its
+output is held back.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from mpitrain.errors import ConfigError, LaunchError
+from mpitrain.launch.ending import Ended, why
+from mpitrain.launch.job import Run
+from mpitrain.launch.keepers import Keepers
+from mpitrain.launch.over_hosts import JobOverHosts
+from mpitrain.launch.placement import Placement
+from mpitrain.launch.processes import left_out
+
+_GIB = 1 << 30
+
+
+class Successor:
+    """Call `look` some times a second, and `to_end` when the present try has left, or `close`. All in the main thread.
+
+    Attributes:
+        problem: why it cannot take over; "": nothing is known that is against it.
+        has_room: its ranks have room beside those of the present try, as far as is known.
+    """
+
+    def __init__(self, make: Callable[[ExitStack], JobOverHosts], keepers: Keepers) -> None:
+        """`make` returns what is to be started; its context names the try that it follows."""
+        self.problem = ""
+        self.has_room = True
+        self._keepers, self._stack = keepers, ExitStack()
+        self._run: Run | None = None
+        self._thread: threading.Thread | None = None
+        try:
+            self._job = make(self._stack)
+            keepers.widen(self._where.hosts)
+            self._job.connect(None)
+        except (ConfigError, LaunchError) as error:
+            self.problem = str(error)
+            return
+        self._stack.enter_context(left_out(self._job.guards.processes() | keepers.processes()))
+        self._thread = threading.Thread(target=self._ask, name="successor", daemon=True)
+        self._thread.start()
+
+    def look(self) -> None:
+        """Go on with what is to be done before its ranks are ready."""
+        if self.problem or (self._thread is not None and self._thread.is_alive()):
+            return
+        if self._run is None:
+            try:
+                self._run = self._job.ready()
+                self._run.start()
+            except (ConfigError, LaunchError) as error:
+                self.problem = str(error)
+        elif not self._run.beside():
+            ended = self._run.to_end()
+            cause, _ = why(ended, self._where.host_of)
+            self.problem = cause if ended.code else "the script ended, and had trained nothing"
+            if ended.is_interrupted:  # the signal was for the whole job
+                signal.raise_signal(signal.SIGINT)
+
+    @property
+    def is_ready(self) -> bool:
+        """True if all its ranks wait for those before them."""
+        if self.problem or self._run is None:
+            return False
+        records = self._job.guards.records()
+        return len(records) == self._where.num_ranks and all(record.is_ready for record in records.values())
+
+    def to_end(self, meanwhile: Callable[[], None]) -> Ended:
+        """The ranks before have left. See Run.to_end."""
+        assert self._run is not None
+        try:
+            self._keepers.take_over(self._where.hosts, self._job.job.context.job)
+            self._job.guards.beat_for(self._keepers)
+            return self._run.to_end(meanwhile)
+        finally:
+            self._stack.close()
+
+    def close(self) -> None:
+        """End it. Nothing of it is left."""
+        if self._run is not None and not self.problem:
+            self._run.give_up()
+        self._stack.close()
+        if self._thread is not None:
+            self._thread.join()  # without its connections it ends soon
+
+    @property
+    def _where(self) -> Placement:
+        return self._job.job.placement
+
+    def _ask(self) -> None:
+        try:
+            self._job.ask()
+            self._keepers.settle()
+            self.problem = self._why_not()
+        except Exception as error:  # it may be closed meanwhile, and nobody looks at a thread's error
+            self.problem = str(error) or repr(error)
+
+    def _why_not(self) -> str:
+        """Say why the keepers do not let the ranks begin."""
+        rooms = self._keepers.rooms()
+        if lacking := [host for host in self._where.hosts if host not in rooms]:
+            self.has_room = False
+            return f"no keeper answers on {', '.join(lacking)}"
+        for place in self._where.places:
+            room = rooms[place.host]
+            needed = place.num_ranks * room.held_bytes / max(1, room.num_ranks)
+            self.has_room = not room.has_gpu and needed <= room.free_bytes
+            if room.has_gpu:
+                return f"its ranks use a GPU on {place.host}, whose memory may not hold two of them"
+            if not self.has_room:
+                return (
+                    f"{place.host} has {room.free_bytes / _GIB:.1f} GiB of free memory, and its new ranks need about "
+                    f"{needed / _GIB:.1f} GiB"
+                )
+        return ""
