@@ -22,8 +22,6 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
-from launching import PYTHONS, SHARE, install_open_mpi
-
 from mpitrain.testbed import Bed, find
 
 REPOSITORY = Path(__file__).parents[1]

@@ -83,14 +83,14 @@ def run(
         LaunchError: hosts cannot be reached, or differ from this one.
     """
     with ExitStack() as stack:
-        this = JobOverHosts(stack, job, script, start_seconds, from_file)
+        new = JobOverHosts(stack, job, script, start_seconds, from_file)
         if keepers is not None:
-            keepers.begin(job.placement.hosts, this.job.context.job)
-        this.connect(keepers)
-        this.ask()
+            keepers.begin(job.placement.hosts, new.job.context.job)
+        new.connect(keepers)
+        new.ask()
         if keepers is not None:
             keepers.settle()
-        return this.ready().to_end(meanwhile)
+        return new.ready().to_end(meanwhile)
 
 
 class JobOverHosts:
