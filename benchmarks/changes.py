@@ -26,8 +26,9 @@ from mpitrain.testbed import Bed, find
 
 REPOSITORY = Path(__file__).parents[1]
 sys.path[:0] = [str(REPOSITORY / "tests"), str(REPOSITORY / "tests/cluster")]
-from kill_table import install  # noqa: E402
 from launching import PYTHONS, SHARE, install_open_mpi  # noqa: E402
+
+from kill_table import install  # noqa: E402
 
 RANKS_PER_NODE = 2
 WAIT_SECONDS = 180.0

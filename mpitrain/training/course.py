@@ -11,7 +11,6 @@ counts once. Hooks may be called twice around a loss.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping
 from copy import deepcopy
@@ -35,9 +34,6 @@ if TYPE_CHECKING:
 
 # The stages are in the order in which ranks come to them between two commits.
 _BUILD, _BEGIN, _AFTER_STEP, _BEFORE_STEP, _STEP, _END, _LEFT, _OVER = range(8)
-
-# The lowest priority of a process, setpriority(2).
-_MOST_NICE = 19
 
 
 class Course:
@@ -153,7 +149,6 @@ class Course:
         """End this process as if the script were over: on other hosts, the next try goes on after this step."""
         if activity := own_activity():
             activity.leave(self._trainer.step_number)
-        os.nice(_MOST_NICE)  # the cores are for the ranks that go on
         raise SystemExit(0)
 
     def _end_run(self) -> None:

@@ -72,6 +72,7 @@ class StateCopies:
         self._enter(trainer)
         world, strategy = trainer.world, trainer.strategy
         if self._run == 1 and world.context.follows and world is the_job().world:
+            self._rehearse(trainer)
             self.taken_over = wait_for_turn(world, self._line)
         if not self.steps:
             return
@@ -91,6 +92,17 @@ class StateCopies:
         with world.together("resume from memory"):
             strategy.restore_own(part)
         trainer.memory_step = self._last_step = copy.step
+
+    def _rehearse(self, trainer: Trainer) -> None:
+        """Go on from the present copy, although a newer one will follow. Collective.
+
+        The first time takes twice as long: pages of memory and connections are new.
+        """
+        kept = KeptCopies(trainer.world, self._line, self._run)
+        # A copy that is replaced while it is read makes no sense. What else is wrong will be so with the last copy too.
+        with suppress(Exception):
+            if kept.step:
+                trainer.restore(kept.read().state)
 
     def after_step(self, trainer: Trainer) -> int:
         """Copy the state, if it is time to. Collective; call it when all hooks have seen the step.

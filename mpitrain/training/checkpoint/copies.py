@@ -12,6 +12,7 @@ from typing import Any
 import numpy
 
 from mpitrain.errors import CheckpointError
+from mpitrain.job.worlds import make_world
 from mpitrain.launch.kept import KeeperLine
 from mpitrain.training.checkpoint.memory_slot import Copy, MemorySlot, read_copy
 from mpitrain.training.checkpoint.resume import is_first_of_node
@@ -74,10 +75,8 @@ class KeptCopies:
             if world.node_rank in nodes:
                 content = self._content(_STATE)
         if len(nodes) < world.num_nodes:
-            size = world.broadcast(len(content), root=holders[0])
-            room = content if len(content) == size else numpy.empty(size, numpy.uint8)
-            sent = world.sync({"copy": room}, root=holders[0])["copy"]
-            content = content if world.node_rank in nodes else sent
+            lacking = [rank for rank in range(world.size) if world.node_ranks[rank] not in nodes]
+            content = _sent(world, content, holders[0], lacking)
         return read_copy(content)
 
     def part(self, rank: int) -> dict[str, Any]:
@@ -100,6 +99,21 @@ class KeptCopies:
         if not contents:
             raise CheckpointError(f"{self._world.name()}: the memory of this host has no {name} of step {self.step}")
         return contents[0]
+
+
+def _sent(world: World, content: numpy.ndarray, holder: int, lacking: Sequence[int]) -> numpy.ndarray:
+    """On each of `lacking`, the `content` of `holder`; on the other ranks, their own. Collective over `world`."""
+    takers = sorted([holder, *lacking])
+    comm = world.comm.Split(int(world.rank in takers), world.rank)  # the other ranks have it and need not wait
+    if world.rank in takers:
+        part, root = make_world(comm, parent=world), takers.index(holder)
+        size = part.broadcast(len(content), root)
+        room = content if len(content) == size else numpy.empty(size, numpy.uint8)
+        sent = part.sync({"copy": room}, root)["copy"]
+        content = content if world.rank == holder else sent
+        part.free()
+    comm.Free()
+    return content
 
 
 def _part(rank: int) -> str:
