@@ -38,6 +38,8 @@ _SETTLE_SECONDS = 1.5
 # The ranks of the next try must be ready within this time, or the present ones end first. A host that is about to be
 # taken away has less time.
 _READY_SECONDS, _READY_SECONDS_OF_TOLD = 120.0, 10.0
+# So long a wish waits for a try or a run that is about to begin.
+_BEGIN_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -193,6 +195,7 @@ class Changes:
 
     def answer(self, wish: Mapping[str, Any]) -> dict[str, str]:
         """Accept or refuse a wish."""
+        self._wait_for_run()
         try:
             with self._lock:
                 hosts, now_on, pending = self._hosts, self._now_on, self._change
@@ -215,6 +218,15 @@ class Changes:
             return {"refused": str(error)}
         where = ", ".join(change.now_on.hosts)
         return {"accepted": f"{change.text} after the next copy of its state; then it goes on on {where}"}
+
+    def _wait_for_run(self) -> None:
+        """Wait a moment for a run that can be left: a user who has just seen one try end knows nothing of the next."""
+        deadline = time.monotonic() + _BEGIN_SECONDS
+        while time.monotonic() < deadline and not self._stop.is_set():
+            with self._lock:
+                if self._change is not None or (self._now_on is not None and self._keepers.run >= _RUN):
+                    return
+            time.sleep(_LOOK_SECONDS / 4)
 
     def _refuse_run(self) -> None:
         if self._keepers.run > _RUN:

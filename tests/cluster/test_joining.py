@@ -23,6 +23,7 @@ import numpy
 import mpitrain as mt
 
 world, used = mt.init(), []
+world.print("begins at", time.time())
 
 def adds(parameters, batch, on_gradient):
     x, number = batch
@@ -33,6 +34,7 @@ def adds(parameters, batch, on_gradient):
 class Show(mt.Hook):
     def after_step(self, trainer, step):
         time.sleep(0.05)
+        world.print("at", time.time(), "step", step.number)
         samples = sum(world.allgather(used[-1]), [])
         world.print("step", step.number, world.size, samples, trainer.adapter.parameters()["w"].tobytes().hex())
         if step.number == 20:
@@ -94,7 +96,12 @@ def test_a_host_leaves_and_joins_again(bed: Bed, python: str) -> None:
     for first in range(1, len(steps) - 4, 5):  # an epoch
         read = [number for step in range(first, first + 5) for number in steps[step][1]]
         assert sorted(read) == list(range(60)), first
+    assert "cannot start beside" not in end.output
+    begun = [float(at) for at in re.findall(r"begins at (\S+)\n", end.output)]
+    ends = {int(step): float(at) for at, step in re.findall(r"\] at (\S+) step (\d+)\n", end.output)}
     told = re.findall(r"mpitrain: (.*) after step (\d+); going on", end.output)
+    for next_begun, (_, step) in zip(begun[1:], told, strict=True):
+        assert next_begun < ends[int(step) - 1], "the next try begins beside the one before"
     assert [text for text, _ in told] == ["node2 leaves", "node2, node4 join"]
     lines = as_user(bed, "node1", "cat record/metrics.jsonl").stdout.splitlines()
     events = [event for line in lines for event in json.loads(line).get("events", [])]
@@ -107,6 +114,42 @@ def test_a_host_leaves_and_joins_again(bed: Bed, python: str) -> None:
     assert whole.code == 0, whole.output
     expected = steps_of(whole.output)
     assert [bits for _, _, bits in steps.values()] == [bits for _, _, bits in expected.values()]
+
+
+@MOSTLY_MPICH
+def test_ranks_are_killed_while_the_next_try_is_prepared(bed: Bed, python: str) -> None:
+    """A new rank: the others end, and the job notices nothing. A rank that trains: the job starts again from memory."""
+    write(bed, "node1", f"{SHARE}/moves.py", SCRIPT)
+    as_user(bed, "node1", "rm -rf enough record; mkdir record")
+    copies = "MPITRAIN_MEMORY_STEPS=300"  # so long a change waits
+    job = Job(bed, "--hosts node1,node2 --ppn 1 --restarts 2 moves.py 4000", python=python, setting=copies)
+    job.wait_for("has begun")
+    ranks = (
+        "for p in $(pgrep -u cluster -f '[m]oves.py 4000'); do "
+        "grep -qsz ^_MPITRAIN_FOLLOWS{} /proc/$p/environ && grep -qsz ^PM.*_RANK= /proc/$p/environ && echo $p; done"
+    )
+    wait = f'until p=$({ranks.format("=")}); [ "$p" ]; do sleep 0.1; done; sleep 5; kill -9 $p'
+    change(bed, python, "join node3")
+    bed.node_run("node3", ["bash", "-c", wait])
+    job.wait_for("mpitrain: the job goes on as before, without node3: rank 2 on node3 was killed by signal 9\n")
+    change(bed, python, "leave node2")
+    bed.node_run("node1", ["bash", "-c", wait])
+    job.wait_for("mpitrain: the next try cannot start beside this one: ")
+    job.wait_for("going on on node1 with 1 ranks\n")
+    job.wait_for("resumed from memory at step 300")
+    change(bed, python, "join node2")
+    # Of those on node1, the ranks that train are not those that follow.
+    follow = "until p=$(" + ranks.format("=") + '); [ "$p" ]; do sleep 0.1; done; sleep 3; '
+    trains = "for p in $(pgrep -u cluster -f '[m]oves.py 4000'); do "
+    trains += "grep -qsz ^PM.*_RANK= /proc/$p/environ && ! grep -qsz ^_MPITRAIN_FOLLOWS= /proc/$p/environ && kill -9 $p"
+    bed.node_run("node1", ["bash", "-c", f"{follow}{trains}; done; true"])
+    job.wait_for("starting again on node1, node2")
+    job.wait_for("resumed from memory at step 300", 2)
+    write(bed, "node1", "enough", "")
+    end = job.end()
+    assert end.code == 0, end.output
+    left = "pgrep -u cluster -f '[m]oves.py 4000' || true"
+    assert [bed.node_run(node, ["bash", "-c", left]).stdout for node in bed.names] == [""] * len(bed.names)
 
 
 def refused(bed: Bed, python: str, words: str, *why: str) -> None:

@@ -61,6 +61,11 @@ class NextTry:
 Prepared = list[tuple[tuple[str, ...], str, NextTry]]
 
 
+@pytest.fixture(autouse=True)
+def _no_long_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mpitrain.launch.changes._BEGIN_SECONDS", 0.1)
+
+
 @pytest.fixture
 def asked() -> Asked:
     return Asked()
@@ -381,3 +386,19 @@ def test_a_try_that_fails_beside_the_next(changes: Changes, prepared: Prepared) 
     assert changes.take() is not None
     assert changes.take_next(None) is None  # the ranks have not left
     assert prepared[0][2].is_closed
+
+
+def test_a_wish_waits_for_what_is_about_to_begin(
+    changes: Changes, keepers: Keepers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mpitrain.launch.changes._BEGIN_SECONDS", 60.0)
+    changes.take()
+    answers: list[dict[str, str]] = []
+    asking = threading.Thread(target=lambda: answers.append(changes.answer({"leave": ["b"]})))
+    asking.start()
+    changes.begin(HOSTS, HOSTS)
+    time.sleep(0.3)
+    assert not answers
+    keepers.run = 1
+    asking.join(30)
+    assert list(answers[0]) == ["accepted"]
