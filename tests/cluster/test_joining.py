@@ -16,7 +16,8 @@ from mpitrain.testbed import Bed
 pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("healed")]
 
 # Samples are multiples of 12, so the mean of 2, 3, 4, 6 or 12 of them is a whole number. No sum over ranks is rounded,
-# and every number of ranks gives the same bits. Once the file `enough` exists, the training makes 20 more steps.
+# and every number of ranks gives the same bits. Once the file `enough` exists, the training makes 20 more steps. While
+# the file `hold` exists, ranks that begin wait after init(), and say so by a file that has the word in `hold`.
 SCRIPT = """
 import pathlib, sys, time
 import numpy
@@ -24,6 +25,16 @@ import mpitrain as mt
 
 world, used = mt.init(), []
 world.print("begins at", time.time())
+
+def is_held():
+    try:
+        pathlib.Path(f"held-{pathlib.Path('hold').read_text()}-{world.rank}").touch()
+    except FileNotFoundError:
+        return False
+    return True
+
+while is_held():
+    time.sleep(0.1)
 
 def adds(parameters, batch, on_gradient):
     x, number = batch
@@ -120,36 +131,43 @@ def test_a_host_leaves_and_joins_again(bed: Bed, python: str) -> None:
 def test_ranks_are_killed_while_the_next_try_is_prepared(bed: Bed, python: str) -> None:
     """A new rank: the others end, and the job notices nothing. A rank that trains: the job starts again from memory."""
     write(bed, "node1", f"{SHARE}/moves.py", SCRIPT)
-    as_user(bed, "node1", "rm -rf enough record; mkdir record")
-    copies = "MPITRAIN_MEMORY_STEPS=300"  # so long a change waits
-    job = Job(bed, "--hosts node1,node2 --ppn 1 --restarts 2 moves.py 4000", python=python, setting=copies)
+    as_user(bed, "node1", "rm -rf enough hold held-* record; mkdir record")
+    job = Job(bed, "--hosts node1,node2,node3 --ppn 1 --restarts 2 moves.py 4000", python=python, setting=COPIES)
     job.wait_for("has begun")
-    ranks = (
-        "for p in $(pgrep -u cluster -f '[m]oves.py 4000'); do "
-        "grep -qsz ^_MPITRAIN_FOLLOWS{} /proc/$p/environ && grep -qsz ^PM.*_RANK= /proc/$p/environ && echo $p; done"
-    )
-    wait = f'until p=$({ranks.format("=")}); [ "$p" ]; do sleep 0.1; done; sleep 5; kill -9 $p'
-    change(bed, python, "join node3")
-    bed.node_run("node3", ["bash", "-c", wait])
-    job.wait_for("mpitrain: the job goes on as before, without node3: rank 2 on node3 was killed by signal 9\n")
-    change(bed, python, "leave node2")
-    bed.node_run("node1", ["bash", "-c", wait])
+
+    write(bed, "node1", "hold", "joins")
+    change(bed, python, "join node4")
+    kill(bed, "node4", follows=True, once="held-joins-3")
+    job.wait_for("mpitrain: the job goes on as before, without node4: rank 3 on node4 was killed by signal 9\n")
+
+    write(bed, "node1", "hold", "leaves")
+    change(bed, python, "leave node3")
+    kill(bed, "node1", follows=True, once="held-leaves-0")
     job.wait_for("mpitrain: the next try cannot start beside this one: ")
-    job.wait_for("going on on node1 with 1 ranks\n")
-    job.wait_for("resumed from memory at step 300")
-    change(bed, python, "join node2")
-    # Of those on node1, the ranks that train are not those that follow.
-    follow = "until p=$(" + ranks.format("=") + '); [ "$p" ]; do sleep 0.1; done; sleep 3; '
-    trains = "for p in $(pgrep -u cluster -f '[m]oves.py 4000'); do "
-    trains += "grep -qsz ^PM.*_RANK= /proc/$p/environ && ! grep -qsz ^_MPITRAIN_FOLLOWS= /proc/$p/environ && kill -9 $p"
-    bed.node_run("node1", ["bash", "-c", f"{follow}{trains}; done; true"])
-    job.wait_for("starting again on node1, node2")
-    job.wait_for("resumed from memory at step 300", 2)
+    as_user(bed, "node1", "rm hold")
+    job.wait_for("going on on node1, node2 with 2 ranks\n")
+    job.wait_for("resumed from memory at step ")
+
+    write(bed, "node1", "hold", "returns")
+    change(bed, python, "join node3")
+    kill(bed, "node1", follows=False, once="held-returns-0")
+    job.wait_for("starting again on node1, node2, node3")
+    as_user(bed, "node1", "rm hold")
+    job.wait_for("resumed from memory at step ", 2)
     write(bed, "node1", "enough", "")
     end = job.end()
     assert end.code == 0, end.output
     left = "pgrep -u cluster -f '[m]oves.py 4000' || true"
     assert [bed.node_run(node, ["bash", "-c", left]).stdout for node in bed.names] == [""] * len(bed.names)
+
+
+def kill(bed: Bed, node: str, *, follows: bool, once: str) -> None:
+    """Kill the ranks on a node: those of the next try, or those that train. Wait for the file `once` before."""
+    is_rank, is_next = (f"grep -qsz ^{name}= /proc/$p/environ" for name in ("PM.*_RANK", "_MPITRAIN_FOLLOWS"))
+    is_one = f"{is_rank} && {is_next}" if follows else f"{is_rank} && ! {is_next}"
+    killing = f"for p in $(pgrep -u cluster -f '[m]oves.py 4000'); do {is_one} && kill -9 $p; done"
+    done = as_user(bed, node, f"until [ -e {once} ]; do sleep 0.1; done; {killing}; true")
+    assert done.returncode == 0, done.stderr
 
 
 def refused(bed: Bed, python: str, words: str, *why: str) -> None:
