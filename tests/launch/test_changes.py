@@ -18,6 +18,7 @@ from mpitrain.launch.keepers import Keepers
 from mpitrain.launch.kept import LEAVES, PREPARES, SAVES, STAYS
 from mpitrain.launch.placement import Place, Placement
 from mpitrain.launch.roster import launcher_name
+from mpitrain.launch.verdict import Limits
 from mpitrain.launch.wishes import ask
 
 ADDRESSES = {"a": "10.0.0.1", "b": "10.0.0.2", "c": "10.0.0.3"}
@@ -91,7 +92,7 @@ def changes(asked: Asked, keepers: Keepers, prepared: Prepared) -> Iterator[Chan
         prepared.append((where.hosts, cause, NextTry()))
         return prepared[-1][2]
 
-    with Changes(keepers, 2, widen, asked, prepare) as changes:
+    with Changes(keepers, Limits(5, 2), widen, asked, prepare) as changes:
         changes.begin(HOSTS, HOSTS)
         keepers.run = 1
         yield changes

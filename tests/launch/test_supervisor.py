@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from mpitrain.errors import LaunchError
-from mpitrain.launch.changes import Change
+from mpitrain.launch.change import Change
 from mpitrain.launch.ending import Ended
 from mpitrain.launch.placement import Place, Placement
-from mpitrain.launch.supervisor import FailedTry, Limits, Pause, Verdict, judge, supervise
+from mpitrain.launch.supervisor import Pause, supervise
+from mpitrain.launch.verdict import FailedTry, Limits, Verdict, judge
 from mpitrain.watching.rank_record import RankRecord
 
 HOSTS = ("a", "b", "c", "d")
@@ -96,7 +97,7 @@ def test_too_few_hosts() -> None:
     failures, absent = [failure(7, None, "b")], [(0.0, "d")]
     assert judge(HOSTS, failures, absent, Limits(5, min_nodes=2), 1.0).hosts == ("a", "c")
     assert judge(HOSTS, failures, absent, Limits(5, min_nodes=3), 1.0) == Verdict(
-        reason="only a, c of a, b, c, d can take part, and --min-nodes is 3"
+        reason="only a, c of a, b, c, d can take part, and --min-nodes is 3", left=("a", "c")
     )
     everyone = [(0.0, host) for host in HOSTS]
     assert judge(HOSTS, failures, everyone, FIVE, 1.0).reason == "no host can take part, and --min-nodes is 1"
@@ -193,10 +194,11 @@ class Wished:
 
     def __init__(self, *changes: Change | None) -> None:
         self.changes = list(changes)
+        self.bad: list[tuple[float, str]] = []
         self.begun: list[tuple[tuple[str, ...], tuple[str, ...]]] = []
         self.wanted: list[Change | None] = []
 
-    def begin(self, hosts: Placement, now_on: Placement) -> None:
+    def begin(self, hosts: Placement, now_on: Placement, saves_for: str) -> None:
         self.begun.append((hosts.hosts, now_on.hosts))
 
     def take(self, *, has_left: bool = False) -> Change | None:

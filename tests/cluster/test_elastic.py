@@ -1,0 +1,92 @@
+"""`mpitrain run --elastic` over the nodes of a cluster: hosts go and come back by themselves, and no step is lost."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+
+import pytest
+from launching import MOSTLY_MPICH, SHARE, Job, as_user, run, write
+from test_joining import COPIES, SCRIPT
+
+from mpitrain.testbed import Bed
+
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.usefixtures("healed")]
+
+# A host that was away is set aside for a minute, in which the ranks need not compute much.
+SLOW = SCRIPT.replace("time.sleep(0.05)", "time.sleep(0.25)").replace(
+    "Show()]", "Show(), mt.Checkpoint('saved', 10**6)]"
+)
+
+
+def inventory(bed: Bed, *nodes: str) -> None:
+    """Write the inventory of the job at once, as an editor does."""
+    lines = [f"{node} ansible_host={bed.address(node)}" for node in nodes]
+    text = "\n".join(["[head]", lines[0], "[workers]", *lines[1:], "[cluster:children]", "head", "workers", ""])
+    write(bed, "node1", "new_hosts", text)
+    assert as_user(bed, "node1", "mv new_hosts hosts").returncode == 0
+
+
+def counted_steps(output: str) -> dict[int, tuple[int, list[int], str]]:
+    """As steps_of in test_joining. What a failed try made after its last copy does not count, and is made again."""
+    steps: dict[int, tuple[int, list[int], str]] = {}
+    for resumed, step, size, samples, bits in re.findall(
+        r"\] (?:resumed from memory at step (\d+)|step (\d+) (\d+) (\[.*\]) ([0-9a-f]+))\n", output
+    ):
+        if resumed:
+            steps = {made: one for made, one in steps.items() if made <= int(resumed)}
+        else:
+            assert int(step) == len(steps) + 1, output
+            steps[int(step)] = int(size), ast.literal_eval(samples), bits
+    return steps
+
+
+@MOSTLY_MPICH
+def test_hosts_go_and_come_back(bed: Bed, python: str) -> None:
+    """node3 is away at the start, node4 is new, then loses its power, and node2 leaves the inventory."""
+    write(bed, "node1", f"{SHARE}/moves.py", SLOW)
+    as_user(bed, "node1", "rm -rf enough record saved; mkdir record")
+    inventory(bed, "node1", "node2", "node3")
+    bed.cut("node3")
+    arguments = "-i hosts --ppn 1 --restarts 5 --elastic 2:4 moves.py 4000"
+    job = Job(bed, arguments, python=python, setting=COPIES)
+    job.wait_for("mpitrain: starting on node1, node2 with 2 ranks, without node3\n")
+    job.wait_for("has begun")
+    bed.heal("node3")
+    inventory(bed, "node1", "node2", "node3", "node4")
+    job.wait_for("node4 joins after step ")
+    job.wait_for("resumed from memory at step ")
+    bed.kill("node4")
+    job.wait_for("node4 fell silent; starting again on node1, node2")
+    bed.start("node4")
+    job.wait_for(" with 4 ranks\n")
+    inventory(bed, "node1", "node3", "node4")
+    job.wait_for("mpitrain: node2 leaves (not in the inventory any more) after step ")
+    job.wait_for(" with 3 ranks\n")
+    resumed = job.output().count("resumed from memory at step ")
+    job.wait_for("resumed from memory at step ", resumed)
+    bed.cut("node3")
+    bed.cut("node4")
+    end = job.end()
+    assert end.code == 1, end.output
+    assert "Starting again on node1 only to save the state\n" in end.output
+    steps = counted_steps(end.output)
+    last = f"only node1 of node1, node3, node4 can take part, and --elastic is 2:4: the job has ended after step {len(steps)}\n"
+    assert last in end.output.replace("node4, node3", "node3, node4")
+    assert f"saved/step-{len(steps):08d} is saved" in end.output
+    assert {size for size, _, _ in steps.values()} >= {1, 2, 3, 4}
+    for first in range(1, len(steps) - 4, 5):  # an epoch
+        read = [number for step in range(first, first + 5) for number in steps[step][1]]
+        assert sorted(read) == list(range(60)), first
+    lines = as_user(bed, "node1", "cat record/metrics.jsonl").stdout.splitlines()
+    events = [event for line in lines for event in json.loads(line).get("events", [])]
+    moves = [event for event in events if "join" in event["text"] or "leaves" in event["text"]]
+    assert len(moves) >= 3
+    assert {event["repeated_steps"] for event in moves} == {0}
+    # An undisturbed run, always with 2 ranks.
+    write(bed, "node1", f"{SHARE}/moves.py", SLOW.replace("time.sleep(0.25)", "pass"))
+    as_user(bed, "node1", "rm -rf record saved; mkdir record")
+    whole = run(bed, f"--hosts node1,node2 --ppn 1 moves.py {len(steps)}", python=python)
+    assert whole.code == 0, whole.output
+    assert [bits for _, _, bits in steps.values()] == [bits for _, _, bits in counted_steps(whole.output).values()]
