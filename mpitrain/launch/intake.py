@@ -53,7 +53,7 @@ class Intake:
         self._hosts: Placement | None = None
         self._now_on: Placement | None = None
         self._failures: Sequence[FailedTry] = ()
-        self._asked: dict[str, int] = {}  # how often in a row without an answer
+        self._wait: dict[str, float] = {}  # since the last question without an answer, in seconds
         self._due: dict[str, float] = {}  # when to ask
         self._said: dict[str, str] = {}  # the last difference of each host
         self._given_up: set[str] = set()
@@ -77,15 +77,15 @@ class Intake:
                 self._new.pop(host, None)
             self._hosts, self._now_on, self._failures = hosts, now_on, tuple(failures)
 
-    def note(self, different: Mapping[str, str]) -> list[str]:
+    def note(self, different: Mapping[str, str], now: float) -> list[str]:
         """Take note that these hosts differ, each with the difference. Return those of which that is news."""
         news = [host for host, difference in different.items() if self._said.get(host) != difference]
         self._said.update(different)
-        self._due.update(dict.fromkeys(different, time.monotonic() + DIFFERENT_SECONDS))
+        self._due.update(dict.fromkeys(different, now + DIFFERENT_SECONDS))
         return news
 
-    def look(self) -> None:
-        """Ask the hosts that are due, and let those that answer join. Takes seconds."""
+    def look(self, now: float) -> None:
+        """Ask the hosts that are due `now`, by time.monotonic(), and let those that answer join. Takes seconds."""
         with self._lock:
             hosts, now_on = self._hosts, self._now_on
         if hosts is None or now_on is None or not self._changes.is_open:
@@ -96,7 +96,7 @@ class Intake:
                 self._changes.let_go(leave, "not in the inventory any more")
                 return
             if len(now_on.hosts) < self._most:
-                self._ask(hosts, now_on)
+                self._ask(hosts, now_on, now)
         except NotNowError:  # it can in a moment, or the job ends
             return
 
@@ -121,7 +121,7 @@ class Intake:
             self._new.pop(host, None)
         self._known = set(listed)
 
-    def _ask(self, hosts: Placement, now_on: Placement) -> None:
+    def _ask(self, hosts: Placement, now_on: Placement, now: float) -> None:
         """Ask the hosts that are due. Those that answer join, as many as there is room for.
 
         Raises:
@@ -130,11 +130,11 @@ class Intake:
         places = {place.host: place for place in hosts.places}
         names = dict.fromkeys([*places, *self._new])
         out = [host for host in names if host not in now_on.hosts and host not in self.dropped]
-        due = self._due_of(out, time.monotonic())
+        due = self._due_of(out, now)
         if not due:
             return
         inside = that_let_in(due, self._stop)
-        self._put_off(host for host in due if host not in inside)
+        self._put_off((host for host in due if host not in inside), now)
         joining = [host for host in due if host in inside][: self._most - len(now_on.hosts)]
         if not joining or self._stop.is_set():
             return
@@ -144,19 +144,19 @@ class Intake:
             raise
         except LaunchError as error:
             away = [host for host in joining if host in error.hosts]  # one without the share too: it is being set up
-            self._put_off(away)
+            self._put_off(away, now)
             different = {host: text for host, text in error.different.items() if host in joining and host not in away}
-            self._refuse(different if different or away else dict.fromkeys(joining, str(error)))
+            self._refuse(different if different or away else dict.fromkeys(joining, str(error)), now)
         except ConfigError as error:
-            self._refuse(dict.fromkeys(joining, str(error)))
+            self._refuse(dict.fromkeys(joining, str(error)), now)
         else:
             for host in joining:
-                self._asked.pop(host, None)
+                self._wait.pop(host, None)
             answer = f"{', '.join(joining)} answer{'s' * (len(joining) == 1)}"
-            _say(f"{answer}, and {change.text} after the next copy of the state; then it goes on on {change.where}")
+            _say(f"{answer}; {change.text} after the next copy of the state, and then it goes on on {change.where}")
 
-    def _refuse(self, different: Mapping[str, str]) -> None:
-        for host in self.note(different):
+    def _refuse(self, different: Mapping[str, str], now: float) -> None:
+        for host in self.note(different, now):
             _say(f"{host} cannot take part: {different[host]}. It is asked again in {DIFFERENT_SECONDS / 60:g} minutes")
 
     def _due_of(self, out: Iterable[str], now: float) -> list[str]:
@@ -173,16 +173,16 @@ class Intake:
                 due.append(host)
         return due
 
-    def _put_off(self, hosts: Iterable[str]) -> None:
+    def _put_off(self, hosts: Iterable[str], now: float) -> None:
         """These hosts do not answer: ask them later, each time after a longer time."""
         for host in hosts:
-            number = self._asked[host] = self._asked.get(host, 0) + 1
-            self._due[host] = time.monotonic() + min(FIRST_SECONDS * 2 ** (number - 1), MOST_SECONDS)
+            self._wait[host] = min(2 * self._wait.get(host, FIRST_SECONDS / 2), MOST_SECONDS)
+            self._due[host] = now + self._wait[host]
 
     def _run(self) -> None:
         while not self._stop.wait(_LOOK_SECONDS):
             try:
-                self.look()
+                self.look(time.monotonic())
             except Exception as error:  # nobody looks at a thread's error, and the job can train without it
                 _say(f"no host is taken in by itself any more: {error!r}")
                 return

@@ -94,7 +94,7 @@ def supervise(
             away, account = [host for host in error.hosts if host in hosts.hosts], str(error)
             if intake is not None and error.different and hosts.own not in error.different:
                 different = {host: text for host, text in error.different.items() if host not in away}
-                intake.note(different)
+                intake.note(different, time.monotonic())
                 away += different
                 account = "; ".join(f"{host} cannot take part: {text}" for host, text in error.different.items())
             if joining is not None:
@@ -138,6 +138,7 @@ def supervise(
                 _say(f"going on as before, on {_where(now_on)}")
                 continue
             failures.append(failure)
+            has_trained = has_trained or failure.step is not None
             pause = Pause(failure.cause, failure.step, failure.failed_at)
             account = f"{number}{_account(failure)}"
         joining = None
