@@ -109,7 +109,7 @@ def start(request: Request) -> int:
         if placement.note:
             print(f"mpitrain: {placement.note}", file=sys.stderr)
         if request.limits.min_nodes > len(placement.places):
-            raise ConfigError(f"{request.limits.words}, but the job has {len(placement.places)} hosts")
+            raise ConfigError(f"{request.limits.words}, but the job runs on {len(placement.places)} hosts")
         job = JobSpec(
             mpiexec=mpiexec,
             program=[sys.executable, *request.program],
@@ -191,13 +191,13 @@ def _supervise(job: JobSpec, request: Request, from_file: Mapping[str, str], lis
 
 def _listed_hosts(request: Request) -> Listed:
     """Return what reads the inventory of an elastic job; ConfigError: the job cannot be elastic."""
+    if not request.limits.restarts:
+        raise ConfigError("--elastic starts the job again on other hosts; it needs --restarts N")
     if request.num_ranks is not None:
         raise ConfigError(
             f"-n {request.num_ranks} sets the ranks of the whole job, whose hosts --elastic changes; set the ranks of "
             "each host: --ppn N, or devices in --hosts"
         )
-    if not request.limits.restarts:
-        raise ConfigError("--elastic starts the job again on other hosts; it needs --restarts N")
     return listed_hosts(request.hosts, request.inventory)
 
 

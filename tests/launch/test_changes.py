@@ -319,8 +319,10 @@ def test_a_next_try_that_cannot_be_prepared(
     change = changes.take()
     if "join" in wish and has_room:
         assert said == "mpitrain: the job goes on as before, without d: rank 6 failed\n"
+        assert [host for _, host in changes.bad] == ["d"]
         assert (change, keepers.wish) == (None, STAYS)
     else:
+        assert changes.bad == []
         how = "It starts when this one has ended"
         assert said == f"mpitrain: the next try cannot start beside this one: rank 6 failed. {how}\n"
         assert keepers.wish == LEAVES
@@ -387,6 +389,23 @@ def test_a_try_that_fails_beside_the_next(changes: Changes, prepared: Prepared) 
     assert changes.take() is not None
     assert changes.take_next(None) is None  # the ranks have not left
     assert prepared[0][2].is_closed
+
+
+def test_a_try_that_only_saves(changes: Changes, keepers: Keepers) -> None:
+    """It saves as soon as it has begun to train, and accepts no wish."""
+    changes.take()
+    changes.begin(HOSTS, HOSTS.without({"b", "c"}), "only a can take part")
+    assert keepers.wish == STAYS
+    assert changes.answer({"join": "d"}) == {"refused": "the job only saves its state, because only a can take part"}
+    assert not changes.is_open
+    keepers.run = 1
+    until(lambda: keepers.wish == SAVES)
+    change = changes.take(has_left=True)
+    assert change is not None
+    assert (change.text, change.is_end) == ("only a can take part", True)
+    changes.begin(HOSTS, HOSTS)
+    keepers.run = 1
+    assert "accepted" in changes.answer({"leave": ["b"]})
 
 
 def test_a_wish_waits_for_what_is_about_to_begin(

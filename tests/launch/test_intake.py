@@ -245,6 +245,14 @@ def test_the_end_of_patience(
     )
 
 
+def test_a_wish_for_more_hosts_than_the_most(changes: Changes, intake: Intake, keepers: Keepers) -> None:
+    trains(changes, intake, keepers, HOSTS)
+    why = "it would run on 5 hosts, and --elastic is 2:4; `mpitrain leave` makes room for others"
+    assert changes.answer({"join": "d,e"}) == {"refused": why}
+    why = "only 1 of its hosts would be left, and --elastic is 2:4; `mpitrain kill` ends a job"
+    assert changes.answer({"leave": ["b", "c"]}) == {"refused": why}
+
+
 def test_a_host_with_devices(changes: Changes, keepers: Keepers, ssh: Ssh, intake: Intake) -> None:
     places = (Place("a", 0, 1, ("cuda:0",)), Place("b", 1, 2, ("cuda:0", "cuda:1")))
     hosts = Placement(places, {"a": "10.0.0.1", "b": "10.0.0.2"}, own="a")
