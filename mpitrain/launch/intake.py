@@ -75,6 +75,9 @@ class Intake:
         with self._lock:
             for host in set(self._hosts.hosts if self._hosts else ()) - set(hosts.hosts):  # it has left
                 self._new.pop(host, None)
+            for host in now_on.hosts:  # it has been taken in; what it did before does not count
+                for kept in (self._wait, self._due, self._said):
+                    kept.pop(host, None)
             self._hosts, self._now_on, self._failures = hosts, now_on, tuple(failures)
 
     def note(self, different: Mapping[str, str], now: float) -> list[str]:
@@ -150,8 +153,6 @@ class Intake:
         except ConfigError as error:
             self._refuse(dict.fromkeys(joining, str(error)), now)
         else:
-            for host in joining:
-                self._wait.pop(host, None)
             answer = f"{', '.join(joining)} answer{'s' * (len(joining) == 1)}"
             _say(f"{answer}; {change.text} after the next copy of the state, and then it goes on on {change.where}")
 

@@ -117,7 +117,7 @@ def supervise(
                 step, since = ended.left
                 if change.is_end:
                     _say(f"{change.text}: the job has ended after step {step}")
-                    return failures[-1].code if saves_for else 128 + signal.SIGTERM
+                    return _code(failures) if saves_for else 128 + signal.SIGTERM
                 before, (hosts, now_on) = (hosts, now_on), (change.hosts, change.now_on)
                 joining = change if change.joined else None
                 has_trained = True
@@ -133,11 +133,13 @@ def supervise(
             failure = _failure(ended, now_on)
             if joining is not None and failure.step is None:
                 _say(f"with {', '.join(joining.joined)}, the job failed before its first step: {failure.cause}")
-                absent += [(time.monotonic(), host) for host in joining.joined]
+                blamed = [host for host in joining.joined if host in failure.lost or not failure.lost]
+                absent += [(failure.when, host) for host in blamed]
                 (hosts, now_on), joining = _back(before, hosts, intake), None
                 _say(f"going on as before, on {_where(now_on)}")
                 continue
             failures.append(failure)
+            away = list(failure.lost)
             has_trained = has_trained or failure.step is not None
             pause = Pause(failure.cause, failure.step, failure.failed_at)
             account = f"{number}{_account(failure)}"
@@ -146,31 +148,28 @@ def supervise(
             hosts = change.hosts
         if intake is not None:
             hosts = hosts.without(intake.dropped)
-        now, waiting = time.monotonic(), _waiting(failures, absent, now_on) if intake is not None else set()
-        verdict = judge(hosts.hosts, failures, absent, limits, now, has_trained=has_trained, waiting=waiting)
+        now, present = time.monotonic(), set(now_on.hosts) - set(away)
+        verdict = judge(hosts.hosts, failures, absent, limits, now, has_trained=has_trained, present=present)
         again = " again" if pause is not None else ""
         if verdict.hosts:
             now_on = hosts.without(set(hosts.hosts) - set(verdict.hosts))
             _tell(account, f"starting{again} on {_follows(now_on, hosts)}")
-        elif (
-            intake is not None and verdict.left and not saves_for and (has_trained or any(one.step for one in failures))
-        ):
+        elif intake is not None and verdict.left and has_trained and not saves_for:
             saves_for = verdict.reason
             now_on = hosts.without(set(hosts.hosts) - set(verdict.left))
             _tell(account, f"{saves_for}. Starting again on {', '.join(verdict.left)} only to save the state")
         else:
             _tell(account, f"not started{again}: {verdict.reason}")
-            return failures[-1].code if failures else 1
+            return _code(failures)
+
+
+def _code(failures: Sequence[FailedTry]) -> int:
+    return failures[-1].code if failures else 1
 
 
 def _back(before: tuple[Placement, Placement], hosts: Placement, intake: Intake | None) -> tuple[Placement, Placement]:
     """All hosts, and where the job goes on, if hosts could not join. An elastic job takes them in later."""
     return before[0] if intake is None else hosts, before[1]
-
-
-def _waiting(failures: Sequence[FailedTry], absent: Sequence[tuple[float, str]], now_on: Placement) -> set[str]:
-    """The hosts of an elastic job that were away when it was started last, and that have not been taken in since."""
-    return ({host for failure in failures for host in failure.lost} | {host for _, host in absent}) - set(now_on.hosts)
 
 
 def _where(placement: Placement) -> str:

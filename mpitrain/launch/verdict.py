@@ -87,7 +87,7 @@ def judge(
     now: float,
     *,
     has_trained: bool = False,
-    waiting: Set[str] = frozenset(),
+    present: Set[str] = frozenset(),
 ) -> Verdict:
     """Decide whether to start again, and where.
 
@@ -98,7 +98,10 @@ def judge(
         limits: what the user allows.
         now: the present time, by the clock of the failures.
         has_trained: a try before made steps, and its hosts changed.
-        waiting: hosts that are taken in later, when they answer; used now only if the others are too few.
+        present: the hosts of the last try that were not bad in it; what they did before does not count.
+
+    An elastic job takes hosts in when they answer. So it uses one that was bad, and is not present, only if the others
+    are too few.
     """
     last = failures[-1] if failures else FailedTry("", 1, now)
     if len(failures) == 1 and last.step is None and not last.lost and not has_trained:
@@ -108,8 +111,11 @@ def judge(
         return Verdict(reason=_diagnosis(same, len(hosts)))
     if len(failures) > limits.restarts:
         return Verdict(reason="no try is left")
-    gone = _set_aside(_away(failures, absent), now)
-    spared = _set_aside(_suspects(failures), now) | waiting
+    away = _away(failures, absent)
+    gone = _set_aside(away, now) - present
+    spared = _set_aside(_suspects(failures), now)
+    if limits.max_nodes is not None:
+        spared |= {host for _, host in away} - present
     there = [host for host in hosts if host not in gone]
     if len(there) < limits.min_nodes or not there:
         problem = f"only {', '.join(there)} of {', '.join(hosts)} can take part" if there else "no host can take part"

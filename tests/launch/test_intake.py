@@ -210,7 +210,9 @@ def test_a_host_that_differs(
     assert "b cannot take part: numpy 2.3.1, here 2.4.6." in capsys.readouterr().err
     assert keepers.wish == STAYS
     comparison.different.clear()
-    intake.look(1000.0 + 3 * DIFFERENT_SECONDS)
+    trains(changes, intake, keepers, HOSTS)  # it has joined by a wish
+    trains(changes, intake, keepers, WITHOUT_B, lost(1000.0 + 2 * DIFFERENT_SECONDS))
+    intake.look(1000.0 + 2 * DIFFERENT_SECONDS + ASIDE_SECONDS)
     assert keepers.wish == PREPARES
 
 

@@ -99,8 +99,10 @@ def test_hosts_that_are_taken_in_when_they_answer() -> None:
     failures = [failure(7, None, "b", when=100.0), failure(9)]
     for least, most, expected in ((2, 4, ("a", "c", "d")), (2, 2, ("a", "c")), (4, 4, HOSTS)):
         limits = Limits(5, least, most)
-        assert judge(HOSTS, failures, [], limits, 200.0, waiting={"b"}).hosts == expected
-    assert judge(HOSTS, failures, [], Limits(5, 4, 4), 159.0, waiting={"b"}) == Verdict(
+        assert judge(HOSTS, failures, [], limits, 200.0).hosts == expected
+    # It has been taken in meanwhile.
+    assert judge(HOSTS, failures, [], Limits(5, 2, 4), 101.0, present={"a", "b"}).hosts == HOSTS
+    assert judge(HOSTS, failures, [], Limits(5, 4, 4), 159.0) == Verdict(
         reason="only a, c, d of a, b, c, d can take part, and --elastic is 4:4", left=("a", "c", "d")
     )
     assert times_bad("b", failures, [(300.0, "b"), (300.0, "c")]) == [100.0, 300.0]
@@ -326,6 +328,10 @@ def elastic(tries: Tries, limits: Limits, wished: Wished) -> int:
     return supervise(tries, PLACEMENT, limits, wished, intake)  # type: ignore[arg-type]
 
 
+def plain(tries: Tries, limits: Limits, wished: Wished) -> int:
+    return supervise(tries, PLACEMENT, limits, wished)  # type: ignore[arg-type]
+
+
 def lost(host: str, step: int) -> Ended:
     return Ended(1, lost=(host,), trouble=("no message",), records={0: RankRecord(0, pid=1, first_step=1, step=step)})
 
@@ -391,3 +397,11 @@ def test_a_host_that_could_not_join_is_taken_in_later() -> None:
         assert elastic(tries, Limits(1, 1, 4), wished) == 0
         assert wished.begun[-1] == (("a", "b", "c", "d"), ("a", "b", "c"))
         assert [host for _, host in wished.bad] == ["d"]
+
+
+def test_a_host_that_has_joined_by_a_wish_is_no_longer_set_aside() -> None:
+    joins = Change("b joins", PLACEMENT, PLACEMENT, ("b",))
+    for limits in (Limits(5), Limits(5, 1, 3)):
+        tries, wished = Tries(lost("b", 7), left(9), killed(0, 12), Ended(0)), Wished(None, joins, None, None)
+        assert (elastic if limits.max_nodes else plain)(tries, limits, wished) == 0
+        assert [list(ran) for ran in tries.ran] == [["a", "b", "c"], ["a", "c"], ["a", "b", "c"], ["a", "b", "c"]]
