@@ -89,7 +89,7 @@ def supervise(
             else:
                 ended = run(now_on, pause)
         except LaunchError as error:
-            next_try = None
+            next_try, saves_for = None, ""
             change = changes.take() if changes is not None else None
             away, account = [host for host in error.hosts if host in hosts.hosts], str(error)
             if intake is not None and error.different and hosts.own not in error.different:
@@ -152,6 +152,7 @@ def supervise(
         verdict = judge(hosts.hosts, failures, absent, limits, now, has_trained=has_trained, present=present)
         again = " again" if pause is not None else ""
         if verdict.hosts:
+            saves_for = ""
             now_on = hosts.without(set(hosts.hosts) - set(verdict.hosts))
             _tell(account, f"starting{again} on {_follows(now_on, hosts)}")
         elif intake is not None and verdict.left and has_trained and not saves_for:

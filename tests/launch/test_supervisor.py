@@ -386,6 +386,10 @@ def test_it_saves_where_too_few_hosts_are_left(capsys: pytest.CaptureFixture[str
         tries = Tries(ended, lost("b", 8))
         assert elastic(tries, Limits(restarts, 3, 3), Wished(None, None)) == 1
         assert len(tries.ran) == num_tries
+    # Another host is found absent meanwhile.
+    tries = Tries(lost("c", 7), absent("b"), left(9))
+    assert elastic(tries, Limits(5, 3, 3), Wished(None, None, ends)) == 1
+    assert [list(ran) for ran in tries.ran] == [["a", "b", "c"], ["a", "b"], ["a"]]
     # The training has come to its end in the meantime.
     assert elastic(Tries(lost("c", 7), Ended(0)), Limits(5, 3, 3), Wished(None, None)) == 0
 
