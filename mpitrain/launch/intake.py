@@ -48,7 +48,7 @@ class Intake:
         assert limits.max_nodes is not None
         self.dropped: set[str] = set()
         self._changes, self._listed, self._most = changes, listed, limits.max_nodes
-        self._known = set(listed() or ())
+        self._known: set[str] = set()  # the hosts that the inventory had when it was read last
         self._new: dict[str, None] = {}  # hosts that the inventory has got since, in order
         self._hosts: Placement | None = None
         self._now_on: Placement | None = None
@@ -73,8 +73,11 @@ class Intake:
     def begin(self, hosts: Placement, now_on: Placement, failures: Sequence[FailedTry]) -> None:
         """A try is about to begin on `now_on`. See Changes.begin; `failures` are those so far."""
         with self._lock:
-            for host in set(self._hosts.hosts if self._hosts else ()) - set(hosts.hosts):  # it has left
-                self._new.pop(host, None)
+            if self._hosts is None:
+                self._known = set(hosts.hosts)
+            else:
+                for host in set(self._hosts.hosts) - set(hosts.hosts):  # it has left
+                    self._new.pop(host, None)
             for host in now_on.hosts:  # it has been taken in; what it did before does not count
                 for kept in (self._wait, self._due, self._said):
                     kept.pop(host, None)
