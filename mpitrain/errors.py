@@ -26,6 +26,8 @@ once a rank, and breaks no World. Only `everywhere` sets this attribute.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TypeVar
 
 AnError = TypeVar("AnError", bound="MpitrainError")
@@ -55,10 +57,12 @@ class ConfigError(MpitrainError, ValueError):
 class LaunchError(MpitrainError, RuntimeError):
     """The processes that were launched do not form one MPI job.
 
-    `hosts` are the hosts that cannot take part, if the other hosts might go on without them.
+    `hosts` are the hosts that cannot take part, if the other hosts might go on without them. `different` are the hosts
+    that answer and are not as the launcher's own, each with the difference.
     """
 
     hosts: tuple[str, ...] = ()
+    different: Mapping[str, str] = MappingProxyType({})
 
 
 class ClusterError(MpitrainError, RuntimeError):

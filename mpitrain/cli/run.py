@@ -25,7 +25,8 @@ job ends on all hosts.
 With --restarts, a job that fails during training starts again on the hosts that
 answer. A Trainer goes on from a copy in memory or, if that is newer, from its
 newest checkpoint. A job that fails three times at the same step does not start
-again.
+again. With --elastic, the job also starts without hosts that do not answer, and
+takes them in when they do.
 
 The exit code is not 0 if any rank failed. It is 128 + the number of the signal
 if a signal ended the job.
@@ -35,6 +36,7 @@ if a signal ended the job.
   mpitrain run --hosts node1/cuda:0-3,node2/cuda:0-1x2 train.py
   mpitrain run -n 4 --show train.py --epochs 5
   mpitrain run --ppn 2 --restarts 5 --min-nodes 3 train.py
+  mpitrain run --ppn 2 --restarts 5 --elastic 2:8 train.py
 """
 
 
@@ -55,6 +57,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--min-nodes", type=positive, metavar="M", help="with --restarts: start again on at least M hosts (1)"
     )
     parser.add_argument(
+        "--elastic",
+        type=_range,
+        metavar="MIN:MAX",
+        help="with --restarts and --ppn: start on the hosts that answer, at least MIN and at most MAX, and take in "
+        "those that come later",
+    )
+    parser.add_argument(
         "--spares",
         action="store_true",
         help="with --restarts: keep processes ready that become the ranks after a failure; on one machine",
@@ -71,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Start the job. Return its exit code."""
     from mpitrain.launch.start import start
-    from mpitrain.launch.supervisor import Limits
+    from mpitrain.launch.verdict import Limits
 
     request = request_of_script(arguments)
     if arguments.min_nodes is not None and not arguments.restarts:
@@ -79,9 +88,22 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.spares and not arguments.restarts:
         raise ConfigError("--spares keeps processes ready for a restart; it needs --restarts N")
     variables = {"MPITRAIN_TRACE": str(arguments.trace.absolute())} if arguments.trace else {}
-    limits = Limits(arguments.restarts, arguments.min_nodes or 1)
+    if arguments.elastic and arguments.min_nodes is not None:
+        raise ConfigError("--elastic MIN:MAX sets the least number of hosts too; leave out --min-nodes")
+    least, most = arguments.elastic or (arguments.min_nodes or 1, None)
+    limits = Limits(arguments.restarts, least, most)
     request = replace(request, variables=variables, limits=limits, show=arguments.show)
     return start(replace(request, recover=arguments.recover, spares=arguments.spares))
+
+
+def _range(text: str) -> tuple[int, int]:
+    least, colon, most = text.partition(":")
+    if not colon:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form MIN:MAX, as in 2:4")
+    numbers = positive(least), positive(most)
+    if numbers[0] > numbers[1]:
+        raise argparse.ArgumentTypeError(f"{text!r}: MIN is {numbers[0]} and above MAX, {numbers[1]}")
+    return numbers
 
 
 def _count(text: str) -> int:

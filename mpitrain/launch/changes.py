@@ -13,63 +13,50 @@ If the next try cannot start beside the present one, it starts when the present 
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from mpitrain.errors import ConfigError, LaunchError
+from mpitrain.launch.change import READY_SECONDS, Change, joining, leaving, refuse_few
 from mpitrain.launch.keepers import Keepers
-from mpitrain.launch.kept import LEAVES, PREPARES, SAVES, STAYS, receive, send, user_of
+from mpitrain.launch.kept import LEAVES, PREPARES, SAVES, STAYS
 from mpitrain.launch.placement import Placement
 from mpitrain.launch.roster import launcher_name
 from mpitrain.launch.successor import Successor
-from mpitrain.launch.wishes import listen
+from mpitrain.launch.verdict import Limits
+from mpitrain.launch.wishes import listen, serve
 from mpitrain.watching.ranges import rank_ranges
 
 _LOOK_SECONDS = 0.2
-_MESSAGE_SECONDS = 5.0
 _RUN = 1
 # mpiexec sends SIGTERM to ranks too, when it ends them because of another one, whose end is heard within this time.
 _SETTLE_SECONDS = 1.5
-# The ranks of the next try must be ready within this time, or the present ones end first. A host that is about to be
-# taken away has less time.
-_READY_SECONDS, _READY_SECONDS_OF_TOLD = 120.0, 10.0
+# A host that is about to be taken away has less time than READY_SECONDS.
+_READY_SECONDS_OF_TOLD = 10.0
 # So long a wish waits for a try or a run that is about to begin.
 _BEGIN_SECONDS = 5.0
+_STARTS = "the job is being started again; try again in a moment"
 
 
-@dataclass(frozen=True)
-class Change:
-    """A change that was accepted.
-
-    Attributes:
-        text: as in "node2 leaves".
-        hosts: those of the job from now on, with those that are set aside.
-        now_on: where the next try runs.
-        joined: the hosts that come in with it.
-        is_end: too few hosts would be left, so the ranks save, and the job ends.
-        ready_seconds: the time in which the ranks of the next try must be ready.
-    """
-
-    text: str
-    hosts: Placement
-    now_on: Placement
-    joined: tuple[str, ...] = ()
-    is_end: bool = False
-    ready_seconds: float = _READY_SECONDS
+class NotNowError(ConfigError):
+    """The job can change its hosts at another time only."""
 
 
 class Changes:
-    """Use this in `with`: inside, wishes are answered. `look` goes on with them."""
+    """Use this in `with`: inside, wishes are answered. `look` goes on with them.
+
+    Attributes:
+        bad: the hosts that could not take part when a try was about to start, or to take over, each with the time.
+    """
 
     def __init__(
         self,
         keepers: Keepers,
-        min_nodes: int,
+        limits: Limits,
         widen: Callable[[Placement, str], Placement],
         check: Callable[[Placement], None],
         prepare: Callable[[Placement, str], Successor | None],
@@ -78,26 +65,31 @@ class Changes:
 
         Args:
             keepers: of the job; they tell its ranks.
-            min_nodes: the fewest hosts.
+            limits: the fewest and the most hosts.
             widen: returns a placement with more hosts, from the text of --hosts. Raises ConfigError.
             check: raises LaunchError or ConfigError if a host of a placement cannot take part.
             prepare: starts the next try beside the present one, for a reason in words; None: it cannot.
         """
-        self._keepers, self._min_nodes, self._widen, self._check = keepers, min_nodes, widen, check
+        self.bad: list[tuple[float, str]] = []
+        self._keepers, self._limits, self._widen, self._check = keepers, limits, widen, check
         self._prepare = prepare
         self._next: tuple[Change, Successor] | None = None
         self._prepared_since = 0.0
         self._listener = listen(launcher_name(os.getpid()))
-        self._listener.settimeout(_LOOK_SECONDS)
         self._hosts: Placement | None = None
         self._now_on: Placement | None = None
         self._change: Change | None = None
+        self._saves_for = ""
         self._told: dict[str, int] = {}  # the hosts that are to leave because SIGTERM told a rank there to end
         self._heeded: set[int] = set()  # the ranks of this try of which that is known
         self._lock = threading.Lock()
         self._stop = threading.Event()
         # Two, because to ask a host that is to join may take as long as a rank waits for an answer.
-        self._threads = [threading.Thread(target=do, name="changes", daemon=True) for do in (self._run, self._look)]
+        serves = self._listener, self.answer, self._stop
+        self._threads = [
+            threading.Thread(target=serve, args=serves, name="wishes", daemon=True),
+            threading.Thread(target=self._look, name="changes", daemon=True),
+        ]
 
     def __enter__(self) -> Changes:
         for thread in self._threads:
@@ -111,10 +103,13 @@ class Changes:
         self._listener.close()
         self._close_next()
 
-    def begin(self, hosts: Placement, now_on: Placement) -> None:
-        """A try is about to begin on `now_on`; those of `hosts` that are not in it are set aside."""
+    def begin(self, hosts: Placement, now_on: Placement, saves_for: str = "") -> None:
+        """A try is about to begin on `now_on`; those of `hosts` that are not in it are set aside.
+
+        With `saves_for`, a reason in words, the try only saves the state of the job.
+        """
         with self._lock:
-            self._hosts, self._now_on = hosts, now_on
+            self._hosts, self._now_on, self._saves_for = hosts, now_on, saves_for
             self._keepers.run, self._keepers.wish, self._keepers.told = 0, STAYS, {}
             self._heeded = set()
             self._told = {host: rank for host, rank in self._told.items() if host in now_on.hosts}
@@ -178,6 +173,7 @@ class Changes:
             if is_dropped and self._change is change:
                 self._change, self._keepers.wish = None, STAYS
         if is_dropped:
+            self.bad += [(time.monotonic(), host) for host in change.joined]
             _say(f"the job goes on as before, without {', '.join(change.joined)}: {problem}")
         else:
             _say(f"the next try cannot start beside this one: {problem}. It starts when this one has ended")
@@ -194,30 +190,57 @@ class Changes:
                 self._keepers.wish = wish
 
     def answer(self, wish: Mapping[str, Any]) -> dict[str, str]:
-        """Accept or refuse a wish."""
+        """Accept or refuse a wish of somebody."""
         self._wait_for_run()
         try:
-            with self._lock:
-                hosts, now_on, pending = self._hosts, self._now_on, self._change
-            if hosts is None or now_on is None:
-                raise ConfigError("the job is being started again; try again in a moment")
-            if pending is not None:
-                raise ConfigError(f"another change is under way: {pending.text}")
-            self._refuse_run()
-            if "leave" in wish:
-                change = self._leaving(hosts, now_on, list(wish["leave"]))
-            else:
-                change = self._joining(hosts, now_on, str(wish["join"]))
-            with self._lock:
-                if self._now_on is not now_on or self._change is not None:
-                    raise ConfigError("the job is being started again; try again in a moment")
-                self._refuse_run()
-                self._change = change
-                self._keepers.wish = PREPARES
+            change = self.accept(wish)
         except (ConfigError, LaunchError) as error:
             return {"refused": str(error)}
-        where = ", ".join(change.now_on.hosts)
-        return {"accepted": f"{change.text} after the next copy of its state; then it goes on on {where}"}
+        return {"accepted": f"{change.text} after the next copy of its state; then it goes on on {change.where}"}
+
+    @property
+    def is_open(self) -> bool:
+        """True if a change could be accepted now."""
+        with self._lock:
+            is_free = self._now_on is not None and self._change is None and not self._saves_for
+            return is_free and self._keepers.run == _RUN and not self._keepers.is_ending
+
+    def accept(self, wish: Mapping[str, Any]) -> Change:
+        """Accept a wish; `look` goes on with it. Takes seconds for a host that joins: call this in a thread.
+
+        Raises:
+            NotNowError: the hosts of the job cannot change now.
+            ConfigError: this change cannot be.
+            LaunchError: a host that would join does not answer, or differs.
+        """
+        with self._lock:
+            self._refuse_now()
+            hosts, now_on = self._hosts, self._now_on
+        assert hosts is not None
+        assert now_on is not None
+        if "leave" in wish:
+            refuse_few(now_on, list(wish["leave"]), self._limits)
+            change = leaving(hosts, now_on, list(wish["leave"]))
+        else:
+            change = joining(hosts, now_on, str(wish["join"]), self._limits, self._widen, self._check)
+        with self._lock:
+            self._refuse_now()
+            if self._now_on is not now_on:
+                raise NotNowError(_STARTS)
+            self._change, self._keepers.wish = change, PREPARES
+        return change
+
+    def let_go(self, leave: list[str], why: str) -> None:
+        """Let these hosts leave, or if too few would be left, let the job save and end, for a reason in words.
+
+        Raises:
+            NotNowError: the hosts of the job cannot change now.
+        """
+        with self._lock:
+            self._refuse_now()
+            why_end = f"{', '.join(leave)} can no longer take part ({why}), and {self._limits.words}"
+            said = self._part(leave, why, why_end)
+        _say(said)
 
     def _wait_for_run(self) -> None:
         """Wait a moment for a run that can be left: a user who has just seen one try end knows nothing of the next."""
@@ -228,13 +251,19 @@ class Changes:
                     return
             time.sleep(_LOOK_SECONDS / 4)
 
-    def _refuse_run(self) -> None:
+    def _refuse_now(self) -> None:
+        if self._hosts is None or self._now_on is None:
+            raise NotNowError(_STARTS)
+        if self._change is not None:
+            raise NotNowError(f"another change is under way: {self._change.text}")
+        if self._saves_for:
+            raise NotNowError(f"the job only saves its state, because {self._saves_for}")
         if self._keepers.run > _RUN:
-            raise ConfigError(
+            raise NotNowError(
                 f"it is in run {self._keepers.run} of a Trainer, and the hosts of a job change in the first one only"
             )
         if self._keepers.run < _RUN:
-            raise ConfigError(
+            raise NotNowError(
                 "the hosts of a job change while a Trainer trains and copies its state to memory, and none does so "
                 "now. If its training is about to begin, try again in a moment"
             )
@@ -271,64 +300,39 @@ class Changes:
                 only = "the hosts of a job change in the first run of a Trainer only"
                 _say(f"{why}, and {only}; {where}. A failure follows")
                 return
-            if len(set(now_on.hosts) - set(leave)) >= max(1, self._min_nodes):
-                leaving = self._leaving(hosts, now_on, leave)
-                self._change = replace(leaving, text=f"{_leaves(leave)} ({why})", ready_seconds=_READY_SECONDS_OF_TOLD)
-                keepers.wish = PREPARES
-            else:
-                self._change = Change(f"{why} on {', '.join(leave)}", hosts, now_on, is_end=True)
-                keepers.wish = SAVES
-            change = self._change
-        follows = "the job saves and ends" if change.is_end else f"it goes on on {', '.join(change.now_on.hosts)}"
-        _say(f"{change.text}; after the next copy of the state, {follows}")
+            said = self._part(leave, why, f"{why} on {', '.join(leave)}", _READY_SECONDS_OF_TOLD)
+        _say(said)
 
-    def _leaving(self, hosts: Placement, now_on: Placement, leave: list[str]) -> Change:
-        for host in leave:
-            if host not in now_on.hosts:
-                raise ConfigError(f"{host} is not a host of the job; its hosts are {', '.join(now_on.hosts)}")
-        num_left = len(set(now_on.hosts) - set(leave))
-        if num_left < max(1, self._min_nodes):
-            left = f"only {num_left} of its hosts would be left" if num_left else "no host would be left"
-            raise ConfigError(f"{left}, and --min-nodes is {self._min_nodes}; `mpitrain kill` ends a job")
-        return Change(_leaves(leave), hosts.without(set(leave)), now_on.without(set(leave)))
+    def _part(self, leave: list[str], why: str, why_end: str, ready_seconds: float = READY_SECONDS) -> str:
+        """Begin a change without these hosts, or the end if too few are left; return what to say. Hold the lock."""
+        assert self._hosts is not None
+        assert self._now_on is not None
+        if len(set(self._now_on.hosts) - set(leave)) >= max(1, self._limits.min_nodes):
+            change = leaving(self._hosts, self._now_on, leave)
+            self._change = replace(change, text=f"{change.text} ({why})", ready_seconds=ready_seconds)
+            self._keepers.wish = PREPARES
+            follows = f"it goes on on {change.where}"
+        else:
+            self._change = Change(why_end, self._hosts, self._now_on, is_end=True)
+            self._keepers.wish = SAVES
+            follows = "the job saves and ends"
+        return f"{self._change.text}; after the next copy of the state, {follows}"
 
-    def _joining(self, hosts: Placement, now_on: Placement, text: str) -> Change:
-        wider = self._widen(now_on, text)
-        joined = wider.hosts[len(now_on.hosts) :]
-        addresses = {host: at for host, at in wider.addresses.items() if host in joined or host == wider.own}
-        self._check(replace(wider, places=wider.places[len(now_on.hosts) :], addresses=addresses))
-        aside = set(hosts.hosts) - set(now_on.hosts) - set(joined)
-        all_hosts = self._widen(hosts.without(set(joined)), text) if aside else wider
-        return Change(f"{', '.join(joined)} join{'s' * (len(joined) == 1)}", all_hosts, wider, joined)
-
-    def _run(self) -> None:
-        while not self._stop.is_set():
-            try:
-                line, _ = self._listener.accept()
-            except TimeoutError:
-                continue
-            except OSError:  # closed
+    def _save(self) -> None:
+        """If this try is there only to save, let it do so."""
+        with self._lock:
+            if not self._saves_for or self._change is not None or self._keepers.run != _RUN:
                 return
-            with line:
-                self._serve(line)
+            assert self._hosts is not None
+            assert self._now_on is not None
+            self._change = Change(self._saves_for, self._hosts, self._now_on, is_end=True)
+            self._keepers.wish = SAVES
 
     def _look(self) -> None:
         while not self._stop.wait(_LOOK_SECONDS):
             self._drop_if_late()
+            self._save()
             self._look_at_told()
-
-    def _serve(self, line: socket.socket) -> None:
-        if user_of(line) != os.geteuid():
-            return
-        line.settimeout(_MESSAGE_SECONDS)
-        try:
-            send(line, self.answer(receive(line)[0]))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            _say(f"a request to change the hosts could not be answered: {error}")
-
-
-def _leaves(hosts: Sequence[str]) -> str:
-    return f"{', '.join(hosts)} leave{'s' * (len(hosts) == 1)}"
 
 
 def _say(text: str) -> None:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from mpitrain.errors import LaunchError
 
 _MOST_LINES = 30
+_MOST_FAULTS = 3  # in one line
 # Checks that need the path of the program.
 _OF_SCRIPTS = {"ENV04", "RUN04"}
 
@@ -62,6 +63,17 @@ class Refusal:
 
     def __str__(self) -> str:
         return f"{self.host}: {self.fault}"
+
+
+def faults_by_host(refusals: Sequence[Refusal]) -> dict[str, str]:
+    """Return what is wrong on each host, in a line."""
+    by_host: dict[str, list[str]] = {}
+    for refusal in refusals:
+        by_host.setdefault(refusal.host, []).append(refusal.fault)
+    for faults in by_host.values():
+        if len(faults) > _MOST_FAULTS:
+            faults[_MOST_FAULTS:] = [f"and {len(faults) - _MOST_FAULTS} more differences"]
+    return {host: "; ".join(faults) for host, faults in by_host.items()}
 
 
 def listing(refusals: Sequence[Refusal]) -> list[str]:

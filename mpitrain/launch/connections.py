@@ -63,6 +63,11 @@ if line:
 """
 
 
+def command_on(host: str, line: str) -> list[str]:
+    """Return the words that run a line of shell on `host` by ssh, as for a guard."""
+    return ["ssh", *SSH_OPTIONS, *_GUARD_OPTIONS, host, line]
+
+
 @dataclass
 class Connection:
     """The connection to a guard. Bytes flow both ways without blocking.
@@ -175,7 +180,7 @@ def connect(
     elif way:
         command = [*way, _PYTHON, *boot]
     else:
-        command = ["ssh", *SSH_OPTIONS, *_GUARD_OPTIONS, host, f"exec {shlex.join([_PYTHON, *boot])}"]
+        command = command_on(host, f"exec {shlex.join([_PYTHON, *boot])}")
     is_main = threading.current_thread() is threading.main_thread()
     dies_with_us = is_main and not is_this_machine and modules is not SWEEP
     errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the connection

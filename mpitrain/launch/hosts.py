@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from mpitrain.errors import ConfigError
+from mpitrain.launch.foreign_files import refuse_foreign
 from mpitrain.launch.hostfile import Inventory, find_inventory, read_inventory
 from mpitrain.launch.placement import Placement, parse_hosts, place
+
+# Returns the hosts that the inventory of a job has now; None: the job has none. Raises ConfigError.
+Listed = Callable[[], Sequence[str] | None]
 
 _LOCAL_NAMES = ("localhost", "127.0.0.1")
 _LOCALLY = ", or for this machine alone: --hosts localhost"
@@ -85,6 +90,42 @@ def widened(placement: Placement, hosts: str, inventory: Path | None) -> Placeme
     each = None if any(new.values()) else max(place.num_ranks for place in placement.places)
     added = [replace(one, first_rank=placement.num_ranks + one.first_rank) for one in place(new, None, each)]
     return Placement((*placement.places, *added), addresses, own)
+
+
+def listed_hosts(hosts: str | None, inventory: Path | None) -> Listed:
+    """Return what tells the hosts that a job may use at any time. The arguments are those of place_ranks.
+
+    The inventory is read again only when it has changed.
+
+    Raises:
+        ConfigError: the job runs on this machine alone, or an inventory cannot be read.
+    """
+    if hosts is not None and not _is_local(hosts):
+        return lambda: None
+    path = inventory or (find_inventory() if hosts is None else None)
+    cluster = read_inventory(path) if path else None
+    if cluster is None or hosts is not None or (inventory is None and _own_name(cluster) is None):
+        raise ConfigError(
+            "--elastic lets hosts come and go, and this job runs on this machine alone; name hosts with --hosts A,B, "
+            "or an inventory with -i PATH, or start the job on a node of a cluster"
+        )
+    seen: tuple[object, ...] = ()
+    names: Sequence[str] = ()
+
+    def listed() -> Sequence[str]:
+        nonlocal seen, names
+        try:
+            status = cluster.path.stat()
+        except OSError as error:
+            raise ConfigError(f"{cluster.path}: {error.strerror}") from None
+        if seen != (now := (status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size)):
+            if inventory is None:
+                refuse_foreign(cluster.path)
+            names = [host.name for host in read_inventory(cluster.path).hosts]
+            seen = now
+        return names
+
+    return listed
 
 
 def _addresses(hosts: list[str], cluster: Inventory | None) -> tuple[dict[str, str], str]:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from mpitrain.job.context import JobContext
 from mpitrain.launch.compare import HostFacts, differences, without_files
-from mpitrain.launch.conditions import Condition, Refusal, listing, refuse
+from mpitrain.launch.conditions import Condition, Refusal, faults_by_host, listing, refuse
 from mpitrain.launch.dialects import JobSpec, command_for, ssh_agent
 from mpitrain.launch.ending import Ended
 from mpitrain.launch.folders import OF_SOCKETS, why_no_programs
@@ -25,7 +25,7 @@ from mpitrain.launch.interfaces import Pinning, pin
 from mpitrain.launch.job import Run
 from mpitrain.launch.keepers import Keepers
 from mpitrain.launch.placement import Placement, refuse_crowds
-from mpitrain.launch.processes import left_out
+from mpitrain.launch.processes import STARTING, left_out
 from mpitrain.launch.variables import absent
 from mpitrain.launch.watch import GUARD_SILENCE_SECONDS, Guards
 from mpitrain.launch.watched import WatchedJob, identified
@@ -153,7 +153,11 @@ def check(placement: Placement, script: str, from_file: Mapping[str, str]) -> No
         LaunchError: a host cannot be reached, or differs from this one.
         ConfigError: a host would have too many ranks.
     """
-    with _guards(placement, script, identified(JobContext(), _FOLDER)) as guards, left_out(guards.processes()):
+    with ExitStack() as stack:
+        with STARTING:
+            guards = _guards(placement, script, identified(JobContext(), _FOLDER))
+            stack.enter_context(left_out(guards.processes()))
+        stack.enter_context(guards)
         facts = _facts(guards, from_file)
         refuse_crowds(placement.places, {host: int(facts[host]["cores"]) for host in placement.hosts})
         _refuse_different(placement.own, facts, str(Path(script).absolute()), "no host has joined")
@@ -191,12 +195,14 @@ def _facts(guards: Guards, from_file: Mapping[str, str]) -> Mapping[str, HostFac
         for text in absent(from_file, facts[host]["devices"])
     ]
     if refusals:
-        raise refuse(
+        refusal = refuse(
             "the job was not started: the file of variables does not fit the hosts",
             refusals,
             script="",
             advice="Write the file anew: mpitrain check-cluster --write-env FILE. ",
         )
+        refusal.different = faults_by_host(refusals)
+        raise refusal
     return facts
 
 
@@ -213,6 +219,7 @@ def _refuse_different(
             "command that starts the job unchecked. ",
         )
         refusal.hosts = without_files(own, facts)
+        refusal.different = faults_by_host(refusals)
         raise refusal
 
 

@@ -85,6 +85,10 @@ class Placement:
         """Return the host of a rank."""
         return next(place.host for place in self.places if rank in place.ranks)
 
+    def first(self, most: int | None) -> Placement:
+        """Return the placement on at most so many of the hosts, the first ones; None: on all."""
+        return self if most is None else self.without(set(self.hosts[most:]))
+
     def without(self, hosts: Set[str]) -> Placement:
         """Return the placement without some hosts. The others keep their numbers of ranks; ranks are renumbered."""
         places: list[Place] = []

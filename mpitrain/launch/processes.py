@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -20,8 +21,10 @@ from mpitrain.job.context import JOB
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
-# Children of this process that a thread has started beside a job.
+# Children of this process that a thread has started beside a job. The thread holds the lock while it starts them and
+# leaves them out, so that a look at all children never takes them for processes of the job.
 _left_out: set[int] = set()
+STARTING = threading.Lock()
 
 
 def adopt_orphans() -> None:
@@ -64,9 +67,10 @@ def alive_below(not_ours: set[int], job: str = "") -> set[int]:
 
     All come from one look at /proc: between two looks, an orphan that becomes this process's child would be in neither.
     """
-    below = _children_by_parent()
+    with STARTING:
+        below, beside = _children_by_parent(), not_ours | _left_out
     descendants: set[int] = set()
-    to_do = [pid for pid in below[os.getpid()] if pid not in not_ours | _left_out and not _is_of_another(pid, job)]
+    to_do = [pid for pid in below[os.getpid()] if pid not in beside and not _is_of_another(pid, job)]
     while to_do:
         pid = to_do.pop()
         if pid not in descendants:

@@ -25,16 +25,18 @@ from mpitrain.launch import here, over_hosts
 from mpitrain.launch.changes import Changes
 from mpitrain.launch.dialects import JobSpec, can_recover
 from mpitrain.launch.ending import Ended
-from mpitrain.launch.hosts import place_ranks, widened
+from mpitrain.launch.hosts import Listed, listed_hosts, place_ranks, widened
+from mpitrain.launch.intake import Intake
 from mpitrain.launch.keepers import Keepers
 from mpitrain.launch.launched import check_mpiexec
 from mpitrain.launch.libraries import VENDOR_NAMES, Mpiexec, describe_mpiexec, find_library, find_mpiexec
 from mpitrain.launch.placement import Placement, refuse_crowds
 from mpitrain.launch.reserve import Reserve
 from mpitrain.launch.successor import Successor
-from mpitrain.launch.supervisor import Limits, Pause, supervise
+from mpitrain.launch.supervisor import Pause, supervise
 from mpitrain.launch.tuning import glibc_version
 from mpitrain.launch.variables import read_env_file
+from mpitrain.launch.verdict import Limits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +55,7 @@ class Request:
         env_file: file of variables for the ranks; variables of this process override them; None: MPITRAIN_ENV_FILE.
         variables: variables for the ranks, which override those of this process.
         mpiexec: None: the one beside this Python, else the one on PATH.
-        limits: how often the job may be started again after a failure, and on how few hosts.
+        limits: how often the job may be started again after a failure, and on how few and how many hosts.
         verify_record: folder on rank 0 for a record of what the script computes; "": none is wanted.
         verify_steps: how many steps are recorded; then the script ends.
         recover: go on without a rank that is lost, in place of ending the job; see mpitrain.job.recovery.
@@ -94,6 +96,7 @@ def start(request: Request) -> int:
         num_cores = len(os.sched_getaffinity(0))
         if placement.is_here:  # otherwise each host reports its cores
             refuse_crowds(placement.places, {placement.own: num_cores})
+        listed = _listed_hosts(request) if request.limits.max_nodes is not None else None
         mpiexec = describe_mpiexec(request.mpiexec) if request.mpiexec else find_mpiexec()
         if request.recover:
             _check_recovers(mpiexec)
@@ -106,8 +109,7 @@ def start(request: Request) -> int:
         if placement.note:
             print(f"mpitrain: {placement.note}", file=sys.stderr)
         if request.limits.min_nodes > len(placement.places):
-            least, most = request.limits.min_nodes, len(placement.places)
-            raise ConfigError(f"--min-nodes is {least}, but the job runs on {most} hosts")
+            raise ConfigError(f"{request.limits.words}, but the job runs on {len(placement.places)} hosts")
         job = JobSpec(
             mpiexec=mpiexec,
             program=[sys.executable, *request.program],
@@ -128,7 +130,8 @@ def start(request: Request) -> int:
 
         try:
             if not request.show:
-                return _supervise(job, request, from_file)
+                return _supervise(job, request, from_file, listed)
+            job = replace(job, placement=placement.first(request.limits.max_nodes))
             if placement.is_here:
                 here.show(job, from_file)
             else:
@@ -139,8 +142,11 @@ def start(request: Request) -> int:
             return 128 + signal.SIGINT
 
 
-def _supervise(job: JobSpec, request: Request, from_file: Mapping[str, str]) -> int:
-    """Run the job, and again after failures: then there are keepers, and each try is told how the last one ended."""
+def _supervise(job: JobSpec, request: Request, from_file: Mapping[str, str], listed: Listed | None) -> int:
+    """Run the job, and again after failures: then there are keepers, and each try is told how the last one ended.
+
+    `listed` returns the hosts that an elastic job may take in; None: the job is not elastic.
+    """
 
     def run(where: Placement, pause: Pause | None) -> Ended:
         context = replace(job.context, keeper=keepers.name if keepers else "")
@@ -173,12 +179,26 @@ def _supervise(job: JobSpec, request: Request, from_file: Mapping[str, str]) -> 
         over_hosts.check(placement, request.script, from_file)
 
     with ExitStack() as stack:
-        keepers = changes = None
+        keepers = changes = intake = None
         reserve = stack.enter_context(Reserve(job.placement.own)) if request.spares else None
         if request.limits.restarts:
             keepers = stack.enter_context(Keepers(job.placement.own, f"mpitrain-keeper-{secrets.token_hex(8)}"))
-            changes = stack.enter_context(Changes(keepers, request.limits.min_nodes, widen, check, prepare))
-        return supervise(run, job.placement, request.limits, changes)
+            changes = stack.enter_context(Changes(keepers, request.limits, widen, check, prepare))
+            if listed is not None:
+                intake = stack.enter_context(Intake(changes, request.limits, listed))
+        return supervise(run, job.placement, request.limits, changes, intake)
+
+
+def _listed_hosts(request: Request) -> Listed:
+    """Return what reads the inventory of an elastic job; ConfigError: the job cannot be elastic."""
+    if not request.limits.restarts:
+        raise ConfigError("--elastic starts the job again on other hosts; it needs --restarts N")
+    if request.num_ranks is not None:
+        raise ConfigError(
+            f"-n {request.num_ranks} sets the ranks of the whole job, whose hosts --elastic changes; set the ranks of "
+            "each host: --ppn N, or devices in --hosts"
+        )
+    return listed_hosts(request.hosts, request.inventory)
 
 
 def _check_recovers(mpiexec: Mpiexec) -> None:

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+import sys
+import threading
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mpitrain.launch.kept import receive, send, user_of
@@ -19,6 +21,8 @@ from mpitrain.launch.kept import receive, send, user_of
 # The launcher may have to ask hosts for their facts.
 _ANSWER_SECONDS = 60.0
 _MOST_WAITING = 8
+_MESSAGE_SECONDS = 5.0
+_LOOK_SECONDS = 0.2
 
 
 def listen(launcher: str) -> socket.socket:
@@ -31,6 +35,32 @@ def listen(launcher: str) -> socket.socket:
         listener.close()
         raise
     return listener
+
+
+def serve(
+    listener: socket.socket, answer: Callable[[Mapping[str, Any]], Mapping[str, Any]], stop: threading.Event
+) -> None:
+    """Answer the wishes that come, one after the other, until `stop`."""
+    listener.settimeout(_LOOK_SECONDS)
+    while not stop.is_set():
+        try:
+            line, _ = listener.accept()
+        except TimeoutError:
+            continue
+        except OSError:  # closed
+            return
+        with line:
+            _serve(line, answer)
+
+
+def _serve(line: socket.socket, answer: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> None:
+    if user_of(line) != os.geteuid():
+        return
+    line.settimeout(_MESSAGE_SECONDS)
+    try:
+        send(line, dict(answer(receive(line)[0])))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        print(f"mpitrain: a request to change the hosts could not be answered: {error}", file=sys.stderr, flush=True)
 
 
 def ask(launcher: str, wish: Mapping[str, Any]) -> dict[str, Any]:

@@ -344,6 +344,14 @@ def test_wrong_options(tmp_path: Path) -> None:
         (["--min-nodes", "2"], "--min-nodes is 2, but the job runs on 1 hosts"),
         (["--restarts", "-1"], "'-1' is not a whole number, 0 or above"),
         (["--restarts", "0", "--min-nodes", "1"], "--min-nodes sets the least number of hosts"),
+        (["--elastic", "2"], "'2' is not of the form MIN:MAX, as in 2:4"),
+        (["--elastic", "3:2"], "'3:2': MIN is 3 and above MAX, 2"),
+        (["--elastic", "1:2", "--min-nodes", "1"], "--elastic MIN:MAX sets the least number of hosts too"),
+        (
+            ["--elastic", "1:2", "--restarts", "0"],
+            "--elastic starts the job again on other hosts; it needs --restarts N",
+        ),
+        (["--elastic", "1:2"], "-n 2 sets the ranks of the whole job, whose hosts --elastic changes"),
     ):
         job = train(tmp_path, "pass", *options)
         failed(job, message)

@@ -18,6 +18,7 @@ from mpitrain.launch.keepers import Keepers
 from mpitrain.launch.kept import LEAVES, PREPARES, SAVES, STAYS
 from mpitrain.launch.placement import Place, Placement
 from mpitrain.launch.roster import launcher_name
+from mpitrain.launch.verdict import Limits
 from mpitrain.launch.wishes import ask
 
 ADDRESSES = {"a": "10.0.0.1", "b": "10.0.0.2", "c": "10.0.0.3"}
@@ -91,7 +92,7 @@ def changes(asked: Asked, keepers: Keepers, prepared: Prepared) -> Iterator[Chan
         prepared.append((where.hosts, cause, NextTry()))
         return prepared[-1][2]
 
-    with Changes(keepers, 2, widen, asked, prepare) as changes:
+    with Changes(keepers, Limits(5, 2), widen, asked, prepare) as changes:
         changes.begin(HOSTS, HOSTS)
         keepers.run = 1
         yield changes
@@ -318,8 +319,10 @@ def test_a_next_try_that_cannot_be_prepared(
     change = changes.take()
     if "join" in wish and has_room:
         assert said == "mpitrain: the job goes on as before, without d: rank 6 failed\n"
+        assert [host for _, host in changes.bad] == ["d"]
         assert (change, keepers.wish) == (None, STAYS)
     else:
+        assert changes.bad == []
         how = "It starts when this one has ended"
         assert said == f"mpitrain: the next try cannot start beside this one: rank 6 failed. {how}\n"
         assert keepers.wish == LEAVES
@@ -386,6 +389,23 @@ def test_a_try_that_fails_beside_the_next(changes: Changes, prepared: Prepared) 
     assert changes.take() is not None
     assert changes.take_next(None) is None  # the ranks have not left
     assert prepared[0][2].is_closed
+
+
+def test_a_try_that_only_saves(changes: Changes, keepers: Keepers) -> None:
+    """It saves as soon as it has begun to train, and accepts no wish."""
+    changes.take()
+    changes.begin(HOSTS, HOSTS.without({"b", "c"}), "only a can take part")
+    assert keepers.wish == STAYS
+    assert changes.answer({"join": "d"}) == {"refused": "the job only saves its state, because only a can take part"}
+    assert not changes.is_open
+    keepers.run = 1
+    until(lambda: keepers.wish == SAVES)
+    change = changes.take(has_left=True)
+    assert change is not None
+    assert (change.text, change.is_end) == ("only a can take part", True)
+    changes.begin(HOSTS, HOSTS)
+    keepers.run = 1
+    assert "accepted" in changes.answer({"leave": ["b"]})
 
 
 def test_a_wish_waits_for_what_is_about_to_begin(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpitrain.launch.compare import HostFacts, differences
-from mpitrain.launch.conditions import listing
+from mpitrain.launch.conditions import faults_by_host, listing
 
 
 def lines_of(own: str, facts: Mapping[str, HostFacts]) -> list[str]:
@@ -27,6 +27,16 @@ def host(**changes: Any) -> dict[str, Any]:
 
 def test_equal_hosts() -> None:
     assert lines_of("a", {"a": host(), "b": host()}) == []
+
+
+def test_the_differences_of_a_host_in_a_line() -> None:
+    many = host(packages={f"p{number}": "1" for number in range(9)})
+    facts = {"a": host(), "b": host(python="3.12.1", files={"train.py": "9", "model/net.py": "2"}), "c": many}
+    assert faults_by_host(differences("a", facts)) == {
+        "b": "Python 3.12.1, here 3.11.2; train.py differs",
+        "c": "mpi4py (not there), here 4.1.2; numpy (not there), here 2.4.6; p0 1, here (not there); "
+        "and 8 more differences",
+    }
 
 
 def test_every_difference_is_named() -> None:

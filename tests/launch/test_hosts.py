@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mpitrain.errors import ConfigError
-from mpitrain.launch.hosts import place_ranks
+from mpitrain.launch.hosts import listed_hosts, place_ranks
 from mpitrain.launch.placement import Place, Placement
 
 OTHERS = "[workers]\nb ansible_host=198.51.100.2\nc ansible_host=198.51.100.3\n\n[cluster:children]\nhead\nworkers\n"
@@ -107,6 +107,34 @@ def test_what_is_refused(folder: Path) -> None:
         place_ranks(None, folder / "nowhere", 2, None)
 
 
+def test_the_hosts_that_an_elastic_job_may_take_in(folder: Path) -> None:
+    path = inventory(folder, "127.0.0.2")
+    assert listed_hosts("b,c", None)() is None
+    for named in (None, path):
+        listed = listed_hosts(None, named)
+        assert listed() == ["a", "b", "c"]
+        path.write_text(path.read_text().replace("c ansible_host=198.51.100.3\n", ""))
+        assert listed() == ["a", "b"]
+        path.write_text(path.read_text().replace("\n\n[cluster", "\nc ansible_host=198.51.100.3\n\n[cluster"))
+        assert listed() == ["a", "b", "c"]
+    listed = listed_hosts(None, None)
+    assert listed() == ["a", "b", "c"]
+    path.chmod(0o666)
+    with pytest.raises(ConfigError, match="others than this user may write there"):
+        listed()
+
+
+def test_what_cannot_be_elastic(folder: Path) -> None:
+    alone = "this job runs on this machine alone; name hosts with --hosts A,B, or an inventory with -i PATH"
+    for hosts in (None, "localhost", "localhost/cpux2"):
+        with pytest.raises(ConfigError, match=alone):
+            listed_hosts(hosts, None)
+    path = inventory(folder, "198.51.100.1")  # without this machine
+    with pytest.raises(ConfigError, match=alone):
+        listed_hosts(None, None)
+    assert listed_hosts(None, path)() == ["a", "b", "c"]
+
+
 def test_without_some_hosts_the_others_keep_their_ranks() -> None:
     places = (Place("a", 0, 2, ("cuda:0", "cuda:1")), Place("b", 2, 1, ("cpu",)), Place("c", 3, 2, ("cpu", "cpu")))
     placement = Placement(places, {"a": "10.0.0.1", "b": "10.0.0.2", "c": "10.0.0.3"}, "a", "a note")
@@ -116,4 +144,6 @@ def test_without_some_hosts_the_others_keep_their_ranks() -> None:
     assert less.addresses == placement.addresses  # this machine still starts the job
     assert placement.without({"b"}).addresses == {"a": "10.0.0.1", "c": "10.0.0.3"}
     assert placement.without({"b", "c"}) == Placement(places[:1], {}, "a")
+    assert [placement.first(most) for most in (None, 4, 3)] == [placement] * 3
+    assert placement.first(2) == placement.without({"c"})
     assert placement.without({"a", "b"}).addresses == {"a": "10.0.0.1", "c": "10.0.0.3"}

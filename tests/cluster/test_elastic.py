@@ -1,0 +1,133 @@
+"""`mpitrain run --elastic` over the nodes of a cluster: hosts go and come back by themselves, and no step is lost."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import pytest
+from launching import MOSTLY_MPICH, PYTHONS, SHARE, Job, as_user, run, write
+from test_joining import COPIES, SCRIPT, change
+
+from mpitrain.testbed import Bed
+
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.usefixtures("healed")]
+
+# A host that was away is set aside for a minute, in which the ranks need not compute much.
+SAVES = SCRIPT.replace("Show()]", "Show(), mt.Checkpoint('saved', steps=100000)]")
+SLOW = SAVES.replace("time.sleep(0.05)", "time.sleep(0.25)")
+
+
+def inventory(bed: Bed, *nodes: str) -> None:
+    """Write the inventory of the job at once, as an editor does."""
+    lines = [f"{node} ansible_host={bed.address(node)}" for node in nodes]
+    text = "\n".join(["[head]", lines[0], "[workers]", *lines[1:], "[cluster:children]", "head", "workers", ""])
+    write(bed, "node1", "new_hosts", text)
+    assert as_user(bed, "node1", "mv new_hosts hosts").returncode == 0
+
+
+def counted_steps(output: str) -> dict[int, tuple[int, list[int], str]]:
+    """As steps_of in test_joining. What a failed try made after its last copy does not count, and is made again.
+
+    A change of hosts repeats no step.
+    """
+    steps: dict[int, tuple[int, list[int], str]] = {}
+    changes_at = -1  # the hosts change after this step
+    kinds = (
+        r"mpitrain: .* after step (\d+); going on",
+        r"(?:\[0\] )?resumed from memory at step (\d+)$",
+        r"(?:\[0\] )?step (\d+) (\d+) (\[.*\]) ([0-9a-f]+)$",
+    )
+    for changed, resumed, step, size, samples, bits in re.findall(f"(?m)^(?:{'|'.join(kinds)})", output):
+        if changed:
+            assert int(changed) == len(steps), output
+            changes_at = int(changed)
+        elif resumed:
+            assert int(resumed) == changes_at or changes_at < 0, output
+            steps, changes_at = {made: one for made, one in steps.items() if made <= int(resumed)}, -1
+        else:
+            assert int(step) == len(steps) + 1, output
+            steps[int(step)] = int(size), ast.literal_eval(samples), bits
+    return steps
+
+
+@MOSTLY_MPICH
+def test_hosts_go_and_come_back(bed: Bed, python: str) -> None:
+    """node3 differs at the start, node4 is new, then loses its power, and node2 leaves the inventory."""
+    for node in bed.names:
+        write(bed, node, "/home/cluster/moves.py", SLOW + "# changed\n" * (node == "node3"))
+    as_user(bed, "node1", "rm -rf enough record saved; mkdir record")
+    inventory(bed, "node1", "node2", "node3")
+    arguments = "-i hosts --ppn 1 --restarts 5 --elastic 2:4 /home/cluster/moves.py 4000"
+    job = Job(bed, arguments, python=python, setting=COPIES)
+    job.wait_for("node3 cannot take part: moves.py differs; starting on node1, node2 with 2 ranks, without node3\n")
+    job.wait_for("has begun")
+    write(bed, "node3", "/home/cluster/moves.py", SLOW)
+    change(bed, python, "join node3")
+    job.wait_for("node3 joins after step ")
+    job.wait_for("resumed from memory at step ")
+    inventory(bed, "node1", "node2", "node3", "node4")
+    job.wait_for("node4 joins after step ")
+    job.wait_for("resumed from memory at step ", 2)
+    bed.kill("node4")
+    job.wait_for("node4 fell silent; starting again on node1, node2, node3 with 3 ranks, without node4\n")
+    bed.start("node4")
+    job.wait_for("node4 joins after step ", 2)
+    job.wait_for("resumed from memory at step ", 4)
+    inventory(bed, "node1", "node3", "node4")
+    job.wait_for("node2 leaves (not in the inventory any more) after step ")
+    job.wait_for("resumed from memory at step ", 5)
+    bed.cut("node3")
+    bed.cut("node4")
+    end = job.end()
+    assert end.code == 1, end.output
+    assert "Starting again on node1 only to save the state\n" in end.output
+    steps = counted_steps(end.output)
+    assert re.search(
+        r"only node1 of node1, node\d, node\d can take part, and --elastic is 2:4: "
+        rf"the job has ended after step {len(steps)}\n",
+        end.output,
+    ), end.output
+    assert f"saved/step-{len(steps):08d} is saved" in end.output
+    assert {size for size, _, _ in steps.values()} >= {1, 2, 3, 4}
+    for first in range(1, len(steps) - 4, 5):  # an epoch
+        read = [number for step in range(first, first + 5) for number in steps[step][1]]
+        assert sorted(read) == list(range(60)), first
+    # An undisturbed run, always with 2 ranks.
+    write(bed, "node1", f"{SHARE}/whole.py", SAVES.replace("time.sleep(0.05)", "pass"))
+    as_user(bed, "node1", "rm -rf record saved; mkdir record")
+    whole = run(bed, f"--hosts node1,node2 --ppn 1 whole.py {len(steps)}", python=python)
+    assert whole.code == 0, whole.output
+    assert [bits for _, _, bits in steps.values()] == [bits for _, _, bits in counted_steps(whole.output).values()]
+
+
+@pytest.mark.slow
+def test_patience_has_an_end(bed: Bed) -> None:
+    """node3 is away at the start, is lost, and is lost again. Then only a wish takes it in."""
+    write(bed, "node1", f"{SHARE}/moves.py", SLOW)
+    as_user(bed, "node1", "rm -rf enough record saved; mkdir record")
+    bed.cut("node3")
+    arguments = "--hosts node1,node2,node3 --ppn 1 --restarts 5 --elastic 2:3 moves.py 4000"
+    job = Job(bed, arguments, setting=COPIES)
+    job.wait_for("mpitrain: starting on node1, node2 with 2 ranks, without node3\n")
+    bed.heal("node3")
+    job.wait_for("mpitrain: node3 answers; node3 joins")
+    for number in (1, 2):
+        job.wait_for("node3 joins after step ", number)
+        job.wait_for("resumed from memory at step ", 2 * number - 1)
+        bed.cut("node3")
+        job.wait_for("node3 fell silent; starting again on node1, node2 with 2 ranks, without node3\n", number)
+        bed.heal("node3")
+        job.wait_for("resumed from memory at step ", 2 * number)
+        if number == 1:  # two minutes earlier than by itself
+            change(bed, PYTHONS["mpich"], "join node3")
+    job.wait_for("node3 was found bad 3 times, and is not taken in again by itself; `mpitrain join` lets it in\n")
+    change(bed, PYTHONS["mpich"], "join node3")
+    job.wait_for("node3 joins after step ", 3)
+    job.wait_for("resumed from memory at step ", 5)
+    write(bed, "node1", "enough", "")
+    end = job.end()
+    assert end.code == 0, end.output
+    assert end.output.count("node3 answers") == 1
+    assert end.output.count("is not taken in again") == 1
+    assert [size for size, _, _ in counted_steps(end.output).values()][-1] == 3
