@@ -27,6 +27,9 @@ answer. A Trainer goes on from a copy in memory or, if that is newer, from its
 newest checkpoint. A job that fails three times at the same step does not start
 again.
 
+If mpitrain run itself is lost, such a job is kept for a while, and --resume JOB
+goes on with it. Give no other option with it but -i.
+
 The exit code is not 0 if any rank failed. It is 128 + the number of the signal
 if a signal ended the job.
 
@@ -35,6 +38,7 @@ if a signal ended the job.
   mpitrain run --hosts node1/cuda:0-3,node2/cuda:0-1x2 train.py
   mpitrain run -n 4 --show train.py --epochs 5
   mpitrain run --ppn 2 --restarts 5 --min-nodes 3 train.py
+  mpitrain run --resume 1a2b3c4d
 """
 
 
@@ -64,6 +68,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="if a rank is lost, go on without it; needs Open MPI 5",
     )
+    parser.add_argument(
+        "--resume", metavar="JOB", help="go on with a job whose `mpitrain run` was lost, by the id that ps shows"
+    )
     parser.add_argument("--show", action="store_true", help="print the mpiexec command, but do not run it")
     add_script_arguments(parser)
 
@@ -73,6 +80,11 @@ def run(arguments: argparse.Namespace) -> int:
     from mpitrain.launch.start import start
     from mpitrain.launch.supervisor import Limits
 
+    if arguments.resume is not None:
+        from mpitrain.launch.resume import resume
+
+        _refuse_with_resume(arguments)
+        return resume(arguments.resume, arguments.inventory)
     request = request_of_script(arguments)
     if arguments.min_nodes is not None and not arguments.restarts:
         raise ConfigError("--min-nodes sets the least number of hosts for a restart; it needs --restarts N")
@@ -82,6 +94,21 @@ def run(arguments: argparse.Namespace) -> int:
     limits = Limits(arguments.restarts, arguments.min_nodes or 1)
     request = replace(request, variables=variables, limits=limits, show=arguments.show)
     return start(replace(request, recover=arguments.recover, spares=arguments.spares))
+
+
+def _refuse_with_resume(arguments: argparse.Namespace) -> None:
+    """Refuse all that the job has from its own command."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    defaults = vars(parser.parse_args([]))
+    if given := [
+        name
+        for name, default in defaults.items()
+        if name not in ("resume", "inventory") and getattr(arguments, name) != default
+    ]:
+        options = {"num_ranks": "-n", "module": "-m", "script": "SCRIPT"}
+        words = ", ".join(options.get(name, f"--{name.replace('_', '-')}") for name in given)
+        raise ConfigError(f"--resume goes on with the command that started the job; leave out {words}")
 
 
 def _count(text: str) -> int:

@@ -115,6 +115,7 @@ class Changes:
         """A try is about to begin on `now_on`; those of `hosts` that are not in it are set aside."""
         with self._lock:
             self._hosts, self._now_on = hosts, now_on
+            self._keepers.note(hosts)
             self._keepers.run, self._keepers.wish, self._keepers.told = 0, STAYS, {}
             self._heeded = set()
             self._told = {host: rank for host, rank in self._told.items() if host in now_on.hosts}

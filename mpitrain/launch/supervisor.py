@@ -160,6 +160,8 @@ def supervise(
     placement: Placement,
     limits: Limits,
     changes: Changes | None = None,
+    pause: Pause | None = None,
+    away: Sequence[str] = (),
 ) -> int:
     """Run a job, and again after failures as far as `limits` allow. Return the exit code.
 
@@ -171,18 +173,26 @@ def supervise(
         placement: where the job runs first.
         limits: what the user allows.
         changes: the wishes to change the hosts; None: nobody can wish.
+        pause: what ended the last try of another launcher, with whose job this one goes on; None: there is none.
+        away: the hosts that do not answer now.
 
     Raises:
         LaunchError: a try could not be started, even without the hosts that are set aside.
     """
     failures: list[FailedTry] = []
-    absent: list[tuple[float, str]] = []
+    absent = [(time.monotonic(), host) for host in away]
     hosts = now_on = placement
-    pause: Pause | None = None
     joining: Change | None = None  # until its first step
     next_try: Successor | None = None  # that is ready
-    has_trained = False
+    has_trained = pause is not None
     before = hosts, now_on  # that change
+    if absent:
+        verdict = judge(hosts.hosts, failures, absent, limits, time.monotonic(), has_trained=has_trained)
+        if not verdict.hosts:
+            _say(f"the job does not go on: {verdict.reason}")
+            return 1
+        now_on = hosts.without(set(away))
+        _say(_follows(now_on, hosts))
     while True:
         if changes is not None:
             changes.begin(hosts, now_on)
