@@ -9,8 +9,8 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy
@@ -18,6 +18,8 @@ import pytest
 
 from faults.outcome import succeeded
 from jobs import VENVS, Job, clean_environment, run_command, until
+from keeping import kept_id
+from mpitrain.launch.roster import kept
 
 HERE = socket.gethostname()
 STEPS = 20
@@ -29,11 +31,17 @@ import numpy
 import mpitrain as mt
 
 folder = pathlib.Path(sys.argv[1])
+if (folder / "killed").exists() and not (folder / "go").exists():  # in the second try
+    (folder / "starting").touch()
+    time.sleep(1000)
 world = mt.init()
 steps = []
 
 def regression(parameters, batch, on_gradient):
     step = trainer.step_number + 1
+    if world.rank == 1 and step == 6 and (folder / "to-kill").exists():
+        (folder / "to-kill").rename(folder / "killed")
+        os.kill(os.getpid(), 9)
     halts = json.loads((folder / "halts").read_text())
     if world.rank == 0 and step in halts:
         (folder / f"in-{step}").touch()
@@ -54,7 +62,6 @@ class Steps(mt.Hook):
     def after_step(self, trainer, step):
         steps.append((step.number, step.loss))
 
-(folder / "begun").open("a").write("x")
 trainer = mt.Trainer(build, [mt.StopAtStep(20), Steps(), mt.Record([mt.JsonLines(folder)], steps=1)])
 trainer.run()
 if world.is_root:
@@ -92,20 +99,6 @@ def halt(folder: Path, *steps: int) -> None:
     new.replace(folder / "halts")
 
 
-def kept_job(folder: Path) -> str:
-    """The id of the job in this folder, when `mpitrain ps` lists it as kept."""
-    ids: list[str] = []
-
-    def is_kept() -> bool:
-        listed = mpitrain("ps", "--hosts", "localhost")
-        assert listed.code == 0, listed.output
-        ids[:] = re.findall(rf"kept until \d\d:\d\d:\d\d: mpitrain run --resume (\w{{8}}) .*{folder}$", listed.stdout, re.M)
-        return bool(ids)
-
-    until(is_kept)
-    return ids[0]
-
-
 def result(folder: Path) -> tuple[bytes, dict[int, float]]:
     """The bits of the training's final parameters and of the loss of each step of its last try."""
     return numpy.load(folder / "w.npy").tobytes(), dict(json.loads((folder / "steps.json").read_text()))
@@ -135,6 +128,7 @@ def test_a_killed_launcher(tmp_path: Path, undisturbed: tuple[bytes, dict[int, f
     print(f"killed in step {first}")
     jobs: list[Job] = []
     ids: list[str] = []
+    listed: list[Job] = []
 
     def kill_again(process: subprocess.Popen[str]) -> None:
         until((tmp_path / "in-14").exists)
@@ -143,11 +137,12 @@ def test_a_killed_launcher(tmp_path: Path, undisturbed: tuple[bytes, dict[int, f
     def during(process: subprocess.Popen[str]) -> None:
         until((tmp_path / f"in-{first}").exists)
         process.kill()
-        ids.append(kept_job(tmp_path))
+        ids.append(kept_id(tmp_path))
+        listed.append(mpitrain("ps", "--hosts", "localhost"))
         halt(tmp_path, 14)
         command = [sys.executable, "-m", "mpitrain", "run", "--resume", ids[0]]
         jobs.append(resume_and_kill(command, kill_again))
-        ids.append(kept_job(tmp_path))
+        ids.append(kept_id(tmp_path))
         halt(tmp_path)
         jobs.append(mpitrain("run", "--resume", ids[0]))
         jobs.append(mpitrain("run", "--resume", ids[1]))
@@ -162,6 +157,8 @@ def test_a_killed_launcher(tmp_path: Path, undisturbed: tuple[bytes, dict[int, f
         rf"`mpitrain run --resume {job}`. To drop it: `mpitrain kill {job}`\n"
     )
     assert re.fullmatch(line, killed.stderr), killed.output
+    row = rf"kept until \d\d:\d\d:\d\d: mpitrain run --resume {job} .* none, its state on {HERE} .*{tmp_path}$"
+    assert re.search(rf"^{job} .*{row}", listed[0].stdout, re.M), listed[0].output
     again, last, too_late = jobs
     assert again.code == -signal.SIGKILL
     assert re.fullmatch(
@@ -192,3 +189,81 @@ def resume_and_kill(command: list[str], kill: Callable[[subprocess.Popen[str]], 
         kill(process)
         stdout, stderr = process.communicate(timeout=300)
     return Job(process.returncode, stdout, stderr, [])
+
+
+def test_while_a_try_is_starting(tmp_path: Path, undisturbed: tuple[bytes, dict[int, float]]) -> None:
+    """The first try has failed. The second one has made no step when the launcher is killed."""
+    jobs: list[Job] = []
+    (tmp_path / "to-kill").touch()
+
+    def during(process: subprocess.Popen[str]) -> None:
+        until((tmp_path / "starting").exists)
+        process.kill()
+        job = kept_id(tmp_path)
+        (tmp_path / "go").touch()
+        jobs.append(mpitrain("run", "--resume", job))
+
+    killed = train(tmp_path, [], during)
+    assert killed.code == -signal.SIGKILL
+    assert killed.left == []
+    assert "try 1 of 3 failed at step 6: rank 1 " in killed.stderr
+    went_on(jobs[0], tmp_path, 5, undisturbed)
+
+
+def test_refusals(tmp_path: Path, undisturbed: tuple[bytes, dict[int, float]]) -> None:
+    """A job that runs, a script that has changed, and two who go on with a job at once."""
+    running: list[Job] = []
+    changed: list[Job] = []
+    both: list[Job] = []
+
+    def during(process: subprocess.Popen[str]) -> None:
+        until((tmp_path / "in-4").exists)
+        (job,) = [one["estate"]["tries"][0] for one in kept() if one["estate"]["folder"] == str(tmp_path)]
+        running.append(mpitrain("run", "--resume", job))
+        process.kill()
+        kept_id(tmp_path)
+        with (tmp_path / "train.py").open("a") as script:
+            script.write("# changed")
+        changed.append(mpitrain("run", "--resume", job))
+        (tmp_path / "train.py").write_text(SCRIPT)
+        with ThreadPoolExecutor() as pool:  # the one that wins stands still, until the other one has ended
+            two = [pool.submit(mpitrain, "run", "--resume", job) for _ in range(2)]
+            until(lambda: any(one.done() for one in two))
+            halt(tmp_path)
+            both.extend(one.result() for one in two)
+
+    killed = train(tmp_path, [4], during, vendor="mpich")
+    assert killed.left == []
+    assert running[0].code == 1
+    (refusal, *_) = running
+    assert re.search(r": its launcher, process \d+ on \S+, is alive\. `mpitrain kill ", refusal.stderr), refusal.output
+    assert changed[0].code == 1
+    assert f"since its start, train.py in {tmp_path} differ. Undo the change." in changed[0].stderr, changed[0].output
+    loser, winner = sorted(both, key=lambda one: -one.code)
+    assert loser.code == 1
+    told = "(another `mpitrain run --resume` on .* goes on with this job|is alive|nothing is kept of a job)"
+    assert re.search(told, loser.stderr), loser.output
+    assert loser.stderr.count("has lost its launcher") == 0
+    went_on(winner, tmp_path, 3, undisturbed)
+
+
+def test_what_is_kept_is_dropped(tmp_path: Path) -> None:
+    dropped: list[Job] = []
+    jobs: list[str] = []
+
+    def during(process: subprocess.Popen[str]) -> None:
+        until((tmp_path / "in-4").exists)
+        process.kill()
+        jobs.append(kept_id(tmp_path))
+        dropped.append(mpitrain("kill", "--hosts", "localhost", jobs[0]))
+
+    killed = train(tmp_path, [4], during)
+    assert killed.left == []
+    assert (dropped[0].code, dropped[0].stdout) == (0, f"job {jobs[0]}: what was kept of it was dropped on {HERE}\n")
+
+
+def test_its_options_are_those_of_the_job() -> None:
+    job = mpitrain("run", "--resume", "12345678", "-n", "2", "--min-nodes", "1", "train.py")
+    assert job.code == 2
+    words = "--resume goes on with the command that started the job; leave out -n, --min-nodes, SCRIPT"
+    assert words in job.stderr
