@@ -133,8 +133,14 @@ def _say(descriptor: int, kept: Kept) -> None:
 
 def _claimed(wish: dict[str, Any]) -> KeeperLine:
     """A line to the keeper that is to be inherited from, which nobody else has claimed."""
-    line = KeeperLine(wish["inherits"])
-    if (heir := line.claim(wish["heir"])) != wish["heir"]:
+    try:
+        line = KeeperLine(wish["inherits"])
+        heir = line.claim(wish["heir"])
+    except OSError as error:
+        raise OSError(
+            f"its keeper has just ended ({error}): somebody else goes on with this job, or has dropped it"
+        ) from None
+    if heir != wish["heir"]:
         raise OSError(f"{heir} goes on with this job")
     return line
 

@@ -44,6 +44,7 @@ def regression(parameters, batch, on_gradient):
         os.kill(os.getpid(), 9)
     halts = json.loads((folder / "halts").read_text())
     if world.rank == 0 and step in halts:
+        (folder / "rank").write_text(str(os.getpid()))
         (folder / f"in-{step}").touch()
         while step in json.loads((folder / "halts").read_text()):
             time.sleep(0.01)
@@ -99,6 +100,15 @@ def halt(folder: Path, *steps: int) -> None:
     new.replace(folder / "halts")
 
 
+def lost_job(folder: Path) -> str:
+    """Wait until the launcher has been lost, and rank 0, which stands still, has ended. Return the id of the job."""
+    job = kept_id(folder)
+    if (folder / "rank").exists():
+        pid = int((folder / "rank").read_text())
+        until(lambda: not Path(f"/proc/{pid}").exists())
+    return job
+
+
 def result(folder: Path) -> tuple[bytes, dict[int, float]]:
     """The bits of the training's final parameters and of the loss of each step of its last try."""
     return numpy.load(folder / "w.npy").tobytes(), dict(json.loads((folder / "steps.json").read_text()))
@@ -137,12 +147,12 @@ def test_a_killed_launcher(tmp_path: Path, undisturbed: tuple[bytes, dict[int, f
     def during(process: subprocess.Popen[str]) -> None:
         until((tmp_path / f"in-{first}").exists)
         process.kill()
-        ids.append(kept_id(tmp_path))
+        ids.append(lost_job(tmp_path))
         listed.append(mpitrain("ps", "--hosts", "localhost"))
         halt(tmp_path, 14)
         command = [sys.executable, "-m", "mpitrain", "run", "--resume", ids[0]]
         jobs.append(resume_and_kill(command, kill_again))
-        ids.append(kept_id(tmp_path))
+        ids.append(lost_job(tmp_path))
         halt(tmp_path)
         jobs.append(mpitrain("run", "--resume", ids[0]))
         jobs.append(mpitrain("run", "--resume", ids[1]))
@@ -199,7 +209,7 @@ def test_while_a_try_is_starting(tmp_path: Path, undisturbed: tuple[bytes, dict[
     def during(process: subprocess.Popen[str]) -> None:
         until((tmp_path / "starting").exists)
         process.kill()
-        job = kept_id(tmp_path)
+        job = lost_job(tmp_path)
         (tmp_path / "go").touch()
         jobs.append(mpitrain("run", "--resume", job))
 
@@ -221,7 +231,7 @@ def test_refusals(tmp_path: Path, undisturbed: tuple[bytes, dict[int, float]]) -
         (job,) = [one["estate"]["tries"][0] for one in kept() if one["estate"]["folder"] == str(tmp_path)]
         running.append(mpitrain("run", "--resume", job))
         process.kill()
-        kept_id(tmp_path)
+        lost_job(tmp_path)
         with (tmp_path / "train.py").open("a") as script:
             script.write("# changed")
         changed.append(mpitrain("run", "--resume", job))
@@ -241,7 +251,9 @@ def test_refusals(tmp_path: Path, undisturbed: tuple[bytes, dict[int, float]]) -
     assert f"since its start, train.py in {tmp_path} differ. Undo the change." in changed[0].stderr, changed[0].output
     loser, winner = sorted(both, key=lambda one: -one.code)
     assert loser.code == 1
-    told = "(another `mpitrain run --resume` on .* goes on with this job|is alive|nothing is kept of a job)"
+    told = (
+        "(another `mpitrain run --resume` on .* goes on with this job|somebody else goes on|is alive|nothing is kept)"
+    )
     assert re.search(told, loser.stderr), loser.output
     assert loser.stderr.count("has lost its launcher") == 0
     went_on(winner, tmp_path, 3, undisturbed)
@@ -254,7 +266,7 @@ def test_what_is_kept_is_dropped(tmp_path: Path) -> None:
     def during(process: subprocess.Popen[str]) -> None:
         until((tmp_path / "in-4").exists)
         process.kill()
-        jobs.append(kept_id(tmp_path))
+        jobs.append(lost_job(tmp_path))
         dropped.append(mpitrain("kill", "--hosts", "localhost", jobs[0]))
 
     killed = train(tmp_path, [4], during)
