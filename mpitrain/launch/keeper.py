@@ -61,7 +61,7 @@ def main(wish: dict[str, Any], _probe: str) -> None:
 
 
 def _serve(kept: Kept, before: KeeperLine | None, silence_seconds: float) -> bool:
-    """Serve a launcher and its ranks to the end. False: it has said goodbye; True: it is lost."""
+    """Serve a launcher and its ranks to the end. True: it is lost. False: nobody needs this keeper any more."""
     received = b""
     heard = looked = time.monotonic()
     while True:
@@ -71,6 +71,8 @@ def _serve(kept: Kept, before: KeeperLine | None, silence_seconds: float) -> boo
             heard = now
         looked = now
         kept.look()
+        if kept.is_dropped:
+            return False
         if 0 in ready:
             data = os.read(0, 1 << 16)
             if not data:
@@ -158,7 +160,7 @@ def _listen(name: str) -> Kept:
 
 
 def _end_other(name: str) -> None:
-    """End the keeper that has the name, if it has taken the launcher for lost: what it holds is older."""
+    """End the keeper that has the name: the same launcher has given it up, and what it holds is older."""
     with contextlib.suppress(OSError):
         line = KeeperLine(name)
         try:

@@ -84,6 +84,7 @@ class Keepers:
         self._own = own
         self._connections: dict[str, Connection] = {}
         self._parting: list[Connection] = []  # they have been told to end
+        self._cut_off: set[str] = set()  # the hosts that have perhaps not heard it
         self._said: dict[str, list[dict[str, object]]] = {}
         self._sending = threading.Lock()
 
@@ -92,6 +93,9 @@ class Keepers:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         stays = self.is_heir and (kind is None or issubclass(kind, MpitrainError))
+        if cut_off := [] if stays else [host for host in self._cut_off if host not in self._connections]:
+            self.widen(cut_off)  # a new keeper ends the one that has not heard the goodbye
+            self._hear("ready", cut_off, _CLOSE_SECONDS)
         self._let_go(list(self._connections), says_goodbye=not stays)
         deadline = time.monotonic() + _CLOSE_SECONDS
         for connection in self._parting:
@@ -149,6 +153,7 @@ class Keepers:
         self._send({"ping": 1, "wish": STAYS, "of": of, **self._estate_with(of)})
         self._hear("pong", [host for host in self._connections if host in hosts], _PONG_SECONDS)
         silent = [host for host in self._connections if not any("pong" in one for one in self._said[host])]
+        self._cut_off |= set(silent) - set(hosts)
         self._let_go([host for host in self._connections if host not in hosts or host in silent])
         self.widen(hosts)
 

@@ -17,7 +17,7 @@ The next keeper, if the launcher has gone, and commands:
                                                         "lost_ms" and "until_ms", when it was and until when this is
                                                         kept, by time.time()}, with a descriptor of the estate's text
     {"claim": name}                             keeper: {"claimed": name of the first whose line is open}
-    {"drop": 1}                                 keeper: {"dropped": 1}, and it ends; 0: its launcher is there
+    {"drop": 1}                                 keeper: {"dropped": 1}, and it ends
 
 A try is named by the id of its job. A name is that of a run and of what is kept of it: "1/state". The socket has a
 name and no file (an abstract socket of unix(7)), and the memory has no name at all. So both are gone with the keeper,
@@ -188,8 +188,8 @@ class Kept:
                 self._claim = self._claim or (line.fileno(), message["claim"])
                 send(line, {"claimed": self._claim[1]})
             elif "drop" in message:
-                self.is_dropped = bool(self.loss)
-                send(line, {"dropped": int(self.is_dropped)})
+                self.is_dropped = True
+                send(line, {"dropped": 1})
             else:
                 return False
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -292,10 +292,9 @@ class KeeperLine:
         answer, _ = self._ask({"claim": heir})
         return str(answer["claimed"])
 
-    def drop(self) -> bool:
-        """Have the keeper end. False: it has a launcher, and stays."""
-        answer, _ = self._ask({"drop": 1})
-        return bool(answer["dropped"])
+    def drop(self) -> None:
+        """Have the keeper end, with all that it holds."""
+        self._ask({"drop": 1})
 
     def close(self) -> None:
         """Close the line. The keeper keeps what it was given."""

@@ -146,7 +146,7 @@ def launcher_pid(name: str) -> int | None:
 
 def _drop(token: str) -> None:
     for one in kept():
-        if token in one["estate"]["tries"]:
+        if token in one["estate"]["tries"] and "lost_ms" in one:
             with contextlib.suppress(OSError):
                 line = KeeperLine(one["keeper"])
                 try:
