@@ -38,9 +38,15 @@ def run(arguments: argparse.Namespace) -> int:
     if job is None and held is not None:
         _, wrong = end_job(placement, arguments.job)
         lines = []
-        if not wrong:
-            outcome = "what was kept of it was dropped" if held.is_lost else "it has ended"
-            print(f"job {arguments.job}: {outcome} on {', '.join(held.keepers)}")
+        if held.is_lost:
+            print(f"job {arguments.job}: what was kept of it was dropped on {', '.join(held.keepers)}")
+        elif held.is_launched:  # it has no ranks now: it is about to start them
+            print(f"job {arguments.job}: its launcher on {held.estate['own']} was told to end")
+        else:
+            lines.append(
+                f"job {arguments.job}: its launcher is on {held.estate['own']}, which was not reached. Run `mpitrain "
+                "kill` there"
+            )
     elif job is not None:
         left, wrong = end_job(placement, arguments.job)
         lines = [

@@ -47,9 +47,8 @@ def resume(job: str, inventory: Path | None) -> int:
         there = ", ".join(one.keepers)
         raise LaunchError(f"job {job} ran on {there} alone, so it can go on only there: give the command on {there}")
     where = _where(one.estate, inventory)
-    if not set(where.machines) <= set(asked.machines):  # the cluster's inventory does not have all of its hosts
-        asked = where
-        one, running, wrong = _kept(job, asked)
+    if where != asked:  # its estate was found elsewhere, or is newer than the one here
+        one, running, wrong = _kept(job, where)
     estate = one.estate
     _refuse_changed(job, estate)
     for host in where.machines:
@@ -60,7 +59,7 @@ def resume(job: str, inventory: Path | None) -> int:
             f"the launcher of job {job} ran on {estate['own']}. If it is alive there, it may go on with the job on the "
             "hosts that it reaches"
         )
-    _end_rest(asked, running, estate)
+    _end_rest(where, running, estate)
     limits = Limits(**estate["request"]["limits"])
     request = _request(estate["request"], limits)
     since = time.monotonic() - (time.time() - one.lost_ms / 1000)
@@ -156,11 +155,11 @@ def _refuse_changed(job: str, estate: Mapping[str, Any]) -> None:
         )
 
 
-def _end_rest(asked: Placement, running: list[RunningJob], estate: Mapping[str, Any]) -> None:
+def _end_rest(where: Placement, running: list[RunningJob], estate: Mapping[str, Any]) -> None:
     """End the processes of the last try, which would write into the memory from which the next one goes on."""
     for rest in running:
         if rest.token in estate["tries"]:
-            left, _ = end_job(asked, rest.token, keeps=True)
+            left, _ = end_job(where, rest.token, keeps=True)
             lines = [f"{host}: process {line}" for host, left_there in left.items() for line in left_there]
             if lines:
                 raise LaunchError(f"the ranks of the last try do not end, so the job cannot go on: {'; '.join(lines)}")
