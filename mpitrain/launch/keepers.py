@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from mpitrain.launch.connections import Connection, connect
 from mpitrain.launch.estate import hosts_of
 from mpitrain.launch.kept import DIES, PREPARES, STAYS
 from mpitrain.launch.placement import Placement
+from mpitrain.launch.processes import left_out
 from mpitrain.watching.rank_record import RankRecord
 
 # The modules of the keeper, each after those that it imports.
@@ -87,6 +88,7 @@ class Keepers:
         self._cut_off: set[str] = set()  # the hosts that have perhaps not heard it
         self._said: dict[str, list[dict[str, object]]] = {}
         self._sending = threading.Lock()
+        self._none_of_job = ExitStack()
 
     def __enter__(self) -> Keepers:
         return self
@@ -103,6 +105,7 @@ class Keepers:
                 connection.leave()
             else:
                 connection.close(max(0.0, deadline - time.monotonic()))
+        self._none_of_job.close()
 
     def adopt(self, names: Mapping[str, str], heir: str) -> None:
         """Start keepers that take over what those of a launcher hold that has gone.
@@ -180,6 +183,7 @@ class Keepers:
         finally:
             for descriptor in said_to:
                 os.close(descriptor)
+        self._none_of_job.enter_context(left_out({connection.process.pid}))  # also if a try is running
         with self._sending:
             self._connections[host] = connection
         self._said[host] = []
@@ -243,10 +247,6 @@ class Keepers:
         dies = has_failed or (self.wish in (STAYS, PREPARES) and (is_ending or self.refuses))
         step = max((record.step for record in records), default=0)
         self._send({"beat": 1, "wish": DIES if dies else self.wish, "of": self.of, **({"step": step} if step else {})})
-
-    def processes(self) -> set[int]:
-        """Return the ids of the processes here that connect to the keepers."""
-        return {connection.process.pid for connection in (*self._connections.values(), *self._parting)}
 
     def _send(self, message: Mapping[str, object]) -> None:
         with self._sending:
