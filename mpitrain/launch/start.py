@@ -228,7 +228,7 @@ def _supervise(job: JobSpec, request: Request, from_file: Mapping[str, str], her
 
 @contextmanager
 def _signals_end_in_order() -> Iterator[None]:
-    """Inside, SIGTERM and SIGHUP between two tries end this process in order: else keepers would wait for a heir."""
+    """Inside, SIGTERM and SIGHUP between two tries end this process in order: else keepers would wait for an heir."""
 
     def end(number: int, _: object) -> None:
         sys.exit(128 + number)
