@@ -1,4 +1,4 @@
-"""A keeper of a test's own: it holds descriptors as those that the launcher starts do."""
+"""A keeper of a test's own, which holds descriptors as those that the launcher starts do; and those of lost jobs."""
 
 from __future__ import annotations
 
@@ -6,20 +6,24 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
 
-from mpitrain.launch.kept import Kept
+from jobs import until
+from mpitrain.launch.kept import KeeperLine, Kept
+from mpitrain.launch.roster import kept
 
 
 @contextmanager
 def keeper() -> Iterator[str]:
     """The name of one that a thread serves until the end."""
     name = f"mpitrain-test-{secrets.token_hex(8)}"
-    kept, stop = Kept(name), threading.Event()
+    served, stop = Kept(name), threading.Event()
 
     def serve() -> None:
         while not stop.is_set():
-            kept.look()
+            served.look()
             time.sleep(0.01)
 
     thread = threading.Thread(target=serve)
@@ -29,4 +33,26 @@ def keeper() -> Iterator[str]:
     finally:
         stop.set()
         thread.join()
-        kept.close()
+        served.close()
+
+
+def kept_id(folder: Path) -> str:
+    """Wait until the launcher that was started in this folder is lost. Return the id of the last try of its job."""
+    return str(_lost(folder)["estate"]["tries"][-1])
+
+
+def drop_kept(folder: Path) -> None:
+    """Wait for the same, and have the keeper end."""
+    with closing(KeeperLine(_lost(folder)["keeper"])) as line:
+        line.drop()
+
+
+def _lost(folder: Path) -> dict[str, Any]:
+    lost: list[dict[str, Any]] = []
+
+    def is_lost() -> bool:
+        lost[:] = [one for one in kept() if one["estate"]["folder"] == str(folder) and "lost_ms" in one]
+        return bool(lost)
+
+    until(is_lost, "no keeper has lost the launcher of this job")
+    return lost[0]

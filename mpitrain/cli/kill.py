@@ -7,12 +7,13 @@ import sys
 
 from mpitrain.cli.ps import add_host_arguments
 
-HELP = "end a running job, by the id that `mpitrain ps` shows"
+HELP = "end a job, by the id that `mpitrain ps` shows"
 
 _EPILOG = """\
 The launcher of the job ends it as after Ctrl-C: the ranks have 5 s to end by
 themselves. If the launcher is gone, or does not end the job within 12 s, the
-processes of the job are killed.
+processes of the job are killed. What is kept of a job whose launcher was lost
+is dropped.
 
   mpitrain kill 1a2b3c4d
 """
@@ -26,14 +27,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """End the job. Return 0 if no process of it is left on any host."""
+    """End the job. Return 0 if no process of it is left on any host, and nothing is kept of it."""
     from mpitrain.launch.hosts import place_ranks
-    from mpitrain.launch.jobs import end_job, find_jobs
+    from mpitrain.launch.jobs import end_job, find_all
 
     placement = place_ranks(arguments.hosts, arguments.inventory, None, 1)
-    jobs, wrong = find_jobs(placement)
+    jobs, kept, wrong = find_all(placement)
     job = next((job for job in jobs if job.token == arguments.job), None)
-    if job is not None:
+    held = next((one for one in kept if arguments.job in one.estate["tries"]), None)
+    if job is None and held is not None:
+        _, wrong = end_job(placement, arguments.job)
+        lines = []
+        if held.is_lost:
+            print(f"job {arguments.job}: what was kept of it was dropped on {', '.join(held.keepers)}")
+        elif held.is_launched:  # it has no ranks now: it is about to start them
+            print(f"job {arguments.job}: its launcher on {held.estate['own']} was told to end")
+        else:
+            lines.append(
+                f"job {arguments.job}: its launcher is on {held.estate['own']}, which was not reached. Run `mpitrain "
+                "kill` there"
+            )
+    elif job is not None:
         left, wrong = end_job(placement, arguments.job)
         lines = [
             f"{host}: process {line} could not be killed" for host, left_there in left.items() for line in left_there

@@ -1,4 +1,4 @@
-"""`mpitrain ps`: list this user's running jobs of `mpitrain run`."""
+"""`mpitrain ps`: list this user's jobs of `mpitrain run`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import time
 
 from mpitrain.cli.launching import add_inventory_argument
 
-HELP = "list the jobs that are running"
+HELP = "list the jobs that are running, and those that can be resumed"
 
 _EPILOG = """\
 If this machine is a node of a cluster, ps looks on all hosts of the cluster,
-otherwise only on this machine. Give the id of a job to `mpitrain kill ID`.
+otherwise only on this machine. Give the id of a job to `mpitrain kill ID`, or
+that of a kept one to `mpitrain run --resume ID`.
 
   mpitrain ps
   mpitrain ps --hosts node1,node2
@@ -34,17 +35,26 @@ def add_host_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print one line per job. Return 1 if a host could not be asked."""
     from mpitrain.launch.hosts import place_ranks
-    from mpitrain.launch.jobs import find_jobs
+    from mpitrain.launch.jobs import find_all
 
     placement = place_ranks(arguments.hosts, arguments.inventory, None, 1)
-    jobs, wrong = find_jobs(placement)
+    jobs, kept, wrong = find_all(placement)
     hosts = placement.machines
     rows = [("JOB", "SINCE", "STATE", "STEP", "METRICS", "RANKS", "SCRIPT")]
-    for job in jobs:
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(job.since))
-        rows.append((job.token, since, job.state(hosts), job.step(), job.metrics(), job.where(), job.script))
+    rows += [
+        (job.token, _time(job.since), job.state(hosts), job.step(), job.metrics(), job.where(), job.script)
+        for job in jobs
+    ]
+    running = {job.token for job in jobs}
+    for one in kept:
+        if one.is_lost and running.isdisjoint(one.estate["tries"]):
+            until = time.strftime("%H:%M:%S", time.localtime(one.until_ms / 1000))
+            state = f"kept until {until}: mpitrain run --resume {one.token}"
+            where = f"none, its state on {', '.join(one.keepers)}"
+            since, script = _time(one.estate["since"]), " ".join(one.estate["request"]["program"])
+            rows.append((one.token, since, state, str(one.step or "-"), "-", where, script))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
-    if jobs:
+    if len(rows) > 1:
         for row in rows:
             print("  ".join([*(text.ljust(width) for text, width in zip(row, widths, strict=False)), row[-1]]))
     elif not wrong:
@@ -52,3 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     for line in wrong.values():
         print(f"mpitrain ps: {line}", file=sys.stderr)
     return int(bool(wrong))
+
+
+def _time(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

@@ -28,6 +28,9 @@ newest checkpoint. A job that fails three times at the same step does not start
 again. With --elastic, the job also starts without hosts that do not answer, and
 takes them in when they do.
 
+If mpitrain run itself is lost, such a job is kept for a while, and --resume JOB
+goes on with it. Give no other option with it but -i.
+
 The exit code is not 0 if any rank failed. It is 128 + the number of the signal
 if a signal ended the job.
 
@@ -37,6 +40,7 @@ if a signal ended the job.
   mpitrain run -n 4 --show train.py --epochs 5
   mpitrain run --ppn 2 --restarts 5 --min-nodes 3 train.py
   mpitrain run --ppn 2 --restarts 5 --elastic 2:8 train.py
+  mpitrain run --resume 1a2b3c4d
 """
 
 
@@ -73,6 +77,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="if a rank is lost, go on without it; needs Open MPI 5",
     )
+    parser.add_argument(
+        "--resume", metavar="JOB", help="go on with a job whose `mpitrain run` was lost, by the id that ps shows"
+    )
     parser.add_argument("--show", action="store_true", help="print the mpiexec command, but do not run it")
     add_script_arguments(parser)
 
@@ -82,6 +89,11 @@ def run(arguments: argparse.Namespace) -> int:
     from mpitrain.launch.start import start
     from mpitrain.launch.verdict import Limits
 
+    if arguments.resume is not None:
+        from mpitrain.launch.resume import resume
+
+        _refuse_with_resume(arguments)
+        return resume(arguments.resume, arguments.inventory)
     request = request_of_script(arguments)
     if arguments.min_nodes is not None and not arguments.restarts:
         raise ConfigError("--min-nodes sets the least number of hosts for a restart; it needs --restarts N")
@@ -104,6 +116,21 @@ def _range(text: str) -> tuple[int, int]:
     if numbers[0] > numbers[1]:
         raise argparse.ArgumentTypeError(f"{text!r}: MIN is {numbers[0]} and above MAX, {numbers[1]}")
     return numbers
+
+
+def _refuse_with_resume(arguments: argparse.Namespace) -> None:
+    """Refuse all that the job has from its own command."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    defaults = vars(parser.parse_args([]))
+    if given := [
+        name
+        for name, default in defaults.items()
+        if name not in ("resume", "inventory") and getattr(arguments, name) != default
+    ]:
+        options = {"num_ranks": "-n", "module": "-m", "script": "SCRIPT"}
+        words = ", ".join(options.get(name, f"--{name.replace('_', '-')}") for name in given)
+        raise ConfigError(f"--resume goes on with the command that started the job; leave out {words}")
 
 
 def _count(text: str) -> int:

@@ -110,6 +110,7 @@ class Changes:
         """
         with self._lock:
             self._hosts, self._now_on, self._saves_for = hosts, now_on, saves_for
+            self._keepers.note(hosts)
             self._keepers.run, self._keepers.wish, self._keepers.told = 0, STAYS, {}
             self._heeded = set()
             self._told = {host: rank for host, rank in self._told.items() if host in now_on.hosts}

@@ -154,6 +154,10 @@ class Connection:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+        self.leave()
+
+    def leave(self) -> None:
+        """After `hang_up`: let the process live on."""
         assert self.process.stdout is not None
         self.process.stdout.close()
         self.errors.close()
@@ -166,10 +170,12 @@ def connect(
     now: float,
     modules: Sequence[str] = GUARD,
     way: Sequence[str] = (),
+    descriptors: Sequence[int] = (),
 ) -> Connection:
     """Start a guard on `host`, or the main() of the last of `modules`. Return at once; its messages come later.
 
-    `way` are the words that run a command there, in place of ssh.
+    `way` are the words that run a command there, in place of ssh. `descriptors` of this process stay open in one that
+    runs on this machine.
 
     Raises:
         LaunchError: there is no ssh on this machine.
@@ -194,6 +200,7 @@ def connect(
             # Clean-up must outlive the launcher: this machine's guard, and a sweep in place of a guard. Other ssh
             # processes need not. The kernel would watch over the thread that forks, so it must be the main one.
             preexec_fn=end_with_parent() if dies_with_us else None,  # noqa: PLW1509
+            pass_fds=descriptors,
         )
     except FileNotFoundError:
         raise LaunchError(

@@ -18,6 +18,7 @@ from mpitrain.launch.libraries import VENDOR_NAMES, Mpiexec, Vendor
 from mpitrain.launch.placement import Placement
 from mpitrain.launch.tags import Tag
 from mpitrain.launch.tuning import Conditions, settings
+from mpitrain.launch.variables import is_of_login
 
 # Hydra puts its tag in front of every piece that it reads, also in the middle of a line ("[1] lo[0] loss[1] ss").
 # So the tag must be text that no program prints by itself.
@@ -34,10 +35,8 @@ _OPEN_MPI_RECOVERS = (
     *("--mca", "coll", "^han"),
 )
 
-# Variables that say what this machine or this login is; Open MPI passes on those with its own prefixes by itself.
-_NOT_CARRIED = re.compile(
-    r"(SSH|XDG|DBUS|OMPI_MCA|PRTE|PMIX)_.*|HOME|USER|LOGNAME|SHELL|HOSTNAME|HOST|DISPLAY|PWD|OLDPWD|SHLVL|MAIL|TERM|_"
-)
+# Open MPI passes these on by itself.
+_ITS_OWN = re.compile(r"(OMPI_MCA|PRTE|PMIX)_.*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +171,7 @@ def open_mpi(job: JobSpec, names: Set[str]) -> LaunchCommand:
 
 
 def _is_carried(name: str) -> bool:
-    return name.isidentifier() and not _NOT_CARRIED.fullmatch(name)
+    return name.isidentifier() and not _ITS_OWN.fullmatch(name) and not is_of_login(name)
 
 
 def is_old_open_mpi(mpiexec: Mpiexec) -> bool:

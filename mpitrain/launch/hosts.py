@@ -11,7 +11,7 @@ from pathlib import Path
 from mpitrain.errors import ConfigError
 from mpitrain.launch.foreign_files import refuse_foreign
 from mpitrain.launch.hostfile import Inventory, find_inventory, read_inventory
-from mpitrain.launch.placement import Placement, parse_hosts, place
+from mpitrain.launch.placement import Place, Placement, parse_hosts, place
 
 # Returns the hosts that the inventory of a job has now; None: the job has none. Raises ConfigError.
 Listed = Callable[[], Sequence[str] | None]
@@ -57,6 +57,29 @@ def place_ranks(
     places = place(devices, num_ranks, ranks_per_host)
     addresses, own = _addresses(list(devices), cluster)
     return Placement(places, {} if list(addresses) == [own] else addresses, own)
+
+
+def placed_again(
+    places: Sequence[tuple[str, int, Sequence[str]]], inventory: Path | None, *, is_here: bool
+) -> Placement:
+    """Return the placement of a job that has run before, for a launcher on this machine.
+
+    Args:
+        places: the hosts, each with its number of ranks and its devices.
+        inventory: as for place_ranks.
+        is_here: the job runs on this machine alone.
+
+    Raises:
+        ConfigError: a name is unknown.
+    """
+    placed: list[Place] = []
+    for host, num_ranks, devices in places:
+        placed.append(Place(host, sum(before.num_ranks for before in placed), num_ranks, tuple(devices)))
+    if is_here:
+        return Placement(tuple(placed), own=placed[0].host)
+    path = inventory or find_inventory(_LOCALLY)
+    addresses, own = _addresses([one.host for one in placed], read_inventory(path) if path else None)
+    return Placement(tuple(placed), {} if list(addresses) == [own] else addresses, own)
 
 
 def widened(placement: Placement, hosts: str, inventory: Path | None) -> Placement:

@@ -1,9 +1,12 @@
-"""The jobs of this user on several hosts, as each host's roster reports them; how one of them is ended or changed."""
+"""The jobs of this user on several hosts, as each host's roster reports them; how one of them is ended or changed.
+
+A job that has lost its launcher is kept for a while: its ranks have ended, and keepers hold its state (keeper.py).
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,9 +67,81 @@ class RunningJob:
         return ", ".join(f"{name} {value:.4g}" for name, value in reported.items()) or "-"
 
 
+@dataclass(frozen=True)
+class KeptJob:
+    """A job that was started with --restarts, as its keepers know it. It need not have lost its launcher.
+
+    Attributes:
+        estate: as estate.py says.
+        keepers: the names of the sockets of the keepers, by host, in the order of the hosts of the job.
+        step: the last step that a rank has begun, as far as its launcher had heard.
+        lost_ms: when the launcher was lost, by time.time(), in milliseconds; 0: a keeper hears it.
+        until_ms: until when all of it is kept.
+        is_launched: the launcher is known to be alive.
+    """
+
+    estate: Mapping[str, Any]
+    keepers: Mapping[str, str]
+    step: int
+    lost_ms: int
+    until_ms: int
+    is_launched: bool
+
+    @property
+    def token(self) -> str:
+        """The id of its last try."""
+        return str(self.estate["tries"][-1])
+
+    @property
+    def is_lost(self) -> bool:
+        """True if another launcher may go on with it."""
+        return self.lost_ms > 0 and not self.is_launched
+
+
 def find_jobs(placement: Placement) -> tuple[list[RunningJob], dict[str, str]]:
     """Return the jobs on the machines of `placement`, oldest first; and by host why a host could not be asked."""
     answers, wrong = _ask(placement, {}, _ANSWER_SECONDS)
+    return _running(answers), wrong
+
+
+def find_all(placement: Placement) -> tuple[list[RunningJob], list[KeptJob], dict[str, str]]:
+    """Return also those that keepers hold."""
+    answers, wrong = _ask(placement, {"kept": 1}, _ANSWER_SECONDS)
+    return _running(answers), kept_jobs({host: answer["kept"] for host, answer in answers.items()}), wrong
+
+
+def kept_jobs(by_host: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[KeptJob]:
+    """Sort what the keepers of each host tell (roster.kept) by jobs. A pure function.
+
+    A keeper that was cut off before the last try of a job began is left out: the others have gone on without it, so its
+    copy of a step may have other bits than theirs.
+    """
+    by_job: dict[str, list[tuple[str, Mapping[str, Any]]]] = {}
+    for host, entries in by_host.items():
+        for entry in entries:
+            by_job.setdefault(entry["estate"]["tries"][0], []).append((host, entry))
+    jobs = []
+    for entries_of_job in by_job.values():
+        most = max(len(entry["estate"]["tries"]) for _, entry in entries_of_job)
+        newest = {host: entry for host, entry in entries_of_job if len(entry["estate"]["tries"]) == most}
+        first = next(iter(newest.values()))
+        order = [host for host, _, _ in first["estate"]["places"]]
+        hosts = sorted(newest, key=lambda host: order.index(host) if host in order else len(order))
+        lost = [entry.get("lost_ms", 0) for entry in newest.values()]
+        jobs.append(
+            KeptJob(
+                first["estate"],
+                {host: newest[host]["keeper"] for host in hosts},
+                max(entry["step"] for entry in newest.values()),
+                max(lost) if all(lost) else 0,
+                min(entry.get("until_ms", 0) for entry in newest.values()),
+                any(entry["is_launched_here"] for _, entry in entries_of_job),
+            )
+        )
+    return sorted(jobs, key=lambda job: float(job.estate["since"]))
+
+
+def _running(answers: Mapping[str, Any]) -> list[RunningJob]:
     by_id: dict[str, RunningJob] = {}
     for host, answer in answers.items():
         for entry in answer["jobs"]:
@@ -78,12 +153,15 @@ def find_jobs(placement: Placement) -> tuple[list[RunningJob], dict[str, str]]:
             job.num_processes[host] = len(entry["pids"])
             for view in (from_json(fields, host) for fields in entry["ranks"]):
                 job.ranks[view.record.rank] = view
-    return sorted(by_id.values(), key=lambda job: job.since), wrong
+    return sorted(by_id.values(), key=lambda job: job.since)
 
 
-def end_job(placement: Placement, token: str) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """End a job on all hosts. Return by host the processes that survived, and why a host could not be asked."""
-    answers, wrong = _ask(placement, {"end": token}, _END_SECONDS)
+def end_job(placement: Placement, token: str, *, keeps: bool = False) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """End a job on all hosts. Return by host the processes that survived, and why a host could not be asked.
+
+    What keepers hold of it is dropped, unless it `keeps` that.
+    """
+    answers, wrong = _ask(placement, {"end": token, **({"keeps": 1} if keeps else {})}, _END_SECONDS)
     return {host: [f"{pid} {line}" for pid, line in answer["left"]] for host, answer in answers.items()}, wrong
 
 

@@ -6,15 +6,22 @@ themselves if a keeper is gone.
 
 from __future__ import annotations
 
+import os
 import selectors
 import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from typing import Any
 
+from mpitrain.errors import LaunchError, MpitrainError
 from mpitrain.launch.connections import Connection, connect
+from mpitrain.launch.estate import hosts_of
 from mpitrain.launch.kept import DIES, PREPARES, STAYS
+from mpitrain.launch.placement import Placement
+from mpitrain.launch.processes import left_out
 from mpitrain.watching.rank_record import RankRecord
 
 # The modules of the keeper, each after those that it imports.
@@ -22,9 +29,12 @@ KEEPER = ("launch.kept", "launch.keeper")
 
 # Longer than that of a guard: between two tries, nobody sends beats.
 KEEPER_SILENCE_SECONDS = 60.0
+# So long a keeper keeps what it holds after it has lost its launcher.
+KEEP_SECONDS = 900.0
 # A keeper that does not answer within this time is replaced by a new one, which holds nothing.
 _PONG_SECONDS = 3.0
 _READY_SECONDS = 10.0
+_HEIR_SECONDS = 45.0  # the same, for a keeper that takes over from another one; hosts may be busy
 _CLOSE_SECONDS = 3.0
 
 
@@ -48,8 +58,12 @@ class Room:
 class Keepers:
     """Use this in `with`: at its end, no keeper is left on a host that can be reached.
 
+    Except for an heir (`adopt`) that has refused to start a try: then the keepers wait for the next one.
+
     Attributes:
         name: of the socket of each keeper, for the ranks.
+        estate: what another launcher needs to go on with the job (estate.py); empty: there can be no other one.
+        is_heir: what the keepers hold is of another launcher, and no try of this one has run.
         of: the id of the job of the try that trains.
         wish: what the ranks of this try are to do (kept.py).
         run: the number of the run of a Trainer whose state all ranks of this try copy; 0: there is none now.
@@ -58,9 +72,11 @@ class Keepers:
         is_ending: this try fails, or a signal to the launcher ends it.
     """
 
-    def __init__(self, own: str, name: str) -> None:
+    def __init__(self, own: str, name: str, estate: Mapping[str, Any] | None = None) -> None:
         """`own` is the name of this machine among the hosts. No keeper is started yet."""
         self.name = name
+        self.estate = dict(estate or {})
+        self.is_heir = False
         self.of = ""
         self.wish = STAYS
         self.run = 0
@@ -68,14 +84,68 @@ class Keepers:
         self.is_ending = self.refuses = False
         self._own = own
         self._connections: dict[str, Connection] = {}
+        self._parting: list[Connection] = []  # they have been told to end
+        self._cut_off: set[str] = set()  # the hosts that have perhaps not heard it
         self._said: dict[str, list[dict[str, object]]] = {}
         self._sending = threading.Lock()
+        self._none_of_job = ExitStack()
 
     def __enter__(self) -> Keepers:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._let_go(list(self._connections), _CLOSE_SECONDS)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        stays = self.is_heir and (kind is None or issubclass(kind, MpitrainError))
+        if cut_off := [] if stays else [host for host in self._cut_off if host not in self._connections]:
+            self.widen(cut_off)  # a new keeper ends the one that has not heard the goodbye
+            self._hear("ready", cut_off, _CLOSE_SECONDS)
+        self._let_go(list(self._connections), says_goodbye=not stays)
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        for connection in self._parting:
+            if stays:
+                connection.leave()
+            else:
+                connection.close(max(0.0, deadline - time.monotonic()))
+        self._none_of_job.close()
+
+    def adopt(self, names: Mapping[str, str], heir: str) -> None:
+        """Start keepers that take over what those of a launcher hold that has gone.
+
+        Args:
+            names: of the sockets of those keepers, by host. Who gets the first host gets all.
+            heir: names this launcher to another one that wants the same.
+
+        Raises:
+            LaunchError: somebody else goes on with the job, or a host does not answer. What is held stays where it is.
+        """
+        self.is_heir = True
+        first, *others = names
+        for hosts in ([first], others):
+            for host in hosts:
+                self._open(host, {"inherits": names[host], "heir": heir})
+            self._need("ready", hosts)
+        self._send({"inherit": 1})
+        self._need("inherited", list(names))
+        for said in self._said.values():
+            said[:] = [{"ready": 1}]
+
+    def _need(self, word: str, hosts: Sequence[str]) -> None:
+        self._hear(word, hosts, _HEIR_SECONDS)
+        problems = []
+        for host in hosts:
+            if not any(word in one for one in self._said[host]):
+                errors = [str(one["error"]) for one in self._said[host] if "error" in one]
+                why = errors[0] if errors else f"no answer within {_HEIR_SECONDS:g} s"
+                problems.append(f"{host}: {why}")
+        if problems:
+            raise LaunchError(
+                f"the state of the job cannot be taken over: {'; '.join(problems)}. `mpitrain ps` shows whether it is "
+                "still kept; if so, give the command again"
+            )
+
+    def note(self, hosts: Placement) -> None:
+        """From the next try on, these are the hosts of the job, also those that are set aside."""
+        if self.estate:
+            self.estate.update(hosts_of(hosts))
 
     def begin(self, hosts: Sequence[str], of: str) -> None:
         """Before the try `of`: have a keeper on each of these hosts, and on no others. `settle` waits for them.
@@ -83,28 +153,53 @@ class Keepers:
         A host that does not take part in a try loses its keeper: what it holds would be older than what the others do.
         """
         self._forget(of)
-        self._send({"ping": 1, "wish": STAYS, "of": of})
+        self._send({"ping": 1, "wish": STAYS, "of": of, **self._estate_with(of)})
         self._hear("pong", [host for host in self._connections if host in hosts], _PONG_SECONDS)
         silent = [host for host in self._connections if not any("pong" in one for one in self._said[host])]
-        self._let_go([host for host in self._connections if host not in hosts or host in silent], 0.0)
+        self._cut_off |= set(silent) - set(hosts)
+        self._let_go([host for host in self._connections if host not in hosts or host in silent])
         self.widen(hosts)
 
     def widen(self, hosts: Sequence[str]) -> None:
         """Have a keeper on each of these hosts, too. `settle` waits for them."""
         for host in hosts:
             if host not in self._connections:
-                silence = 0 if host == self._own else KEEPER_SILENCE_SECONDS
-                wish = {"keeper": self.name, "silence_seconds": silence}
-                connection = connect(host, host == self._own, wish, time.monotonic(), KEEPER)
-                with self._sending:
-                    self._connections[host] = connection
-                self._said[host] = []
+                self._open(host, {})
+                if self.estate:
+                    with self._sending:
+                        self._connections[host].send({"estate": self.estate})
+
+    def _open(self, host: str, added: Mapping[str, Any]) -> None:
+        is_own = host == self._own
+        silence = 0 if is_own else KEEPER_SILENCE_SECONDS
+        wish = {"keeper": self.name, "silence_seconds": silence, "keep_seconds": KEEP_SECONDS, **added}
+        said_to = []
+        with suppress(OSError):  # there may be no stderr
+            said_to = [os.dup(2)] if is_own else []
+        try:
+            if said_to:
+                wish["stderr"] = said_to[0]
+            connection = connect(host, is_own, wish, time.monotonic(), KEEPER, descriptors=said_to)
+        finally:
+            for descriptor in said_to:
+                os.close(descriptor)
+        self._none_of_job.enter_context(left_out({connection.process.pid}))  # also if a try is running
+        with self._sending:
+            self._connections[host] = connection
+        self._said[host] = []
+
+    def _estate_with(self, of: str) -> dict[str, Any]:
+        """The estate as it is from the try `of` on, for a message."""
+        if not self.estate:
+            return {}
+        self.estate["tries"] = [*self.estate["tries"], of]
+        return {"estate": self.estate}
 
     def take_over(self, hosts: Sequence[str], of: str) -> None:
         """The try `of` has begun to train, on these hosts, beside the one before."""
         self._forget(of)
-        self._send({"beat": 1, "wish": STAYS, "of": of})
-        self._let_go([host for host in self._connections if host not in hosts], 0.0)
+        self._send({"beat": 1, "wish": STAYS, "of": of, **self._estate_with(of)})
+        self._let_go([host for host in self._connections if host not in hosts])
 
     def rooms(self) -> Mapping[str, Room]:
         """What the ranks of the present try hold on each host with a keeper that answers."""
@@ -150,11 +245,8 @@ class Keepers:
         self.told = {record.rank: self.told.get(record.rank, now) for record in records if record.told_to_end}
         self.is_ending = is_ending or has_failed
         dies = has_failed or (self.wish in (STAYS, PREPARES) and (is_ending or self.refuses))
-        self._send({"beat": 1, "wish": DIES if dies else self.wish, "of": self.of})
-
-    def processes(self) -> set[int]:
-        """Return the ids of the processes here that connect to the keepers."""
-        return {connection.process.pid for connection in self._connections.values()}
+        step = max((record.step for record in records), default=0)
+        self._send({"beat": 1, "wish": DIES if dies else self.wish, "of": self.of, **({"step": step} if step else {})})
 
     def _send(self, message: Mapping[str, object]) -> None:
         with self._sending:
@@ -188,13 +280,17 @@ class Keepers:
                     if connection.is_closed:
                         ways.unregister(key.fileobj)
 
-    def _let_go(self, hosts: Sequence[str], patience_seconds: float) -> None:
+    def _let_go(self, hosts: Sequence[str], *, says_goodbye: bool = True) -> None:
+        """Have these keepers end. Nobody waits for them before the end of the job."""
         with self._sending:
             gone = [self._connections.pop(host) for host in hosts]
             for connection in gone:
+                if says_goodbye:
+                    connection.send({"bye": 1})
                 connection.hang_up()
+        over = [connection for connection in self._parting if connection.process.poll() is not None]
+        for connection in over:
+            connection.close(0.0)
+        self._parting = [connection for connection in self._parting if connection not in over] + gone
         for host in hosts:
             del self._said[host]
-        deadline = time.monotonic() + patience_seconds
-        for connection in gone:
-            connection.close(max(0.0, deadline - time.monotonic()))

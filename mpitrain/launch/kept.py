@@ -11,6 +11,14 @@
     rank: {"follow": try}                       keeper: {"left": [step, ms]}, when the ranks of that try have left;
                                                         at once and with [], if none of them was on this host
 
+The next keeper, if the launcher has gone, and commands:
+
+    {"estate": 1}                               keeper: {"step": last step heard of, and after the loss of the launcher
+                                                        "lost_ms" and "until_ms", when it was and until when this is
+                                                        kept, by time.time()}, with a descriptor of the estate's text
+    {"claim": name}                             keeper: {"claimed": name of the first whose line is open}
+    {"drop": 1}                                 keeper: {"dropped": 1}, and it ends
+
 A try is named by the id of its job. A name is that of a run and of what is kept of it: "1/state". The socket has a
 name and no file (an abstract socket of unix(7)), and the memory has no name at all. So both are gone with the keeper,
 however it ends.
@@ -30,6 +38,9 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
+# The names of the keepers' sockets begin so.
+KEEPER_PREFIX = "mpitrain-keeper-"
+
 # What the launcher wishes of the ranks. LEAVES: after their next copy, they end, because the hosts of the job change.
 # SAVES: the same, but no other try follows; they save. DIES: the job is ending; who has been told to end does so.
 # PREPARES: the ranks of the next try are starting beside them; until these are ready, the training goes on.
@@ -47,6 +58,10 @@ class Kept:
     Attributes:
         wish: what the launcher wishes of the ranks of a try.
         of: that try.
+        estate: what a launcher needs to go on with the job, as JSON (estate.py); "": it is not known.
+        step: the last step that a rank has begun, as far as the launcher has heard.
+        loss: when the launcher was lost, and until when this is kept: see "estate" above; empty while it is there.
+        is_dropped: somebody does not want it any more.
     """
 
     def __init__(self, name: str) -> None:
@@ -56,6 +71,10 @@ class Kept:
             OSError: the name is taken.
         """
         self.wish, self.of = STAYS, ""
+        self.estate, self.step = "", 0
+        self.loss: dict[str, int] = {}
+        self.is_dropped = False
+        self._claim: tuple[int, str] | None = None  # the descriptor of a line, and whose it is
         self._ranks: dict[int, tuple[str, int]] = {}  # by descriptor of its line: the try of a rank, and its process
         self._tries: set[str] = set()  # those that have had ranks here
         self._left: dict[str, list[int]] = {}  # by try
@@ -82,11 +101,35 @@ class Kept:
                 self._events.unregister(descriptor)
                 self._ranks.pop(descriptor, None)
                 self._following.pop(descriptor, None)
+                if self._claim is not None and self._claim[0] == descriptor:
+                    self._claim = None
                 self._lines.pop(descriptor).close()
 
     def pids(self) -> list[int]:
         """The processes of the ranks here that copy their state, of the try of which the launcher speaks."""
         return [pid for of, pid in self._ranks.values() if of == self.of]
+
+    @property
+    def has_memory(self) -> bool:
+        """True if ranks have given it any."""
+        return bool(self._table)
+
+    @property
+    def is_claimed(self) -> bool:
+        """True while another keeper is about to take over."""
+        return self._claim is not None
+
+    def inherit(self, line: KeeperLine) -> None:
+        """Take over all that another keeper holds, which then ends.
+
+        Raises:
+            OSError: it does not answer.
+        """
+        for name in line.names():
+            self._table[name] = line.give(name)
+        about, self.estate = line.estate()
+        self.step = about["step"]
+        line.drop()
 
     def close(self) -> None:
         """Close the socket and all descriptors."""
@@ -139,11 +182,28 @@ class Kept:
                 self._let_follow()
             elif "names" in message:
                 send(line, {"names": sorted(self._table)})
+            elif "estate" in message:
+                self._send_estate(line)
+            elif "claim" in message:
+                self._claim = self._claim or (line.fileno(), message["claim"])
+                send(line, {"claimed": self._claim[1]})
+            elif "drop" in message:
+                self.is_dropped = True
+                send(line, {"dropped": 1})
             else:
                 return False
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return False
         return True
+
+    def _send_estate(self, line: socket.socket) -> None:
+        text = os.memfd_create("mpitrain-estate")  # a message would be too small for it
+        try:
+            with open(text, "wb", closefd=False) as file:
+                file.write(self.estate.encode())
+            send(line, {"step": self.step, **self.loss}, [text])
+        finally:
+            os.close(text)
 
     def _let_follow(self) -> None:
         """Answer the ranks that wait for a try, if it has left, or has had no ranks here. A killed one never leaves."""
@@ -159,10 +219,13 @@ class Kept:
 
 
 class KeeperLine:
-    """A rank's line to the keeper of its host. All methods raise OSError if the keeper does not answer."""
+    """A line to the keeper of this host: of a rank, of another keeper, or of a command.
 
-    def __init__(self, name: str, of: str) -> None:
-        """`of` is the try of this rank."""
+    All methods raise OSError if the keeper does not answer.
+    """
+
+    def __init__(self, name: str, of: str = "") -> None:
+        """`of` is the try of this rank; "": this is none."""
         self._of = of
         self._line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -213,6 +276,25 @@ class KeeperLine:
     def keep_only(self, names: Sequence[str], run: int) -> None:
         """Have the keeper drop everything else of this run and of earlier ones."""
         self._ask({"only": list(names), "run": run})
+
+    def estate(self) -> tuple[dict[str, int], str]:
+        """What the keeper answers about its job (see above), and the text of the estate; "": it has none."""
+        about, descriptors = self._ask({"estate": 1})
+        texts = []
+        for descriptor in descriptors:
+            with os.fdopen(descriptor, "rb") as file:
+                file.seek(0)  # the keeper has written it with the same position
+                texts.append(file.read().decode())
+        return about, "".join(texts)
+
+    def claim(self, heir: str) -> str:
+        """Claim what the keeper holds, until this line closes. Return who has claimed it, which may be another."""
+        answer, _ = self._ask({"claim": heir})
+        return str(answer["claimed"])
+
+    def drop(self) -> None:
+        """Have the keeper end, with all that it holds."""
+        self._ask({"drop": 1})
 
     def close(self) -> None:
         """Close the line. The keeper keeps what it was given."""

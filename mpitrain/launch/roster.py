@@ -5,13 +5,16 @@ Pythons. It looks at processes, not at files, so no list has a dead job. One mes
 
     {"jobs": [{"id", "ranks": [view.RankView...], "pids": [...], "since": seconds since the epoch,
                "script": [word...], "launcher": "HOST PID START", "is_launched_here": bool}...]}
-    {"ended": [[pid, command line]...], "left": [[pid, command line]...]}, if the wish is to `end` a job
+    {"jobs": ..., "kept": [...], as kept() says}, if the wish is `kept`
+    {"ended": [[pid, command line]...], "left": [[pid, command line]...]}, if the wish is to `end` a job; what keepers
+               without a launcher hold of it is dropped too, unless the wish has `keeps`
     {"answer": the launcher's (wishes.py), {} if it is not here}, if the wish is to `change` its hosts
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -21,6 +24,7 @@ from typing import Any
 
 from mpitrain.job.context import JobContext
 from mpitrain.launch.guard import RANK_VARIABLES, send
+from mpitrain.launch.kept import KEEPER_PREFIX, KeeperLine
 from mpitrain.launch.marked import command_line, read
 from mpitrain.launch.wishes import ask
 from mpitrain.watching.rank_record import RankRecord, read_record
@@ -35,8 +39,10 @@ def main(wish: dict[str, Any], _probe: str) -> None:
     """Fulfil the wish, and send the answer."""
     if "change" in wish:
         send({"answer": change(wish["change"], wish["how"])})
+    elif "end" in wish:
+        send(end(wish["end"], keeps="keeps" in wish))
     else:
-        send(end(wish["end"]) if "end" in wish else {"jobs": jobs()})
+        send({"jobs": jobs(), **({"kept": kept()} if "kept" in wish else {})})
 
 
 def jobs() -> list[dict[str, Any]]:
@@ -68,11 +74,37 @@ def jobs() -> list[dict[str, Any]]:
     return sorted(by_token.values(), key=lambda job: float(job["since"]))
 
 
-def end(token: str) -> dict[str, Any]:
-    """End a job: ask its launcher, if it is here, then kill what is left."""
+def kept() -> list[dict[str, Any]]:
+    """Return what the keepers here tell of their jobs: what KeeperLine.estate returns, with `estate` as an object.
+
+    `keeper` is the name of its socket. `is_launched_here`: the launcher is alive, whether or not the keeper hears it.
+    """
+    kept_here = []
+    for name in _keepers():
+        with contextlib.suppress(OSError, ValueError, KeyError):  # it has just ended, or is of another user
+            line = KeeperLine(name)
+            try:
+                about, text = line.estate()
+            finally:
+                line.close()
+            if text:
+                estate = json.loads(text)
+                is_launched = launcher_pid(estate["launcher"]) is not None
+                kept_here.append({"keeper": name, "estate": estate, "is_launched_here": is_launched, **about})
+    return kept_here
+
+
+def end(token: str, *, keeps: bool = False) -> dict[str, Any]:
+    """End a job: ask its launcher, if it is here, then kill what is left. Keepers without a launcher end, too.
+
+    With `keeps`, these stay.
+    """
     parts = [job for job in jobs() if job["id"] == token]
     named = [[pid, command_line(pid)] for job in parts for pid in job["pids"]]
-    launchers = {pid for job in parts if (pid := launcher_pid(job["launcher"])) is not None}
+    names = {job["launcher"] for job in parts} | {
+        one["estate"]["launcher"] for one in kept() if token in one["estate"]["tries"]
+    }
+    launchers = {pid for name in names if (pid := launcher_pid(name)) is not None}
     for pid in launchers:
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGTERM)
@@ -88,6 +120,8 @@ def end(token: str) -> dict[str, Any]:
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.05)
         left = _pids(token)
+    if not keeps:
+        _drop(token)
     return {"ended": named, "left": [[pid, command_line(pid)] for pid in left]}
 
 
@@ -108,6 +142,24 @@ def launcher_pid(name: str) -> int | None:
     pid, _, ticks = rest.partition(" ")
     alive = pid.isdigit() and host == socket.gethostname() and _ticks(int(pid)) == ticks != ""
     return int(pid) if alive and process_state(int(pid)) not in ("Z", "X") else None
+
+
+def _drop(token: str) -> None:
+    for one in kept():
+        if token in one["estate"]["tries"] and "lost_ms" in one:
+            with contextlib.suppress(OSError):
+                line = KeeperLine(one["keeper"])
+                try:
+                    line.drop()
+                finally:
+                    line.close()
+
+
+def _keepers() -> list[str]:
+    """Return the names of the sockets of keepers on this host, of all users."""
+    mark = b"@" + KEEPER_PREFIX.encode()
+    words = [line.split()[-1:] for line in read("/proc/net/unix").splitlines()]
+    return sorted({word[1:].decode(errors="replace") for (word,) in filter(None, words) if word.startswith(mark)})
 
 
 def _pids(token: str) -> list[int]:

@@ -15,8 +15,9 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from mpitrain.config import ENV_FILE
 from mpitrain.errors import ConfigError, LaunchError
@@ -25,17 +26,20 @@ from mpitrain.launch import here, over_hosts
 from mpitrain.launch.changes import Changes
 from mpitrain.launch.dialects import JobSpec, can_recover
 from mpitrain.launch.ending import Ended
+from mpitrain.launch.estate import new_estate
 from mpitrain.launch.hosts import Listed, listed_hosts, place_ranks, widened
 from mpitrain.launch.intake import Intake
 from mpitrain.launch.keepers import Keepers
+from mpitrain.launch.kept import KEEPER_PREFIX
 from mpitrain.launch.launched import check_mpiexec
 from mpitrain.launch.libraries import VENDOR_NAMES, Mpiexec, describe_mpiexec, find_library, find_mpiexec
 from mpitrain.launch.placement import Placement, refuse_crowds
 from mpitrain.launch.reserve import Reserve
+from mpitrain.launch.roster import launcher_name
 from mpitrain.launch.successor import Successor
 from mpitrain.launch.supervisor import Pause, supervise
 from mpitrain.launch.tuning import glibc_version
-from mpitrain.launch.variables import read_env_file
+from mpitrain.launch.variables import is_of_login, read_env_file
 from mpitrain.launch.verdict import Limits
 
 
@@ -84,15 +88,41 @@ class Request:
     shows_ranks: bool = True
 
 
-def start(request: Request) -> int:
+@dataclass(frozen=True)
+class Heritage:
+    """What a launcher that has gone has left of its job; resume.py finds it.
+
+    Attributes:
+        estate: as estate.py says.
+        keepers: the names of the sockets of the keepers, by host.
+        placement: where the job ran.
+        away: the hosts of it that do not answer.
+        pause: what ended the last try.
+    """
+
+    estate: Mapping[str, Any]
+    keepers: Mapping[str, str]
+    placement: Placement
+    away: tuple[str, ...]
+    pause: Pause
+
+
+def start(request: Request, heritage: Heritage | None = None) -> int:
     """Start a job, see to its end, and return its exit code. Call this in the main thread of a process of its own.
+
+    Args:
+        request: what to start.
+        heritage: of the launcher that has started it before; its environment is taken in place of this process's.
 
     Raises:
         ConfigError: the request contradicts itself, or names something that does not exist.
         LaunchError: the ranks cannot be started.
     """
-    with _environment(request) as from_file:
-        placement = place_ranks(request.hosts, request.inventory, request.num_ranks, request.ranks_per_host)
+    with _environment(request, heritage) as from_file:
+        if heritage is not None:
+            placement = heritage.placement
+        else:
+            placement = place_ranks(request.hosts, request.inventory, request.num_ranks, request.ranks_per_host)
         num_cores = len(os.sched_getaffinity(0))
         if placement.is_here:  # otherwise each host reports its cores
             refuse_crowds(placement.places, {placement.own: num_cores})
@@ -130,7 +160,7 @@ def start(request: Request) -> int:
 
         try:
             if not request.show:
-                return _supervise(job, request, from_file, listed)
+                return _supervise(job, request, from_file, listed, heritage)
             job = replace(job, placement=placement.first(request.limits.max_nodes))
             if placement.is_here:
                 here.show(job, from_file)
@@ -142,7 +172,13 @@ def start(request: Request) -> int:
             return 128 + signal.SIGINT
 
 
-def _supervise(job: JobSpec, request: Request, from_file: Mapping[str, str], listed: Listed | None) -> int:
+def _supervise(
+    job: JobSpec,
+    request: Request,
+    from_file: Mapping[str, str],
+    listed: Listed | None,
+    heritage: Heritage | None,
+) -> int:
     """Run the job, and again after failures: then there are keepers, and each try is told how the last one ended.
 
     `listed` returns the hosts that an elastic job may take in; None: the job is not elastic.
@@ -157,8 +193,12 @@ def _supervise(job: JobSpec, request: Request, from_file: Mapping[str, str], lis
         this_try = replace(job, placement=where, context=context)
         meanwhile = changes.look if changes is not None else lambda: None
         if where.is_here:
-            return here.run(this_try, from_file, keepers, reserve, meanwhile)
-        return over_hosts.run(this_try, request.script, request.start_seconds, from_file, keepers, meanwhile)
+            ended = here.run(this_try, from_file, keepers, reserve, meanwhile)
+        else:
+            ended = over_hosts.run(this_try, request.script, request.start_seconds, from_file, keepers, meanwhile)
+        if keepers is not None:
+            keepers.is_heir = False
+        return ended
 
     def prepare(where: Placement, cause: str) -> Successor | None:
         assert keepers is not None
@@ -182,11 +222,37 @@ def _supervise(job: JobSpec, request: Request, from_file: Mapping[str, str], lis
         keepers = changes = intake = None
         reserve = stack.enter_context(Reserve(job.placement.own)) if request.spares else None
         if request.limits.restarts:
-            keepers = stack.enter_context(Keepers(job.placement.own, f"mpitrain-keeper-{secrets.token_hex(8)}"))
+            stack.enter_context(_signals_end_in_order())
+            if heritage is None:
+                estate = new_estate(asdict(request), request.script, from_file)
+            else:
+                estate = {**heritage.estate, "launcher": launcher_name(os.getpid())}
+            name = f"{KEEPER_PREFIX}{secrets.token_hex(8)}"
+            keepers = stack.enter_context(Keepers(job.placement.own, name, estate))
+            if heritage is not None:
+                heir = f"another `mpitrain run --resume` on {job.placement.own} (process {os.getpid()})"
+                keepers.adopt(heritage.keepers, heir)
             changes = stack.enter_context(Changes(keepers, request.limits, widen, check, prepare))
             if listed is not None:
                 intake = stack.enter_context(Intake(changes, request.limits, listed))
-        return supervise(run, job.placement, request.limits, changes, intake)
+        pause, away = (heritage.pause, heritage.away) if heritage else (None, ())
+        return supervise(run, job.placement, request.limits, changes, intake, pause, away)
+
+
+@contextmanager
+def _signals_end_in_order() -> Iterator[None]:
+    """Inside, SIGTERM and SIGHUP between two tries end this process in order: else keepers would wait for an heir."""
+
+    def end(number: int, _: object) -> None:
+        sys.exit(128 + number)
+
+    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    before = {number: signal.signal(number, end) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
 def _listed_hosts(request: Request) -> Listed:
@@ -218,21 +284,32 @@ def _columns() -> int:
 
 
 @contextmanager
-def _environment(request: Request) -> Iterator[dict[str, str]]:
+def _environment(request: Request, heritage: Heritage | None) -> Iterator[dict[str, str]]:
     """Set the job's variables in this process, from which mpiexec, ssh and the search for MPI inherit them.
+
+    With a heritage, they are those of the launcher before, but what is of a login is of this one.
 
     Yield the variables of the file that the user has not set. If a rank started this launcher, remove what that rank
     was told: those variables are not for the ranks of this job.
     """
     before = dict(os.environ)
-    path = before.get(ENV_FILE, "") if request.env_file is None else request.env_file
-    from_file = {name: value for name, value in read_env_file(Path(path)).items() if name not in before} if path else {}
-    for name in before:
-        if name.startswith(PREFIX):
-            del os.environ[name]
-    os.environ.update({**from_file, **request.variables})
+    if heritage is not None:
+        from_file = dict(heritage.estate["from_file"])
+        login = {name: value for name, value in before.items() if is_of_login(name)}
+        after = {**login, **heritage.estate["environment"]}
+    else:
+        path = before.get(ENV_FILE, "") if request.env_file is None else request.env_file
+        read = read_env_file(Path(path)) if path else {}
+        from_file = {name: value for name, value in read.items() if name not in before}
+        own = {name: value for name, value in before.items() if not name.startswith(PREFIX)}
+        after = {**own, **from_file, **request.variables}
     try:
+        _set(after)
         yield from_file
     finally:
-        os.environ.clear()
-        os.environ.update(before)
+        _set(before)
+
+
+def _set(environment: Mapping[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)

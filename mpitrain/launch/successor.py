@@ -46,7 +46,7 @@ class Successor:
         except (ConfigError, LaunchError) as error:
             self.problem = str(error)
             return
-        self._stack.enter_context(left_out(self._job.guards.processes() | keepers.processes()))
+        self._stack.enter_context(left_out(self._job.guards.processes()))
         self._thread = threading.Thread(target=self._ask, name="successor", daemon=True)
         self._thread.start()
 

@@ -53,6 +53,8 @@ def supervise(
     limits: Limits,
     changes: Changes | None = None,
     intake: Intake | None = None,
+    pause: Pause | None = None,
+    silent: Sequence[str] = (),
 ) -> int:
     """Run a job, and again after failures as far as `limits` allow. Return the exit code.
 
@@ -65,6 +67,8 @@ def supervise(
         limits: what the user allows.
         changes: the wishes to change the hosts; None: nobody can wish.
         intake: takes hosts in, for an elastic job; else None.
+        pause: what ended the last try of another launcher, with whose job this one goes on; None: there is none.
+        silent: the hosts that do not answer now.
 
     Raises:
         LaunchError: a try could not be started, even without the hosts that are set aside.
@@ -72,12 +76,19 @@ def supervise(
     failures: list[FailedTry] = []
     absent = changes.bad if changes is not None else []
     hosts, now_on = placement, placement.first(limits.max_nodes)
-    pause: Pause | None = None
     joining: Change | None = None  # until its first step
     next_try: Successor | None = None  # that is ready
-    has_trained = False
+    has_trained = pause is not None
     saves_for = ""  # why the try is there only to save
     before = hosts, now_on  # that change
+    if silent:
+        absent += [(time.monotonic(), host) for host in silent]
+        verdict = judge(hosts.hosts, failures, absent, limits, time.monotonic(), has_trained=has_trained)
+        if not verdict.hosts:
+            _say(f"the job does not go on: {verdict.reason}")
+            return 1
+        now_on = hosts.without(set(hosts.hosts) - set(verdict.hosts))
+        _say(f"starting again on {_follows(now_on, hosts)}")
     while True:
         if changes is not None:
             changes.begin(hosts, now_on, saves_for)

@@ -27,6 +27,7 @@ _RANGE_ENDS = (("FI_TCP_PORT_LOW_RANGE", "FI_TCP_PORT_HIGH_RANGE"),)
 # Variables of an environment from which jobs and tools choose a network.
 _CHOOSERS = re.compile(r"(UCX|FI|OMPI_MCA|PRTE_MCA|I_MPI|HYDRA|NCCL|GLOO|MPIEXEC)_\w+")
 _NAME = re.compile(r"[A-Za-z_]\w*")
+_OF_LOGIN = re.compile(r"(SSH|XDG|DBUS)_.*|HOME|USER|LOGNAME|SHELL|HOSTNAME|HOST|DISPLAY|PWD|OLDPWD|SHLVL|MAIL|TERM|_")
 
 
 def read_env_file(path: Path) -> dict[str, str]:
@@ -53,6 +54,11 @@ def read_env_file(path: Path) -> dict[str, str]:
             raise ConfigError(f"{path}:{number}: {line!r} is not a variable; a line must be NAME=value")
         variables[name] = value
     return variables
+
+
+def is_of_login(name: str) -> bool:
+    """True for a variable that says what this machine or this login is."""
+    return _OF_LOGIN.fullmatch(name) is not None
 
 
 def named_devices(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:

@@ -50,10 +50,12 @@ class Ended:
 
 
 class Job:
-    """`mpitrain run ARGUMENTS` on node1, in the background."""
+    """`mpitrain run ARGUMENTS` on a node, in the background."""
 
-    def __init__(self, bed: Bed, arguments: str, *, python: str = PYTHONS["mpich"], setting: str = "") -> None:
-        self._bed = bed
+    def __init__(
+        self, bed: Bed, arguments: str, *, python: str = PYTHONS["mpich"], setting: str = "", node: str = "node1"
+    ) -> None:
+        self._bed, self._node = bed, node
         self._ended: Ended | None = None
         self._files = f"/tmp/job-{uuid.uuid4().hex}"
         command = f"{setting} exec {python} -m mpitrain run {arguments} > {self._files}.output 2>&1"
@@ -61,12 +63,12 @@ class Job:
         self._thread.start()
 
     def _run(self, command: str) -> None:
-        done = as_user(self._bed, "node1", command, timeout_seconds=JOB_SECONDS)
+        done = as_user(self._bed, self._node, command, timeout_seconds=JOB_SECONDS)
         self._ended = Ended(done.returncode, self.output())
 
     def output(self) -> str:
         """The job's output so far."""
-        return self._bed.node_run("node1", ["bash", "-c", f"cat {self._files}.output || true"]).stdout
+        return self._bed.node_run(self._node, ["bash", "-c", f"cat {self._files}.output || true"]).stdout
 
     def wait_for(self, text: str, count: int = 1) -> None:
         """Wait until the job has printed a text so many times."""
@@ -86,7 +88,7 @@ class Job:
 
     def signal(self, name: str) -> None:
         """Send a signal to the launcher alone."""
-        self._bed.node_run("node1", ["bash", "-c", f"kill -{name} $(cat {self._files}.pid)"])
+        self._bed.node_run(self._node, ["bash", "-c", f"kill -{name} $(cat {self._files}.pid)"])
 
     def end(self) -> Ended:
         """Wait for the end of the job, which must end by itself in time."""

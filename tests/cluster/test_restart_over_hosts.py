@@ -1,4 +1,4 @@
-"""`mpitrain run --restarts` over the nodes of a cluster: a rank is killed, a node loses power, and training resumes."""
+"""`mpitrain run --restarts` over nodes: a rank or the launcher is killed, a node loses power, and training resumes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import time
 import pytest
 from launching import MOSTLY_MPICH, SHARE, Ended, Job, as_user, write
 
+from jobs import until
 from mpitrain.testbed import Bed
 
 pytestmark = pytest.mark.timeout(900)
@@ -118,6 +119,52 @@ def test_a_daemon_is_killed_beside_another_job(bed: Bed, python: str) -> None:
     assert other.is_running, other.output()
     other.signal("TERM")
     assert other.end().code == 128 + signal.SIGTERM
+
+
+@MOSTLY_MPICH
+def test_the_launcher_is_killed(bed: Bed, python: str) -> None:
+    """Another node goes on with the job, on the same nodes."""
+    arguments = "--hosts node1,node2,node3 --ppn 1 --restarts 2 train.py 100"
+    job = Job(bed, arguments, python=python, setting=EVERY_STEP)
+    job.wait_for("made step 50 ")
+    job.signal("KILL")
+    killed = job.end()
+    assert killed.code == 128 + signal.SIGKILL, killed.output
+    until(lambda: "To go on: " in job.output())  # the keeper says so, after the end of the launcher
+    (name,) = re.findall(r"To go on: `mpitrain run --resume (\w{8})`", job.output())
+    listed = as_user(bed, "node3", f"{python} -m mpitrain ps")
+    row = rf"--resume {name} .* none, its state on node1, node2, node3 .*train.py 100$"
+    assert re.search(row, listed.stdout, re.M), listed.stdout + listed.stderr
+    write(bed, "node1", "go_on", "")
+    job = Job(bed, f"--resume {name}", python=python, node="node3")
+    end = job.end()
+    assert end.code == 0, end.output
+    (resumed,) = re.findall(r"resumed from memory at step (\d+)\n", end.output)
+    assert 49 <= int(resumed) < 100, end.output
+    assert "memory is not used" not in end.output
+    assert "made step 100 on 3 ranks" in end.output
+    again = Job(bed, f"--resume {name}", python=python, node="node2").end()
+    assert again.code == 1
+    assert f"nothing is kept of a job {name} of yours on node1, node2, node3, node4." in again.output
+
+
+@pytest.mark.slow
+def test_the_host_of_the_launcher_loses_its_power(bed: Bed, python: str) -> None:
+    """The job goes on without it. The keepers of the other nodes hear of the loss by silence only."""
+    arguments = "--hosts node1,node2,node3 --ppn 1 --restarts 2 --min-nodes 2 train.py 100"
+    job = Job(bed, arguments, python=python, setting=EVERY_STEP, node="node3")
+    job.wait_for("made step 50 ")
+    listed = as_user(bed, "node1", f"{python} -m mpitrain ps")
+    (name,) = re.findall(r"^(\w{8}) .* train.py 100$", listed.stdout, re.M)
+    bed.kill("node3")
+    write(bed, "node1", "go_on", "")
+    end = Job(bed, f"--resume {name}", python=python, node="node2").end()
+    assert end.code == 0, end.output
+    assert f"the launcher of job {name} ran on node3. If it is alive there" in end.output
+    assert "starting again on node1, node2 with 2 ranks, without node3\n" in end.output
+    (resumed,) = re.findall(r"resumed from memory at step (\d+)\n", end.output)
+    assert 49 <= int(resumed) < 100, end.output
+    assert "made step 100 on 2 ranks" in end.output
 
 
 @pytest.mark.slow

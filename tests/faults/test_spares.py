@@ -18,6 +18,7 @@ from faults import test_restart
 from faults.outcome import failed, succeeded
 from faults.test_restart import SCRIPT, parameters, tries
 from jobs import TOKEN, VENVS, Job, run_command, until
+from keeping import drop_kept
 
 HERE = socket.gethostname()
 # These fixtures run the same training without spares.
@@ -252,6 +253,8 @@ def test_a_signal_to_the_launcher(tmp_path: Path, number: signal.Signals) -> Non
         until(lambda: (tmp_path / "stderr").read_text().count("2 spares are ready") == 2)
         until((tmp_path / "there").exists)
         process.send_signal(number)
+        if number == signal.SIGKILL:
+            drop_kept(tmp_path)
 
     wrong = KILL.format(step=7) + "    if step == 10:\n        once('there')\n        time.sleep(100)"
     job = train(tmp_path, wrong, during=during)

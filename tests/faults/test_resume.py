@@ -1,0 +1,281 @@
+"""`mpitrain run --resume`: the launcher of a training is killed, and another one goes on, with the same bits."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy
+import pytest
+
+from faults.outcome import succeeded
+from jobs import VENVS, Job, clean_environment, run_command, until
+from keeping import kept_id
+from mpitrain.launch.roster import kept
+
+HERE = socket.gethostname()
+STEPS = 20
+
+# A regression with momentum. Rank 0 tells each step, and waits for the file `go` in the steps of the file `halts`.
+SCRIPT = """
+import json, os, pathlib, sys, time
+import numpy
+import mpitrain as mt
+
+folder = pathlib.Path(sys.argv[1])
+if (folder / "killed").exists() and not (folder / "go").exists():  # in the second try
+    (folder / "starting").touch()
+    time.sleep(1000)
+world = mt.init()
+steps = []
+
+def regression(parameters, batch, on_gradient):
+    step = trainer.step_number + 1
+    if world.rank == 1 and step == 6 and (folder / "to-kill").exists():
+        (folder / "to-kill").rename(folder / "killed")
+        os.kill(os.getpid(), 9)
+    halts = json.loads((folder / "halts").read_text())
+    if world.rank == 0 and step in halts:
+        (folder / "rank").write_text(str(os.getpid()))
+        (folder / f"in-{step}").touch()
+        while step in json.loads((folder / "halts").read_text()):
+            time.sleep(0.01)
+    x, y = batch
+    error = x @ parameters["w"] - y
+    on_gradient("w", 2 * x.T @ error / max(1, len(x)))
+    return float((error**2).mean()) if len(x) else 0.0
+
+def build(world):
+    random = numpy.random.default_rng(0)
+    data = mt.ArrayData(world, (random.standard_normal((61, 5)), random.standard_normal(61)), global_batch=12)
+    zeros = {"w": numpy.zeros(5)}
+    return mt.Parts(mt.ArrayFunction(regression, zeros, mt.Sgd(0.01, momentum=0.9)), mt.Sync(), data)
+
+class Steps(mt.Hook):
+    def after_step(self, trainer, step):
+        steps.append((step.number, step.loss))
+
+trainer = mt.Trainer(build, [mt.StopAtStep(20), Steps(), mt.Record([mt.JsonLines(folder)], steps=1)])
+trainer.run()
+if world.is_root:
+    numpy.save(folder / "w.npy", trainer.adapter.parameters()["w"])
+    (folder / "steps.json").write_text(json.dumps(steps))
+    print("the variable is", os.environ.get("OF_THE_USER"), "in", os.getcwd())
+"""
+
+
+def mpitrain(*arguments: str, vendor: str = "mpich", cwd: Path = Path("/")) -> Job:
+    """The command, in another folder and with another environment than the job."""
+    return run_command([str(VENVS[vendor] / "bin/python"), "-m", "mpitrain", *arguments], cwd=cwd)
+
+
+def train(
+    folder: Path,
+    halts: list[int],
+    during: Callable[[subprocess.Popen[str]], None] | None = None,
+    *options: str,
+    vendor: str = "mpich",
+) -> Job:
+    """Run the training; it stands still in these steps. Its state is copied to memory after every step."""
+    folder.mkdir(exist_ok=True)
+    (folder / "train.py").write_text(SCRIPT)
+    halt(folder, *halts)
+    command = [str(VENVS[vendor] / "bin/python"), "-m", "mpitrain", "run", "-n", "2", "--restarts", "2", *options]
+    env = {"MPITRAIN_MEMORY_STEPS": "1", "OF_THE_USER": "kept"}
+    return run_command([*command, "train.py", str(folder)], cwd=folder, env=env, during=during)
+
+
+def halt(folder: Path, *steps: int) -> None:
+    """From now on, the training stands still in these steps."""
+    new = folder / "halts.new"
+    new.write_text(json.dumps(steps))
+    new.replace(folder / "halts")
+
+
+def lost_job(folder: Path) -> str:
+    """Wait until the launcher has been lost, and rank 0, which stands still, has ended. Return the id of the job."""
+    job = kept_id(folder)
+    if (folder / "rank").exists():
+        pid = int((folder / "rank").read_text())
+        until(lambda: not Path(f"/proc/{pid}").exists())
+    return job
+
+
+def result(folder: Path) -> tuple[bytes, dict[int, float]]:
+    """The bits of the training's final parameters and of the loss of each step of its last try."""
+    return numpy.load(folder / "w.npy").tobytes(), dict(json.loads((folder / "steps.json").read_text()))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, dict[int, float]]:
+    """The result of a training without faults."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    job = train(folder, [])
+    succeeded(job)
+    return result(folder)
+
+
+def went_on(job: Job, folder: Path, after: int, expected: tuple[bytes, dict[int, float]]) -> None:
+    """The training resumed from memory after this step, and ended with the bits of an undisturbed one."""
+    succeeded(job)
+    assert re.findall(r"resumed from memory at step (\d+)$", job.stdout, re.M) == [str(after)], job.output
+    parameters, losses = result(folder)
+    assert parameters == expected[0]
+    assert losses == {step: loss for step, loss in expected[1].items() if step > after}
+
+
+def test_a_killed_launcher(tmp_path: Path, undisturbed: tuple[bytes, dict[int, float]]) -> None:
+    """It is killed twice. Any id of the job will do. Nothing of the job is left."""
+    first = random.randint(2, 9)
+    print(f"killed in step {first}")
+    jobs: list[Job] = []
+    ids: list[str] = []
+    listed: list[Job] = []
+
+    def kill_again(process: subprocess.Popen[str]) -> None:
+        until((tmp_path / "in-14").exists)
+        process.kill()
+
+    def during(process: subprocess.Popen[str]) -> None:
+        until((tmp_path / f"in-{first}").exists)
+        process.kill()
+        ids.append(lost_job(tmp_path))
+        listed.append(mpitrain("ps", "--hosts", "localhost"))
+        halt(tmp_path, 14)
+        command = [sys.executable, "-m", "mpitrain", "run", "--resume", ids[0]]
+        jobs.append(resume_and_kill(command, kill_again))
+        ids.append(lost_job(tmp_path))
+        halt(tmp_path)
+        jobs.append(mpitrain("run", "--resume", ids[0]))
+        jobs.append(mpitrain("run", "--resume", ids[1]))
+
+    killed = train(tmp_path, [first], during)
+    assert killed.code == -signal.SIGKILL
+    assert killed.left == []
+    job, other = ids
+    assert len(set(ids)) == 2
+    line = (
+        rf"mpitrain: job {job} has lost its launcher; its state is kept in memory until \d\d:\d\d:\d\d. To go on: "
+        rf"`mpitrain run --resume {job}`. To drop it: `mpitrain kill {job}`\n"
+    )
+    assert re.fullmatch(line, killed.stderr), killed.output
+    row = rf"kept until \d\d:\d\d:\d\d: mpitrain run --resume {job} .* none, its state on {HERE} .*{tmp_path}$"
+    assert re.search(rf"^{job} .*{row}", listed[0].stdout, re.M), listed[0].output
+    again, last, too_late = jobs
+    assert again.code == -signal.SIGKILL
+    assert re.fullmatch(
+        f"mpitrain: going on with job {job} from what is kept on {HERE}\n" + line.replace(job, other), again.stderr
+    ), again.output
+    went_on(last, tmp_path, 13, undisturbed)
+    assert f"the variable is kept in {tmp_path}\n" in last.stdout
+    assert too_late.code == 1
+    assert f"nothing is kept of a job {other} of yours on {HERE}." in too_late.stderr
+    assert "start its command again: it goes on from its newest checkpoint" in too_late.stderr
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    events = [event for row in rows for event in row.get("events", [])]
+    assert [(event["after_step"], event["source"]) for event in events] == [(first - 1, "memory"), (13, "memory")]
+    assert [event["text"] for event in events] == [f"the launcher on {HERE} was lost"] * 2
+
+
+def resume_and_kill(command: list[str], kill: Callable[[subprocess.Popen[str]], None]) -> Job:
+    """Like run_command, but the keeper of the job, which has the environment of this command, may be left."""
+    with subprocess.Popen(
+        command,
+        cwd="/",
+        env=clean_environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        kill(process)
+        stdout, stderr = process.communicate(timeout=300)
+    return Job(process.returncode, stdout, stderr, [])
+
+
+def test_while_a_try_is_starting(tmp_path: Path, undisturbed: tuple[bytes, dict[int, float]]) -> None:
+    """The first try has failed. The second one has made no step when the launcher is killed."""
+    jobs: list[Job] = []
+    (tmp_path / "to-kill").touch()
+
+    def during(process: subprocess.Popen[str]) -> None:
+        until((tmp_path / "starting").exists)
+        process.kill()
+        job = lost_job(tmp_path)
+        (tmp_path / "go").touch()
+        jobs.append(mpitrain("run", "--resume", job))
+
+    killed = train(tmp_path, [], during)
+    assert killed.code == -signal.SIGKILL
+    assert killed.left == []
+    assert "try 1 of 3 failed at step 6: rank 1 " in killed.stderr
+    went_on(jobs[0], tmp_path, 5, undisturbed)
+
+
+def test_refusals(tmp_path: Path, undisturbed: tuple[bytes, dict[int, float]]) -> None:
+    """A job that runs, a script that has changed, and two who go on with a job at once."""
+    running: list[Job] = []
+    changed: list[Job] = []
+    both: list[Job] = []
+
+    def during(process: subprocess.Popen[str]) -> None:
+        until((tmp_path / "in-4").exists)
+        (job,) = [one["estate"]["tries"][0] for one in kept() if one["estate"]["folder"] == str(tmp_path)]
+        running.append(mpitrain("run", "--resume", job))
+        process.kill()
+        lost_job(tmp_path)
+        with (tmp_path / "train.py").open("a") as script:
+            script.write("# changed")
+        changed.append(mpitrain("run", "--resume", job))
+        (tmp_path / "train.py").write_text(SCRIPT)
+        with ThreadPoolExecutor() as pool:  # the one that wins stands still, until the other one has ended
+            two = [pool.submit(mpitrain, "run", "--resume", job) for _ in range(2)]
+            until(lambda: any(one.done() for one in two))
+            halt(tmp_path)
+            both.extend(one.result() for one in two)
+
+    killed = train(tmp_path, [4], during, vendor="mpich")
+    assert killed.left == []
+    assert running[0].code == 1
+    (refusal, *_) = running
+    assert re.search(r": its launcher, process \d+ on \S+, is alive\. `mpitrain kill ", refusal.stderr), refusal.output
+    assert changed[0].code == 1
+    assert f"since its start, train.py in {tmp_path} differ. Undo the change." in changed[0].stderr, changed[0].output
+    loser, winner = sorted(both, key=lambda one: -one.code)
+    assert loser.code == 1
+    told = (
+        "(another `mpitrain run --resume` on .* goes on with this job|somebody else goes on|is alive|nothing is kept)"
+    )
+    assert re.search(told, loser.stderr), loser.output
+    assert loser.stderr.count("has lost its launcher") == 0
+    went_on(winner, tmp_path, 3, undisturbed)
+
+
+def test_what_is_kept_is_dropped(tmp_path: Path) -> None:
+    dropped: list[Job] = []
+    jobs: list[str] = []
+
+    def during(process: subprocess.Popen[str]) -> None:
+        until((tmp_path / "in-4").exists)
+        process.kill()
+        jobs.append(lost_job(tmp_path))
+        dropped.append(mpitrain("kill", "--hosts", "localhost", jobs[0]))
+
+    killed = train(tmp_path, [4], during)
+    assert killed.left == []
+    assert (dropped[0].code, dropped[0].stdout) == (0, f"job {jobs[0]}: what was kept of it was dropped on {HERE}\n")
+
+
+def test_its_options_are_those_of_the_job() -> None:
+    job = mpitrain("run", "--resume", "12345678", "-n", "2", "--min-nodes", "1", "train.py")
+    assert job.code == 2
+    words = "--resume goes on with the command that started the job; leave out -n, --min-nodes, SCRIPT"
+    assert words in job.stderr
