@@ -96,6 +96,10 @@ def test_a_loop_that_goes_on(world: World, source: str, num_used: int) -> None:
     first = batches_of(data, num_used)
     file = io.BytesIO()
     torch.save(data.state_dict(), file)  # as mpitrain.torch.save does
+    position = {name: value for name, value in data.state_dict().items() if name != "random"}
+    assert world.allgather(position) == [position] * world.size
+    if source != "an iterable":  # where each rank reads with its own
+        assert len(set(world.allgather(data.state_dict()["random"]["torch"].numpy().tobytes()))) == 1  # rank 0's
     random = mpitrain.torch.random_state.random_state()
     torch.manual_seed(99)
     numpy.random.seed(99)
