@@ -56,10 +56,10 @@ def keep(*parts: KeptPart, **values: Any) -> KeptState:
         name if names.count(name) == 1 else f"{name} {names[: number + 1].count(name)}": part
         for number, (name, part) in enumerate(zip(names, parts, strict=True))
     }
-    return KeptState(values, named, _TorchRankState(parts))
+    return KeptState(values, named, TorchRankState(parts))
 
 
-class _TorchRankState(RankState):
+class TorchRankState(RankState):
     """The random numbers of a rank, and what a codec has left out there."""
 
     def __init__(self, parts: Sequence[Any]) -> None:

@@ -11,11 +11,13 @@ import pytest
 
 from mpitrain import World
 from mpitrain.errors import CheckpointError, ConfigError
-from tests.ranks.common import error_on_all
+from mpitrain.job.worlds import make_world
+from tests.ranks.common import error_on_all, skip_alone
 
 from .prepared import mlp, sgd, torch
 
 import mpitrain.torch  # isort: skip (the line above skips this file where there is no PyTorch)
+from mpitrain.torch.sharded import ShardedData  # isort: skip
 
 NUM_SAMPLES, BATCH, EPOCHS = 33, 8, 3  # the last batch has one sample
 NUM_BATCHES = 5
@@ -107,6 +109,31 @@ def test_a_loop_that_goes_on(world: World, source: str, num_used: int) -> None:
     again.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
     again.set_random_after(random)
     assert first + batches_of(again) == undisturbed
+
+
+def test_another_number_of_ranks(world: World) -> None:
+    """All ranks but the last begin an epoch, and all go on with it: each sample comes once, in the same order."""
+    skip_alone(world)
+
+    def numbers_of(data: Any, count: int) -> list[list[int]]:
+        return [numbers.tolist()[: data.share.count] for _, (numbers, _) in zip(range(count), data, strict=False)]
+
+    def shuffled() -> Any:
+        return loader(shuffle=True, generator=torch.Generator().manual_seed(1))
+
+    comm = world.comm.Split(int(world.rank == world.size - 1), world.rank)
+    used, state = [[], []], None
+    if world.rank < world.size - 1:
+        part = make_world(comm, parent=world)
+        data = ShardedData(part, shuffled())
+        used, state = numbers_of(data, 2), data.state_dict()
+        part.free()
+    comm.Free()
+    again = mpitrain.torch.shard(shuffled())
+    again.load_state_dict(world.broadcast(state))
+    own = used + numbers_of(again, NUM_BATCHES)
+    batches = [[number for part in parts for number in part] for parts in zip(*world.allgather(own), strict=True)]
+    assert batches == [numbers.tolist() for numbers, _ in shuffled()]
 
 
 def test_between_two_epochs(world: World) -> None:
