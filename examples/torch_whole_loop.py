@@ -3,8 +3,9 @@
     python examples/torch_whole_loop.py                           # this process alone
     mpiexec -n 3 python examples/torch_whole_loop.py              # three ranks: the same numbers, to rounding
 
-With --checkpoint FILE the script saves after each epoch. The next run goes on from there, on any number of ranks. The
-data is scikit-learn's 1,797 small images of digits, or with --data fashion Fashion-MNIST.
+With --checkpoint FILE the script saves after each epoch. The next run goes on from there, on any number of ranks. Under
+`mpitrain run --restarts 5` it goes on from memory after a failure, also within an epoch. The data is scikit-learn's
+1,797 small images of digits, or with --data fashion Fashion-MNIST.
 """
 
 import argparse
@@ -36,14 +37,17 @@ def main() -> None:
         optimizer.load_state_dict(state["optimizer"])
     model, optimizer, data = mpitrain.torch.prepare(model, optimizer, loader)
     test = mpitrain.torch.shard(test)
+    data.epoch = state["epoch"] if state else 0
+    kept = mpitrain.torch.keep(model, optimizer, data)
 
-    for epoch in range(state["epoch"] if state else 0, arguments.epochs):
+    for epoch in range(data.epoch, arguments.epochs):
         data.generator.manual_seed(epoch)  # the order of an epoch, wherever the run began
         for x, y in data:
             optimizer.zero_grad()
             loss = loss_fn(model(x), y)
             loss.backward()
             optimizer.step()
+            kept.update()
         loss = data.mean(loss)  # of the last batch, over all its samples
         with torch.no_grad():
             right = sum(test.sum(model(x).argmax(1) == y) for x, y in test)  # each sample once

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from mpitrain.training.hooks.stop import StopAfter as StopAfter
     from mpitrain.training.hooks.stop import StopAtStep as StopAtStep
     from mpitrain.training.hooks.stop import StopWhen as StopWhen
+    from mpitrain.training.keep import KeptState as KeptState
+    from mpitrain.training.keep import keep as keep
     from mpitrain.training.loss_scale import LossScale as LossScale
     from mpitrain.training.meters.communication import Communication as Communication
     from mpitrain.training.meters.gpu_utilisation import GpuUtilisation as GpuUtilisation
@@ -91,6 +93,7 @@ _HOME = {
     "Hook": "training.hooks.hook",
     "JsonLines": "training.writers.json_lines",
     "LearningRate": "training.meters.learning_rate",
+    "KeptState": "training.keep",
     "Log": "training.hooks.log",
     "Loss": "training.meters.loss",
     "LossScale": "training.loss_scale",
@@ -120,6 +123,7 @@ _HOME = {
     "elastic": "job.elastic",
     "evaluate": "training.metrics",
     "init": "job.start",
+    "keep": "training.keep",
     "make_strategy": "strategies",
     "warmup_cosine": "training.schedules",
 }

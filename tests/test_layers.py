@@ -87,6 +87,7 @@ LAYERS: dict[str, list[str]] = {
         "training.meters.*",
         "training.plot",
         "training.course",
+        "training.keep",
         "training.state_copies",
         "training.turn",
         "training.trainer",

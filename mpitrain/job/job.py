@@ -20,7 +20,7 @@ class Job:
 
     Attributes:
         world: the current World, which init() returns. An object that outlives a World reads it here.
-        num_runs: how many runs of Trainers have begun.
+        num_runs: how many runs of Trainers, and loops with mt.keep, have begun.
         is_elastic: mpitrain.elastic goes on where a rank is lost.
         recovery: takes the job to its next World where a rank is lost. None: the loss of a rank ends the job.
     """

@@ -4,7 +4,8 @@
                         │                                                               after their next copy
                         └─> "refused", and why; the job does not notice
 
-Only the first run of a Trainer in a script can be left and gone on with: a later one would have to begin with it.
+Only the first run of a script can be left and gone on with: a later one would have to begin with it. A run is that of
+a Trainer, or a loop with mt.keep.
 
 A thread answers, because a host that is to join is asked for its facts first. Only the main thread starts processes.
 If the next try cannot start beside the present one, it starts when the present one has ended.
@@ -261,12 +262,12 @@ class Changes:
             raise NotNowError(f"the job only saves its state, because {self._saves_for}")
         if self._keepers.run > _RUN:
             raise NotNowError(
-                f"it is in run {self._keepers.run} of a Trainer, and the hosts of a job change in the first one only"
+                f"it is in run {self._keepers.run} of its script, and the hosts of a job change in the first one only"
             )
         if self._keepers.run < _RUN:
             raise NotNowError(
-                "the hosts of a job change while a Trainer trains and copies its state to memory, and none does so "
-                "now. If its training is about to begin, try again in a moment"
+                "the hosts of a job change while a Trainer, or a loop with mt.keep, copies its state to memory, and "
+                "none does so now. If its training is about to begin, try again in a moment"
             )
 
     def _drop_if_late(self) -> None:
@@ -275,7 +276,7 @@ class Changes:
             if (change := self._change) is None or self._keepers.run == _RUN:
                 return
             self._change, self._keepers.wish = None, STAYS
-        _say(f"the run of the Trainer ended before the hosts of the job could change: {change.text}")
+        _say(f"the training ended before the hosts of the job could change: {change.text}")
 
     def _look_at_told(self) -> None:
         """Let the hosts leave on which SIGTERM has told a rank to end, if the job is healthy."""
@@ -298,7 +299,7 @@ class Changes:
             if keepers.run != _RUN:
                 keepers.refuses = True
                 where = f"this is run {keepers.run}" if keepers.run else "there is none now"
-                only = "the hosts of a job change in the first run of a Trainer only"
+                only = "the hosts of a job change in the first run of a Trainer, or loop with mt.keep, only"
                 _say(f"{why}, and {only}; {where}. A failure follows")
                 return
             said = self._part(leave, why, f"{why} on {', '.join(leave)}", _READY_SECONDS_OF_TOLD)

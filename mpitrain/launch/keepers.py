@@ -66,7 +66,8 @@ class Keepers:
         is_heir: what the keepers hold is of another launcher, and no try of this one has run.
         of: the id of the job of the try that trains.
         wish: what the ranks of this try are to do (kept.py).
-        run: the number of the run of a Trainer whose state all ranks of this try copy; 0: there is none now.
+        run: the number of the run, of a Trainer or a loop with mt.keep, whose state all ranks of this try copy; 0: none
+            now.
         told: the ranks of this try that SIGTERM has told to end, and when that was heard, by time.monotonic().
         refuses: the ranks that were told to end cannot leave, and so end at once.
         is_ending: this try fails, or a signal to the launcher ends it.

@@ -12,6 +12,7 @@ from __future__ import annotations
 from mpitrain.torch.coalescing import mend_coalescing
 from mpitrain.torch.compress import compress
 from mpitrain.torch.groups import register
+from mpitrain.torch.keep import keep
 from mpitrain.torch.monitored import monitored_barrier
 from mpitrain.torch.observed import watch
 from mpitrain.torch.prepare import accumulate, prepare
@@ -24,6 +25,7 @@ from mpitrain.world import World
 __all__ = [
     "accumulate",
     "compress",
+    "keep",
     "load",
     "monitored_barrier",
     "prepare",

@@ -15,7 +15,7 @@ import torch
 from mpitrain import collectives
 from mpitrain.adapters.torch_buffers import ModuleBuffers, Values
 from mpitrain.arrays import Array
-from mpitrain.torch.sharded import Share
+from mpitrain.torch.drawn import Share
 from mpitrain.world import World
 
 

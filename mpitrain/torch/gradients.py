@@ -31,7 +31,8 @@ from mpitrain.exchange.exchange import Exchange
 from mpitrain.exchange.reducer import GradientReducer
 from mpitrain.exchange.remarks import Remarks
 from mpitrain.torch.buffer_means import BufferMeans
-from mpitrain.torch.sharded import ShardedData, Share
+from mpitrain.torch.drawn import Share
+from mpitrain.torch.sharded import ShardedData
 from mpitrain.torch.uncompiled import uncompiled
 from mpitrain.world import World
 

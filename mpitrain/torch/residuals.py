@@ -30,7 +30,7 @@ def residuals(model: torch.nn.Module) -> dict[str, Any]:
     Raises:
         ConfigError: it is neither.
     """
-    of_ranks = init().gather(_kept(model).state())
+    of_ranks = init().gather(residuals_of(model).state())
     return {"of_ranks": of_ranks or []}
 
 
@@ -46,7 +46,7 @@ def restore_residuals(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
         ConfigError: see `residuals`.
         CheckpointError: the state is of another model. On every rank.
     """
-    world, of_ranks, kept = init(), state["of_ranks"], _kept(model)
+    world, of_ranks, kept = init(), state["of_ranks"], residuals_of(model)
     own = of_ranks[world.rank] if len(of_ranks) == world.size else {}
     places = world.allgather((kept.state().get("place"), own.get("place")))
     if not any(of_ranks):
@@ -62,7 +62,7 @@ def restore_residuals(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
         kept.restore(own)
 
 
-class _OfHook:
+class OfHook:
     """The residuals of a DistributedDataParallel with the hook `compress`."""
 
     def __init__(self, model: DistributedDataParallel) -> None:
@@ -86,5 +86,6 @@ class _OfHook:
         self._residuals.restore(state, self._named)
 
 
-def _kept(model: torch.nn.Module) -> _OfHook | Gradients:
-    return _OfHook(model) if isinstance(model, DistributedDataParallel) else gradients_of(model, "residuals")
+def residuals_of(model: torch.nn.Module) -> OfHook | Gradients:
+    """What keeps the residuals of a model. Raises ConfigError: see `residuals`."""
+    return OfHook(model) if isinstance(model, DistributedDataParallel) else gradients_of(model, "residuals")

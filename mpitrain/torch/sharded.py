@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections import deque
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy
@@ -16,21 +14,13 @@ from torch.utils.data import ConcatDataset, DataLoader, DistributedSampler, Iter
 from mpitrain.errors import ConfigError, DataError, everywhere
 from mpitrain.shard import part_of
 from mpitrain.torch.batches import checksum, described, divided
+from mpitrain.torch.drawn import PartSampler, Share, checksum_of_numbers, other_samples
 from mpitrain.torch.observed import samples_come_divided, saw
+from mpitrain.torch.random_state import generators_of, random_state, set_random_state
 from mpitrain.torch.uncompiled import uncompiled
 from mpitrain.world import World
 
-# Rank 0 draws so many samples at a time and sends their numbers to the others: for most data sets, once per epoch.
-_DRAWN_AT_ONCE = 2**16
 _EXACT = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-
-
-@dataclass(frozen=True)
-class Share:
-    """This rank's share of a batch: `count` of `total` samples. If it is 0, one sample is there that does not count."""
-
-    count: int
-    total: int
 
 
 @uncompiled
@@ -46,6 +36,8 @@ class ShardedData:
     Attributes:
         share: this rank's share of the present batch; None before the first batch and after the last.
         turn: the number of batches handed out so far.
+        epoch: the number of times that a loop has gone through all batches. Set it to go on from a checkpoint.
+        batch: the number of batches of this epoch that were handed out.
         given: the data that `prepare` was given.
         dataset: the data set, with the samples of all ranks.
         batch_size: the number of samples of all ranks together.
@@ -65,7 +57,12 @@ class ShardedData:
         """
         self.share: Share | None = None
         self._newest: Share | None = None  # stays after the last batch
-        self.turn = 0
+        self.turn = self.epoch = self.batch = 0
+        self._checksum = 0  # of the numbers of the samples of these batches
+        self._random: dict[str, Any] | None = None  # where this epoch began; at batch 0, where the one before ended
+        self._is_restored = False
+        self._random_after: Mapping[str, Any] | None = None
+        self._generators = generators_of(data)
         self._world = world
         self.given = data
         self.dataset: Any = getattr(data, "dataset", None)
@@ -78,14 +75,14 @@ class ShardedData:
         self.generator: Any = getattr(data, "generator", None)
         self._source = data
         samples_come_divided()
-        self._parts: _Parts | None = None
+        self._parts: PartSampler | None = None
         kind, lines = type(data).__name__, list[str]()
         if isinstance(data, DataLoader):
             kind += f", batches of {data.batch_size} samples, drawn by {type(data.sampler).__name__}"
             lines = list(_lines_of(data.dataset))
             _refuse_distributed(data)
             if not isinstance(data.dataset, IterableDataset) and data.batch_sampler is not None:
-                self._parts = _Parts(world, data.batch_sampler)
+                self._parts = PartSampler(world, data.batch_sampler, self._generators)
                 loader = copy.copy(data)  # keep everything, also workers and pinned memory, except the batches
                 vars(loader).update(batch_sampler=self._parts, in_order=True, _iterator=None)
                 self._source = loader
@@ -103,8 +100,9 @@ class ShardedData:
             DataError: the first batch has fewer samples than there are ranks, or a batch cannot be divided.
             MismatchError: a source that every rank reads itself gives the ranks different batches.
         """
-        batches = self._drawn(self._parts) if self._parts else self._read()
-        for number, (batch, share) in enumerate(batches):
+        first = self._begin_epoch()
+        batches = self._drawn(self._parts, first) if self._parts else self._read(first)
+        for number, (batch, share, checked) in enumerate(batches, first):
             if number == 0 and share.total < self._world.size:
                 raise everywhere(
                     DataError(
@@ -114,9 +112,60 @@ class ShardedData:
                 )
             self.share = self._newest = share
             self.turn += 1
+            self.batch, self._checksum = number + 1, checked
             saw(batch, share.count)
             yield batch
         self.share = None
+        self.epoch, self.batch, self._checksum = self.epoch + 1, 0, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in the data, for `load_state_dict` after a restart. Not collective.
+
+        It holds tensors, numbers and texts, as `save` needs, and does not depend on the number of ranks.
+        """
+        return {"epoch": self.epoch, "batch": self.batch, "checksum": self._checksum, "random": self._random}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state_dict`: the next loop begins behind the batches that were used, in the same order.
+
+        Every rank calls this, before the loop. The loop draws the numbers of the samples again, without reading the
+        samples. Data that is no DataLoader of numbered samples is read up to there.
+        """
+        self.epoch, self.batch = int(state["epoch"]), int(state["batch"])
+        self._checksum, self._random = int(state["checksum"]), state["random"]
+        self._is_restored = True
+        if self.batch == 0 and self._random is not None and self._draws:
+            set_random_state(self._random, self._generators)
+
+    def set_random_after(self, state: Mapping[str, Any]) -> None:
+        """Have the loop after `load_state_dict` go on from a `random_state` of this rank, once its order is drawn."""
+        self._random_after = state
+
+    @property
+    def _draws(self) -> bool:
+        """Whether the order of the samples depends on this rank's random numbers."""
+        return self._parts is None or self._world.is_root
+
+    def _begin_epoch(self) -> int:
+        """Return the number of batches to leave out, and have the random numbers of the order drawn again."""
+        if not self._is_restored:
+            if self.batch:  # the loop before was left in the middle
+                self.epoch += 1
+            self.batch = self._checksum = 0
+        self._is_restored = False
+        if not self.batch:
+            random = random_state(self._generators)
+            self._random, self._random_after = self._world.broadcast(random) if self._parts else random, None
+        elif self._draws:
+            assert self._random is not None
+            set_random_state(self._random, self._generators)
+        return self.batch
+
+    def _skipped(self) -> None:
+        """The order is drawn up to where the loop goes on."""
+        if self._random_after is not None:
+            set_random_state(self._random_after)
+        self._random_after = None
 
     def mean(self, value: Any) -> float:
         """Return the mean over all samples of the newest batch, from each rank's mean over its part, such as a loss.
@@ -169,65 +218,49 @@ class ShardedData:
             raise everywhere(DataError("there was no batch yet: call mean() and sum() in the loop or after it"))
         return self._newest
 
-    def _drawn(self, parts: _Parts) -> Iterator[tuple[Any, Share]]:
+    def _drawn(self, parts: PartSampler, first: int) -> Iterator[tuple[Any, Share, int]]:
         """Yield batches of a data set with numbered samples, of which this rank reads only its own."""
-        batches = iter(self._source)
-        shares = parts.shares  # those of this iteration; another iteration makes its own
+        parts.used = first, self._checksum
+        batches = iter(self._source)  # draws a seed for workers, before the sampler draws
+        drawing = parts.drawing  # of this iteration; another iteration makes its own
+        assert drawing is not None
+        drawing.leave_out()
+        if first:
+            self._skipped()
         for batch in batches:
-            yield batch, shares.popleft()
+            yield batch, *drawing.shares.popleft()
+        self._random = drawing.random
 
-    def _read(self) -> Iterator[tuple[Any, Share]]:
+    def _read(self, first: int) -> Iterator[tuple[Any, Share, int]]:
         """Yield batches of data that can only be read from the beginning: every rank reads all, and keeps its part."""
-        world = self._world
-        for number, batch in enumerate(self._source):
+        world, checked, number = self._world, 0, 0
+        for number, batch in enumerate(self._source, 1):
             try:
                 total, text = described(batch)
             except DataError as error:
-                raise DataError(f"{world.name()}: batch {number}: {error}") from None
-            world.agree("take the next batch", [f"batch {number}: {text}"])
+                raise DataError(f"{world.name()}: batch {number - 1}: {error}") from None
+            checked = zlib.crc32(text.encode(), checked)
+            if number == first:
+                if checked != self._checksum:
+                    raise other_samples(first, "their samples differ")
+                self._skipped()
+            if number <= first:
+                continue
+            world.agree("take the next batch", [f"batch {number - 1}: {text}"])
             own = part_of(total, world.rank, world.size)
             count = own.stop - own.start
-            yield divided(batch, own if count else slice(0, 1), total), Share(count, total)
+            yield divided(batch, own if count else slice(0, 1), total), Share(count, total), checked
+        if number < first:
+            raise other_samples(first, f"there are only {number}")
         world.agree("take the next batch", ["no more batches"])
-
-
-class _Parts:
-    """A batch sampler that yields this rank's part of each batch of sample numbers that rank 0's sampler draws."""
-
-    def __init__(self, world: World, batches: Any) -> None:
-        self._world = world
-        self._batches = batches
-        self.shares: deque[Share] = deque()
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        shares = self.shares = deque()
-        return self._draw(shares)
-
-    def _draw(self, shares: deque[Share]) -> Iterator[list[Any]]:
-        world = self._world
-        drawing = iter(self._batches) if world.is_root else None
-        while True:
-            # Only rank 0 draws, so the random numbers, and the order of an epoch, are those of one process.
-            with world.together("draw the samples of the next batches"):
-                drawn = [] if drawing is None else _some(drawing)
-            drawn = world.broadcast(drawn)
-            if not drawn:
-                return
-            for batch in drawn:
-                own = part_of(len(batch), world.rank, world.size)
-                count = own.stop - own.start
-                shares.append(Share(count, len(batch)))
-                yield batch[own if count else slice(0, 1)]
+        self._random = random_state(self._generators)
 
 
 def _lines_of(dataset: Any) -> Iterator[str]:
     """Yield what is compared of a data set, one item per line."""
     text = f"{type(dataset).__name__} of {len(dataset) if _has_length(dataset) else 'an unknown number of'} samples"
     if isinstance(dataset, Subset):
-        text += f", checksum of their numbers {_checksum_of_numbers(dataset.indices):08x}"
+        text += f", checksum of their numbers {_checksum_of_subset(dataset.indices):08x}"
         yield f"{text} (choose them with the same seed on every rank)"
         yield from _lines_of(dataset.dataset)
     elif isinstance(dataset, ConcatDataset):
@@ -244,25 +277,10 @@ def _lines_of(dataset: Any) -> Iterator[str]:
         yield text
 
 
-def _checksum_of_numbers(indices: Any) -> int:
-    """Return a checksum of the sample numbers of a Subset; 0 if they are other objects, whose text may differ by
-    rank."""
+def _checksum_of_subset(indices: Any) -> int:
     if isinstance(indices, range):
         return zlib.crc32(repr(indices).encode())
-    try:
-        numbers = numpy.asarray(indices.cpu() if isinstance(indices, torch.Tensor) else indices)
-    except (TypeError, ValueError):
-        return 0
-    return zlib.crc32(numbers.tobytes()) if numbers.dtype.kind in "iuUS" else 0
-
-
-def _some(drawing: Iterator[Any]) -> list[list[Any]]:
-    drawn: list[list[Any]] = []
-    room = _DRAWN_AT_ONCE
-    while room > 0 and (batch := next(drawing, None)) is not None:
-        drawn.append(list(batch))
-        room -= max(len(drawn[-1]), 1)
-    return drawn
+    return checksum_of_numbers(indices.cpu() if isinstance(indices, torch.Tensor) else indices)
 
 
 def _has_length(data: Any) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal
 
 from mpitrain.errors import ConfigError
 from mpitrain.job.job import Job
@@ -25,6 +25,7 @@ from mpitrain.training.hooks.hook import Hook
 from mpitrain.training.hooks.named import restore_all, states_of
 from mpitrain.training.run_event import RunEvent
 from mpitrain.training.state_copies import StateCopies
+from mpitrain.training.turn import end_try
 from mpitrain.watching.activity import own_activity
 from mpitrain.world import World
 
@@ -88,7 +89,7 @@ class Course:
                 self._copies.leave(self._trainer.step_number, self._left_ms)
             self._copies.close()
         if self._stage == _LEFT:
-            self._leave()
+            end_try(self._trainer.step_number)
 
     def _begin_run(self) -> None:
         trainer = self._trainer
@@ -144,12 +145,6 @@ class Course:
             hook.before_end(trainer, self._made)
         if not any(hook.keeps_state for hook in trainer.hooks):
             trainer.world.print(f"mpitrain: nothing saves step {trainer.step_number}: add the hook mt.Checkpoint")
-
-    def _leave(self) -> NoReturn:
-        """End this process as if the script were over: on other hosts, the next try goes on after this step."""
-        if activity := own_activity():
-            activity.leave(self._trainer.step_number)
-        raise SystemExit(0)
 
     def _end_run(self) -> None:
         if activity := own_activity():

@@ -3,6 +3,8 @@
     a step ─> hooks ─> copy, every k steps ─> the next step ...        the keeper of each host has the memory
     restart ─> the newest whole copy of all hosts ─> Checkpoint: is there a newer one on the disk? ─> go on
 
+The training is a Trainer's, or a loop with mt.keep (keep.py).
+
 The first rank of each node copies what a checkpoint holds. What a rank keeps for itself, that rank copies. The keepers
 (mpitrain/launch/keeper.py) belong to `mpitrain run --restarts`. docs/recovery.md has more.
 """
@@ -11,8 +13,9 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from mpitrain.errors import CheckpointError
 from mpitrain.job.start import the_job
@@ -20,13 +23,10 @@ from mpitrain.launch.kept import STAYS, KeeperLine
 from mpitrain.training.checkpoint.copies import KeptCopies, part_name, slots_of, state_name
 from mpitrain.training.checkpoint.memory_slot import MemorySlot
 from mpitrain.training.checkpoint.names import split
-from mpitrain.training.checkpoint.resume import is_first_of_node, own_part, say
+from mpitrain.training.checkpoint.resume import is_first_of_node, say
 from mpitrain.training.checkpoint.room import NoRoomError
 from mpitrain.training.turn import wait_for_turn
 from mpitrain.world import World
-
-if TYPE_CHECKING:
-    from mpitrain.training.trainer import Trainer
 
 # The share of the time that the copies may take.
 _SHARE = 0.01
@@ -37,8 +37,38 @@ def steps_between(copy_seconds: float, step_seconds: float) -> int:
     return max(1, math.ceil(copy_seconds / (_SHARE * max(step_seconds, 1e-9))))
 
 
+class Copied(Protocol):
+    """What has a state to copy: a Trainer, or a loop with mt.keep.
+
+    Attributes:
+        world: its ranks share the state.
+        step_number: the number of steps made so far.
+        last_step: the number of the step after which the run ends; None: not known.
+        memory_step: set by `resume`: the step of the copy that was restored.
+    """
+
+    step_number: int
+    last_step: int | None
+    memory_step: int
+
+    @property
+    def world(self) -> World: ...
+
+    def state(self) -> dict[str, Any]:
+        """What all ranks share. Not collective."""
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a `state`. Raises CheckpointError if it belongs to another training."""
+
+    def own_state(self) -> dict[str, Any]:
+        """What this rank keeps for itself; {}: nothing. Collective."""
+
+    def restore_own(self, name: str, parts: int, read_part: Callable[[int], dict[str, Any]], *, reads: bool) -> None:
+        """Go on from the ranks' own states. Collective; see resume.own_part for the arguments."""
+
+
 class StateCopies:
-    """The copies of one run of a Trainer. All ranks make the same calls.
+    """The copies of one run. All ranks make the same calls.
 
     Attributes:
         steps: the number of steps from copy to copy; so many may have to be made again. 0: nothing is copied.
@@ -48,7 +78,7 @@ class StateCopies:
     """
 
     def __init__(self, run: int, first_step: int) -> None:
-        """`run` counts the runs of Trainers in this process. `first_step` is the number of steps made before."""
+        """`run` counts the runs in this process. `first_step` is the number of steps made before."""
         self.steps = 0
         self.why_not = ""
         self.taken_over: tuple[int, int] | None = None
@@ -60,7 +90,7 @@ class StateCopies:
         self._has_copied = False
         self._last_step, self._last_seconds = 0, 0.0  # of the last copy, and when it ended
 
-    def resume(self, trainer: Trainer) -> None:
+    def resume(self, trained: Copied) -> None:
         """Go on from the newest whole copy, if there is one. Collective.
 
         If the ranks of the try before still train, wait until they have left.
@@ -69,10 +99,10 @@ class StateCopies:
             LaunchError: see wait_for_turn.
             CheckpointError: the copy belongs to another model or data set. Raised on every rank.
         """
-        self._enter(trainer)
-        world, strategy = trainer.world, trainer.strategy
+        self._enter(trained)
+        world = trained.world
         if self._run == 1 and world.context.follows and world is the_job().world:
-            self._rehearse(trainer)
+            self._rehearse(trained)
             self.taken_over = wait_for_turn(world, self._line)
         if not self.steps:
             return
@@ -85,40 +115,37 @@ class StateCopies:
             return
         copy = kept.read()
         with world.together("resume from memory"):
-            trainer.restore(copy.state)
-        place = strategy.own_state().get("place")
-        reads, name = is_first_of_node(world), f"the copy of step {copy.step} in memory"
-        part = own_part(world, name, copy.parts, place, kept.part, reads=reads)
-        with world.together("resume from memory"):
-            strategy.restore_own(part)
-        trainer.memory_step = self._last_step = copy.step
+            trained.restore(copy.state)
+        name = f"the copy of step {copy.step} in memory"
+        trained.restore_own(name, copy.parts, kept.part, reads=is_first_of_node(world))
+        trained.memory_step = self._last_step = copy.step
 
-    def _rehearse(self, trainer: Trainer) -> None:
+    def _rehearse(self, trained: Copied) -> None:
         """Go on from the present copy, although a newer one will follow. Collective.
 
         The first time takes twice as long: pages of memory and connections are new.
         """
-        kept = KeptCopies(trainer.world, self._line, self._run)
+        kept = KeptCopies(trained.world, self._line, self._run)
         # A copy that is replaced while it is read makes no sense. What else is wrong will be so with the last copy too.
         with suppress(Exception):
             if kept.step:
-                trainer.restore(kept.read().state)
+                trained.restore(kept.read().state)
 
-    def after_step(self, trainer: Trainer) -> int:
+    def after_step(self, trained: Copied) -> int:
         """Copy the state, if it is time to. Collective; call it when all hooks have seen the step.
 
         Return, on all ranks alike, what the launcher wishes. LEAVES: this try is to end here, and another one goes on
         from this copy on other hosts. SAVES: no other one follows. STAYS: the training goes on.
         """
-        if trainer.world is not self._world:
-            self._enter(trainer)
-        step, world = trainer.step_number, trainer.world
+        if trained.world is not self._world:
+            self._enter(trained)
+        step, world = trained.step_number, trained.world
         fixed = world.config.memory_steps
         is_due = step % fixed == 0 if fixed else not self._has_copied or step >= self._last_step + self.steps
-        if not self.steps or not (is_due or step == trainer.last_step):
+        if not self.steps or not (is_due or step == trained.last_step):
             return STAYS
         step_seconds = (time.perf_counter() - self._last_seconds) / max(1, step - self._last_step)
-        copy_seconds = self._copy(trainer)
+        copy_seconds = self._copy(trained)
         asking = time.perf_counter()
         wish = self._wish(world)
         copy_seconds += time.perf_counter() - asking
@@ -133,7 +160,7 @@ class StateCopies:
             self._has_copied = True
             self._drop_old()
         self._last_step, self._last_seconds = step, time.perf_counter()
-        return STAYS if step == trainer.last_step else max(wishes)
+        return STAYS if step == trained.last_step else max(wishes)
 
     def leave(self, step: int, ms: int) -> None:
         """Let the ranks of the next try go on, if they wait: these change nothing any more. See KeeperLine.leave."""
@@ -149,12 +176,12 @@ class StateCopies:
             self._line.close()
             self._line = None
 
-    def _enter(self, trainer: Trainer) -> None:
+    def _enter(self, trained: Copied) -> None:
         """Find the keepers of a World. Collective."""
         self.close()
-        self._world = world = trainer.world
+        self._world = world = trained.world
         self.steps, self._is_refused, self._has_copied = 0, False, False
-        self._last_step, self._last_seconds = trainer.step_number, time.perf_counter()
+        self._last_step, self._last_seconds = trained.step_number, time.perf_counter()
         if not world.context.keeper:
             return
         if world is not the_job().world:
@@ -172,27 +199,27 @@ class StateCopies:
         else:
             self.why_not = "no host has a keeper"
 
-    def _copy(self, trainer: Trainer) -> float:
+    def _copy(self, trained: Copied) -> float:
         """Copy this rank's part of the state. Return the seconds that each later copy will take, too."""
-        world = trainer.world
+        world = trained.world
+        began, waited = time.perf_counter(), 0.0
+        own = trained.own_state()  # on all ranks
         if self._line is None or self._is_refused:
             self._is_refused = True
             return 0.0
-        began, waited = time.perf_counter(), 0.0
         try:
-            own = trainer.strategy.own_state()
-            states = {state_name(self._run): trainer.state()} if is_first_of_node(world) else {}
+            states = {state_name(self._run): trained.state()} if is_first_of_node(world) else {}
             if own:
                 states[part_name(self._run, world.rank)] = own
             for name, state in states.items():
                 tensors, values = split(state)
                 reserving = time.perf_counter()
-                slots = self._slots_for(self._line, name, trainer.step_number)
+                slots = self._slots_for(self._line, name, trained.step_number)
                 for slot in slots:
                     slot.reserve(tensors, values)
                 waited += time.perf_counter() - reserving
                 oldest = min(slots, key=lambda slot: slot.step)
-                oldest.write(trainer.step_number, world.size if own else 0, tensors, values)
+                oldest.write(trained.step_number, world.size if own else 0, tensors, values)
         except (NoRoomError, CheckpointError, OSError) as error:
             self._is_refused = True
             self._give_up(self._line)

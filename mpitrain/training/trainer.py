@@ -11,6 +11,7 @@ from mpitrain.cuda.streams import wait_for_work
 from mpitrain.errors import CheckpointError, ConfigError, NonFiniteError, everywhere
 from mpitrain.job.start import init, the_job
 from mpitrain.training.built import Built
+from mpitrain.training.checkpoint.resume import own_part
 from mpitrain.training.course import Course
 from mpitrain.training.hooks.hook import Hook
 from mpitrain.training.hooks.named import refuse_others, restore_all, states_of
@@ -239,3 +240,17 @@ class Trainer:
         except KeyError as error:
             raise CheckpointError(f"the checkpoint has no entry {error}; was it written by this Trainer?") from error
         self.step_number = step
+
+    def own_state(self) -> dict[str, Any]:
+        """Return what this rank keeps for itself: see Strategy.own_state."""
+        return self.strategy.own_state()
+
+    def restore_own(self, name: str, parts: int, read_part: Callable[[int], dict[str, Any]], *, reads: bool) -> None:
+        """Go on from what the ranks kept for themselves. Collective; see checkpoint.resume.own_part.
+
+        Raises:
+            CheckpointError: it is of another model. Raised on every rank.
+        """
+        part = own_part(self.world, name, parts, self.own_state().get("place"), read_part, reads=reads)
+        with self.world.together(f"go on from {name}"):
+            self.strategy.restore_own(part)

@@ -11,6 +11,7 @@ of MPI would take the time of the cores on which the ranks before still train.
 from __future__ import annotations
 
 import time
+from typing import NoReturn
 
 from mpitrain.errors import LaunchError
 from mpitrain.launch.kept import KeeperLine
@@ -49,3 +50,10 @@ def wait_for_turn(world: World, line: KeeperLine | None) -> tuple[int, int]:
             raise problem
     step, ms = next(told for told in world.allgather(left) if told)
     return step, ms
+
+
+def end_try(step: int) -> NoReturn:
+    """End this process as if the script were over: on other hosts, the next try goes on after `step`."""
+    if activity := own_activity():
+        activity.leave(step)
+    raise SystemExit(0)

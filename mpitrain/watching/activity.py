@@ -100,7 +100,7 @@ class Activity:
         self._page.set_left(step, time.monotonic())
 
     def copy_run(self, run: int) -> None:
-        """Publish the number of the run of a Trainer whose state the rank copies to memory from now on; 0: of none."""
+        """Publish the number of the run whose state the rank copies to memory from now on; 0: of none."""
         self._page.set_run(run)
 
     def tell_end(self) -> None:

@@ -70,7 +70,7 @@ class RankRecord:
         lost: the ranks without which it goes on.
         left_step: the step after which it has ended, for another try to go on from there on other hosts; 0: it has not.
         left_seconds: when that was, by time.monotonic() of its host.
-        run: the number of the run of a Trainer that makes steps and copies its state to memory; 0: there is none now.
+        run: the number of the run, of a Trainer or a loop with mt.keep, that copies its state to memory; 0: none does.
         told_to_end: whether SIGTERM has told it to end, and it waits for what the launcher says.
         is_ready: it has made all that it needs, and waits for the ranks before it to leave.
     """

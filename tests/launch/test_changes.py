@@ -171,7 +171,7 @@ def test_a_message_that_makes_no_sense(changes: Changes, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize(
-    ("run", "why"), [(0, "and none does so now. If its training"), (2, "it is in run 2 of a Trainer, and the hosts")]
+    ("run", "why"), [(0, "does so now. If its training"), (2, "it is in run 2 of its script, and the hosts")]
 )
 def test_only_the_first_run_is_left(changes: Changes, keepers: Keepers, run: int, why: str) -> None:
     keepers.run = run
@@ -187,7 +187,7 @@ def test_a_run_that_ends_before_the_change_is_made(
     assert keepers.wish == PREPARES
     keepers.run = 2
     until(lambda: keepers.wish == STAYS)
-    said = "mpitrain: the run of the Trainer ended before the hosts of the job could change: b leaves\n"
+    said = "mpitrain: the training ended before the hosts of the job could change: b leaves\n"
     until(lambda: capsys.readouterr().err == said)
     assert changes.take() is None
 
@@ -276,7 +276,7 @@ def test_sigterm_where_nothing_can_be_left(
     keepers.run = 0
     told(keepers, 2)
     until(lambda: keepers.refuses)
-    why = "the hosts of a job change in the first run of a Trainer only; there is none now"
+    why = "the hosts of a job change in the first run of a Trainer, or loop with mt.keep, only; there is none now"
     until(lambda: f"SIGTERM told rank 2 to end, and {why}" in capsys.readouterr().err)
     assert changes.take() is None
 

@@ -20,6 +20,9 @@ from torch import nn  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 import mpitrain.torch  # noqa: E402
+from mpitrain.torch.keep import TorchRankState  # noqa: E402
+from mpitrain.training.checkpoint.memory_slot import MemorySlot, read_copy  # noqa: E402
+from mpitrain.training.checkpoint.names import split  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("group", "ours")
 
@@ -95,17 +98,24 @@ def test_a_resumed_run_has_the_same_bits(world: World, kind: str, shared: Path, 
     first.steps(0, stop)
     state = {**first.state(), "residuals": mpitrain.torch.residuals(first.model)}
     mpitrain.torch.save(state, shared / "state.pt")
+    memory = MemorySlot()
+    memory.write(stop, world.size, *split(TorchRankState([first.model]).state()))
     if stop > 1:
         first.steps(stop, STEPS)  # undisturbed by the look at them
         assert first.bits() == whole.bits()
-    for with_residuals in (True, False):
+    for source in ("file", "memory", ""):
         resumed, state = Run(world, kind), mpitrain.torch.load(shared / "state.pt")
         resumed.restore(state)
         resumed.begin()
-        if with_residuals:
+        if source == "file":
             mpitrain.torch.restore_residuals(resumed.model, state["residuals"])
+        elif source == "memory":
+            kept, own = read_copy(memory.content()).state, TorchRankState([resumed.model])
+            assert kept["place"] == own.state()["place"]
+            own.restore(kept)
         resumed.steps(stop, STEPS)
-        assert (resumed.bits() == whole.bits()) == with_residuals
+        assert (resumed.bits() == whole.bits()) == bool(source)
+    memory.close()
 
 
 def test_other_ranks_or_nodes(world: World, kind: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from mpitrain.errors import CheckpointError, ConfigError
 from mpitrain.training.checkpoint.manifest import Manifest, information, now
 from mpitrain.training.checkpoint.names import split
 from mpitrain.training.checkpoint.parts import part_name, prune_parts, read_part
-from mpitrain.training.checkpoint.resume import is_first_of_node, keepers, newest, own_part, say
+from mpitrain.training.checkpoint.resume import is_first_of_node, keepers, newest, say
 from mpitrain.training.checkpoint.store import name_of, prune, write
 from mpitrain.training.checkpoint.writer import BackgroundWriter, HostCopies
 from mpitrain.training.hooks.hook import Hook
@@ -92,12 +92,8 @@ class Checkpoint(Hook):
             return
         with world.together("resume from a checkpoint"):
             trainer.restore(whole.state)
-        strategy = trainer.strategy
-        place, name = strategy.own_state().get("place"), name_of(whole.manifest.step)
         read = partial(read_part, self._directory, whole.manifest)
-        part = own_part(world, name, whole.manifest.parts, place, read, reads=reads)
-        with world.together("resume from a checkpoint"):
-            strategy.restore_own(part)
+        trainer.restore_own(name_of(whole.manifest.step), whole.manifest.parts, read, reads=reads)
         trainer.memory_step = 0
         self._trusted.add(whole.manifest.step)
         path = self._directory / name_of(whole.manifest.step)

@@ -1,0 +1,145 @@
+"""The batches of a data set with numbered samples: rank 0 draws the numbers, and each rank reads its part of them."""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+
+from mpitrain.errors import CheckpointError, everywhere
+from mpitrain.shard import part_of
+from mpitrain.torch.random_state import random_state
+from mpitrain.world import World
+
+# Rank 0 draws so many samples at a time and sends their numbers to the others: for most data sets, once per epoch.
+_DRAWN_AT_ONCE = 2**16
+
+
+@dataclass(frozen=True)
+class Share:
+    """This rank's share of a batch: `count` of `total` samples. If it is 0, one sample is there that does not count."""
+
+    count: int
+    total: int
+
+
+class PartSampler:
+    """A batch sampler that yields this rank's part of each batch of sample numbers that rank 0's sampler draws.
+
+    Attributes:
+        drawing: the newest iteration.
+        used: the number of batches that the next iteration leaves out, and the checksum of their numbers.
+    """
+
+    def __init__(self, world: World, batches: Any, generators: list[Any]) -> None:
+        """`generators` are those that `batches` draws from."""
+        self._world, self._batches, self._generators = world, batches, generators
+        self.drawing: Drawing | None = None
+        self.used = 0, 0
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Drawing:
+        self.drawing = Drawing(self._world, self._batches, self._generators, self.used)
+        return self.drawing
+
+
+class Drawing:
+    """One iteration over the batches.
+
+    Attributes:
+        shares: this rank's share of each batch that has been yielded and not taken by the loop, with the checksum of
+            the numbers of all samples up to this batch.
+        random: rank 0's random_state at the end; None before.
+    """
+
+    def __init__(self, world: World, batches: Any, generators: list[Any], used: tuple[int, int]) -> None:
+        """See PartSampler."""
+        self.shares: deque[tuple[Share, int]] = deque()
+        self.random: dict[str, Any] | None = None
+        self._world, self._batches, self._generators = world, batches, generators
+        self._numbers: Iterator[Any] | None = None
+        self._drawn: deque[list[Any]] = deque()
+        self._used, self._checksum = used, 0
+
+    def __iter__(self) -> Drawing:
+        return self
+
+    def __next__(self) -> list[Any]:
+        self.leave_out()
+        batch = self._take()
+        if batch is None:
+            raise StopIteration
+        own = part_of(len(batch), self._world.rank, self._world.size)
+        count = own.stop - own.start
+        self.shares.append((Share(count, len(batch)), self._checksum))
+        return batch[own if count else slice(0, 1)]
+
+    def leave_out(self) -> None:
+        """Draw the batches that were used before a restart. Collective. A second call does nothing.
+
+        Raises:
+            CheckpointError: they have other samples than then. Raised on every rank.
+        """
+        (count, checksum), self._used = self._used, (0, 0)
+        if not count:
+            return
+        batches = [self._take() for _ in range(count)]
+        if None in batches:
+            raise other_samples(count, f"there are only {count - batches.count(None)}")
+        if self._checksum != checksum:
+            raise other_samples(count, "others are drawn")
+
+    def _take(self) -> list[Any] | None:
+        if not self._drawn and self.random is None:
+            self._draw()
+        if not self._drawn:
+            return None
+        batch = self._drawn.popleft()
+        self._checksum = checksum_of_numbers(batch, self._checksum)
+        return batch
+
+    def _draw(self) -> None:
+        """Have rank 0 draw, so that the random numbers, and the order of an epoch, are those of one process."""
+        drawn: list[list[Any]] = []
+        with self._world.together("draw the samples of the next batches"):
+            if self._world.is_root:
+                if self._numbers is None:
+                    self._numbers = iter(self._batches)
+                drawn = _some(self._numbers)
+        random = random_state(self._generators) if not drawn else None
+        drawn, self.random = self._world.broadcast((drawn, random))
+        self._drawn.extend(drawn)
+
+
+def other_samples(count: int, problem: str) -> CheckpointError:
+    """The error for data that is not what it was before a restart, for every rank."""
+    return everywhere(
+        CheckpointError(
+            f"the loop goes on after {count} batches of an epoch, which are not those that it has used: {problem}. "
+            "Every try must have the same data in the same order: seed what shuffles it, or start a new job"
+        )
+    )
+
+
+def checksum_of_numbers(numbers: Any, before: int = 0) -> int:
+    """Return a checksum of sample numbers; `before` if they are other objects, whose text may differ by rank."""
+    try:
+        array = numpy.asarray(numbers)
+    except (TypeError, ValueError):
+        return before
+    return zlib.crc32(array.tobytes(), before) if array.dtype.kind in "iuUS" else before
+
+
+def _some(drawing: Iterator[Any]) -> list[list[Any]]:
+    drawn: list[list[Any]] = []
+    room = _DRAWN_AT_ONCE
+    while room > 0 and (batch := next(drawing, None)) is not None:
+        drawn.append(list(batch))
+        room -= max(len(drawn[-1]), 1)
+    return drawn

@@ -1,0 +1,127 @@
+"""keep() for loops in PyTorch: model, optimizer and data, and what each rank keeps for itself."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from mpitrain.errors import ConfigError
+from mpitrain.job.start import init
+from mpitrain.torch.gradients import Gradients
+from mpitrain.torch.random_state import random_state, set_random_state
+from mpitrain.torch.residuals import OfHook, residuals_of
+from mpitrain.torch.sharded import ShardedData
+from mpitrain.torch.uncompiled import uncompiled
+from mpitrain.training.checkpoint.packed import pack, unpack
+from mpitrain.training.keep import KeptPart, KeptState, RankState
+
+
+@uncompiled
+def keep(*parts: KeptPart, **values: Any) -> KeptState:
+    """Keep the state of a loop in memory that outlives the ranks. This is mpitrain.keep for PyTorch. Collective.
+
+        model, optimizer, data = mpitrain.torch.prepare(model, optimizer, data)
+        kept = mpitrain.torch.keep(model, optimizer, data, scheduler)
+        for epoch in range(data.epoch, 3):
+            for x, y in data:
+                ...
+                optimizer.step()
+                kept.update()
+
+    With `mpitrain run --restarts`, the next try goes on after the newest copied `update`, also within an epoch. If the
+    number of ranks and their nodes are the same, it has the same random numbers (of PyTorch, NumPy and Python, on the
+    host), and what a codec has left out.
+
+    Call it after `prepare`, or after DistributedDataParallel and its `register_comm_hook`.
+
+    Args:
+        parts: all that changes in the loop: model, optimizers, schedulers, GradScaler, the data of `prepare` or
+            `shard`. Each has state_dict() and load_state_dict(), and the same state on every rank.
+        values: see mpitrain.keep.
+
+    Raises:
+        ConfigError: a part has no state_dict, or has another state on every rank (FSDP, ZeroRedundancyOptimizer).
+        CheckpointError: see mpitrain.keep.
+    """
+    with init().together("keep the state of a loop"):
+        for part in parts:
+            _check(part)
+    names = [type(part).__name__ for part in parts]
+    named = {
+        name if names.count(name) == 1 else f"{name} {names[: number + 1].count(name)}": part
+        for number, (name, part) in enumerate(zip(names, parts, strict=True))
+    }
+    return KeptState(values, named, TorchRankState(parts))
+
+
+class TorchRankState(RankState):
+    """The random numbers of a rank, and what a codec has left out there."""
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        self._data = [part for part in parts if isinstance(part, ShardedData)]
+        self._residuals: list[OfHook | Gradients] = []
+        for part in parts:
+            if isinstance(part, torch.nn.Module):
+                with suppress(ConfigError):  # no codec
+                    self._residuals.append(residuals_of(part))
+
+    def state(self) -> dict[str, Any]:
+        residuals = [one.state() for one in self._residuals]
+        place = str([init().node_ranks, *(one.get("place") for one in residuals)])
+        return {"place": place, **pack("the state of a rank", (random_state(), residuals))}
+
+    def restore(self, state: dict[str, Any] | None) -> None:
+        if state is None:
+            if any(one.state() for one in self._residuals):
+                init().print(
+                    "mpitrain: what the codec has left out of the gradients is not restored, because the ranks are "
+                    "placed otherwise. The next step goes on without it"
+                )
+            return
+        random, residuals = unpack(state)
+        for one, residual in zip(self._residuals, residuals, strict=True):
+            if residual:
+                one.restore(residual)
+        set_random_state(random)
+        for data in self._data:
+            data.set_random_after(random)
+
+
+def _check(part: Any) -> None:
+    """Raise ConfigError unless a part has a state, the same on every rank."""
+    kind, name = type(part).__name__, init().name()
+    if isinstance(part, DataLoader) and not hasattr(part, "state_dict"):
+        raise ConfigError(
+            f"{name}: keep() was given a DataLoader, which does not know its position; give it the data of "
+            "mpitrain.torch.prepare() or mpitrain.torch.shard(loader), and loop over that"
+        )
+    if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+        raise ConfigError(
+            f"{name}: keep() was given a {kind} without state_dict() and load_state_dict(); give numbers, arrays and "
+            "other values by name: keep(model, optimizer, data, best=0.0)"
+        )
+    if _is_divided(part):
+        raise ConfigError(
+            f"{name}: each rank has another part of the state of this {kind}, and keep() takes parts that are whole on "
+            "every rank, as with DistributedDataParallel and prepare(); save this one with torch.distributed.checkpoint"
+        )
+
+
+def _is_divided(part: Any) -> bool:
+    """Whether FSDP or ZeRO has divided a part among the ranks. It can only be so where their modules are loaded."""
+    fsdp, optim = (sys.modules.get(f"torch.distributed.{name}") for name in ("fsdp", "optim"))
+    tensors: list[Any] = []
+    if isinstance(part, torch.nn.Module):
+        tensors = list(part.parameters())
+        if fsdp and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in part.modules()):
+            return True
+    elif isinstance(part, torch.optim.Optimizer):
+        tensors = [parameter for group in part.param_groups for parameter in group["params"]]
+        if optim and isinstance(part, optim.ZeroRedundancyOptimizer):
+            return True
+    return any(hasattr(tensor, "full_tensor") for tensor in tensors)

@@ -1,0 +1,42 @@
+"""The states of the random numbers that a loop in PyTorch draws on the host."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy
+import torch
+
+
+def random_state(generators: Sequence[torch.Generator] = ()) -> dict[str, Any]:
+    """Return the states of PyTorch's, NumPy's and Python's own generators on the host, and of these.
+
+    It holds tensors, numbers, texts, tuples and lists, so that torch.load reads it with weights_only=True.
+    """
+    kind, keys, *rest = numpy.random.get_state()
+    return {
+        "torch": torch.get_rng_state(),
+        "numpy": (kind, torch.from_numpy(numpy.asarray(keys).astype(numpy.int64)), *rest),
+        "python": random.getstate(),
+        "generators": [generator.get_state() for generator in generators],
+    }
+
+
+def set_random_state(state: Mapping[str, Any], generators: Sequence[torch.Generator] = ()) -> None:
+    """Go on from a `random_state`, with as many generators."""
+    kind, keys, *rest = state["numpy"]
+    torch.set_rng_state(state["torch"])
+    numpy.random.set_state((kind, keys.numpy().astype(numpy.uint32), *rest))
+    random.setstate(state["python"])
+    for generator, kept in zip(generators, state["generators"], strict=False):
+        generator.set_state(kept)
+
+
+def generators_of(loader: Any) -> list[torch.Generator]:
+    """Return the generators of a DataLoader and its samplers, each once."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    owners = [loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
+    drawn = [getattr(owner, "generator", None) for owner in owners]
+    return list({id(one): one for one in drawn if isinstance(one, torch.Generator)}.values())

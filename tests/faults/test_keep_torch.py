@@ -1,0 +1,118 @@
+"""`mpitrain.torch.keep`: a killed loop with `prepare`, and one with DDP, goes on from memory."""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from faults.outcome import failed, succeeded
+from jobs import VENVS, Job, run_command
+
+pytest.importorskip("torch", reason="PyTorch is not installed")
+
+EVERY = 2  # steps from copy to copy
+STEPS = 18  # 3 epochs of 6 batches
+
+# One loop trains two models: one of `prepare` and one in DDP. Dropout draws random numbers, which differ by rank. The
+# same loop, without keep(), runs first: it is the undisturbed one.
+SCRIPT = """
+import os, pathlib, signal, sys
+import numpy, torch
+import torch.distributed as dist
+import mpitrain as mt
+import mpitrain.torch
+from torch.nn.parallel import DistributedDataParallel
+
+folder = pathlib.Path(sys.argv[1])
+torch.set_num_threads(1)
+dist.init_process_group("mpitrain")
+world = mt.init()
+rank = world.rank
+
+def once(name):
+    try:
+        (folder / name).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def model():
+    made = torch.nn.Linear(4, SIZE), torch.nn.BatchNorm1d(SIZE), torch.nn.Dropout(), torch.nn.Linear(SIZE, 1)
+    return torch.nn.Sequential(*made)
+
+def train(keeps):
+    torch.manual_seed(3)
+    x = torch.randn(36, 4)
+    set = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True), torch.arange(36))
+    loader = torch.utils.data.DataLoader(set, batch_size=6, shuffle=True, generator=torch.Generator())
+    models = [model(), model()]
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.01) for one in models]
+    schedulers = [torch.optim.lr_scheduler.StepLR(one, 4) for one in optimizers]
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
+    models[0], _, data = mpitrain.torch.prepare(models[0], optimizers[0], loader)
+    models[1] = DistributedDataParallel(models[1])
+    torch.manual_seed(rank)
+    used = torch.zeros(36, dtype=torch.int64)
+    if keeps:
+        kept = mpitrain.torch.keep(*models, *optimizers, *schedulers, scaler, data, used=used, step=0)
+        used = kept["used"]
+    step = kept["step"] if keeps else 0
+    for epoch in range(data.epoch, 3):
+        for inputs, targets, numbers in data:
+            step += 1
+            if keeps:
+                WRONG
+            for one, optimizer in zip(models, optimizers):
+                optimizer.zero_grad()
+                loss = torch.nn.functional.mse_loss(one(inputs), targets)
+                (scaler.scale(loss) if one is models[0] else loss).backward()
+            scaler.step(optimizers[0])
+            scaler.update()
+            optimizers[1].step()
+            for scheduler in schedulers:
+                scheduler.step()
+            for of_rank in world.allgather(numbers):
+                used[of_rank] += 1
+            if keeps:
+                kept.update(step=step)
+    tensors = [tensor.numpy().tobytes() for one in models for tensor in one.state_dict().values()]
+    return tensors, used.tolist(), scaler.get_scale(), epoch, step
+
+undisturbed, result = train(False), train(True)
+assert result == undisturbed, (result, undisturbed)
+assert result[1] == [3] * 36
+world.print("the same bits after", result[-1], "steps")
+"""
+
+
+def train(folder: Path, wrong: str, ranks: int = 2, tries: int = 2, size: str = "8") -> Job:
+    (folder / "train.py").write_text(SCRIPT.replace("WRONG", wrong).replace("SIZE", size))
+    command = [str(VENVS["mpich"] / "bin/python"), "-m", "mpitrain", "run", "-n", str(ranks)]
+    command += ["--restarts", str(tries - 1), str(folder / "train.py"), str(folder)]
+    return run_command(command, cwd=folder, env={"MPITRAIN_MEMORY_STEPS": str(EVERY)}, timeout=300)
+
+
+def test_a_killed_loop(tmp_path: Path) -> None:
+    """The models have the bits of an undisturbed loop, and each sample was used once in each epoch."""
+    step = random.randrange(EVERY + 1, STEPS + 1)
+    job = train(tmp_path, f"if rank == 1 and step == {step} and once('killed'): die()")
+    succeeded(job)
+    assert re.search(rf"try 1 of 2 failed at step {step}: rank 1 on ", job.stderr)
+    (resumed,) = re.findall(r"resumed from memory at step (\d+)$", job.stdout, re.M)
+    assert int(resumed) == (step - 1) // EVERY * EVERY, (step, job.output)
+    assert f"the same bits after {STEPS} steps\n" in job.stdout
+
+
+@pytest.mark.slow
+def test_a_model_of_another_shape(tmp_path: Path) -> None:
+    size = "(7 if world.broadcast((folder / 'killed').exists()) else 8)"
+    job = train(tmp_path, "if rank == 1 and step == 8 and once('killed'): die()", size=size)
+    failed(
+        job, "CheckpointError: rank 0 on ", "the copy in memory does not fit Sequential: Error(s) in loading state_dict"
+    )

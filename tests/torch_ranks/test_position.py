@@ -1,0 +1,203 @@
+"""The position in the data: a loop that goes on within an epoch gets the other samples, in the same order."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy
+import pytest
+
+from mpitrain import World
+from mpitrain.errors import CheckpointError, ConfigError
+from mpitrain.job.worlds import make_world
+from tests.ranks.common import error_on_all, skip_alone
+
+from .prepared import mlp, sgd, torch
+
+import mpitrain.torch  # isort: skip (the line above skips this file where there is no PyTorch)
+from mpitrain.torch.sharded import ShardedData  # isort: skip
+
+NUM_SAMPLES, BATCH, EPOCHS = 33, 8, 3  # the last batch has one sample
+NUM_BATCHES = 5
+
+
+class EagerSampler(torch.utils.data.Sampler):
+    """Draws its order at once, from NumPy's own random numbers."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(numpy.random.permutation(NUM_SAMPLES).tolist())
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+
+class Augmented(torch.utils.data.Dataset):
+    """Samples with noise, drawn where they are read."""
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, number: int) -> tuple[int, Any]:
+        return number, torch.rand(1)
+
+
+class Batches:
+    """An iterable in an order of its own, with random numbers that are the same on every rank."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(4)
+
+    def __iter__(self) -> Iterator[Any]:
+        order = torch.randperm(NUM_SAMPLES, generator=self.generator)
+        for begin in range(0, NUM_SAMPLES, BATCH):
+            yield order[begin : begin + BATCH], order[begin : begin + BATCH] * 0.5
+
+
+def loader(**options: Any) -> Any:
+    return torch.utils.data.DataLoader(Augmented(), batch_size=BATCH, **options)
+
+
+SOURCES: dict[str, Callable[[], Any]] = {
+    "shuffled": lambda: loader(shuffle=True),
+    "with a generator": lambda: loader(shuffle=True, generator=torch.Generator().manual_seed(1)),
+    "with replacement": lambda: loader(
+        sampler=torch.utils.data.RandomSampler(
+            Augmented(), replacement=True, generator=torch.Generator().manual_seed(2)
+        )
+    ),
+    "NumPy's numbers": lambda: loader(sampler=EagerSampler()),
+    "not shuffled": loader,
+    "an iterable": Batches,
+}
+
+
+def batches_of(data: Any, upto: int | None = None) -> list[Any]:
+    """What this rank gets of the rest of the epochs, or of the first `upto` batches. A model draws numbers, too."""
+    taken: list[Any] = []
+    while data.epoch < EPOCHS:
+        for numbers, noise in data:
+            count = data.share.count
+            taken.append((numbers.tolist()[:count], noise.tolist()[:count], torch.rand(1).item()))
+            if len(taken) == upto:
+                return taken
+    return taken
+
+
+@pytest.mark.parametrize("num_used", [1, NUM_BATCHES, NUM_BATCHES + 3])
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_loop_that_goes_on(world: World, source: str, num_used: int) -> None:
+    """It has the bits of a loop without interruption, from the position and the random numbers of each rank."""
+    torch.manual_seed(10 + world.rank)
+    numpy.random.seed(10 + world.rank)
+    undisturbed = batches_of(mpitrain.torch.shard(SOURCES[source]()))
+    torch.manual_seed(10 + world.rank)
+    numpy.random.seed(10 + world.rank)
+    data = mpitrain.torch.shard(SOURCES[source]())
+    first = batches_of(data, num_used)
+    file = io.BytesIO()
+    torch.save(data.state_dict(), file)  # as mpitrain.torch.save does
+    position = {name: value for name, value in data.state_dict().items() if name != "random"}
+    assert world.allgather(position) == [position] * world.size
+    if source != "an iterable":  # where each rank reads with its own
+        assert len(set(world.allgather(data.state_dict()["random"]["torch"].numpy().tobytes()))) == 1  # rank 0's
+    random = mpitrain.torch.random_state.random_state()
+    torch.manual_seed(99)
+    numpy.random.seed(99)
+    again = mpitrain.torch.shard(SOURCES[source]())
+    again.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
+    again.set_random_after(random)
+    assert first + batches_of(again) == undisturbed
+
+
+def test_another_number_of_ranks(world: World) -> None:
+    """All ranks but the last begin an epoch, and all go on with it: each sample comes once, in the same order."""
+    skip_alone(world)
+
+    def numbers_of(data: Any, count: int) -> list[list[int]]:
+        return [numbers.tolist()[: data.share.count] for _, (numbers, _) in zip(range(count), data, strict=False)]
+
+    def shuffled() -> Any:
+        return loader(shuffle=True, generator=torch.Generator().manual_seed(1))
+
+    comm = world.comm.Split(int(world.rank == world.size - 1), world.rank)
+    used, state = [[], []], None
+    if world.rank < world.size - 1:
+        part = make_world(comm, parent=world)
+        data = ShardedData(part, shuffled())
+        used, state = numbers_of(data, 2), data.state_dict()
+        part.free()
+    comm.Free()
+    again = mpitrain.torch.shard(shuffled())
+    again.load_state_dict(world.broadcast(state))
+    own = used + numbers_of(again, NUM_BATCHES)
+    batches = [[number for part in parts for number in part] for parts in zip(*world.allgather(own), strict=True)]
+    assert batches == [numbers.tolist() for numbers, _ in shuffled()]
+
+
+def test_between_two_epochs(world: World) -> None:
+    """The generator of the order goes on, too, on whatever rank."""
+    undisturbed = batches_of(mpitrain.torch.shard(SOURCES["with a generator"]()))
+    data = mpitrain.torch.shard(SOURCES["with a generator"]())
+    for _ in data:
+        pass
+    again = mpitrain.torch.shard(SOURCES["with a generator"]())
+    again.load_state_dict(data.state_dict())
+    numbers = [numbers for numbers, _, _ in batches_of(again)]
+    assert numbers == [numbers for numbers, _, _ in undisturbed[NUM_BATCHES:]]
+
+
+def test_workers_read_on(world: World) -> None:
+    """They have read ahead, which does not count."""
+    data = mpitrain.torch.shard(loader(shuffle=True, num_workers=2))
+    used = [numbers.tolist()[: data.share.count] for _, (numbers, _) in zip(range(2), data, strict=False)]
+    again = mpitrain.torch.shard(loader(shuffle=True, num_workers=2))
+    again.load_state_dict(data.state_dict())
+    rest = [numbers.tolist()[: again.share.count] for numbers, _ in again]
+    everywhere = [number for of_rank in world.allgather(used + rest) for batch in of_rank for number in batch]
+    assert sorted(everywhere) == list(range(NUM_SAMPLES))
+
+
+@pytest.mark.parametrize("source", ["shuffled", "an iterable"])
+def test_other_samples_than_before(world: World, source: str) -> None:
+    data = mpitrain.torch.shard(SOURCES[source]())
+    batches_of(data, 2)
+    state = data.state_dict()
+    other = mpitrain.torch.shard(SOURCES[source]())
+    other.load_state_dict({**state, "checksum": state["checksum"] ^ 1})
+    text = error_on_all(world, CheckpointError, lambda: next(iter(other)))
+    assert "the loop goes on after 2 batches of an epoch, which are not those that it has used: " in text
+    short = mpitrain.torch.shard(SOURCES[source]())
+    short.load_state_dict({**state, "batch": 9})
+    assert "there are only 5" in error_on_all(world, CheckpointError, lambda: next(iter(short)))
+
+
+def refusal(*parts: Any) -> str:
+    """What keep() says of these parts, on every rank."""
+    with pytest.raises(ConfigError) as refused:
+        mpitrain.torch.keep(*parts)
+    assert refused.value.known_everywhere
+    return str(refused.value)
+
+
+def test_what_cannot_be_kept(world: World) -> None:
+    model = mlp()
+    optimizer = sgd(model.parameters())
+    cases = [
+        (loader(), "a DataLoader, which does not know its position; give it the data of"),
+        (model.parameters(), "a generator without state_dict() and load_state_dict()"),
+    ]
+    for part, text in cases:
+        assert text in refusal(model, optimizer, part)
+    assert world.sum(1) == world.size
+
+
+@pytest.mark.usefixtures("group")
+def test_parts_that_are_divided_among_ranks(world: World, backend: str) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = fully_shard(mlp(torch.float32))
+    for part in (model, torch.optim.AdamW(model.parameters())):
+        assert "each rank has another part of the state of this " in refusal(part)
+    assert world.sum(1) == world.size
