@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -218,6 +219,18 @@ def in_order(ends: Iterable[FirstEnd]) -> list[FirstEnd]:
     ends = sorted(ends, key=lambda end: end.seconds)
     close = [end for end in ends if end.seconds - ends[0].seconds < _UNSURE_SECONDS]
     return sorted(close, key=lambda end: end.rank is None) + ends[len(close) :]
+
+
+def told_first(ends: Sequence[FirstEnd], mpiexec_said: str) -> list[FirstEnd]:
+    """Put that rank first of which Open MPI says that a signal ended it, if its end is close to the first one.
+
+    Open MPI names the first rank of whose end it hears, before it ends any. With Open MPI, ranks on other hosts end by
+    themselves because of that rank, and the times of two hosts may be the wrong way round. Such a rank leaves with an
+    exit code, or aborts.
+    """
+    told = {int(rank) for rank, number in _OPEN_MPI_KILLED.findall(mpiexec_said) if int(number) != signal.SIGABRT}
+    named = [end for end in ends if end.rank in told and end.seconds - ends[0].seconds < _UNSURE_SECONDS]
+    return [*named, *(end for end in ends if end not in named)]
 
 
 def last_step(records: Mapping[int, RankRecord], rank: int | None = None) -> int | None:

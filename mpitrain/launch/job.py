@@ -17,7 +17,7 @@ from typing import Protocol
 from mpitrain.errors import LaunchError
 from mpitrain.launch import processes
 from mpitrain.launch.dialects import JobSpec, command_for, names_signals
-from mpitrain.launch.ending import Ended, code_told, first_failure, last_words, signal_told
+from mpitrain.launch.ending import Ended, code_told, first_failure, last_words, signal_told, told_first
 from mpitrain.launch.printer import Printer, Stream
 from mpitrain.watching.census import FirstEnd
 from mpitrain.watching.rank_record import INTERRUPTED, RankRecord
@@ -298,19 +298,20 @@ class Run:
         return bool(self._signals or self._trouble)
 
     def _ended(self, returncode: int, left: list[str]) -> Ended:
+        mpiexec_said = self._printer.mpiexec_said.decode(errors="replace")
         ended = Ended(
             returncode,
             is_interrupted=bool(self._signals),
             trouble=tuple(self._trouble),
             lost=tuple(self._watched.lost()),
             failed=self._watched.failed(),
-            mpiexec_said=self._printer.mpiexec_said.decode(errors="replace"),
+            mpiexec_said=mpiexec_said,
             names_signals=self._names_signals,
             mpiexec_signal=0 if self._is_forced else -min(0, returncode),
             mpiexec_host=self._own,
             mpiexec_seconds=self._mpiexec_ended,
             missing=tuple(self._watched.missing()),
-            first_ends=tuple(self._watched.first_ends()),
+            first_ends=tuple(told_first(self._watched.first_ends(), mpiexec_said)),
             records=self._watched.records(),
             left=self._watched.left(),
         )

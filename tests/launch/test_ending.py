@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from mpitrain.launch.ending import Ended, code_told, in_order, last_step, last_words, signal_told, why
+from mpitrain.launch.ending import Ended, code_told, in_order, last_step, last_words, signal_told, told_first, why
 from mpitrain.watching.census import FirstEnd
 from mpitrain.watching.rank_record import FAILED, RankRecord
 
@@ -213,6 +213,19 @@ def test_which_host_was_first() -> None:
     earlier = FirstEnd(4, (), 5.04)
     assert in_order([rank, earlier]) == [earlier, rank]
     assert in_order([]) == []
+
+
+def test_a_signal_that_open_mpi_names_outweighs_the_clocks_of_hosts() -> None:
+    """As seen: rank 2 was killed; by the times of two busy hosts, a rank that left because of that ended before it."""
+    left, killed = FirstEnd(1, (), 5.00), FirstEnd(2, (), 5.03)
+    assert told_first([left, killed], OPEN_MPI) == [killed, left]
+    assert told_first([left, killed], OPEN_MPI_4) == [killed, left]
+    assert of(first_ends=told_first([left, killed], OPEN_MPI), mpiexec_said=OPEN_MPI) == (BY_SIGNAL, 2)
+    later = FirstEnd(2, (), 5.5)
+    assert told_first([left, later], OPEN_MPI) == [left, later]
+    for said in ("", OPEN_MPI_CODE, MPICH, OPEN_MPI.replace("signal 9 (Killed)", "signal 6 (Aborted)")):
+        assert told_first([left, killed], said) == [left, killed], said
+    assert told_first([], OPEN_MPI) == []
 
 
 def test_the_step_of_a_job() -> None:
