@@ -19,6 +19,8 @@ _UNSURE_SECONDS = 0.1
 # A rank that fails ends the job 0.1 s later (mpitrain.job.failure). A process that ends within half of that ended by
 # itself.
 _ABORT_SECONDS = 0.05
+# Signals by which ranks end because of another rank: they abort, or Open MPI ends them.
+_REACTIONS = (signal.SIGABRT, signal.SIGTERM)
 # The launcher may see the end of mpiexec with this delay.
 _NOTICED_SECONDS = 1.0
 
@@ -221,16 +223,21 @@ def in_order(ends: Iterable[FirstEnd]) -> list[FirstEnd]:
     return sorted(close, key=lambda end: end.rank is None) + ends[len(close) :]
 
 
-def told_first(ends: Sequence[FirstEnd], mpiexec_said: str) -> list[FirstEnd]:
-    """Put that rank first of which Open MPI says that a signal ended it, if its end is close to the first one.
+def kills_first(ends: Sequence[FirstEnd], mpiexec_said: str) -> list[FirstEnd]:
+    """Put ranks that were killed before ranks that left at about the same time; for Open MPI alone.
 
-    Open MPI names the first rank of whose end it hears, before it ends any. With Open MPI, ranks on other hosts end by
-    themselves because of that rank, and the times of two hosts may be the wrong way round. Such a rank leaves with an
-    exit code, or aborts.
+    With Open MPI, ranks of other hosts leave by themselves because a rank was killed, at times within a millisecond,
+    and the kernel's times are less precise. Such a rank leaves with an exit code, or aborts. Open MPI ends ranks by
+    SIGTERM, and by SIGKILL only after a second. It names the first rank of whose end it hears, before it ends any.
     """
-    told = {int(rank) for rank, number in _OPEN_MPI_KILLED.findall(mpiexec_said) if int(number) != signal.SIGABRT}
-    named = [end for end in ends if end.rank in told and end.seconds - ends[0].seconds < _UNSURE_SECONDS]
-    return [*named, *(end for end in ends if end not in named)]
+    told = {int(rank) for rank, number in _OPEN_MPI_KILLED.findall(mpiexec_said) if int(number) not in _REACTIONS}
+    killed = [
+        end
+        for end in ends
+        if end.seconds - ends[0].seconds < _UNSURE_SECONDS
+        and (end.rank in told or (end.code is not None and end.code < 0 and -end.code not in _REACTIONS))
+    ]
+    return [*killed, *(end for end in ends if end not in killed)]
 
 
 def last_step(records: Mapping[int, RankRecord], rank: int | None = None) -> int | None:

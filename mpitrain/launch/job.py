@@ -16,8 +16,8 @@ from typing import Protocol
 
 from mpitrain.errors import LaunchError
 from mpitrain.launch import processes
-from mpitrain.launch.dialects import JobSpec, command_for, names_signals
-from mpitrain.launch.ending import Ended, code_told, first_failure, last_words, signal_told, told_first
+from mpitrain.launch.dialects import JobSpec, command_for, ends_by_sigterm, names_signals
+from mpitrain.launch.ending import Ended, code_told, first_failure, kills_first, last_words, signal_told
 from mpitrain.launch.printer import Printer, Stream
 from mpitrain.watching.census import FirstEnd
 from mpitrain.watching.rank_record import INTERRUPTED, RankRecord
@@ -91,6 +91,7 @@ class Run:
         """
         self._command = command_for(job, os.environ)
         self._names_signals = names_signals(job.mpiexec)
+        self._ends_by_sigterm = ends_by_sigterm(job.mpiexec)
         self._watched, self._job = watched, job.context.job
         self._is_here, self._own, self._host_of = job.placement.is_here, job.placement.own, job.placement.host_of
         self._trouble: list[str] = []  # why the launcher ended the job
@@ -299,6 +300,9 @@ class Run:
 
     def _ended(self, returncode: int, left: list[str]) -> Ended:
         mpiexec_said = self._printer.mpiexec_said.decode(errors="replace")
+        first_ends = self._watched.first_ends()
+        if self._ends_by_sigterm:
+            first_ends = kills_first(first_ends, mpiexec_said)
         ended = Ended(
             returncode,
             is_interrupted=bool(self._signals),
@@ -311,7 +315,7 @@ class Run:
             mpiexec_host=self._own,
             mpiexec_seconds=self._mpiexec_ended,
             missing=tuple(self._watched.missing()),
-            first_ends=tuple(told_first(self._watched.first_ends(), mpiexec_said)),
+            first_ends=tuple(first_ends),
             records=self._watched.records(),
             left=self._watched.left(),
         )

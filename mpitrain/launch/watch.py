@@ -28,7 +28,7 @@ BEAT_SECONDS = 1.0
 _QUICK_BEATS = 20
 SILENCE_SECONDS = 15.0  # a host is lost after this silence
 GUARD_SILENCE_SECONDS = 30.0  # after this silence of the launcher, a guard ends the job on its host
-FACTS_SECONDS = 45.0  # a host must answer within this time, even with slow disks
+FACTS_SECONDS = 90.0  # a host must answer within this time, even if it is busy and its disks are slow
 END_SECONDS = 15.0
 _LOOK_SECONDS = 3.0
 # While the other hosts report what their ranks do, a host with this much silence is not waited for.

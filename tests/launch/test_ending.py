@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from mpitrain.launch.ending import Ended, code_told, in_order, last_step, last_words, signal_told, told_first, why
+from mpitrain.launch.ending import Ended, code_told, in_order, kills_first, last_step, last_words, signal_told, why
 from mpitrain.watching.census import FirstEnd
 from mpitrain.watching.rank_record import FAILED, RankRecord
 
@@ -215,17 +215,22 @@ def test_which_host_was_first() -> None:
     assert in_order([]) == []
 
 
-def test_a_signal_that_open_mpi_names_outweighs_the_clocks_of_hosts() -> None:
-    """As seen: rank 2 was killed; by the times of two busy hosts, a rank that left because of that ended before it."""
-    left, killed = FirstEnd(1, (), 5.00), FirstEnd(2, (), 5.03)
-    assert told_first([left, killed], OPEN_MPI) == [killed, left]
-    assert told_first([left, killed], OPEN_MPI_4) == [killed, left]
-    assert of(first_ends=told_first([left, killed], OPEN_MPI), mpiexec_said=OPEN_MPI) == (BY_SIGNAL, 2)
-    later = FirstEnd(2, (), 5.5)
-    assert told_first([left, later], OPEN_MPI) == [left, later]
-    for said in ("", OPEN_MPI_CODE, MPICH, OPEN_MPI.replace("signal 9 (Killed)", "signal 6 (Aborted)")):
-        assert told_first([left, killed], said) == [left, killed], said
-    assert told_first([], OPEN_MPI) == []
+def test_a_kill_comes_before_those_who_left_because_of_it() -> None:
+    """As seen with Open MPI: rank 2 was killed. By the kernel's times, rank 1 left 1.7 ms earlier, because of that."""
+    left, killed, unknown = FirstEnd(1, (), 5.00, code=14), FirstEnd(2, (), 5.0017, code=-9), FirstEnd(2, (), 5.03)
+    assert kills_first([left, killed], OPEN_MPI_CODE) == [killed, left]
+    for said in (OPEN_MPI, OPEN_MPI_4):  # an old kernel keeps no codes
+        assert kills_first([left, unknown], said) == [unknown, left]
+        assert of(first_ends=kills_first([left, unknown], said), mpiexec_said=said) == (BY_SIGNAL, 2)
+    later = FirstEnd(2, (), 5.5, code=-9)
+    assert kills_first([left, later], OPEN_MPI) == [left, later]
+    aborted, ended = FirstEnd(0, (), 5.01, code=-6), FirstEnd(2, (), 5.02, code=-15)
+    assert kills_first([left, aborted, ended], "") == [left, aborted, ended]
+    said = OPEN_MPI.replace("signal 9 (Killed)", "signal 6 (Aborted)")
+    assert kills_first([left, unknown], said) == kills_first([left, unknown], "") == [left, unknown]
+    other = FirstEnd(0, (), 5.01, code=-11)
+    assert kills_first([left, killed, other], "") == [killed, other, left]
+    assert kills_first([], OPEN_MPI) == []
 
 
 def test_the_step_of_a_job() -> None:
