@@ -301,7 +301,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "a rank that does not start": Fault(
         "a shell that holds up mpiexec's helper on one node, and nothing else",
-        # A busy machine gives the job up to a minute.
+        # A busy machine gives the job over a minute.
         {"node3": in_bashrc("'[[ $BASH_EXECUTION_STRING != *hydra_pmi_proxy* ]] || exec sleep 600'")},
         {"node3": f"{UNDO_BASHRC}; pkill -u cluster -x sleep; true"},
         {"MPI02": ("fail", "node3")},
