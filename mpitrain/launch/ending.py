@@ -164,7 +164,10 @@ def _why(ended: Ended, host_of: Callable[[int], str]) -> tuple[str, int | None]:
         return f"rank {named} on {host_of(named)} or another one {told[named]}", None
     if rank is None:
         return _unknown(ended), None
-    how = told.get(rank, "ended without a word (os._exit, or killed?)")
+    how = "ended without a word (os._exit, or killed?)"
+    if first is not None and first.code is not None and first.code < 0:
+        how = f"was killed by signal {-first.code}"
+    how = told.get(rank, how)
     if kernel.startswith(KERNEL_KILLED) and "killed" in how:
         how = f"was killed by signal 9: {kernel}"
     elif kernel and (rank not in told or "by signal 9" in how):

@@ -59,6 +59,15 @@ def test_mpiexec_names_another_one() -> None:
     assert of(mpiexec_said="", first_dead=(1, 0)) == (unsaid, 1)
 
 
+def test_the_kernel_knows_the_signal_that_mpiexec_does_not_name() -> None:
+    """With Open MPI, a rank on another host leaves first to mpiexec's knowledge, with a code of its own."""
+    ends = (FirstEnd(2, (), 10.0, code=-9), FirstEnd(1, (), 10.02, code=14))
+    said = OPEN_MPI_CODE.replace("@1,2]", "@1,1]")
+    assert of(first_ends=ends, mpiexec_said=said) == (BY_SIGNAL, 2)
+    left = (FirstEnd(2, (), 10.0, code=0),)
+    assert of(first_ends=left) == ("rank 2 on h2 ended without a word (os._exit, or killed?)", 2)
+
+
 def test_nobody_was_seen_to_die() -> None:
     assert of(mpiexec_said=OPEN_MPI) == (BY_SIGNAL, 2)
     assert of(mpiexec_said=MPICH) == ("rank 2 on h2 or another one was killed by signal 9", None)
