@@ -184,6 +184,11 @@ def can_recover(mpiexec: Mpiexec) -> bool:
     return mpiexec.vendor == "openmpi" and not is_old_open_mpi(mpiexec)
 
 
+def ends_by_sigterm(mpiexec: Mpiexec) -> bool:
+    """True if mpiexec ends ranks by SIGTERM, and by SIGKILL only a second later."""
+    return mpiexec.vendor == "openmpi"
+
+
 def names_signals(mpiexec: Mpiexec) -> bool:
     """True where mpiexec tells of ranks that a signal ended, and of no others: MPICH 5, as seen with 5.0.2."""
     return mpiexec.vendor == "mpich" and mpiexec.version.split(".")[0] == "5"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +19,8 @@ _UNSURE_SECONDS = 0.1
 # A rank that fails ends the job 0.1 s later (mpitrain.job.failure). A process that ends within half of that ended by
 # itself.
 _ABORT_SECONDS = 0.05
+# Signals by which ranks end because of another rank: they abort, or Open MPI ends them.
+_REACTIONS = (signal.SIGABRT, signal.SIGTERM)
 # The launcher may see the end of mpiexec with this delay.
 _NOTICED_SECONDS = 1.0
 
@@ -161,7 +164,10 @@ def _why(ended: Ended, host_of: Callable[[int], str]) -> tuple[str, int | None]:
         return f"rank {named} on {host_of(named)} or another one {told[named]}", None
     if rank is None:
         return _unknown(ended), None
-    how = told.get(rank, "ended without a word (os._exit, or killed?)")
+    how = "ended without a word (os._exit, or killed?)"
+    if first is not None and first.code is not None and first.code < 0:
+        how = f"was killed by signal {-first.code}"
+    how = told.get(rank, how)
     if kernel.startswith(KERNEL_KILLED) and "killed" in how:
         how = f"was killed by signal 9: {kernel}"
     elif kernel and (rank not in told or "by signal 9" in how):
@@ -218,6 +224,23 @@ def in_order(ends: Iterable[FirstEnd]) -> list[FirstEnd]:
     ends = sorted(ends, key=lambda end: end.seconds)
     close = [end for end in ends if end.seconds - ends[0].seconds < _UNSURE_SECONDS]
     return sorted(close, key=lambda end: end.rank is None) + ends[len(close) :]
+
+
+def kills_first(ends: Sequence[FirstEnd], mpiexec_said: str) -> list[FirstEnd]:
+    """Put ranks that were killed before ranks that left at about the same time; for Open MPI alone.
+
+    With Open MPI, ranks of other hosts leave by themselves because a rank was killed, at times within a millisecond,
+    and the kernel's times are less precise. Such a rank leaves with an exit code, or aborts. Open MPI ends ranks by
+    SIGTERM, and by SIGKILL only after a second. It names the first rank of whose end it hears, before it ends any.
+    """
+    told = {int(rank) for rank, number in _OPEN_MPI_KILLED.findall(mpiexec_said) if int(number) not in _REACTIONS}
+    killed = [
+        end
+        for end in ends
+        if end.seconds - ends[0].seconds < _UNSURE_SECONDS
+        and (end.rank in told or (end.code is not None and end.code < 0 and -end.code not in _REACTIONS))
+    ]
+    return [*killed, *(end for end in ends if end not in killed)]
 
 
 def last_step(records: Mapping[int, RankRecord], rank: int | None = None) -> int | None:

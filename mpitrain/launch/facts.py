@@ -17,9 +17,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+# Deadlines on a machine that is not busy. A busy one gets up to twice as long, which watch.FACTS_SECONDS allows for.
 _PATH_SECONDS = 5.0
 _ROUTE_SECONDS = 5.0
 _PROBE_SECONDS = 25.0
+_MOST_PATIENCE = 2.0
 
 _LOOK_AT_PATH = """
 import os, sys
@@ -61,7 +63,7 @@ def look_at_paths(paths: list[str]) -> dict[str, list[str]]:
     looking = {path: _start([sys.executable, "-S", "-c", _LOOK_AT_PATH, path]) for path in paths}
     states = {}
     for path, child in looking.items():
-        output = _outputs(child, _PATH_SECONDS)
+        output = _outputs(child, _PATH_SECONDS * _patience())
         states[path] = ["hangs"] if output is None else output[0].splitlines() or ["error", path, "cannot be looked at"]
     return states
 
@@ -104,9 +106,10 @@ def environment(python: str, script: str, variables: dict[str, str], probe: str)
     """Return what the job's Python finds on this host with these variables, or {"error": reason}."""
     # Run in the script's folder: the script itself looks for modules there first.
     settings = {"cwd": str(Path(script).parent), "env": {**os.environ, **variables}, "stderr": subprocess.PIPE}
-    output = _outputs(_start([python, "-c", probe, script], **settings), _PROBE_SECONDS)
+    seconds = _PROBE_SECONDS * _patience()
+    output = _outputs(_start([python, "-c", probe, script], **settings), seconds)
     if output is None:
-        return {"error": f"{python} did not answer within {_PROBE_SECONDS:g} s"}
+        return {"error": f"{python} did not answer within {seconds:.3g} s"}
     lines, words = (text.strip().splitlines() for text in output)
     if not lines:
         return {"error": "{} failed: {}".format(python, words[-1] if words else "it said nothing")}
@@ -118,12 +121,17 @@ def environment(python: str, script: str, variables: dict[str, str], probe: str)
 def _ip_json(arguments: list[str]) -> list[dict[str, Any]]:
     """Return the output of `ip`; nothing if it fails or is not installed."""
     path = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"  # `ip` may be there, outside an ordinary user's PATH
-    output = _outputs(_start(["ip", "-j", *arguments], env={**os.environ, "PATH": path}), _ROUTE_SECONDS)
+    ip = _start(["ip", "-j", *arguments], env={**os.environ, "PATH": path})
+    output = _outputs(ip, _ROUTE_SECONDS * _patience())
     try:
         entries = json.loads(output[0] or "[]") if output else []
     except ValueError:
         return []
     return [entry for entry in entries if entry]
+
+
+def _patience() -> float:
+    return min(_MOST_PATIENCE, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
 
 
 def _start(command: list[str], **settings: Any) -> subprocess.Popen[bytes] | None:

@@ -16,8 +16,8 @@ from typing import Protocol
 
 from mpitrain.errors import LaunchError
 from mpitrain.launch import processes
-from mpitrain.launch.dialects import JobSpec, command_for, names_signals
-from mpitrain.launch.ending import Ended, code_told, first_failure, last_words, signal_told
+from mpitrain.launch.dialects import JobSpec, command_for, ends_by_sigterm, names_signals
+from mpitrain.launch.ending import Ended, code_told, first_failure, kills_first, last_words, signal_told
 from mpitrain.launch.printer import Printer, Stream
 from mpitrain.watching.census import FirstEnd
 from mpitrain.watching.rank_record import INTERRUPTED, RankRecord
@@ -91,6 +91,7 @@ class Run:
         """
         self._command = command_for(job, os.environ)
         self._names_signals = names_signals(job.mpiexec)
+        self._ends_by_sigterm = ends_by_sigterm(job.mpiexec)
         self._watched, self._job = watched, job.context.job
         self._is_here, self._own, self._host_of = job.placement.is_here, job.placement.own, job.placement.host_of
         self._trouble: list[str] = []  # why the launcher ended the job
@@ -298,19 +299,23 @@ class Run:
         return bool(self._signals or self._trouble)
 
     def _ended(self, returncode: int, left: list[str]) -> Ended:
+        mpiexec_said = self._printer.mpiexec_said.decode(errors="replace")
+        first_ends = self._watched.first_ends()
+        if self._ends_by_sigterm:
+            first_ends = kills_first(first_ends, mpiexec_said)
         ended = Ended(
             returncode,
             is_interrupted=bool(self._signals),
             trouble=tuple(self._trouble),
             lost=tuple(self._watched.lost()),
             failed=self._watched.failed(),
-            mpiexec_said=self._printer.mpiexec_said.decode(errors="replace"),
+            mpiexec_said=mpiexec_said,
             names_signals=self._names_signals,
             mpiexec_signal=0 if self._is_forced else -min(0, returncode),
             mpiexec_host=self._own,
             mpiexec_seconds=self._mpiexec_ended,
             missing=tuple(self._watched.missing()),
-            first_ends=tuple(self._watched.first_ends()),
+            first_ends=tuple(first_ends),
             records=self._watched.records(),
             left=self._watched.left(),
         )

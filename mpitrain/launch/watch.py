@@ -15,6 +15,7 @@ from typing import Any
 from mpitrain.launch.conditions import Condition, Refusal, refuse, refuse_here
 from mpitrain.launch.connections import SWEEP, Connection, connect
 from mpitrain.launch.ending import in_order
+from mpitrain.launch.host_clock import HostClock
 from mpitrain.launch.host_report import HostReport
 from mpitrain.launch.keepers import Keepers
 from mpitrain.watching.census import FirstEnd
@@ -23,9 +24,11 @@ from mpitrain.watching.rank_record import FAILED, RankRecord
 from mpitrain.watching.view import from_json
 
 BEAT_SECONDS = 1.0
+# So many beats follow each other at once, to compare the host's clock: many jobs end in their first seconds.
+_QUICK_BEATS = 20
 SILENCE_SECONDS = 15.0  # a host is lost after this silence
 GUARD_SILENCE_SECONDS = 30.0  # after this silence of the launcher, a guard ends the job on its host
-FACTS_SECONDS = 45.0  # a host must answer within this time, even with slow disks
+FACTS_SECONDS = 90.0  # a host must answer within this time, even if it is busy and its disks are slow
 END_SECONDS = 15.0
 _LOOK_SECONDS = 3.0
 # While the other hosts report what their ranks do, a host with this much silence is not waited for.
@@ -56,8 +59,7 @@ class Guards:
         self.trouble: str | None = None
         self.is_interrupted = False
         self._wishes, self._own, self._keepers = wishes, own, keepers
-        # By host, from its fastest echo: the echo's duration, and what to add to the host's times.
-        self._clocks: dict[str, tuple[float, float]] = {}
+        self._clocks = {host: HostClock() for host in self.reports}
         self._beaten = 0.0
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -237,7 +239,7 @@ class Guards:
 
     def _here(self, host: str, seconds: float) -> float:
         """Convert a time of that host's clock to the clock here."""
-        return seconds + self._clocks.get(host, (0.0, 0.0))[1]
+        return self._clocks[host].here(seconds)
 
     def _may_answer(self, connection: Connection) -> bool:
         return not connection.is_closed and time.monotonic() - connection.heard_seconds < SILENCE_SECONDS
@@ -334,10 +336,10 @@ class Guards:
         # A new object each time: the main thread may be iterating over the one before.
         report.ranks = {**report.ranks, **{view.record.rank: view for view in views}}
         if "echo" in message:
-            # The host's time lies between the two times here; the fastest echo is the most precise.
-            heard = self._connections[host].heard_seconds
-            took, middle = heard - message["echo"], (heard + message["echo"]) / 2
-            self._clocks[host] = min(self._clocks.get(host, (float("inf"), 0.0)), (took, middle - message["time"]))
+            connection, clock = self._connections[host], self._clocks[host]
+            clock.add(message["echo"], message["time"], connection.heard_seconds)
+            if clock.num_echoes < _QUICK_BEATS:
+                connection.send({"beat": time.monotonic()})
         if "seen" in message:
             report.seen = [from_json(fields, host) for fields in message["seen"]]
         report.take(message)

@@ -9,7 +9,14 @@ import pytest
 
 from mpitrain.errors import LaunchError
 from mpitrain.job.context import JobContext
-from mpitrain.launch.dialects import JobSpec, can_recover, command_for, names_signals, ssh_agent
+from mpitrain.launch.dialects import (
+    JobSpec,
+    can_recover,
+    command_for,
+    ends_by_sigterm,
+    names_signals,
+    ssh_agent,
+)
 from mpitrain.launch.libraries import Mpiexec
 from mpitrain.launch.placement import Place, Placement
 
@@ -162,3 +169,4 @@ def test_tags_as_each_prints_them(mpiexec: Mpiexec, written: bytes, rank: bytes,
 def test_whose_numbers_are_signals() -> None:
     older = Mpiexec(Path("/usr/bin/mpiexec"), "mpich", "4.0.2")
     assert [names_signals(one) for one in (MPICH, older, INTEL, OPEN_MPI_5)] == [True, False, False, False]
+    assert [ends_by_sigterm(one) for one in (MPICH, INTEL, OPEN_MPI_4, OPEN_MPI_5)] == [False, False, True, True]

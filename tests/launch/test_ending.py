@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from mpitrain.launch.ending import Ended, code_told, in_order, last_step, last_words, signal_told, why
+from mpitrain.launch.ending import Ended, code_told, in_order, kills_first, last_step, last_words, signal_told, why
 from mpitrain.watching.census import FirstEnd
 from mpitrain.watching.rank_record import FAILED, RankRecord
 
@@ -57,6 +57,15 @@ def test_mpiexec_names_another_one() -> None:
     unsaid = "rank 1 on h1 ended without a word (os._exit, or killed?)"
     assert of(mpiexec_said=MPICH, first_dead=(1,)) == (unsaid, 1)
     assert of(mpiexec_said="", first_dead=(1, 0)) == (unsaid, 1)
+
+
+def test_the_kernel_knows_the_signal_that_mpiexec_does_not_name() -> None:
+    """With Open MPI, a rank on another host leaves first to mpiexec's knowledge, with a code of its own."""
+    ends = (FirstEnd(2, (), 10.0, code=-9), FirstEnd(1, (), 10.02, code=14))
+    said = OPEN_MPI_CODE.replace("@1,2]", "@1,1]")
+    assert of(first_ends=ends, mpiexec_said=said) == (BY_SIGNAL, 2)
+    left = (FirstEnd(2, (), 10.0, code=0),)
+    assert of(first_ends=left) == ("rank 2 on h2 ended without a word (os._exit, or killed?)", 2)
 
 
 def test_nobody_was_seen_to_die() -> None:
@@ -213,6 +222,24 @@ def test_which_host_was_first() -> None:
     earlier = FirstEnd(4, (), 5.04)
     assert in_order([rank, earlier]) == [earlier, rank]
     assert in_order([]) == []
+
+
+def test_a_kill_comes_before_those_who_left_because_of_it() -> None:
+    """As seen with Open MPI: rank 2 was killed. By the kernel's times, rank 1 left 1.7 ms earlier, because of that."""
+    left, killed, unknown = FirstEnd(1, (), 5.00, code=14), FirstEnd(2, (), 5.0017, code=-9), FirstEnd(2, (), 5.03)
+    assert kills_first([left, killed], OPEN_MPI_CODE) == [killed, left]
+    for said in (OPEN_MPI, OPEN_MPI_4):  # an old kernel keeps no codes
+        assert kills_first([left, unknown], said) == [unknown, left]
+        assert of(first_ends=kills_first([left, unknown], said), mpiexec_said=said) == (BY_SIGNAL, 2)
+    later = FirstEnd(2, (), 5.5, code=-9)
+    assert kills_first([left, later], OPEN_MPI) == [left, later]
+    aborted, ended = FirstEnd(0, (), 5.01, code=-6), FirstEnd(2, (), 5.02, code=-15)
+    assert kills_first([left, aborted, ended], "") == [left, aborted, ended]
+    said = OPEN_MPI.replace("signal 9 (Killed)", "signal 6 (Aborted)")
+    assert kills_first([left, unknown], said) == kills_first([left, unknown], "") == [left, unknown]
+    other = FirstEnd(0, (), 5.01, code=-11)
+    assert kills_first([left, killed, other], "") == [killed, other, left]
+    assert kills_first([], OPEN_MPI) == []
 
 
 def test_the_step_of_a_job() -> None:

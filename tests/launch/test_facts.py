@@ -30,6 +30,18 @@ def test_a_python_that_fails_says_why(tmp_path: Path) -> None:
     assert "error" in facts.environment(str(tmp_path / "python"), str(tmp_path / "train.py"), {}, PROBE)
 
 
+@pytest.mark.parametrize(("load", "seconds"), [(0.0, "0.1"), (0.5, "0.1"), (1.5, "0.15"), (100.0, "0.2")])
+def test_a_busy_machine_has_more_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: float, seconds: str
+) -> None:
+    """`load` is for each processor. The message shows how long a Python that never answers was waited for."""
+    average = load * (os.cpu_count() or 1)
+    monkeypatch.setattr(facts, "_PROBE_SECONDS", 0.1)
+    monkeypatch.setattr(os, "getloadavg", lambda: (average, 0.0, 0.0))
+    found = facts.environment(sys.executable, str(tmp_path / "train.py"), {}, "import time; time.sleep(600)")
+    assert found == {"error": f"{sys.executable} did not answer within {seconds} s"}
+
+
 def test_a_path_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "empty").mkdir()
     outputs = facts._outputs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from faults.cluster.matrix import Fault
+from faults.cluster.matrix import Fault, apply
 from mpitrain.testbed.bed import Bed
 
 _SHARE = "/home/cluster/nfs"
@@ -22,6 +22,12 @@ _OPEN, _CLOSE = f"chmod 755 {_SHARE}", f"chmod 750 {_SHARE}"
 _BASHRC = "/home/cluster/.bashrc"
 # Over ssh, bash reads .bashrc even if it is not interactive.
 UNDO_BASHRC = f"[ ! -e {_BASHRC}.kept ] || mv -f {_BASHRC}.kept {_BASHRC}; [ -s {_BASHRC} ] || rm -f {_BASHRC}"
+
+
+def _let_nfs_in(bed: Bed) -> None:
+    """Wait, too, until the nodes have sent again what was dropped, which may take two minutes."""
+    bed.undrop("node1")
+    apply(bed, dict.fromkeys(_WORKERS, f"sudo -u cluster ls {_SHARE}"))
 
 
 def in_bashrc(line: str) -> str:
@@ -102,7 +108,7 @@ FAULTS: dict[str, Fault] = {
     "NFS port dropped": Fault(
         "a firewall on the head that drops port 2049",
         lambda bed: bed.drop("node1", 2049),
-        lambda bed: bed.undrop("node1"),
+        _let_nfs_in,
         {"NFS02": ("fail", "node[2-4]")},
         shows=("does not end within",),
         is_slow=True,
@@ -295,8 +301,9 @@ FAULTS: dict[str, Fault] = {
     ),
     "a rank that does not start": Fault(
         "a shell that holds up mpiexec's helper on one node, and nothing else",
-        {"node3": in_bashrc("'[[ $BASH_EXECUTION_STRING != *hydra_pmi_proxy* ]] || sleep 60'")},
-        {"node3": UNDO_BASHRC},
+        # A busy machine gives the job over a minute.
+        {"node3": in_bashrc("'[[ $BASH_EXECUTION_STRING != *hydra_pmi_proxy* ]] || exec sleep 600'")},
+        {"node3": f"{UNDO_BASHRC}; pkill -u cluster -x sleep; true"},
         {"MPI02": ("fail", "node3")},
         level="full",
         shows=("no rank began",),
