@@ -43,12 +43,18 @@ SIZES = {
 }
 MOST_RANKS = 7  # too many for the batches of some of the others
 # The same for mpitrain.torch and mpitrain.jax, which are skipped where there is no PyTorch, or no JAX. Its groups and
-# meshes take 4 ranks. JAX hands its arrays to the collectives that tests/ranks tries.
+# meshes take 4 ranks. JAX hands its arrays to the collectives that tests/ranks tries, so five ranks show what three do.
+# What torch.compile makes of a program does not depend on the number of ranks, and takes each rank some seconds; with
+# three, each has two others.
 TORCH_BY_SIZE = (
     "(test_collectives or test_groups or test_point_to_point or test_sharded or test_prepare.py) and not compression"
 )
-FRAMEWORKS = {"torch": {1: "", 2: "", 3: "", 4: TORCH_BY_SIZE}, "jax": {1: "", 2: "", 3: "", 5: ""}}
-FRAMEWORKS_TOO = {"torch": {5: ""}, "jax": {4: ""}}  # with --full
+NOT_COMPILED = "not test_compiled.py"
+FRAMEWORKS = {
+    "torch": {1: NOT_COMPILED, 2: NOT_COMPILED, 3: "", 4: TORCH_BY_SIZE},
+    "jax": {1: "", 2: "", 5: ""},
+}
+FRAMEWORKS_TOO = {"torch": {5: ""}, "jax": {3: "", 4: ""}}  # with --full
 # The same with arrays on GPUs, which are emulated here; scripts/gpu-check runs them on real ones. With 4 ranks on 2 of
 # them come several on each; errors and streams are a matter of one rank or of two.
 OF_FOUR_ON_GPUS = (

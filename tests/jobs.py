@@ -37,6 +37,8 @@ SNAPSHOT = "TEST_SNAPSHOT"
 HANG_SECONDS = 300.0
 # Tests give run_job and run_command the deadline of a quiet machine; it is multiplied by this.
 _PATIENCE = 10.0
+# Codecs that are compiled have the same bits, and take a rank about a second of CPU each: tests/ranks has them.
+_NOT_COMPILED = {"NUMBA_DISABLE_JIT": "1"}
 _NO_START = "The PMIx server's listener thread failed to start"
 
 
@@ -122,7 +124,7 @@ def _run_once(
     token = uuid.uuid4().hex
     process = subprocess.Popen(
         command,
-        env=clean_environment(env) | {TOKEN: token},
+        env=clean_environment({**_NOT_COMPILED, **(env or {})}) | {TOKEN: token},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
