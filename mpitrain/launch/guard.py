@@ -5,6 +5,8 @@ come with it, and must run with old Pythons. Both sides send one JSON object per
 
     launcher: {"wish": ...}                       guard: {"facts": ...}, or {"error": ...,
                                                          "condition": the name of a conditions.Condition}
+                                                  guard: {"alive": 1}, every second, from a thread: it says that this
+                                                         host has not fallen silent, whatever the guard waits for
     launcher: {"beat": number}, every second      guard: {"echo": number, "time": now, by its own clock}
                                                   guard: {"ranks": [view.RankView...]}, every second
                                                   guard: {"first_end": census.FirstEnd or null}
@@ -33,6 +35,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -52,6 +55,8 @@ _BEAT_SECONDS = 1.0
 _REACH_SECONDS = 1.5
 # After such a gap this host was silent, not the launcher: it was suspended or frozen.
 _GAP_SECONDS = 5.0
+
+_sending = threading.Lock()
 
 
 class Guard:
@@ -194,11 +199,16 @@ def unreachable(peers: dict[str, str]) -> list[str]:
 def send(message: dict[str, Any]) -> None:
     """Send a line to the launcher, which may be gone."""
     data = (json.dumps(message) + "\n").encode()
-    try:
+    with _sending, contextlib.suppress(OSError):
         while data:
             data = data[os.write(1, data) :]
-    except OSError:
-        pass
+
+
+def say_alive() -> None:
+    """Send a sign of life every second, for ever."""
+    while True:
+        send({"alive": 1})
+        time.sleep(_BEAT_SECONDS)
 
 
 def main(wish: dict[str, Any], probe: str) -> None:
@@ -219,6 +229,7 @@ def main(wish: dict[str, Any], probe: str) -> None:
             text = "cannot write {}: {}".format(wish["roll_call"], error.strerror)
             send({"error": text, "condition": "SOCKETS"})
         return
+    threading.Thread(target=say_alive, daemon=True).start()
     try:
         send({"facts": collect(wish, probe) if "python" in wish else {}})
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -26,8 +26,9 @@ from mpitrain.launch.job import Run
 from mpitrain.launch.keepers import Keepers
 from mpitrain.launch.placement import Placement, refuse_crowds
 from mpitrain.launch.processes import left_out
+from mpitrain.launch.silence import GUARD_SILENCE_SECONDS
 from mpitrain.launch.variables import absent
-from mpitrain.launch.watch import GUARD_SILENCE_SECONDS, Guards
+from mpitrain.launch.watch import Guards
 from mpitrain.launch.watched import WatchedJob, identified
 
 _FOLDER = Path(OF_SOCKETS)  # of the roll call

@@ -17,20 +17,21 @@ from mpitrain.launch.connections import SWEEP, Connection, connect
 from mpitrain.launch.ending import in_order
 from mpitrain.launch.host_report import HostReport
 from mpitrain.launch.keepers import Keepers
+from mpitrain.launch.silence import PATIENCE_SECONDS, SILENCE_SECONDS, account_of, lost_hosts
 from mpitrain.watching.census import FirstEnd
 from mpitrain.watching.phases import Phases
 from mpitrain.watching.rank_record import FAILED, RankRecord
 from mpitrain.watching.view import from_json
 
 BEAT_SECONDS = 1.0
-SILENCE_SECONDS = 15.0  # a host is lost after this silence
-GUARD_SILENCE_SECONDS = 30.0  # after this silence of the launcher, a guard ends the job on its host
 FACTS_SECONDS = 45.0  # a host must answer within this time, even with slow disks
 END_SECONDS = 15.0
 _LOOK_SECONDS = 3.0
 # While the other hosts report what their ranks do, a host with this much silence is not waited for.
 _SHORT_SILENCE_SECONDS = 3.0
 _CLOSE_SECONDS = 3.0
+# A sweep says nothing before it has been let in. A host whose connection broke is mostly down, so it has less time.
+_LOGIN_SECONDS, _LOGIN_SECONDS_OF_BROKEN = 10.0, 1.0
 
 
 class Guards:
@@ -59,6 +60,7 @@ class Guards:
         # By host, from its fastest echo: the echo's duration, and what to add to the host's times.
         self._clocks: dict[str, tuple[float, float]] = {}
         self._beaten = 0.0
+        self._answered = dict.fromkeys(self.reports, 0.0)  # when each guard last answered a beat
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="guards", daemon=True)
@@ -79,7 +81,8 @@ class Guards:
             connection.hang_up()
         deadline = time.monotonic() + _CLOSE_SECONDS
         for connection in connections:
-            connection.close(max(0.0, deadline - time.monotonic()))
+            is_lost = connection.host != self._own and self.silence(connection) > SILENCE_SECONDS
+            connection.close(0.0 if is_lost else max(0.0, deadline - time.monotonic()))
 
     def processes(self) -> set[int]:
         """Return the ids of the processes here that connect to the hosts."""
@@ -115,9 +118,7 @@ class Guards:
 
     def start(self) -> None:
         """From now on, treat silence as trouble. Call this before mpiexec runs."""
-        now = time.monotonic()
-        for connection in self._connections.values():
-            connection.heard_seconds = now
+        self._grant(time.monotonic())
         self._thread.start()
 
     def beat_for(self, keepers: Keepers) -> None:
@@ -202,14 +203,20 @@ class Guards:
         self._send_all({"look": 1})
         deadline = time.monotonic() + _LOOK_SECONDS
         while time.monotonic() < deadline and any(
-            self.reports[host].seen is None and self.silence(host) < _SHORT_SILENCE_SECONDS for host in self.reports
+            self.reports[host].seen is None and self.silence(connection) < _SHORT_SILENCE_SECONDS
+            for host, connection in self._connections.items()
         ):
             time.sleep(0.02)
-        return {host: self.silence(host) for host, report in self.reports.items() if report.seen is None}
+        return {
+            host: self.silence(connection)
+            for host, connection in self._connections.items()
+            if self.reports[host].seen is None
+        }
 
-    def silence(self, host: str) -> float:
-        """Return how long ago the host was last heard, in seconds."""
-        return time.monotonic() - self._connections[host].heard_seconds
+    @staticmethod
+    def silence(connection: Connection) -> float:
+        """Return how long ago a host was last heard, in seconds."""
+        return time.monotonic() - connection.heard_seconds
 
     def end(self, linger_seconds: float) -> None:
         """End what is left of the job on every host that can be reached, and receive their last reports."""
@@ -230,7 +237,8 @@ class Guards:
                 continue
             sweep = {key: wish[key] for key in ("token", "roll_call")}
             sweep |= {"files": report.files, "since": report.since, "linger_seconds": linger_seconds}
-            now = time.monotonic()
+            patience = _LOGIN_SECONDS if connection.how_killed() else _LOGIN_SECONDS_OF_BROKEN
+            now = time.monotonic() + patience - SILENCE_SECONDS
             with self._lock:
                 self._closed.append(connection)
                 self._connections[host] = connect(host, host == self._own, sweep, now, SWEEP)
@@ -240,7 +248,13 @@ class Guards:
         return seconds + self._clocks.get(host, (0.0, 0.0))[1]
 
     def _may_answer(self, connection: Connection) -> bool:
-        return not connection.is_closed and time.monotonic() - connection.heard_seconds < SILENCE_SECONDS
+        limit = PATIENCE_SECONDS if connection.host == self._own else SILENCE_SECONDS
+        return not connection.is_closed and self.silence(connection) < limit
+
+    def _grant(self, now: float) -> None:
+        """Count silence from now on."""
+        for host, connection in self._connections.items():
+            connection.heard_seconds = self._answered[host] = now
 
     def _run(self) -> None:
         try:
@@ -254,8 +268,7 @@ class Guards:
         while not self._stop.is_set():
             now = time.monotonic()
             if now - looked > SILENCE_SECONDS / 3:  # this process was suspended, not the hosts
-                for connection in self._connections.values():
-                    connection.heard_seconds = now
+                self._grant(now)
             looked = now
             self._beat(now)
             self._exchange(now, BEAT_SECONDS / 4)
@@ -289,14 +302,18 @@ class Guards:
                 if killed := connection.how_killed():
                     return f"{host}: the guard of the job there {killed}\nThe job is ended on all hosts"
                 return f"the connection to {connection.why_closed()}\nThe job is ended on all hosts"
-            silent_seconds = now - connection.heard_seconds
-            if silent_seconds > SILENCE_SECONDS:
+        silent = {host: now - connection.heard_seconds for host, connection in self._connections.items()}
+        lost = lost_hosts(silent, self._own)
+        for host in lost:
+            self.reports[host].has_vanished = True
+        if lost:
+            return account_of(lost, silent)
+        for host, answered in self._answered.items():
+            if now - answered > PATIENCE_SECONDS:
                 self.reports[host].has_vanished = True
-                since = time.strftime("%H:%M:%S", time.localtime(time.time() - silent_seconds))
                 return (
-                    f"{host}: no message from this host since {since}, for {silent_seconds:.0f} s: it lost "
-                    f"power or its network, or it is frozen. Does `ssh {host} true` return? The job is ended on all "
-                    f"hosts; the rest on {host} ends {GUARD_SILENCE_SECONDS:g} s after it last heard from here"
+                    f"{host}: the guard of the job there lives, but has not answered for {now - answered:.0f} s: the "
+                    "host has too little memory, or a disk or share there hangs. The job is ended on all hosts"
                 )
         return None
 
@@ -335,7 +352,7 @@ class Guards:
         report.ranks = {**report.ranks, **{view.record.rank: view for view in views}}
         if "echo" in message:
             # The host's time lies between the two times here; the fastest echo is the most precise.
-            heard = self._connections[host].heard_seconds
+            heard = self._answered[host] = self._connections[host].heard_seconds
             took, middle = heard - message["echo"], (heard + message["echo"]) / 2
             self._clocks[host] = min(self._clocks.get(host, (float("inf"), 0.0)), (took, middle - message["time"]))
         if "seen" in message:

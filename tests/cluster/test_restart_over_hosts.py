@@ -9,12 +9,14 @@ import time
 import pytest
 from launching import MOSTLY_MPICH, SHARE, Ended, Job, as_user, write
 
+from mpitrain.launch.silence import SILENCE_SECONDS
 from mpitrain.testbed import Bed
 
 pytestmark = pytest.mark.timeout(900)
 
 # On a busy machine a copy may take more than 1 % of a step. Copies would then come less often.
 EVERY_STEP = "MPITRAIN_MEMORY_STEPS=1"
+PAUSE_SECONDS = 4.0
 
 # Steps of 0.05 s, with a checkpoint every 20. Each rank writes its process id into a file of its host. Step 75 waits
 # for a file `go_on`, so even a slow test makes its fault before that step has ended.
@@ -121,17 +123,48 @@ def test_a_daemon_is_killed_beside_another_job(bed: Bed, python: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_cable_is_plugged_in_again(bed: Bed, python: str) -> None:
+def test_the_cable_of_the_launcher_is_plugged_in_again(bed: Bed, python: str) -> None:
+    """All other hosts are silent then, so they get more time than one host alone."""
     job = Job(bed, "-n 4 --restarts 1 train.py 100", python=python, setting=EVERY_STEP)
     job.wait_for("made step 50 ")
-    bed.cut("node3")
+    bed.cut("node1")
     write(bed, "node1", "go_on", "")
     time.sleep(5)
-    bed.heal("node3")
+    bed.heal("node1")
     end = job.end()
     assert end.code == 0, end.output
     assert "mpitrain: try" not in end.output
     assert end.output.count("made step 100 on 4 ranks") == 1
+
+
+def test_silence(bed: Bed) -> None:
+    """Of the launcher's node, of a node that is paused for 4 s, and of one whose cable is cut: only the last is lost."""
+    write(bed, "node1", "go_on", "")
+    job = Job(bed, "-n 4 --restarts 1 train.py 1000000", setting=EVERY_STEP)
+    job.wait_for("made step 50 ")
+    bed.freeze("node1")
+    time.sleep(SILENCE_SECONDS + 2)
+    bed.thaw("node1")
+    began = time.monotonic()
+    bed.freeze("node3")
+    time.sleep(PAUSE_SECONDS)
+    bed.thaw("node3")
+    took = time.monotonic() - began
+    made = job.output().count("made step ")
+    job.wait_for("made step ", made + 10)
+    if "mpitrain: try" in job.output() and took > SILENCE_SECONDS - 1:
+        job.signal("TERM")
+        job.end()
+        pytest.skip(f"this machine was so busy that a pause of {PAUSE_SECONDS:g} s took {took:.1f} s")
+    assert "mpitrain: try" not in job.output()
+    bed.cut("node4")
+    job.wait_for("node4 fell silent; starting again on node1, node2, node3 with 3 ranks, without node4\n")
+    job.wait_for(" on 3 ranks")
+    job.signal("TERM")
+    end = job.end()
+    assert end.code == 128 + signal.SIGTERM, end.output
+    assert "mpitrain: node4: no message from this host since " in end.output
+    assert end.output.count("resumed from memory at step ") == 1, end.output
 
 
 @pytest.mark.slow
