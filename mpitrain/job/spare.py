@@ -35,6 +35,8 @@ from mpitrain.job.early import is_helper
 _MESSAGE_BYTES = 1024
 # A spare has it, so that a script's own `from mpi4py import MPI` does not start MPI.
 _MPI4PY = "MPI4PY_RC_INITIALIZE"
+# What differs from one login to the next: over several hosts, mpiexec starts each try by ssh.
+_OF_LOGIN = ("SSH_", "XDG_SESSION_")
 _STDLIB = os.path.dirname(os.__file__)  # noqa: PTH120 (a prefix)
 # The variables in which mpiexec gives a process its rank.
 _RANK = ("PMI_RANK", "OMPI_COMM_WORLD_RANK")
@@ -135,7 +137,7 @@ def _refuse(line: socket.socket, why: str) -> NoReturn:
 
 
 def _is_of_mpiexec(name: str) -> bool:
-    return name.startswith((PREFIX, *OF_MPIEXEC, _MPI4PY))
+    return name.startswith((PREFIX, *OF_MPIEXEC, *_OF_LOGIN, _MPI4PY))
 
 
 def _variables(words: Iterable[bytes]) -> dict[str, str]:

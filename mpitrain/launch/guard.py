@@ -41,6 +41,7 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.launch.facts import collect
+from mpitrain.launch.hearing import Hearing
 from mpitrain.launch.marked import Marked, command_line, read, remove
 from mpitrain.launch.memory_kills import MemoryKills
 from mpitrain.launch.shared_files import SharedFiles
@@ -53,8 +54,6 @@ RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK")
 
 _BEAT_SECONDS = 1.0
 _REACH_SECONDS = 1.5
-# After such a gap this host was silent, not the launcher: it was suspended or frozen.
-_GAP_SECONDS = 5.0
 
 _sending = threading.Lock()
 
@@ -66,7 +65,7 @@ class Guard:
         self._job = Marked(wish["token"])
         self._roll_call = wish["roll_call"]
         self._peers = wish["peers"]
-        self._silence_seconds = wish["silence_seconds"]
+        self._hearing = Hearing(wish["silence_seconds"])
         self._received = b""
         self._census = census
         self._first_end: dict[str, Any] | None = None
@@ -80,22 +79,18 @@ class Guard:
 
     def run(self) -> None:
         """Run until the job is over."""
-        heard = looked = beaten = time.monotonic()
+        beaten = time.monotonic()
         while True:
             ready, _, _ = select.select([0, self._census.fileno()], [], [], _BEAT_SECONDS / 2)
             self._look_at_ends()
             now = time.monotonic()
-            if now - looked > _GAP_SECONDS:
-                heard = now
-            looked = now
             if 0 in ready:
                 data = os.read(0, 1 << 16)
                 if not data:
                     break
-                heard = now
                 if self._obey(data):
                     return
-            if self._silence_seconds and now - heard > self._silence_seconds:
+            if self._hearing.is_lost(has_come=0 in ready):
                 break
             if now - self._files_looked >= _BEAT_SECONDS / 2:  # a look reads all of /proc
                 self._files_looked = now

@@ -26,11 +26,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from mpitrain.launch.hearing import Hearing
 from mpitrain.launch.kept import Kept
 
 _LOOK_SECONDS = 1.0
-# After such a gap this host was silent, not the launcher: it was suspended or frozen.
-_GAP_SECONDS = 5.0
 # A keeper of the same job that was cut off from the launcher may be about to end.
 _NAME_SECONDS = 5.0
 
@@ -48,19 +47,14 @@ def main(wish: dict[str, Any], _probe: str) -> None:
         return
     _send({"ready": 1})
     received = b""
-    heard = looked = time.monotonic()
+    hearing = Hearing(wish["silence_seconds"])
     while True:
         ready, _, _ = select.select([0, kept.fileno()], [], [], _LOOK_SECONDS)
-        now = time.monotonic()
-        if now - looked > _GAP_SECONDS:
-            heard = now
-        looked = now
         kept.look()
         if 0 in ready:
             data = os.read(0, 1 << 16)
             if not data:
                 return
-            heard = now
             *lines, received = (received + data).split(b"\n")
             for message in map(json.loads, lines):
                 kept.wish, kept.of = message.get("wish", kept.wish), message.get("of", kept.of)
@@ -68,7 +62,7 @@ def main(wish: dict[str, Any], _probe: str) -> None:
                     _send({"pong": message["ping"]})
                 if "room" in message:
                     _send({"room": message["room"], **_room(kept.pids())})
-        elif wish["silence_seconds"] and now - heard > wish["silence_seconds"]:
+        if hearing.is_lost(has_come=0 in ready):
             return
 
 

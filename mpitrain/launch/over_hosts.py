@@ -26,6 +26,7 @@ from mpitrain.launch.job import Run
 from mpitrain.launch.keepers import Keepers
 from mpitrain.launch.placement import Placement, refuse_crowds
 from mpitrain.launch.processes import left_out
+from mpitrain.launch.reserve import Reserve
 from mpitrain.launch.silence import GUARD_SILENCE_SECONDS
 from mpitrain.launch.variables import absent
 from mpitrain.launch.watch import Guards
@@ -68,6 +69,7 @@ def run(
     start_seconds: float,
     from_file: Mapping[str, str],
     keepers: Keepers | None,
+    reserve: Reserve | None,
     meanwhile: Callable[[], None],
 ) -> Ended:
     """Start the job and see to its end.
@@ -78,15 +80,18 @@ def run(
         start_seconds: the time within which all ranks must have started; 0: no limit.
         from_file: variables of --env-file, already set; the devices that they name must exist on all hosts.
         keepers: of the job; None: it is not started again.
+        reserve: the spares that become the ranks, if there are any.
         meanwhile: is called some times a second while the job runs.
 
     Raises:
         LaunchError: hosts cannot be reached, or differ from this one.
     """
     with ExitStack() as stack:
-        new = JobOverHosts(stack, job, script, start_seconds, from_file)
+        new = JobOverHosts(stack, job, script, start_seconds, from_file, reserve)
         if keepers is not None:
             keepers.begin(job.placement.hosts, new.job.context.job)
+        if reserve is not None:
+            reserve.begin(job.placement.hosts)
         new.connect(keepers)
         new.ask()
         if keepers is not None:
@@ -103,18 +108,25 @@ class JobOverHosts:
     """
 
     def __init__(
-        self, stack: ExitStack, job: JobSpec, script: str, start_seconds: float, from_file: Mapping[str, str]
+        self,
+        stack: ExitStack,
+        job: JobSpec,
+        script: str,
+        start_seconds: float,
+        from_file: Mapping[str, str],
+        reserve: Reserve | None = None,
     ) -> None:
         """What is opened here is closed with `stack`. For the other arguments see `run`."""
         self.job = replace(job, context=identified(job.context, _FOLDER))
         self.guards: Guards
         self._stack, self._script, self._start_seconds, self._from_file = stack, script, start_seconds, from_file
+        self._reserve = reserve
         self._facts: Mapping[str, HostFacts] = {}
         self._agent = Path(stack.enter_context(tempfile.TemporaryDirectory()), "ssh")
 
     def connect(self, keepers: Keepers | None) -> None:
         """Begin to connect to the hosts. The guards give `keepers` their beats. Call this in the main thread."""
-        guards = _guards(self.job.placement, self._script, self.job.context, self._agent, keepers)
+        guards = _guards(self.job.placement, self._script, self.job.context, self._agent, keepers, self._reserve)
         self.guards = self._stack.enter_context(guards)
 
     def ask(self) -> None:
@@ -143,8 +155,10 @@ class JobOverHosts:
             **({"PRTE_MCA_plm_ssh_no_tree_spawn": "1"} if job.mpiexec.vendor == "openmpi" else {}),
         }
         path, recovers = Path(job.context.roll_call), bool(job.context.recover)
-        watched = WatchedJob(job.placement.places, self.guards, path, self._start_seconds, recovers=recovers)
-        return Run(_fitted(job, facts, pinning, added), watched)
+        watched = WatchedJob(
+            job.placement.places, self.guards, path, self._start_seconds, recovers=recovers, reserve=self._reserve
+        )
+        return Run(_fitted(job, facts, pinning, added, self._reserve), watched)
 
 
 def check(placement: Placement, script: str, from_file: Mapping[str, str]) -> None:
@@ -161,7 +175,12 @@ def check(placement: Placement, script: str, from_file: Mapping[str, str]) -> No
 
 
 def _guards(
-    placement: Placement, script: str, context: JobContext, agent: Path | None = None, keepers: Keepers | None = None
+    placement: Placement,
+    script: str,
+    context: JobContext,
+    agent: Path | None = None,
+    keepers: Keepers | None = None,
+    reserve: Reserve | None = None,
 ) -> Guards:
     """Connect to every host; the guards live as long as a `with` of the result. This host's guard removes `agent`."""
     wish = {
@@ -180,7 +199,7 @@ def _guards(
     }
     if agent is not None:
         wishes[placement.own]["agent"] = str(agent)
-    return Guards(placement.own, addresses, wishes, keepers)
+    return Guards(placement.own, addresses, wishes, keepers, reserve)
 
 
 def _facts(guards: Guards, from_file: Mapping[str, str]) -> Mapping[str, HostFacts]:
@@ -221,7 +240,13 @@ def _pinning(job: JobSpec, facts: Mapping[str, HostFacts]) -> Pinning:
     return pin(facts, job.placement.hosts, job.mpiexec.vendor, os.environ)
 
 
-def _fitted(job: JobSpec, facts: Mapping[str, HostFacts], pinning: Pinning, added: Mapping[str, str]) -> JobSpec:
+def _fitted(
+    job: JobSpec,
+    facts: Mapping[str, HostFacts],
+    pinning: Pinning,
+    added: Mapping[str, str],
+    reserve: Reserve | None = None,
+) -> JobSpec:
     """Return the job as its hosts need it, with `added` variables. With a roll call, ranks report their start."""
     placement = job.placement
     cores = {host: int(facts[host]["cores"]) for host in placement.hosts}
@@ -235,7 +260,11 @@ def _fitted(job: JobSpec, facts: Mapping[str, HostFacts], pinning: Pinning, adde
     program = job.program
     if job.context.roll_call or settings:
         # -P: the working folder may have a json.py other than Python's.
+        if reserve is not None and settings:  # behind them, because a spare is started in the environment of a stub
+            program = reserve.stub(program, placement.places)
         program = [sys.executable, "-P", "-m", "mpitrain.launch.rank", json.dumps(settings), *program]
+        if reserve is not None and not settings:
+            program = reserve.stub(program, placement.places)
     return replace(
         job,
         program=program,

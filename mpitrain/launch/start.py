@@ -97,11 +97,6 @@ def start(request: Request) -> int:
         mpiexec = describe_mpiexec(request.mpiexec) if request.mpiexec else find_mpiexec()
         if request.recover:
             _check_recovers(mpiexec)
-        if request.spares and not placement.is_here:
-            raise ConfigError(
-                f"--spares works on one machine only, and the job runs on {', '.join(placement.hosts)}. Leave out "
-                "--spares, or give --hosts localhost"
-            )
         check_mpiexec(mpiexec, find_library(), placement.num_ranks, request.typed)
         if placement.note:
             print(f"mpitrain: {placement.note}", file=sys.stderr)
@@ -152,11 +147,11 @@ def _supervise(job: JobSpec, request: Request, from_file: Mapping[str, str]) -> 
         meanwhile = changes.look if changes is not None else lambda: None
         if where.is_here:
             return here.run(this_try, from_file, keepers, reserve, meanwhile)
-        return over_hosts.run(this_try, request.script, request.start_seconds, from_file, keepers, meanwhile)
+        return over_hosts.run(this_try, request.script, request.start_seconds, from_file, keepers, reserve, meanwhile)
 
     def prepare(where: Placement, cause: str) -> Successor | None:
         assert keepers is not None
-        if where.is_here or reserve is not None:
+        if where.is_here or reserve is not None:  # the spares are for one try at a time
             return None
         context = replace(job.context, keeper=keepers.name, follows=keepers.of, failure=cause)
         this_try = replace(job, placement=where, context=context)

@@ -17,6 +17,7 @@ from mpitrain.launch.connections import SWEEP, Connection, connect
 from mpitrain.launch.ending import in_order
 from mpitrain.launch.host_report import HostReport
 from mpitrain.launch.keepers import Keepers
+from mpitrain.launch.reserve import Reserve
 from mpitrain.launch.silence import PATIENCE_SECONDS, SILENCE_SECONDS, account_of, lost_hosts
 from mpitrain.watching.census import FirstEnd
 from mpitrain.watching.phases import Phases
@@ -50,13 +51,17 @@ class Guards:
         hosts: Iterable[str],
         wishes: Mapping[str, Mapping[str, Any]],
         keepers: Keepers | None = None,
+        reserve: Reserve | None = None,
     ) -> None:
-        """Connect to all hosts; `own` is the name of this machine among them. `keepers` get their beats from here."""
+        """Connect to all hosts; `own` is the name of this machine among them.
+
+        `keepers` and `reserve`, of the job, get their beats from here.
+        """
         self.reports = {host: HostReport() for host in hosts}
         self.phases = Phases()
         self.trouble: str | None = None
         self.is_interrupted = False
-        self._wishes, self._own, self._keepers = wishes, own, keepers
+        self._wishes, self._own, self._keepers, self._reserve = wishes, own, keepers, reserve
         # By host, from its fastest echo: the echo's duration, and what to add to the host's times.
         self._clocks: dict[str, tuple[float, float]] = {}
         self._beaten = 0.0
@@ -281,6 +286,8 @@ class Guards:
             self._send_all({"beat": now})
             if self._keepers is not None:
                 self._beat_keepers(self._keepers)
+            if self._reserve is not None:
+                self._reserve.beat()
 
     def _beat_keepers(self, keepers: Keepers) -> None:
         lost = self.lost()

@@ -80,10 +80,31 @@ def went_on_from_memory(end: Ended, failed: int) -> None:
     assert "memory is not used" not in end.output, end.output
 
 
+def rank_of(bed: Bed, node: str) -> int:
+    """The process of the rank there that has come out of init() last."""
+    return int(bed.node_run(node, ["cat", "/tmp/rank"]).stdout)
+
+
+def programs(bed: Bed, node: str) -> set[int]:
+    """The processes there that run the script, ranks and spares."""
+    found = bed.node_run(node, ["pgrep", "-u", "cluster", "-f", r"^\S+ train\.py"]).stdout
+    return {int(line) for line in found.split()}
+
+
 @MOSTLY_MPICH
-def test_a_rank_is_killed(bed: Bed, python: str) -> None:
-    job = Job(bed, "-n 4 --restarts 2 train.py 100", python=python, setting=EVERY_STEP)
+@pytest.mark.parametrize("spares", ["--spares", pytest.param("", marks=pytest.mark.slow)])
+def test_a_rank_is_killed(bed: Bed, python: str, spares: str) -> None:
+    """With spares, the holder of node2 is killed first: its rank starts as a program, those of the others are there."""
+    job = Job(bed, f"-n 4 --restarts 2 {spares} train.py 100", python=python, setting=EVERY_STEP)
     job.wait_for("made step 50 ")
+    there = {}
+    if spares:
+        job.wait_for("mpitrain: 4 spares are ready\n")
+        holder = "ps -o ppid= -p $(pgrep -u cluster -f '^[^ ]+ train[.]py' | grep -vx $(cat /tmp/rank))"
+        killed = bed.node_run("node2", ["bash", "-c", f"kill -9 $({holder})"])
+        assert killed.returncode == 0, killed.stderr
+        job.wait_for("mpitrain: node2: the process that holds the spares has ended; from now on ranks start there ")
+        there = {node: programs(bed, node) - {rank_of(bed, node)} for node in ("node1", "node3", "node4")}
     bed.node_run("node3", ["bash", "-c", "kill -9 $(cat /tmp/rank)"])
     job.wait_for("starting again")
     write(bed, "node1", "go_on", "")
@@ -98,6 +119,8 @@ def test_a_rank_is_killed(bed: Bed, python: str) -> None:
     went_on_from_memory(end, int(found[1]))
     assert "mpitrain: try 2 of 3 succeeded\n" in end.output
     assert end.output.count("made step 100 on 4 ranks") == 1
+    assert {node: [rank_of(bed, node)] for node in there} == {node: list(pids) for node, pids in there.items()}
+    assert "a spare" not in end.output
 
 
 @pytest.mark.slow
@@ -138,7 +161,7 @@ def test_the_cable_of_the_launcher_is_plugged_in_again(bed: Bed, python: str) ->
 
 
 def test_silence(bed: Bed) -> None:
-    """Of the launcher's node, of a node that is paused for 4 s, and of one whose cable is cut: only the last is lost."""
+    """Of the launcher's node, of a node that is paused, and of one whose cable is cut: only the last is lost."""
     write(bed, "node1", "go_on", "")
     job = Job(bed, "-n 4 --restarts 1 train.py 1000000", setting=EVERY_STEP)
     job.wait_for("made step 50 ")
