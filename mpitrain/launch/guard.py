@@ -12,11 +12,15 @@ come with it, and must run with old Pythons. Both sides send one JSON object per
                                                   guard: {"first_end": census.FirstEnd or null}
                                                   guard: {"files": [[path, inode]...], of the job,
                                                          "since": when it began, by time.time() there}
+    launcher: {"begin": 1}, to an idle one
+    launcher: {"paths": [path...]}                guard: {"paths": {path: facts.look_at_paths(...)}}
     launcher: {"look": 1}                         guard: {"seen": [view.RankView..., with stacks]}
     launcher: {"processes": 1}                    guard: {"processes": [[pid, state, command line]...],
                                                          "unreachable": [host...]}
     launcher: {"end": linger_seconds}             guard: {"ended": [[pid, command line]...], "immortal": [...],
                                                          "lost": whether somebody removed the roll call}
+
+A guard that is `idle` was sent ahead (ahead.py): it costs little until mpiexec is started.
 
 The guard ends the job's processes (marked.py) when the launcher says so, when the connection closes, and when the
 launcher has been silent for `silence_seconds` (0: never). Then it removes the job's files (shared_files.py). If the
@@ -40,7 +44,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mpitrain.launch.facts import collect
+from mpitrain.launch.facts import collect, look_at_paths
 from mpitrain.launch.hearing import Hearing
 from mpitrain.launch.marked import Marked, command_line, read, remove
 from mpitrain.launch.memory_kills import MemoryKills
@@ -65,6 +69,7 @@ class Guard:
         self._job = Marked(wish["token"])
         self._roll_call = wish["roll_call"]
         self._peers = wish["peers"]
+        self._is_idle = wish.get("idle", False)
         self._hearing = Hearing(wish["silence_seconds"])
         self._received = b""
         self._census = census
@@ -92,7 +97,7 @@ class Guard:
                     return
             if self._hearing.is_lost(has_come=0 in ready):
                 break
-            if now - self._files_looked >= _BEAT_SECONDS / 2:  # a look reads all of /proc
+            if not self._is_idle and now - self._files_looked >= _BEAT_SECONDS / 2:  # a look reads all of /proc
                 self._files_looked = now
                 self._look_at_files()
             if now - beaten >= _BEAT_SECONDS:
@@ -129,6 +134,10 @@ class Guard:
             message = json.loads(line)
             if "beat" in message:
                 send({"echo": message["beat"], "time": time.monotonic()})
+            if "begin" in message:
+                self._is_idle = False
+            if "paths" in message:
+                send({"paths": look_at_paths(message["paths"])})
             if "end" in message:
                 self._end(message["end"])
                 return True

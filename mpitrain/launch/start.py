@@ -1,7 +1,7 @@
 """The path of a job from the user's request to its exit code.
 
-Request ─> environment ─> Placement ─> mpiexec ─> JobSpec ─> supervise ─┬─> here.run ───────┬─> exit code
-                                                      ^                 └─> over_hosts.run ─┘
+Request ─> environment ─> Placement ─> mpiexec ─> JobSpec ─> supervise ─┬─> here.run ──┬─> exit code
+                                                      ^                 └─> Tries.run ─┘
                                                       └── with fewer hosts after a failure ─┘
 """
 
@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from mpitrain.config import ENV_FILE
@@ -33,6 +34,7 @@ from mpitrain.launch.placement import Placement, refuse_crowds
 from mpitrain.launch.reserve import Reserve
 from mpitrain.launch.successor import Successor
 from mpitrain.launch.supervisor import Limits, Pause, supervise
+from mpitrain.launch.tries import Tries
 from mpitrain.launch.tuning import glibc_version
 from mpitrain.launch.variables import read_env_file
 
@@ -146,8 +148,12 @@ def _supervise(job: JobSpec, request: Request, from_file: Mapping[str, str]) -> 
         this_try = replace(job, placement=where, context=context)
         meanwhile = changes.look if changes is not None else lambda: None
         if where.is_here:
+            tries.forget()
             return here.run(this_try, from_file, keepers, reserve, meanwhile)
-        return over_hosts.run(this_try, request.script, request.start_seconds, from_file, keepers, reserve, meanwhile)
+        return tries.run(this_try, meanwhile)
+
+    def make(stack: ExitStack, this_try: JobSpec) -> over_hosts.JobOverHosts:
+        return over_hosts.JobOverHosts(stack, this_try, request.script, request.start_seconds, from_file, reserve)
 
     def prepare(where: Placement, cause: str) -> Successor | None:
         assert keepers is not None
@@ -155,11 +161,7 @@ def _supervise(job: JobSpec, request: Request, from_file: Mapping[str, str]) -> 
             return None
         context = replace(job.context, keeper=keepers.name, follows=keepers.of, failure=cause)
         this_try = replace(job, placement=where, context=context)
-
-        def make(stack: ExitStack) -> over_hosts.JobOverHosts:
-            return over_hosts.JobOverHosts(stack, this_try, request.script, request.start_seconds, from_file)
-
-        return Successor(make, keepers)
+        return Successor(partial(make, this_try=this_try), keepers)
 
     def widen(placement: Placement, hosts: str) -> Placement:
         return widened(placement, hosts, request.inventory)
@@ -173,6 +175,7 @@ def _supervise(job: JobSpec, request: Request, from_file: Mapping[str, str]) -> 
         if request.limits.restarts:
             keepers = stack.enter_context(Keepers(job.placement.own, f"mpitrain-keeper-{secrets.token_hex(8)}"))
             changes = stack.enter_context(Changes(keepers, request.limits.min_nodes, widen, check, prepare))
+        tries = stack.enter_context(Tries(make, keepers, reserve))
         return supervise(run, job.placement, request.limits, changes)
 
 

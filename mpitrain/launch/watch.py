@@ -8,7 +8,7 @@ from __future__ import annotations
 import selectors
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +28,7 @@ BEAT_SECONDS = 1.0
 FACTS_SECONDS = 45.0  # a host must answer within this time, even with slow disks
 END_SECONDS = 15.0
 _LOOK_SECONDS = 3.0
+_PATHS_SECONDS = 6.0
 # While the other hosts report what their ranks do, a host with this much silence is not waited for.
 _SHORT_SILENCE_SECONDS = 3.0
 _CLOSE_SECONDS = 3.0
@@ -121,10 +122,43 @@ class Guards:
             raise error
         return {host: self._facts[host] for host in self._connections}
 
-    def start(self) -> None:
-        """From now on, treat silence as trouble. Call this before mpiexec runs."""
+    def keep(self) -> None:
+        """From now on, treat silence as trouble."""
         self._grant(time.monotonic())
+        self._thread = threading.Thread(target=self._run, name="guards", daemon=True)
         self._thread.start()
+
+    def start(self) -> None:
+        """The same, if it is not so yet, and have guards work that are idle. Call this before mpiexec runs."""
+        if not self._thread.is_alive():
+            self.keep()
+        self._send_all({"begin": 1})
+
+    def narrow(self, hosts: Iterable[str]) -> bool:
+        """Keep only the guards of these hosts, after `keep`. False: there is trouble with one of them."""
+        self._stop.set()
+        self._thread.join(END_SECONDS)
+        self._stop.clear()
+        for host in self._connections.keys() - set(hosts):
+            connection = self._connections.pop(host)
+            del self.reports[host], self._answered[host]
+            connection.hang_up()
+            connection.close(0.0)
+        if any(one.is_closed or self.reports[host].has_vanished for host, one in self._connections.items()):
+            return False
+        self.trouble = None
+        self.keep()
+        return True
+
+    def have_paths(self, paths: Sequence[str]) -> bool:
+        """Ask whether these paths are there on all hosts. False, too, if a host does not answer in time."""
+        self._send_all({"paths": paths})
+        deadline = time.monotonic() + _PATHS_SECONDS
+        while time.monotonic() < deadline and self.trouble is None:
+            if all(report.paths is not None for report in self.reports.values()):
+                return all(state == ["there"] for one in self.reports.values() for state in (one.paths or {}).values())
+            time.sleep(0.01)
+        return False
 
     def beat_for(self, keepers: Keepers) -> None:
         """Send `keepers` their beats from now on: the ranks of this job are those that train."""
