@@ -20,7 +20,7 @@ come with it, and must run with old Pythons. Both sides send one JSON object per
     launcher: {"end": linger_seconds}             guard: {"ended": [[pid, command line]...], "immortal": [...],
                                                          "lost": whether somebody removed the roll call}
 
-A guard that is `idle` was sent ahead (ahead.py): it costs little until mpiexec is started.
+A guard that is `idle` is of the next try (tries.py): it costs little until mpiexec is started.
 
 The guard ends the job's processes (marked.py) when the launcher says so, when the connection closes, and when the
 launcher has been silent for `silence_seconds` (0: never). Then it removes the job's files (shared_files.py). If the

@@ -1,12 +1,17 @@
-"""How a process on a host of a job notices that the launcher has fallen silent.
+"""What the processes have in common that the launcher sends to the hosts: how they notice its silence, how they listen.
 
 Sent to the hosts as text. So this module imports no other module of mpitrain, and must run with old Pythons.
 """
 
 from __future__ import annotations
 
+import errno
+import socket
 import time
 
+_MOST_WAITING = 4096
+# A process of the same job that was cut off from the launcher may be about to end.
+_NAME_SECONDS = 5.0
 # After such a gap this host was silent, not the launcher: it was suspended or frozen.
 _GAP_SECONDS = 5.0
 
@@ -26,3 +31,25 @@ class Hearing:
             self._heard = now
         self._looked = now
         return bool(self._silence_seconds) and now - self._heard > self._silence_seconds
+
+
+def listen(name: str) -> socket.socket:
+    """Make the abstract socket of this name, at which processes of this host can call.
+
+    Raises:
+        OSError: the name stays taken.
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    deadline = time.monotonic() + _NAME_SECONDS
+    while True:
+        try:
+            listener.bind("\0" + name)
+            break
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
+                listener.close()
+                raise
+            time.sleep(0.1)
+    listener.listen(_MOST_WAITING)
+    listener.setblocking(False)
+    return listener

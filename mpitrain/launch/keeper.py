@@ -16,13 +16,11 @@ It ends, with all that it holds, when the connection closes, and when the launch
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import resource
 import select
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +28,6 @@ from mpitrain.launch.hearing import Hearing
 from mpitrain.launch.kept import Kept
 
 _LOOK_SECONDS = 1.0
-# A keeper of the same job that was cut off from the launcher may be about to end.
-_NAME_SECONDS = 5.0
 
 
 def main(wish: dict[str, Any], _probe: str) -> None:
@@ -41,7 +37,7 @@ def main(wish: dict[str, Any], _probe: str) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # the keeper needs two per rank
     try:
-        kept = _listen(wish["keeper"])
+        kept = Kept(wish["keeper"])
     except OSError as error:
         _send({"error": str(error)})
         return
@@ -64,17 +60,6 @@ def main(wish: dict[str, Any], _probe: str) -> None:
                     _send({"room": message["room"], **_room(kept.pids())})
         if hearing.is_lost(has_come=0 in ready):
             return
-
-
-def _listen(name: str) -> Kept:
-    deadline = time.monotonic() + _NAME_SECONDS
-    while True:
-        try:
-            return Kept(name)
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
-                raise
-            time.sleep(0.1)
 
 
 def _room(pids: list[int]) -> dict[str, Any]:

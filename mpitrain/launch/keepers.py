@@ -18,7 +18,7 @@ from mpitrain.launch.kept import DIES, PREPARES, STAYS
 from mpitrain.watching.rank_record import RankRecord
 
 # The modules of the keeper, each after those that it imports.
-KEEPER = ("launch.kept", "launch.hearing", "launch.keeper")
+KEEPER = ("launch.hearing", "launch.kept", "launch.keeper")
 
 # Longer than that of a guard: between two tries, nobody sends beats.
 KEEPER_SILENCE_SECONDS = 60.0

@@ -15,7 +15,7 @@ A try is named by the id of its job. A name is that of a run and of what is kept
 name and no file (an abstract socket of unix(7)), and the memory has no name at all. So both are gone with the keeper,
 however it ends.
 
-Sent to the keepers as text. So this module imports no other module of mpitrain, and must run with old Pythons.
+Sent to the keepers as text. So this module imports only a module that comes with it, and must run with old Pythons.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
+from mpitrain.launch.hearing import listen
+
 # What the launcher wishes of the ranks. LEAVES: after their next copy, they end, because the hosts of the job change.
 # SAVES: the same, but no other try follows; they save. DIES: the job is ending; who has been told to end does so.
 # PREPARES: the ranks of the next try are starting beside them; until these are ready, the training goes on.
 STAYS, LEAVES, SAVES, DIES, PREPARES = 0, 1, 2, -1, -2
 
-_MOST_WAITING = 4096
 _MESSAGE_BYTES = 1 << 16
 _MOST_DESCRIPTORS = 2
 _ANSWER_SECONDS = 10.0
@@ -53,17 +54,14 @@ class Kept:
         """Make the socket.
 
         Raises:
-            OSError: the name is taken.
+            OSError: the name stays taken.
         """
         self.wish, self.of = STAYS, ""
         self._ranks: dict[int, tuple[str, int]] = {}  # by descriptor of its line: the try of a rank, and its process
         self._tries: set[str] = set()  # those that have had ranks here
         self._left: dict[str, list[int]] = {}  # by try
         self._following: dict[int, str] = {}  # by descriptor of its line: the try for whose end a rank waits
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.bind("\0" + name)
-        self._listener.listen(_MOST_WAITING)
-        self._listener.setblocking(False)
+        self._listener = listen(name)
         self._events = select.epoll()
         self._events.register(self._listener.fileno(), select.EPOLLIN)
         self._lines: dict[int, socket.socket] = {}  # by descriptor

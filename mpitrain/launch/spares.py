@@ -36,7 +36,7 @@ from typing import Any
 
 from mpitrain.job.context import SPARE
 from mpitrain.launch.guard import send
-from mpitrain.launch.hearing import Hearing
+from mpitrain.launch.hearing import Hearing, listen
 from mpitrain.launch.marked import Marked, read
 from mpitrain.launch.spare import ASKED, RANK, READY, REFUSED, STARTING, Spare
 from mpitrain.watching.roll_call import peer
@@ -44,7 +44,6 @@ from mpitrain.watching.roll_call import peer
 _ANSWER_SECONDS = 5.0
 _END_SECONDS = 5.0
 _MOST_BYTES = 1024
-_MOST_WAITING = 4096
 
 
 class Spares:
@@ -54,13 +53,10 @@ class Spares:
         """Listen for stubs at the abstract socket `name`. `token` marks the spares; `tell` tells the launcher.
 
         Raises:
-            OSError: the name is taken.
+            OSError: the name stays taken.
         """
         self._token, self._tell = token, tell
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.bind("\0" + name)
-        self._listener.listen(_MOST_WAITING)
-        self._listener.setblocking(False)
+        self._listener = listen(name)
         self._spares: list[Spare] = []
         self._heard: dict[int, Callable[[], None]] = {}  # by descriptor: what to do when it is readable
         self._events = select.epoll()

@@ -69,7 +69,7 @@ class Guards:
         self._answered = dict.fromkeys(self.reports, 0.0)  # when each guard last answered a beat
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="guards", daemon=True)
+        self._thread: threading.Thread | None = None
         self._facts: dict[str, Any] = {}
         now = time.monotonic()
         self._connections = {host: connect(host, host == own, wishes[host], now) for host in self.reports}
@@ -80,7 +80,7 @@ class Guards:
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        if self._thread.is_alive():
+        if self._thread is not None:
             self._thread.join(END_SECONDS)
         connections = [*self._connections.values(), *self._closed]
         for connection in connections:
@@ -130,12 +130,13 @@ class Guards:
 
     def start(self) -> None:
         """The same, if it is not so yet, and have guards work that are idle. Call this before mpiexec runs."""
-        if not self._thread.is_alive():
+        if self._thread is None:
             self.keep()
         self._send_all({"begin": 1})
 
     def narrow(self, hosts: Iterable[str]) -> bool:
         """Keep only the guards of these hosts, after `keep`. False: there is trouble with one of them."""
+        assert self._thread is not None
         self._stop.set()
         self._thread.join(END_SECONDS)
         self._stop.clear()

@@ -9,6 +9,7 @@ import time
 import pytest
 from launching import MOSTLY_MPICH, SHARE, Ended, Job, as_user, write
 
+from jobs import until
 from mpitrain.launch.silence import SILENCE_SECONDS
 from mpitrain.testbed import Bed
 
@@ -18,8 +19,8 @@ pytestmark = pytest.mark.timeout(900)
 EVERY_STEP = "MPITRAIN_MEMORY_STEPS=1"
 PAUSE_SECONDS = 4.0
 
-# Steps of 0.05 s, with a checkpoint every 20. Each rank writes its process id into a file of its host. Step 75 waits
-# for a file `go_on`, so even a slow test makes its fault before that step has ended.
+# Steps of 0.05 s, with a checkpoint every 20. Each rank writes its process id into a file of its host. From step 75
+# on, each waits for a file `go_on`, so even a slow test makes its fault and looks before the end.
 SCRIPT = """
 import os, pathlib, sys, time
 import numpy
@@ -33,7 +34,7 @@ class Show(mt.Hook):
         time.sleep(0.05)
         if step.number % 10 == 0:
             world.print("made step", step.number, "on", world.size, "ranks")
-        while step.number == 75 and world.rank == 0 and not pathlib.Path("go_on").exists():
+        while step.number >= 75 and world.rank == 0 and not pathlib.Path("go_on").exists():
             time.sleep(0.05)
 
 def regression(parameters, batch, on_gradient):
@@ -91,10 +92,19 @@ def programs(bed: Bed, node: str) -> set[int]:
     return {int(line) for line in found.split()}
 
 
+def sent(bed: Bed, node: str) -> set[int]:
+    """The processes there that the launcher has sent: guard, keeper, holder of spares, guard of the next try."""
+    found = bed.node_run(node, ["pgrep", "-u", "cluster", "-f", "^[^ ]*python[^ ]* -I -u -c .import json"]).stdout
+    return {int(line) for line in found.split()}
+
+
 @MOSTLY_MPICH
 @pytest.mark.parametrize("spares", ["--spares", pytest.param("", marks=pytest.mark.slow)])
 def test_a_rank_is_killed(bed: Bed, python: str, spares: str) -> None:
-    """With spares, the holder of node2 is killed first: its rank starts as a program, those of the others are there."""
+    """With spares, the holder of node2 is killed first: its rank starts as a program, those of the others are there.
+
+    The next try's guard, which was there before the kill, is the guard after it.
+    """
     job = Job(bed, f"-n 4 --restarts 2 {spares} train.py 100", python=python, setting=EVERY_STEP)
     job.wait_for("made step 50 ")
     there = {}
@@ -105,8 +115,11 @@ def test_a_rank_is_killed(bed: Bed, python: str, spares: str) -> None:
         assert killed.returncode == 0, killed.stderr
         job.wait_for("mpitrain: node2: the process that holds the spares has ended; from now on ranks start there ")
         there = {node: programs(bed, node) - {rank_of(bed, node)} for node in ("node1", "node3", "node4")}
+    until(lambda: len(sent(bed, "node3")) == (4 if spares else 3), "the next try is not prepared")
+    before = sent(bed, "node3")
     bed.node_run("node3", ["bash", "-c", "kill -9 $(cat /tmp/rank)"])
-    job.wait_for("starting again")
+    job.wait_for("resumed from memory")
+    assert len(before & sent(bed, "node3")) == len(before) - 1, job.output()
     write(bed, "node1", "go_on", "")
     end = job.end()
     assert end.code == 0, end.output
