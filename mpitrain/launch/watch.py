@@ -9,20 +9,14 @@ import selectors
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from mpitrain.launch.conditions import Condition, Refusal, refuse, refuse_here
 from mpitrain.launch.connections import SWEEP, Connection, connect
-from mpitrain.launch.ending import in_order
-from mpitrain.launch.host_report import HostReport
 from mpitrain.launch.keepers import Keepers
 from mpitrain.launch.reserve import Reserve
+from mpitrain.launch.said import Said
 from mpitrain.launch.silence import PATIENCE_SECONDS, SILENCE_SECONDS, account_of, lost_hosts
-from mpitrain.watching.census import FirstEnd
-from mpitrain.watching.phases import Phases
-from mpitrain.watching.rank_record import FAILED, RankRecord
-from mpitrain.watching.view import from_json
 
 BEAT_SECONDS = 1.0
 FACTS_SECONDS = 45.0  # a host must answer within this time, even with slow disks
@@ -36,12 +30,10 @@ _CLOSE_SECONDS = 3.0
 _LOGIN_SECONDS, _LOGIN_SECONDS_OF_BROKEN = 10.0, 1.0
 
 
-class Guards:
+class Guards(Said):
     """Use this in `with`: at its end, nothing of it is left here.
 
     Attributes:
-        reports: the report of each host.
-        phases: the phases of all ranks, with the time at which each was seen.
         trouble: why the job must be ended, if it must.
         is_interrupted: a signal to the launcher ends the job.
     """
@@ -58,19 +50,13 @@ class Guards:
 
         `keepers` and `reserve`, of the job, get their beats from here.
         """
-        self.reports = {host: HostReport() for host in hosts}
-        self.phases = Phases()
+        super().__init__(hosts)
         self.trouble: str | None = None
         self.is_interrupted = False
         self._wishes, self._own, self._keepers, self._reserve = wishes, own, keepers, reserve
-        # By host, from its fastest echo: the echo's duration, and what to add to the host's times.
-        self._clocks: dict[str, tuple[float, float]] = {}
         self._beaten = 0.0
-        self._answered = dict.fromkeys(self.reports, 0.0)  # when each guard last answered a beat
-        self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self._facts: dict[str, Any] = {}
         now = time.monotonic()
         self._connections = {host: connect(host, host == own, wishes[host], now) for host in self.reports}
         self._closed: list[Connection] = []
@@ -165,63 +151,6 @@ class Guards:
         """Send `keepers` their beats from now on: the ranks of this job are those that train."""
         self._keepers = keepers
 
-    def seen(self) -> tuple[dict[str, dict[int, float]], dict[int, float]]:
-        """Return who reached which phase when, and when ranks went; copies, because the thread adds to both."""
-        now = time.monotonic()
-        with self._lock:
-            when = {phase: dict(ranks) for phase, ranks in self.phases.when.items()}
-            gone = {
-                rank: now - view.ended_seconds
-                for report in self.reports.values()
-                for rank, view in report.ranks.items()
-                if view.ended_seconds is not None
-            }
-            return when, gone
-
-    def first_ends(self) -> list[FirstEnd]:
-        """What ended first on each host where that is known; the first of all first."""
-        lost = self.lost()
-        with self._lock:
-            ends = {
-                host: report.first_end
-                for host, report in self.reports.items()
-                if report.first_end is not None and report.first_end.rank not in lost
-            }
-            here = [replace(end, seconds=self._here(host, end.seconds)) for host, end in ends.items()]
-        return in_order(here)
-
-    def records(self) -> dict[int, RankRecord]:
-        """Return the last record of each rank."""
-        with self._lock:
-            return {rank: view.record for report in self.reports.values() for rank, view in report.ranks.items()}
-
-    def lost(self) -> set[int]:
-        """The ranks that were lost, and without which the others go on."""
-        return {rank for record in self.records().values() for rank in record.lost}
-
-    def failed(self) -> RankRecord | None:
-        """Return the record of the rank that failed first; its time is by the clock here. None: no rank has failed."""
-        with self._lock:
-            failed = [
-                replace(view.record, failed_seconds=self._here(host, view.record.failed_seconds))
-                for host, report in self.reports.items()
-                for view in report.ranks.values()
-                if view.record.phase == FAILED
-            ]
-        return min(failed, key=lambda record: (record.failed_seconds, record.rank), default=None)
-
-    def left(self) -> tuple[int, float] | None:
-        """The step after which all ranks have ended for a change of hosts, and when, by the clock here; else None."""
-        lost = self.lost()
-        with self._lock:
-            left = [
-                (view.record.left_step, self._here(host, view.record.left_seconds))
-                for host, report in self.reports.items()
-                for view in report.ranks.values()
-                if view.record.rank not in lost
-            ]
-        return min(left) if left and all(step for step, _ in left) else None
-
     def interrupt(self) -> None:
         """Take note that a signal to the launcher ends the job, and tell the keepers soon."""
         self.is_interrupted = True
@@ -283,10 +212,6 @@ class Guards:
                 self._closed.append(connection)
                 self._connections[host] = connect(host, host == self._own, sweep, now, SWEEP)
 
-    def _here(self, host: str, seconds: float) -> float:
-        """Convert a time of that host's clock to the clock here."""
-        return seconds + self._clocks.get(host, (0.0, 0.0))[1]
-
     def _may_answer(self, connection: Connection) -> bool:
         limit = PATIENCE_SECONDS if connection.host == self._own else SILENCE_SECONDS
         return not connection.is_closed and self.silence(connection) < limit
@@ -338,13 +263,13 @@ class Guards:
                 connection.send(message)
 
     def _judge(self, now: float) -> str | None:
-        for host, connection in self._connections.items():
-            if connection.is_closed and self.reports[host].left is None:
+        connections = self._connections.items()
+        closed = [host for host, one in connections if one.is_closed and self.reports[host].left is None]
+        if closed:
+            for host in closed:
                 self.reports[host].has_vanished = True
-                if killed := connection.how_killed():
-                    return f"{host}: the guard of the job there {killed}\nThe job is ended on all hosts"
-                return f"the connection to {connection.why_closed()}\nThe job is ended on all hosts"
-        silent = {host: now - connection.heard_seconds for host, connection in self._connections.items()}
+            return "\n".join([*map(self._why_closed, closed), "The job is ended on all hosts"])
+        silent = {host: now - connection.heard_seconds for host, connection in connections}
         lost = lost_hosts(silent, self._own)
         for host in lost:
             self.reports[host].has_vanished = True
@@ -358,6 +283,12 @@ class Guards:
                     "host has too little memory, or a disk or share there hangs. The job is ended on all hosts"
                 )
         return None
+
+    def _why_closed(self, host: str) -> str:
+        connection = self._connections[host]
+        if killed := connection.how_killed():
+            return f"{host}: the guard of the job there {killed}"
+        return f"the connection to {connection.why_closed()}"
 
     def _exchange(self, now: float, timeout_seconds: float) -> None:
         """Take in what arrives within that time."""
@@ -378,25 +309,7 @@ class Guards:
                     messages = connection.receive(time.monotonic())
                     with self._lock:
                         for message in messages:
-                            self._take(key.data, message, now)
+                            self.take(key.data, message, connection.heard_seconds, now)
         with self._lock:
             for connection in self._connections.values():
                 connection.flush()
-
-    def _take(self, host: str, message: dict[str, Any], now: float) -> None:
-        report = self.reports[host]
-        if "facts" in message or "error" in message:
-            self._facts[host] = message.get("facts", message)
-        views = [from_json(fields, host) for fields in message.get("ranks", [])]
-        for view in views:
-            self.phases.add(view.record, now)
-        # A new object each time: the main thread may be iterating over the one before.
-        report.ranks = {**report.ranks, **{view.record.rank: view for view in views}}
-        if "echo" in message:
-            # The host's time lies between the two times here; the fastest echo is the most precise.
-            heard = self._answered[host] = self._connections[host].heard_seconds
-            took, middle = heard - message["echo"], (heard + message["echo"]) / 2
-            self._clocks[host] = min(self._clocks.get(host, (float("inf"), 0.0)), (took, middle - message["time"]))
-        if "seen" in message:
-            report.seen = [from_json(fields, host) for fields in message["seen"]]
-        report.take(message)
