@@ -1,17 +1,19 @@
 """How long a training stands still when a rank is killed: from kill -9 to the first step after the restart.
 
-    python benchmarks/restart.py BED [ROUNDS]
+    python benchmarks/restart.py BED [--rounds 5] [--ppn 1]
 
-BED is a test bed of several nodes that the playbooks have set up. One rank on each node; a rank of the last node is
-killed. Prints seconds (median, lowest, highest), in parts: until the job has ended everywhere, and until a new step has
-been made.
+BED is a test bed of several nodes that the playbooks have set up, with the mpitrain to be measured. A rank of the last
+node is killed. In turn the job goes on from the disk, from memory, and from memory with spares, always with the hosts'
+facts asked before. Prints seconds (median, lowest, highest), in parts: until the job has ended everywhere, and until a
+new step has been made; and the ratios of the latter to that from the disk.
 """
 
 from __future__ import annotations
 
+import argparse
+import os
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 
@@ -23,6 +25,9 @@ STAMPS = "import sys, time; [print(time.time(), line, end=str()) for line in sys
 DEADLINE_SECONDS = 120.0
 # All nodes have one kernel here, in which UCX would take them for one machine with shared memory.
 ENVIRONMENT = ("PATH=/usr/local/lib/mpitrain/bin:/usr/bin:/bin", "HOME=/home/cluster", "UCX_TLS=tcp,self")
+
+# By kind: variables, and options of `mpitrain run`. Without newer copies than that of the first step, it is the disk.
+KINDS = {"from the disk": ("1000000", ""), "from memory": ("5", ""), "from memory, with spares": ("5", "--spares")}
 
 # A step takes 50 ms, a checkpoint is written every 20.
 SCRIPT = """
@@ -80,18 +85,23 @@ def wait_for(bed: Bed, begin: str, after: float = 0.0) -> float:
         time.sleep(0.5)
 
 
-def one_round(bed: Bed) -> tuple[float, float]:
+def one_round(bed: Bed, kind: str, ranks_per_node: int) -> tuple[float, float]:
     """Seconds from the kill to the end of the job, and to the first step after that. (The nodes have one clock.)"""
     as_user(bed, f"rm -rf restart-checkpoints restart.output; cat > restart_train.py <<'END'\n{SCRIPT}\nEND")
-    job = f"{PYTHON} -m mpitrain run -n {len(bed.names)} --restarts 1 restart_train.py"
-    run = f"echo $BASHPID > /tmp/restart.pid; exec {job}"
+    steps, options = KINDS[kind]
+    job = f"{PYTHON} -m mpitrain run --ppn {ranks_per_node} --restarts 1 {options} restart_train.py"
+    run = f"echo $BASHPID > /tmp/restart.pid; MPITRAIN_MEMORY_STEPS={steps} exec {job}"
     as_user(bed, f"( {{ {run}; }} 2>&1 | {PYTHON} -uc '{STAMPS}' > restart.output ) < /dev/null > /dev/null 2>&1 &")
     try:
-        wait_for(bed, "[0] made step 50")
+        if options:
+            wait_for(bed, f"mpitrain: {ranks_per_node * len(bed.names)} spares are ready")
+        wait_for(bed, "[0] made step 200")
         done = bed.node_run(bed.names[-1], ["bash", "-c", "date +%s.%N; kill -9 $(cat /tmp/rank)"])
         killed = float(done.stdout)
         ended = wait_for(bed, "mpitrain: try 1 of 2 failed", killed)
         stepped = wait_for(bed, "[0] made step", ended)
+        if any("resumed from memory" in text for _, text in output(bed)) != (kind != "from the disk"):
+            raise SystemExit(f"the job did not go on {kind}")
         return ended - killed, stepped - killed
     finally:
         as_user(bed, "pid=$(cat /tmp/restart.pid); kill -TERM $pid; timeout 30 tail --pid=$pid -f /dev/null")
@@ -99,17 +109,29 @@ def one_round(bed: Bed) -> tuple[float, float]:
 
 def show(name: str, seconds: Sequence[float]) -> None:
     """A line of the result."""
-    print(f"{name:<36} {statistics.median(seconds):6.2f} s  [{min(seconds):.2f} to {max(seconds):.2f}]", flush=True)
+    print(f"{name:<52} {statistics.median(seconds):6.2f} s  [{min(seconds):.2f} to {max(seconds):.2f}]", flush=True)
 
 
 def main() -> None:
     """Measure."""
-    bed = find(sys.argv[1])
-    rounds = int(sys.argv[2]) if len(sys.argv) > 2 else 5
-    print(f"{len(bed.names)} nodes, {rounds} rounds")
-    ends, steps = zip(*[one_round(bed) for _ in range(rounds)], strict=True)
-    show("until the job has ended everywhere", ends)
-    show("until a step has been made again", steps)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bed")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ppn", type=int, default=1)
+    arguments = parser.parse_args()
+    bed, rounds = find(arguments.bed), arguments.rounds
+    cores, load = os.cpu_count(), os.getloadavg()[0]
+    print(f"{len(bed.names)} nodes, {arguments.ppn} ranks on each, {rounds} rounds, {cores} cores, load {load:.1f}")
+    measured: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
+    for _ in range(rounds):
+        for kind, times in measured.items():
+            times.append(one_round(bed, kind, arguments.ppn))
+    for kind, times in measured.items():
+        ends, steps = zip(*times, strict=True)
+        show(f"{kind}: until the job has ended", ends)
+        show(f"{kind}: until a new step", steps)
+    medians = {kind: statistics.median(step for _, step in times) for kind, times in measured.items()}
+    print("; ".join(f"{kind}: {median / medians['from the disk']:.2f}" for kind, median in medians.items()))
 
 
 if __name__ == "__main__":

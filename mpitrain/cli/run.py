@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--spares",
         action="store_true",
-        help="with --restarts: keep processes ready that become the ranks after a failure; on one machine",
+        help="with --restarts: keep processes ready that become the ranks after a failure",
     )
     parser.add_argument(
         "--recover",

@@ -38,6 +38,7 @@ GUARD = (
     "launch.memory_kills",
     "launch.shared_files",
     "launch.facts",
+    "launch.hearing",
     "launch.guard",
 )
 

@@ -5,16 +5,22 @@ come with it, and must run with old Pythons. Both sides send one JSON object per
 
     launcher: {"wish": ...}                       guard: {"facts": ...}, or {"error": ...,
                                                          "condition": the name of a conditions.Condition}
+                                                  guard: {"alive": 1}, every second, from a thread: it says that this
+                                                         host has not fallen silent, whatever the guard waits for
     launcher: {"beat": number}, every second      guard: {"echo": number, "time": now, by its own clock}
                                                   guard: {"ranks": [view.RankView...]}, every second
                                                   guard: {"first_end": census.FirstEnd or null}
                                                   guard: {"files": [[path, inode]...], of the job,
                                                          "since": when it began, by time.time() there}
+    launcher: {"begin": 1}, to an idle one
+    launcher: {"paths": [path...]}                guard: {"paths": {path: facts.look_at_paths(...)}}
     launcher: {"look": 1}                         guard: {"seen": [view.RankView..., with stacks]}
     launcher: {"processes": 1}                    guard: {"processes": [[pid, state, command line]...],
                                                          "unreachable": [host...]}
     launcher: {"end": linger_seconds}             guard: {"ended": [[pid, command line]...], "immortal": [...],
                                                          "lost": whether somebody removed the roll call}
+
+A guard that is `idle` is of the next try (tries.py): it costs little until mpiexec is started.
 
 The guard ends the job's processes (marked.py) when the launcher says so, when the connection closes, and when the
 launcher has been silent for `silence_seconds` (0: never). Then it removes the job's files (shared_files.py). If the
@@ -33,11 +39,13 @@ import select
 import signal
 import socket
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
-from mpitrain.launch.facts import collect
+from mpitrain.launch.facts import collect, look_at_paths
+from mpitrain.launch.hearing import Hearing
 from mpitrain.launch.marked import Marked, command_line, read, remove
 from mpitrain.launch.memory_kills import MemoryKills
 from mpitrain.launch.shared_files import SharedFiles
@@ -50,8 +58,8 @@ RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK")
 
 _BEAT_SECONDS = 1.0
 _REACH_SECONDS = 1.5
-# After such a gap this host was silent, not the launcher: it was suspended or frozen.
-_GAP_SECONDS = 5.0
+
+_sending = threading.Lock()
 
 
 class Guard:
@@ -61,7 +69,8 @@ class Guard:
         self._job = Marked(wish["token"])
         self._roll_call = wish["roll_call"]
         self._peers = wish["peers"]
-        self._silence_seconds = wish["silence_seconds"]
+        self._is_idle = wish.get("idle", False)
+        self._hearing = Hearing(wish["silence_seconds"])
         self._received = b""
         self._census = census
         self._first_end: dict[str, Any] | None = None
@@ -75,24 +84,20 @@ class Guard:
 
     def run(self) -> None:
         """Run until the job is over."""
-        heard = looked = beaten = time.monotonic()
+        beaten = time.monotonic()
         while True:
             ready, _, _ = select.select([0, self._census.fileno()], [], [], _BEAT_SECONDS / 2)
             self._look_at_ends()
             now = time.monotonic()
-            if now - looked > _GAP_SECONDS:
-                heard = now
-            looked = now
             if 0 in ready:
                 data = os.read(0, 1 << 16)
                 if not data:
                     break
-                heard = now
                 if self._obey(data):
                     return
-            if self._silence_seconds and now - heard > self._silence_seconds:
+            if self._hearing.is_lost(has_come=0 in ready):
                 break
-            if now - self._files_looked >= _BEAT_SECONDS / 2:  # a look reads all of /proc
+            if not self._is_idle and now - self._files_looked >= _BEAT_SECONDS / 2:  # a look reads all of /proc
                 self._files_looked = now
                 self._look_at_files()
             if now - beaten >= _BEAT_SECONDS:
@@ -129,6 +134,10 @@ class Guard:
             message = json.loads(line)
             if "beat" in message:
                 send({"echo": message["beat"], "time": time.monotonic()})
+            if "begin" in message:
+                self._is_idle = False
+            if "paths" in message:
+                send({"paths": look_at_paths(message["paths"])})
             if "end" in message:
                 self._end(message["end"])
                 return True
@@ -194,11 +203,16 @@ def unreachable(peers: dict[str, str]) -> list[str]:
 def send(message: dict[str, Any]) -> None:
     """Send a line to the launcher, which may be gone."""
     data = (json.dumps(message) + "\n").encode()
-    try:
+    with _sending, contextlib.suppress(OSError):
         while data:
             data = data[os.write(1, data) :]
-    except OSError:
-        pass
+
+
+def say_alive() -> None:
+    """Send a sign of life every second, for ever."""
+    while True:
+        send({"alive": 1})
+        time.sleep(_BEAT_SECONDS)
 
 
 def main(wish: dict[str, Any], probe: str) -> None:
@@ -219,6 +233,7 @@ def main(wish: dict[str, Any], probe: str) -> None:
             text = "cannot write {}: {}".format(wish["roll_call"], error.strerror)
             send({"error": text, "condition": "SOCKETS"})
         return
+    threading.Thread(target=say_alive, daemon=True).start()
     try:
         send({"facts": collect(wish, probe) if "python" in wish else {}})
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)

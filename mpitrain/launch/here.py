@@ -51,7 +51,9 @@ def run(
     wish = {"token": context.job, "roll_call": context.roll_call, "peers": {}, "silence_seconds": 0}
     if keepers is not None:
         keepers.begin([own], context.job)
-    with Guards(own, [own], {own: wish}, keepers) as guards:
+    if reserve is not None:
+        reserve.begin([own])
+    with Guards(own, [own], {own: wish}, keepers, reserve) as guards:
         guards.facts()
         if keepers is not None:
             keepers.settle()
@@ -63,7 +65,7 @@ def run(
             recovers=bool(context.recover),
             reserve=reserve,
         )
-        program = job.program if reserve is None else reserve.begin_try(job.program, job.placement.num_ranks)
+        program = job.program if reserve is None else reserve.stub(job.program, job.placement.places)
         return Run(replace(job, context=context, program=program), watched).to_end(meanwhile)
 
 

@@ -27,6 +27,7 @@ class HostReport:
     left: list[tuple[int, str]] | None = None  # processes that had to be ended; None: no answer yet
     immortal: list[tuple[int, str]] = field(default_factory=list)
     has_vanished: bool = False  # it fell silent, or its guard ended
+    paths: dict[str, list[str]] | None = None  # what facts.look_at_paths says there, on request; None: no answer yet
     files: list[tuple[str, int]] = field(default_factory=list)  # the job's files there: path and inode
     since: float = 0.0  # when the job began there, by that host's time.time()
 
@@ -41,6 +42,8 @@ class HostReport:
             self.first_end = None if message["first_end"] is None else FirstEnd(**message["first_end"])
         if "files" in message:
             self.files, self.since = [tuple(file) for file in message["files"]], message["since"]
+        if "paths" in message:
+            self.paths = message["paths"]
         if "processes" in message:
             self.processes = [tuple(entry) for entry in message["processes"]]
             self.unreachable = message["unreachable"]

@@ -20,23 +20,20 @@ another launcher, which inherits what it holds. If it holds nothing, or knows no
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import resource
 import select
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mpitrain.launch.hearing import Hearing
 from mpitrain.launch.kept import KeeperLine, Kept
 
 _LOOK_SECONDS = 1.0
-# After such a gap this host was silent, not the launcher: it was suspended or frozen.
-_GAP_SECONDS = 5.0
-# A keeper of the same job that was cut off from the launcher may be about to end.
-_NAME_SECONDS = 5.0
 
 
 def main(wish: dict[str, Any], _probe: str) -> None:
@@ -50,7 +47,7 @@ def main(wish: dict[str, Any], _probe: str) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # the keeper needs two per rank
     try:
-        kept = _listen(wish["keeper"])
+        kept = Kept(wish["keeper"], partial(_end_other, wish["keeper"]))
         before = _claimed(wish) if "inherits" in wish else None
     except OSError as error:
         _send({"error": str(error)})
@@ -63,13 +60,9 @@ def main(wish: dict[str, Any], _probe: str) -> None:
 def _serve(kept: Kept, before: KeeperLine | None, silence_seconds: float) -> bool:
     """Serve a launcher and its ranks to the end. True: it is lost. False: nobody needs this keeper any more."""
     received = b""
-    heard = looked = time.monotonic()
+    hearing = Hearing(silence_seconds)
     while True:
         ready, _, _ = select.select([0, kept.fileno()], [], [], _LOOK_SECONDS)
-        now = time.monotonic()
-        if now - looked > _GAP_SECONDS:
-            heard = now
-        looked = now
         kept.look()
         if kept.is_dropped:
             return False
@@ -77,13 +70,12 @@ def _serve(kept: Kept, before: KeeperLine | None, silence_seconds: float) -> boo
             data = os.read(0, 1 << 16)
             if not data:
                 return True
-            heard = now
             *lines, received = (received + data).split(b"\n")
             for message in map(json.loads, lines):
                 if "bye" in message:
                     return False
                 _obey(kept, before, message)
-        elif silence_seconds and now - heard > silence_seconds:
+        if hearing.is_lost(has_come=0 in ready):
             return True
 
 
@@ -145,18 +137,6 @@ def _claimed(wish: dict[str, Any]) -> KeeperLine:
     if heir != wish["heir"]:
         raise OSError(f"{heir} goes on with this job")
     return line
-
-
-def _listen(name: str) -> Kept:
-    deadline = time.monotonic() + _NAME_SECONDS
-    while True:
-        try:
-            return Kept(name)
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
-                raise
-            _end_other(name)
-            time.sleep(0.1)
 
 
 def _end_other(name: str) -> None:

@@ -25,7 +25,7 @@ from mpitrain.launch.processes import left_out
 from mpitrain.watching.rank_record import RankRecord
 
 # The modules of the keeper, each after those that it imports.
-KEEPER = ("launch.kept", "launch.keeper")
+KEEPER = ("launch.hearing", "launch.kept", "launch.keeper")
 
 # Longer than that of a guard: between two tries, nobody sends beats.
 KEEPER_SILENCE_SECONDS = 60.0

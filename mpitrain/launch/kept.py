@@ -23,7 +23,7 @@ A try is named by the id of its job. A name is that of a run and of what is kept
 name and no file (an abstract socket of unix(7)), and the memory has no name at all. So both are gone with the keeper,
 however it ends.
 
-Sent to the keepers as text. So this module imports no other module of mpitrain, and must run with old Pythons.
+Sent to the keepers as text. So this module imports only a module that comes with it, and must run with old Pythons.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ import os
 import select
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from mpitrain.launch.hearing import listen
 
 # The names of the keepers' sockets begin so.
 KEEPER_PREFIX = "mpitrain-keeper-"
@@ -46,7 +48,6 @@ KEEPER_PREFIX = "mpitrain-keeper-"
 # PREPARES: the ranks of the next try are starting beside them; until these are ready, the training goes on.
 STAYS, LEAVES, SAVES, DIES, PREPARES = 0, 1, 2, -1, -2
 
-_MOST_WAITING = 4096
 _MESSAGE_BYTES = 1 << 16
 _MOST_DESCRIPTORS = 2
 _ANSWER_SECONDS = 10.0
@@ -64,11 +65,11 @@ class Kept:
         is_dropped: somebody does not want it any more.
     """
 
-    def __init__(self, name: str) -> None:
-        """Make the socket.
+    def __init__(self, name: str, is_taken: Callable[[], None] = lambda: None) -> None:
+        """Make the socket. See hearing.listen.
 
         Raises:
-            OSError: the name is taken.
+            OSError: the name stays taken.
         """
         self.wish, self.of = STAYS, ""
         self.estate, self.step = "", 0
@@ -79,10 +80,7 @@ class Kept:
         self._tries: set[str] = set()  # those that have had ranks here
         self._left: dict[str, list[int]] = {}  # by try
         self._following: dict[int, str] = {}  # by descriptor of its line: the try for whose end a rank waits
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.bind("\0" + name)
-        self._listener.listen(_MOST_WAITING)
-        self._listener.setblocking(False)
+        self._listener = listen(name, is_taken)
         self._events = select.epoll()
         self._events.register(self._listener.fileno(), select.EPOLLIN)
         self._lines: dict[int, socket.socket] = {}  # by descriptor

@@ -10,7 +10,7 @@ import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -19,15 +19,16 @@ from mpitrain.job.context import JobContext
 from mpitrain.launch.compare import HostFacts, differences, without_files
 from mpitrain.launch.conditions import Condition, Refusal, faults_by_host, listing, refuse
 from mpitrain.launch.dialects import JobSpec, command_for, ssh_agent
-from mpitrain.launch.ending import Ended
 from mpitrain.launch.folders import OF_SOCKETS, why_no_programs
 from mpitrain.launch.interfaces import Pinning, pin
 from mpitrain.launch.job import Run
 from mpitrain.launch.keepers import Keepers
 from mpitrain.launch.placement import Placement, refuse_crowds
 from mpitrain.launch.processes import STARTING, left_out
+from mpitrain.launch.reserve import Reserve
+from mpitrain.launch.silence import GUARD_SILENCE_SECONDS
 from mpitrain.launch.variables import absent
-from mpitrain.launch.watch import GUARD_SILENCE_SECONDS, Guards
+from mpitrain.launch.watch import Guards
 from mpitrain.launch.watched import WatchedJob, identified
 
 _FOLDER = Path(OF_SOCKETS)  # of the roll call
@@ -61,38 +62,6 @@ def show(job: JobSpec, script: str, from_file: Mapping[str, str]) -> None:
         print(command_for(_fitted(job, facts, pinning, {}), os.environ))
 
 
-def run(
-    job: JobSpec,
-    script: str,
-    start_seconds: float,
-    from_file: Mapping[str, str],
-    keepers: Keepers | None,
-    meanwhile: Callable[[], None],
-) -> Ended:
-    """Start the job and see to its end.
-
-    Args:
-        job: what to start, and on which hosts.
-        script: the script, for the comparison of the code beside it.
-        start_seconds: the time within which all ranks must have started; 0: no limit.
-        from_file: variables of --env-file, already set; the devices that they name must exist on all hosts.
-        keepers: of the job; None: it is not started again.
-        meanwhile: is called some times a second while the job runs.
-
-    Raises:
-        LaunchError: hosts cannot be reached, or differ from this one.
-    """
-    with ExitStack() as stack:
-        new = JobOverHosts(stack, job, script, start_seconds, from_file)
-        if keepers is not None:
-            keepers.begin(job.placement.hosts, new.job.context.job)
-        new.connect(keepers)
-        new.ask()
-        if keepers is not None:
-            keepers.settle()
-        return new.ready().to_end(meanwhile)
-
-
 class JobOverHosts:
     """A job until its start: call `connect`, `ask` and `ready`, in this order. `ask` takes seconds, so a thread may.
 
@@ -102,18 +71,39 @@ class JobOverHosts:
     """
 
     def __init__(
-        self, stack: ExitStack, job: JobSpec, script: str, start_seconds: float, from_file: Mapping[str, str]
+        self,
+        stack: ExitStack,
+        job: JobSpec,
+        script: str,
+        start_seconds: float,
+        from_file: Mapping[str, str],
+        reserve: Reserve | None = None,
     ) -> None:
-        """What is opened here is closed with `stack`. For the other arguments see `run`."""
+        """Nothing is started yet. What is opened here is closed with `stack`.
+
+        Args:
+            stack: see above.
+            job: what to start, and on which hosts.
+            script: the script, for the comparison of the code beside it.
+            start_seconds: the time within which all ranks must have started; 0: no limit.
+            from_file: variables of --env-file, already set; the devices that they name must exist on all hosts.
+            reserve: the spares that become the ranks, if there are any.
+        """
         self.job = replace(job, context=identified(job.context, _FOLDER))
         self.guards: Guards
         self._stack, self._script, self._start_seconds, self._from_file = stack, script, start_seconds, from_file
+        self._reserve = reserve
         self._facts: Mapping[str, HostFacts] = {}
         self._agent = Path(stack.enter_context(tempfile.TemporaryDirectory()), "ssh")
 
-    def connect(self, keepers: Keepers | None) -> None:
-        """Begin to connect to the hosts. The guards give `keepers` their beats. Call this in the main thread."""
-        guards = _guards(self.job.placement, self._script, self.job.context, self._agent, keepers)
+    def connect(self, keepers: Keepers | None, *, is_idle: bool = False) -> None:
+        """Begin to connect to the hosts. The guards give `keepers` their beats. Call this in the main thread.
+
+        Guards that are idle do little until the job is started.
+        """
+        guards = _guards(
+            self.job.placement, self._script, self.job.context, self._agent, keepers, self._reserve, is_idle=is_idle
+        )
         self.guards = self._stack.enter_context(guards)
 
     def ask(self) -> None:
@@ -124,6 +114,20 @@ class JobOverHosts:
         """
         self._facts = _facts(self.guards, self._from_file)
         _refuse_different(self.job.placement.own, self._facts, str(Path(self._script).absolute()))
+
+    def becomes(self, job: JobSpec) -> bool:
+        """After `ask` and `guards.keep`: make this `job`, with the same guards and facts. False: they do not fit it."""
+        placement, own = job.placement, self.job.context
+        context = replace(job.context, job=own.job, launcher=own.launcher, roll_call=own.roll_call)
+        hosts = placement.addresses.keys()
+        if not hosts <= self._facts.keys():
+            return False
+        is_narrower = hosts != self._facts.keys()
+        self.job = replace(job, context=context)
+        self._facts = {host: self._facts[host] for host in hosts}
+        if is_narrower and not self.guards.narrow(hosts):
+            return False
+        return self.guards.have_paths(_paths(self._script))
 
     def ready(self) -> Run:
         """Return the job, ready to be started.
@@ -142,12 +146,14 @@ class JobOverHosts:
             **({"PRTE_MCA_plm_ssh_no_tree_spawn": "1"} if job.mpiexec.vendor == "openmpi" else {}),
         }
         path, recovers = Path(job.context.roll_call), bool(job.context.recover)
-        watched = WatchedJob(job.placement.places, self.guards, path, self._start_seconds, recovers=recovers)
-        return Run(_fitted(job, facts, pinning, added), watched)
+        watched = WatchedJob(
+            job.placement.places, self.guards, path, self._start_seconds, recovers=recovers, reserve=self._reserve
+        )
+        return Run(_fitted(job, facts, pinning, added, self._reserve), watched)
 
 
 def check(placement: Placement, script: str, from_file: Mapping[str, str]) -> None:
-    """Refuse hosts that cannot join a job: as `run` does, but nothing is started.
+    """Refuse hosts that cannot join a job: as `JobOverHosts` does, but nothing is started.
 
     Raises:
         LaunchError: a host cannot be reached, or differs from this one.
@@ -164,12 +170,20 @@ def check(placement: Placement, script: str, from_file: Mapping[str, str]) -> No
 
 
 def _guards(
-    placement: Placement, script: str, context: JobContext, agent: Path | None = None, keepers: Keepers | None = None
+    placement: Placement,
+    script: str,
+    context: JobContext,
+    agent: Path | None = None,
+    keepers: Keepers | None = None,
+    reserve: Reserve | None = None,
+    *,
+    is_idle: bool = False,
 ) -> Guards:
     """Connect to every host; the guards live as long as a `with` of the result. This host's guard removes `agent`."""
     wish = {
         "python": sys.executable,
-        "paths": [str(Path.cwd()), sys.executable, str(Path(script).absolute())],
+        "paths": _paths(script),
+        "idle": is_idle,
         "script": str(Path(script).absolute()),
         "variables": {name: value for name, value in os.environ.items() if name.startswith(_FOR_PYTHON)},
         "token": context.job,
@@ -183,7 +197,11 @@ def _guards(
     }
     if agent is not None:
         wishes[placement.own]["agent"] = str(agent)
-    return Guards(placement.own, addresses, wishes, keepers)
+    return Guards(placement.own, addresses, wishes, keepers, reserve)
+
+
+def _paths(script: str) -> list[str]:
+    return [str(Path.cwd()), sys.executable, str(Path(script).absolute())]
 
 
 def _facts(guards: Guards, from_file: Mapping[str, str]) -> Mapping[str, HostFacts]:
@@ -227,7 +245,13 @@ def _pinning(job: JobSpec, facts: Mapping[str, HostFacts]) -> Pinning:
     return pin(facts, job.placement.hosts, job.mpiexec.vendor, os.environ)
 
 
-def _fitted(job: JobSpec, facts: Mapping[str, HostFacts], pinning: Pinning, added: Mapping[str, str]) -> JobSpec:
+def _fitted(
+    job: JobSpec,
+    facts: Mapping[str, HostFacts],
+    pinning: Pinning,
+    added: Mapping[str, str],
+    reserve: Reserve | None = None,
+) -> JobSpec:
     """Return the job as its hosts need it, with `added` variables. With a roll call, ranks report their start."""
     placement = job.placement
     cores = {host: int(facts[host]["cores"]) for host in placement.hosts}
@@ -241,7 +265,11 @@ def _fitted(job: JobSpec, facts: Mapping[str, HostFacts], pinning: Pinning, adde
     program = job.program
     if job.context.roll_call or settings:
         # -P: the working folder may have a json.py other than Python's.
+        if reserve is not None and settings:  # behind them, because a spare is started in the environment of a stub
+            program = reserve.stub(program, placement.places)
         program = [sys.executable, "-P", "-m", "mpitrain.launch.rank", json.dumps(settings), *program]
+        if reserve is not None and not settings:
+            program = reserve.stub(program, placement.places)
     return replace(
         job,
         program=program,

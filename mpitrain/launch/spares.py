@@ -12,8 +12,10 @@ So it imports only the modules that come with it, and must run with old Pythons.
 
     launcher: {"start": {"program": [word...],     holder: {"said": text for the user}
                "count": so many are to wait}}      holder: {"ready": how many wait now}
+    launcher: {"beat": 1}, every second
 
-All spares end with the holder, which ends when its connection closes. A spare that has become a rank ends with it too.
+All spares end with the holder, which ends when its connection closes, and when the launcher has been silent for
+`silence_seconds` (0: never). A spare that has become a rank ends with it too.
 """
 
 from __future__ import annotations
@@ -26,7 +28,6 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -35,9 +36,10 @@ from typing import Any
 
 from mpitrain.job.context import SPARE
 from mpitrain.launch.guard import send
-from mpitrain.launch.marked import Marked, read, remove
+from mpitrain.launch.hearing import Hearing, listen
+from mpitrain.launch.marked import Marked, read
 from mpitrain.launch.spare import ASKED, RANK, READY, REFUSED, STARTING, Spare
-from mpitrain.watching.roll_call import listen
+from mpitrain.watching.roll_call import peer
 
 _ANSWER_SECONDS = 5.0
 _END_SECONDS = 5.0
@@ -47,14 +49,14 @@ _MOST_BYTES = 1024
 class Spares:
     """The spares of this host. Call `look` when `fileno` is readable, and twice a second."""
 
-    def __init__(self, path: str, token: str, tell: Callable[[dict[str, Any]], None]) -> None:
-        """Listen at `path` for stubs. `token` marks the spares; `tell` sends a message to the launcher.
+    def __init__(self, name: str, token: str, tell: Callable[[dict[str, Any]], None]) -> None:
+        """Listen for stubs at the abstract socket `name`. `token` marks the spares; `tell` tells the launcher.
 
         Raises:
-            OSError: see roll_call.listen.
+            OSError: the name stays taken.
         """
-        self._path, self._token, self._tell = path, token, tell
-        self._listener = listen(path)
+        self._token, self._tell = token, tell
+        self._listener = listen(name)
         self._spares: list[Spare] = []
         self._heard: dict[int, Callable[[], None]] = {}  # by descriptor: what to do when it is readable
         self._events = select.epoll()
@@ -95,7 +97,6 @@ class Spares:
     def close(self) -> None:
         """Kill all spares, with all that they have started."""
         self._listener.close()
-        remove(self._path)
         for spare in self._spares:
             spare.process.kill()
         deadline = time.monotonic() + _END_SECONDS
@@ -139,6 +140,9 @@ class Spares:
         with contextlib.suppress(BlockingIOError):
             while True:
                 stub, _ = self._listener.accept()
+                if peer(stub)[1] != os.geteuid():
+                    stub.close()
+                    continue
                 stub.setblocking(False)
                 self._hear(stub.fileno(), partial(self._lend, stub))
 
@@ -156,8 +160,7 @@ class Spares:
                 stub.close()
                 return
             self._place = Path(f"/proc/self/fd/{rights[0]}").read_bytes().split(b"\0")
-            peer = stub.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-            pid = int.from_bytes(peer[:4], sys.byteorder)
+            pid, _, _ = peer(stub)
             state = read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
             message = json.dumps({"stub": pid, "starter": int(state[1]) if state else 0}).encode()
             for spare in self._spares:
@@ -244,12 +247,13 @@ class Spares:
 
 
 def main(wish: dict[str, Any], _probe: str) -> None:
-    """Keep the spares until the connection closes."""
+    """Keep the spares until the connection closes, or the launcher is silent for `wish["silence_seconds"]`."""
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     os.set_blocking(1, True)
     spares = Spares(wish["socket"], wish["token"], send)
     send({"ready": 0})
     received = b""
+    hearing = Hearing(wish["silence_seconds"])
     try:
         while True:
             ready, _, _ = select.select([0, spares.fileno()], [], [], 0.5)
@@ -259,7 +263,10 @@ def main(wish: dict[str, Any], _probe: str) -> None:
                 if not data:
                     break
                 *lines, received = (received + data).split(b"\n")
-                for line in lines:
-                    spares.start(**json.loads(line)["start"])
+                for message in map(json.loads, lines):
+                    if "start" in message:
+                        spares.start(**message["start"])
+            if hearing.is_lost(has_come=0 in ready):
+                break
     finally:
         spares.close()

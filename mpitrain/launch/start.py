@@ -1,7 +1,7 @@
 """The path of a job from the user's request to its exit code.
 
-Request ─> environment ─> Placement ─> mpiexec ─> JobSpec ─> supervise ─┬─> here.run ───────┬─> exit code
-                                                      ^                 └─> over_hosts.run ─┘
+Request ─> environment ─> Placement ─> mpiexec ─> JobSpec ─> supervise ─┬─> here.run ──┬─> exit code
+                                                      ^                 └─> Tries.run ─┘
                                                       └── with fewer hosts after a failure ─┘
 """
 
@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from mpitrain.launch.reserve import Reserve
 from mpitrain.launch.roster import launcher_name
 from mpitrain.launch.successor import Successor
 from mpitrain.launch.supervisor import Pause, supervise
+from mpitrain.launch.tries import Tries
 from mpitrain.launch.tuning import glibc_version
 from mpitrain.launch.variables import is_of_login, read_env_file
 from mpitrain.launch.verdict import Limits
@@ -130,11 +132,6 @@ def start(request: Request, heritage: Heritage | None = None) -> int:
         mpiexec = describe_mpiexec(request.mpiexec) if request.mpiexec else find_mpiexec()
         if request.recover:
             _check_recovers(mpiexec)
-        if request.spares and not placement.is_here:
-            raise ConfigError(
-                f"--spares works on one machine only, and the job runs on {', '.join(placement.hosts)}. Leave out "
-                "--spares, or give --hosts localhost"
-            )
         check_mpiexec(mpiexec, find_library(), placement.num_ranks, request.typed)
         if placement.note:
             print(f"mpitrain: {placement.note}", file=sys.stderr)
@@ -193,24 +190,24 @@ def _supervise(
         this_try = replace(job, placement=where, context=context)
         meanwhile = changes.look if changes is not None else lambda: None
         if where.is_here:
+            tries.forget()
             ended = here.run(this_try, from_file, keepers, reserve, meanwhile)
         else:
-            ended = over_hosts.run(this_try, request.script, request.start_seconds, from_file, keepers, meanwhile)
+            ended = tries.run(this_try, meanwhile)
         if keepers is not None:
             keepers.is_heir = False
         return ended
 
+    def make(stack: ExitStack, this_try: JobSpec) -> over_hosts.JobOverHosts:
+        return over_hosts.JobOverHosts(stack, this_try, request.script, request.start_seconds, from_file, reserve)
+
     def prepare(where: Placement, cause: str) -> Successor | None:
         assert keepers is not None
-        if where.is_here or reserve is not None:
+        if where.is_here or reserve is not None:  # the spares are for one try at a time
             return None
         context = replace(job.context, keeper=keepers.name, follows=keepers.of, failure=cause)
         this_try = replace(job, placement=where, context=context)
-
-        def make(stack: ExitStack) -> over_hosts.JobOverHosts:
-            return over_hosts.JobOverHosts(stack, this_try, request.script, request.start_seconds, from_file)
-
-        return Successor(make, keepers)
+        return Successor(partial(make, this_try=this_try), keepers)
 
     def widen(placement: Placement, hosts: str) -> Placement:
         return widened(placement, hosts, request.inventory)
@@ -235,6 +232,7 @@ def _supervise(
             changes = stack.enter_context(Changes(keepers, request.limits, widen, check, prepare))
             if listed is not None:
                 intake = stack.enter_context(Intake(changes, request.limits, listed))
+        tries = stack.enter_context(Tries(make, keepers, reserve))
         pause, away = (heritage.pause, heritage.away) if heritage else (None, ())
         return supervise(run, job.placement, request.limits, changes, intake, pause, away)
 

@@ -1,9 +1,10 @@
 """What mpiexec starts in place of a rank's program, if the job has spares: it lends the rank's place to a spare.
 
-    python -I -S stub.py SOCKET PROGRAM ARGUMENT...
+    python -I -S stub.py NAME PROGRAM ARGUMENT...
 
-It hands over the environment, the output and the connection to mpiexec (PMI_FD). Then it only passes signals on, and
-ends in the way in which the spare ends. If there is no spare, it becomes the program. See mpitrain.launch.spares.
+NAME is that of the holder's socket. The stub hands over the environment, the output and the connection to mpiexec
+(PMI_FD). Then it only passes signals on, and ends in the way in which the spare ends. If there is no spare, it becomes
+the program. See mpitrain.launch.spares.
 
 It starts in some 10 ms, because it imports nothing but what is built into Python.
 """
@@ -17,12 +18,12 @@ _ANSWER_SECONDS = 10.0
 _PASSED_ON = (_signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP, _signal.SIGQUIT, _signal.SIGUSR1, _signal.SIGUSR2)
 
 
-def lend(path: str) -> "_socket.socket | None":
+def lend(name: str) -> "_socket.socket | None":
     """Return the line to the holder of the spares, one of which is now the rank; None: there is no spare."""
     line = _socket.socket(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
     line.settimeout(_ANSWER_SECONDS)
     try:
-        line.connect(path)
+        line.connect("\0" + name)
         peer = line.getsockopt(_socket.SOL_SOCKET, _socket.SO_PEERCRED, 12)  # process, user and group
         if int.from_bytes(peer[4:8], sys.byteorder) != os.geteuid():
             return None
@@ -67,9 +68,9 @@ def stand_in(line: "_socket.socket") -> None:
     os._exit(code)
 
 
-def main(path: str, *program: str) -> None:
+def main(name: str, *program: str) -> None:
     """Lend the place of this process, or become the program. Never returns."""
-    line = lend(path)
+    line = lend(name)
     if line is not None:
         stand_in(line)
     for number in (_signal.SIGPIPE, _signal.SIGXFSZ):  # ignored by Python, which the program would inherit

@@ -8,40 +8,34 @@ from __future__ import annotations
 import selectors
 import threading
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mpitrain.launch.conditions import Condition, Refusal, refuse, refuse_here
 from mpitrain.launch.connections import SWEEP, Connection, connect
-from mpitrain.launch.ending import in_order
-from mpitrain.launch.host_clock import HostClock
-from mpitrain.launch.host_report import HostReport
 from mpitrain.launch.keepers import Keepers
-from mpitrain.watching.census import FirstEnd
-from mpitrain.watching.phases import Phases
-from mpitrain.watching.rank_record import FAILED, RankRecord
-from mpitrain.watching.view import from_json
+from mpitrain.launch.reserve import Reserve
+from mpitrain.launch.said import Said
+from mpitrain.launch.silence import PATIENCE_SECONDS, SILENCE_SECONDS, account_of, lost_hosts
 
 BEAT_SECONDS = 1.0
 # So many beats follow each other at once, to compare the host's clock: many jobs end in their first seconds.
 _QUICK_BEATS = 20
-SILENCE_SECONDS = 15.0  # a host is lost after this silence
-GUARD_SILENCE_SECONDS = 30.0  # after this silence of the launcher, a guard ends the job on its host
 FACTS_SECONDS = 90.0  # a host must answer within this time, even if it is busy and its disks are slow
 END_SECONDS = 15.0
 _LOOK_SECONDS = 3.0
+_PATHS_SECONDS = 6.0
 # While the other hosts report what their ranks do, a host with this much silence is not waited for.
 _SHORT_SILENCE_SECONDS = 3.0
 _CLOSE_SECONDS = 3.0
+# A sweep says nothing before it has been let in. A host whose connection broke is mostly down, so it has less time.
+_LOGIN_SECONDS, _LOGIN_SECONDS_OF_BROKEN = 10.0, 1.0
 
 
-class Guards:
+class Guards(Said):
     """Use this in `with`: at its end, nothing of it is left here.
 
     Attributes:
-        reports: the report of each host.
-        phases: the phases of all ranks, with the time at which each was seen.
         trouble: why the job must be ended, if it must.
         is_interrupted: a signal to the launcher ends the job.
     """
@@ -52,19 +46,19 @@ class Guards:
         hosts: Iterable[str],
         wishes: Mapping[str, Mapping[str, Any]],
         keepers: Keepers | None = None,
+        reserve: Reserve | None = None,
     ) -> None:
-        """Connect to all hosts; `own` is the name of this machine among them. `keepers` get their beats from here."""
-        self.reports = {host: HostReport() for host in hosts}
-        self.phases = Phases()
+        """Connect to all hosts; `own` is the name of this machine among them.
+
+        `keepers` and `reserve`, of the job, get their beats from here.
+        """
+        super().__init__(hosts)
         self.trouble: str | None = None
         self.is_interrupted = False
-        self._wishes, self._own, self._keepers = wishes, own, keepers
-        self._clocks = {host: HostClock() for host in self.reports}
+        self._wishes, self._own, self._keepers, self._reserve = wishes, own, keepers, reserve
         self._beaten = 0.0
-        self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="guards", daemon=True)
-        self._facts: dict[str, Any] = {}
+        self._thread: threading.Thread | None = None
         now = time.monotonic()
         self._connections = {host: connect(host, host == own, wishes[host], now) for host in self.reports}
         self._closed: list[Connection] = []
@@ -74,14 +68,15 @@ class Guards:
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        if self._thread.is_alive():
+        if self._thread is not None:
             self._thread.join(END_SECONDS)
         connections = [*self._connections.values(), *self._closed]
         for connection in connections:
             connection.hang_up()
         deadline = time.monotonic() + _CLOSE_SECONDS
         for connection in connections:
-            connection.close(max(0.0, deadline - time.monotonic()))
+            is_lost = connection.host != self._own and self.silence(connection) > SILENCE_SECONDS
+            connection.close(0.0 if is_lost else max(0.0, deadline - time.monotonic()))
 
     def processes(self) -> set[int]:
         """Return the ids of the processes here that connect to the hosts."""
@@ -115,73 +110,48 @@ class Guards:
             raise error
         return {host: self._facts[host] for host in self._connections}
 
-    def start(self) -> None:
-        """From now on, treat silence as trouble. Call this before mpiexec runs."""
-        now = time.monotonic()
-        for connection in self._connections.values():
-            connection.heard_seconds = now
+    def keep(self) -> None:
+        """From now on, treat silence as trouble."""
+        self._grant(time.monotonic())
+        self._thread = threading.Thread(target=self._run, name="guards", daemon=True)
         self._thread.start()
+
+    def start(self) -> None:
+        """The same, if it is not so yet, and have guards work that are idle. Call this before mpiexec runs."""
+        if self._thread is None:
+            self.keep()
+        self._send_all({"begin": 1})
+
+    def narrow(self, hosts: Iterable[str]) -> bool:
+        """Keep only the guards of these hosts, after `keep`. False: there is trouble with one of them."""
+        assert self._thread is not None
+        self._stop.set()
+        self._thread.join(END_SECONDS)
+        self._stop.clear()
+        for host in self._connections.keys() - set(hosts):
+            connection = self._connections.pop(host)
+            del self.reports[host], self._answered[host]
+            connection.hang_up()
+            connection.close(0.0)
+        if any(one.is_closed or self.reports[host].has_vanished for host, one in self._connections.items()):
+            return False
+        self.trouble = None
+        self.keep()
+        return True
+
+    def have_paths(self, paths: Sequence[str]) -> bool:
+        """Ask whether these paths are there on all hosts. False, too, if a host does not answer in time."""
+        self._send_all({"paths": paths})
+        deadline = time.monotonic() + _PATHS_SECONDS
+        while time.monotonic() < deadline and self.trouble is None:
+            if all(report.paths is not None for report in self.reports.values()):
+                return all(state == ["there"] for one in self.reports.values() for state in (one.paths or {}).values())
+            time.sleep(0.01)
+        return False
 
     def beat_for(self, keepers: Keepers) -> None:
         """Send `keepers` their beats from now on: the ranks of this job are those that train."""
         self._keepers = keepers
-
-    def seen(self) -> tuple[dict[str, dict[int, float]], dict[int, float]]:
-        """Return who reached which phase when, and when ranks went; copies, because the thread adds to both."""
-        now = time.monotonic()
-        with self._lock:
-            when = {phase: dict(ranks) for phase, ranks in self.phases.when.items()}
-            gone = {
-                rank: now - view.ended_seconds
-                for report in self.reports.values()
-                for rank, view in report.ranks.items()
-                if view.ended_seconds is not None
-            }
-            return when, gone
-
-    def first_ends(self) -> list[FirstEnd]:
-        """What ended first on each host where that is known; the first of all first."""
-        lost = self.lost()
-        with self._lock:
-            ends = {
-                host: report.first_end
-                for host, report in self.reports.items()
-                if report.first_end is not None and report.first_end.rank not in lost
-            }
-            here = [replace(end, seconds=self._here(host, end.seconds)) for host, end in ends.items()]
-        return in_order(here)
-
-    def records(self) -> dict[int, RankRecord]:
-        """Return the last record of each rank."""
-        with self._lock:
-            return {rank: view.record for report in self.reports.values() for rank, view in report.ranks.items()}
-
-    def lost(self) -> set[int]:
-        """The ranks that were lost, and without which the others go on."""
-        return {rank for record in self.records().values() for rank in record.lost}
-
-    def failed(self) -> RankRecord | None:
-        """Return the record of the rank that failed first; its time is by the clock here. None: no rank has failed."""
-        with self._lock:
-            failed = [
-                replace(view.record, failed_seconds=self._here(host, view.record.failed_seconds))
-                for host, report in self.reports.items()
-                for view in report.ranks.values()
-                if view.record.phase == FAILED
-            ]
-        return min(failed, key=lambda record: (record.failed_seconds, record.rank), default=None)
-
-    def left(self) -> tuple[int, float] | None:
-        """The step after which all ranks have ended for a change of hosts, and when, by the clock here; else None."""
-        lost = self.lost()
-        with self._lock:
-            left = [
-                (view.record.left_step, self._here(host, view.record.left_seconds))
-                for host, report in self.reports.items()
-                for view in report.ranks.values()
-                if view.record.rank not in lost
-            ]
-        return min(left) if left and all(step for step, _ in left) else None
 
     def interrupt(self) -> None:
         """Take note that a signal to the launcher ends the job, and tell the keepers soon."""
@@ -204,14 +174,20 @@ class Guards:
         self._send_all({"look": 1})
         deadline = time.monotonic() + _LOOK_SECONDS
         while time.monotonic() < deadline and any(
-            self.reports[host].seen is None and self.silence(host) < _SHORT_SILENCE_SECONDS for host in self.reports
+            self.reports[host].seen is None and self.silence(connection) < _SHORT_SILENCE_SECONDS
+            for host, connection in self._connections.items()
         ):
             time.sleep(0.02)
-        return {host: self.silence(host) for host, report in self.reports.items() if report.seen is None}
+        return {
+            host: self.silence(connection)
+            for host, connection in self._connections.items()
+            if self.reports[host].seen is None
+        }
 
-    def silence(self, host: str) -> float:
-        """Return how long ago the host was last heard, in seconds."""
-        return time.monotonic() - self._connections[host].heard_seconds
+    @staticmethod
+    def silence(connection: Connection) -> float:
+        """Return how long ago a host was last heard, in seconds."""
+        return time.monotonic() - connection.heard_seconds
 
     def end(self, linger_seconds: float) -> None:
         """End what is left of the job on every host that can be reached, and receive their last reports."""
@@ -232,17 +208,20 @@ class Guards:
                 continue
             sweep = {key: wish[key] for key in ("token", "roll_call")}
             sweep |= {"files": report.files, "since": report.since, "linger_seconds": linger_seconds}
-            now = time.monotonic()
+            patience = _LOGIN_SECONDS if connection.how_killed() else _LOGIN_SECONDS_OF_BROKEN
+            now = time.monotonic() + patience - SILENCE_SECONDS
             with self._lock:
                 self._closed.append(connection)
                 self._connections[host] = connect(host, host == self._own, sweep, now, SWEEP)
 
-    def _here(self, host: str, seconds: float) -> float:
-        """Convert a time of that host's clock to the clock here."""
-        return self._clocks[host].here(seconds)
-
     def _may_answer(self, connection: Connection) -> bool:
-        return not connection.is_closed and time.monotonic() - connection.heard_seconds < SILENCE_SECONDS
+        limit = PATIENCE_SECONDS if connection.host == self._own else SILENCE_SECONDS
+        return not connection.is_closed and self.silence(connection) < limit
+
+    def _grant(self, now: float) -> None:
+        """Count silence from now on."""
+        for host, connection in self._connections.items():
+            connection.heard_seconds = self._answered[host] = now
 
     def _run(self) -> None:
         try:
@@ -256,8 +235,7 @@ class Guards:
         while not self._stop.is_set():
             now = time.monotonic()
             if now - looked > SILENCE_SECONDS / 3:  # this process was suspended, not the hosts
-                for connection in self._connections.values():
-                    connection.heard_seconds = now
+                self._grant(now)
             looked = now
             self._beat(now)
             self._exchange(now, BEAT_SECONDS / 4)
@@ -270,6 +248,8 @@ class Guards:
             self._send_all({"beat": now})
             if self._keepers is not None:
                 self._beat_keepers(self._keepers)
+            if self._reserve is not None:
+                self._reserve.beat()
 
     def _beat_keepers(self, keepers: Keepers) -> None:
         lost = self.lost()
@@ -285,22 +265,32 @@ class Guards:
                 connection.send(message)
 
     def _judge(self, now: float) -> str | None:
-        for host, connection in self._connections.items():
-            if connection.is_closed and self.reports[host].left is None:
+        connections = self._connections.items()
+        closed = [host for host, one in connections if one.is_closed and self.reports[host].left is None]
+        if closed:
+            for host in closed:
                 self.reports[host].has_vanished = True
-                if killed := connection.how_killed():
-                    return f"{host}: the guard of the job there {killed}\nThe job is ended on all hosts"
-                return f"the connection to {connection.why_closed()}\nThe job is ended on all hosts"
-            silent_seconds = now - connection.heard_seconds
-            if silent_seconds > SILENCE_SECONDS:
+            return "\n".join([*map(self._why_closed, closed), "The job is ended on all hosts"])
+        silent = {host: now - connection.heard_seconds for host, connection in connections}
+        lost = lost_hosts(silent, self._own)
+        for host in lost:
+            self.reports[host].has_vanished = True
+        if lost:
+            return account_of(lost, silent)
+        for host, answered in self._answered.items():
+            if now - answered > PATIENCE_SECONDS:
                 self.reports[host].has_vanished = True
-                since = time.strftime("%H:%M:%S", time.localtime(time.time() - silent_seconds))
                 return (
-                    f"{host}: no message from this host since {since}, for {silent_seconds:.0f} s: it lost "
-                    f"power or its network, or it is frozen. Does `ssh {host} true` return? The job is ended on all "
-                    f"hosts; the rest on {host} ends {GUARD_SILENCE_SECONDS:g} s after it last heard from here"
+                    f"{host}: the guard of the job there lives, but has not answered for {now - answered:.0f} s: the "
+                    "host has too little memory, or a disk or share there hangs. The job is ended on all hosts"
                 )
         return None
+
+    def _why_closed(self, host: str) -> str:
+        connection = self._connections[host]
+        if killed := connection.how_killed():
+            return f"{host}: the guard of the job there {killed}"
+        return f"the connection to {connection.why_closed()}"
 
     def _exchange(self, now: float, timeout_seconds: float) -> None:
         """Take in what arrives within that time."""
@@ -321,25 +311,9 @@ class Guards:
                     messages = connection.receive(time.monotonic())
                     with self._lock:
                         for message in messages:
-                            self._take(key.data, message, now)
+                            self.take(key.data, message, connection.heard_seconds, now)
+                            if "echo" in message and self.num_echoes(key.data) < _QUICK_BEATS:
+                                connection.send({"beat": time.monotonic()})
         with self._lock:
             for connection in self._connections.values():
                 connection.flush()
-
-    def _take(self, host: str, message: dict[str, Any], now: float) -> None:
-        report = self.reports[host]
-        if "facts" in message or "error" in message:
-            self._facts[host] = message.get("facts", message)
-        views = [from_json(fields, host) for fields in message.get("ranks", [])]
-        for view in views:
-            self.phases.add(view.record, now)
-        # A new object each time: the main thread may be iterating over the one before.
-        report.ranks = {**report.ranks, **{view.record.rank: view for view in views}}
-        if "echo" in message:
-            connection, clock = self._connections[host], self._clocks[host]
-            clock.add(message["echo"], message["time"], connection.heard_seconds)
-            if clock.num_echoes < _QUICK_BEATS:
-                connection.send({"beat": time.monotonic()})
-        if "seen" in message:
-            report.seen = [from_json(fields, host) for fields in message["seen"]]
-        report.take(message)

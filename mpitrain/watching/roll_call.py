@@ -81,7 +81,7 @@ def appear(path: str, rank: int, record: int | None = None, starter: int = 0) ->
     try:
         with _address(path) as address:
             line.connect(address)
-        _, user, _ = _peer(line)
+        _, user, _ = peer(line)
         if user != os.geteuid():
             raise PermissionError(f"user {user} listens there, and the rank runs as user {os.geteuid()}")
     except (FileNotFoundError, ConnectionRefusedError):  # the path is another machine's, or the guard has gone
@@ -144,12 +144,12 @@ def receive(line: socket.socket) -> Appearance | None:
     for _, _, rights in extra:
         numbers.frombytes(rights[: len(rights) - len(rights) % numbers.itemsize])
     descriptors = dict(zip(message["descriptors"], numbers))  # noqa: B905 (strict is of Python 3.10)
-    pid, _, _ = _peer(line)
+    pid, _, _ = peer(line)
     process, record, witness = (descriptors.get(name) for name in ("process", "record", "witness"))
     return Appearance(message["rank"], pid, process, record, witness, message["starter"])
 
 
-def _peer(line: socket.socket) -> tuple[int, int, int]:
+def peer(line: socket.socket) -> tuple[int, int, int]:
     """Process, user and group of the other end, at the time when it began to listen or connected."""
     data = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("iII"))
     pid, user, group = struct.unpack("iII", data)

@@ -10,15 +10,17 @@ import pytest
 from launching import MOSTLY_MPICH, SHARE, Ended, Job, as_user, write
 
 from jobs import until
+from mpitrain.launch.silence import SILENCE_SECONDS
 from mpitrain.testbed import Bed
 
 pytestmark = pytest.mark.timeout(900)
 
 # On a busy machine a copy may take more than 1 % of a step. Copies would then come less often.
 EVERY_STEP = "MPITRAIN_MEMORY_STEPS=1"
+PAUSE_SECONDS = 4.0
 
-# Steps of 0.05 s, with a checkpoint every 20. Each rank writes its process id into a file of its host. Step 75 waits
-# for a file `go_on`, so even a slow test makes its fault before that step has ended.
+# Steps of 0.05 s, with a checkpoint every 20. Each rank writes its process id into a file of its host. From step 75
+# on, each waits for a file `go_on`, so even a slow test makes its fault and looks before the end.
 SCRIPT = """
 import os, pathlib, sys, time
 import numpy
@@ -32,7 +34,7 @@ class Show(mt.Hook):
         time.sleep(0.05)
         if step.number % 10 == 0:
             world.print("made step", step.number, "on", world.size, "ranks")
-        while step.number == 75 and world.rank == 0 and not pathlib.Path("go_on").exists():
+        while step.number >= 75 and world.rank == 0 and not pathlib.Path("go_on").exists():
             time.sleep(0.05)
 
 def regression(parameters, batch, on_gradient):
@@ -79,12 +81,45 @@ def went_on_from_memory(end: Ended, failed: int) -> None:
     assert "memory is not used" not in end.output, end.output
 
 
+def rank_of(bed: Bed, node: str) -> int:
+    """The process of the rank there that has come out of init() last."""
+    return int(bed.node_run(node, ["cat", "/tmp/rank"]).stdout)
+
+
+def programs(bed: Bed, node: str) -> set[int]:
+    """The processes there that run the script, ranks and spares."""
+    found = bed.node_run(node, ["pgrep", "-u", "cluster", "-f", r"^\S+ train\.py"]).stdout
+    return {int(line) for line in found.split()}
+
+
+def sent(bed: Bed, node: str) -> set[int]:
+    """The processes there that the launcher has sent: guard, keeper, holder of spares, guard of the next try."""
+    found = bed.node_run(node, ["pgrep", "-u", "cluster", "-f", "^[^ ]*python[^ ]* -I -u -c .import json"]).stdout
+    return {int(line) for line in found.split()}
+
+
 @MOSTLY_MPICH
-def test_a_rank_is_killed(bed: Bed, python: str) -> None:
-    job = Job(bed, "-n 4 --restarts 2 train.py 100", python=python, setting=EVERY_STEP)
+@pytest.mark.parametrize("spares", ["--spares", pytest.param("", marks=pytest.mark.slow)])
+def test_a_rank_is_killed(bed: Bed, python: str, spares: str) -> None:
+    """With spares, the holder of node2 is killed first: its rank starts as a program, those of the others are there.
+
+    The next try's guard, which was there before the kill, is the guard after it.
+    """
+    job = Job(bed, f"-n 4 --restarts 2 {spares} train.py 100", python=python, setting=EVERY_STEP)
     job.wait_for("made step 50 ")
+    there = {}
+    if spares:
+        job.wait_for("mpitrain: 4 spares are ready\n")
+        holder = "ps -o ppid= -p $(pgrep -u cluster -f '^[^ ]+ train[.]py' | grep -vx $(cat /tmp/rank))"
+        killed = bed.node_run("node2", ["bash", "-c", f"kill -9 $({holder})"])
+        assert killed.returncode == 0, killed.stderr
+        job.wait_for("mpitrain: node2: the process that holds the spares has ended; from now on ranks start there ")
+        there = {node: programs(bed, node) - {rank_of(bed, node)} for node in ("node1", "node3", "node4")}
+    until(lambda: len(sent(bed, "node3")) == (4 if spares else 3), "the next try is not prepared")
+    before = sent(bed, "node3")
     bed.node_run("node3", ["bash", "-c", "kill -9 $(cat /tmp/rank)"])
-    job.wait_for("starting again")
+    job.wait_for("resumed from memory")
+    assert len(before & sent(bed, "node3")) == len(before) - 1, job.output()
     write(bed, "node1", "go_on", "")
     end = job.end()
     assert end.code == 0, end.output
@@ -97,6 +132,8 @@ def test_a_rank_is_killed(bed: Bed, python: str) -> None:
     went_on_from_memory(end, int(found[1]))
     assert "mpitrain: try 2 of 3 succeeded\n" in end.output
     assert end.output.count("made step 100 on 4 ranks") == 1
+    assert {node: [rank_of(bed, node)] for node in there} == {node: list(pids) for node, pids in there.items()}
+    assert "a spare" not in end.output
 
 
 @pytest.mark.slow
@@ -168,17 +205,48 @@ def test_the_host_of_the_launcher_loses_its_power(bed: Bed, python: str) -> None
 
 
 @pytest.mark.slow
-def test_a_cable_is_plugged_in_again(bed: Bed, python: str) -> None:
+def test_the_cable_of_the_launcher_is_plugged_in_again(bed: Bed, python: str) -> None:
+    """All other hosts are silent then, so they get more time than one host alone."""
     job = Job(bed, "-n 4 --restarts 1 train.py 100", python=python, setting=EVERY_STEP)
     job.wait_for("made step 50 ")
-    bed.cut("node3")
+    bed.cut("node1")
     write(bed, "node1", "go_on", "")
     time.sleep(5)
-    bed.heal("node3")
+    bed.heal("node1")
     end = job.end()
     assert end.code == 0, end.output
     assert "mpitrain: try" not in end.output
     assert end.output.count("made step 100 on 4 ranks") == 1
+
+
+def test_silence(bed: Bed) -> None:
+    """Of the launcher's node, of a node that is paused, and of one whose cable is cut: only the last is lost."""
+    write(bed, "node1", "go_on", "")
+    job = Job(bed, "-n 4 --restarts 1 train.py 1000000", setting=EVERY_STEP)
+    job.wait_for("made step 50 ")
+    bed.freeze("node1")
+    time.sleep(SILENCE_SECONDS + 2)
+    bed.thaw("node1")
+    began = time.monotonic()
+    bed.freeze("node3")
+    time.sleep(PAUSE_SECONDS)
+    bed.thaw("node3")
+    took = time.monotonic() - began
+    made = job.output().count("made step ")
+    job.wait_for("made step ", made + 10)
+    if "mpitrain: try" in job.output() and took > SILENCE_SECONDS - 1:
+        job.signal("TERM")
+        job.end()
+        pytest.skip(f"this machine was so busy that a pause of {PAUSE_SECONDS:g} s took {took:.1f} s")
+    assert "mpitrain: try" not in job.output()
+    bed.cut("node4")
+    job.wait_for("node4 fell silent; starting again on node1, node2, node3 with 3 ranks, without node4\n")
+    job.wait_for(" on 3 ranks")
+    job.signal("TERM")
+    end = job.end()
+    assert end.code == 128 + signal.SIGTERM, end.output
+    assert "mpitrain: node4: no message from this host since " in end.output
+    assert end.output.count("resumed from memory at step ") == 1, end.output
 
 
 @pytest.mark.slow

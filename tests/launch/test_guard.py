@@ -160,6 +160,21 @@ def test_a_python_that_fails(wish: dict[str, Any], connections: list[Connection]
     assert f"{sys.executable} failed: " in error
 
 
+def test_it_gives_signs_of_life_while_it_is_busy(
+    wish: dict[str, Any], connections: list[Connection], tmp_path: Path
+) -> None:
+    """Here with a Python that does not answer."""
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\nuntil [ -e {tmp_path}/go ]; do sleep 0.1; done\n")
+    python.chmod(0o755)
+    connection = connect("here", is_this_machine=True, wish={**wish, "python": str(python)}, now=0.0)
+    connections.append(connection)
+    for _ in range(3):
+        wait_for(connection, "alive")
+    (tmp_path / "go").touch()
+    wait_for(connection, "facts")
+
+
 def test_two_names_of_one_machine(wish: dict[str, Any], connections: list[Connection]) -> None:
     Path(wish["roll_call"]).touch()
     connection = connect("here", is_this_machine=True, wish=wish, now=0.0)

@@ -1,0 +1,120 @@
+"""The tries of a job over several hosts. The guards of the next try log in while the present one trains.
+
+A restart would otherwise spend most of its time on logins and facts. The facts are asked when the present try has made
+its first step. At the restart only the folders are looked at again, because a share may be lost. If the code has
+changed meanwhile, the ranks may fail before their first step; the try after that has nothing prepared, and asks anew.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from mpitrain.errors import ConfigError, LaunchError
+from mpitrain.launch.dialects import JobSpec
+from mpitrain.launch.ending import Ended
+from mpitrain.launch.keepers import Keepers
+from mpitrain.launch.over_hosts import JobOverHosts
+from mpitrain.launch.processes import left_out
+from mpitrain.launch.reserve import Reserve
+
+
+class Tries:
+    """Use this in `with`, in the main thread: at its end, no guard is left."""
+
+    def __init__(
+        self, make: Callable[[ExitStack, JobSpec], JobOverHosts], keepers: Keepers | None, reserve: Reserve | None
+    ) -> None:
+        """Nothing is started yet.
+
+        Args:
+            make: returns a job before its start; what it opens is closed with the stack.
+            keepers: of the job; None: it is not started again.
+            reserve: the spares that become the ranks, if there are any.
+        """
+        self._make, self._keepers, self._reserve = make, keepers, reserve
+        self._stack = ExitStack()
+        self._next: JobOverHosts | None = None
+        self._thread: threading.Thread | None = None
+        self._has_begun = self._has_facts = False
+
+    def __enter__(self) -> Tries:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.forget()
+
+    def run(self, job: JobSpec, meanwhile: Callable[[], None]) -> Ended:
+        """Start a try and see to its end; `meanwhile` is called some times a second.
+
+        Raises:
+            LaunchError: hosts cannot be reached, or differ from this one.
+        """
+        with ExitStack() as stack:
+            prepared = self._take(stack, job)
+            new = prepared or self._make(stack, job)
+            if self._keepers is not None:
+                self._keepers.begin(job.placement.hosts, new.job.context.job)
+            if self._reserve is not None:
+                self._reserve.begin(job.placement.hosts)
+            if prepared is None:
+                new.connect(self._keepers)
+                new.ask()
+            elif self._keepers is not None:
+                new.guards.beat_for(self._keepers)
+            if self._keepers is not None:
+                self._keepers.settle()
+
+            def look() -> None:
+                self._look(new)
+                meanwhile()
+
+            return new.ready().to_end(look)
+
+    def forget(self) -> None:
+        """Drop what is prepared."""
+        self._stack.close()
+        if self._thread is not None:
+            self._thread.join()  # without its connections it ends soon
+        self._next = self._thread = None
+        self._has_begun = False
+
+    def _look(self, present: JobOverHosts) -> None:
+        """Prepare the next try when the present one has made a step."""
+        if self._has_begun or self._keepers is None:
+            return
+        if not any(record.step > record.first_step for record in present.guards.records().values()):
+            return
+        try:
+            self._next = self._make(self._stack, present.job)
+            self._next.connect(None, is_idle=True)
+        except (ConfigError, LaunchError):  # the next try will say so
+            self.forget()
+        else:
+            self._stack.enter_context(left_out(self._next.guards.processes()))
+            self._thread = threading.Thread(target=self._ask, args=(self._next,), name="next try", daemon=True)
+            self._thread.start()
+        self._has_begun = True
+
+    def _ask(self, job: JobOverHosts) -> None:
+        self._has_facts = False
+        try:
+            job.ask()
+            job.guards.keep()
+        except Exception:  # whatever it is: the next try asks anew, and reports it
+            return
+        self._has_facts = True
+
+    def _take(self, stack: ExitStack, job: JobSpec) -> JobOverHosts | None:
+        """Return `job` with guards and facts, if they are prepared and fit; they are closed with `stack`."""
+        taken = self._next
+        if taken is not None and self._thread is not None:
+            self._thread.join()  # to ask anew would take longer
+            if self._has_facts and taken.becomes(job):
+                stack.enter_context(self._stack.pop_all())
+                self._next = self._thread = None
+        if self._next is not None:
+            taken = None
+        self.forget()
+        return taken
