@@ -55,7 +55,7 @@ def resume(job: str, inventory: Path | None) -> int:
     for host in where.machines:
         if host in wrong:
             _say(wrong[host])
-    if estate["own"] in wrong:
+    if estate["own"] in wrong or estate["own"] not in where.machines:
         _say(
             f"the launcher of job {job} ran on {estate['own']}. If it is alive there, it may go on with the job on the "
             "hosts that it reaches"

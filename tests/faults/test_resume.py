@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import re
@@ -72,23 +73,22 @@ if world.is_root:
 """
 
 
-def mpitrain(*arguments: str, vendor: str = "mpich", cwd: Path = Path("/")) -> Job:
+def mpitrain(*arguments: str, vendor: str = "mpich") -> Job:
     """The command, in another folder and with another environment than the job."""
-    return run_command([str(VENVS[vendor] / "bin/python"), "-m", "mpitrain", *arguments], cwd=cwd)
+    return run_command([str(VENVS[vendor] / "bin/python"), "-m", "mpitrain", *arguments], cwd=Path("/"))
 
 
 def train(
     folder: Path,
     halts: list[int],
     during: Callable[[subprocess.Popen[str]], None] | None = None,
-    *options: str,
     vendor: str = "mpich",
 ) -> Job:
     """Run the training; it stands still in these steps. Its state is copied to memory after every step."""
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(SCRIPT)
     halt(folder, *halts)
-    command = [str(VENVS[vendor] / "bin/python"), "-m", "mpitrain", "run", "-n", "2", "--restarts", "2", *options]
+    command = [str(VENVS[vendor] / "bin/python"), "-m", "mpitrain", "run", "-n", "2", "--restarts", "2"]
     env = {"MPITRAIN_MEMORY_STEPS": "1", "OF_THE_USER": "kept"}
     return run_command([*command, "train.py", str(folder)], cwd=folder, env=env, during=during)
 
@@ -114,13 +114,21 @@ def result(folder: Path) -> tuple[bytes, dict[int, float]]:
     return numpy.load(folder / "w.npy").tobytes(), dict(json.loads((folder / "steps.json").read_text()))
 
 
+Undisturbed = Callable[[str], tuple[bytes, dict[int, float]]]
+
+
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, dict[int, float]]:
-    """The result of a training without faults."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    job = train(folder, [])
-    succeeded(job)
-    return result(folder)
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    """The result of a training without faults. The sums of different MPI libraries differ."""
+
+    @functools.cache
+    def of(vendor: str) -> tuple[bytes, dict[int, float]]:
+        folder = tmp_path_factory.mktemp("undisturbed")
+        job = train(folder, [], vendor=vendor)
+        succeeded(job)
+        return result(folder)
+
+    return of
 
 
 def went_on(job: Job, folder: Path, after: int, expected: tuple[bytes, dict[int, float]]) -> None:
@@ -132,7 +140,7 @@ def went_on(job: Job, folder: Path, after: int, expected: tuple[bytes, dict[int,
     assert losses == {step: loss for step, loss in expected[1].items() if step > after}
 
 
-def test_a_killed_launcher(tmp_path: Path, undisturbed: tuple[bytes, dict[int, float]]) -> None:
+def test_a_killed_launcher(tmp_path: Path, undisturbed: Undisturbed) -> None:
     """It is killed twice. Any id of the job will do. Nothing of the job is left."""
     first = random.randint(2, 9)
     print(f"killed in step {first}")
@@ -174,7 +182,7 @@ def test_a_killed_launcher(tmp_path: Path, undisturbed: tuple[bytes, dict[int, f
     assert re.fullmatch(
         f"mpitrain: going on with job {job} from what is kept on {HERE}\n" + line.replace(job, other), again.stderr
     ), again.output
-    went_on(last, tmp_path, 13, undisturbed)
+    went_on(last, tmp_path, 13, undisturbed("mpich"))
     assert f"the variable is kept in {tmp_path}\n" in last.stdout
     assert too_late.code == 1
     assert f"nothing is kept of a job {other} of yours on {HERE}." in too_late.stderr
@@ -201,7 +209,8 @@ def resume_and_kill(command: list[str], kill: Callable[[subprocess.Popen[str]], 
     return Job(process.returncode, stdout, stderr, [])
 
 
-def test_while_a_try_is_starting(tmp_path: Path, undisturbed: tuple[bytes, dict[int, float]]) -> None:
+@pytest.mark.parametrize("vendor", ["mpich", pytest.param("openmpi", marks=pytest.mark.slow)], indirect=True)
+def test_while_a_try_is_starting(tmp_path: Path, vendor: str, undisturbed: Undisturbed) -> None:
     """The first try has failed. The second one has made no step when the launcher is killed."""
     jobs: list[Job] = []
     (tmp_path / "to-kill").touch()
@@ -211,16 +220,16 @@ def test_while_a_try_is_starting(tmp_path: Path, undisturbed: tuple[bytes, dict[
         process.kill()
         job = lost_job(tmp_path)
         (tmp_path / "go").touch()
-        jobs.append(mpitrain("run", "--resume", job))
+        jobs.append(mpitrain("run", "--resume", job, vendor=vendor))
 
-    killed = train(tmp_path, [], during)
+    killed = train(tmp_path, [], during, vendor=vendor)
     assert killed.code == -signal.SIGKILL
     assert killed.left == []
     assert "try 1 of 3 failed at step 6: rank 1 " in killed.stderr
-    went_on(jobs[0], tmp_path, 5, undisturbed)
+    went_on(jobs[0], tmp_path, 5, undisturbed(vendor))
 
 
-def test_refusals(tmp_path: Path, undisturbed: tuple[bytes, dict[int, float]]) -> None:
+def test_refusals(tmp_path: Path, undisturbed: Undisturbed) -> None:
     """A job that runs, a script that has changed, and two who go on with a job at once."""
     running: list[Job] = []
     changed: list[Job] = []
@@ -242,7 +251,7 @@ def test_refusals(tmp_path: Path, undisturbed: tuple[bytes, dict[int, float]]) -
             halt(tmp_path)
             both.extend(one.result() for one in two)
 
-    killed = train(tmp_path, [4], during, vendor="mpich")
+    killed = train(tmp_path, [4], during)
     assert killed.left == []
     assert running[0].code == 1
     (refusal, *_) = running
@@ -256,7 +265,7 @@ def test_refusals(tmp_path: Path, undisturbed: tuple[bytes, dict[int, float]]) -
     )
     assert re.search(told, loser.stderr), loser.output
     assert loser.stderr.count("has lost its launcher") == 0
-    went_on(winner, tmp_path, 3, undisturbed)
+    went_on(winner, tmp_path, 3, undisturbed("mpich"))
 
 
 def test_what_is_kept_is_dropped(tmp_path: Path) -> None:
