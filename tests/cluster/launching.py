@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from jobs import VENVS
+from jobs import VENVS, until
 from mpitrain.testbed import Bed
 
 SHARE = "/home/cluster/nfs"
@@ -122,6 +122,18 @@ def left(bed: Bed) -> list[str]:
         if not found or time.monotonic() > deadline:
             return found
         time.sleep(0.3)
+
+
+def drop_kept(bed: Bed, *nodes: str) -> None:
+    """Drop what the keepers of these nodes hold. They were cut off, and so did not hear of the end of their job."""
+    command = f"{PYTHONS['mpich']} -m mpitrain"
+
+    def rows() -> list[str]:
+        return [row for row in as_user(bed, "node1", f"{command} ps").stdout.splitlines() if " kept until " in row]
+
+    until(lambda: all(any(node in row for row in rows()) for node in nodes), f"nothing is kept on {', '.join(nodes)}")
+    for row in rows():
+        as_user(bed, "node1", f"{command} kill {row.split()[0]}")
 
 
 def install_open_mpi(bed: Bed) -> bool:

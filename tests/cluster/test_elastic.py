@@ -6,7 +6,7 @@ import ast
 import re
 
 import pytest
-from launching import MOSTLY_MPICH, PYTHONS, SHARE, Job, as_user, run, write
+from launching import MOSTLY_MPICH, PYTHONS, SHARE, Job, as_user, drop_kept, run, write
 from test_joining import COPIES, SCRIPT, change
 
 from mpitrain.testbed import Bed
@@ -98,6 +98,9 @@ def test_hosts_go_and_come_back(bed: Bed, python: str) -> None:
     as_user(bed, "node1", "rm -rf record saved; mkdir record")
     whole = run(bed, f"--hosts node1,node2 --ppn 1 whole.py {len(steps)}", python=python)
     assert whole.code == 0, whole.output
+    bed.heal("node3")
+    bed.heal("node4")
+    drop_kept(bed, "node3", "node4")
     assert [bits for _, _, bits in steps.values()] == [bits for _, _, bits in counted_steps(whole.output).values()]
 
 

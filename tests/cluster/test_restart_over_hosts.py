@@ -7,7 +7,7 @@ import signal
 import time
 
 import pytest
-from launching import MOSTLY_MPICH, SHARE, Ended, Job, as_user, write
+from launching import MOSTLY_MPICH, SHARE, Ended, Job, as_user, drop_kept, write
 
 from jobs import until
 from mpitrain.launch.silence import SILENCE_SECONDS
@@ -247,6 +247,8 @@ def test_silence(bed: Bed) -> None:
     assert end.code == 128 + signal.SIGTERM, end.output
     assert "mpitrain: node4: no message from this host since " in end.output
     assert end.output.count("resumed from memory at step ") == 1, end.output
+    bed.heal("node4")
+    drop_kept(bed, "node4")
 
 
 @pytest.mark.slow

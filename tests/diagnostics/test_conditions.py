@@ -30,9 +30,8 @@ OF_A_HOST = {
 }
 # Functions whose errors are about the request, or about a rank that already runs.
 OF_THE_REQUEST = {
-    "changes.answer",
-    "changes._leaving",
-    "changes._refuse_run",
+    "change.joining",
+    "change.refuse_few",
     "connections.connect",  # this machine has no ssh, so nothing could be checked either
     "dialects.command_for",
     "hostfile.find_inventory",
@@ -41,6 +40,9 @@ OF_THE_REQUEST = {
     "hostfile._error",
     "hosts.place_ranks",
     "hosts.widened",
+    "hosts.listed",
+    "hosts.listed_hosts",
+    "keepers._need",  # of a job that has run
     "launched.check_vendor",
     "launched.check_size",
     "launched._number",
@@ -50,7 +52,13 @@ OF_THE_REQUEST = {
     "placement.refuse_crowds",
     "placement._refuse_count",
     "placement._counts",
+    "resume.resume",
+    "resume._kept",
+    "resume._chosen",
+    "resume._refuse_changed",
+    "resume._end_rest",
     "start._check_recovers",
+    "start._listed_hosts",
     "start.start",
     "variables.read_env_file",
 }
