@@ -39,7 +39,8 @@ def run(arguments: argparse.Namespace) -> int:
         _, wrong = end_job(placement, arguments.job)
         lines = []
         if held.is_lost:
-            print(f"job {arguments.job}: what was kept of it was dropped on {', '.join(held.keepers)}")
+            if there := [host for host in held.keepers if host not in wrong]:
+                print(f"job {arguments.job}: what was kept of it was dropped on {', '.join(there)}")
         elif held.is_launched:  # it has no ranks now: it is about to start them
             print(f"job {arguments.job}: its launcher on {held.estate['own']} was told to end")
         else:

@@ -75,6 +75,7 @@ class Changes:
         self._keepers, self._limits, self._widen, self._check = keepers, limits, widen, check
         self._prepare = prepare
         self._next: tuple[Change, Successor] | None = None
+        self._taken: Successor | None = None  # the newest that has been taken; perhaps it has not been run to its end
         self._prepared_since = 0.0
         self._listener = listen(launcher_name(os.getpid()))
         self._hosts: Placement | None = None
@@ -103,6 +104,8 @@ class Changes:
             thread.join(2 * _LOOK_SECONDS)  # the first may be asking a host, which takes longer
         self._listener.close()
         self._close_next()
+        if self._taken is not None:
+            self._taken.close()
 
     def begin(self, hosts: Placement, now_on: Placement, saves_for: str = "") -> None:
         """A try is about to begin on `now_on`; those of `hosts` that are not in it are set aside.
@@ -134,9 +137,9 @@ class Changes:
         if self._next is None or self._next[0] is not change or not self._next[1].is_ready:
             self._close_next()
             return None
-        _, successor = self._next
+        _, self._taken = self._next
         self._next = None
-        return successor
+        return self._taken
 
     def look(self) -> None:
         """In the main thread, some times a second while a try runs: prepare the next one, if there is a change."""

@@ -104,9 +104,9 @@ def find_jobs(placement: Placement) -> tuple[list[RunningJob], dict[str, str]]:
     return _running(answers), wrong
 
 
-def find_all(placement: Placement) -> tuple[list[RunningJob], list[KeptJob], dict[str, str]]:
-    """Return also those that keepers hold."""
-    answers, wrong = _ask(placement, {"kept": 1}, _ANSWER_SECONDS)
+def find_all(placement: Placement, *, is_whole: bool = False) -> tuple[list[RunningJob], list[KeptJob], dict[str, str]]:
+    """Return also those that keepers hold; if `is_whole`, with their environments, which may have secrets."""
+    answers, wrong = _ask(placement, {"kept": 1 + is_whole}, _ANSWER_SECONDS)
     return _running(answers), kept_jobs({host: answer["kept"] for host, answer in answers.items()}), wrong
 
 

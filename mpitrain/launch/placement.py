@@ -12,7 +12,7 @@ are known before the rank starts. Pure functions; mpitrain.launch.hosts looks up
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from mpitrain.errors import ConfigError
@@ -91,15 +91,24 @@ class Placement:
 
     def without(self, hosts: Set[str]) -> Placement:
         """Return the placement without some hosts. The others keep their numbers of ranks; ranks are renumbered."""
-        places: list[Place] = []
-        for place in self.places:
-            if place.host not in hosts:
-                places.append(replace(place, first_rank=sum(before.num_ranks for before in places)))
+        places = _numbered(place for place in self.places if place.host not in hosts)
         if [place.host for place in places] == [self.own]:
-            return Placement(tuple(places), own=self.own)
+            return Placement(places, own=self.own)
         # This machine starts the job, with or without ranks of its own.
         addresses = {host: at for host, at in self.addresses.items() if host not in hosts or host == self.own}
-        return replace(self, places=tuple(places), addresses=addresses)
+        return replace(self, places=places, addresses=addresses)
+
+    def led_by(self, hosts: Collection[str]) -> Placement:
+        """Return the placement with these hosts first; ranks are renumbered."""
+        return replace(self, places=_numbered(sorted(self.places, key=lambda place: place.host not in hosts)))
+
+
+def _numbered(places: Iterable[Place]) -> tuple[Place, ...]:
+    """Number the ranks of these places from 0."""
+    numbered: list[Place] = []
+    for place in places:
+        numbered.append(replace(place, first_rank=sum(before.num_ranks for before in numbered)))
+    return tuple(numbered)
 
 
 def parse_hosts(text: str) -> dict[str, tuple[str, ...]]:

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +43,13 @@ def resume(job: str, inventory: Path | None) -> int:
         ConfigError: a host of the job is unknown here.
         LaunchError: the job is not kept, or it runs, or what it needs has changed.
     """
+    inventory = inventory.absolute() if inventory else None  # the job may have another folder
     asked = _asked(job, inventory)
     one, running, wrong = _kept(job, asked)
     if one.estate["is_here"] and not any(held["keeper"] in one.keepers.values() for held in kept()):
         there = ", ".join(one.keepers)
         raise LaunchError(f"job {job} ran on {there} alone, so it can go on only there: give the command on {there}")
-    where = _where(one.estate, inventory)
+    where = _where(one.estate, inventory).led_by(one.keepers)  # an elastic job may not use all of its hosts
     if where != asked:  # its estate was found elsewhere, or is newer than the one here
         one, running, wrong = _kept(job, where)
     estate = one.estate
@@ -63,6 +65,7 @@ def resume(job: str, inventory: Path | None) -> int:
     _end_rest(where, running, estate)
     limits = Limits(**estate["request"]["limits"])
     request = _request(estate["request"], limits)
+    request = replace(request, inventory=inventory or request.inventory)
     since = time.monotonic() - (time.time() - one.lost_ms / 1000)
     pause = Pause(f"the launcher on {estate['own']} was lost", one.step or None, since)
     away = tuple(host for host in where.hosts if host in wrong)
@@ -85,7 +88,7 @@ def _kept(job: str, asked: Placement) -> tuple[KeptJob, list[RunningJob], dict[s
     deadline = time.monotonic() + _LOSS_SECONDS
     is_told = False
     while True:
-        running, kept_there, wrong = find_all(asked)
+        running, kept_there, wrong = find_all(asked, is_whole=True)
         one = _chosen(job, asked, running, kept_there, wrong)
         if one.is_lost:
             return one, running, wrong

@@ -5,7 +5,7 @@ Pythons. It looks at processes, not at files, so no list has a dead job. One mes
 
     {"jobs": [{"id", "ranks": [view.RankView...], "pids": [...], "since": seconds since the epoch,
                "script": [word...], "launcher": "HOST PID START", "is_launched_here": bool}...]}
-    {"jobs": ..., "kept": [...], as kept() says}, if the wish is `kept`
+    {"jobs": ..., "kept": [...], as kept() says}, if the wish is `kept`; with the environments if it is 2
     {"ended": [[pid, command line]...], "left": [[pid, command line]...]}, if the wish is to `end` a job; what keepers
                without a launcher hold of it is dropped too, unless the wish has `keeps`
     {"answer": the launcher's (wishes.py), {} if it is not here}, if the wish is to `change` its hosts
@@ -42,7 +42,11 @@ def main(wish: dict[str, Any], _probe: str) -> None:
     elif "end" in wish:
         send(end(wish["end"], keeps="keeps" in wish))
     else:
-        send({"jobs": jobs(), **({"kept": kept()} if "kept" in wish else {})})
+        held = kept() if "kept" in wish else []
+        if wish.get("kept") != 2:  # the rest of the estate is short, and no secret
+            for one in held:
+                one["estate"] = {**one["estate"], "environment": {}, "from_file": {}}
+        send({"jobs": jobs(), **({"kept": held} if "kept" in wish else {})})
 
 
 def jobs() -> list[dict[str, Any]]:

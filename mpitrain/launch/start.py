@@ -207,7 +207,7 @@ def _supervise(
             return None
         context = replace(job.context, keeper=keepers.name, follows=keepers.of, failure=cause)
         this_try = replace(job, placement=where, context=context)
-        return Successor(partial(make, this_try=this_try), keepers)
+        return Successor(partial(make, this_try=this_try), keepers, tries.after)
 
     def widen(placement: Placement, hosts: str) -> Placement:
         return widened(placement, hosts, request.inventory)

@@ -32,18 +32,29 @@ class Successor:
         has_room: its ranks have room beside those of the present try, as far as is known.
     """
 
-    def __init__(self, make: Callable[[ExitStack], JobOverHosts], keepers: Keepers) -> None:
-        """`make` returns what is to be started; its context names the try that it follows."""
+    def __init__(
+        self,
+        make: Callable[[ExitStack], JobOverHosts],
+        keepers: Keepers,
+        after: Callable[[JobOverHosts, Callable[[], None]], Callable[[], None]],
+    ) -> None:
+        """Begin to ask the hosts.
+
+        Args:
+            make: returns what is to be started; its context names the try that it follows.
+            keepers: of the job.
+            after: see Tries.after.
+        """
         self.problem = ""
         self.has_room = True
-        self._keepers, self._stack = keepers, ExitStack()
+        self._keepers, self._after, self._stack = keepers, after, ExitStack()
         self._run: Run | None = None
         self._thread: threading.Thread | None = None
         try:
             self._job = make(self._stack)
             keepers.widen(self._where.hosts)
             self._job.connect(None)
-        except (ConfigError, LaunchError) as error:
+        except (ConfigError, LaunchError, OSError) as error:
             self.problem = str(error)
             return
         self._stack.enter_context(left_out(self._job.guards.processes()))
@@ -58,7 +69,7 @@ class Successor:
             try:
                 self._run = self._job.ready()
                 self._run.start()
-            except (ConfigError, LaunchError) as error:
+            except (ConfigError, LaunchError, OSError) as error:
                 self.problem = str(error)
         elif not self._run.beside():
             ended = self._run.to_end()
@@ -81,8 +92,9 @@ class Successor:
         try:
             self._keepers.take_over(self._where.hosts, self._job.job.context.job)
             self._job.guards.beat_for(self._keepers)
-            return self._run.to_end(meanwhile)
+            return self._run.to_end(self._after(self._job, meanwhile))
         finally:
+            self._run = None
             self._stack.close()
 
     def close(self) -> None:

@@ -135,6 +135,10 @@ def supervise(
                 pause = Pause(change.text, step + 1, since)
                 _say(f"{change.text} after step {step}; going on on {_where(now_on)}")
                 continue
+            if ended.left is not None:  # for a change that was dropped at that moment
+                pause = Pause("the ranks had left", ended.left[0] + 1, ended.left[1])
+                _say(f"the ranks had left after step {ended.left[0]}; starting again on {_where(now_on)}")
+                continue
             if ended.code == 0:
                 if change is not None:
                     _say(f"the job ended before its hosts could change: {change.text}")

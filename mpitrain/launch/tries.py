@@ -19,6 +19,9 @@ from mpitrain.launch.over_hosts import JobOverHosts
 from mpitrain.launch.processes import left_out
 from mpitrain.launch.reserve import Reserve
 
+# Facts that are being asked for when they are needed: a host that does not answer by then may be the lost one.
+_FACTS_SECONDS = 2.0
+
 
 class Tries:
     """Use this in `with`, in the main thread: at its end, no guard is left."""
@@ -66,11 +69,19 @@ class Tries:
             if self._keepers is not None:
                 self._keepers.settle()
 
-            def look() -> None:
-                self._look(new)
-                meanwhile()
+            return new.ready().to_end(self._looking(new, meanwhile))
 
-            return new.ready().to_end(look)
+    def after(self, job: JobOverHosts, meanwhile: Callable[[], None]) -> Callable[[], None]:
+        """A try that was started elsewhere has taken over. Return what is to be called some times a second with it."""
+        self.forget()
+        return self._looking(job, meanwhile)
+
+    def _looking(self, job: JobOverHosts, meanwhile: Callable[[], None]) -> Callable[[], None]:
+        def look() -> None:
+            self._look(job)
+            meanwhile()
+
+        return look
 
     def forget(self) -> None:
         """Drop what is prepared."""
@@ -89,7 +100,7 @@ class Tries:
         try:
             self._next = self._make(self._stack, present.job)
             self._next.connect(None, is_idle=True)
-        except (ConfigError, LaunchError):  # the next try will say so
+        except (ConfigError, LaunchError, OSError):  # the next try will say so
             self.forget()
         else:
             self._stack.enter_context(left_out(self._next.guards.processes()))
@@ -110,8 +121,8 @@ class Tries:
         """Return `job` with guards and facts, if they are prepared and fit; they are closed with `stack`."""
         taken = self._next
         if taken is not None and self._thread is not None:
-            self._thread.join()  # to ask anew would take longer
-            if self._has_facts and taken.becomes(job):
+            self._thread.join(_FACTS_SECONDS)  # to ask anew would take longer
+            if not self._thread.is_alive() and self._has_facts and taken.becomes(job):
                 stack.enter_context(self._stack.pop_all())
                 self._next = self._thread = None
         if self._next is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mpitrain.errors import ConfigError
-from mpitrain.launch.placement import parse_hosts, place, refuse_crowds
+from mpitrain.launch.placement import Place, Placement, parse_hosts, place, refuse_crowds
 
 
 @pytest.mark.parametrize(
@@ -127,3 +127,11 @@ def test_more_than_a_host_can_hold() -> None:
         "81 ranks on b are too many: it has 5 cores, and allowed are at most 80 ranks there (16 per core, and 64 on "
         "every machine). Ask for fewer with -n or --ppn, or name more hosts with --hosts"
     )
+
+
+def test_some_hosts_first() -> None:
+    placement = Placement((Place("a", 0, 2), Place("b", 2, 1), Place("c", 3, 2)), {"a": "1", "b": "2", "c": "3"}, "a")
+    led = placement.led_by(("c", "b"))
+    assert led.places == (Place("b", 0, 1), Place("c", 1, 2), Place("a", 3, 2))
+    assert (led.addresses, led.own) == (placement.addresses, "a")
+    assert led.first(2).hosts == ("b", "c")

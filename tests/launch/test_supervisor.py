@@ -287,6 +287,14 @@ def test_a_failure_before_the_change(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().err.endswith("the job ended before its hosts could change: b leaves\n")
 
 
+def test_ranks_that_left_for_a_change_that_was_dropped(capsys: pytest.CaptureFixture[str]) -> None:
+    """Their exit code is 0, and the work is not done."""
+    tries, wished = Tries(left(7), killed(0, 12), Ended(0)), Wished(None, None, None)
+    assert supervise(tries, PLACEMENT, Limits(1), wished) == 0  # type: ignore[arg-type]
+    assert [list(ran) for ran in tries.ran] == [["a", "b", "c"]] * 3
+    assert "the ranks had left after step 7; starting again on a, b, c with 5 ranks\n" in capsys.readouterr().err
+
+
 def test_a_failure_before_the_first_step_after_a_change(capsys: pytest.CaptureFixture[str]) -> None:
     """The training has made steps before, so this fault does not come every time."""
     early = Ended(1, failed=RankRecord(0, pid=1, phase="failed", error="OSError: x"), records={0: RankRecord(0)})
