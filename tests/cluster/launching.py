@@ -102,14 +102,14 @@ def run(bed: Bed, arguments: str, *, python: str = PYTHONS["mpich"], setting: st
     return Job(bed, arguments, python=python, setting=setting).end()
 
 
-def left(bed: Bed) -> list[str]:
+def left(bed: Bed, patience_seconds: float = _GONE_SECONDS) -> list[str]:
     """What is left of jobs on all nodes: files, and the user's processes except logins. Wait for these to go."""
     command = (
         "for p in $(pgrep -u cluster); do tr '\\0' ' ' < /proc/$p/cmdline; echo; done 2>/dev/null; "
         "ls -d /tmp/mpitrain-* /dev/shm/mpich_shm_* /dev/shm/sm_segment.* 2>/dev/null; true"
     )
     ours = ("systemd", "(sd-pam)", "sshd")
-    deadline = time.monotonic() + _GONE_SECONDS
+    deadline = time.monotonic() + patience_seconds
     while True:
         found = []
         for node in bed.names:
@@ -125,15 +125,17 @@ def left(bed: Bed) -> list[str]:
 
 
 def drop_kept(bed: Bed, *nodes: str) -> None:
-    """Drop what the keepers of these nodes hold. They were cut off, and so did not hear of the end of their job."""
+    """Drop what the keepers of these nodes hold, which were cut off, and may not have heard of the end of their job."""
     command = f"{PYTHONS['mpich']} -m mpitrain"
 
-    def rows() -> list[str]:
-        return [row for row in as_user(bed, "node1", f"{command} ps").stdout.splitlines() if " kept until " in row]
+    def are_gone() -> bool:
+        rows = as_user(bed, "node1", f"{command} ps").stdout.splitlines()
+        for row in rows:
+            if " kept until " in row:
+                as_user(bed, "node1", f"{command} kill {row.split()[0]}")
+        return not any(line.startswith(nodes) for line in left(bed, patience_seconds=5.0))
 
-    until(lambda: all(any(node in row for row in rows()) for node in nodes), f"nothing is kept on {', '.join(nodes)}")
-    for row in rows():
-        as_user(bed, "node1", f"{command} kill {row.split()[0]}")
+    until(are_gone, f"the keepers of {', '.join(nodes)} stay")
 
 
 def install_open_mpi(bed: Bed) -> bool:
