@@ -64,19 +64,17 @@ EMULATED = {1: "", 2: "", 4: OF_FOUR_ON_GPUS}
 EMULATED_TOO = {3: ""}  # with --full
 EMULATED_GPUS = {1: 1, 2: 2, 3: 1, 4: 2}  # by number of ranks
 # The tests that need beds of nodes (mpitrain/testbed), in parts of about the same length. They wait much of the time,
-# so they run beside all others. Those of the first two start from one snapshot (`provisioned` in tests/conftest.py):
-# the second makes it while the first one, in its first file, sets up a cluster of its own.
+# so they run beside all others. Many start from one snapshot (`provisioned` in tests/conftest.py): the part that needs
+# it first makes it, while the first one sets up a cluster of its own.
 ON_NODES = {
-    "a cluster": [
-        f"tests/cluster/test_{name}.py"
-        for name in ("cycle", "restart_over_hosts", "run_over_hosts", "chaos_over_hosts")
-    ],
-    "faults of a cluster": ["tests/faults/cluster"],
-    "bare nodes": ["tests/testbed", "tests/cli/test_cluster_bed.py", "tests/cluster"],
+    "a cluster": [f"tests/cluster/test_{name}.py" for name in ("cycle", "restart_over_hosts", "chaos_over_hosts")],
+    "faults of a cluster": ["tests/faults/cluster", "tests/cli/test_cluster_bed.py"],
+    "bare nodes": ["tests/testbed", "tests/cluster"],
 }
 # The other tests run in a process for each folder that takes long; what is not named here has one process for all. That
-# of faults takes longest, and is three parts of about the same length.
+# of faults takes longest, and is four parts of about the same length.
 FAULTS = {
+    "faults, hangs and failures": [f"tests/faults/test_{name}.py" for name in ("hangs", "failure", "helpers", "torch")],
     "faults, restarts": [f"tests/faults/test_{name}.py" for name in ("spares", "restart", "chaos", "kills")],
     "faults, memory and recovery": [
         f"tests/faults/test_{name}.py" for name in ("memory", "recovery", "examples", "examples_on_gpu")
