@@ -143,6 +143,13 @@ def test_wrong_use(tmp_path: Path, call: str, text: str) -> None:
     failed(job, text)
 
 
+def test_a_value_that_cannot_be_copied(tmp_path: Path) -> None:
+    """It ends the job. The copies do not end quietly."""
+    job = train(tmp_path, "kept.update(step=lambda: 1)", tries=2)
+    failed(job, "CheckpointError: rank 0 on ", "step cannot be kept: ")
+    assert "is not copied" not in job.stderr
+
+
 def test_sigterm_ends_a_loop_that_saves_nothing(tmp_path: Path) -> None:
     """No other host is left. The loop ends at its next copy, and not by the signal."""
     wrong = """if rank == 1 and step == 4:
