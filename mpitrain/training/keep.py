@@ -174,7 +174,8 @@ class KeptState(Mapping[str, Any]):
         for name, kind in self._kinds().items():
             yield f"{name} ({kind})"
         for name, value in self._values.items():
-            yield from lines_of(name, value)
+            for line in lines_of(name, value):
+                yield f"{line} (world.broadcast gives every rank what rank 0 has)"
 
     def _kinds(self) -> dict[str, str]:
         return dict.fromkeys(self._values, "value") | {n: type(part).__name__ for n, part in self._parts.items()}
