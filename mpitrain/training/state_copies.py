@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Protocol
 
-from mpitrain.errors import CheckpointError, everywhere
+from mpitrain.errors import CheckpointError, LaunchError, everywhere
 from mpitrain.job.start import the_job
 from mpitrain.launch.kept import STAYS, KeeperLine
 from mpitrain.training.checkpoint.copies import KeptCopies, part_name, slots_of, state_name
@@ -96,17 +96,24 @@ class StateCopies:
         If the ranks of the try before still train, wait until they have left.
 
         Raises:
-            LaunchError: see wait_for_turn.
+            LaunchError: see wait_for_turn; or the copies are lost since these ranks have rehearsed.
             CheckpointError: the copy belongs to another model or data set. Raised on every rank.
         """
         self._enter(trained)
-        world = trained.world
+        world, rehearsed = trained.world, 0
         if self._run == 1 and world.context.follows and world is the_job().world:
-            self._rehearse(trained)
+            rehearsed = self._rehearse(trained)
             self.taken_over = wait_for_turn(world, self._line)
         if not self.steps:
             return
         kept = KeptCopies(world, self._line, self._run)
+        if rehearsed and kept.step <= self._first_step:
+            raise everywhere(
+                LaunchError(
+                    f"{world.name()}: the copy of step {rehearsed}, which these ranks have loaded before their turn, is "
+                    "no longer in the memory of any host, so they cannot go on from it, nor begin anew. A new try can"
+                )
+            )
         if not kept.step:
             self.why_not = "no host that takes part has a whole copy"
             return
@@ -120,16 +127,17 @@ class StateCopies:
         trained.restore_own(name, copy.parts, kept.part, reads=is_first_of_node(world))
         trained.memory_step = self._last_step = copy.step
 
-    def _rehearse(self, trained: Copied) -> None:
-        """Go on from the present copy, although a newer one will follow. Collective.
+    def _rehearse(self, trained: Copied) -> int:
+        """Go on from the present copy, although a newer one will follow. Collective. Return its step; 0: there is none.
 
         The first time takes twice as long: pages of memory and connections are new.
         """
         kept = KeptCopies(trained.world, self._line, self._run)
         # A copy that is replaced while it is read makes no sense. What else is wrong will be so with the last copy too.
         with suppress(Exception):
-            if kept.step:
+            if kept.step > self._first_step:
                 trained.restore(kept.read().state)
+        return kept.step if kept.step > self._first_step else 0
 
     def after_step(self, trained: Copied) -> int:
         """Copy the state, if it is time to. Collective; call it when all hooks have seen the step.

@@ -235,6 +235,21 @@ def test_what_cannot_be_kept(world: World) -> None:
     assert world.sum(1) == world.size
 
 
+def test_keep_before_prepare(world: World, capfd: pytest.CaptureFixture[str]) -> None:
+    """The first copy would be incomplete. Whoever forgets the data is told."""
+    model = mlp()
+    optimizer = sgd(model.parameters())
+    kept = mpitrain.torch.keep(model, optimizer)
+    kept.own_state()
+    model, optimizer, data = mpitrain.torch.prepare(model, optimizer, loader())
+    with pytest.raises(ConfigError, match=r"keep\(\) came before prepare\(\)"):
+        kept.own_state()
+    mpitrain.torch.keep(model, optimizer, data)
+    assert capfd.readouterr().out == ""
+    mpitrain.torch.keep(model, optimizer)
+    assert ("keep() was not given the data of prepare()" in capfd.readouterr().out) == world.is_root
+
+
 @pytest.mark.usefixtures("group")
 def test_parts_that_are_divided_among_ranks(world: World, backend: str) -> None:
     from torch.distributed.fsdp import fully_shard
