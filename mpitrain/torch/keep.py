@@ -60,8 +60,8 @@ def keep(*parts: KeptPart, **values: Any) -> KeptState:
         name if names.count(name) == 1 else f"{name} {names[: number + 1].count(name)}": part
         for number, (name, part) in enumerate(zip(names, parts, strict=True))
     }
-    for found in _residuals_in(parts):
-        if isinstance(found, Gradients) and not any(part is found.data for part in parts):
+    for residuals in _residuals_in(parts):
+        if isinstance(residuals, Gradients) and not any(part is residuals.data for part in parts):
             init().print(
                 "mpitrain: keep() was not given the data of prepare(), so a restart begins with the first batch; give "
                 "it with the model: keep(model, optimizer, data)"

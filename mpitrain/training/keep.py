@@ -88,7 +88,7 @@ class KeptState(Mapping[str, Any]):
         return len(self._values)
 
     def update(self, **values: Any) -> None:
-        """End a step: set these values, and copy the state of the loop to memory, if it is time to. Collective.
+        """End a step: set these values, and copy the state of the loop to memory when a copy is due. Collective.
 
         With `mpitrain run --recover`, in mt.elastic, either all ranks set the values, or none does. So change nothing
         that is kept outside of this call.
@@ -237,7 +237,7 @@ def keep(**values: Any) -> KeptState:
             kept.update(w=kept["w"] - 0.3 * mean, step=kept["step"] + 1)
 
     With `mpitrain run --restarts`, `update` copies all values after every few steps, as a Trainer does. In the next try
-    `keep` returns the values of the newest copy, in place of those given. Without `--restarts` there are no copies.
+    `keep` returns the values of the newest copy instead of those given. Without `--restarts` there are no copies.
 
     Args:
         values: by name, the same on every rank: arrays, and all that pickle can write. Keep all that changes from step

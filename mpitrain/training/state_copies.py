@@ -110,8 +110,8 @@ class StateCopies:
         if rehearsed and kept.step <= self._first_step:
             raise everywhere(
                 LaunchError(
-                    f"{world.name()}: the copy of step {rehearsed}, which these ranks have loaded before their turn, is "
-                    "no longer in the memory of any host, so they cannot go on from it, nor begin anew. A new try can"
+                    f"{world.name()}: the copy of step {rehearsed}, which these ranks loaded before their turn, is in "
+                    "the memory of no host any more. These ranks cannot go on from it, nor begin anew; a new try can"
                 )
             )
         if not kept.step:
