@@ -38,7 +38,7 @@ def main() -> None:
     model, optimizer, data = mpitrain.torch.prepare(model, optimizer, loader)
     test = mpitrain.torch.shard(test)
     data.epoch = state["epoch"] if state else 0
-    kept = mpitrain.torch.keep(model, optimizer, data)
+    kept = mpitrain.torch.keep(model, optimizer, data, loss=0.0)
 
     for epoch in range(data.epoch, arguments.epochs):
         data.generator.manual_seed(epoch)  # the order of an epoch, wherever the run began
@@ -47,11 +47,10 @@ def main() -> None:
             loss = loss_fn(model(x), y)
             loss.backward()
             optimizer.step()
-            kept.update()
-        loss = data.mean(loss)  # of the last batch, over all its samples
+            kept.update(loss=data.mean(loss))  # over all samples of the batch
         with torch.no_grad():
             right = sum(test.sum(model(x).argmax(1) == y) for x, y in test)  # each sample once
-        world.print(f"epoch {epoch + 1}: loss {loss:.5f}, test accuracy {right / len(test.dataset):.4f}")
+        world.print(f"epoch {epoch + 1}: loss {kept['loss']:.5f}, test accuracy {right / len(test.dataset):.4f}")
         if arguments.checkpoint:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch + 1}
             mpitrain.torch.save(state, arguments.checkpoint)

@@ -12,7 +12,6 @@ import numpy
 
 from mpitrain.errors import CheckpointError, everywhere
 from mpitrain.shard import part_of
-from mpitrain.torch.random_state import random_state
 from mpitrain.world import World
 
 # Rank 0 draws so many samples at a time and sends their numbers to the others: for most data sets, once per epoch.
@@ -35,9 +34,9 @@ class PartSampler:
         used: the number of batches that the next iteration leaves out, and the checksum of their numbers.
     """
 
-    def __init__(self, world: World, batches: Any, generators: list[Any]) -> None:
-        """`generators` are those that `batches` draws from."""
-        self._world, self._batches, self._generators = world, batches, generators
+    def __init__(self, world: World, batches: Any) -> None:
+        """`batches` is the batch sampler of all ranks together."""
+        self._world, self._batches = world, batches
         self.drawing: Drawing | None = None
         self.used = 0, 0
 
@@ -45,7 +44,7 @@ class PartSampler:
         return len(self._batches)
 
     def __iter__(self) -> Drawing:
-        self.drawing = Drawing(self._world, self._batches, self._generators, self.used)
+        self.drawing = Drawing(self._world, self._batches, self.used)
         return self.drawing
 
 
@@ -55,15 +54,14 @@ class Drawing:
     Attributes:
         shares: this rank's share of each batch that has been yielded and not taken by the loop, with the checksum of
             the numbers of all samples up to this batch.
-        random: rank 0's random_state at the end; None before.
     """
 
-    def __init__(self, world: World, batches: Any, generators: list[Any], used: tuple[int, int]) -> None:
+    def __init__(self, world: World, batches: Any, used: tuple[int, int]) -> None:
         """See PartSampler."""
         self.shares: deque[tuple[Share, int]] = deque()
-        self.random: dict[str, Any] | None = None
-        self._world, self._batches, self._generators = world, batches, generators
+        self._world, self._batches = world, batches
         self._numbers: Iterator[Any] | None = None
+        self._is_over = False  # no more will be drawn
         self._drawn: deque[list[Any]] = deque()
         self._used, self._checksum = used, 0
 
@@ -85,10 +83,12 @@ class Drawing:
 
         Raises:
             CheckpointError: they have other samples than then. Raised on every rank.
+            MismatchError: the ranks go on from different positions.
         """
         (count, checksum), self._used = self._used, (0, 0)
         if not count:
             return
+        self._world.agree("go on within an epoch", [f"after {count} batches, checksum {checksum:08x}"])
         batches = [self._take() for _ in range(count)]
         if None in batches:
             raise other_samples(count, f"there are only {count - batches.count(None)}")
@@ -96,7 +96,7 @@ class Drawing:
             raise other_samples(count, "others are drawn")
 
     def _take(self) -> list[Any] | None:
-        if not self._drawn and self.random is None:
+        if not self._drawn and not self._is_over:
             self._draw()
         if not self._drawn:
             return None
@@ -112,8 +112,8 @@ class Drawing:
                 if self._numbers is None:
                     self._numbers = iter(self._batches)
                 drawn = _some(self._numbers)
-        random = random_state(self._generators) if not drawn else None
-        drawn, self.random = self._world.broadcast((drawn, random))
+        drawn = self._world.broadcast(drawn)
+        self._is_over = not drawn
         self._drawn.extend(drawn)
 
 
@@ -121,8 +121,8 @@ def other_samples(count: int, problem: str) -> CheckpointError:
     """The error for data that is not what it was before a restart, for every rank."""
     return everywhere(
         CheckpointError(
-            f"the loop goes on after {count} batches of an epoch, which are not those that it has used: {problem}. "
-            "Every try must have the same data in the same order: seed what shuffles it, or start a new job"
+            f"the loop goes on after {count} batches of an epoch, but these are not the batches it used before: "
+            f"{problem}. Every try must have the same data in the same order: seed what shuffles it, or start a new job"
         )
     )
 

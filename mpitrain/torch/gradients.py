@@ -52,7 +52,11 @@ class _Note(NamedTuple):
 
 @uncompiled
 class Gradients:
-    """The gradients of one model, on one rank. All ranks make the same backward passes."""
+    """The gradients of one model, on one rank. All ranks make the same backward passes.
+
+    Attributes:
+        data: its present batch weights them.
+    """
 
     def __init__(
         self,
@@ -66,7 +70,7 @@ class Gradients:
     ) -> None:
         """Collective: the ranks compare the parameters that have gradients. Raises the errors of GradientReducer."""
         self._world = world
-        self._data = data
+        self.data = data
         self._trained = Trained(model, "prepare()")
         self._names = list(self._trained.tensors)
         self._parameters: list[Any] = list(self._trained.tensors.values())
@@ -159,7 +163,7 @@ class Gradients:
         self._share = self._share_now()
         # Accumulated gradients have been multiplied by the shares.
         weight = 1 if self._holds_own else self._share.count
-        self._reducer.begin(weight, turn=self._data.turn)
+        self._reducer.begin(weight, turn=self.data.turn)
         self._missing = set(range(len(self._parameters)))
         self._buffers.begin(self._share)
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
@@ -219,12 +223,12 @@ class Gradients:
         return share.count * self._world.size / share.total
 
     def _share_now(self) -> Share:
-        if self._data.share is None:
+        if self.data.share is None:
             raise GradientError(
                 f"{self._world.name()}: backward() came while no batch of the prepared data is in use, so the weight "
                 "of this rank's gradients is unknown; loop over the data that prepare() returned"
             )
-        return self._data.share
+        return self.data.share
 
     def _check(self, index: int, gradient: torch.Tensor) -> None:
         if problem := self._trained.problem(index, gradient):

@@ -33,6 +33,9 @@ def keep(*parts: KeptPart, **values: Any) -> KeptState:
                 optimizer.step()
                 kept.update()
 
+    Loop over `data` only to train, and always to the end: `data.epoch` counts these loops. After the inner loop, use
+    only what is kept, because the next try may have no batch left there.
+
     With `mpitrain run --restarts`, the next try goes on after the newest copied `update`, also within an epoch. If the
     number of ranks and their nodes are the same, it has the same random numbers (of PyTorch, NumPy and Python, on the
     host), and what a codec has left out.
@@ -45,7 +48,8 @@ def keep(*parts: KeptPart, **values: Any) -> KeptState:
         values: see mpitrain.keep.
 
     Raises:
-        ConfigError: a part has no state_dict, or has another state on every rank (FSDP, ZeroRedundancyOptimizer).
+        ConfigError: a part has no state_dict, or has another state on every rank (FSDP, ZeroRedundancyOptimizer). Or a
+            value has a state of its own, and belongs to the parts.
         CheckpointError: see mpitrain.keep.
     """
     with init().together("keep the state of a loop"):
@@ -56,6 +60,12 @@ def keep(*parts: KeptPart, **values: Any) -> KeptState:
         name if names.count(name) == 1 else f"{name} {names[: number + 1].count(name)}": part
         for number, (name, part) in enumerate(zip(names, parts, strict=True))
     }
+    for residuals in _residuals_in(parts):
+        if isinstance(residuals, Gradients) and not any(part is residuals.data for part in parts):
+            init().print(
+                "mpitrain: keep() was not given the data of prepare(), so a restart begins with the first batch; give "
+                "it with the model: keep(model, optimizer, data)"
+            )
     return KeptState(values, named, TorchRankState(parts))
 
 
@@ -63,14 +73,14 @@ class TorchRankState(RankState):
     """The random numbers of a rank, and what a codec has left out there."""
 
     def __init__(self, parts: Sequence[Any]) -> None:
-        self._data = [part for part in parts if isinstance(part, ShardedData)]
-        self._residuals: list[OfHook | Gradients] = []
-        for part in parts:
-            if isinstance(part, torch.nn.Module):
-                with suppress(ConfigError):  # no codec
-                    self._residuals.append(residuals_of(part))
+        self._parts, self._residuals = parts, _residuals_in(parts)
 
     def state(self) -> dict[str, Any]:
+        if len(_residuals_in(self._parts)) > len(self._residuals):
+            raise ConfigError(
+                f"{init().name()}: keep() came before prepare() or before register_comm_hook() of a codec, so a "
+                "restart could not go on with what the codec leaves out; call keep() after them"
+            )
         residuals = [one.state() for one in self._residuals]
         place = str([init().node_ranks, *(one.get("place") for one in residuals)])
         return {"place": place, **pack("the state of a rank", (random_state(), residuals))}
@@ -88,8 +98,19 @@ class TorchRankState(RankState):
             if residual:
                 one.restore(residual)
         set_random_state(random)
-        for data in self._data:
-            data.set_random_after(random)
+        for part in self._parts:
+            if isinstance(part, ShardedData):
+                part.set_random_after(random)
+
+
+def _residuals_in(parts: Sequence[Any]) -> list[OfHook | Gradients]:
+    """What keeps the residuals of those models among `parts` that have any, or may have some."""
+    kept: list[OfHook | Gradients] = []
+    for part in parts:
+        if isinstance(part, torch.nn.Module):
+            with suppress(ConfigError):  # neither prepared nor with a codec
+                kept.append(residuals_of(part))
+    return kept
 
 
 def _check(part: Any) -> None:

@@ -9,18 +9,17 @@ from typing import Any
 
 import numpy
 import torch
-from torch.utils.data import ConcatDataset, DataLoader, DistributedSampler, IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from mpitrain.errors import ConfigError, DataError, everywhere
 from mpitrain.shard import part_of
-from mpitrain.torch.batches import checksum, described, divided
-from mpitrain.torch.drawn import PartSampler, Share, checksum_of_numbers, other_samples
+from mpitrain.torch.batches import described, divided
+from mpitrain.torch.dataset_lines import has_length, lines_of
+from mpitrain.torch.drawn import PartSampler, Share, other_samples
 from mpitrain.torch.observed import samples_come_divided, saw
 from mpitrain.torch.random_state import generators_of, random_state, set_random_state
 from mpitrain.torch.uncompiled import uncompiled
 from mpitrain.world import World
-
-_EXACT = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 @uncompiled
@@ -59,7 +58,8 @@ class ShardedData:
         self._newest: Share | None = None  # stays after the last batch
         self.turn = self.epoch = self.batch = 0
         self._checksum = 0  # of the numbers of the samples of these batches
-        self._random: dict[str, Any] | None = None  # where this epoch began; at batch 0, where the one before ended
+        # With which the order of this epoch was drawn; at batch 0, those at the end of the epoch before.
+        self._random: dict[str, Any] | None = None
         self._is_restored = False
         self._random_after: Mapping[str, Any] | None = None
         self._generators = generators_of(data)
@@ -79,14 +79,14 @@ class ShardedData:
         kind, lines = type(data).__name__, list[str]()
         if isinstance(data, DataLoader):
             kind += f", batches of {data.batch_size} samples, drawn by {type(data.sampler).__name__}"
-            lines = list(_lines_of(data.dataset))
+            lines = list(lines_of(data.dataset))
             _refuse_distributed(data)
             if not isinstance(data.dataset, IterableDataset) and data.batch_sampler is not None:
-                self._parts = PartSampler(world, data.batch_sampler, self._generators)
+                self._parts = PartSampler(world, data.batch_sampler)
                 loader = copy.copy(data)  # keep everything, also workers and pinned memory, except the batches
                 vars(loader).update(batch_sampler=self._parts, in_order=True, _iterator=None)
                 self._source = loader
-        length = len(data) if _has_length(data) else "an unknown number of"  # type: ignore[arg-type]
+        length = len(data) if has_length(data) else "an unknown number of"  # type: ignore[arg-type]
         world.agree("compare the data", [*lines, f"{kind}, {length} batches"])
 
     def __len__(self) -> int:
@@ -98,7 +98,9 @@ class ShardedData:
 
         Raises:
             DataError: the first batch has fewer samples than there are ranks, or a batch cannot be divided.
-            MismatchError: a source that every rank reads itself gives the ranks different batches.
+            MismatchError: a source that every rank reads itself gives the ranks different batches, or the ranks go on
+                from different positions.
+            CheckpointError: after `load_state_dict`, the batches that were used have other samples than then.
         """
         first = self._begin_epoch()
         batches = self._drawn(self._parts, first) if self._parts else self._read(first)
@@ -117,6 +119,7 @@ class ShardedData:
             yield batch
         self.share = None
         self.epoch, self.batch, self._checksum = self.epoch + 1, 0, 0
+        self._random = self._random_of_order()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data, for `load_state_dict` after a restart. Not collective.
@@ -126,10 +129,14 @@ class ShardedData:
         return {"epoch": self.epoch, "batch": self.batch, "checksum": self._checksum, "random": self._random}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict`: the next loop begins behind the batches that were used, in the same order.
+        """Go on from a `state_dict`: the next loop begins after the batches that were used, in the same order.
 
         Every rank calls this, before the loop. The loop draws the numbers of the samples again, without reading the
-        samples. Data that is no DataLoader of numbered samples is read up to there.
+        samples, and leaves the rank's other random numbers alone. Data that is no DataLoader of numbered samples is
+        read up to there; after that, each rank has the random numbers that this reading has left.
+
+        Between two epochs, the order is drawn with rank 0's random numbers at the end of the epoch, which rank 0 gets
+        back. It is the order of an undisturbed run, if nothing draws from them between the loops.
         """
         self.epoch, self.batch = int(state["epoch"]), int(state["batch"])
         self._checksum, self._random = int(state["checksum"]), state["random"]
@@ -138,7 +145,7 @@ class ShardedData:
             set_random_state(self._random, self._generators)
 
     def set_random_after(self, state: Mapping[str, Any]) -> None:
-        """Have the loop after `load_state_dict` go on from a `random_state` of this rank, once its order is drawn."""
+        """After `load_state_dict`, have the loop use a `random_state` of this rank, once its order is drawn."""
         self._random_after = state
 
     @property
@@ -154,12 +161,19 @@ class ShardedData:
             self.batch = self._checksum = 0
         self._is_restored = False
         if not self.batch:
-            random = random_state(self._generators)
-            self._random, self._random_after = self._world.broadcast(random) if self._parts else random, None
-        elif self._draws:
+            self._random, self._random_after = self._random_of_order(), None
+            return 0
+        if self._parts and self._random_after is None:
+            self._random_after = random_state()
+        if self._draws:
             assert self._random is not None
             set_random_state(self._random, self._generators)
         return self.batch
+
+    def _random_of_order(self) -> dict[str, Any]:
+        """The random numbers with which the order is drawn. Collective."""
+        random = random_state(self._generators)
+        return self._world.broadcast(random) if self._parts else random
 
     def _skipped(self) -> None:
         """The order is drawn up to where the loop goes on."""
@@ -229,7 +243,6 @@ class ShardedData:
             self._skipped()
         for batch in batches:
             yield batch, *drawing.shares.popleft()
-        self._random = drawing.random
 
     def _read(self, first: int) -> Iterator[tuple[Any, Share, int]]:
         """Yield batches of data that can only be read from the beginning: every rank reads all, and keeps its part."""
@@ -241,8 +254,7 @@ class ShardedData:
                 raise DataError(f"{world.name()}: batch {number - 1}: {error}") from None
             checked = zlib.crc32(text.encode(), checked)
             if number == first:
-                if checked != self._checksum:
-                    raise other_samples(first, "their samples differ")
+                self._compare(first, number, checked)
                 self._skipped()
             if number <= first:
                 continue
@@ -251,44 +263,17 @@ class ShardedData:
             count = own.stop - own.start
             yield divided(batch, own if count else slice(0, 1), total), Share(count, total), checked
         if number < first:
-            raise other_samples(first, f"there are only {number}")
+            self._compare(first, number, checked)
         world.agree("take the next batch", ["no more batches"])
-        self._random = random_state(self._generators)
 
-
-def _lines_of(dataset: Any) -> Iterator[str]:
-    """Yield what is compared of a data set, one item per line."""
-    text = f"{type(dataset).__name__} of {len(dataset) if _has_length(dataset) else 'an unknown number of'} samples"
-    if isinstance(dataset, Subset):
-        text += f", checksum of their numbers {_checksum_of_subset(dataset.indices):08x}"
-        yield f"{text} (choose them with the same seed on every rank)"
-        yield from _lines_of(dataset.dataset)
-    elif isinstance(dataset, ConcatDataset):
-        yield text
-        for part in dataset.datasets:
-            yield from _lines_of(part)
-    elif isinstance(dataset, TensorDataset):
-        shapes = [f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in dataset.tensors]
-        # Floats are left out, because another CPU may have rounded computed values to other bits.
-        exact = [tensor for tensor in dataset.tensors if tensor.device.type == "cpu" and tensor.dtype in _EXACT]
-        text += f": {', '.join(shapes)}, checksum {checksum(exact):08x}"
-        yield f"{text} of the integers of the first and the last one"
-    else:
-        yield text
-
-
-def _checksum_of_subset(indices: Any) -> int:
-    if isinstance(indices, range):
-        return zlib.crc32(repr(indices).encode())
-    return checksum_of_numbers(indices.cpu() if isinstance(indices, torch.Tensor) else indices)
-
-
-def _has_length(data: Any) -> bool:
-    try:
-        len(data)
-    except (TypeError, NotImplementedError):  # from data without a length, and from a DataLoader of a stream
-        return False
-    return True
+    def _compare(self, first: int, number: int, checked: int) -> None:
+        """Compare the `number` batches that were read with the `first` batches that were used. Collective."""
+        position = f"after {first} batches, checksum {self._checksum:08x}"
+        self._world.agree("go on within an epoch", [position, f"{number} batches are there, checksum {checked:08x}"])
+        if number < first:
+            raise other_samples(first, f"there are only {number}")
+        if checked != self._checksum:
+            raise other_samples(first, "their samples differ")
 
 
 def _refuse_distributed(loader: DataLoader[Any]) -> None:

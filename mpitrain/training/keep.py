@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
-from mpitrain.errors import CheckpointError, ConfigError
+from mpitrain.errors import CheckpointError, ConfigError, MpitrainError, everywhere
 from mpitrain.job.start import the_job
 from mpitrain.launch.kept import SAVES, STAYS
-from mpitrain.training.checkpoint.packed import arrays_in, pack, unpack
+from mpitrain.training.checkpoint.packed import arrays_in, lines_of, pack, unpack
 from mpitrain.training.state_copies import StateCopies
 from mpitrain.training.turn import end_try
 from mpitrain.watching.activity import own_activity
@@ -61,7 +61,14 @@ class KeptState(Mapping[str, Any]):
         self._run = job.num_runs
         self._copies = StateCopies(self._run, 0)
         with self.world.together("keep the state of a loop"):
+            for name, value in values.items():
+                if hasattr(value, "load_state_dict"):
+                    raise ConfigError(
+                        f"{self.world.name()}: keep({name}=...) was given a {type(value).__name__}, which has a state "
+                        "of its own that a restart would not restore; give it without a name to mpitrain.torch.keep"
+                    )
             self.state()
+        self.world.agree("keep the state of a loop", list(self._lines()))
         self._copies.resume(self)
         self._say_origin()
         self._publish()
@@ -81,7 +88,7 @@ class KeptState(Mapping[str, Any]):
         return len(self._values)
 
     def update(self, **values: Any) -> None:
-        """End a step: set these values, and copy the state of the loop to memory, if it is time to. Collective.
+        """End a step: set these values, and copy the state of the loop to memory when a copy is due. Collective.
 
         With `mpitrain run --recover`, in mt.elastic, either all ranks set the values, or none does. So change nothing
         that is kept outside of this call.
@@ -93,10 +100,18 @@ class KeptState(Mapping[str, Any]):
 
         Raises:
             ConfigError: a name is not kept, or a Trainer or another `keep` came after this one.
-            CheckpointError: an array has another dtype or shape than in `keep`.
+            CheckpointError: an array has another dtype or shape than in `keep`, or a value cannot be pickled.
+            MismatchError: the ranks set other names, or arrays of other dtypes or shapes.
             LostRankError: see World.commit.
+
+        All but the last are raised on every rank.
         """
-        self._check(values)
+        arrays = [f"{place} is {kind}" for name, value in values.items() for place, kind in arrays_in(name, value)]
+        self.world.agree("update what is kept", [*values, *arrays])
+        try:
+            self._check(values)
+        except MpitrainError as error:  # it follows from what the ranks have just compared
+            raise everywhere(error) from None
         self.world.commit()
         self._values.update(values)
         self.step_number += 1
@@ -153,6 +168,14 @@ class KeptState(Mapping[str, Any]):
         is_alike = all(self.world.allgather(part.get("place") == place))
         with self.world.together(f"go on from {name}"):
             self._own.restore(part if is_alike else None)
+
+    def _lines(self) -> Iterator[str]:
+        """What the ranks compare before the first step, one item a line."""
+        for name, kind in self._kinds().items():
+            yield f"{name} ({kind})"
+        for name, value in self._values.items():
+            for line in lines_of(name, value):
+                yield f"{line} (world.broadcast gives every rank what rank 0 has)"
 
     def _kinds(self) -> dict[str, str]:
         return dict.fromkeys(self._values, "value") | {n: type(part).__name__ for n, part in self._parts.items()}
@@ -214,7 +237,7 @@ def keep(**values: Any) -> KeptState:
             kept.update(w=kept["w"] - 0.3 * mean, step=kept["step"] + 1)
 
     With `mpitrain run --restarts`, `update` copies all values after every few steps, as a Trainer does. In the next try
-    `keep` returns the values of the newest copy, in place of those given. Without `--restarts` there are no copies.
+    `keep` returns the values of the newest copy instead of those given. Without `--restarts` there are no copies.
 
     Args:
         values: by name, the same on every rank: arrays, and all that pickle can write. Keep all that changes from step
@@ -222,7 +245,9 @@ def keep(**values: Any) -> KeptState:
 
     Raises:
         CheckpointError: a value cannot be pickled, or the copy holds other names, dtypes or shapes. On every rank.
-        ConfigError: this is in mpitrain.elastic, which would give the values of the beginning again.
+        ConfigError: this is in mpitrain.elastic, which would give the values of the beginning again, or a value is a
+            model, optimizer or the like.
+        MismatchError: the ranks give other names, numbers, texts or arrays.
     """
     return KeptState(values, {}, RankState())
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Protocol
 
-from mpitrain.errors import CheckpointError
+from mpitrain.errors import CheckpointError, LaunchError, everywhere
 from mpitrain.job.start import the_job
 from mpitrain.launch.kept import STAYS, KeeperLine
 from mpitrain.training.checkpoint.copies import KeptCopies, part_name, slots_of, state_name
@@ -96,17 +96,24 @@ class StateCopies:
         If the ranks of the try before still train, wait until they have left.
 
         Raises:
-            LaunchError: see wait_for_turn.
+            LaunchError: see wait_for_turn; or the copies are lost since these ranks have rehearsed.
             CheckpointError: the copy belongs to another model or data set. Raised on every rank.
         """
         self._enter(trained)
-        world = trained.world
+        world, rehearsed = trained.world, 0
         if self._run == 1 and world.context.follows and world is the_job().world:
-            self._rehearse(trained)
+            rehearsed = self._rehearse(trained)
             self.taken_over = wait_for_turn(world, self._line)
         if not self.steps:
             return
         kept = KeptCopies(world, self._line, self._run)
+        if rehearsed and kept.step <= self._first_step:
+            raise everywhere(
+                LaunchError(
+                    f"{world.name()}: the copy of step {rehearsed}, which these ranks loaded before their turn, is in "
+                    "the memory of no host any more. These ranks cannot go on from it, nor begin anew; a new try can"
+                )
+            )
         if not kept.step:
             self.why_not = "no host that takes part has a whole copy"
             return
@@ -120,22 +127,26 @@ class StateCopies:
         trained.restore_own(name, copy.parts, kept.part, reads=is_first_of_node(world))
         trained.memory_step = self._last_step = copy.step
 
-    def _rehearse(self, trained: Copied) -> None:
-        """Go on from the present copy, although a newer one will follow. Collective.
+    def _rehearse(self, trained: Copied) -> int:
+        """Go on from the present copy, although a newer one will follow. Collective. Return its step; 0: there is none.
 
         The first time takes twice as long: pages of memory and connections are new.
         """
         kept = KeptCopies(trained.world, self._line, self._run)
         # A copy that is replaced while it is read makes no sense. What else is wrong will be so with the last copy too.
         with suppress(Exception):
-            if kept.step:
+            if kept.step > self._first_step:
                 trained.restore(kept.read().state)
+        return kept.step if kept.step > self._first_step else 0
 
     def after_step(self, trained: Copied) -> int:
         """Copy the state, if it is time to. Collective; call it when all hooks have seen the step.
 
         Return, on all ranks alike, what the launcher wishes. LEAVES: this try is to end here, and another one goes on
         from this copy on other hosts. SAVES: no other one follows. STAYS: the training goes on.
+
+        Raises:
+            CheckpointError: a value of the state cannot be written. Raised on every rank.
         """
         if trained.world is not self._world:
             self._enter(trained)
@@ -145,13 +156,15 @@ class StateCopies:
         if not self.steps or not (is_due or step == trained.last_step):
             return STAYS
         step_seconds = (time.perf_counter() - self._last_seconds) / max(1, step - self._last_step)
-        copy_seconds = self._copy(trained)
+        copy_seconds, problem = self._copy(trained)
         asking = time.perf_counter()
         wish = self._wish(world)
         copy_seconds += time.perf_counter() - asking
         is_refused = self._is_refused and is_first_of_node(world)
-        of_ranks = world.allgather((copy_seconds, step_seconds, is_refused, wish))
-        seconds, step_seconds_of, refused, wishes = zip(*of_ranks, strict=True)
+        of_ranks = world.allgather((copy_seconds, step_seconds, is_refused, wish, problem))
+        seconds, step_seconds_of, refused, wishes, problems = zip(*of_ranks, strict=True)
+        for text in filter(None, problems):
+            raise everywhere(CheckpointError(text))
         if sum(refused) == world.num_nodes:
             self.steps = 0
             return STAYS
@@ -199,16 +212,22 @@ class StateCopies:
         else:
             self.why_not = "no host has a keeper"
 
-    def _copy(self, trained: Copied) -> float:
-        """Copy this rank's part of the state. Return the seconds that each later copy will take, too."""
+    def _copy(self, trained: Copied) -> tuple[float, str]:
+        """Copy this rank's part of the state.
+
+        Return the seconds that each later copy will take, too, and why the state cannot be copied at all, if so.
+        """
         world = trained.world
         began, waited = time.perf_counter(), 0.0
         own = trained.own_state()  # on all ranks
         if self._line is None or self._is_refused:
             self._is_refused = True
-            return 0.0
+            return 0.0, ""
         try:
             states = {state_name(self._run): trained.state()} if is_first_of_node(world) else {}
+        except CheckpointError as error:  # an error of the script: no later copy would be better
+            return 0.0, f"{world.name()}: {error}"
+        try:
             if own:
                 states[part_name(self._run, world.rank)] = own
             for name, state in states.items():
@@ -223,8 +242,8 @@ class StateCopies:
         except (NoRoomError, CheckpointError, OSError) as error:
             self._is_refused = True
             self._give_up(self._line)
-            say(world, f"the state is not copied to memory here, so a restart may have to go on from the disk: {error}")
-        return time.perf_counter() - began - waited
+            say(world, f"the state is not copied to memory here, so a restart may go on from an older one: {error}")
+        return time.perf_counter() - began - waited, ""
 
     def _wish(self, world: World) -> int:
         """What this rank's keeper asks for at a copy. Only the first run of a script can end in this way."""

@@ -1,4 +1,4 @@
-"""`mpitrain.torch.keep`: a killed loop with `prepare`, and one with DDP, goes on from memory."""
+"""`mpitrain.torch.keep`: a killed loop goes on from memory, with `prepare`, with DDP, and in the example."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from faults.outcome import failed, succeeded
-from jobs import VENVS, Job, run_command
+from jobs import REPOSITORY, VENVS, Job, run_command
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
 
@@ -19,7 +19,7 @@ STEPS = 18  # 3 epochs of 6 batches
 # One loop trains two models: one of `prepare` and one in DDP. Dropout draws random numbers, which differ by rank. The
 # same loop, without keep(), runs first: it is the undisturbed one.
 SCRIPT = """
-import os, pathlib, signal, sys
+import os, pathlib, random, signal, sys
 import numpy, torch
 import torch.distributed as dist
 import mpitrain as mt
@@ -57,11 +57,12 @@ def train(keeps):
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
     models[0], _, data = mpitrain.torch.prepare(models[0], optimizers[0], loader)
     models[1] = DistributedDataParallel(models[1])
-    torch.manual_seed(rank)
-    used = torch.zeros(36, dtype=torch.int64)
+    for seed in torch.manual_seed, numpy.random.seed, random.seed:
+        seed(rank)
+    used, drawn = torch.zeros(36, dtype=torch.int64), []
     if keeps:
-        kept = mpitrain.torch.keep(*models, *optimizers, *schedulers, scaler, data, used=used, step=0)
-        used = kept["used"]
+        kept = mpitrain.torch.keep(*models, *optimizers, *schedulers, scaler, data, used=used, drawn=drawn, step=0)
+        used, drawn = kept["used"], kept["drawn"]
     step = kept["step"] if keeps else 0
     for epoch in range(data.epoch, 3):
         for inputs, targets, numbers in data:
@@ -79,40 +80,69 @@ def train(keeps):
                 scheduler.step()
             for of_rank in world.allgather(numbers):
                 used[of_rank] += 1
+            drawn = drawn + world.allgather((numpy.random.random(), random.random()))
             if keeps:
-                kept.update(step=step)
+                kept.update(drawn=drawn, step=step)
     tensors = [tensor.numpy().tobytes() for one in models for tensor in one.state_dict().values()]
-    return tensors, used.tolist(), scaler.get_scale(), epoch, step
+    return tensors, used.tolist(), drawn, scaler.get_scale(), epoch, step
 
 undisturbed, result = train(False), train(True)
 assert result == undisturbed, (result, undisturbed)
 assert result[1] == [3] * 36
 world.print("the same bits after", result[-1], "steps")
+AFTER
 """
 
+# The example has 12 batches an epoch, so its newest copy is that of an epoch's last batch.
+EXAMPLE = """
+import runpy
+from mpitrain.training.keep import KeptState
 
-def train(folder: Path, wrong: str, ranks: int = 2, tries: int = 2, size: str = "8") -> Job:
-    (folder / "train.py").write_text(SCRIPT.replace("WRONG", wrong).replace("SIZE", size))
-    command = [str(VENVS["mpich"] / "bin/python"), "-m", "mpitrain", "run", "-n", str(ranks)]
+update = KeptState.update
+
+def dying(kept, **values):
+    if rank == 1 and kept.step_number == 12 and once("killed in the example"):
+        (folder / "loss").write_text(f"{kept['loss']:.5f}")
+        die()
+    update(kept, **values)
+
+KeptState.update = dying
+sys.path.insert(0, "REPOSITORY/examples")
+sys.argv[1:] = []
+runpy.run_path("REPOSITORY/examples/torch_whole_loop.py", run_name="__main__")
+""".replace("REPOSITORY", str(REPOSITORY))
+
+
+def train(folder: Path, wrong: str, tries: int, size: str = "8", after: str = "") -> Job:
+    (folder / "train.py").write_text(SCRIPT.replace("WRONG", wrong).replace("SIZE", size).replace("AFTER", after))
+    command = [str(VENVS["mpich"] / "bin/python"), "-m", "mpitrain", "run", "-n", "2"]
     command += ["--restarts", str(tries - 1), str(folder / "train.py"), str(folder)]
     return run_command(command, cwd=folder, env={"MPITRAIN_MEMORY_STEPS": str(EVERY)}, timeout=300)
 
 
 def test_a_killed_loop(tmp_path: Path) -> None:
-    """The models have the bits of an undisturbed loop, and each sample was used once in each epoch."""
+    """The models have the bits of an undisturbed loop, and each sample was used once in each epoch.
+
+    Then the example is killed between two epochs: it goes on where its inner loop has no batch left.
+    """
     step = random.randrange(EVERY + 1, STEPS + 1)
-    job = train(tmp_path, f"if rank == 1 and step == {step} and once('killed'): die()")
+    job = train(tmp_path, f"if rank == 1 and step == {step} and once('killed'): die()", tries=3, after=EXAMPLE)
     succeeded(job)
-    assert re.search(rf"try 1 of 2 failed at step {step}: rank 1 on ", job.stderr)
-    (resumed,) = re.findall(r"resumed from memory at step (\d+)$", job.stdout, re.M)
-    assert int(resumed) == (step - 1) // EVERY * EVERY, (step, job.output)
-    assert f"the same bits after {STEPS} steps\n" in job.stdout
+    assert re.search(rf"try 1 of 3 failed at step {step}: rank 1 on ", job.stderr)
+    assert re.search(r"try 2 of 3.* failed at step 13: rank 1 on ", job.stderr)
+    resumed = re.findall(r"resumed from memory at step (\d+)$", job.stdout, re.M)
+    assert [int(found) for found in resumed] == [(step - 1) // EVERY * EVERY, 12], (step, job.output)
+    assert job.stdout.count(f"the same bits after {STEPS} steps\n") == 2
+    last_try = job.stdout.rpartition("resumed from memory at step 12\n")[2]
+    lines = re.findall(r"epoch (\d): loss ([\d.]+), test accuracy", last_try)
+    assert [epoch for epoch, _ in lines] == ["1", "2", "3"]
+    assert lines[0][1] == (tmp_path / "loss").read_text()
 
 
 @pytest.mark.slow
 def test_a_model_of_another_shape(tmp_path: Path) -> None:
     size = "(7 if world.broadcast((folder / 'killed').exists()) else 8)"
-    job = train(tmp_path, "if rank == 1 and step == 8 and once('killed'): die()", size=size)
+    job = train(tmp_path, "if rank == 1 and step == 8 and once('killed'): die()", tries=2, size=size)
     failed(
         job, "CheckpointError: rank 0 on ", "the copy in memory does not fit Sequential: Error(s) in loading state_dict"
     )

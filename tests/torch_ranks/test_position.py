@@ -10,9 +10,9 @@ import numpy
 import pytest
 
 from mpitrain import World
-from mpitrain.errors import CheckpointError, ConfigError
+from mpitrain.errors import CheckpointError, ConfigError, MismatchError
 from mpitrain.job.worlds import make_world
-from tests.ranks.common import error_on_all, skip_alone
+from tests.ranks.common import error_on_all, named_ranks, skip_alone
 
 from .prepared import mlp, sgd, torch
 
@@ -136,16 +136,43 @@ def test_another_number_of_ranks(world: World) -> None:
     assert batches == [numbers.tolist() for numbers, _ in shuffled()]
 
 
-def test_between_two_epochs(world: World) -> None:
-    """The generator of the order goes on, too, on whatever rank."""
-    undisturbed = batches_of(mpitrain.torch.shard(SOURCES["with a generator"]()))
-    data = mpitrain.torch.shard(SOURCES["with a generator"]())
+@pytest.mark.parametrize("options", [{"generator": torch.Generator()}, {"num_workers": 1}], ids=lambda one: str([*one]))
+def test_between_two_epochs(world: World, options: dict[str, Any]) -> None:
+    """The random numbers of the order go on, in a generator or in rank 0's own, from which the model draws, too.
+
+    Workers have the order drawn to its end while the model still draws.
+    """
+
+    def shuffled() -> Any:
+        if "generator" in options:
+            options["generator"].manual_seed(1)
+        return mpitrain.torch.shard(loader(shuffle=True, **options))
+
+    torch.manual_seed(10 + world.rank)
+    undisturbed = batches_of(shuffled())
+    torch.manual_seed(10 + world.rank)
+    data = shuffled()
     for _ in data:
-        pass
-    again = mpitrain.torch.shard(SOURCES["with a generator"]())
-    again.load_state_dict(data.state_dict())
+        torch.rand(1)
+    state = data.state_dict()
+    torch.manual_seed(99)
+    again = shuffled()
+    again.load_state_dict(state)
     numbers = [numbers for numbers, _, _ in batches_of(again)]
     assert numbers == [numbers for numbers, _, _ in undisturbed[NUM_BATCHES:]]
+
+
+def test_the_ranks_own_numbers(world: World) -> None:
+    """Without those of the try before, they go on as the script has seeded them; to draw the order changes nothing."""
+    data = mpitrain.torch.shard(loader(shuffle=True))
+    batches_of(data, 2)
+    again = mpitrain.torch.shard(loader(shuffle=True))
+    again.load_state_dict(data.state_dict())
+    torch.manual_seed(20 + world.rank)
+    expected = torch.rand(1).item()  # the first sample's noise
+    torch.manual_seed(20 + world.rank)
+    _, noise = next(iter(again))
+    assert noise[0].item() == expected
 
 
 def test_workers_read_on(world: World) -> None:
@@ -159,6 +186,19 @@ def test_workers_read_on(world: World) -> None:
     assert sorted(everywhere) == list(range(NUM_SAMPLES))
 
 
+def test_one_rank_reads_other_samples(world: World) -> None:
+    skip_alone(world)
+    batches = [(torch.full((BATCH,), number), torch.zeros(BATCH)) for number in range(3)]
+    data = mpitrain.torch.shard(batches)
+    batches_of(data, 2)
+    other = batches if world.rank < world.size - 1 else batches[::-1]
+    again = mpitrain.torch.shard(other)
+    again.load_state_dict(data.state_dict())
+    text = error_on_all(world, MismatchError, lambda: next(iter(again)))
+    for name in named_ranks(world, world.size - 1):
+        assert name in text
+
+
 @pytest.mark.parametrize("source", ["shuffled", "an iterable"])
 def test_other_samples_than_before(world: World, source: str) -> None:
     data = mpitrain.torch.shard(SOURCES[source]())
@@ -167,16 +207,16 @@ def test_other_samples_than_before(world: World, source: str) -> None:
     other = mpitrain.torch.shard(SOURCES[source]())
     other.load_state_dict({**state, "checksum": state["checksum"] ^ 1})
     text = error_on_all(world, CheckpointError, lambda: next(iter(other)))
-    assert "the loop goes on after 2 batches of an epoch, which are not those that it has used: " in text
+    assert "the loop goes on after 2 batches of an epoch, but these are not the batches it used before: " in text
     short = mpitrain.torch.shard(SOURCES[source]())
     short.load_state_dict({**state, "batch": 9})
     assert "there are only 5" in error_on_all(world, CheckpointError, lambda: next(iter(short)))
 
 
-def refusal(*parts: Any) -> str:
-    """What keep() says of these parts, on every rank."""
+def refusal(*parts: Any, **values: Any) -> str:
+    """What keep() says of these parts and values, on every rank."""
     with pytest.raises(ConfigError) as refused:
-        mpitrain.torch.keep(*parts)
+        mpitrain.torch.keep(*parts, **values)
     assert refused.value.known_everywhere
     return str(refused.value)
 
@@ -190,7 +230,24 @@ def test_what_cannot_be_kept(world: World) -> None:
     ]
     for part, text in cases:
         assert text in refusal(model, optimizer, part)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert "keep(scheduler=...) was given a StepLR" in refusal(model, optimizer, scheduler=scheduler)
     assert world.sum(1) == world.size
+
+
+def test_keep_before_prepare(world: World, capfd: pytest.CaptureFixture[str]) -> None:
+    """The first copy would be incomplete. Whoever forgets the data is told."""
+    model = mlp()
+    optimizer = sgd(model.parameters())
+    kept = mpitrain.torch.keep(model, optimizer)
+    kept.own_state()
+    model, optimizer, data = mpitrain.torch.prepare(model, optimizer, loader())
+    with pytest.raises(ConfigError, match=r"keep\(\) came before prepare\(\)"):
+        kept.own_state()
+    mpitrain.torch.keep(model, optimizer, data)
+    assert capfd.readouterr().out == ""
+    mpitrain.torch.keep(model, optimizer)
+    assert ("keep() was not given the data of prepare()" in capfd.readouterr().out) == world.is_root
 
 
 @pytest.mark.usefixtures("group")

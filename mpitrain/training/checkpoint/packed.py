@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import pickle
 import sys
+import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -42,14 +43,40 @@ def unpack(packed: Mapping[str, Any]) -> Any:
 
 def arrays_in(name: str, value: Any) -> Iterator[tuple[str, str]]:
     """Yield name, dtype and shape of each array and tensor in dicts, lists and tuples."""
+    for place, leaf in _leaves_in(name, value):
+        if hasattr(leaf, "dtype") and len(getattr(leaf, "shape", "")):  # a number may become one of NumPy's
+            yield place, f"{leaf.dtype} {tuple(leaf.shape)}"
+
+
+def lines_of(name: str, value: Any) -> Iterator[str]:
+    """Yield a line on each array, tensor, number and text in dicts, lists and tuples: equal lines, equal values.
+
+    Of other objects it has only the type, because equal objects may have different pickles.
+    """
+    for place, leaf in _leaves_in(name, value):
+        plain = leaf.item() if isinstance(leaf, numpy.generic) else leaf
+        array = leaf if isinstance(leaf, numpy.ndarray) else _array_of_tensor(leaf)
+        if array is not None and not array.dtype.hasobject:
+            bits = numpy.ascontiguousarray(array).reshape(-1).view(numpy.uint8)
+            yield f"{place} is {leaf.dtype} {tuple(leaf.shape)}, checksum {zlib.crc32(bits.data):08x}"
+        elif plain is None or isinstance(plain, bool | int | float | complex | str | bytes):
+            yield f"{place} is {plain!r}"
+        else:
+            yield f"{place} is a {type(leaf).__name__}"
+
+
+def _leaves_in(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what dicts, lists and tuples hold, with its place."""
     if isinstance(value, Mapping):
-        for key, entry in value.items():
-            yield from arrays_in(f"{name}[{key!r}]", entry)
+        for number, (key, entry) in enumerate(value.items()):
+            # The text of any other object may have its address, which differs by rank.
+            shown = repr(key) if isinstance(key, int | str | bytes) else f"key {number}"
+            yield from _leaves_in(f"{name}[{shown}]", entry)
     elif isinstance(value, list | tuple):
         for number, entry in enumerate(value):
-            yield from arrays_in(f"{name}[{number}]", entry)
-    elif hasattr(value, "dtype") and len(getattr(value, "shape", "")):  # a number may become one of NumPy's
-        yield name, f"{value.dtype} {tuple(value.shape)}"
+            yield from _leaves_in(f"{name}[{number}]", entry)
+    else:
+        yield name, value
 
 
 class _Packer(pickle.Pickler):
