@@ -350,6 +350,24 @@ def test_a_host_that_has_left_by_a_wish_stays_away(changes: Changes, keepers: Ke
     assert keepers.wish == STAYS
 
 
+def test_wishes_to_the_launcher_before(
+    changes: Changes, keepers: Keepers, ssh: Ssh, listed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """b has left, and d has joined, which the inventory does not have. The launcher that resumes the job keeps that."""
+    ssh.up("b", "d")
+    intake = Intake(changes, LIMITS, listed_hosts(None, listed))
+    hosts = widen(WITHOUT_B, "d")
+    trains(changes, intake, keepers, hosts, hosts=hosts)
+    intake.look(1000.0)
+    assert (ssh.asked(), intake.dropped, keepers.wish) == ([], set(), STAYS)
+    assert capsys.readouterr().err == ""
+    inventory(listed, "a", "b")
+    intake.look(1001.0)
+    change = changes.take()
+    assert change is not None
+    assert change.text == "c leaves (not in the inventory any more)"
+
+
 def test_an_inventory_that_cannot_be_read(
     changes: Changes, keepers: Keepers, ssh: Ssh, listed: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
