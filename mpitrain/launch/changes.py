@@ -331,10 +331,16 @@ class Changes:
             self._keepers.wish = SAVES
 
     def _look(self) -> None:
+        fault = ""
         while not self._stop.wait(_LOOK_SECONDS):
-            self._drop_if_late()
-            self._save()
-            self._look_at_told()
+            try:
+                self._drop_if_late()
+                self._save()
+                self._look_at_told()
+            except Exception as error:  # nobody looks at a thread's error, and the job can train without it
+                if fault != repr(error):
+                    fault = repr(error)
+                    _say(f"the hosts of the job may not change as they should: {fault}")
 
 
 def _say(text: str) -> None:

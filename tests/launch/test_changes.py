@@ -42,6 +42,8 @@ class Asked:
         self.placements.append(placement)
         if "slow" in placement.hosts:
             time.sleep(3)
+        if "odd" in placement.hosts:
+            raise RuntimeError("can't start new thread")
         if "other" in placement.hosts:
             raise LaunchError("other: train.py differs")
 
@@ -168,6 +170,21 @@ def test_a_message_that_makes_no_sense(changes: Changes, capsys: pytest.CaptureF
     assert "does not answer" in ask(launcher_name(os.getpid()), {"dance": 1})["refused"]
     assert "a request to change the hosts could not be answered" in capsys.readouterr().err
     assert "accepted" in ask(launcher_name(os.getpid()), {"leave": ["b"]})
+
+
+def test_an_error_that_nobody_expects(changes: Changes, keepers: Keepers, capsys: pytest.CaptureFixture[str]) -> None:
+    """A line says so, and the threads go on."""
+    assert "does not answer" in ask(launcher_name(os.getpid()), {"join": "odd"})["refused"]
+    assert 'could not be answered: RuntimeError("can\'t start new thread")' in capsys.readouterr().err
+    assert "accepted" in ask(launcher_name(os.getpid()), {"leave": ["b"]})
+    changes.take()
+    changes.begin(HOSTS, HOSTS)
+    keepers.run = 1
+    said: list[str] = []
+    told(keepers, 99)  # no rank of the job
+    until(lambda: said.append(capsys.readouterr().err) or "may not change as they should: StopIteration" in said[-1])
+    told(keepers, 2)
+    until(lambda: keepers.wish == PREPARES)
 
 
 @pytest.mark.parametrize(
