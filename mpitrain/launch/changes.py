@@ -175,7 +175,8 @@ class Changes:
             if is_dropped and self._change is change:
                 self._change, self._keepers.wish = None, STAYS
         if is_dropped:
-            self.bad += [(time.monotonic(), host) for host in change.joined]
+            blamed = [host for host in change.joined if host in successor.faulty or not successor.faulty]
+            self.bad += [(time.monotonic(), host) for host in blamed]
             _say(f"the job goes on as before, without {', '.join(change.joined)}: {problem}")
         else:
             _say(f"the next try cannot start beside this one: {problem}. It starts when this one has ended")

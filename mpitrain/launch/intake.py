@@ -158,6 +158,7 @@ class Intake:
         except ConfigError as error:
             self._refuse(dict.fromkeys(joining, str(error)), now)
         else:
+            self._put_off(joining, now)  # if the next try fails, perhaps because of another host
             answer = f"{', '.join(joining)} answer{'s' * (len(joining) == 1)}"
             _say(f"{answer}; {change.text} after the next copy of the state, and then it goes on on {change.where}")
 

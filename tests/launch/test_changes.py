@@ -53,6 +53,7 @@ class NextTry:
 
     def __init__(self) -> None:
         self.problem, self.has_room, self.is_ready, self.is_closed, self.looks = "", True, False, False, 0
+        self.faulty: tuple[str, ...] = ()
 
     def look(self) -> None:
         self.looks += 1
@@ -347,6 +348,18 @@ def test_a_next_try_that_cannot_be_prepared(
         assert changes.take_next(change) is None
     changes.look()
     assert len(prepared) == 1
+
+
+@pytest.mark.parametrize(("faulty", "bad"), [(("a",), []), (("a", "d"), ["d"]), ((), ["d"])])
+def test_who_is_blamed_for_a_next_try_that_fails(
+    changes: Changes, keepers: Keepers, prepared: Prepared, faulty: tuple[str, ...], bad: list[str]
+) -> None:
+    """Not the host that would join, if another one is the cause."""
+    assert "accepted" in changes.answer({"join": "d"})
+    changes.look()
+    prepared[0][2].problem, prepared[0][2].faulty = "it has failed", faulty
+    changes.look()
+    assert (keepers.wish, [host for _, host in changes.bad]) == (STAYS, bad)
 
 
 def test_a_next_try_that_fails_when_the_ranks_leave(changes: Changes, keepers: Keepers, prepared: Prepared) -> None:

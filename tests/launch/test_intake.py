@@ -229,6 +229,22 @@ def test_a_host_that_differs_does_not_keep_others_out(
     assert change.joined == ("d",)
 
 
+def test_a_host_that_did_not_join_because_of_another_one(
+    changes: Changes, intake: Intake, keepers: Keepers, ssh: Ssh
+) -> None:
+    """It is asked again later, each time after a longer time."""
+    ssh.up("b")
+    trains(changes, intake, keepers, WITHOUT_B)
+    now, wait = 1000.0, FIRST_SECONDS
+    for num_asked in range(1, 4):
+        intake.look(now)
+        assert keepers.wish == PREPARES
+        changes._change, keepers.wish = None, STAYS  # it is dropped
+        intake.look(now + wait - 1)  # not yet
+        assert ssh.asked() == ["b"] * num_asked
+        now, wait = now + wait, 2 * wait
+
+
 def test_the_end_of_patience(
     changes: Changes, intake: Intake, keepers: Keepers, ssh: Ssh, capsys: pytest.CaptureFixture[str]
 ) -> None:
