@@ -54,14 +54,15 @@ def heed(activity: Activity, context: JobContext) -> None:
 
 def _wait(context: JobContext) -> None:
     """Wait until the job has left this host, or until it is clear that it will not."""
-    deadline, leaves = time.monotonic() + _ANSWER_SECONDS, False
+    deadline = time.monotonic() + _ANSWER_SECONDS
     with suppress(OSError, ValueError, KeyError):
         line = KeeperLine(context.keeper, context.job)
         while True:
             wish = line.wish()
-            if wish == DIES or (wish == STAYS and (leaves or time.monotonic() > deadline)):
+            if wish == DIES or (wish == STAYS and time.monotonic() > deadline):
                 break
-            leaves = leaves or wish != STAYS
+            if wish != STAYS:  # perhaps because of another change, which may be dropped; this one then follows
+                deadline = time.monotonic() + _ANSWER_SECONDS
             time.sleep(_LOOK_SECONDS)
     _end()
 

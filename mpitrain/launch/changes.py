@@ -178,7 +178,8 @@ class Changes:
             if is_dropped and self._change is change:
                 self._change, self._keepers.wish = None, STAYS
         if is_dropped:
-            self.bad += [(time.monotonic(), host) for host in change.joined]
+            blamed = [host for host in change.joined if host in successor.faulty or not successor.faulty]
+            self.bad += [(time.monotonic(), host) for host in blamed]
             _say(f"the job goes on as before, without {', '.join(change.joined)}: {problem}")
         else:
             _say(f"the next try cannot start beside this one: {problem}. It starts when this one has ended")
@@ -334,10 +335,16 @@ class Changes:
             self._keepers.wish = SAVES
 
     def _look(self) -> None:
+        fault = ""
         while not self._stop.wait(_LOOK_SECONDS):
-            self._drop_if_late()
-            self._save()
-            self._look_at_told()
+            try:
+                self._drop_if_late()
+                self._save()
+                self._look_at_told()
+            except Exception as error:  # nobody looks at a thread's error, and the job can train without it
+                if fault != repr(error):
+                    fault = repr(error)
+                    _say(f"the hosts of the job may not change as they should: {fault}")
 
 
 def _say(text: str) -> None:

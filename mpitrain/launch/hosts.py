@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 from mpitrain.errors import ConfigError
 from mpitrain.launch.foreign_files import refuse_foreign
@@ -64,22 +65,37 @@ def placed_again(
 ) -> Placement:
     """Return the placement of a job that has run before, for a launcher on this machine.
 
+    A host whose name is unknown here is left out, and the note of the placement says so.
+
     Args:
         places: the hosts, each with its number of ranks and its devices.
         inventory: as for place_ranks.
         is_here: the job runs on this machine alone.
 
     Raises:
-        ConfigError: a name is unknown.
+        ConfigError: no name is known.
     """
+    if is_here:
+        ((host, num_ranks, devices),) = places
+        return Placement((Place(host, 0, num_ranks, tuple(devices)),), own=host)
+    path = inventory or find_inventory(_LOCALLY)
+    cluster = read_inventory(path) if path else None
+    known: dict[str, str] = {}
+    unknown: dict[str, str] = {}
+    for host, _, _ in places:
+        try:
+            known[host] = _address(host, cluster)
+        except ConfigError as error:
+            unknown[host] = str(error)
+    if not known:
+        raise ConfigError("; ".join(unknown.values()))
     placed: list[Place] = []
     for host, num_ranks, devices in places:
-        placed.append(Place(host, sum(before.num_ranks for before in placed), num_ranks, tuple(devices)))
-    if is_here:
-        return Placement(tuple(placed), own=placed[0].host)
-    path = inventory or find_inventory(_LOCALLY)
-    addresses, own = _addresses([one.host for one in placed], read_inventory(path) if path else None)
-    return Placement(tuple(placed), {} if list(addresses) == [own] else addresses, own)
+        if host in known:
+            placed.append(Place(host, sum(before.num_ranks for before in placed), num_ranks, tuple(devices)))
+    addresses, own = _addresses(list(known), cluster, known)
+    note = f"the job goes on without {', '.join(unknown)}: {'; '.join(unknown.values())}" if unknown else ""
+    return Placement(tuple(placed), {} if list(addresses) == [own] else addresses, own, note)
 
 
 def widened(placement: Placement, hosts: str, inventory: Path | None) -> Placement:
@@ -107,7 +123,8 @@ def widened(placement: Placement, hosts: str, inventory: Path | None) -> Placeme
         )
     path = inventory or find_inventory(_LOCALLY)
     cluster = read_inventory(path) if path else None
-    addresses, own = _addresses([*placement.hosts, *new], cluster)
+    # The name of a host that is set aside may be unknown by now.
+    addresses, own = _addresses([*placement.hosts, *new], cluster, placement.addresses)
     if own != placement.own:
         raise ConfigError(f"the job knows this machine as {placement.own}, and its name among the hosts is {own}")
     each = None if any(new.values()) else max(place.num_ranks for place in placement.places)
@@ -151,9 +168,14 @@ def listed_hosts(hosts: str | None, inventory: Path | None) -> Listed:
     return listed
 
 
-def _addresses(hosts: list[str], cluster: Inventory | None) -> tuple[dict[str, str], str]:
-    """Return the addresses of the hosts and of this machine, by name, and the name of this machine among them."""
-    known = {host.name: host.address for host in cluster.hosts} if cluster else {}
+def _addresses(
+    hosts: list[str], cluster: Inventory | None, before: Mapping[str, str] = MappingProxyType({})
+) -> tuple[dict[str, str], str]:
+    """Return the addresses of the hosts and of this machine, by name, and the name of this machine among them.
+
+    `before` has the addresses that were found for some of them; those of the inventory come first.
+    """
+    known = {**before, **_listed(cluster)}
     addresses = {host: known.get(host) or _resolved(host, cluster) for host in hosts}
     _refuse_same(addresses)
     own = next((name for name, address in addresses.items() if _is_own(address)), None)
@@ -166,6 +188,14 @@ def _addresses(hosts: list[str], cluster: Inventory | None) -> tuple[dict[str, s
     if others and addresses[own].startswith("127."):  # Debian's /etc/hosts gives the machine's own name this address
         addresses[own] = _source_address(others[0])
     return addresses, own
+
+
+def _address(host: str, cluster: Inventory | None) -> str:
+    return _listed(cluster).get(host) or _resolved(host, cluster)
+
+
+def _listed(cluster: Inventory | None) -> dict[str, str]:
+    return {host.name: host.address for host in cluster.hosts} if cluster else {}
 
 
 def _is_local(hosts: str) -> bool:

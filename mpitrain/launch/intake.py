@@ -48,7 +48,7 @@ class Intake:
         assert limits.max_nodes is not None
         self.dropped: set[str] = set()
         self._changes, self._listed, self._most = changes, listed, limits.max_nodes
-        self._known: set[str] = set()  # the hosts that the inventory had when it was read last
+        self._known: set[str] | None = None  # the hosts that the inventory had when it was read last; None: never
         self._new: dict[str, None] = {}  # hosts that the inventory has got since, in order
         self._hosts: Placement | None = None
         self._now_on: Placement | None = None
@@ -74,7 +74,7 @@ class Intake:
         """A try is about to begin on `now_on`. See Changes.begin; `failures` are those so far."""
         with self._lock:
             if self._hosts is None:
-                self._known = set(hosts.hosts)
+                self._read_inventory()
             else:
                 for host in set(self._hosts.hosts) - set(hosts.hosts):  # it has left
                     self._new.pop(host, None)
@@ -117,6 +117,8 @@ class Intake:
         if listed is None:
             return
         self._fault = ""
+        if self._known is None:  # hosts have perhaps left or joined by a wish, to a launcher before; that is no news
+            self._known = set(listed)
         self.dropped |= self._known - set(listed)
         self.dropped -= set(listed)
         for host in listed:
@@ -156,6 +158,7 @@ class Intake:
         except ConfigError as error:
             self._refuse(dict.fromkeys(joining, str(error)), now)
         else:
+            self._put_off(joining, now)  # if the next try fails, perhaps because of another host
             answer = f"{', '.join(joining)} answer{'s' * (len(joining) == 1)}"
             _say(f"{answer}; {change.text} after the next copy of the state, and then it goes on on {change.where}")
 

@@ -114,3 +114,5 @@ class Said:
         if "seen" in message:
             report.seen = [from_json(fields, host) for fields in message["seen"]]
         report.take(message)
+        if "unreachable" in message:  # a guard that was prepared for a try (tries.py) tests also hosts lost since
+            report.unreachable = [peer for peer in report.unreachable if peer in self.reports]

@@ -29,6 +29,7 @@ class Successor:
 
     Attributes:
         problem: why it cannot take over; "": nothing is known that is against it.
+        faulty: the hosts because of which it cannot, as far as is known.
         has_room: its ranks have room beside those of the present try, as far as is known.
     """
 
@@ -46,6 +47,7 @@ class Successor:
             after: see Tries.after.
         """
         self.problem = ""
+        self.faulty: tuple[str, ...] = ()
         self.has_room = True
         self._keepers, self._after, self._stack = keepers, after, ExitStack()
         self._run: Run | None = None
@@ -55,7 +57,7 @@ class Successor:
             keepers.widen(self._where.hosts)
             self._job.connect(None)
         except (ConfigError, LaunchError, OSError) as error:
-            self.problem = str(error)
+            self._fail(error)
             return
         self._stack.enter_context(left_out(self._job.guards.processes()))
         self._thread = threading.Thread(target=self._ask, name="successor", daemon=True)
@@ -70,13 +72,14 @@ class Successor:
                 self._run = self._job.ready()
                 self._run.start()
             except (ConfigError, LaunchError, OSError) as error:
-                self.problem = str(error)
+                self._fail(error)
         elif not self._run.beside():
             ended = self._run.to_end()
-            cause, _ = why(ended, self._where.host_of)
+            cause, rank = why(ended, self._where.host_of)
+            self.faulty = ended.lost or (() if rank is None else (self._where.host_of(rank),))
             self.problem = cause if ended.code else "the script ended, and had trained nothing"
             if ended.is_interrupted:  # the signal was for the whole job
-                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(ended.code - 128)
 
     @property
     def is_ready(self) -> bool:
@@ -115,7 +118,12 @@ class Successor:
             self._keepers.settle()
             self.problem = self._why_not()
         except Exception as error:  # it may be closed meanwhile, and nobody looks at a thread's error
-            self.problem = str(error) or repr(error)
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        if isinstance(error, LaunchError):
+            self.faulty = (*error.hosts, *error.different)
+        self.problem = str(error) or repr(error)
 
     def _why_not(self) -> str:
         """Say why the keepers do not let the ranks begin."""

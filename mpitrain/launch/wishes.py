@@ -42,25 +42,32 @@ def serve(
 ) -> None:
     """Answer the wishes that come, one after the other, until `stop`."""
     listener.settimeout(_LOOK_SECONDS)
+    fault = ""
     while not stop.is_set():
         try:
             line, _ = listener.accept()
         except TimeoutError:
             continue
-        except OSError:  # closed
-            return
+        except OSError as error:
+            if listener.fileno() < 0:  # closed
+                return
+            if fault != str(error):
+                fault = str(error)
+                _say(f"no request to change the hosts can be heard now: {fault}")
+            stop.wait(_LOOK_SECONDS)
+            continue
         with line:
             _serve(line, answer)
 
 
 def _serve(line: socket.socket, answer: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> None:
-    if user_of(line) != os.geteuid():
-        return
-    line.settimeout(_MESSAGE_SECONDS)
     try:
+        if user_of(line) != os.geteuid():
+            return
+        line.settimeout(_MESSAGE_SECONDS)
         send(line, dict(answer(receive(line)[0])))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        print(f"mpitrain: a request to change the hosts could not be answered: {error}", file=sys.stderr, flush=True)
+    except Exception as error:  # nobody looks at a thread's error, and the next request may be answered
+        _say(f"a request to change the hosts could not be answered: {error!r}")
 
 
 def ask(launcher: str, wish: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,3 +90,7 @@ def ask(launcher: str, wish: Mapping[str, Any]) -> dict[str, Any]:
 def _address(launcher: str) -> str:
     _, pid, ticks = launcher.split()
     return f"\0mpitrain-wishes-{pid}-{ticks}"
+
+
+def _say(text: str) -> None:
+    print(f"mpitrain: {text}", file=sys.stderr, flush=True)

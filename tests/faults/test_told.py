@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
+import select
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from faults.outcome import failed, succeeded
-from jobs import VENVS, Job, run_command, until
+from jobs import HANG_SECONDS, VENVS, Job, run_command, until
+from mpitrain.launch.kept import DIES, PREPARES, STAYS, Kept
 
 HERE = socket.gethostname()
 
@@ -170,3 +175,40 @@ def test_helpers_of_a_rank_end_by_sigterm(tmp_path: Path) -> None:
     job = train(tmp_path, lambda _: None, "--restarts", "2", first=first)
     succeeded(job)
     assert "told" not in job.stderr
+
+
+@pytest.mark.parametrize("is_answered", [True, False])
+def test_another_change_that_is_dropped(is_answered: bool) -> None:
+    """What the rank has heard was not for it. It waits for the answer again, here for ever or not at all."""
+    rank = """
+import sys
+from mpitrain.job import told
+from mpitrain.job.context import JobContext
+
+told._ANSWER_SECONDS = float(sys.argv[2])
+told._wait(JobContext(keeper=sys.argv[1], job="try"))
+"""
+    name = f"mpitrain-test-{secrets.token_hex(8)}"
+    seconds = "1e9" if is_answered else "0"
+    with closing(Kept(name)) as kept:
+        kept.of, kept.wish = "try", PREPARES
+        process = subprocess.Popen([sys.executable, "-c", rank, name, seconds])
+        try:
+
+            def answer() -> bool:
+                """True if the rank has heard the present wish, and is still there."""
+                for _ in range(2):  # it connects and asks; then it asks, and asks again or ends
+                    assert select.select([kept], [], [], HANG_SECONDS)[0]
+                    kept.look()
+                return bool(kept._lines)
+
+            assert answer()
+            kept.wish = STAYS
+            assert answer() == is_answered
+            if is_answered:
+                kept.wish = DIES
+            until(lambda: kept.look() or process.poll() is not None)
+            assert process.wait() == -signal.SIGTERM
+        finally:
+            process.kill()
+            process.wait()

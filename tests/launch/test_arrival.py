@@ -5,6 +5,7 @@ from __future__ import annotations
 from mpitrain.launch.arrival import diagnosis, misplaced, problem
 from mpitrain.launch.host_report import HostReport
 from mpitrain.launch.placement import Place
+from mpitrain.launch.said import Said
 from mpitrain.watching.rank_record import BEGUN, CALLED, DONE, FAILED, STARTED, RankRecord
 from mpitrain.watching.view import RankView
 
@@ -117,3 +118,16 @@ def test_the_diagnosis_names_who_is_behind_and_who_drops() -> None:
     ]
     reports["b"].unreachable = []
     assert "    8 D python train.py" in diagnosis(PLACES, when, {}, reports)
+
+
+def test_the_diagnosis_leaves_out_a_host_that_was_lost_before() -> None:
+    """The guards were prepared while it was there (Guards.narrow)."""
+    said = Said(["a", "b", "c", "d"])
+    del said.reports["d"]
+    for host, unreachable in (("a", ["d"]), ("b", ["d", "c"]), ("c", ["d"])):
+        said.take(host, {"processes": [], "unreachable": unreachable}, 1.0, 1.0)
+    when = {STARTED: {0: 1.0, 1: 1.0, 2: 1.0}, CALLED: {}, BEGUN: {}, DONE: {}, FAILED: {}}
+    lines = diagnosis(PLACES, when, {}, said.reports)
+    assert [line for line in lines if "does not answer" in line] == [
+        "c does not answer b on the high ports that MPI uses; does a firewall drop them?"
+    ]

@@ -42,6 +42,8 @@ class Asked:
         self.placements.append(placement)
         if "slow" in placement.hosts:
             time.sleep(3)
+        if "odd" in placement.hosts:
+            raise RuntimeError("can't start new thread")
         if "other" in placement.hosts:
             raise LaunchError("other: train.py differs")
 
@@ -51,6 +53,7 @@ class NextTry:
 
     def __init__(self) -> None:
         self.problem, self.has_room, self.is_ready, self.is_closed, self.looks = "", True, False, False, 0
+        self.faulty: tuple[str, ...] = ()
 
     def look(self) -> None:
         self.looks += 1
@@ -168,6 +171,21 @@ def test_a_message_that_makes_no_sense(changes: Changes, capsys: pytest.CaptureF
     assert "does not answer" in ask(launcher_name(os.getpid()), {"dance": 1})["refused"]
     assert "a request to change the hosts could not be answered" in capsys.readouterr().err
     assert "accepted" in ask(launcher_name(os.getpid()), {"leave": ["b"]})
+
+
+def test_an_error_that_nobody_expects(changes: Changes, keepers: Keepers, capsys: pytest.CaptureFixture[str]) -> None:
+    """A line says so, and the threads go on."""
+    assert "does not answer" in ask(launcher_name(os.getpid()), {"join": "odd"})["refused"]
+    assert 'could not be answered: RuntimeError("can\'t start new thread")' in capsys.readouterr().err
+    assert "accepted" in ask(launcher_name(os.getpid()), {"leave": ["b"]})
+    changes.take()
+    changes.begin(HOSTS, HOSTS)
+    keepers.run = 1
+    said: list[str] = []
+    told(keepers, 99)  # no rank of the job
+    until(lambda: said.append(capsys.readouterr().err) or "may not change as they should: StopIteration" in said[-1])
+    told(keepers, 2)
+    until(lambda: keepers.wish == PREPARES)
 
 
 @pytest.mark.parametrize(
@@ -330,6 +348,18 @@ def test_a_next_try_that_cannot_be_prepared(
         assert changes.take_next(change) is None
     changes.look()
     assert len(prepared) == 1
+
+
+@pytest.mark.parametrize(("faulty", "bad"), [(("a",), []), (("a", "d"), ["d"]), ((), ["d"])])
+def test_who_is_blamed_for_a_next_try_that_fails(
+    changes: Changes, keepers: Keepers, prepared: Prepared, faulty: tuple[str, ...], bad: list[str]
+) -> None:
+    """Not the host that would join, if another one is the cause."""
+    assert "accepted" in changes.answer({"join": "d"})
+    changes.look()
+    prepared[0][2].problem, prepared[0][2].faulty = "it has failed", faulty
+    changes.look()
+    assert (keepers.wish, [host for _, host in changes.bad]) == (STAYS, bad)
 
 
 def test_a_next_try_that_fails_when_the_ranks_leave(changes: Changes, keepers: Keepers, prepared: Prepared) -> None:

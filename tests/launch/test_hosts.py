@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mpitrain.errors import ConfigError
-from mpitrain.launch.hosts import listed_hosts, place_ranks
+from mpitrain.launch.hosts import listed_hosts, place_ranks, widened
 from mpitrain.launch.placement import Place, Placement
 
 OTHERS = "[workers]\nb ansible_host=198.51.100.2\nc ansible_host=198.51.100.3\n\n[cluster:children]\nhead\nworkers\n"
@@ -93,6 +93,19 @@ def test_localhost_works_with_a_broken_inventory(folder: Path) -> None:
     assert place_ranks("localhost", None, 2, None).addresses == {}
     with pytest.raises(ConfigError, match="is not an IP address"):
         place_ranks(None, None, 2, None)
+
+
+def test_a_host_joins_although_the_name_of_another_one_is_unknown_by_now(folder: Path) -> None:
+    """It is set aside, and has been removed from the inventory. c has another address since."""
+    inventory(folder, "127.0.0.2")
+    places = (Place("a", 0, 1), Place("no-such-host", 1, 1), Place("c", 2, 1))
+    addresses = {"a": "127.0.0.2", "no-such-host": "198.51.100.9", "c": "198.51.100.8"}
+    wider = widened(Placement(places, addresses, "a"), "b", None)
+    others = {host: address for host, address in wider.addresses.items() if host != "a"}
+    assert others == {"no-such-host": "198.51.100.9", "c": "198.51.100.3", "b": "198.51.100.2"}
+    assert wider.hosts == ("a", "no-such-host", "c", "b")
+    with pytest.raises(ConfigError, match="there is no host 'another-host"):
+        widened(wider, "another-host.invalid", None)
 
 
 def test_what_is_refused(folder: Path) -> None:

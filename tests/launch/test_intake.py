@@ -229,6 +229,22 @@ def test_a_host_that_differs_does_not_keep_others_out(
     assert change.joined == ("d",)
 
 
+def test_a_host_that_did_not_join_because_of_another_one(
+    changes: Changes, intake: Intake, keepers: Keepers, ssh: Ssh
+) -> None:
+    """It is asked again later, each time after a longer time."""
+    ssh.up("b")
+    trains(changes, intake, keepers, WITHOUT_B)
+    now, wait = 1000.0, FIRST_SECONDS
+    for num_asked in range(1, 4):
+        intake.look(now)
+        assert keepers.wish == PREPARES
+        changes._change, keepers.wish = None, STAYS  # it is dropped
+        intake.look(now + wait - 1)  # not yet
+        assert ssh.asked() == ["b"] * num_asked
+        now, wait = now + wait, 2 * wait
+
+
 def test_the_end_of_patience(
     changes: Changes, intake: Intake, keepers: Keepers, ssh: Ssh, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -348,6 +364,24 @@ def test_a_host_that_has_left_by_a_wish_stays_away(changes: Changes, keepers: Ke
     intake.look(1e6)
     assert ssh.asked() == ["d"]
     assert keepers.wish == STAYS
+
+
+def test_wishes_to_the_launcher_before(
+    changes: Changes, keepers: Keepers, ssh: Ssh, listed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """b has left, and d has joined, which the inventory does not have. The launcher that resumes the job keeps that."""
+    ssh.up("b", "d")
+    intake = Intake(changes, LIMITS, listed_hosts(None, listed))
+    hosts = widen(WITHOUT_B, "d")
+    trains(changes, intake, keepers, hosts, hosts=hosts)
+    intake.look(1000.0)
+    assert (ssh.asked(), intake.dropped, keepers.wish) == ([], set(), STAYS)
+    assert capsys.readouterr().err == ""
+    inventory(listed, "a", "b")
+    intake.look(1001.0)
+    change = changes.take()
+    assert change is not None
+    assert change.text == "c leaves (not in the inventory any more)"
 
 
 def test_an_inventory_that_cannot_be_read(

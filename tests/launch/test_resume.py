@@ -101,7 +101,16 @@ def test_the_hosts_of_a_job_that_has_run() -> None:
     alone = placed_again([(here, 2, [])], None, is_here=True)
     assert (alone.is_here, alone.own, alone.places) == (True, here, (Place(here, 0, 2),))
     with pytest.raises(ConfigError, match="there is no host 'no-such-host'"):
-        placed_again([("no-such-host", 1, []), (here, 2, [])], None, is_here=False)
+        placed_again([("no-such-host", 1, [])], None, is_here=False)
+
+
+def test_a_host_of_a_job_whose_name_is_unknown_by_now() -> None:
+    """It has been removed while the job had set it aside. The others go on with the job."""
+    places = [("127.0.0.2", 2, []), ("no-such-host", 1, []), ("127.0.0.3", 1, ["cpu"])]
+    placement = placed_again(places, None, is_here=False)
+    assert placement.places == (Place("127.0.0.2", 0, 2), Place("127.0.0.3", 2, 1, ("cpu",)))
+    assert placement.machines == ("127.0.0.2", "127.0.0.3")
+    assert placement.note.startswith("the job goes on without no-such-host: there is no host 'no-such-host'")
 
 
 def test_sigterm_between_two_tries() -> None:
