@@ -124,8 +124,11 @@ class Keepers:
             for host in hosts:
                 self._open(host, {"inherits": names[host], "heir": heir})
             self._need("ready", hosts)
+            self._send({"beat": 1})  # the next answers may take almost as long as a keeper bears silence
         self._send({"inherit": 1})
         self._need("inherited", list(names))
+        self.estate["own"] = self._own
+        self._send({"estate": self.estate})  # the one that they have inherited names the launcher before
         for said in self._said.values():
             said[:] = [{"ready": 1}]
 

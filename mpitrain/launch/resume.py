@@ -160,9 +160,12 @@ def _refuse_changed(job: str, estate: Mapping[str, Any]) -> None:
 
 
 def _end_rest(where: Placement, running: list[RunningJob], estate: Mapping[str, Any]) -> None:
-    """End the processes of the last try, which would write into the memory from which the next one goes on."""
+    """End the processes of the last try, which would write into the memory from which the next one goes on.
+
+    The estate does not have the id of a try that was started beside the last one (successor.py).
+    """
     for rest in running:
-        if rest.token in estate["tries"]:
+        if rest.token in estate["tries"] or rest.launcher == estate["launcher"]:
             left, _ = end_job(where, rest.token, keeps=True)
             lines = [f"{host}: process {line}" for host, left_there in left.items() for line in left_there]
             if lines:

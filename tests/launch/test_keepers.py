@@ -293,7 +293,7 @@ def test_an_heir_takes_over() -> None:
         lost.connection.hang_up()
         until(lost.is_lost)
         lost.line.claim("another one")
-        estate = {"tries": ["one", "two"]}
+        estate = {"tries": ["one", "two"], "launcher": "here 1 1", "own": "there"}
         name = f"mpitrain-test-{secrets.token_hex(8)}"
         with (
             pytest.raises(LaunchError, match="taken over: here: another one goes on with this job"),
@@ -304,6 +304,8 @@ def test_an_heir_takes_over() -> None:
         with pytest.raises(LaunchError), Keepers("here", name, estate) as heir:
             heir.adopt({"here": lost.name}, "heir")
             assert is_gone(lost.name)
+            with contextlib.closing(KeeperLine(name)) as line:  # it names the new launcher, before any try begins
+                until(lambda: '"launcher": "here 1 1", "own": "here"' in line.estate()[1])
             heir.begin(["here"], "three")
             heir.settle()
             raise LaunchError("no try can be started")

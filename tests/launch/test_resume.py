@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import socket
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mpitrain.errors import ConfigError
+from mpitrain.job.context import JobContext
 from mpitrain.launch.estate import code_of, hosts_of, new_estate
 from mpitrain.launch.hosts import placed_again
-from mpitrain.launch.jobs import kept_jobs
+from mpitrain.launch.jobs import RunningJob, kept_jobs
 from mpitrain.launch.placement import Place, Placement
+from mpitrain.launch.resume import _end_rest
 from mpitrain.launch.start import Heritage, Request, _environment, _signals_end_in_order
 from mpitrain.launch.supervisor import Pause
 
@@ -123,3 +127,20 @@ def test_sigterm_between_two_tries() -> None:
     finally:
         signal.signal(signal.SIGTERM, before)
     assert ended.value.code == 128 + signal.SIGTERM
+
+
+def test_the_ranks_of_a_next_try_that_no_estate_names() -> None:
+    """Their launcher was lost just when they were to take over."""
+    here = Placement((Place(socket.gethostname(), 0, 1),), own=socket.gethostname())
+    token, launcher = secrets.token_hex(4), f"{socket.gethostname()} 1 {secrets.randbits(40)}"
+    variables = JobContext(job=token, launcher=launcher).variables()
+    rank = subprocess.Popen(["sleep", "1000"], env={**os.environ, **variables})
+    try:
+        of_job = [RunningJob(token, launcher=launcher)]
+        _end_rest(here, of_job, {"tries": ["one"], "launcher": f"{launcher}0"})
+        assert rank.poll() is None
+        _end_rest(here, of_job, {"tries": ["one"], "launcher": launcher})
+        assert rank.wait(60) == -signal.SIGKILL
+    finally:
+        rank.kill()
+        rank.wait()
