@@ -39,6 +39,7 @@ OF_THE_REQUEST = {
     "hostfile._inventory",
     "hostfile._error",
     "hosts.place_ranks",
+    "hosts.placed_again",
     "hosts.widened",
     "hosts.listed",
     "hosts.listed_hosts",
