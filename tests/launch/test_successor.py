@@ -59,7 +59,7 @@ def keepers() -> Iterator[Keepers]:
 def ended(keepers: Keepers, end: Ended | LaunchError) -> Successor:
     """A successor that knows that its job has ended so."""
     job: Any = NextJob(end)
-    successor = Successor(lambda stack: job, keepers)
+    successor = Successor(lambda stack: job, keepers, lambda job, meanwhile: meanwhile)
     try:
         until(lambda: successor.look() or successor.problem)
     finally:
