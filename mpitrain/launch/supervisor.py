@@ -19,7 +19,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
 from mpitrain.errors import LaunchError
@@ -29,7 +29,7 @@ from mpitrain.launch.ending import Ended, last_step, why
 from mpitrain.launch.intake import Intake
 from mpitrain.launch.placement import Placement
 from mpitrain.launch.successor import Successor
-from mpitrain.launch.verdict import FailedTry, Limits, judge
+from mpitrain.launch.verdict import FailedTry, Limits, Verdict, judge
 
 
 @dataclass(frozen=True)
@@ -73,119 +73,193 @@ def supervise(
     Raises:
         LaunchError: a try could not be started, even without the hosts that are set aside.
     """
-    failures: list[FailedTry] = []
-    absent = changes.bad if changes is not None else []
-    hosts, now_on = placement, placement.first(limits.max_nodes)
-    joining: Change | None = None  # until its first step
-    next_try: Successor | None = None  # that is ready
-    has_trained = pause is not None
-    saves_for = ""  # why the try is there only to save
-    before = hosts, now_on  # that change
-    if silent:
-        absent += [(time.monotonic(), host) for host in silent]
-        verdict = judge(hosts.hosts, failures, absent, limits, time.monotonic(), has_trained=has_trained)
-        if not verdict.hosts:
-            _say(f"the job does not go on: {verdict.reason}")
-            return 1
-        now_on = hosts.without(set(hosts.hosts) - set(verdict.hosts))
-        _say(f"starting again on {_follows(now_on, hosts)}")
-    while True:
-        if changes is not None:
-            changes.begin(hosts, now_on, saves_for)
-        if intake is not None:
-            intake.begin(hosts, now_on, failures)
+    return _Supervision(run, placement, limits, changes, intake, pause).to_end(silent)
+
+
+class _Supervision:
+    """What is known of a job and its hosts from try to try.
+
+    Attributes:
+        hosts: all hosts of the job, with those that are set aside.
+        now_on: where the next try runs.
+        pause: what ended the try before; None: there was no try from which the next one goes on.
+        failures: of the tries so far.
+        absent: the hosts that did not answer, each with the time.
+        has_trained: a try before made steps.
+        saves_for: why the next try is there only to save; "": it trains.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[Placement, Pause | None], Ended],
+        placement: Placement,
+        limits: Limits,
+        changes: Changes | None,
+        intake: Intake | None,
+        pause: Pause | None,
+    ) -> None:
+        """For the arguments see supervise."""
+        self.hosts, self.now_on = placement, placement.first(limits.max_nodes)
+        self.pause = pause
+        self.failures: list[FailedTry] = []
+        self.absent = changes.bad if changes is not None else []
+        self.has_trained = pause is not None
+        self.saves_for = ""
+        self._run = run
+        self._limits = limits
+        self._changes = changes
+        self._intake = intake
+        self._joining: Change | None = None  # until its first step
+        self._before = self.hosts, self.now_on  # before that change
+        self._next_try: Successor | None = None  # that is ready
+
+    def to_end(self, silent: Sequence[str]) -> int:
+        """Make tries until none follows. Return the exit code. These hosts do not answer now."""
+        if silent:
+            self.absent += [(time.monotonic(), host) for host in silent]
+            verdict = self._judge(set())
+            if not verdict.hosts:
+                _say(f"the job does not go on: {verdict.reason}")
+                return 1
+            self.now_on = self._only(verdict.hosts)
+            _say(f"starting again on {_follows(self.now_on, self.hosts)}")
+        while True:
+            code = self._make_try()
+            if code is not None:
+                return code
+
+    def _make_try(self) -> int | None:
+        """Make a try, and choose where the next one runs. Return the exit code if none follows."""
+        if self._changes is not None:
+            self._changes.begin(self.hosts, self.now_on, self.saves_for)
+        if self._intake is not None:
+            self._intake.begin(self.hosts, self.now_on, self.failures)
         try:
-            if changes is not None and next_try is not None:
-                ended = next_try.to_end(changes.look)
+            if self._changes is not None and self._next_try is not None:
+                ended = self._next_try.to_end(self._changes.look)
             else:
-                ended = run(now_on, pause)
+                ended = self._run(self.now_on, self.pause)
         except LaunchError as error:
-            next_try, saves_for = None, ""
-            change = changes.take() if changes is not None else None
-            away, account = [host for host in error.hosts if host in hosts.hosts], str(error)
-            if intake is not None and error.different and hosts.own not in error.different:
-                different = {host: text for host, text in error.different.items() if host not in away}
-                intake.note(different, time.monotonic())
-                away += different
-                account = "; ".join(f"{host} cannot take part: {text}" for host, text in error.different.items())
-            if joining is not None:
-                absent += [(time.monotonic(), host) for host in joining.joined if host in away or not away]
-                _say(f"the job goes on as before, without {', '.join(joining.joined)}: {account}")
-                (hosts, now_on), joining = _back(before, hosts, intake), None
-                continue
-            if not away or (pause is None and intake is None):
-                raise
-            absent += [(time.monotonic(), host) for host in away]
-        else:
-            change = next_try = None
-            if changes is not None:
-                change = changes.take(has_left=ended.left is not None)
-                next_try = changes.take_next(change if ended.left is not None else None)
-            if ended.is_interrupted or limits.restarts == 0:
-                return ended.code
-            number = f"try {len(failures) + 1} of {limits.restarts + 1}"
-            if change is not None and ended.left is not None:
-                step, since = ended.left
-                if change.is_end:
-                    _say(f"{change.text}: the job has ended after step {step}")
-                    return _code(failures) if saves_for else 128 + signal.SIGTERM
-                before, (hosts, now_on) = (hosts, now_on), (change.hosts, change.now_on)
-                joining = change if change.joined else None
-                has_trained = True
-                pause = Pause(change.text, step + 1, since)
-                _say(f"{change.text} after step {step}; going on on {_where(now_on)}")
-                continue
-            if ended.left is not None:  # for a change that was dropped at that moment
-                pause = Pause("the ranks had left", ended.left[0] + 1, ended.left[1])
-                _say(f"the ranks had left after step {ended.left[0]}; starting again on {_where(now_on)}")
-                continue
-            if ended.code == 0:
-                if change is not None:
-                    _say(f"the job ended before its hosts could change: {change.text}")
-                if failures:
-                    _say(f"{number} succeeded")
-                return 0
-            failure = _failure(ended, now_on)
-            if joining is not None and failure.step is None:
-                _say(f"with {', '.join(joining.joined)}, the job failed before its first step: {failure.cause}")
-                blamed = [host for host in joining.joined if host in failure.lost or not failure.lost]
-                absent += [(failure.when, host) for host in blamed]
-                (hosts, now_on), joining = _back(before, hosts, intake), None
-                _say(f"going on as before, on {_where(now_on)}")
-                continue
-            failures.append(failure)
-            away = list(failure.lost)
-            has_trained = has_trained or failure.step is not None
-            pause = Pause(failure.cause, failure.step, failure.failed_at)
-            account = f"{number}{_account(failure)}"
-        joining = None
+            return self._could_not_start(error)
+        change = self._next_try = None
+        if self._changes is not None:
+            change = self._changes.take(has_left=ended.left is not None)
+            self._next_try = self._changes.take_next(change if ended.left is not None else None)
+        if ended.is_interrupted or self._limits.restarts == 0:
+            return ended.code
+        if ended.left is not None:
+            return self._left(change, *ended.left)
+        if ended.code == 0:
+            if change is not None:
+                _say(f"the job ended before its hosts could change: {change.text}")
+            if self.failures:
+                _say(f"{self._number} succeeded")
+            return 0
+        return self._failed(_failure(ended, self.now_on), change)
+
+    def _could_not_start(self, error: LaunchError) -> int | None:
+        """Go on without the hosts that cannot take part; else raise the error."""
+        self._next_try, self.saves_for = None, ""
+        change = self._changes.take() if self._changes is not None else None
+        away, account = [host for host in error.hosts if host in self.hosts.hosts], str(error)
+        if self._intake is not None and error.different and self.hosts.own not in error.different:
+            different = {host: text for host, text in error.different.items() if host not in away}
+            self._intake.note(different, time.monotonic())
+            away += different
+            account = "; ".join(f"{host} cannot take part: {text}" for host, text in error.different.items())
+        if self._joining is not None:
+            joined = self._joining.joined
+            self.absent += [(time.monotonic(), host) for host in joined if host in away or not away]
+            _say(f"the job goes on as before, without {', '.join(joined)}: {account}")
+            self._go_back()
+            return None
+        if not away or (self.pause is None and self._intake is None):
+            raise error
+        self.absent += [(time.monotonic(), host) for host in away]
+        return self._start_again(account, away, change)
+
+    def _left(self, change: Change | None, step: int, since: float) -> int | None:
+        """All ranks have ended after this step, at this time, so that the hosts can change."""
+        if change is None:  # it was dropped at that moment
+            self.pause = Pause("the ranks had left", step + 1, since)
+            _say(f"the ranks had left after step {step}; starting again on {_where(self.now_on)}")
+            return None
+        if change.is_end:
+            _say(f"{change.text}: the job has ended after step {step}")
+            return _code(self.failures) if self.saves_for else 128 + signal.SIGTERM
+        self._before = self.hosts, self.now_on
+        self.hosts, self.now_on = change.hosts, change.now_on
+        self._joining = change if change.joined else None
+        self.has_trained = True
+        self.pause = Pause(change.text, step + 1, since)
+        _say(f"{change.text} after step {step}; going on on {_where(self.now_on)}")
+        return None
+
+    def _failed(self, failure: FailedTry, change: Change | None) -> int | None:
+        if self._joining is not None and failure.step is None:
+            joined = self._joining.joined
+            _say(f"with {', '.join(joined)}, the job failed before its first step: {failure.cause}")
+            # Whoever is to blame: they are set aside, or an elastic job would take them in again at once.
+            self.absent += [(failure.when, host) for host in joined if host in failure.lost or not failure.lost]
+            self._go_back()
+            _say(f"going on as before, on {_where(self.now_on)}")
+            return None
+        account = f"{self._number}{_account(failure)}"
+        self.failures.append(failure)
+        self.has_trained = self.has_trained or failure.step is not None
+        self.pause = Pause(failure.cause, failure.step, failure.failed_at)
+        return self._start_again(account, failure.lost, change)
+
+    def _go_back(self) -> None:
+        """Go on where the job was before hosts joined. An elastic job takes them in later."""
+        hosts, self.now_on = self._before
+        if self._intake is None:
+            self.hosts = hosts
+        self._joining = None
+
+    def _start_again(self, account: str, away: Sequence[str], change: Change | None) -> int | None:
+        """Choose where to start after a failure, without the hosts that are away, and say so after the account."""
+        self._joining = None
         if change is not None:
-            hosts = change.hosts
-        if intake is not None:
-            hosts = hosts.without(intake.dropped)
-        now, present = time.monotonic(), set(now_on.hosts) - set(away)
-        verdict = judge(hosts.hosts, failures, absent, limits, now, has_trained=has_trained, present=present)
-        again = " again" if pause is not None else ""
+            self.hosts = change.hosts
+        if self._intake is not None:
+            self.hosts = self.hosts.without(self._intake.dropped)
+        verdict = self._judge(set(self.now_on.hosts) - set(away))
+        again = " again" if self.pause is not None else ""
         if verdict.hosts:
-            saves_for = ""
-            now_on = hosts.without(set(hosts.hosts) - set(verdict.hosts))
-            _tell(account, f"starting{again} on {_follows(now_on, hosts)}")
-        elif intake is not None and verdict.left and has_trained and not saves_for:
-            saves_for = verdict.reason
-            now_on = hosts.without(set(hosts.hosts) - set(verdict.left))
-            _tell(account, f"{saves_for}. Starting again on {', '.join(verdict.left)} only to save the state")
+            self.saves_for = ""
+            self.now_on = self._only(verdict.hosts)
+            _tell(account, f"starting{again} on {_follows(self.now_on, self.hosts)}")
+        elif self._intake is not None and verdict.left and self.has_trained and not self.saves_for:
+            self.saves_for = verdict.reason
+            self.now_on = self._only(verdict.left)
+            _tell(account, f"{self.saves_for}. Starting again on {', '.join(verdict.left)} only to save the state")
         else:
             _tell(account, f"not started{again}: {verdict.reason}")
-            return _code(failures)
+            return _code(self.failures)
+        return None
+
+    def _judge(self, present: Set[str]) -> Verdict:
+        return judge(
+            self.hosts.hosts,
+            self.failures,
+            self.absent,
+            self._limits,
+            time.monotonic(),
+            has_trained=self.has_trained,
+            present=present,
+        )
+
+    def _only(self, hosts: Sequence[str]) -> Placement:
+        return self.hosts.without(set(self.hosts.hosts) - set(hosts))
+
+    @property
+    def _number(self) -> str:
+        return f"try {len(self.failures) + 1} of {self._limits.restarts + 1}"
 
 
 def _code(failures: Sequence[FailedTry]) -> int:
     return failures[-1].code if failures else 1
-
-
-def _back(before: tuple[Placement, Placement], hosts: Placement, intake: Intake | None) -> tuple[Placement, Placement]:
-    """All hosts, and where the job goes on, if hosts could not join. An elastic job takes them in later."""
-    return before[0] if intake is None else hosts, before[1]
 
 
 def _where(placement: Placement) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy
 import pytest
 
+from faults.dying import DYING
 from faults.outcome import failed, succeeded
 from jobs import VENVS, Job, run_command
 
@@ -18,24 +19,16 @@ HERE = socket.gethostname()
 EVERY = 3  # steps from copy to copy
 
 # A regression with momentum over 3 epochs of 7 batches, the last of one sample. `used` counts how often each sample was
-# used, on all ranks together. `once` is true at its first call, in any try.
+# used, on all ranks together.
 SCRIPT = """
 import os, pathlib, signal, sys, time
 import numpy
 import mpitrain as mt
 
 folder = pathlib.Path(sys.argv[1])
-
-def once(name):
-    try:
-        (folder / name).touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    return True
-
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
-
+"""
+SCRIPT += DYING
+SCRIPT += """
 world = mt.init()
 rank = world.rank
 random = numpy.random.default_rng(0)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from faults.dying import DYING
 from faults.outcome import failed, succeeded
 from jobs import REPOSITORY, VENVS, Job, run_command
 
@@ -31,17 +32,9 @@ torch.set_num_threads(1)
 dist.init_process_group("mpitrain")
 world = mt.init()
 rank = world.rank
-
-def once(name):
-    try:
-        (folder / name).touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    return True
-
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
-
+"""
+SCRIPT += DYING
+SCRIPT += """
 def model():
     made = torch.nn.Linear(4, SIZE), torch.nn.BatchNorm1d(SIZE), torch.nn.Dropout(), torch.nn.Linear(SIZE, 1)
     return torch.nn.Sequential(*made)

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy
 import pytest
 
+from faults.dying import DYING
 from faults.outcome import failed, succeeded
 from jobs import VENVS, Job, run_command
 from keeping import keeper
@@ -20,7 +21,7 @@ HERE = socket.gethostname()
 STEPS = 20
 
 # A regression with momentum. A test puts its fault into WRONG, which runs before every step, or into one of the other
-# places. `once` is true at its first call, in any try.
+# places.
 SCRIPT = """
 import json, os, pathlib, signal, sys, time
 import numpy
@@ -31,17 +32,9 @@ FIRST
 world = mt.init()
 rank = world.rank
 steps = []
-
-def once(name):
-    try:
-        (folder / name).touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    return True
-
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
-
+"""
+SCRIPT += DYING
+SCRIPT += """
 def regression(parameters, batch, on_gradient):
     step = trainer.step_number + 1
     WRONG

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy
 import pytest
 
+from faults.dying import DYING
 from faults.outcome import failed, succeeded
 from jobs import HANG_SECONDS, VENVS, Job, run_command, until
 
@@ -35,14 +36,9 @@ folder = pathlib.Path(sys.argv[1])
 its._PATIENCE_SECONDS = float("inf")  # every save that is due is there, also on a slow disk
 world = mt.init()
 rank = world.rank
-
-def once(name):
-    try:
-        (folder / name).touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    return True
-
+"""
+SCRIPT += DYING
+SCRIPT += """
 def saved():  # what was to be saved until now is on the disk
     last = trainer.step_number // 4 * 4
     while last and not (folder / "checkpoints" / f"step-{last:08d}").exists():

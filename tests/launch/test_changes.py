@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import threading
 import time
 from collections.abc import Iterator
@@ -73,12 +72,6 @@ def _no_long_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def asked() -> Asked:
     return Asked()
-
-
-@pytest.fixture
-def keepers() -> Iterator[Keepers]:
-    with Keepers("a", f"mpitrain-test-{secrets.token_hex(8)}") as keepers:
-        yield keepers
 
 
 @pytest.fixture

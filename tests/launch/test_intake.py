@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,12 +77,6 @@ class Comparison:
 def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ssh:
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
     return Ssh(tmp_path)
-
-
-@pytest.fixture
-def keepers() -> Iterator[Keepers]:
-    with Keepers("a", f"mpitrain-test-{secrets.token_hex(8)}") as keepers:
-        yield keepers
 
 
 @pytest.fixture

@@ -1,0 +1,17 @@
+"""What several tests of the launcher use."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+
+import pytest
+
+from mpitrain.launch.keepers import Keepers
+
+
+@pytest.fixture
+def keepers() -> Iterator[Keepers]:
+    """Keepers of a job that has host `a` only."""
+    with Keepers("a", f"mpitrain-test-{secrets.token_hex(8)}") as keepers:
+        yield keepers
