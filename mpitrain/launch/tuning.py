@@ -76,8 +76,8 @@ SETTINGS = (
         lambda conditions: (
             conditions.vendor == "openmpi" and (conditions.is_oversubscribed or _is_over_tcp(conditions))
         ),
-        "by default a waiting rank spins on a core that another process needs. To yield costs 1 us a call, which does not "
-        "count over TCP",
+        "by default a waiting rank spins on a core that another process needs. To yield costs 1 us a call, which is "
+        "little over TCP",
         "https://github.com/open-mpi/ompi/pull/7168",
     ),
     Setting(
