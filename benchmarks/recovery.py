@@ -10,9 +10,9 @@ timer of the kernel, all within `--within` seconds. `--moments` says when: at a 
 turns.
 
 A trial counts if the job ends with 0, all ranks that are left have the same bits, and all samples of every step are
-used exactly once. Its line says if a rank more than those killed was lost: Open MPI's shrink may end a rank by SIGSEGV
-when another rank is lost in it. (Of the steps before the loss, the part of a lost rank is known only as what is left.) Every fifth
-trial (`--restart-every`) is one of `--restarts` with a checkpoint every 20 steps in place of `--recover`.
+used exactly once. (Of the steps before the loss, the part of a lost rank is known only as what is left.) Its line says
+if more ranks were lost than killed: when another rank is lost in it, Open MPI's shrink may end a rank by SIGSEGV. Every
+fifth trial (`--restart-every`) is one of `--restarts` with a checkpoint every 20 steps in place of `--recover`.
 
 The time is from the first kill to the end of the first step after the last loss, on the slowest rank. Printed are
 median, lowest and highest, and the ratios to a step and to a restart.
