@@ -50,7 +50,7 @@ class Enough(mt.Hook):
         trainer.report({"enough": float(world.is_root and pathlib.Path(folder, "enough").exists())})
 
 hooks = [Enough(), mt.StopWhen("enough", at_least=1.0), mt.StopAtStep(steps)]
-hooks += [mt.Record([mt.Loss()], [mt.JsonLines(f"{folder}/run.jsonl")], steps=1)]
+hooks += [mt.Record([mt.JsonLines(folder)], steps=1, meters=[mt.Loss()])]
 if seconds:
     hooks.append(mt.Checkpoint("SMALL/checkpoints", steps=200))
 mt.Trainer(build, hooks).run()
@@ -65,7 +65,7 @@ def as_user(bed: Bed, line: str, timeout_seconds: float = 600.0) -> subprocess.C
 
 def losses(bed: Bed, folder: str) -> dict[int, float]:
     """The loss of every step in a record; of a step that was made twice, the last one."""
-    rows = [json.loads(line) for line in as_user(bed, f"cat {folder}/run.jsonl").stdout.splitlines()]
+    rows = [json.loads(line) for line in as_user(bed, f"cat {folder}/metrics.jsonl").stdout.splitlines()]
     return {row["step"]: row["loss"] for row in rows if "loss" in row}
 
 
