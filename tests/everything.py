@@ -58,7 +58,7 @@ FRAMEWORKS_TOO = {"torch": {5: ""}, "jax": {3: "", 4: ""}}  # with --full
 # The same with arrays on GPUs, which are emulated here; scripts/gpu-check runs them on real ones. With 4 ranks on 2 of
 # them come several on each; errors and streams are a matter of one rank or of two.
 OF_FOUR_ON_GPUS = (
-    "test_transports.py or test_the_bits_of_the_host or test_weighted_means_of_all_dtypes or test_a_reducers_gradients"
+    "test_transports or test_the_bits_of_the_host or test_weighted_means_of_all_dtypes or test_a_reducers_gradients"
 )
 EMULATED = {1: "", 2: "", 4: OF_FOUR_ON_GPUS}
 EMULATED_TOO = {3: ""}  # with --full
