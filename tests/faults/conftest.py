@@ -6,6 +6,9 @@ import pytest
 
 from jobs import VENVS
 
+# The asserts of these modules say what they found, like those of a test.
+pytest.register_assert_rewrite("faults.recovering", "faults.remembering", "faults.restarting")
+
 
 def need(vendor: str) -> str:
     """`vendor`. Skip the test if that MPI is not installed."""

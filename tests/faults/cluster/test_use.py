@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from faults.cluster.faults_network import limit, no_limit
+from faults.cluster.faults_speed import limit, no_limit
 from faults.cluster.matrix import (
     ON_THE_SHARE,
     OURS,
