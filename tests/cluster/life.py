@@ -1,4 +1,4 @@
-"""A cluster of three of the four machines of a bed, whose whole life test_cycle.py tests."""
+"""The cluster whose whole life test_cycle.py tests: three of the four machines of a bed."""
 
 from __future__ import annotations
 
@@ -10,18 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from playbooks import (
-    FASHION,
-    SETUP,
-    USER,
-    Run,
-    checkout_copy,
-    etc,
-    inventory_of,
-    playbook,
-    root,
-    shared_user,
-)
+from playbooks import FASHION, SETUP, USER, Run, checkout_copy, etc, inventory_of, playbook, root, shared_user
 
 from mpitrain.testbed import up
 from mpitrain.testbed.bed import Bed

@@ -1,4 +1,4 @@
-"""The scripts of the jobs that run over the nodes of a bed, and the hosts of their ranks."""
+"""Shared by the tests of jobs over the nodes of a bed: their scripts, and the hosts of their ranks."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ if socket.gethostname() == "node2":
 
 @pytest.fixture(scope="module", autouse=True)
 def scripts(bed: Bed) -> None:
-    """The folder of the scripts, on the share."""
+    """Write the scripts to the share."""
     for name, text in SCRIPTS.items():
         write(bed, "node1", f"{SHARE}/{name}", text)
 

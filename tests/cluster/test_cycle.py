@@ -11,19 +11,13 @@ import time
 import life
 import pytest
 from life import NODES, NOFILE, OWN_LINE, Cluster, needs_fashion, wait_for_the_note
-from playbooks import (
-    SHARE,
-    TEARDOWN,
-    USER,
-    difference,
-    etc,
-    root,
-    shared_user,
-)
+from playbooks import SHARE, TEARDOWN, USER, difference, etc, root, shared_user
 
 from jobs import REPOSITORY
 
+# Fixtures: pytest finds them by these names.
 bare, cluster = life.bare, life.cluster
+
 pytestmark = pytest.mark.timeout(3000)
 OUTSIDER = "node4"
 CLUSTER_WIDE = "hosts,ssh,firewall,nfs,wireguard"
@@ -96,7 +90,7 @@ def test_the_shared_user_logs_in_from_any_to_any_with_host_keys_checked(cluster:
 
 def test_another_host_key_is_refused(cluster: Cluster) -> None:
     key = "/etc/ssh/ssh_host_ed25519_key"
-    # Not reload, which ends before sshd listens again. A restart ends when sshd listens.
+    # Not `reload`, which returns before sshd listens again. A restart returns when sshd listens.
     renew = (
         f"cp -a {key} {key}.pub /root/ && rm {key} && ssh-keygen -q -t ed25519 -N '' -f {key} && systemctl restart ssh"
     )
@@ -178,7 +172,7 @@ def test_the_shared_user_has_no_password(cluster: Cluster) -> None:
 
 
 def test_sshd_offers_passwords_to_nobody(cluster: Cluster) -> None:
-    """To known and unknown users alike. node4, which is not set up, shows that the test can see an offer."""
+    """No user, known or unknown, gets an offer. node4, which is not set up, shows that the test can see one."""
     ask = "ssh -F none -o BatchMode=yes -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null"
     for node, methods in (("node1", "(publickey)"), (OUTSIDER, "(publickey,password)")):
         for user in ("admin", "root", USER, "nobody"):

@@ -16,6 +16,7 @@ from launching import MOSTLY_MPICH, PYTHONS, Job, left, run
 from mpitrain.testbed import Bed
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("healed")]
+# A fixture: pytest finds it by this name.
 scripts = scripts_over_hosts.scripts
 
 
@@ -93,13 +94,13 @@ def test_a_killed_rank(bed: Bed, python: str) -> None:
     if python == PYTHONS["mpich"]:
         assert "mpitrain: rank 2 on node3 was killed by signal 9; mpiexec ended the others" in end.output
         assert end.code == 128 + signal.SIGKILL, end.output
-    else:  # the line depends on the order in which its processes end
+    else:  # the line depends on the order in which the processes of Open MPI end
         assert "mpitrain: rank 2 on node3 " in end.output and end.code != 0, end.output
     assert left(bed) == []
 
 
 def test_a_killed_rank_whose_guard_is_late(bed: Bed, python: str) -> None:
-    """The kernel gives the time of each end. By the times at which guards see them, another node's rank is first."""
+    """The kernel gives the time of each end. By the times at which guards see ends, another node's rank is first."""
     end = run(bed, f"-n 4 hangs.py 'die unseen' /tmp/stopped-{uuid.uuid4().hex}", python=python)
     assert end.code != 0
     blamed = re.findall(r"^mpitrain: (ranks? \S+ on \S+) (?:was killed|ended|left)", end.output, re.M)
@@ -129,7 +130,7 @@ def test_python_fails_before_mpi_on_three_of_four(bed: Bed, python: str) -> None
     end = run(bed, "-n 4 --start-seconds 30 fails_before_mpi.py", python=python)
     assert end.code != 0
     assert "ImportError: no such library here" in end.output
-    if python == PYTHONS["mpich"]:  # Open MPI's mpiexec itself ends such a job
+    if python == PYTHONS["mpich"]:  # Open MPI's mpiexec ends such a job itself
         assert "rank 1 on node2, rank 2 on node3, rank 3 on node4 ended early" in end.output
 
 

@@ -1,4 +1,4 @@
-"""`mpitrain run` over the nodes of a cluster that the playbooks have set up, and what refuses to start there.
+"""`mpitrain run` over the nodes of a cluster that the playbooks have set up, and jobs that cannot start there.
 
 Every fault is real. After each, nothing of the job is left on any node.
 """
@@ -17,8 +17,9 @@ from scripts_over_hosts import SCRIPTS, hosts
 
 from mpitrain.testbed import Bed
 
-scripts = scripts_over_hosts.scripts
 pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("healed")]
+# A fixture: pytest finds it by this name.
+scripts = scripts_over_hosts.scripts
 
 
 def test_on_all_nodes_by_default(bed: Bed, python: str) -> None:
@@ -120,7 +121,7 @@ def test_bench_sees_what_crosses_the_link(bed: Bed) -> None:
         assert row["wrong"] == 0
         assert row["bound_us"] == pytest.approx(2**22 * 8 / 1e3)
         assert row["link_multiple"] > 0.99
-    # In a ring of 4, ranks send 1.5 buffers, and one rank of each node sends to the other. 1 buffer would be enough.
+    # In a ring of 4, each rank sends 1.5 buffers, and one rank of each node sends to the other node. 1 buffer would do.
     assert by_name["ring"]["link_multiple"] == pytest.approx(1.5, rel=0.05)
 
 

@@ -11,7 +11,7 @@ pytest.register_assert_rewrite("faults.recovering", "faults.remembering", "fault
 
 
 def need(vendor: str) -> str:
-    """`vendor`. Skip the test if that MPI is not installed."""
+    """Return `vendor`. Skip the test if that MPI is not installed."""
     if not (VENVS[vendor] / "bin/mpiexec").exists():
         pytest.skip(f"no {vendor}: {VENVS[vendor]} is not there (scripts/test makes it)")
     return vendor

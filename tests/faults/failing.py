@@ -1,4 +1,4 @@
-"""What the tests of failing jobs share: the beginning of their scripts, and what the other ranks do meanwhile."""
+"""Shared by the tests of failing jobs: the beginning of their scripts, and what the other ranks do meanwhile."""
 
 from __future__ import annotations
 

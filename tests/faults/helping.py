@@ -1,4 +1,4 @@
-"""What the tests of processes by multiprocessing share: a script on so many ranks, and a device."""
+"""Shared by the tests of processes that multiprocessing starts: a script on several ranks, and a device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Script = Callable[..., Job]
 
 @pytest.fixture
 def script(tmp_path: Path) -> Script:
-    """Run this source on so many ranks. It is a file, like a user's script, because forkserver runs it again."""
+    """Run a source on so many ranks. The source is a file, like a user's script, because forkserver runs it again."""
 
     def run(ranks: int, source: str, vendor: str = "mpich") -> Job:
         (tmp_path / "script.py").write_text(source)

@@ -1,4 +1,4 @@
-"""What the tests of `mpitrain run --recover` share: a training in which ranks are killed, and what it must end with."""
+"""Shared by the tests of `mpitrain run --recover`: a training in which ranks are killed, and its expected result."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def reckoned() -> tuple[numpy.ndarray, list[float], list[range]]:
 def went_on(job: Job, folder: Path, left: list[int], losses: int = 1, died: int = 7) -> None:
     """The ranks in `left` completed the training with the results of one process, and with the same bits on all ranks.
 
-    They have all samples of the steps after the one in which the last of the others `died`.
+    In every step after the one in which the last of the others `died`, these ranks have all samples together.
     """
     succeeded(job)
     assert sorted(int(path.stem.removeprefix("rank")) for path in folder.glob("rank*.json")) == left, job.output

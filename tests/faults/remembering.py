@@ -1,4 +1,4 @@
-"""What the tests of copies in memory share: a training with a fault, and what it must end with."""
+"""Shared by the tests of copies in memory: a training with a fault, and checks of its result."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def train(
     every: int | None = 1,
     codec: str = "none",
 ) -> Job:
-    """Run the training, at most three times. Its state is copied to memory every `every` steps."""
+    """Run the training, in at most three tries. Its state is copied to memory every `every` steps."""
     folder.mkdir(exist_ok=True)
     source = (
         SCRIPT.replace("FIRST", first).replace("BEFORE", before).replace("AFTER", after).replace("*HOOKS", f"*{hooks}")
@@ -100,7 +100,7 @@ def result(folder: Path) -> tuple[bytes, dict[int, float]]:
 
 
 def went_on(job: Job, folder: Path, after: list[int], expected: tuple[bytes, dict[int, float]]) -> None:
-    """Tries resumed from memory after these steps, and the training ended with the bits of an undisturbed one."""
+    """Tries resumed from memory after these steps. The training ended with the bits of an undisturbed training."""
     succeeded(job)
     assert resumed(job) == after, job.output
     parameters, losses = result(folder)

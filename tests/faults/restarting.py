@@ -1,4 +1,4 @@
-"""What the tests of restarts share: a training with a fault, and its result without faults."""
+"""Shared by the tests of restarts: a training with a fault, and its result without faults."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def train(
     env: Mapping[str, str] | None = None,
     during: Callable[[subprocess.Popen[str]], None] | None = None,
 ) -> Job:
-    """Run the training with this fault, at most three times. `before` runs before the training."""
+    """Run the training with this fault, in at most three tries. `before` runs before the training."""
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(SCRIPT.replace("BEFORE", before).replace("WRONG", wrong))
     command = [str(VENVS[vendor] / "bin/python"), "-m", "mpitrain", "run", "-n", str(ranks), "--restarts", "2"]

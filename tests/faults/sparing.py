@@ -1,4 +1,4 @@
-"""What the tests of spares share: a training that waits to be killed, and its processes."""
+"""Shared by the tests of spares: a training that waits to be killed, and its processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from faults.restarting import SCRIPT
 from jobs import TOKEN, VENVS, Job, run_command, until
 
-# Variables that mpiexec gives a rank, and that a spare does not have.
+# Variables that mpiexec gives to a rank, and that a spare does not have.
 RANK = {b"PMI_RANK", b"OMPI_COMM_WORLD_RANK"}
 
 # Every process, rank or spare, leaves a file with its number before init(). A rank leaves another one after init().
@@ -44,7 +44,7 @@ def train(
     vendor: str = "mpich",
     during: Callable[[subprocess.Popen[str], Callable[[str], bool]], None] | None = None,
 ) -> Job:
-    """Run the training of test_restart with spares. `during` gets a function that returns True if stderr has a text."""
+    """Run the training of restarting.py with spares. `during` gets a function that is true if stderr has a text."""
     folder.mkdir(exist_ok=True)
     body = SCRIPT.replace("BEFORE", AFTER_INIT).replace("WRONG", wrong)
     (folder / "train.py").write_text(BEFORE_INIT + at_start + body)
@@ -84,7 +84,7 @@ def token_of(process: subprocess.Popen[str]) -> str:
 
 
 def let_go(folder: Path, *steps: int) -> Callable[[subprocess.Popen[str], Callable[[str], bool]], None]:
-    """Have ranks killed at these steps, each time when all spares are ready."""
+    """Let the training kill ranks at these steps, each time when all spares are ready."""
 
     def during(_: subprocess.Popen[str], has_said: Callable[[str], bool]) -> None:
         for number, step in enumerate(steps, start=1):

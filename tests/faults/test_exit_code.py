@@ -1,4 +1,4 @@
-"""`mpitrain run`: exit code 0 means that all ranks came to their end."""
+"""`mpitrain run`: exit code 0 means that all ranks reached their end."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ import pytest
 from faults.failing import MOSTLY_MPICH, START, others_and
 from faults.outcome import failed, succeeded
 from jobs import KERNEL_KEEPS_CODES, VENVS, Job, mpiexec, run_command
-
-# -- mpitrain run: exit code 0 means that all ranks came to their end ------------------------------------------------
 
 Run = Callable[..., Job]
 
@@ -51,14 +49,15 @@ def test_a_rank_that_vanishes_while_the_others_wait(ending: str, run: Run) -> No
 
 def test_a_rank_that_vanishes_when_the_others_are_done(run: Run) -> None:
     job = run(others_and(1, "os._exit(0)", "finished"))
-    # MPICH's mpiexec sometimes does not notice it. The guard then does.
+    # MPICH's mpiexec sometimes does not notice the end of the rank. The guard then does.
     failed(job)
     assert re.search(rf"mpitrain: rank 1( on \S+)?{re.escape(SILENT)}(\n|{GOES_ON})", job.stderr), job.output
 
 
 @MOSTLY_MPICH
 def test_a_rank_that_vanishes_and_mpiexec_goes_on(run: Run) -> None:
-    # A child of the rank keeps the rank's connection to mpiexec open. (Open MPI's kills the others and waits for it.)
+    # A child of the rank keeps the rank's connection to mpiexec open. (Open MPI's mpiexec kills the others, and waits
+    # for the child.)
     job = run(others_and(1, f"{HOLDER}; os._exit(0)", "barrier"))
     failed(job)
     assert re.search(rf"mpitrain: rank 1 on \S+{re.escape(SILENT)}{GOES_ON}", job.stderr), job.output
@@ -76,7 +75,7 @@ def test_a_killed_rank_whose_fork_lives(run: Run) -> None:
 
 @pytest.mark.parametrize("vendor", ["mpich"], indirect=True)
 def test_a_rank_that_fails_and_mpiexec_goes_on(run: Run) -> None:
-    # MPICH's mpiexec sometimes does so. Here it hears of nothing: a process keeps the rank's connection open.
+    # MPICH's mpiexec sometimes goes on. Here it hears nothing, because a process keeps the rank's connection open.
     unheard = "import mpitrain.job.failure as its; its.abort = lambda comm, code: None"
     job = run(others_and(1, f"{unheard}; {HOLDER}; raise RuntimeError('bang')", "alone"))
     failed(job, "RuntimeError: bang")
@@ -126,7 +125,7 @@ def test_an_error_that_has_no_words(run: Run) -> None:
 
 
 def test_a_script_that_starts_another_job(vendor: str, tmp_path: Path) -> None:
-    """The ranks of the second job do not belong to the first. Two launchers of one process are refused."""
+    """The ranks of the second job do not belong to the first job. A process with two launchers is refused."""
     inner = "import mpitrain as mt; mt.init()"
     marks = ("PMI", "HYD", "OMPI_", "PRTE", "MPI_LOCAL")
     source = f"""

@@ -1,4 +1,4 @@
-"""A rank that fails ends the whole job, whatever the others do. Its message is the last; nothing is left.
+"""A rank that fails ends the whole job, whatever the others do. Its message comes last; nothing is left.
 
 Otherwise the others would wait for minutes or for ever, and `run_job` would fail at its deadline.
 """
@@ -22,9 +22,6 @@ its._ARBITRATION_SECONDS, its._READING_SECONDS = 60.0, 1.0
 while rank != {first} and {first} not in world.control.notes.read:
     world.control.notes.look()
 """
-
-
-# -- exceptions ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("doing", OTHERS)
@@ -69,7 +66,7 @@ def test_an_error_that_all_ranks_know_is_printed_once(ranks: int) -> None:
 
 
 def test_the_same_error_on_all_ranks_is_printed_once() -> None:
-    # The user's own error, with the rank's own name in it. The ranks do not even raise it at the same time.
+    # The error is the user's own and has the rank's name in it. The ranks do not even raise it at the same time.
     job = run_job(3, START + AFTER.format(first=0) + "raise OSError(f'{world.name()}: the disk is gone')")
     report_of(job, "OSError: rank 0 on ", ": the disk is gone")
     assert job.stderr.count("the disk is gone") == 1 + job.stderr.count("raise OSError"), job.output
@@ -127,7 +124,7 @@ def test_an_exception_after_mpi_was_finalized() -> None:
 
 
 def test_nobody_reads_stdout() -> None:
-    # The report goes to stderr. It must not be lost if stdout cannot be flushed.
+    # The report goes to stderr. The report must not be lost if stdout cannot be flushed.
     source = START + "print('x' * 100)\nos.close(1)\nif rank == 1: raise RuntimeError('bang')\nworld.barrier()"
     assert report_of(run_job(2, source), "RuntimeError: bang").rank == 1
 

@@ -11,6 +11,7 @@ from faults.helping import Script
 from faults.outcome import failed, report_of, succeeded
 from jobs import run_job
 
+# A fixture: pytest finds it by this name.
 script = helping.script
 
 
@@ -78,7 +79,7 @@ main()
 
 
 def test_a_rank_that_is_killed_while_its_process_lives(script: Script, vendor: str) -> None:
-    """The process would live for ever and keeps the rank's output open. The job ends all the same."""
+    """The process would live for ever, and it keeps the rank's output open. The job ends all the same."""
     job = script(2, KILLED.replace("BEGIN", "pass"), vendor)
     failed(job)
     assert job.left == []
@@ -95,7 +96,7 @@ def test_a_rank_that_is_killed_while_its_process_by_forkserver_lives(script: Scr
 
 
 def test_a_rank_that_is_killed_while_its_fork_lives(script: Script) -> None:
-    """The program itself has forked. MPICH's mpiexec hears of the rank's end, and ends the rest."""
+    """The program itself has forked. MPICH's mpiexec notices the rank's end, and ends the rest."""
     source = """
 import os, signal, time
 import mpitrain as mt
@@ -210,7 +211,7 @@ def test_workers_of_a_loader(script: Script) -> None:
 
 
 def test_a_worker_that_is_killed(script: Script) -> None:
-    """PyTorch reports it on the rank of the worker."""
+    """PyTorch reports the loss on the rank of the worker."""
     pytest.importorskip("torch")
     kill = """
         if number == 63 and os.environ.get("PMI_RANK") == "1":

@@ -1,4 +1,4 @@
-"""A rank that leaves or dies, or does not come to a call, while the others wait for it."""
+"""A rank leaves, dies, or does not come to a call while the others wait for it."""
 
 from __future__ import annotations
 

@@ -63,14 +63,14 @@ def test_as_often_as_it_costs_little(tmp_path: Path, undisturbed: Undisturbed) -
 
 
 def test_behind_the_last_step(tmp_path: Path, undisturbed: Undisturbed) -> None:
-    """The code after the training fails: no step is repeated."""
+    """The code after the training fails, so no step is repeated."""
     job = train(tmp_path, after="if rank == 1 and once('killed'): die()", every=1000)
     succeeded(job)
     assert resumed(job) == [STEPS]
     assert result(tmp_path) == (undisturbed()[0], {})
 
 
-# Rank 0 copies. It dies when it has copied half of the state after step 9.
+# Rank 0 makes the copies. It dies when it has copied half of the state after step 9.
 HALF = """
 from mpitrain.training.checkpoint import memory_slot
 
@@ -93,7 +93,7 @@ def test_a_rank_that_is_killed_while_it_copies(tmp_path: Path, undisturbed: Undi
 
 
 def test_a_newer_checkpoint(tmp_path: Path, undisturbed: Undisturbed) -> None:
-    """Copies every 5 steps, checkpoints every 3: after step 8, the checkpoint of step 6 is newer."""
+    """Copies come every 5 steps, checkpoints every 3. After step 8, the checkpoint of step 6 is newer."""
     hooks = "[mt.Checkpoint(folder / 'checkpoints', steps=3)]"
     saved = "(folder / 'checkpoints' / 'step-00000006').exists()"
     wrong = (
@@ -123,7 +123,7 @@ def keeper():
 
 
 def test_a_killed_keeper(tmp_path: Path, undisturbed: Undisturbed) -> None:
-    """The next try resumes from the disk and says so. Its new keeper has a copy that is newer than the checkpoint."""
+    """The next try resumes from the disk, and says so. Later its new keeper has a copy newer than the checkpoint."""
     hooks = "[mt.Checkpoint(folder / 'checkpoints', steps=3)]"
     wrong = """if rank == 1 and step == 8 and once("killed"):
         saved = folder / "checkpoints" / "step-00000006"
@@ -145,7 +145,7 @@ def test_a_killed_keeper(tmp_path: Path, undisturbed: Undisturbed) -> None:
 
 
 def test_too_little_memory(tmp_path: Path, undisturbed: Undisturbed) -> None:
-    """Nothing is copied. A line says so at the first step, and another at the restart, which begins at step 0."""
+    """Nothing is copied. A line says so at the first step, and another line at the restart, which begins at step 0."""
     before = "from mpitrain.training.checkpoint import room\nroom._limits = lambda: [(100, 10**9, 'this machine')]"
     job = train(tmp_path, "if rank == 1 and step == 8 and once('killed'): die()", before=before)
     succeeded(job)
@@ -158,7 +158,7 @@ def test_too_little_memory(tmp_path: Path, undisturbed: Undisturbed) -> None:
 
 
 def test_two_trainings_in_a_script(tmp_path: Path) -> None:
-    """The second training is killed. It resumes from its own copy, and the first training is repeated."""
+    """The second training is killed. It resumes from its own copy, after the first training has been repeated."""
     after = """
 def build_other(world):
     data = mt.ArrayData(world, (numpy.ones((8, 2)), numpy.arange(8.0)), global_batch=4)
@@ -205,7 +205,7 @@ def test_copies_every_other_step_and_the_record(tmp_path: Path, undisturbed: Und
 
 
 def test_a_state_that_no_copy_can_hold(tmp_path: Path, undisturbed: Undisturbed) -> None:
-    """Nothing saves the state, so it does not end a training."""
+    """No hook saves the state, so the state does not end the training."""
     before = "class Odd(mt.Hook):\n    def state(self):\n        return {'what': {1, 2}}"
     job = train(tmp_path, before=before, hooks="[Odd()]")
     succeeded(job)

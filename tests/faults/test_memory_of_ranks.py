@@ -1,4 +1,4 @@
-"""`mpitrain run --restarts`: what each rank keeps for itself, and copies in the memory of two hosts."""
+"""`mpitrain run --restarts`: copies in memory of what each rank keeps for itself, and copies on two hosts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from faults.remembering import result, resumed, train, went_on
 from jobs import Job
 from keeping import keeper
 
-# Each rank keeps a part of its own. Rank 1 dies before it copies its part of step 9; the others have copied theirs.
+# Each rank keeps a part of its own. Rank 1 dies before it copies its part of step 9. The others have copied theirs.
 OWN = """
 from mpitrain.training.checkpoint.memory_slot import MemorySlot
 
@@ -58,7 +58,7 @@ def test_what_a_rank_keeps_for_itself(tmp_path: Path) -> None:
     assert result(tmp_path / "killed")[0] == result(tmp_path / "whole")[0]
 
 
-# Ranks 1 and 2 take themselves for ranks of another host. The test makes that host's keeper.
+# Ranks 1 and 2 believe that they are on another host. The test starts that host's keeper.
 TWO_HOSTS = """
 import socket
 import mpitrain.training.state_copies as copies
@@ -89,7 +89,7 @@ def test_two_hosts(tmp_path: Path, codec: str) -> None:
 
 @pytest.mark.parametrize("codec", ["none", "int8"])
 def test_a_host_without_a_copy(tmp_path: Path, codec: str) -> None:
-    """The host gets the state from the other one. What its ranks had left out is lost, and a line says so."""
+    """The host gets the state from the other host. What its ranks had left out is lost, and a line says so."""
     wrong = """if rank == 2 and step == 8 and once("killed"):
         copies.KeeperLine("", "").keep_only([], 9)
         die()"""

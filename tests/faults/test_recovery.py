@@ -20,7 +20,7 @@ from mpitrain.training.writers.json_lines import read_events
     ("ranks", "dead", "place"),
     [
         (2, 1, "gradients"),
-        pytest.param(3, 0, "gradients", marks=pytest.mark.slow),  # tests below have this case too
+        pytest.param(3, 0, "gradients", marks=pytest.mark.slow),  # other tests have this case too
         (3, 1, "exchange"),
         pytest.param(5, 3, "exchange", marks=pytest.mark.slow),
         (3, 0, "before_step"),
@@ -46,7 +46,7 @@ def test_one_after_the_other(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("built", [1, 2])
 def test_a_rank_that_dies_in_build(tmp_path: Path, built: int) -> None:
-    """In the first `build`, and in the one after the loss of another rank: that attempt counts as one loss."""
+    """The rank dies in the first `build`, or in the one after another rank's loss. That attempt counts as one loss."""
     first = "if me == 0 and now == 7: die()" if built == 2 else "pass"
     job = train(tmp_path, 4, gradients=first, build=f"if me == 2 and built == {built}: die()")
     left = [1, 3] if built == 2 else [0, 1, 3]
@@ -125,7 +125,7 @@ def test_checkpoints_and_the_record_go_on(tmp_path: Path) -> None:
 
 
 def test_an_error_is_no_loss(tmp_path: Path) -> None:
-    """An exception of the program ends the job, as it does without --recover."""
+    """An exception in the program ends the job, as without --recover."""
     job = train(tmp_path, 3, gradients="if me == 1 and now == 7: raise ValueError('my own')")
     failed(job, f"mpitrain: rank 1 on {HERE} failed:", "ValueError: my own")
     assert "went on" not in job.stderr

@@ -1,4 +1,4 @@
-"""`mpitrain run --recover` with a codec, a PyTorch module, and a loop of one's own: what is left is right."""
+"""`mpitrain run --recover` with a codec, a PyTorch module, and a loop of one's own: the results are right."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from faults.conftest import need
 from faults.outcome import succeeded
 from jobs import REPOSITORY, VENVS, run_command
 
-# Each rank is a node of its own, so int8 applies to what it sends. The gradients are the data. So the parameters are
-# minus the sum of all means, up to what the codec has left out.
+# Each rank is a node of its own, so int8 applies to what it sends. The gradients are the data, so the parameters are
+# minus the sum of all means, except for what the codec has left out.
 CODED = """
 import os, pathlib, signal, socket, sys
 import numpy
@@ -44,7 +44,7 @@ numpy.savez(folder / f"rank{me}.npz", w=trainer.adapter.parameters()["w"], left_
 
 
 def test_what_a_codec_has_left_out(tmp_path: Path) -> None:
-    """In float64: what was sent and what is left out add up to all gradients, less what the lost rank had left out."""
+    """In float64, what was sent and what is left out add up to all gradients, less what the lost rank had left out."""
     (tmp_path / "coded.py").write_text(CODED)
     command = [str(VENVS[need("openmpi")] / "bin/python"), "-m", "mpitrain", "run", "-n", "3", "--recover"]
     succeeded(run_command([*command, str(tmp_path / "coded.py"), str(tmp_path)], cwd=tmp_path))
@@ -168,7 +168,7 @@ def train(world):
 
 @pytest.mark.parametrize("kept", ["dict", "mt.keep"])
 def test_a_loop_of_ones_own(tmp_path: Path, kept: str) -> None:
-    """With mt.keep, `update` commits. It also copies the state to memory, in each of the Worlds."""
+    """With mt.keep, `update` commits. `update` also copies the state to memory, in each of the Worlds."""
     loop, options = LOOP, []
     if kept == "mt.keep":
         loop = LOOP.replace('{"w": numpy.zeros(5), "step": 0}', "mt.keep(w=numpy.zeros(5), step=0)")

@@ -1,7 +1,7 @@
 """`mpitrain run --restarts`: a killed training resumes from its checkpoint; one that cannot succeed ends.
 
-Copies in memory would come first. Here the interval between them is so long that there are none; test_memory.py has
-those.
+Copies in memory would come first. Here the interval between them is so long that there are none; test_memory.py
+tests them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from faults.outcome import failed, succeeded
 from faults.restarting import HERE, parameters, train, tries
 from jobs import HANG_SECONDS, VENVS, run_command, until
 
+# Fixtures: pytest finds them by these names.
 uninterrupted, uninterrupted_three = restarting.uninterrupted, restarting.uninterrupted_three
 
 
@@ -50,7 +51,7 @@ def test_an_exception_on_a_rank(tmp_path: Path, uninterrupted: bytes) -> None:
     assert parameters(tmp_path) == uninterrupted
 
 
-# Rank 1 dies once in each phase of a step. Rank 0, which writes, dies while it writes a checkpoint.
+# Rank 1 dies once in each phase of a step. Rank 0, which writes the checkpoints, dies while it writes one.
 PHASES = """
 import threading
 from mpitrain.training.checkpoint import store

@@ -15,8 +15,6 @@ from faults.failing import START
 from faults.outcome import failed, report_of
 from jobs import Job, run_job, until
 
-# -- signals -----------------------------------------------------------------------------------------------------
-
 READY = "pathlib.Path(sys.argv[1], f'ready.{rank}').touch()\n"
 BUSY = {
     "compute": "while True: sum(range(1000))",
@@ -26,7 +24,7 @@ BUSY = {
 
 
 def signalled(doing: str, folder: Path, vendor: str, number: int, times: int) -> Job:
-    """A job of three ranks that gets a signal as from a terminal: it goes to mpiexec and its whole process group."""
+    """Run a job of three ranks. A signal goes to mpiexec and its whole process group, as from a terminal."""
 
     def during(process: subprocess.Popen[str]) -> None:
         until(lambda: len(list(folder.glob("ready.*"))) == 3, "the ranks did not start")

@@ -1,4 +1,4 @@
-"""A rank that fails before init() or at its end, and processes of a rank that are no ranks."""
+"""A rank fails before init() or at its end; a process that a rank starts is not a rank."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import pytest
 from faults.failing import START
 from faults.outcome import failed, succeeded
 from jobs import run_job
-
-# -- before init() and after the end -----------------------------------------------------------------------------
 
 BEFORE = """
 import os
@@ -29,7 +27,7 @@ def test_an_exception_before_init(ranks: int) -> None:
 
 @pytest.mark.parametrize("first", ["import mpitrain as mt", "import mpitrain as mt\nfrom mpi4py import MPI"])
 def test_an_exception_before_init_with_either_library(first: str, vendor: str) -> None:
-    # In the second case MPI is already initialised: at its end the rank would wait in MPI_Finalize.
+    # In the second case MPI is already initialised, and the rank would wait in MPI_Finalize at its end.
     job = run_job(3, BEFORE.format(imports=first), launcher=vendor, python=vendor)
     failed(job, "RuntimeError: before init\n")
 

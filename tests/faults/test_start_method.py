@@ -1,4 +1,4 @@
-"""How multiprocessing starts a rank's processes: by fork, as without MPI, or by forkserver where a fork is unsafe."""
+"""How multiprocessing starts the processes of a rank: by fork, or by forkserver where a fork is unsafe."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from faults.helping import Script, a_device
 from faults.outcome import failed, succeeded
 from mpitrain.job import helpers
 
+# A fixture: pytest finds it by this name.
 script = helping.script
+
 # No guard, functions inside a function, and sums of the ranks before, between and after.
 LAMBDAS = """
 import multiprocessing, os
@@ -80,7 +82,7 @@ def test_where_a_fork_is_unsafe(script: Script, reason: str) -> None:
 
 @pytest.mark.parametrize("when", ["BEFORE", "AFTER"])
 def test_where_a_fork_is_unsafe_for_one_rank(script: Script, when: str) -> None:
-    """That rank says so, whether it opened the device before init() or after."""
+    """That rank prints the line, whether it opened the device before or after init()."""
     source = """
 import multiprocessing, os
 import mpitrain as mt
@@ -102,7 +104,7 @@ LOCK = "lock = multiprocessing.Lock()"
 
 @pytest.mark.parametrize(("before", "after", "method"), [(LOCK, "", "fork"), ("", LOCK, "forkserver")])
 def test_a_lock_chooses_the_start_method(script: Script, before: str, after: str, method: str) -> None:
-    """A lock made before init() keeps fork, and rank 0 says what to do. After that repair the method is forkserver."""
+    """A lock made before init() keeps fork, and rank 0 says what to do. With that change the method is forkserver."""
     source = f"""
 import multiprocessing, os
 import mpitrain as mt

@@ -1,4 +1,4 @@
-"""What the tests of changes of hosts share: a job on three hosts that trains, and what stands for its next try."""
+"""Shared by the tests of host changes: a training job on three hosts, and a stand-in for its next try."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def widen(placement: Placement, text: str) -> Placement:
 
 
 class Asked:
-    """Stands for the check of hosts that want to join."""
+    """A stand-in for the check of hosts that want to join."""
 
     def __init__(self) -> None:
         self.placements: list[Placement] = []
@@ -42,7 +42,7 @@ class Asked:
 
 
 class NextTry:
-    """Stands for a Successor. Its parts are set by a test."""
+    """A stand-in for a Successor. The test sets its attributes."""
 
     def __init__(self) -> None:
         self.problem, self.has_room, self.is_ready, self.is_closed, self.looks = "", True, False, False, 0
@@ -70,7 +70,7 @@ def asked() -> Asked:
 
 @pytest.fixture
 def prepared() -> Prepared:
-    """What was prepared: where, why, and the try."""
+    """The prepared tries: for each, its hosts, the reason, and the try itself."""
     return []
 
 

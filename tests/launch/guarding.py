@@ -1,4 +1,4 @@
-"""What the tests of guards share: the request of a launcher, a job, ranks, and waits for messages."""
+"""Shared by the tests of guards: a launcher's request, a job, its ranks, and waits for messages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mpitrain.launch.watch import Guards
 
 @pytest.fixture
 def wish(tmp_path: Path) -> dict[str, Any]:
-    """The request of a launcher."""
+    """The request that a launcher sends to a guard."""
     script = tmp_path / "code/train.py"
     script.parent.mkdir()
     script.write_text("print('hello')\n")
@@ -40,7 +40,7 @@ def wish(tmp_path: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def connections() -> Iterator[list[Connection]]:
-    """The connections that a test opens. They are closed after the test."""
+    """The connections that a test opens. The fixture closes them after the test."""
     opened: list[Connection] = []
     yield opened
     for connection in opened:
@@ -64,10 +64,10 @@ def job(wish: dict[str, Any]) -> Iterator[subprocess.Popen[str]]:
 
 
 def wait_for(connection: Connection, key: str, fits: Callable[[Any], bool] = lambda _: True) -> Any:
-    """Wait for the message with this key."""
+    """Wait for a message that has this key."""
     deadline = time.monotonic() + HANG_SECONDS
     while time.monotonic() < deadline and not connection.is_closed:
-        connection.flush()  # a pipe takes 64 KiB at once
+        connection.flush()  # a pipe takes at most 64 KiB at once
         for message in connection.receive(time.monotonic()):
             if key in message and fits(message[key]):
                 return message

@@ -1,4 +1,4 @@
-"""What the tests of keepers share: memory to keep, and whether a keeper is gone."""
+"""Shared by the tests of keepers: memory to keep, and a check whether a keeper is gone."""
 
 from __future__ import annotations
 

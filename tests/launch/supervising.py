@@ -1,4 +1,4 @@
-"""What the tests of the supervisor share: tries that only say how they ended, and changes of hosts after them."""
+"""Shared by the tests of the supervisor: tries that only say how they ended, and changes of hosts after them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from mpitrain.launch.ending import Ended
 from mpitrain.launch.placement import Place, Placement
 from mpitrain.launch.supervisor import Pause
 from mpitrain.watching.rank_record import RankRecord
-
-# -- the loop, with tries that only say how they ended ---------------------------------------------------------
 
 PLACEMENT = Placement(
     (Place("a", 0, 2), Place("b", 2, 1), Place("c", 3, 2)), {"a": "10.0.0.1", "b": "10.0.0.2", "c": "10.0.0.3"}, "a"
@@ -26,7 +24,7 @@ def killed(rank: int, step: int, code: int = 137) -> Ended:
 
 
 class Tries:
-    """Ends tries as told. Keeps the place of each try, and the failure of which it was told."""
+    """Ends each try as the test says. Records the hosts of each try, and the failure that it was told about."""
 
     def __init__(self, *ends: Ended | LaunchError) -> None:
         self.ends = list(ends)
@@ -49,7 +47,7 @@ def absent(*hosts: str) -> LaunchError:
 
 
 class Wished:
-    """Stands for Changes: has a change after some of the tries."""
+    """A stand-in for Changes that has a change after some of the tries."""
 
     def __init__(self, *changes: Change | None) -> None:
         self.changes = list(changes)
@@ -69,11 +67,11 @@ class Wished:
         self.wanted.append(change)
 
     def look(self) -> None:
-        """Nothing is prepared."""
+        """Prepare nothing."""
 
 
 class Successor:
-    """Stands for the next try, which is ready."""
+    """A stand-in for a next try that is ready."""
 
     def __init__(self, ended: Ended) -> None:
         self.ended = ended

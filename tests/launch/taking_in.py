@@ -1,4 +1,4 @@
-"""What the tests of hosts that join by themselves share: a program in place of ssh, and a job that trains."""
+"""Shared by the tests of hosts that join by themselves: a stand-in for ssh, and a job that trains."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpitrain.launch.keepers import Keepers
 from mpitrain.launch.placement import Place, Placement
 from mpitrain.launch.verdict import FailedTry, Limits
 
-# The host is the last word but one. A host is up if a file has its name; `slow` connects and says no more.
+# The host is the second-to-last word. A host is up if a file has its name. `slow` connects, and then says nothing.
 SSH = """#!/bin/sh
 for word; do host=$before; before=$word; done
 echo "$host" >> {folder}/asked
@@ -30,7 +30,7 @@ LIMITS = Limits(restarts=5, min_nodes=2, max_nodes=4)
 
 
 class Ssh:
-    """Stands for ssh: knows which hosts are up, and which were asked."""
+    """A stand-in for ssh. It knows which hosts are up, and records which hosts were asked."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -50,7 +50,7 @@ class Ssh:
 
 
 class Comparison:
-    """Stands for the comparison of hosts that would join."""
+    """A stand-in for the comparison of hosts that would join."""
 
     def __init__(self) -> None:
         self.different: dict[str, str] = {}
@@ -91,7 +91,7 @@ def changes(keepers: Keepers, comparison: Comparison) -> Iterator[Changes]:
 
 @pytest.fixture
 def intake(changes: Changes, ssh: Ssh) -> Intake:
-    return Intake(changes, LIMITS, lambda: None)  # not entered: each test looks by itself
+    return Intake(changes, LIMITS, lambda: None)  # not entered: each test calls look() itself
 
 
 def trains(
@@ -102,7 +102,7 @@ def trains(
     *failures: FailedTry,
     hosts: Placement = HOSTS,
 ) -> None:
-    """A try trains on some hosts, after these failures."""
+    """Begin a try that trains on some of the hosts, after these failures."""
     changes.begin(hosts, now_on)
     intake.begin(hosts, now_on, failures)
     keepers.run = 1

@@ -18,6 +18,7 @@ from mpitrain.launch.placement import Place
 from mpitrain.launch.roster import launcher_name
 from mpitrain.launch.wishes import ask
 
+# Fixtures: pytest finds them by these names.
 _no_long_wait, changes = changing._no_long_wait, changing.changes
 asked, prepared = changing.asked, changing.prepared
 
@@ -95,7 +96,7 @@ def test_a_message_that_makes_no_sense(changes: Changes, capsys: pytest.CaptureF
 
 
 def test_an_error_that_nobody_expects(changes: Changes, keepers: Keepers, capsys: pytest.CaptureFixture[str]) -> None:
-    """A line says so, and the threads go on."""
+    """The launcher prints a line about the error, and its threads go on."""
     assert "does not answer" in ask(launcher_name(os.getpid()), {"join": "odd"})["refused"]
     assert 'could not be answered: RuntimeError("can\'t start new thread")' in capsys.readouterr().err
     assert "accepted" in ask(launcher_name(os.getpid()), {"leave": ["b"]})
@@ -137,7 +138,7 @@ def test_a_try_that_begins_has_no_run_yet(changes: Changes) -> None:
 
 
 def test_a_try_that_only_saves(changes: Changes, keepers: Keepers) -> None:
-    """It saves as soon as it has begun to train, and accepts no wish."""
+    """The try saves as soon as it has begun to train, and accepts no wish."""
     changes.take()
     changes.begin(HOSTS, HOSTS.without({"b", "c"}), "only a can take part")
     assert keepers.wish == STAYS

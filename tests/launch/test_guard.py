@@ -21,6 +21,7 @@ from mpitrain.launch.connections import Connection
 from mpitrain.launch.shared_files import FOLDER
 from mpitrain.launch.watch import Guards
 
+# Fixtures: pytest finds them by these names.
 wish, connections, job = guarding.wish, guarding.connections, guarding.job
 
 

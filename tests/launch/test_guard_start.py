@@ -1,4 +1,4 @@
-"""How a guard on this machine begins, without ssh: the facts that it sends, and what can keep it from beginning."""
+"""How a guard on this machine starts, without ssh: the facts that it sends, and what can keep it from starting."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from guarding import begin, wait_for
 
 from mpitrain.launch.connections import Connection, connect
 
+# Fixtures: pytest finds them by these names.
 wish, connections = guarding.wish, guarding.connections
 
 
@@ -74,7 +75,7 @@ def test_a_python_that_fails(wish: dict[str, Any], connections: list[Connection]
 def test_it_gives_signs_of_life_while_it_is_busy(
     wish: dict[str, Any], connections: list[Connection], tmp_path: Path
 ) -> None:
-    """Here with a Python that does not answer."""
+    """The guard is busy with a Python that does not answer."""
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\nuntil [ -e {tmp_path}/go ]; do sleep 0.1; done\n")
     python.chmod(0o755)

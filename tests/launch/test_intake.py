@@ -16,6 +16,7 @@ from mpitrain.launch.supervisor import Pause, supervise
 from mpitrain.launch.verdict import ASIDE_SECONDS
 from mpitrain.watching.rank_record import RankRecord
 
+# Fixtures: pytest finds them by these names.
 ssh, comparison, changes, intake = taking_in.ssh, taking_in.comparison, taking_in.changes, taking_in.intake
 
 
@@ -76,7 +77,7 @@ def test_several_hosts_join_as_far_as_there_is_room(
     assert set(change.hosts.hosts) == {"a", "b", "c", "d", "e", "f"}
     trains(changes, intake, keepers, change.now_on, hosts=change.hosts)
     intake.look(9000.0)
-    assert len(ssh.asked()) == 4  # it has all hosts that it may have
+    assert len(ssh.asked()) == 4  # the job has as many hosts as it may have
 
 
 def test_a_host_that_differs(
@@ -101,7 +102,7 @@ def test_a_host_that_differs(
     assert "b cannot take part: numpy 2.3.1, here 2.4.6." in capsys.readouterr().err
     assert keepers.wish == STAYS
     comparison.different.clear()
-    trains(changes, intake, keepers, HOSTS)  # it has joined by a wish
+    trains(changes, intake, keepers, HOSTS)  # b has joined by a wish
     trains(changes, intake, keepers, WITHOUT_B, lost(1000.0 + 2 * DIFFERENT_SECONDS))
     intake.look(1000.0 + 2 * DIFFERENT_SECONDS + ASIDE_SECONDS)
     assert keepers.wish == PREPARES
@@ -123,14 +124,14 @@ def test_a_host_that_differs_does_not_keep_others_out(
 def test_a_host_that_did_not_join_because_of_another_one(
     changes: Changes, intake: Intake, keepers: Keepers, ssh: Ssh
 ) -> None:
-    """It is asked again later, each time after a longer time."""
+    """The host is asked again, each time after a longer wait."""
     ssh.up("b")
     trains(changes, intake, keepers, WITHOUT_B)
     now, wait = 1000.0, FIRST_SECONDS
     for num_asked in range(1, 4):
         intake.look(now)
         assert keepers.wish == PREPARES
-        changes._change, keepers.wish = None, STAYS  # it is dropped
+        changes._change, keepers.wish = None, STAYS  # the change is dropped
         intake.look(now + wait - 1)  # not yet
         assert ssh.asked() == ["b"] * num_asked
         now, wait = now + wait, 2 * wait
@@ -178,13 +179,10 @@ def test_a_host_with_devices(changes: Changes, keepers: Keepers, ssh: Ssh, intak
     assert texts == ["b/cuda:0,b/cuda:1"]
 
 
-# -- with the supervisor ---------------------------------------------------------------------------------------
-
-
 def test_a_host_that_comes_and_goes(
     changes: Changes, intake: Intake, keepers: Keepers, ssh: Ssh, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is taken in twice, and no more after the third loss. The time between its losses is made long here."""
+    """The host is taken in twice, but not after its third loss. The test makes the time between the losses long."""
     ssh.up("b")
     tries: list[tuple[str, ...]] = []
 

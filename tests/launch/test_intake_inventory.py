@@ -14,10 +14,8 @@ from mpitrain.launch.intake import Intake
 from mpitrain.launch.keepers import Keepers
 from mpitrain.launch.kept import PREPARES, SAVES, STAYS
 
+# Fixtures: pytest finds them by these names.
 ssh, comparison, changes = taking_in.ssh, taking_in.comparison, taking_in.changes
-
-
-# -- the inventory ---------------------------------------------------------------------------------------------
 
 
 def inventory(path: Path, *hosts: str) -> None:
@@ -99,7 +97,7 @@ def test_a_host_that_has_left_by_a_wish_stays_away(changes: Changes, keepers: Ke
 def test_wishes_to_the_launcher_before(
     changes: Changes, keepers: Keepers, ssh: Ssh, listed: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """b has left, and d has joined, which the inventory does not have. The launcher that resumes the job keeps that."""
+    """b has left, and d, which is not in the inventory, has joined. The launcher that resumes the job keeps that."""
     ssh.up("b", "d")
     intake = Intake(changes, LIMITS, listed_hosts(None, listed))
     hosts = widen(WITHOUT_B, "d")

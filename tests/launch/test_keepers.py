@@ -22,7 +22,7 @@ from mpitrain.watching.rank_record import RankRecord
 
 @pytest.fixture
 def keepers() -> Iterator[Keepers]:
-    """Keepers on this machine alone."""
+    """Keepers of a job on this machine alone."""
     with Keepers("here", f"mpitrain-test-{secrets.token_hex(8)}") as keepers:
         keepers.begin(["here"], "try")
         keepers.settle()
@@ -82,7 +82,7 @@ def test_older_runs_and_other_ranks_are_dropped(keepers: Keepers) -> None:
 
 
 def test_a_name_that_is_taken(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A message says so, and the job goes on without a keeper."""
+    """A message says that the name is taken, and the job goes on without a keeper."""
     name = f"mpitrain-test-{secrets.token_hex(8)}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
         other.bind("\0" + name)
@@ -164,7 +164,7 @@ def test_ranks_wait_for_those_before(keepers: Keepers) -> None:
 
 
 def test_nobody_follows_a_try_that_has_failed(keepers: Keepers) -> None:
-    """Its ranks have ended and did not leave. So its state is not the last one."""
+    """The ranks of that try have ended without leaving, so its state is not the last one."""
     line, waiting = KeeperLine(keepers.name, "try"), KeeperLine(keepers.name, "next")
     line.enter()
     line.close()

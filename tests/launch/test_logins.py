@@ -12,10 +12,8 @@ from jobs import until
 from mpitrain.launch.logins import that_let_in
 from mpitrain.launch.processes import alive_below
 
+# A fixture: pytest finds it by this name.
 ssh = taking_in.ssh
-
-
-# -- the question ----------------------------------------------------------------------------------------------
 
 
 def test_those_that_answer(ssh: Ssh, capfd: pytest.CaptureFixture[str]) -> None:
@@ -33,7 +31,7 @@ def test_one_that_never_answers_is_not_waited_for(ssh: Ssh, monkeypatch: pytest.
 
 
 def test_the_question_is_no_process_of_the_job(ssh: Ssh) -> None:
-    """Else a job that ends meanwhile would kill it as its own, and fail."""
+    """Otherwise a job that ends meanwhile would kill that process as its own, and fail."""
     stop = threading.Event()
     results: list[set[str]] = []
     asking = threading.Thread(target=lambda: results.append(that_let_in(["slow1", "slow2"], stop)))

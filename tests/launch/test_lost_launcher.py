@@ -60,7 +60,7 @@ def test_a_goodbye_ends_all() -> None:
 
 @pytest.mark.parametrize("is_silent", [False, True])
 def test_a_lost_launcher(is_silent: bool) -> None:
-    """What the keeper holds stays for a while, which is short here. It can be asked how long."""
+    """What the keeper holds stays for a while, which is short here. The keeper says for how long."""
     for seconds in (1, 4, 16, 64):  # the machine may be too slow for the first ones
         with (
             contextlib.suppress(OSError),
@@ -84,7 +84,7 @@ def test_nothing_to_keep() -> None:
 
 
 def test_an_heir_takes_over() -> None:
-    """One of two gets what is kept. It says no goodbye, if it has started no try. The next one can drop it."""
+    """One of two heirs gets what is kept. An heir that starts no try says no goodbye. The next heir can drop it all."""
     with contextlib.closing(Lost(keep_seconds=900)) as lost:
         lost.connection.hang_up()
         until(lost.is_lost)
@@ -100,7 +100,9 @@ def test_an_heir_takes_over() -> None:
         with pytest.raises(LaunchError), Keepers("here", name, estate) as heir:
             heir.adopt({"here": lost.name}, "heir")
             assert is_gone(lost.name)
-            with contextlib.closing(KeeperLine(name)) as line:  # it names the new launcher, before any try begins
+            with contextlib.closing(
+                KeeperLine(name)
+            ) as line:  # the estate names the new launcher before any try begins
                 until(lambda: '"launcher": "here 1 1", "own": "here"' in line.estate()[1])
             heir.begin(["here"], "three")
             heir.settle()

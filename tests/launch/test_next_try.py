@@ -13,6 +13,7 @@ from mpitrain.launch.changes import Changes
 from mpitrain.launch.keepers import Keepers
 from mpitrain.launch.kept import LEAVES, PREPARES, STAYS
 
+# Fixtures: pytest finds them by these names.
 _no_long_wait, changes = changing._no_long_wait, changing.changes
 asked, prepared = changing.asked, changing.prepared
 
@@ -45,7 +46,7 @@ def test_a_next_try_that_cannot_be_prepared(
     has_room: bool,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A host that fails does not join. A host leaves in any case. Where there is no room for both, one ends first."""
+    """A host that fails does not join. A host leaves in any case. Without room for both tries, one ends first."""
     assert "accepted" in changes.answer(wish)
     changes.look()
     prepared[0][2].problem, prepared[0][2].has_room = "rank 6 failed", has_room
@@ -72,7 +73,7 @@ def test_a_next_try_that_cannot_be_prepared(
 def test_who_is_blamed_for_a_next_try_that_fails(
     changes: Changes, keepers: Keepers, prepared: Prepared, faulty: tuple[str, ...], bad: list[str]
 ) -> None:
-    """Not the host that would join, if another one is the cause."""
+    """The host that would join is not blamed if another host is the cause."""
     assert "accepted" in changes.answer({"join": "d"})
     changes.look()
     prepared[0][2].problem, prepared[0][2].faulty = "it has failed", faulty
@@ -111,7 +112,7 @@ def test_a_next_try_that_is_never_ready(
 
 
 def test_no_next_try_beside_this_one(changes: Changes, keepers: Keepers, prepared: Prepared) -> None:
-    """One that has spares, or runs on this machine alone."""
+    """No try is prepared for a job that has spares or runs on this machine alone."""
     assert "accepted" in changes.answer({"join": "alone"})
     changes.look()
     assert (prepared, keepers.wish) == ([], LEAVES)

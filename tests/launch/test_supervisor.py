@@ -102,7 +102,7 @@ def test_a_failure_before_the_change(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_ranks_that_left_for_a_change_that_was_dropped(capsys: pytest.CaptureFixture[str]) -> None:
-    """Their exit code is 0, and the work is not done."""
+    """The exit code of the ranks is 0, but the work is not done."""
     tries, wished = Tries(left(7), killed(0, 12), Ended(0)), Wished(None, None, None)
     assert supervise(tries, PLACEMENT, Limits(1), wished) == 0  # type: ignore[arg-type]
     assert [list(ran) for ran in tries.ran] == [["a", "b", "c"]] * 3
@@ -127,7 +127,7 @@ def test_the_end_of_a_job_of_which_too_few_hosts_are_left(capsys: pytest.Capture
 
 
 def test_the_next_try_takes_over(capsys: pytest.CaptureFixture[str]) -> None:
-    """It is not started again. After its failure another one is started, on its hosts."""
+    """The next try is not started again. After it fails, another try starts on its hosts."""
     tries, wished = Tries(left(7), Ended(0)), Wished(LEAVES, None, None)
     successors = [Successor(killed(0, 12)), None, None]
     wished.take_next = lambda change: (wished.wanted.append(change), successors.pop(0))[1]  # type: ignore[assignment, return-value]

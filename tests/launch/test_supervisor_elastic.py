@@ -13,8 +13,6 @@ from mpitrain.launch.supervisor import supervise
 from mpitrain.launch.verdict import Limits
 from mpitrain.watching.rank_record import RankRecord
 
-# -- an elastic job --------------------------------------------------------------------------------------------
-
 
 def elastic(tries: Tries, limits: Limits, wished: Wished) -> int:
     """Supervise tries in which nobody looks for hosts."""
@@ -75,7 +73,7 @@ def test_it_saves_where_too_few_hosts_are_left(capsys: pytest.CaptureFixture[str
         "Starting again on a, b only to save the state\n"
         f"mpitrain: {reason}: the job has ended after step 9\n"
     )
-    # Once only, and only if there is a state, and a try.
+    # The job saves only once, and only if there is a state and a try is left.
     for ended, restarts, num_tries in ((lost("c", 7), 5, 2), (lost("c", 0), 5, 1), (lost("c", 7), 0, 1)):
         tries = Tries(ended, lost("b", 8))
         assert elastic(tries, Limits(restarts, 3, 3), Wished(None, None)) == 1

@@ -1,4 +1,4 @@
-"""SIGTERM tells ranks to end: the launcher takes the signal as a wish that their host leaves."""
+"""SIGTERM tells ranks to end. The launcher takes the signal as a wish that their hosts leave the job."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from mpitrain.launch.kept import PREPARES, SAVES, STAYS
 from mpitrain.launch.roster import launcher_name
 from mpitrain.launch.wishes import ask
 
+# Fixtures: pytest finds them by these names.
 _no_long_wait, changes = changing._no_long_wait, changing.changes
 asked, prepared = changing.asked, changing.prepared
 
@@ -75,7 +76,7 @@ def test_sigterm_while_a_host_that_would_join_is_asked(changes: Changes, keepers
 
 
 def test_sigterm_just_before_the_ranks_have_left(changes: Changes, keepers: Keepers) -> None:
-    """When the ranks leave, the signal is too fresh for a wish. It is not forgotten."""
+    """When the ranks leave, the signal is too recent for a wish. The launcher does not forget it."""
     assert "accepted" in changes.answer({"join": "d"})
     keepers.told = {2: time.monotonic()}
     change = changes.take(has_left=True)

@@ -46,7 +46,7 @@ def test_three_times_at_the_same_step(between: list[FailedTry]) -> None:
         reason="3 tries failed at step 7; on a, b, so no single machine is to blame: examine program and data of "
         "this step; every try began at step 1: no checkpoint was found; the hook mt.Checkpoint writes checkpoints"
     )
-    # Also if no try is left.
+    # The same holds if no try is left.
     assert judge(HOSTS, [*two, failure(7, "b")], [], Limits(1), 1.0) == verdict
 
 
@@ -71,7 +71,7 @@ def test_a_host_that_fell_silent_comes_back_later_and_later() -> None:
     failures.append(failure(9, None, "b", when=200.0))
     assert judge(HOSTS, failures, [], FIVE, 319.0).hosts == ("a", "c", "d")
     assert judge(HOSTS, failures, [], FIVE, 320.0).hosts == HOSTS
-    # It is used before the job ends, but not while ranks may be left on it.
+    # The host is used before the job ends, but not while ranks may be left on it.
     for elastic in (None, 4):
         limits = Limits(5, min_nodes=4, max_nodes=elastic)
         assert judge(HOSTS, failures, [], limits, 259.0).left == ("a", "c", "d")
@@ -93,12 +93,12 @@ def test_a_host_whose_ranks_fail_first_twice_in_a_row() -> None:
 
 
 def test_hosts_that_are_taken_in_when_they_answer() -> None:
-    """They are used at a restart only if the others are too few. More hosts than the most are never used."""
+    """Such hosts are used at a restart only if the others are too few. No more hosts than the most are ever used."""
     failures = [failure(7, None, "b", when=100.0), failure(9)]
     for least, most, expected in ((2, 4, ("a", "c", "d")), (2, 2, ("a", "c")), (4, 4, HOSTS)):
         limits = Limits(5, least, most)
         assert judge(HOSTS, failures, [], limits, 200.0).hosts == expected
-    # It has been taken in meanwhile.
+    # b has been taken in meanwhile.
     assert judge(HOSTS, failures, [], Limits(5, 2, 4), 101.0, present={"a", "b"}).hosts == HOSTS
     assert judge(HOSTS, failures, [], Limits(5, 4, 4), 159.0) == Verdict(
         reason="only a, c, d of a, b, c, d can take part, and --elastic is 4:4", left=("a", "c", "d")

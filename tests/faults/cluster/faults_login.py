@@ -10,7 +10,7 @@ from mpitrain.testbed.bed import Bed
 
 _OURS = "/etc/ssh/sshd_config.d/10-mpitrain.conf"
 _SITE = "/etc/ssh/sshd_config.d/60-site.conf"
-# Not `reload`, which ends before sshd listens again. A restart ends when sshd listens.
+# Not `reload`, which returns before sshd listens again. A restart returns when sshd listens.
 _READ_ANEW = "systemctl restart ssh"
 _PYTHON = "/usr/bin/python3"
 

@@ -42,7 +42,7 @@ def _mtu(bytes_: int, *nodes: str) -> Callable[[Bed], None]:
 
 
 def healed(*nodes: str) -> Callable[[Bed], None]:
-    """What undoes all faults of the network on these nodes."""
+    """Return a function that undoes all faults of the network on these nodes."""
 
     def do(bed: Bed) -> None:
         for node in nodes:

@@ -55,7 +55,7 @@ FAULTS: dict[str, Fault] = {
         level="bench",
         options=["--only", "PRF01"],  # a job's allreduce is slow as well
         shows=["the link"],
-        is_slow=True,  # and whatever else keeps the cores busy makes links look slow
+        is_slow=True,  # whatever else keeps the cores busy also makes links look slow
     ),
     "slow node": Fault(
         "node3's cable limited to 100 Mbit/s",
