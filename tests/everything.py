@@ -74,10 +74,17 @@ ON_NODES = {
 # The other tests run in a process for each folder that takes long; what is not named here has one process for all. That
 # of faults takes longest, and is four parts of about the same length.
 FAULTS = {
-    "faults, hangs and failures": [f"tests/faults/test_{name}.py" for name in ("hangs", "failure", "helpers", "torch")],
+    "faults, hangs and failures": [
+        f"tests/faults/test_{name}.py"
+        for name in (
+            *("failure", "start_and_end", "leaving", "signals", "exit_code"),
+            *("hangs", "helpers", "start_method", "torch"),
+        )
+    ],
     "faults, restarts": [f"tests/faults/test_{name}.py" for name in ("spares", "restart", "chaos", "kills")],
     "faults, memory and recovery": [
-        f"tests/faults/test_{name}.py" for name in ("memory", "recovery", "examples", "examples_on_gpu")
+        f"tests/faults/test_{name}.py"
+        for name in ("memory", "memory_of_ranks", "recovery", "recovery_of_programs", "examples", "examples_on_gpu")
     ],
     "faults, others": ["tests/faults"],
 }
