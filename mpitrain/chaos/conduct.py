@@ -145,13 +145,23 @@ class Conductor:
         if self._began and point is not None:
             self.episode.points.append(point)
 
+    def _attempt(self) -> int:
+        """Return the number of the job's attempt that trains, or was the last to train; at first, of the newest.
+
+        An attempt that only waits until it takes over, for a change of hosts, may never train.
+        """
+        trained = {rank["token"] for ranks in self._ranks.values() for rank in ranks if rank["step"]}
+        numbers = [number for number, token in enumerate(self._tokens, 1) if token in trained]
+        return numbers[-1] if numbers else len(self._tokens)
+
     def _of_attempt(self) -> dict[int, dict[str, Any]]:
-        """Return the ranks of the job's last attempt, each with its host."""
+        """Return the ranks of this attempt, each with its host."""
+        token = self._tokens[self._attempt() - 1]
         return {
             rank["rank"]: {**rank, "host": host}
             for host, ranks in self._ranks.items()
             for rank in ranks
-            if rank["token"] == self._tokens[-1]
+            if rank["token"] == token
         }
 
     def _now_at(self) -> Point | None:
@@ -166,7 +176,7 @@ class Conductor:
         speed = next((rank["samples_per_second"] for rank in working if rank["samples_per_second"]), 0.0)
         first = min((rank["first_step"] for rank in ranks.values() if rank["first_step"]), default=0)
         is_done = not _failure(ranks)
-        return Point(self._seconds(), len(self._tokens), first, step, len(working), speed, is_done)
+        return Point(self._seconds(), self._attempt(), first, step, len(working), speed, is_done)
 
     def _is_ready(self) -> bool:
         """Return whether the next fault may come: the last one is undone, and the job has gone on since then."""

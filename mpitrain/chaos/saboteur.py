@@ -43,6 +43,7 @@ _LOOK_SECONDS, _FAST_LOOK_SECONDS = 0.25, 0.02
 _CLOSELY_SECONDS = 3.0
 _DIE_SECONDS = 1.0
 _LEAVE_SECONDS = 10.0  # a guard takes so long to clear up
+_KEPT_ATTEMPTS = 3  # the one that trains, one before it, and one that only waits to take over
 
 
 class Saboteur:
@@ -53,10 +54,10 @@ class Saboteur:
         self._received = b""
         self._tokens: list[str] = []  # of the job's starts, in order
         self._pids: list[int] = []
-        self._ranks: dict[int, tuple[str, int, int]] = {}  # token, process, descriptor of the record
+        self._ranks: dict[tuple[str, int], tuple[int, int]] = {}  # by token and rank: process, descriptor of the record
         self._without_record: dict[int, int] = {}  # the processes of ranks that have none yet
         self._seen: dict[str, float] = {}  # every process here, and when it was seen first
-        self._context = JobContext()  # of the last attempt
+        self._contexts: dict[str, JobContext] = {}  # by token
         self._said = -1  # descriptor of the launcher's output
         self._line = ""  # the last one of it, which has no end yet
         self._outage: Outage | None = None
@@ -116,12 +117,11 @@ class Saboteur:
             token = job["id"]
             if token not in self._tokens:
                 self._tokens.append(token)
-                for _, _, descriptor in self._ranks.values():
-                    os.close(descriptor)
-                self._ranks = {}
+                for old in [key for key in self._ranks if key[0] not in self._tokens[-_KEPT_ATTEMPTS:]]:
+                    os.close(self._ranks.pop(old)[1])
             if token == self._tokens[-1]:
                 pids = {view["record"]["rank"]: view["pid"] for view in job["ranks"]}
-                known = {rank: pid for rank, (_, pid, _) in self._ranks.items()}
+                known = {rank: pid for (of_token, rank), (pid, _) in self._ranks.items() if of_token == token}
                 self._without_record = {rank: pid for rank, pid in pids.items() if known.get(rank) != pid}
         self._open_records()
         self._files.look(lambda: self._pids)
@@ -131,26 +131,27 @@ class Saboteur:
             descriptor = _record_of(pid, rank)
             if descriptor < 0:
                 continue
-            if rank in self._ranks:
-                os.close(self._ranks[rank][2])
-            self._ranks[rank] = self._tokens[-1], pid, descriptor
+            token = self._tokens[-1]
+            if (token, rank) in self._ranks:
+                os.close(self._ranks[token, rank][1])
+            self._ranks[token, rank] = pid, descriptor
             del self._without_record[rank]
             words = read(f"/proc/{pid}/environ").decode(errors="replace").split("\0")
-            self._context = JobContext.read(dict(word.partition("=")[::2] for word in words))
+            self._contexts[token] = JobContext.read(dict(word.partition("=")[::2] for word in words))
 
-    def _records(self) -> dict[int, RankRecord]:
-        """Return the last record of each rank, also of those that have ended."""
+    def _records(self) -> dict[tuple[str, int], RankRecord]:
+        """Return the last record of each rank, by token and rank, also of those that have ended."""
         records = {}
-        for rank, (_, _, descriptor) in self._ranks.items():
-            record = read_record(f"/proc/self/fd/{descriptor}", rank)
+        for key, (_, descriptor) in self._ranks.items():
+            record = read_record(f"/proc/self/fd/{descriptor}", key[1])
             if record is not None:
-                records[rank] = record
+                records[key] = record
         return records
 
     def _report(self) -> None:
         ranks = [
             {
-                "token": self._ranks[rank][0],
+                "token": token,
                 "rank": rank,
                 "phase": record.phase,
                 "first_step": record.first_step,
@@ -158,11 +159,11 @@ class Saboteur:
                 "samples_per_second": record.metrics.get("samples/s", 0.0),
                 "lost": list(record.lost),
                 "error": record.error,
-                "is_alive": process_state(self._ranks[rank][1]) not in ("Z", "X", "gone"),
-                "size": self._context.expected_size,
-                "recovers": self._context.recover,
+                "is_alive": process_state(self._ranks[token, rank][0]) not in ("Z", "X", "gone"),
+                "size": self._contexts[token].expected_size,
+                "recovers": self._contexts[token].recover,
             }
-            for rank, record in sorted(self._records().items())
+            for (token, rank), record in sorted(self._records().items())
         ]
         message = {"ranks": ranks, "launcher": launcher_pid(self._launcher) is not None}
         if message != self._sent:
@@ -201,10 +202,8 @@ class Saboteur:
             deed = f"{self._folder} filled for {seconds:g} s"
             send({"done": number, "deed": deed, "step": 0, "ago_seconds": 0.0})
             return ""
-        hit = [at for at in ([rank] if rank is not None else self._ranks) if at in self._ranks]
-        pids = (
-            self._pids if rank is None else [self._ranks[at][1] for at in hit if self._ranks[at][0] == order["token"]]
-        )
+        hit = [key for key in self._ranks if key[0] == order["token"] and rank in (None, key[1])]
+        pids = self._pids if rank is None else [self._ranks[key][0] for key in hit]
         pids = [pid for pid in pids if self._is_of_job(pid)]
         if not pids:
             return "the process had ended already"
@@ -222,7 +221,7 @@ class Saboteur:
             )
             time.sleep(_FAST_LOOK_SECONDS)
         records = self._records()
-        step = min((records[at].step for at in hit if at in records), default=0)
+        step = min((records[key].step for key in hit if key in records), default=0)
         send({"done": number, "deed": deed, "step": step, "ago_seconds": time.monotonic() - made})
         return ""
 
