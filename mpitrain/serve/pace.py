@@ -1,0 +1,175 @@
+"""Who may get a job now, and which gradients make an update: one class for each mode of a ParameterServer.
+
+A pace knows neither sockets nor clocks. It sees a worker join, ask, answer and go, in the order in which the server
+does, and owns all jobs of its queue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Protocol
+
+from mpitrain.serve.jobs import JobQueue, ServedJob
+
+
+class Pace(Protocol):
+    """The rule of a mode."""
+
+    def join(self, worker: Hashable) -> None:
+        """Take in a worker. It has no job yet."""
+        ...
+
+    def leave(self, worker: Hashable) -> None:
+        """Take back the jobs of a worker that is gone, so that others get them. Answers that have come stay."""
+        ...
+
+    def next_job(self, worker: Hashable) -> ServedJob | None:
+        """Return a job for a worker that has none. None: the worker waits."""
+        ...
+
+    def refuse(self, job: ServedJob) -> None:
+        """Take back a job whose answer cannot be used."""
+        ...
+
+    def answer(self, job: ServedJob) -> Sequence[ServedJob] | None:
+        """Take in that a job of the queue was answered.
+
+        Return the jobs whose gradients make an update now, in the order in which they are added up. None: there is no
+        update yet.
+        """
+        ...
+
+
+class Lockstep:
+    """sync: the gradients of one step, all computed with the same parameters, make one update.
+
+    The samples of a step are those of the step that one process would make. They are cut into as many jobs as there are
+    workers when the step begins, or into jobs of `job_samples`. Gradients are added up in the order of the samples, so
+    the result does not depend on the order in which they arrive.
+
+    With `backup` = b and n + b workers, n + b jobs of `batch` / n samples go out, the first n answers make the update,
+    and the samples of the others go out again. Source: Chen et al., Revisiting Distributed Synchronous SGD,
+    arXiv 1604.00981 (2016).
+    """
+
+    def __init__(self, queue: JobQueue, batch: int, job_samples: int | None, backup: int) -> None:
+        self._queue, self._batch = queue, batch
+        self._job_samples, self._backup = job_samples, backup
+        self._workers: set[Hashable] = set()
+        self._step: list[ServedJob] = []  # in the order of the samples; assigned jobs as they were assigned
+        self._needed = 0
+
+    def join(self, worker: Hashable) -> None:
+        """See Pace. The worker takes part from the next step on, or takes a job of this one that nobody has."""
+        self._workers.add(worker)
+
+    def leave(self, worker: Hashable) -> None:
+        """See Pace. Other workers of the step get the jobs."""
+        self._workers.discard(worker)
+        for index, job in enumerate(self._step):
+            if job.worker == worker and not job.is_answered:
+                self._step[index] = self._queue.renew(job.number)
+
+    def next_job(self, worker: Hashable) -> ServedJob | None:
+        """See Pace."""
+        if not self._step:
+            self._begin()
+        for index, job in enumerate(self._step):
+            if job.worker is None:
+                self._step[index] = job = self._queue.assign(job.number, worker)
+                return job
+        return None
+
+    def refuse(self, job: ServedJob) -> None:
+        """See Pace."""
+        self._step[self._place(job)] = self._queue.renew(job.number)
+
+    def answer(self, job: ServedJob) -> Sequence[ServedJob] | None:
+        """See Pace."""
+        self._step[self._place(job)] = job
+        answered = [job for job in self._step if job.is_answered]
+        if len(answered) < self._needed:
+            return None
+        for job in self._step:
+            if not job.is_answered:
+                self._queue.give_back(job.number)
+        self._step = []
+        return answered
+
+    def _begin(self) -> None:
+        num_workers = max(1, len(self._workers))
+        if self._backup:
+            self._needed = max(1, num_workers - self._backup)
+            most = -(-self._batch // self._needed)
+            self._step = [self._queue.cut(most) for _ in range(num_workers)]
+            self._step.sort(key=lambda job: job.places)
+            return
+        whole = self._queue.cut(self._batch)
+        parts = num_workers if self._job_samples is None else -(-whole.samples // self._job_samples)
+        self._step = self._queue.split(whole.number, parts)
+        self._needed = len(self._step)
+
+    def _place(self, job: ServedJob) -> int:
+        return next(index for index, one in enumerate(self._step) if one.number == job.number)
+
+
+class Unbounded:
+    """async: every answer makes an update at once, however old its parameters are."""
+
+    def __init__(self, queue: JobQueue, job_samples: int) -> None:
+        self._queue, self._job_samples = queue, job_samples
+
+    def join(self, worker: Hashable) -> None:
+        """See Pace."""
+
+    def leave(self, worker: Hashable) -> None:
+        """See Pace."""
+        for job in self._queue.at(worker):
+            self._queue.give_back(job.number)
+
+    def next_job(self, worker: Hashable) -> ServedJob | None:
+        """See Pace. There is always one."""
+        return self._queue.assign(self._queue.cut(self._job_samples).number, worker)
+
+    def refuse(self, job: ServedJob) -> None:
+        """See Pace."""
+        self._queue.give_back(job.number)
+
+    def answer(self, job: ServedJob) -> Sequence[ServedJob] | None:
+        """See Pace."""
+        return [job]
+
+
+class Bounded(Unbounded):
+    """bounded: as async, but a worker that is more than `staleness` jobs ahead of the slowest one waits.
+
+    A worker's clock is the number of its jobs that have made updates. One that joins begins at the clock of the slowest
+    worker, and one that is gone holds nobody up. Source: Ho et al., More Effective Distributed ML via a Stale
+    Synchronous Parallel Parameter Server, NIPS 2013 (SSP).
+    """
+
+    def __init__(self, queue: JobQueue, job_samples: int, staleness: int) -> None:
+        super().__init__(queue, job_samples)
+        self._staleness = staleness
+        self._clocks: dict[Hashable, int] = {}
+
+    def join(self, worker: Hashable) -> None:
+        """See Pace."""
+        self._clocks[worker] = min(self._clocks.values(), default=0)
+
+    def leave(self, worker: Hashable) -> None:
+        """See Pace."""
+        super().leave(worker)
+        self._clocks.pop(worker, None)
+
+    def next_job(self, worker: Hashable) -> ServedJob | None:
+        """See Pace."""
+        if self._clocks[worker] - min(self._clocks.values()) > self._staleness:
+            return None
+        return super().next_job(worker)
+
+    def answer(self, job: ServedJob) -> Sequence[ServedJob] | None:
+        """See Pace."""
+        if job.worker in self._clocks:
+            self._clocks[job.worker] += 1
+        return [job]
