@@ -17,6 +17,7 @@ LAYERS: dict[str, list[str]] = {
     "bottom": ["errors", "job", "job.context", "job.early"],
     "values": ["arrays", "config", "profile", "tree"],
     "compression": ["compression.*"],
+    "serve": ["serve", "serve.jobs", "serve.ledger", "serve.link", "serve.pace", "serve.refusals"],
     "watching": ["watching.*"],
     "launch": ["launch.*"],
     "waiting": ["waiting.*"],
@@ -50,6 +51,7 @@ LAYERS: dict[str, list[str]] = {
         "job.helpers",
         "job.job",
         "job.recovery",
+        "job.role",
         "job.spare",
         "job.start",
         "job.told",
@@ -67,6 +69,12 @@ LAYERS: dict[str, list[str]] = {
     ],
     "parts": [
         "adapters.*",
+        "serve.connect",
+        "serve.pushes",
+        "serve.server",
+        "serve.source",
+        "serve.store",
+        "serve.worker",
         "strategies.*",
         "training",
         "training.built",
@@ -134,6 +142,7 @@ HOMES = {
     "pynvml": ["training.meters.gpu_utilisation"],
     "rich": ["cli.check_cluster", "training.hooks.log"],
     "tensorboardX": ["training.writers.tensorboard"],
+    "zmq": ["serve.link", "serve.keys"],
 }
 
 LEVELS = {entry: level for level, entries in enumerate(LAYERS.values()) for entry in entries}

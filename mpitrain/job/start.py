@@ -25,6 +25,7 @@ from mpitrain.job.early import is_helper
 from mpitrain.job.helpers import prepare_for_helpers, unsafe_because
 from mpitrain.job.job import Job
 from mpitrain.job.recovery import Recovery
+from mpitrain.job.role import role_of
 from mpitrain.job.spare import TakenPlace, wait_if_spare
 from mpitrain.job.told import heed
 from mpitrain.job.trace import Trace
@@ -45,6 +46,8 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS
 
 def init(**settings: Any) -> World:
     """Return the current World of this job: all processes that one mpiexec started, or this process alone.
+
+    In a job with servers, each process has a World of its own, with one rank.
 
     Call init() once on every rank, before any other call. A second call returns the job's current World. The first
     call does this:
@@ -120,6 +123,11 @@ def _begin(settings: dict[str, Any]) -> Job:
         job.world = job.recovery.world
         if world.size == 1:  # a rank that is alone has no farewell
             atexit.register(job.recovery.finish)
+    job.role = role_of(world.context, world.rank, world.size)
+    if world.context.servers:
+        job.everyone = job.world
+        alone = make_world(MPI.COMM_SELF, world.config, parent=job.everyone)
+        job.world = replace(alone, profile=world.profile)
     _job = job
     return job
 

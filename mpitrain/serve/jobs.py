@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 # Epoch, begin and end (exclusive) in the order of the epoch.
 Places: TypeAlias = tuple[int, int, int]
@@ -121,9 +121,18 @@ class JobQueue:
         """Return the jobs that a worker has and has not answered."""
         return [job for job in self._jobs.values() if job.worker == worker and not job.is_answered]
 
-    def left(self) -> list[list[int]]:
-        """Return the places before the cursor that are not used, in order: lists of epoch, begin and end."""
-        return [list(places) for places in _merged([*self._free, *(job.places for job in self._jobs.values())])]
+    def position(self) -> dict[str, Any]:
+        """Return where to go on if all jobs are lost: epoch, cursor, and `left`, the places before that to be used.
+
+        Where no job is out of order, the position is that of one process that has used the same samples.
+        """
+        left = _merged([*self._free, *(job.places for job in self._jobs.values())])
+        epoch, cursor = self.epoch, self.cursor
+        while left and left[-1][::2] == (epoch, cursor):
+            epoch, cursor, _ = left.pop()
+            if cursor == 0 and epoch > 0:
+                epoch, cursor = epoch - 1, self._num_samples
+        return {"epoch": epoch, "cursor": cursor, "left": [list(places) for places in left]}
 
     @property
     def num_out(self) -> int:

@@ -65,7 +65,7 @@ class ServerLink:
             poller.poll(max(0, 1000 * left))
             while self._socket.poll(0):
                 peer, *frames = self._socket.recv_multipart(copy=False)
-                self._peer_of[frames[0].get("SRCFD")] = peer.bytes
+                self._peer_of[peer.get(zmq.SRCFD)] = peer.bytes
                 events.append(_message(peer.bytes, [frame.bytes for frame in frames]))
             while self._monitor.poll(0):
                 fd = recv_monitor_message(self._monitor)["value"]
@@ -78,6 +78,7 @@ class ServerLink:
 
     def close(self) -> None:
         self._socket.disable_monitor()
+        self._monitor.close()
         self._socket.close()
         self._context.term()
 

@@ -29,6 +29,8 @@ from mpitrain.training.loss_scale import LossScale
 
 # The longest time without a look at the clock.
 _LOOK_SECONDS = 0.5
+# Workers that wait answer at once.
+_FAREWELL_SECONDS = 5.0
 
 
 @dataclass
@@ -62,6 +64,7 @@ class ServerRules:
         corrects_staleness: the learning rate is divided by the staleness.
         stall_seconds: after so long without an answer, a line says who is waited for.
         hang_seconds: a job without an answer for so long goes to another worker; 0: never.
+        expected: the number of workers that will surely come, and wait for the end of the run.
         say: prints a line.
         now: the clock, in seconds.
     """
@@ -72,6 +75,7 @@ class ServerRules:
     corrects_staleness: bool
     stall_seconds: float
     hang_seconds: float
+    expected: int
     say: Callable[[str], None]
     now: Callable[[], float] = field(default=time.monotonic)
 
@@ -121,14 +125,38 @@ class JobServer:
                     self._hand_out()
                     return made
 
-    def close(self, reason: str | None) -> None:
-        """Tell all workers that the training is over, or, with a reason, that it has failed. Close the link."""
-        for peer in self._here:
-            if reason is None:
-                self._link.send(peer, "over", {})
-            else:
+    def close(self, reason: str, *, is_over: bool) -> None:
+        """Close the link. Tell all workers that the run is over, or else, if there is a reason, that it has failed.
+
+        Otherwise the workers wait until the server is there again.
+        """
+        if is_over:
+            self._send_home()
+        elif reason:
+            for peer in self._here:
                 self._link.send(peer, "refused", {"text": reason})
         self._link.close()
+
+    def _send_home(self) -> None:
+        """Tell all workers that the run is over, also those that come now. Wait for their farewell, but not for long.
+
+        A worker that still computes then reads of the end when it has sent its answer.
+        """
+        for peer in self._here:
+            self._link.send(peer, "over", {})
+        told, left = set(self._here), set[Hashable]()
+        begun = self._rules.now()
+        patience = self._rules.hang_seconds if self._rules.expected else _FAREWELL_SECONDS
+        while told - left or len(told) < self._rules.expected:
+            if patience and self._rules.now() - begun > patience:
+                return
+            for event in [*self._events, *self._link.receive(_LOOK_SECONDS)]:
+                if isinstance(event, Gone) or event.kind == "bye":
+                    left.add(event.peer)
+                elif event.peer not in told:
+                    told.add(event.peer)
+                    self._link.send(event.peer, "over", {})
+            self._events.clear()
 
     # -- messages -------------------------------------------------------------------------------------------------
 

@@ -76,6 +76,7 @@ class JobWorker:
             message = self._ask(kind, fields, has_asked)
             has_asked = False
             if message.kind == "over":
+                self._link.send("bye", {})
                 return
             if message.kind == "refused":
                 raise LaunchError(str(message.fields.get("text")))
