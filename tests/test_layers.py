@@ -69,6 +69,7 @@ LAYERS: dict[str, list[str]] = {
     ],
     "parts": [
         "adapters.*",
+        "serve.attendance",
         "serve.connect",
         "serve.pushes",
         "serve.server",

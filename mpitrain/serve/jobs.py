@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 # Epoch, begin and end (exclusive) in the order of the epoch.
@@ -90,7 +91,7 @@ class JobQueue:
         job = self._jobs.pop(number)
         parts = min(parts, job.samples)
         bounds = [job.begin + part * job.samples // parts for part in range(parts + 1)]
-        return [self._add(job.epoch, begin, end) for begin, end in zip(bounds, bounds[1:], strict=False)]
+        return [self._add(job.epoch, begin, end) for begin, end in pairwise(bounds)]
 
     def assign(self, number: int, worker: Hashable) -> ServedJob:
         """Give a job to a worker."""

@@ -12,6 +12,8 @@ import numpy
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+Peer = bytes
+
 
 @dataclass(frozen=True)
 class Message:
@@ -62,7 +64,7 @@ class ServerLink:
             left = deadline - time.monotonic()
             if left < 0 and seconds:
                 break
-            poller.poll(max(0, 1000 * left))
+            poller.poll(int(max(0, 1000 * left)))
             while self._socket.poll(0):
                 peer, *frames = self._socket.recv_multipart(copy=False)
                 self._peer_of[peer.get(zmq.SRCFD)] = peer.bytes
@@ -95,7 +97,7 @@ class WorkerLink:
         self._socket.send_multipart(_frames(kind, fields, arrays))
 
     def receive(self, seconds: float) -> Message | None:
-        if not self._socket.poll(1000 * seconds):
+        if not self._socket.poll(int(1000 * seconds)):
             return None
         return _message(b"", self._socket.recv_multipart())
 

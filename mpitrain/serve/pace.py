@@ -12,7 +12,7 @@ from typing import Protocol
 from mpitrain.serve.jobs import JobQueue, ServedJob
 
 
-class Pace(Protocol):
+class JobPace(Protocol):
     """The rule of a mode."""
 
     def join(self, worker: Hashable) -> None:
@@ -60,32 +60,32 @@ class Lockstep:
         self._needed = 0
 
     def join(self, worker: Hashable) -> None:
-        """See Pace. The worker takes part from the next step on, or takes a job of this one that nobody has."""
+        """See JobPace. The worker takes part from the next step on, or takes a job of this one that nobody has."""
         self._workers.add(worker)
 
     def leave(self, worker: Hashable) -> None:
-        """See Pace. Other workers of the step get the jobs."""
+        """See JobPace. Other workers of the step get the jobs."""
         self._workers.discard(worker)
         for index, job in enumerate(self._step):
             if job.worker == worker and not job.is_answered:
                 self._step[index] = self._queue.renew(job.number)
 
     def next_job(self, worker: Hashable) -> ServedJob | None:
-        """See Pace."""
+        """See JobPace."""
         if not self._step:
             self._begin()
         for index, job in enumerate(self._step):
             if job.worker is None:
-                self._step[index] = job = self._queue.assign(job.number, worker)
-                return job
+                self._step[index] = self._queue.assign(job.number, worker)
+                return self._step[index]
         return None
 
     def refuse(self, job: ServedJob) -> None:
-        """See Pace."""
+        """See JobPace."""
         self._step[self._place(job)] = self._queue.renew(job.number)
 
     def answer(self, job: ServedJob) -> Sequence[ServedJob] | None:
-        """See Pace."""
+        """See JobPace."""
         self._step[self._place(job)] = job
         answered = [job for job in self._step if job.is_answered]
         if len(answered) < self._needed:
@@ -120,23 +120,23 @@ class Unbounded:
         self._queue, self._job_samples = queue, job_samples
 
     def join(self, worker: Hashable) -> None:
-        """See Pace."""
+        """See JobPace."""
 
     def leave(self, worker: Hashable) -> None:
-        """See Pace."""
+        """See JobPace."""
         for job in self._queue.at(worker):
             self._queue.give_back(job.number)
 
     def next_job(self, worker: Hashable) -> ServedJob | None:
-        """See Pace. There is always one."""
+        """See JobPace. There is always one."""
         return self._queue.assign(self._queue.cut(self._job_samples).number, worker)
 
     def refuse(self, job: ServedJob) -> None:
-        """See Pace."""
+        """See JobPace."""
         self._queue.give_back(job.number)
 
     def answer(self, job: ServedJob) -> Sequence[ServedJob] | None:
-        """See Pace."""
+        """See JobPace."""
         return [job]
 
 
@@ -154,22 +154,22 @@ class Bounded(Unbounded):
         self._clocks: dict[Hashable, int] = {}
 
     def join(self, worker: Hashable) -> None:
-        """See Pace."""
+        """See JobPace."""
         self._clocks[worker] = min(self._clocks.values(), default=0)
 
     def leave(self, worker: Hashable) -> None:
-        """See Pace."""
+        """See JobPace."""
         super().leave(worker)
         self._clocks.pop(worker, None)
 
     def next_job(self, worker: Hashable) -> ServedJob | None:
-        """See Pace."""
+        """See JobPace."""
         if self._clocks[worker] - min(self._clocks.values()) > self._staleness:
             return None
         return super().next_job(worker)
 
     def answer(self, job: ServedJob) -> Sequence[ServedJob] | None:
-        """See Pace."""
+        """See JobPace."""
         if job.worker in self._clocks:
             self._clocks[job.worker] += 1
         return [job]

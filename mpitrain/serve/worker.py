@@ -142,5 +142,3 @@ class JobWorker:
         if now - max(self._heard, self._said) >= self._stall_seconds:
             self._said = now
             self._say(f"{self.name}: no answer of the server for {now - self._heard:.0f} s; still waiting")
-
-

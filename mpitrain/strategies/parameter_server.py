@@ -11,12 +11,13 @@ from mpitrain.arrays import Array
 from mpitrain.errors import ConfigError, GradientError, everywhere
 from mpitrain.exchange.means import Means
 from mpitrain.job.start import the_job
+from mpitrain.serve.attendance import ServerRules
 from mpitrain.serve.connect import bound, connected
 from mpitrain.serve.jobs import JobQueue
 from mpitrain.serve.ledger import ServerLedger
-from mpitrain.serve.pace import Bounded, Lockstep, Pace, Unbounded
+from mpitrain.serve.pace import Bounded, Lockstep, JobPace, Unbounded
 from mpitrain.serve.pushes import codec_of
-from mpitrain.serve.server import JobServer, ServerRules
+from mpitrain.serve.server import JobServer
 from mpitrain.serve.source import JobSource, source_of
 from mpitrain.serve.store import ParameterStore, check_rate_factor, layout_of
 from mpitrain.serve.worker import JobWorker
@@ -243,7 +244,7 @@ class ParameterServer:
 
     # -- what both sides need -------------------------------------------------------------------------------------
 
-    def _pace(self, queue: JobQueue, source: JobSource) -> Pace:
+    def _pace(self, queue: JobQueue, source: JobSource) -> JobPace:
         if self._mode == "sync":
             return Lockstep(queue, source.global_batch, self._job_samples, self._backup)
         job_samples = source.global_batch if self._job_samples is None else self._job_samples
