@@ -18,11 +18,13 @@ class Role:
         addresses: where the server listens, or where a worker finds servers, as HOST:PORT; none where servers tell
             their addresses over MPI.
         key: the file with the keys of the connection; "": there is none.
+        num_workers: for a server: how many workers were started with it, and will surely come; 0: not known.
     """
 
     kind: Literal["", "server", "worker"] = ""
     addresses: tuple[str, ...] = ()
     key: str = ""
+    num_workers: int = 0
 
 
 def role_of(context: JobContext, rank: int, size: int) -> Role:
@@ -42,4 +44,4 @@ def role_of(context: JobContext, rank: int, size: int) -> Role:
         raise ConfigError(
             f"{size} ranks with {context.servers} servers leave none for workers; start at least {context.servers + 1}"
         )
-    return Role("server" if rank < context.servers else "worker")
+    return Role("server" if rank < context.servers else "worker", num_workers=size - context.servers)

@@ -45,7 +45,8 @@ class ServerRules:
         corrects_staleness: the learning rate is divided by the staleness.
         stall_seconds: after so long without an answer, a line says who is waited for.
         hang_seconds: a job without an answer for so long goes to another worker; 0: never.
-        expected: the number of workers that will surely come, and wait for the end of the run.
+        expected: the number of workers that will surely come. The first jobs go out when they are here, so that a run
+            in mode "sync" has the same bits each time. At the end, each of them is told.
         say: prints a line.
         now: the clock, in seconds.
     """

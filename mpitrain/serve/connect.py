@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from mpitrain.job.job import Job
+from mpitrain.job.role import Role
 from mpitrain.serve.link import ServerLink, WorkerLink
+from mpitrain.world import World
 
 
-def bound(job: Job, most_bytes: int) -> tuple[ServerLink, int]:
-    """Return the link of a server, and how many workers will surely come. Collective over `job.everyone`."""
-    everyone = job.everyone
+def bound(role: Role, everyone: World | None, most_bytes: int) -> ServerLink:
+    """Return the link of a server. Collective over `everyone`."""
     if everyone is None:
-        return ServerLink(job.role.addresses[0], None, most_bytes), 0
+        return ServerLink(role.addresses[0], None, most_bytes)
     link = ServerLink("127.0.0.1:*", None, most_bytes)
     everyone.broadcast([link.address])
-    return link, everyone.size - everyone.context.servers
+    return link
 
 
-def connected(job: Job, most_bytes: int) -> WorkerLink:
-    """Return the link of a worker. Collective over `job.everyone`."""
-    addresses = job.role.addresses
-    if job.everyone is not None:
-        addresses = job.everyone.broadcast()
+def connected(role: Role, everyone: World | None, most_bytes: int) -> WorkerLink:
+    """Return the link of a worker. Collective over `everyone`."""
+    addresses = role.addresses if everyone is None else everyone.broadcast()
     return WorkerLink(addresses, None, most_bytes)

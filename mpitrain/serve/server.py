@@ -96,9 +96,9 @@ class JobServer:
         for attendee in here.values():
             self._link.send(attendee.peer, "over", {})
         told, left = set(here), set[Hashable]()
-        begun = self._rules.now()
+        begun, missing = self._rules.now(), self._rules.expected - len(self.ledger.workers)
         patience = self._rules.hang_seconds if self._rules.expected else _FAREWELL_SECONDS
-        while told - left or len(told) < self._rules.expected:
+        while told - left or len(told) - len(here) < missing:
             if patience and self._rules.now() - begun > patience:
                 return
             for event in [*self._events, *self._link.receive(_LOOK_SECONDS)]:
@@ -192,6 +192,8 @@ class JobServer:
     # -- jobs and updates -----------------------------------------------------------------------------------------
 
     def _hand_out(self) -> None:
+        if len(self.ledger.workers) < self._rules.expected:
+            return
         for attendee in self._attendance.waiting():
             job = self._pace.next_job(attendee.peer)
             if job is None:

@@ -101,7 +101,7 @@ class ParameterServer:
         """
         job = the_job()
         self._world, self._adapter = world, adapter
-        self._role = job.role
+        self._role, self._everyone = job.role, job.everyone
         if self._corrects:
             check_rate_factor(adapter)
         if self._role.kind:
@@ -127,13 +127,12 @@ class ParameterServer:
         if self._server is not None:
             return
         source = source_of(data)
-        job = the_job()
         self._placed = data.state()
         queue = JobQueue(
             source.num_samples, self._placed["epoch"], self._placed["cursor"], self._placed.get("left", ())
         )
         config = self._world.config
-        link, expected = bound(job, self._most_bytes())
+        link = bound(self._role, self._everyone, self._most_bytes())
         rules = ServerRules(
             life=secrets.token_hex(8),
             facts=self._facts(source),
@@ -141,7 +140,7 @@ class ParameterServer:
             corrects_staleness=self._corrects,
             stall_seconds=config.stall_seconds,
             hang_seconds=config.hang_seconds,
-            expected=expected,
+            expected=self._role.num_workers,
             say=self._say,
         )
         store = ParameterStore(self._adapter)
@@ -186,11 +185,11 @@ class ParameterServer:
             ConfigError: the samples of the data have no numbers.
             LaunchError: the server refuses this worker, or is gone.
         """
-        job, source, config = the_job(), source_of(data), self._world.config
+        source, config = source_of(data), self._world.config
         hello = {"host": self._world.host, "name": "", "facts": self._facts(source)}
-        if job.everyone is not None:
+        if self._everyone is not None:
             hello["name"] = self._world.name()
-        link = connected(job, self._most_bytes())
+        link = connected(self._role, self._everyone, self._most_bytes())
         try:
             worker = JobWorker(
                 link,
