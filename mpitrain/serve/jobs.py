@@ -9,7 +9,7 @@ Every sample is in one place. A checkpoint keeps the cursor, and all before the 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, TypeAlias
@@ -69,16 +69,18 @@ class JobQueue:
         self._jobs: dict[int, ServedJob] = {}
         self._number = 0
 
-    def cut(self, most: int) -> ServedJob:
+    def cut(self, most: int, passed_over: Container[Places] = ()) -> ServedJob:
         """Return a new job of at most `most` samples, which no worker has yet. All its samples are of one epoch.
 
-        It has fewer samples at the end of an epoch, and where fewer in a row have come back.
+        It has fewer samples at the end of an epoch, and where fewer in a row have come back. Samples that came back as
+        a job of `passed_over` stay.
         """
-        if self._free:
-            epoch, begin, last = self._free.pop(0)
+        index = next((index for index, places in enumerate(self._free) if places not in passed_over), None)
+        if index is not None:
+            epoch, begin, last = self._free.pop(index)
             end = min(begin + most, last)
             if end < last:
-                self._free.insert(0, (epoch, end, last))
+                self._free.insert(index, (epoch, end, last))
         else:
             if self.cursor == self._num_samples:
                 self.epoch, self.cursor = self.epoch + 1, 0

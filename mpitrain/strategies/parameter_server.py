@@ -15,7 +15,7 @@ from mpitrain.serve.attendance import ServerRules
 from mpitrain.serve.connect import bound, connected
 from mpitrain.serve.jobs import JobQueue
 from mpitrain.serve.ledger import ServerLedger
-from mpitrain.serve.pace import Bounded, Lockstep, JobPace, Unbounded
+from mpitrain.serve.pace import Bounded, JobPace, Lockstep, Unbounded
 from mpitrain.serve.pushes import codec_of
 from mpitrain.serve.server import JobServer
 from mpitrain.serve.source import JobSource, source_of

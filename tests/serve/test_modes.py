@@ -1,4 +1,4 @@
-"""The rules for every mode: samples count once, a checkpoint goes on with any strategy, sync is what one process does."""
+"""The rules for every mode: samples count once, checkpoints go on with any strategy, sync is what one process does."""
 
 from __future__ import annotations
 
@@ -43,8 +43,12 @@ def test_each_sample_counts_once(name: str, num_workers: int) -> None:
 
 @pytest.mark.parametrize("name", MODES)
 def test_a_checkpoint_goes_on_in_one_process_and_back(name: str, tmp_path: Path) -> None:
-    """Updates have the same number of samples here, so the counts stay exact: JOB divides all of them."""
     size = MODES[name][1]
+
+    def counting_by_size(parameters: Any, batch: Any, on_gradient: Any) -> float:
+        """One process makes smaller batches of what servers have left over."""
+        share = len(batch) / size
+        return counting(parameters, batch, lambda name, gradient: on_gradient(name, gradient * share))
 
     def saving(last: int) -> list[mt.Hook]:
         return [mt.StopAtStep(last), mt.Checkpoint(tmp_path, steps=2)]
@@ -52,14 +56,15 @@ def test_a_checkpoint_goes_on_in_one_process_and_back(name: str, tmp_path: Path)
     builds = [parts(strategy(name), batch=size) for _ in range(3)]
     served, _ = train_served(parts(strategy(name), batch=size), builds, saving(7))
     check_counts(served, name)
-    alone = mt.Trainer(parts(mt.Sync(), batch=size), saving(12))
+    alone = mt.Trainer(parts(mt.Sync(), counting_by_size, batch=size), saving(14))
     alone.run()
     assert alone.memory_step == 0
     numpy.testing.assert_array_equal(counts_of(alone), expected_counts(alone.data.state(), size))
-    assert counts_of(alone).sum() == 12
+    done = counts_of(alone).sum()
+    assert 10 < done <= 14
     back, _ = train_served(parts(strategy(name), batch=size), builds, saving(20))
     check_counts(back, name)
-    assert counts_of(back).sum() == 20
+    assert counts_of(back).sum() == done + 6
 
 
 def regression(parameters: Any, batch: Any, on_gradient: Any) -> float:
@@ -126,7 +131,14 @@ def test_backup_workers_are_not_waited_for() -> None:
 def test_no_worker_of_bounded_is_further_ahead_than_allowed() -> None:
     """The slow worker answers once the fast one has got as far ahead as it may. The fast one then gets no other job."""
     reached, seen = threading.Condition(), {"fast": 0, "slow": 0}
-    leads = []
+    leads: list[int] = []
+    over: list[bool] = []
+
+    class Free(mt.Hook):
+        def close(self) -> None:
+            with reached:
+                over.append(True)
+                reached.notify_all()
 
     def fast(parameters: Any, batch: Any, on_gradient: Any) -> float:
         with reached:
@@ -137,16 +149,16 @@ def test_no_worker_of_bounded_is_further_ahead_than_allowed() -> None:
 
     def slow(parameters: Any, batch: Any, on_gradient: Any) -> float:
         with reached:
-            assert reached.wait_for(lambda: seen["fast"] - seen["slow"] >= 2 or len(leads) > 30, 60)
+            assert reached.wait_for(lambda: seen["fast"] - seen["slow"] >= 2 or over, 60)
             seen["slow"] += 1
         return counting(parameters, batch, on_gradient)
 
     builds = [parts(strategy("bounded"), function) for function in (fast, slow)]
-    trainer, workers = train_served(parts(strategy("bounded")), builds, [mt.StopAtStep(20)])
+    trainer, workers = train_served(parts(strategy("bounded")), builds, [mt.StopAtStep(20), Free()])
     assert workers.errors == {}
     check_counts(trainer, "bounded")
-    # staleness=1: two jobs may be finished ahead, and `seen` counts jobs when they begin.
-    assert max(leads) <= 1 + 1 + 1
+    # With staleness=1 two jobs may be finished ahead. The slow worker's job counts here before it is finished.
+    assert max(leads) == 2
 
 
 def test_samples_that_nobody_can_compute_end_the_run() -> None:
@@ -157,7 +169,9 @@ def test_samples_that_nobody_can_compute_end_the_run() -> None:
         return counting(parameters, batch, hand_in)
 
     builds = [parts(strategy("async"), bad) for _ in range(3)]
-    with pytest.raises(NonFiniteError, match=r"worker \d on .*, job \d+ \(epoch 0, places .*\): count holds NaN"):
+    with pytest.raises(
+        NonFiniteError, match=r"worker \d on .*, job \d+ \(epoch \d, places .*\): count holds NaN or infinity; 3 workers"
+    ):
         train_served(parts(strategy("async")), builds, [mt.StopAtStep(100)])
 
 
