@@ -1,6 +1,6 @@
 """JobServer hands out jobs, takes in gradients, and makes updates. One thread, one loop, no MPI.
 
-    worker:  hello ─> welcome    next ─> job + parameters   done + gradients ─> job + parameters ...   ─> over
+worker:  hello ─> welcome    next ─> job + parameters   done + gradients ─> job + parameters ...   ─> over
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from mpitrain.exchange.overlap import Overlap
 from mpitrain.exchange.remarks import remarks_of
 from mpitrain.serve.jobs import JobQueue, ServedJob
 from mpitrain.serve.ledger import ServerLedger, WorkerTally
-from mpitrain.serve.link import Gone, Message, ServerLink
+from mpitrain.serve.link import Gone, ServerLink
 from mpitrain.serve.pace import Pace
 from mpitrain.serve.pushes import Push, first_not_finite, mean_of, read_push
 from mpitrain.serve.refusals import Refusals
 from mpitrain.serve.store import ParameterStore
+from mpitrain.serve.wire import Message
 from mpitrain.training.loss_scale import LossScale
 
 # The longest time without a look at the clock.

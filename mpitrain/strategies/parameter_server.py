@@ -132,7 +132,7 @@ class ParameterServer:
             source.num_samples, self._placed["epoch"], self._placed["cursor"], self._placed.get("left", ())
         )
         config = self._world.config
-        link, expected = bound(job, self._most_bytes())
+        link, expected = bound(job.role, job.everyone, self._most_bytes()), job.role.num_workers
         rules = ServerRules(
             life=secrets.token_hex(8),
             facts=self._facts(source),
@@ -189,7 +189,7 @@ class ParameterServer:
         hello = {"host": self._world.host, "name": "", "facts": self._facts(source)}
         if job.everyone is not None:
             hello["name"] = self._world.name()
-        link = connected(job, self._most_bytes())
+        link = connected(job.role, job.everyone, self._most_bytes())
         try:
             worker = JobWorker(
                 link,
