@@ -17,7 +17,19 @@ LAYERS: dict[str, list[str]] = {
     "bottom": ["errors", "job", "job.context", "job.early"],
     "values": ["arrays", "config", "profile", "tree"],
     "compression": ["compression.*"],
-    "serve": ["serve", "serve.jobs", "serve.ledger", "serve.link", "serve.pace", "serve.refusals"],
+    "serve": [
+        "serve",
+        "serve.doorkeeper",
+        "serve.jobs",
+        "serve.keys",
+        "serve.ledger",
+        "serve.link",
+        "serve.pace",
+        "serve.refusals",
+        "serve.sockets",
+        "serve.wire",
+        "serve.worker_link",
+    ],
     "watching": ["watching.*"],
     "launch": ["launch.*"],
     "waiting": ["waiting.*"],
@@ -143,7 +155,7 @@ HOMES = {
     "pynvml": ["training.meters.gpu_utilisation"],
     "rich": ["cli.check_cluster", "training.hooks.log"],
     "tensorboardX": ["training.writers.tensorboard"],
-    "zmq": ["serve.link", "serve.keys"],
+    "zmq": ["serve.doorkeeper", "serve.keys", "serve.sockets"],
 }
 
 LEVELS = {entry: level for level, entries in enumerate(LAYERS.values()) for entry in entries}

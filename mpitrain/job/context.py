@@ -53,7 +53,8 @@ class JobContext:
         servers: how many ranks of the job are servers, the first ones; the others are workers. 0: the ranks are equal.
         serves: "server" or "worker" for a process that `mpitrain serve` or `mpitrain work` started; "": it is neither.
         serve_address: where such a server listens, or where its worker finds servers: HOST:PORT, separated by commas.
-        serve_key: the file with the keys of the connection; "": the connection is plain.
+        serve_key: the file with the server's keys, or with the key of a worker.
+        serve_plain: the network interface of a connection without encryption; "": all bytes are encrypted.
     """
 
     job: str = ""
@@ -74,6 +75,7 @@ class JobContext:
     serves: str = ""
     serve_address: str = ""
     serve_key: str = ""
+    serve_plain: str = ""
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> JobContext:

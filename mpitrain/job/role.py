@@ -17,13 +17,15 @@ class Role:
         kind: a server holds parameters and hands out jobs, a worker computes gradients. "": the ranks are equal.
         addresses: where the server listens, or where a worker finds servers, as HOST:PORT; none where servers tell
             their addresses over MPI.
-        key: the file with the keys of the connection; "": there is none.
+        key: the file with the server's keys, or with the key of a worker; "": the key comes over MPI too.
+        plain: the network interface of a connection without encryption; "": all bytes are encrypted.
         num_workers: for a server: how many workers were started with it, and will surely come; 0: not known.
     """
 
     kind: Literal["", "server", "worker"] = ""
     addresses: tuple[str, ...] = ()
     key: str = ""
+    plain: str = ""
     num_workers: int = 0
 
 
@@ -37,7 +39,8 @@ def role_of(context: JobContext, rank: int, size: int) -> Role:
         if context.serves not in ("server", "worker"):
             raise ConfigError(f"the launcher has told this process to be a {context.serves!r}; allowed: server, worker")
         kind: Literal["server", "worker"] = "server" if context.serves == "server" else "worker"
-        return Role(kind, tuple(filter(None, context.serve_address.split(","))), context.serve_key)
+        addresses = tuple(filter(None, context.serve_address.split(",")))
+        return Role(kind, addresses, context.serve_key, context.serve_plain)
     if not context.servers:
         return Role()
     if size <= context.servers:

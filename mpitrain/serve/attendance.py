@@ -10,8 +10,9 @@ from typing import Any
 from mpitrain.compression.codec import Codec
 from mpitrain.serve.jobs import JobQueue
 from mpitrain.serve.ledger import ServerLedger, WorkerTally
-from mpitrain.serve.link import Message, Peer, ServerLink
+from mpitrain.serve.link import ServerLink
 from mpitrain.serve.pace import JobPace
+from mpitrain.serve.wire import Message, Peer
 
 
 @dataclass

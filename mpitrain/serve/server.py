@@ -18,11 +18,12 @@ from mpitrain.exchange.overlap import Overlap
 from mpitrain.exchange.remarks import remarks_of
 from mpitrain.serve.attendance import Attendance, Attendee, ServerRules
 from mpitrain.serve.jobs import JobQueue, ServedJob
-from mpitrain.serve.link import Gone, Message, ServerLink
+from mpitrain.serve.link import Gone, ServerLink
 from mpitrain.serve.pace import JobPace
 from mpitrain.serve.pushes import Push, first_not_finite, mean_of, read_push
 from mpitrain.serve.refusals import Refusals
 from mpitrain.serve.store import ParameterStore
+from mpitrain.serve.wire import Message
 from mpitrain.training.loss_scale import LossScale
 
 # The longest time without a look at the clock.

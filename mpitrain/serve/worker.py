@@ -14,9 +14,10 @@ from mpitrain.compression.codec import Codec
 from mpitrain.cuda.shortage import memory_explained
 from mpitrain.errors import LaunchError
 from mpitrain.exchange.bucket import plan_layout
-from mpitrain.serve.link import Message, WorkerLink
 from mpitrain.serve.pushes import GradientBuffer, plain_note
 from mpitrain.serve.store import Replica
+from mpitrain.serve.wire import Message
+from mpitrain.serve.worker_link import WorkerLink
 from mpitrain.tree import Tree
 
 # A worker repeats what it has asked for after so long: the server may have been started again, and know nothing of it.

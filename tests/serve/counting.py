@@ -7,9 +7,11 @@ So after a run the parameters say how often each sample was in an update. All va
 from __future__ import annotations
 
 import socket
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -17,8 +19,12 @@ import numpy
 import mpitrain as mt
 from mpitrain.job.role import Role
 from mpitrain.job.start import the_job
+from mpitrain.serve.keys import WorkerKey, keys_of
 
 NUM_SAMPLES, BATCH, JOB = 24, 8, 4
+
+_TEMPORARY = tempfile.TemporaryDirectory()
+_FOLDER = Path(_TEMPORARY.name)  # of the keys
 
 # Each with the number of samples of its updates.
 MODES: dict[str, tuple[dict[str, Any], int]] = {
@@ -61,11 +67,18 @@ def free_address() -> str:
         return f"127.0.0.1:{server.getsockname()[1]}"
 
 
+def worker_key() -> WorkerKey:
+    return keys_of(_FOLDER / "server").worker
+
+
 @contextmanager
 def playing(kind: Any, address: str, num_workers: int = 0) -> Iterator[None]:
     """Inside, this process has a role; a Trainer made inside keeps it."""
-    job = the_job()
-    before, job.role = job.role, Role(kind, (address,), num_workers=num_workers)
+    job, server = the_job(), _FOLDER / "server"
+    worker = _FOLDER / "worker"
+    worker.write_text(worker_key().text)
+    key = server if kind == "server" else worker
+    before, job.role = job.role, Role(kind, (address,), str(key), num_workers=num_workers)
     try:
         yield
     finally:

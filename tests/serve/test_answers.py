@@ -9,21 +9,22 @@ from typing import Any
 
 import numpy
 import pytest
-from counting import NUM_SAMPLES, free_address, parts, playing
+from counting import NUM_SAMPLES, free_address, parts, playing, worker_key
 
 import mpitrain as mt
 from jobs import until
 from mpitrain.config import read_config
 from mpitrain.exchange.bucket import plan_layout
-from mpitrain.serve.link import Message, WorkerLink
 from mpitrain.serve.pushes import GradientBuffer, codec_of
+from mpitrain.serve.wire import Message
+from mpitrain.serve.worker_link import WorkerLink
 
 
 class Hand:
     """A worker by hand."""
 
     def __init__(self, address: str, facts: Any) -> None:
-        self._link = WorkerLink([address], None, 10**6)
+        self._link = WorkerLink([address], worker_key(), 10**6)
         self.life = ""
         self.facts = facts
 

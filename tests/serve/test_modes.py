@@ -170,7 +170,8 @@ def test_samples_that_nobody_can_compute_end_the_run() -> None:
 
     builds = [parts(strategy("async"), bad) for _ in range(3)]
     with pytest.raises(
-        NonFiniteError, match=r"worker \d on .*, job \d+ \(epoch \d, places .*\): count holds NaN or infinity; 3 workers"
+        NonFiniteError,
+        match=r"worker \d on .*, job \d+ \(epoch \d, places .*\): count holds NaN or infinity; 3 workers",
     ):
         train_served(parts(strategy("async")), builds, [mt.StopAtStep(100)])
 
