@@ -23,6 +23,11 @@ FULL = JobContext(
     recover=1,
     verify_record="/tmp/a record",
     verify_steps=7,
+    servers=1,
+    serves="worker",
+    serve_address="node1:5000,node2:5000",
+    serve_key="/tmp/a key",
+    serve_plain="wg0",
 )
 
 
@@ -42,6 +47,11 @@ def test_what_is_written() -> None:
         "_MPITRAIN_RECOVER": "1",
         "_MPITRAIN_VERIFY_RECORD": "/tmp/a record",
         "_MPITRAIN_VERIFY_STEPS": "7",
+        "_MPITRAIN_SERVERS": "1",
+        "_MPITRAIN_SERVES": "worker",
+        "_MPITRAIN_SERVE_ADDRESS": "node1:5000,node2:5000",
+        "_MPITRAIN_SERVE_KEY": "/tmp/a key",
+        "_MPITRAIN_SERVE_PLAIN": "wg0",
     }
     assert JobContext().variables() == {}
 

@@ -22,6 +22,8 @@ from mpitrain.tree import Tree
 
 # A worker repeats what it has asked for after so long: the server may have been started again, and know nothing of it.
 _REPEAT_SECONDS = 1.0
+# The first message, while there may be no server yet: an attempt costs little, and the server may begin any moment.
+_HELLO_SECONDS = 0.2
 
 
 class Places(Protocol):
@@ -98,12 +100,13 @@ class JobWorker:
     def _ask(self, kind: str, fields: dict[str, Any], has_asked: bool) -> Message:
         """Send a message, unless this worker has asked already. Send it from time to time until the server answers."""
         asked = time.monotonic() if has_asked else -math.inf
+        repeat_seconds = _HELLO_SECONDS if kind == "hello" else _REPEAT_SECONDS
         while True:
             now = time.monotonic()
-            if now - asked >= _REPEAT_SECONDS:
+            if now - asked >= repeat_seconds:
                 self._link.send(kind, fields)
                 asked = now
-            message = self._link.receive(_REPEAT_SECONDS)
+            message = self._link.receive(repeat_seconds)
             if message is None:
                 self._look_at_the_clock()
                 continue

@@ -76,7 +76,8 @@ def playing(kind: Any, address: str, num_workers: int = 0) -> Iterator[None]:
     """Inside, this process has a role; a Trainer made inside keeps it."""
     job, server = the_job(), _FOLDER / "server"
     worker = _FOLDER / "worker"
-    worker.write_text(worker_key().text)
+    if not worker.exists():  # threads read it
+        worker.write_text(worker_key().text)
     key = server if kind == "server" else worker
     before, job.role = job.role, Role(kind, (address,), str(key), num_workers=num_workers)
     try:
@@ -107,6 +108,7 @@ class WorkerThreads:
             assert end.code == 0
         except BaseException as error:
             self.errors[number] = error
+            print(f"worker thread {number}: {type(error).__name__}: {error}")
 
     def end(self) -> None:
         for thread in self.threads:
