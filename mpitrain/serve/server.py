@@ -82,20 +82,19 @@ class JobServer:
         Otherwise the workers wait until the server is there again.
         """
         if is_over:
-            self._send_home()
+            self._send_home("over", {})
         elif reason:
-            for attendee in self._attendance.here.values():
-                self._link.send(attendee.peer, "refused", {"text": reason})
+            self._send_home("refused", {"text": reason})
         self._link.close()
 
-    def _send_home(self) -> None:
-        """Tell all workers that the run is over, also those that come now. Wait for their farewell, but not for long.
+    def _send_home(self, kind: str, fields: Mapping[str, Any]) -> None:
+        """Tell all workers that the run has ended, also those that come now. Wait for their farewell, but not for long.
 
         A worker that still computes reads of the end when it has sent its answer.
         """
         here = self._attendance.here
         for attendee in here.values():
-            self._link.send(attendee.peer, "over", {})
+            self._link.send(attendee.peer, kind, fields)
         told, left = set(here), set[Hashable]()
         begun, missing = self._rules.now(), self._rules.expected - len(self.ledger.workers)
         patience = self._rules.hang_seconds if self._rules.expected else _FAREWELL_SECONDS
@@ -107,7 +106,7 @@ class JobServer:
                     left.add(event.peer)
                 elif event.peer not in told:
                     told.add(event.peer)
-                    self._link.send(event.peer, "over", {})
+                    self._link.send(event.peer, kind, fields)
             self._events.clear()
 
     # -- messages -------------------------------------------------------------------------------------------------

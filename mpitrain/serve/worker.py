@@ -78,8 +78,9 @@ class JobWorker:
         while True:
             message = self._ask(kind, fields, has_asked)
             has_asked = False
-            if message.kind == "over":
+            if message.kind in ("over", "refused"):
                 self._link.send("bye", {})
+            if message.kind == "over":
                 return
             if message.kind == "refused":
                 raise LaunchError(str(message.fields.get("text")))
