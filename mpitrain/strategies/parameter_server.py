@@ -10,6 +10,7 @@ from mpitrain.adapters.adapter import Adapter
 from mpitrain.arrays import Array
 from mpitrain.errors import ConfigError, GradientError, everywhere
 from mpitrain.exchange.means import Means
+from mpitrain.job.role import Role
 from mpitrain.job.start import the_job
 from mpitrain.serve.attendance import ServerRules
 from mpitrain.serve.connect import bound, connected
@@ -78,6 +79,7 @@ class ParameterServer:
             raise ConfigError(f"ParameterServer: {problem}")
         self._mode, self._staleness, self._backup = mode, staleness, backup
         self._job_samples, self._corrects = job_samples, staleness_correction
+        self._role = Role()
         self._alone = Sync()
         self._server: JobServer | None = None
         self._ledger = ServerLedger()
