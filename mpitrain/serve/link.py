@@ -72,7 +72,7 @@ class ServerLink:
         self._events: list[Event] = []
         self._context = zmq.Context()
         self._doorkeeper = Doorkeeper(self._context, keys)
-        self._socket = make_socket(self._context, zmq.ROUTER, silence_seconds)
+        self._socket = make_socket(self._context, zmq.ROUTER, silence_seconds, most_bytes)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.BACKLOG, _BACKLOG)
         guard_server(self._socket, keys, plain=bool(plain))
