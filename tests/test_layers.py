@@ -81,6 +81,7 @@ LAYERS: dict[str, list[str]] = {
     ],
     "parts": [
         "adapters.*",
+        "serve.attendance",
         "serve.connect",
         "serve.pushes",
         "serve.server",

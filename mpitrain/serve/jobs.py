@@ -9,8 +9,9 @@ Every sample is in one place. A checkpoint keeps the cursor, and all before the 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 # Epoch, begin and end (exclusive) in the order of the epoch.
@@ -68,16 +69,18 @@ class JobQueue:
         self._jobs: dict[int, ServedJob] = {}
         self._number = 0
 
-    def cut(self, most: int) -> ServedJob:
+    def cut(self, most: int, passed_over: Container[Places] = ()) -> ServedJob:
         """Return a new job of at most `most` samples, which no worker has yet. All its samples are of one epoch.
 
-        It has fewer samples at the end of an epoch, and where fewer in a row have come back.
+        It has fewer samples at the end of an epoch, and where fewer in a row have come back. Samples that came back as
+        a job of `passed_over` stay.
         """
-        if self._free:
-            epoch, begin, last = self._free.pop(0)
+        index = next((index for index, places in enumerate(self._free) if places not in passed_over), None)
+        if index is not None:
+            epoch, begin, last = self._free.pop(index)
             end = min(begin + most, last)
             if end < last:
-                self._free.insert(0, (epoch, end, last))
+                self._free.insert(index, (epoch, end, last))
         else:
             if self.cursor == self._num_samples:
                 self.epoch, self.cursor = self.epoch + 1, 0
@@ -90,7 +93,7 @@ class JobQueue:
         job = self._jobs.pop(number)
         parts = min(parts, job.samples)
         bounds = [job.begin + part * job.samples // parts for part in range(parts + 1)]
-        return [self._add(job.epoch, begin, end) for begin, end in zip(bounds, bounds[1:], strict=False)]
+        return [self._add(job.epoch, begin, end) for begin, end in pairwise(bounds)]
 
     def assign(self, number: int, worker: Hashable) -> ServedJob:
         """Give a job to a worker."""

@@ -15,7 +15,7 @@ class WorkerTally:
         name: as in messages, such as "worker 2 on lab1".
         jobs, samples: answers that were used, and their samples.
         dropped, refused: answers that came too late, and answers that could not be used.
-        seconds: from the moment in which a job went out until its answer came, added up over the answers that were used.
+        seconds: from the moment in which a job went out until its answer came, over all answers that were used.
         is_here: the worker has not gone.
     """
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Protocol
 
-from mpitrain.serve.jobs import JobQueue, ServedJob
+from mpitrain.serve.jobs import JobQueue, Places, ServedJob
 
 
-class Pace(Protocol):
+class JobPace(Protocol):
     """The rule of a mode."""
 
     def join(self, worker: Hashable) -> None:
@@ -40,6 +40,30 @@ class Pace(Protocol):
         ...
 
 
+class Failures:
+    """Which workers could not compute which samples. Such samples go to a worker that has not tried them, if any.
+
+    Attributes:
+        workers: those that are here.
+    """
+
+    def __init__(self) -> None:
+        self.workers: set[Hashable] = set()
+        self._of: dict[Places, set[Hashable]] = {}
+
+    def add(self, job: ServedJob) -> None:
+        """Take in that the worker of a job has failed."""
+        self._of.setdefault(job.places, set()).add(job.worker)
+
+    def drop(self, job: ServedJob) -> None:
+        """Take in that a worker has computed a job."""
+        self._of.pop(job.places, None)
+
+    def not_for(self, worker: Hashable) -> set[Places]:
+        """Return the places that this worker leaves to others."""
+        return {places for places, failed in self._of.items() if worker in failed and self.workers - failed}
+
+
 class Lockstep:
     """sync: the gradients of one step, all computed with the same parameters, make one update.
 
@@ -55,37 +79,40 @@ class Lockstep:
     def __init__(self, queue: JobQueue, batch: int, job_samples: int | None, backup: int) -> None:
         self._queue, self._batch = queue, batch
         self._job_samples, self._backup = job_samples, backup
-        self._workers: set[Hashable] = set()
+        self._failures = Failures()
         self._step: list[ServedJob] = []  # in the order of the samples; assigned jobs as they were assigned
         self._needed = 0
 
     def join(self, worker: Hashable) -> None:
-        """See Pace. The worker takes part from the next step on, or takes a job of this one that nobody has."""
-        self._workers.add(worker)
+        """See JobPace. The worker takes part from the next step on, or takes a job of this one that nobody has."""
+        self._failures.workers.add(worker)
 
     def leave(self, worker: Hashable) -> None:
-        """See Pace. Other workers of the step get the jobs."""
-        self._workers.discard(worker)
+        """See JobPace. Other workers of the step get the jobs."""
+        self._failures.workers.discard(worker)
         for index, job in enumerate(self._step):
             if job.worker == worker and not job.is_answered:
                 self._step[index] = self._queue.renew(job.number)
 
     def next_job(self, worker: Hashable) -> ServedJob | None:
-        """See Pace."""
+        """See JobPace."""
         if not self._step:
             self._begin()
+        not_for = self._failures.not_for(worker)
         for index, job in enumerate(self._step):
-            if job.worker is None:
-                self._step[index] = job = self._queue.assign(job.number, worker)
-                return job
+            if job.worker is None and job.places not in not_for:
+                self._step[index] = self._queue.assign(job.number, worker)
+                return self._step[index]
         return None
 
     def refuse(self, job: ServedJob) -> None:
-        """See Pace."""
+        """See JobPace."""
+        self._failures.add(job)
         self._step[self._place(job)] = self._queue.renew(job.number)
 
     def answer(self, job: ServedJob) -> Sequence[ServedJob] | None:
-        """See Pace."""
+        """See JobPace."""
+        self._failures.drop(job)
         self._step[self._place(job)] = job
         answered = [job for job in self._step if job.is_answered]
         if len(answered) < self._needed:
@@ -97,7 +124,7 @@ class Lockstep:
         return answered
 
     def _begin(self) -> None:
-        num_workers = max(1, len(self._workers))
+        num_workers = max(1, len(self._failures.workers))
         if self._backup:
             self._needed = max(1, num_workers - self._backup)
             most = -(-self._batch // self._needed)
@@ -118,25 +145,31 @@ class Unbounded:
 
     def __init__(self, queue: JobQueue, job_samples: int) -> None:
         self._queue, self._job_samples = queue, job_samples
+        self._failures = Failures()
 
     def join(self, worker: Hashable) -> None:
-        """See Pace."""
+        """See JobPace."""
+        self._failures.workers.add(worker)
 
     def leave(self, worker: Hashable) -> None:
-        """See Pace."""
+        """See JobPace."""
+        self._failures.workers.discard(worker)
         for job in self._queue.at(worker):
             self._queue.give_back(job.number)
 
     def next_job(self, worker: Hashable) -> ServedJob | None:
-        """See Pace. There is always one."""
-        return self._queue.assign(self._queue.cut(self._job_samples).number, worker)
+        """See JobPace. There is always one."""
+        job = self._queue.cut(self._job_samples, self._failures.not_for(worker))
+        return self._queue.assign(job.number, worker)
 
     def refuse(self, job: ServedJob) -> None:
-        """See Pace."""
+        """See JobPace."""
+        self._failures.add(job)
         self._queue.give_back(job.number)
 
     def answer(self, job: ServedJob) -> Sequence[ServedJob] | None:
-        """See Pace."""
+        """See JobPace."""
+        self._failures.drop(job)
         return [job]
 
 
@@ -154,22 +187,23 @@ class Bounded(Unbounded):
         self._clocks: dict[Hashable, int] = {}
 
     def join(self, worker: Hashable) -> None:
-        """See Pace."""
+        """See JobPace."""
+        super().join(worker)
         self._clocks[worker] = min(self._clocks.values(), default=0)
 
     def leave(self, worker: Hashable) -> None:
-        """See Pace."""
+        """See JobPace."""
         super().leave(worker)
         self._clocks.pop(worker, None)
 
     def next_job(self, worker: Hashable) -> ServedJob | None:
-        """See Pace."""
+        """See JobPace."""
         if self._clocks[worker] - min(self._clocks.values()) > self._staleness:
             return None
         return super().next_job(worker)
 
     def answer(self, job: ServedJob) -> Sequence[ServedJob] | None:
-        """See Pace."""
+        """See JobPace."""
         if job.worker in self._clocks:
             self._clocks[job.worker] += 1
-        return [job]
+        return super().answer(job)

@@ -36,7 +36,3 @@ class Refusals:
     def is_too_often(self, worker: Hashable) -> bool:
         """True if the last answers of a worker could not be used, while others may be able to."""
         return self._in_a_row.get(worker, 0) >= _MOST
-
-    def forget(self, worker: Hashable) -> None:
-        """Take in that a worker is gone."""
-        self._in_a_row.pop(worker, None)

@@ -1,4 +1,4 @@
-"""ParameterStore: what a server holds. Parameters, their optimizer, and which blocks have changed since which version."""
+"""ParameterStore: the parameters and the optimizer of a server, and which blocks have changed since which version."""
 
 from __future__ import annotations
 
@@ -136,12 +136,13 @@ class Replica:
 
 def check_rate_factor(adapter: Adapter) -> None:
     """Raise ConfigError unless the learning rate of one step can be scaled exactly."""
-    if not hasattr(adapter, "scale_next_rate"):
+    scaled: Any = adapter
+    if not hasattr(scaled, "scale_next_rate"):
         raise ConfigError(
             f"staleness_correction=True scales the learning rate of each update, and {type(adapter).__name__} has no "
-            "method scale_next_rate(factor); ArrayFunction, and Accumulate of one, have it. Leave the correction out, "
-            "or lower the staleness"
+            "method scale_next_rate(factor); ArrayFunction has it. Leave the correction out, or lower the staleness"
         )
+    scaled.scale_next_rate(1.0)
 
 
 def layout_of(values: Mapping[str, Array]) -> Layout:

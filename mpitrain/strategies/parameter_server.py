@@ -11,12 +11,13 @@ from mpitrain.arrays import Array
 from mpitrain.errors import ConfigError, GradientError, everywhere
 from mpitrain.exchange.means import Means
 from mpitrain.job.start import the_job
+from mpitrain.serve.attendance import ServerRules
 from mpitrain.serve.connect import bound, connected
 from mpitrain.serve.jobs import JobQueue
 from mpitrain.serve.ledger import ServerLedger
-from mpitrain.serve.pace import Bounded, Lockstep, Pace, Unbounded
+from mpitrain.serve.pace import Bounded, JobPace, Lockstep, Unbounded
 from mpitrain.serve.pushes import codec_of
-from mpitrain.serve.server import JobServer, ServerRules
+from mpitrain.serve.server import JobServer
 from mpitrain.serve.source import JobSource, source_of
 from mpitrain.serve.store import ParameterStore, check_rate_factor, layout_of
 from mpitrain.serve.worker import JobWorker
@@ -100,7 +101,7 @@ class ParameterServer:
         """
         job = the_job()
         self._world, self._adapter = world, adapter
-        self._role = job.role
+        self._role, self._everyone = job.role, job.everyone
         if self._corrects:
             check_rate_factor(adapter)
         if self._role.kind:
@@ -126,13 +127,12 @@ class ParameterServer:
         if self._server is not None:
             return
         source = source_of(data)
-        job = the_job()
         self._placed = data.state()
         queue = JobQueue(
             source.num_samples, self._placed["epoch"], self._placed["cursor"], self._placed.get("left", ())
         )
         config = self._world.config
-        link, expected = bound(job.role, job.everyone, self._most_bytes()), job.role.num_workers
+        link = bound(self._role, self._everyone, self._most_bytes())
         rules = ServerRules(
             life=secrets.token_hex(8),
             facts=self._facts(source),
@@ -140,7 +140,7 @@ class ParameterServer:
             corrects_staleness=self._corrects,
             stall_seconds=config.stall_seconds,
             hang_seconds=config.hang_seconds,
-            expected=expected,
+            expected=self._role.num_workers,
             say=self._say,
         )
         store = ParameterStore(self._adapter)
@@ -185,11 +185,11 @@ class ParameterServer:
             ConfigError: the samples of the data have no numbers.
             LaunchError: the server refuses this worker, or is gone.
         """
-        job, source, config = the_job(), source_of(data), self._world.config
+        source, config = source_of(data), self._world.config
         hello = {"host": self._world.host, "name": "", "facts": self._facts(source)}
-        if job.everyone is not None:
+        if self._everyone is not None:
             hello["name"] = self._world.name()
-        link = connected(job.role, job.everyone, self._most_bytes())
+        link = connected(self._role, self._everyone, self._most_bytes())
         try:
             worker = JobWorker(
                 link,
@@ -243,7 +243,7 @@ class ParameterServer:
 
     # -- what both sides need -------------------------------------------------------------------------------------
 
-    def _pace(self, queue: JobQueue, source: JobSource) -> Pace:
+    def _pace(self, queue: JobQueue, source: JobSource) -> JobPace:
         if self._mode == "sync":
             return Lockstep(queue, source.global_batch, self._job_samples, self._backup)
         job_samples = source.global_batch if self._job_samples is None else self._job_samples
