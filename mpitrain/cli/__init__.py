@@ -29,6 +29,8 @@ class Command(Protocol):
 
 COMMANDS = {
     "run": "mpitrain.cli.run",
+    "serve": "mpitrain.cli.serve",
+    "work": "mpitrain.cli.work",
     "ps": "mpitrain.cli.ps",
     "kill": "mpitrain.cli.kill",
     "join": "mpitrain.cli.join",

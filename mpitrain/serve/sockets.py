@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import struct
@@ -52,8 +53,8 @@ def the_zmq() -> ModuleType:
 def make_socket(context: zmq.Context[Socket], kind: int, silence_seconds: float, most_bytes: int) -> Socket:
     """Return a socket for messages of serve.wire with so many bytes of arrays. It proves nothing yet.
 
-    A message of each peer, and some questions, may wait until they are read. Then TCP stops the peer. Signs of life come
-    behind what waits, so a program that computes for long before it reads must not stop them.
+    A message of each peer, and some questions, may wait until they are read. Then TCP stops the peer. Signs of life
+    come behind what waits, so a program that computes for long before it reads must not stop them.
     """
     zmq = the_zmq()
     made: Socket = context.socket(kind)
@@ -99,3 +100,19 @@ class SocketEvents:
         """Close, before the socket that is watched."""
         self._watched.disable_monitor()
         self.socket.close()
+
+
+def cannot_listen(address: str, error: OSError) -> ConfigError:
+    """Return the error that says why nothing can listen at HOST:PORT, and what to do."""
+    host, _, port = address.rpartition(":")
+    text = f"nothing can listen at {address}: {error.strerror}"
+    if error.errno == errno.EADDRINUSE:
+        text = (
+            f"port {port} is in use on this machine, by another server perhaps; take another one, --port PORT, or end "
+            f"the program that listens there: ss -ltnp sport = :{port}"
+        )
+    elif error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):
+        text = f"{host} is no address of this machine; `ip -brief address` shows those that are"
+    elif error.errno == errno.EACCES:
+        text = f"this user may not listen at port {port}; take one from 1024 to 65535"
+    return ConfigError(text)
