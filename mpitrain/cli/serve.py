@@ -6,10 +6,14 @@ import argparse
 import shlex
 import socket
 import sys
+from typing import TYPE_CHECKING
 
 from mpitrain.cli.launching import add_inventory_argument, add_script_arguments, script_of
 from mpitrain.config import KEY
 from mpitrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mpitrain.launch.placement import Placement
 
 HELP = "start a script as a server, whose workers come and go"
 
@@ -63,8 +67,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Start the server. Return its exit code."""
     from mpitrain.job.context import JobContext
-    from mpitrain.launch.hosts import place_ranks
-    from mpitrain.launch.placement import parse_hosts
     from mpitrain.launch.served import become, environment_here, told
     from mpitrain.launch.serving import Serving, serve, show
     from mpitrain.serve.keys import key_file, keys_of
@@ -72,55 +74,57 @@ def run(arguments: argparse.Namespace) -> int:
     from mpitrain.serve.sockets import the_zmq
 
     program, script = script_of(arguments)
-    if arguments.hosts is None and arguments.inventory is not None:
-        raise ConfigError("-i says what the names in --hosts stand for; add --hosts A,B, or leave it out")
     the_zmq()
     address = address_of(arguments.plain) if arguments.plain else "*"
+    placement = _placement(arguments)
+    plain = ["--plain"] if arguments.plain else []
+    host = address if arguments.plain else socket.gethostname()
+    line = shlex.join(["mpitrain", "work", *plain, f"{host}:{arguments.port}", *program])
+    # Without encryption the workers must come by the tunnel, and otherwise by the network of the hosts.
+    own = address if arguments.plain or placement is None else placement.addresses.get(placement.own, "127.0.0.1")
+    serving = Serving(
+        program=program,
+        script=script,
+        placement=placement,
+        address=f"[{own}]:{arguments.port}" if ":" in own else f"{own}:{arguments.port}",
+        # -P: the working folder may have a json.py other than Python's.
+        work=["-P", "-m", "mpitrain", "work", *plain],
+    )
+    if arguments.show:
+        show(serving, line)
+        return 0
     _refuse_used(address, arguments.port)
     path = key_file(arguments.port)
-    keys = keys_of(path)
+    key = {KEY: keys_of(path).worker.text}
+    print(
+        f"mpitrain: the server listens at port {arguments.port}. This line starts a worker, and holds a secret:\n\n"
+        f"    {KEY}={key[KEY]} {line}\n",
+        file=sys.stderr,
+        flush=True,
+    )
     context = JobContext(
         serves="server",
         serve_address=f"{address}:{arguments.port}",
         serve_key=str(path),
         serve_plain=arguments.plain,
     )
-    plain = ["--plain"] if arguments.plain else []
-    host = address if arguments.plain else socket.gethostname()
-    line = shlex.join(["mpitrain", "work", *plain, f"{host}:{arguments.port}", *program])
-    if not arguments.show:
-        print(
-            f"mpitrain: the server listens at port {arguments.port}. This line starts a worker, and holds a secret:\n\n"
-            f"    {KEY}={keys.worker.text} {line}\n",
-            file=sys.stderr,
-            flush=True,
-        )
-    if arguments.hosts is None and arguments.show:
-        print(shlex.join([sys.executable, *program]))
-        print(line)
-        return 0
-    facts = environment_here(script)
+    context, descriptor = told(context, environment_here(script))
+    if placement is None:
+        become(context, program)
+    return serve(serving, context, descriptor, key)
+
+
+def _placement(arguments: argparse.Namespace) -> Placement | None:
+    """Return where the known workers go; None: there are none."""
+    from mpitrain.launch.hosts import place_ranks
+    from mpitrain.launch.placement import parse_hosts
+
     if arguments.hosts is None:
-        become(told(context, facts)[0], program)
-    each = None if any(parse_hosts(arguments.hosts).values()) else 1
-    placement = place_ranks(arguments.hosts, arguments.inventory, None, each)
-    # Without encryption the workers must come by the tunnel.
-    own = address if arguments.plain else placement.addresses.get(placement.own, "127.0.0.1")
-    serving = Serving(
-        placement=placement,
-        program=program,
-        script=script,
-        context=context,
-        facts=facts,
-        address=f"[{own}]:{arguments.port}" if ":" in own else f"{own}:{arguments.port}",
-        key_variables={KEY: keys.worker.text},
-        # -P: the working folder may have a json.py other than Python's.
-        work=["-P", "-m", "mpitrain", "work", *plain],
-    )
-    if arguments.show:
-        show(serving)
-        return 0
-    return serve(serving)
+        if arguments.inventory is not None:
+            raise ConfigError("-i says what the names in --hosts stand for; add --hosts A,B, or leave it out")
+        return None
+    has_devices = any(parse_hosts(arguments.hosts).values())
+    return place_ranks(arguments.hosts, arguments.inventory, None, None if has_devices else 1)
 
 
 def _refuse_used(host: str, port: int) -> None:

@@ -23,13 +23,14 @@ from mpitrain.launch import over_hosts
 from mpitrain.launch.connections import Connection, connect
 from mpitrain.launch.placement import Place, Placement
 from mpitrain.launch.processes import end_with_parent
-from mpitrain.launch.served import told, variables
+from mpitrain.launch.served import variables
 from mpitrain.launch.variables import is_of_login
 
 _MODULES = ("launch.worker_host",)
 _LOOK_SECONDS = 0.2
-# How long workers and a signalled server have to end.
-_END_SECONDS = 10.0
+# How long a server has to end after a signal, and workers after the end of their server. Those that have computed for it
+# have been told before.
+_END_SECONDS, _FAREWELL_SECONDS = 10.0, 2.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -38,51 +39,58 @@ class Serving:
     """A server and its known workers.
 
     Attributes:
-        placement: where the workers go; a rank of it is a worker.
         program: arguments of the server's Python: a script, or -m and a module; then the script's arguments.
         script: the file to run; hosts with another version of it, or other code beside it, are refused.
-        context: what the server is told.
-        facts: of this machine, from served.environment_here.
-        address: where workers find the server, as HOST:PORT.
-        key_variables: what makes a process a worker of this server, besides the address: variables that hold a secret.
+        placement: where the workers go; a rank of it is a worker. None: no workers are started here.
+        address: where these workers find the server, as HOST:PORT.
         work: the arguments of a worker's Python before the address: those that run `mpitrain work`.
     """
 
-    placement: Placement
     program: Sequence[str]
     script: str
-    context: JobContext
-    facts: Mapping[str, object]
+    placement: Placement | None
     address: str
-    key_variables: Mapping[str, str]
     work: Sequence[str]
+
+    @property
+    def places(self) -> Sequence[Place]:
+        """The hosts of the workers."""
+        return self.placement.places if self.placement else ()
 
     def command(self) -> list[str]:
         """Return the command of each worker."""
         return [sys.executable, *self.work, self.address, *self.program]
 
 
-def show(serving: Serving) -> None:
-    """Print the commands of the server and of the workers, without their secret."""
+def show(serving: Serving, line: str) -> None:
+    """Print the commands of the server and of its known workers, and the `line` for others, without the key."""
     print(shlex.join([sys.executable, *serving.program]))
-    for place in serving.placement.places:
-        line = f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join(serving.command())}"
+    for place in serving.places:
+        command = f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join(serving.command())}"
         for device in _devices(place):
-            print(f"{place.host}: {line}{f'  # on {device}' if device else ''}")
+            print(f"{place.host}: {command}{f'  # on {device}' if device else ''}")
+    print(line)
 
 
-def serve(serving: Serving) -> int:
-    """Start the server and its workers, see to their end, and return the exit code of the server.
+def serve(serving: Serving, context: JobContext, descriptor: int, key: Mapping[str, str]) -> int:
+    """Start the server and its known workers, see to their end, and return the exit code of the server.
+
+    Args:
+        serving: what is started.
+        context: what the server is told.
+        descriptor: that the server inherits.
+        key: the variable with the key that the workers need.
 
     Raises:
         LaunchError: a host cannot be reached, or differs from this one. Nothing was started.
     """
+    assert serving.placement is not None
     if not serving.placement.is_here:
         over_hosts.check(serving.placement, serving.script, {}, "nothing was started")
     with ExitStack() as stack:
         signals = stack.enter_context(_signals())
-        server = stack.enter_context(_server(serving))
-        workers = KnownWorkers(serving)
+        server = stack.enter_context(_server([sys.executable, *serving.program], context, descriptor))
+        workers = KnownWorkers(serving, key)
         stack.callback(workers.close)
         workers.connect()
         num_heeded, deadline = 0, 0.0
@@ -95,7 +103,7 @@ def serve(serving: Serving) -> int:
             if num_heeded and time.monotonic() > deadline:
                 server.kill()
         if server.returncode == 0:
-            workers.wait(_END_SECONDS)
+            workers.wait(_FAREWELL_SECONDS)
     if signals and server.returncode:
         return 128 + signals[0]
     return server.returncode if server.returncode >= 0 else 128 - server.returncode
@@ -104,17 +112,16 @@ def serve(serving: Serving) -> int:
 class KnownWorkers:
     """The connections to the hosts of a server's workers."""
 
-    def __init__(self, serving: Serving) -> None:
-        self._serving = serving
+    def __init__(self, serving: Serving, key: Mapping[str, str]) -> None:
+        self._serving, self._key = serving, key
         self._open: list[Connection] = []
 
     def connect(self) -> None:
         """Start the workers on all hosts, over connections that come about meanwhile."""
-        own = self._serving.placement.own
-        for place in self._serving.placement.places:
-            wish = self._wish(place)
-            here = place.host == own
-            self._open.append(connect(place.host, here, wish, time.monotonic(), _MODULES))
+        assert self._serving.placement is not None
+        for place in self._serving.places:
+            is_here = place.host == self._serving.placement.own
+            self._open.append(connect(place.host, is_here, self._wish(place), time.monotonic(), _MODULES))
 
     def look(self, seconds: float) -> None:
         """Print what has come within so many seconds."""
@@ -148,13 +155,12 @@ class KnownWorkers:
         self._open.clear()
 
     def _wish(self, place: Place) -> dict[str, object]:
-        serving = self._serving
         common = {name: value for name, value in variables(JobContext()).items() if not is_of_login(name)}
-        common |= serving.key_variables
+        common |= self._key
         contexts = [JobContext(serves="worker", devices=(device,) if device else ()) for device in _devices(place)]
         return {
             "folder": str(Path.cwd()),
-            "command": serving.command(),
+            "command": self._serving.command(),
             "variables": [common | context.variables() for context in contexts],
         }
 
@@ -164,11 +170,10 @@ def _devices(place: Place) -> Sequence[str]:
 
 
 @contextmanager
-def _server(serving: Serving) -> Iterator[subprocess.Popen[bytes]]:
-    context, descriptor = told(serving.context, serving.facts)
+def _server(command: Sequence[str], context: JobContext, descriptor: int) -> Iterator[subprocess.Popen[bytes]]:
     try:
         process = subprocess.Popen(
-            [sys.executable, *serving.program],
+            command,
             env=variables(context),
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C in the terminal reaches this process only
@@ -176,7 +181,7 @@ def _server(serving: Serving) -> Iterator[subprocess.Popen[bytes]]:
             preexec_fn=end_with_parent(),  # noqa: PLW1509 (in the main thread, and no thread holds a lock)
         )
     except OSError as error:
-        raise LaunchError(f"{sys.executable} cannot be started: {error.strerror}") from None
+        raise LaunchError(f"{command[0]} cannot be started: {error.strerror}") from None
     finally:
         os.close(descriptor)
     try:
