@@ -29,12 +29,12 @@ class Command(Protocol):
 
 COMMANDS = {
     "run": "mpitrain.cli.run",
-    "serve": "mpitrain.cli.serve",
-    "work": "mpitrain.cli.work",
     "ps": "mpitrain.cli.ps",
     "kill": "mpitrain.cli.kill",
     "join": "mpitrain.cli.join",
     "leave": "mpitrain.cli.leave",
+    "serve": "mpitrain.cli.serve",
+    "work": "mpitrain.cli.work",
     "doctor": "mpitrain.cli.doctor",
     "testbed": "mpitrain.cli.testbed",
     "cluster": "mpitrain.cli.cluster",

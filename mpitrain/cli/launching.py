@@ -109,7 +109,7 @@ def script_of(arguments: argparse.Namespace) -> tuple[list[str], str]:
     script = arguments.script[1:] if arguments.script[:1] == ["--"] else arguments.script  # the end of our options
     words = _without_python([*module, *script])
     if not words or words == ["-m"]:
-        example = {"serve": "serve", "work": "work HOST:5000"}.get(arguments.command, f"{arguments.command} -n 4")
+        example = {"serve": "serve", "work": "work HOST:5000"}.get(arguments.command, "run -n 4")
         raise ConfigError(f"name a script, as in `mpitrain {example} train.py`, or -m MODULE")
     script = _file_of(words[1]) if words[0] == "-m" else words[0]
     if not Path(script).is_file():

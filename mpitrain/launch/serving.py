@@ -28,8 +28,7 @@ from mpitrain.launch.variables import is_of_login
 
 _MODULES = ("launch.worker_host",)
 _LOOK_SECONDS = 0.2
-# How long a server has to end after a signal, and workers after the end of their server. Those that have computed for it
-# have been told before.
+# How long a server has to end after a signal, and workers after the end of their server, which has told them before.
 _END_SECONDS, _FAREWELL_SECONDS = 10.0, 2.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
