@@ -26,7 +26,8 @@ FULL = JobContext(
     servers=1,
     serves="worker",
     serve_address="node1:5000,node2:5000",
-    serve_key="/tmp/a key",
+    serve_key="/proc/self/fd/5",
+    serve_environment="/proc/self/fd/6",
     serve_plain="wg0",
 )
 
@@ -50,7 +51,8 @@ def test_what_is_written() -> None:
         "_MPITRAIN_SERVERS": "1",
         "_MPITRAIN_SERVES": "worker",
         "_MPITRAIN_SERVE_ADDRESS": "node1:5000,node2:5000",
-        "_MPITRAIN_SERVE_KEY": "/tmp/a key",
+        "_MPITRAIN_SERVE_KEY": "/proc/self/fd/5",
+        "_MPITRAIN_SERVE_ENVIRONMENT": "/proc/self/fd/6",
         "_MPITRAIN_SERVE_PLAIN": "wg0",
     }
     assert JobContext().variables() == {}

@@ -25,6 +25,7 @@ LAYERS: dict[str, list[str]] = {
         "serve.ledger",
         "serve.link",
         "serve.pace",
+        "serve.plain",
         "serve.refusals",
         "serve.sockets",
         "serve.wire",

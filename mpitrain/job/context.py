@@ -54,6 +54,7 @@ class JobContext:
         serves: "server" or "worker" for a process that `mpitrain serve` or `mpitrain work` started; "": it is neither.
         serve_address: where such a server listens, or where its worker finds servers: HOST:PORT, separated by commas.
         serve_key: the file with the server's keys, or with the key of a worker.
+        serve_environment: the file with the code and packages of this process, which a server compares, as JSON.
         serve_plain: the network interface of a connection without encryption; "": all bytes are encrypted.
     """
 
@@ -75,6 +76,7 @@ class JobContext:
     serves: str = ""
     serve_address: str = ""
     serve_key: str = ""
+    serve_environment: str = ""
     serve_plain: str = ""
 
     @classmethod

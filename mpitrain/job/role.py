@@ -18,6 +18,7 @@ class Role:
         addresses: where the server listens, or where a worker finds servers, as HOST:PORT; none where servers tell
             their addresses over MPI.
         key: the file with the server's keys, or with the key of a worker; "": the key comes over MPI too.
+        environment: the file with the code and packages of this process, as JSON; "": they are not compared.
         plain: the network interface of a connection without encryption; "": all bytes are encrypted.
         num_workers: for a server: how many workers were started with it, and will surely come; 0: not known.
     """
@@ -25,6 +26,7 @@ class Role:
     kind: Literal["", "server", "worker"] = ""
     addresses: tuple[str, ...] = ()
     key: str = ""
+    environment: str = ""
     plain: str = ""
     num_workers: int = 0
 
@@ -40,7 +42,7 @@ def role_of(context: JobContext, rank: int, size: int) -> Role:
             raise ConfigError(f"the launcher has told this process to be a {context.serves!r}; allowed: server, worker")
         kind: Literal["server", "worker"] = "server" if context.serves == "server" else "worker"
         addresses = tuple(filter(None, context.serve_address.split(",")))
-        return Role(kind, addresses, context.serve_key, context.serve_plain)
+        return Role(kind, addresses, context.serve_key, context.serve_environment, context.serve_plain)
     if not context.servers:
         return Role()
     if size <= context.servers:

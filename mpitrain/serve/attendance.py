@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mpitrain.compression.codec import Codec
+from mpitrain.launch.compare import unlike
 from mpitrain.serve.jobs import JobQueue
 from mpitrain.serve.ledger import ServerLedger, WorkerTally
 from mpitrain.serve.link import ServerLink
@@ -42,6 +43,8 @@ class ServerRules:
     Attributes:
         life: a random text: an answer to a job of an earlier server has another one.
         facts: what every worker must have in common with the server, in lines.
+        environment: code and packages, which workers must have too, from launch.served.environment_here; None: they are
+            not compared.
         codec: of gradients.
         corrects_staleness: the learning rate is divided by the staleness.
         stall_seconds: after so long without an answer, a line says who is waited for.
@@ -54,6 +57,7 @@ class ServerRules:
 
     life: str
     facts: Sequence[str]
+    environment: Mapping[str, Any] | None
     codec: Codec | None
     corrects_staleness: bool
     stall_seconds: float
@@ -83,7 +87,9 @@ class Attendance:
         known = self.here.get(peer)
         number = len(self.ledger.workers) + 1
         name = str(fields.get("name") or f"worker {number} on {fields.get('host', 'an unknown host')}")
-        if problem := _difference(fields.get("facts"), self._rules.facts):
+        environment = self._rules.environment
+        problem = "" if environment is None else unlike(fields.get("environment"), environment)
+        if problem := problem or _difference(fields.get("facts"), self._rules.facts):
             self._rules.say(f"{name} is refused: {problem}")
             self._link.send(peer, "refused", {"text": f"the server refuses {name}: {problem}"})
             return

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 from mpitrain.job.role import Role
 from mpitrain.serve.keys import make_keys, parse_key, read_keys
 from mpitrain.serve.link import ServerLink
 from mpitrain.serve.worker_link import WorkerLink
 from mpitrain.world import World
+
+
+def environment_of(role: Role) -> dict[str, Any] | None:
+    """Return what the launcher has found of code and packages for this process; None: another launcher started it."""
+    return json.loads(Path(role.environment).read_text()) if role.environment else None
 
 
 def bound(role: Role, everyone: World | None, most_bytes: int) -> ServerLink:

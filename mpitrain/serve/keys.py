@@ -18,8 +18,6 @@ from pathlib import Path
 from mpitrain.errors import ConfigError
 from mpitrain.serve.sockets import the_zmq
 
-# What `mpitrain work` reads: the text of a worker's key.
-KEY_VARIABLE = "MPITRAIN_KEY"
 _KEY_BYTES, _CHECK_BYTES = 32, 2
 
 

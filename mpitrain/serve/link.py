@@ -10,10 +10,9 @@ from typing import Any, TypeAlias
 
 import numpy
 
-from mpitrain.errors import ConfigError
 from mpitrain.serve.doorkeeper import Doorkeeper, guard_server
 from mpitrain.serve.keys import ServerKeys
-from mpitrain.serve.sockets import SILENCE_SECONDS, SocketEvents, make_socket, the_zmq
+from mpitrain.serve.sockets import SILENCE_SECONDS, SocketEvents, cannot_listen, make_socket, the_zmq
 from mpitrain.serve.wire import Message, MessageAssembly, Peer, WireError, frames
 
 
@@ -72,7 +71,7 @@ class ServerLink:
         self._events: list[Event] = []
         self._context = zmq.Context()
         self._doorkeeper = Doorkeeper(self._context, keys)
-        self._socket = make_socket(self._context, zmq.ROUTER, silence_seconds)
+        self._socket = make_socket(self._context, zmq.ROUTER, silence_seconds, most_bytes)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.BACKLOG, _BACKLOG)
         guard_server(self._socket, keys, plain=bool(plain))
@@ -83,7 +82,7 @@ class ServerLink:
             self._socket.bind(f"tcp://{address}")
         except zmq.ZMQError as error:
             self.close()
-            raise _cannot_listen(address, error) from None
+            raise cannot_listen(address, OSError(error.errno, error.strerror)) from None
         self.address = _shown(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
         self._poller = zmq.Poller()
         for one in (self._socket, self._changes.socket, self._doorkeeper.socket):
@@ -196,18 +195,3 @@ def _shown(endpoint: str) -> str:
     """Return HOST:PORT of an endpoint, without what IPv6 puts before an address of IPv4."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     return f"{host.removeprefix('[::ffff:').removesuffix(']') if '.' in host else host}:{port}"
-
-
-def _cannot_listen(address: str, error: Any) -> ConfigError:
-    host, _, port = address.rpartition(":")
-    text = f"nothing can listen at {address}: {error.strerror}"
-    if error.errno == errno.EADDRINUSE:
-        text = (
-            f"port {port} is in use on this machine, by another server perhaps; take another one, --port PORT, or end "
-            f"the program that listens there: ss -ltnp sport = :{port}"
-        )
-    elif error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):
-        text = f"{host} is no address of this machine; `ip -brief address` shows those that are"
-    elif error.errno == errno.EACCES:
-        text = f"this user may not listen at port {port}; take one from 1024 to 65535"
-    return ConfigError(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import struct
@@ -10,7 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, TypeAlias
 
 from mpitrain.errors import ConfigError
-from mpitrain.serve.wire import MOST_FRAME_BYTES
+from mpitrain.serve.wire import CHUNK_BYTES, MOST_FRAME_BYTES
 
 if TYPE_CHECKING:
     import zmq
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 SILENCE_SECONDS = 10.0
 # What a socket that is closed may still send.
 _LINGER_MS = 2000
+# Frames of a peer that may wait besides those of one message.
+_MOST_QUESTIONS = 64
 _EVENT = struct.Struct("=Hi")
 _numbers = itertools.count()
 
@@ -47,8 +50,12 @@ def the_zmq() -> ModuleType:
     return zmq
 
 
-def make_socket(context: zmq.Context[Socket], kind: int, silence_seconds: float) -> Socket:
-    """Return a socket for frames of serve.wire, which notices a peer that is silent. It proves nothing yet."""
+def make_socket(context: zmq.Context[Socket], kind: int, silence_seconds: float, most_bytes: int) -> Socket:
+    """Return a socket for messages of serve.wire with so many bytes of arrays. It proves nothing yet.
+
+    A message of each peer, and some questions, may wait until they are read. Then TCP stops the peer. Signs of life
+    come behind what waits, so a program that computes for long before it reads must not stop them.
+    """
     zmq = the_zmq()
     made: Socket = context.socket(kind)
     silence_ms = int(1000 * silence_seconds)
@@ -56,8 +63,7 @@ def make_socket(context: zmq.Context[Socket], kind: int, silence_seconds: float)
         zmq.LINGER: _LINGER_MS,
         zmq.IPV6: 1,
         zmq.MAXMSGSIZE: MOST_FRAME_BYTES,
-        # What a peer may send before it is read. Then TCP stops it.
-        zmq.RCVHWM: 16,
+        zmq.RCVHWM: most_bytes // CHUNK_BYTES + _MOST_QUESTIONS,
         # What waits to be sent is bounded by what was asked for: one message for each question.
         zmq.SNDHWM: 0,
         zmq.HEARTBEAT_IVL: max(silence_ms // 4, 1),
@@ -94,3 +100,19 @@ class SocketEvents:
         """Close, before the socket that is watched."""
         self._watched.disable_monitor()
         self.socket.close()
+
+
+def cannot_listen(address: str, error: OSError) -> ConfigError:
+    """Return the error that says why nothing can listen at HOST:PORT, and what to do."""
+    host, _, port = address.rpartition(":")
+    text = f"nothing can listen at {address}: {error.strerror}"
+    if error.errno == errno.EADDRINUSE:
+        text = (
+            f"port {port} is in use on this machine, by another server perhaps; take another one, --port PORT, or end "
+            f"the program that listens there: ss -ltnp sport = :{port}"
+        )
+    elif error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):
+        text = f"{host} is no address of this machine; `ip -brief address` shows those that are"
+    elif error.errno == errno.EACCES:
+        text = f"this user may not listen at port {port}; take one from 1024 to 65535"
+    return ConfigError(text)

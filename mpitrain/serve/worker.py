@@ -139,11 +139,13 @@ class JobWorker:
 
     def _look_at_the_clock(self) -> None:
         now = time.monotonic()
+        silent = f"the server has not been heard of for {now - self._heard:.0f} s"
         if self._hang_seconds and now - self._heard > self._hang_seconds:
             raise LaunchError(
-                f"{self.name}: the server has not been heard of for {now - self._heard:.0f} s "
-                "(MPITRAIN_HANG_SECONDS); is it still there? Start it again, and then this worker"
+                f"{self.name}: {silent} (MPITRAIN_HANG_SECONDS): {self._link.trouble()}. Start this worker again when "
+                "the server is there"
             )
-        if now - max(self._heard, self._said) >= self._stall_seconds:
-            self._said = now
-            self._say(f"{self.name}: no answer of the server for {now - self._heard:.0f} s; still waiting")
+        if now - max(self._heard, self._said) >= min(self._stall_seconds, self._hang_seconds or math.inf):
+            limit = f" until {self._hang_seconds:.0f} s are over" if self._hang_seconds else ""
+            self._say(f"{self.name}: {silent}: {self._link.trouble()}; this worker waits{limit}")
+            self._said = time.monotonic()

@@ -197,7 +197,7 @@ class WorkerLink:
         self.address = f"{name}:{port}"
         self._connected, self._failure = False, ""
         self._assembly = MessageAssembly(self._most_bytes)
-        made = make_socket(self._context, zmq.DEALER, self._silence_seconds)
+        made = make_socket(self._context, zmq.DEALER, self._silence_seconds, self._most_bytes)
         options = {
             zmq.IMMEDIATE: 1,  # nothing waits for a connection: it would come too late, and out of order
             zmq.CONNECT_TIMEOUT: int(1000 * _PATIENCE_SECONDS),

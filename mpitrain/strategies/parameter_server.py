@@ -13,7 +13,7 @@ from mpitrain.exchange.means import Means
 from mpitrain.job.role import Role
 from mpitrain.job.start import the_job
 from mpitrain.serve.attendance import ServerRules
-from mpitrain.serve.connect import bound, connected
+from mpitrain.serve.connect import bound, connected, environment_of
 from mpitrain.serve.jobs import JobQueue
 from mpitrain.serve.ledger import ServerLedger
 from mpitrain.serve.pace import Bounded, JobPace, Lockstep, Unbounded
@@ -138,6 +138,7 @@ class ParameterServer:
         rules = ServerRules(
             life=secrets.token_hex(8),
             facts=self._facts(source),
+            environment=environment_of(self._role),
             codec=self._codec,
             corrects_staleness=self._corrects,
             stall_seconds=config.stall_seconds,
@@ -188,7 +189,9 @@ class ParameterServer:
             LaunchError: the server refuses this worker, or is gone.
         """
         source, config = source_of(data), self._world.config
-        hello = {"host": self._world.host, "name": "", "facts": self._facts(source)}
+        hello: dict[str, Any] = {"host": self._world.host, "name": "", "facts": self._facts(source)}
+        if (environment := environment_of(self._role)) is not None:
+            hello["environment"] = environment
         if self._everyone is not None:
             hello["name"] = self._world.name()
         link = connected(self._role, self._everyone, self._most_bytes())
