@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -108,6 +109,7 @@ def test_a_late_answer_is_dropped_and_its_worker_goes_on(monkeypatch: pytest.Mon
         job = fast.pull()
         assert job.fields["begin"] == late.fields["begin"] == 0
         fast.push(job, mean(job))
+        until(lambda: served.trainer.step_number == 1)
         slow.push(late, mean(late, 1000.0))
         again = slow.hear("job")
         assert again.fields["version"] == 1
@@ -170,9 +172,6 @@ def test_a_wrong_answer_sends_its_worker_away_and_others_get_the_job(gradients: 
         right.say("bye")
     served.end()
     assert set(served.counts) == {1.0}
-    numpy.testing.assert_equal(served.counts, numpy.ones(24))
-    import re
-
     assert re.search(text, said), said
 
 
