@@ -31,6 +31,7 @@ from mpitrain.job.told import heed
 from mpitrain.job.trace import Trace
 from mpitrain.job.worlds import check_containers, make_world
 from mpitrain.launch.launched import check_size, check_vendor, launched_by
+from mpitrain.launch.shared_files import remove_mine
 from mpitrain.profile import DEFAULT, Profile, fingerprint, from_json, library_name, measure_anew
 from mpitrain.verify.run_record import RecordedTrees, Recorder
 from mpitrain.waiting.long_wait import Neighbours, watch_over
@@ -124,6 +125,9 @@ def _begin(settings: dict[str, Any]) -> Job:
         if world.size == 1:  # a rank that is alone has no farewell
             atexit.register(job.recovery.finish)
     job.role = role_of(world.context, world.rank, world.size)
+    if world.context.serves:
+        # No launcher cleans up after a process that may be killed at any time. The memory itself stays usable.
+        remove_mine()
     if world.context.servers:
         job.everyone = job.world
         alone = make_world(MPI.COMM_SELF, world.config, parent=job.everyone)

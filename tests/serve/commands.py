@@ -38,6 +38,9 @@ class Commands:
         try:
             if kind is None:
                 assert processes_of(self._token, patience=60.0) == []
+                # MPICH's name for the memory of a process, which a killed process leaves.
+                left = [Path(f"/dev/shm/mpich_shm_{command.process.pid:x}_0") for command in self._started]
+                assert not any(path.exists() for path in left)
         finally:
             kill_all(self._token)
             for command in self._started:

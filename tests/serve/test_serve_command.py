@@ -98,6 +98,7 @@ def test_known_workers(commands: Commands) -> None:
 
 def test_without_encryption_on_the_loopback(commands: Commands) -> None:
     server = commands.serve("--plain", "lo", "--hosts", "localhost/cpu", program=PROGRAM)
+    server.until("MPITRAIN_KEY=")
     encrypted = commands.work(*PROGRAM, MPITRAIN_STALL_SECONDS="1", MPITRAIN_HANG_SECONDS="3")
     assert server.end() == 0, server.output
     assert f"mpitrain work --plain 127.0.0.1:{commands.port} " in server.output

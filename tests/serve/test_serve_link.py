@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -311,3 +312,20 @@ def test_nothing_of_zeromq_stays() -> None:
 def _own(kind: str) -> set[str]:
     """What this process has, by number: threads ("task") or descriptors ("fd")."""
     return set(os.listdir(f"/proc/self/{kind}"))  # noqa: PTH208 - names are wanted
+
+
+def test_a_machine_that_drops_packets() -> None:
+    """As behind a firewall: nothing comes back, because the queue of connections is full and the kernel drops more."""
+    with socket.socket() as full, ExitStack() as stack:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        address = f"127.0.0.1:{full.getsockname()[1]}"
+        for _ in range(2):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(full.getsockname())
+        worker = stack.enter_context(closing(WorkerLink([address], KEYS.worker, MOST)))
+        assert worker.receive(0.1) is None
+        assert re.match(
+            f"nothing answers at {address}: the machine is off, or a firewall drops .*sudo ufw allow", worker.trouble()
+        )
