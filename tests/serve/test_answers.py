@@ -66,13 +66,17 @@ class Hand:
 class Served:
     """A server in a thread."""
 
-    def __init__(self, steps: int, strategy: mt.ParameterServer, build: Any = parts, hang_seconds: float = 0) -> None:
+    def __init__(
+        self, steps: int, strategy: mt.ParameterServer, build: Any = parts, hang_seconds: float = 0, carried: Any = None
+    ) -> None:
         self.address = free_address()
         self.error: BaseException | None = None
         world = mt.init()
         world = replace(world, config=replace(world.config, hang_seconds=hang_seconds))
         with playing("server", self.address):
             self.trainer = mt.Trainer(build(strategy), [mt.StopAtStep(steps)], world)
+        if carried:
+            strategy.restore_own({"carried": carried})
         self.strategy = strategy
         self.facts = list(strategy._facts(self.trainer.data))  # type: ignore[arg-type]
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -246,6 +250,20 @@ def test_a_pull_has_what_has_changed() -> None:
         worker.hear("over")
         worker.say("bye")
     served.end()
+
+
+def test_what_ranks_had_left_out_is_in_the_first_update() -> None:
+    served = Served(2, mt.ParameterServer("async"), carried={"count": -numpy.arange(24, dtype="float32")})
+    with hands(served, 1) as (worker,):
+        job = worker.pull()
+        worker.push(job, mean(job))
+        job = worker.hear("job")
+        worker.push(job, mean(job))
+        worker.hear("job")
+        worker.hear("over")
+        worker.say("bye")
+    served.end()
+    numpy.testing.assert_array_equal(served.counts, 2 + numpy.arange(24))
 
 
 def test_what_a_codec_leaves_out_comes_with_the_next_push() -> None:
