@@ -15,6 +15,7 @@ from counting import NUM_SAMPLES, free_address, parts, playing, worker_key
 
 import mpitrain as mt
 from jobs import until
+from mpitrain.compression import CODECS
 from mpitrain.config import read_config
 from mpitrain.exchange.bucket import plan_layout
 from mpitrain.serve.pushes import GradientBuffer, codec_of
@@ -34,16 +35,18 @@ class Hand:
         self._link.send(kind, {"life": self.life, **fields}, arrays)
 
     def hear(self, kind: str) -> Message:
-        message = self._link.receive(60)
-        assert message is not None, f"no {kind}"
-        assert message.kind == kind, message
-        return message
+        while True:
+            message = self._link.receive(60)
+            assert message is not None, f"no {kind}"
+            if message.kind != "welcome":  # it may have greeted twice
+                assert message.kind == kind, message
+                return message
 
     def greet(self) -> Message:
         """What is said before the connection is there is lost."""
         while True:
             self.say("hello", host=self.host, facts=self.facts)
-            if (message := self._link.receive(5)) is not None:
+            if (message := self._link.receive(0.5)) is not None:
                 return message
 
     def join(self) -> None:
@@ -269,8 +272,7 @@ def test_what_ranks_had_left_out_is_in_the_first_update() -> None:
 def test_what_a_codec_leaves_out_comes_with_the_next_push() -> None:
     """Error feedback: the sum of what is decoded is the sum of the gradients, up to what is left out at the end."""
     rng = numpy.random.default_rng(8)
-    codec = codec_of("int8")
-    assert codec is not None
+    codec = CODECS["int8"](False)  # not compiled: the same bits
     values = {"w": numpy.zeros(1000, "float32")}
     layout = plan_layout(mt.ArrayFunction(lambda *_: 0.0, values, mt.Sgd(1.0)).layout)
     buffer = GradientBuffer(layout, codec, "a worker")
