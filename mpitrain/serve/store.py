@@ -30,6 +30,7 @@ class ParameterStore:
         self.version = 0
         self.layout = plan_layout(adapter.layout)
         self._adapter = adapter
+        self._carried: dict[numpy.dtype, numpy.ndarray] = {}
         self._plan = layout_of(adapter.parameters())
         counts = self._plan.counts.items()
         self._values = {dtype: numpy.empty(count, dtype) for dtype, count in counts}
@@ -37,6 +38,14 @@ class ParameterStore:
         # The version with which each block has changed last.
         self._changed = {dtype: numpy.zeros(-(-count // _BLOCK_COUNT), numpy.int64) for dtype, count in counts}
         self._fetch(self._values)
+
+    def carry(self, values: Mapping[str, numpy.ndarray]) -> None:
+        """Add these values, by parameter name, to the gradients of the next update; see GradientReducer.restore.
+
+        Raises:
+            CheckpointError: they belong to other parameters.
+        """
+        self._carried = self.layout.flats_of(values)
 
     def apply(self, gradients: Mapping[numpy.dtype, numpy.ndarray], remarks: Remarks, rate_factor: float) -> float:
         """Make an update with mean gradients. Return the learning rate that was used.
@@ -50,6 +59,9 @@ class ParameterStore:
         if rate_factor != 1.0:
             scaled: Any = self._adapter
             scaled.scale_next_rate(rate_factor)
+        for dtype, carried in self._carried.items():
+            gradients[dtype][...] += carried
+        self._carried = {}
         rate = self._adapter.apply_gradients(gradients, remarks)
         self.version += 1
         self.note_changes()

@@ -81,6 +81,7 @@ class ParameterServer:
         self._job_samples, self._corrects = job_samples, staleness_correction
         self._role = Role()
         self._alone = Sync()
+        self._carried: dict[str, Any] = {}
         self._server: JobServer | None = None
         self._ledger = ServerLedger()
 
@@ -147,6 +148,8 @@ class ParameterServer:
             say=self._say,
         )
         store = ParameterStore(self._adapter)
+        store.carry(self._carried)
+        self._carried = {}
         self._server = JobServer(link, store, queue, self._pace(queue, source), self._adapter.loss_scale, rules)
         self._ledger = self._server.ledger
 
@@ -236,8 +239,10 @@ class ParameterServer:
         return {} if self.role else self._alone.own_state()
 
     def restore_own(self, state: dict[str, Any]) -> None:
-        """See Strategy."""
-        if not self.role:
+        """See Strategy. What ranks have left out so far is added to the first update of a server."""
+        if self.role:
+            self._carried = state.get("carried", {})
+        else:
             self._alone.restore_own(state)
 
     def close(self) -> None:
