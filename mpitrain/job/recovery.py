@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy
 
-from mpitrain.errors import LaunchError, LostRankError, MpitrainError
+from mpitrain.errors import LaunchError, LostRankError
 from mpitrain.job.worlds import make_world
 from mpitrain.waiting.pace import patient_naps
 from mpitrain.watching.activity import own_activity
@@ -101,15 +101,21 @@ class Recovery:
             raise LostRankError(self._lost_text())
 
     def is_loss(self, error: BaseException) -> bool:
-        """Whether a lost rank is the cause of `error`. May wait a second for MPI's word."""
+        """Whether a lost rank is the cause of `error`. May wait a second for MPI's word.
+
+        The error may be of any kind: what a rank that dies has sent in part is read as something else.
+        """
         if isinstance(error, LostRankError):
             return True
+        if getattr(error, "known_everywhere", False):
+            return False
         mpi = _mpi()
-        if isinstance(error, mpi.Exception):
-            if error.Get_error_class() in (mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED):
-                return True
-        elif not isinstance(error, MpitrainError | OSError) or getattr(error, "known_everywhere", False):
-            return False  # of the program
+        if isinstance(error, mpi.Exception) and error.Get_error_class() in (
+            mpi.ERR_PROC_FAILED,
+            mpi.ERR_PROC_FAILED_PENDING,
+            mpi.ERR_REVOKED,
+        ):
+            return True
         deadline = time.monotonic() + _NEWS_SECONDS
         while time.monotonic() < deadline:
             if self._base.Is_revoked() or any(comm.Is_revoked() for comm in self._comms()) or self._failed():

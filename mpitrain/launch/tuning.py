@@ -73,8 +73,11 @@ SETTINGS = (
     Setting(
         "OMPI_MCA_mpi_yield_when_idle",
         "1",
-        lambda conditions: conditions.vendor == "openmpi" and conditions.is_oversubscribed,
-        "by default a waiting rank spins, on the core that another rank needs",
+        lambda conditions: (
+            conditions.vendor == "openmpi" and (conditions.is_oversubscribed or _is_over_tcp(conditions))
+        ),
+        "by default a waiting rank spins on a core that another process needs. To yield costs 1 us a call, which is "
+        "little over TCP",
         "https://github.com/open-mpi/ompi/pull/7168",
     ),
     Setting(

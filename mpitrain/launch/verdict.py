@@ -100,8 +100,9 @@ def judge(
         has_trained: a try before made steps, and its hosts changed.
         present: the hosts of the last try that were not bad in it; what they did before does not count.
 
-    An elastic job takes hosts in when they answer. So it uses one that was bad, and is not present, only if the others
-    are too few.
+    A host that was lost again and again is set aside for longer and longer, but is used before the job ends for want of
+    hosts. An elastic job takes hosts in when they answer. So it uses one that was bad, and is not present, only if the
+    others are too few.
     """
     last = failures[-1] if failures else FailedTry("", 1, now)
     if len(failures) == 1 and last.step is None and not last.lost and not has_trained:
@@ -112,8 +113,8 @@ def judge(
     if len(failures) > limits.restarts:
         return Verdict(reason="no try is left")
     away = _away(failures, absent)
-    gone = _set_aside(away, now) - present
-    spared = _set_aside(_suspects(failures), now)
+    gone = {host for when, host in away if now < when + ASIDE_SECONDS} - present
+    spared = _set_aside(_suspects(failures), now) | (_set_aside(away, now) - present)
     if limits.max_nodes is not None:
         spared |= {host for _, host in away} - present
     there = [host for host in hosts if host not in gone]

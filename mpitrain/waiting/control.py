@@ -25,6 +25,16 @@ _SECONDS_BETWEEN_LOOKS = 1e-3
 # A failed rank ends the whole job at once. If that does not reach this rank, the rank ends by itself after this time.
 _ABORT_GRACE_SECONDS = 10.0
 
+_is_child = False  # this process was forked from one that had loaded this module; cheaper than os.getpid() in each call
+
+
+def _note_fork() -> None:
+    global _is_child  # noqa: PLW0603 - a process is forked as a whole
+    _is_child = True
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
 
 def until(test: Callable[[], bool], nap: Callable[[], float] = float) -> Iterator[float]:
     """Steps for `Control.wait` that end when `test()` is true. Between two tests the wait may sleep `nap()` seconds."""
@@ -220,7 +230,7 @@ class Control:
 
     def check(self) -> None:
         """Raise MpitrainError in a broken world, and in a process that the rank has forked."""
-        if os.getpid() != self._process:
+        if _is_child and os.getpid() != self._process:
             raise MpitrainError(
                 f"{self.name()}: process {os.getpid()} was forked from the rank's own ({self._process}), and cannot "
                 "communicate: return the data to the rank, and send it there"

@@ -78,6 +78,11 @@ def test_a_host_that_fell_silent_comes_back_later_and_later() -> None:
     failures.append(failure(9, None, "b", when=200.0))
     assert judge(HOSTS, failures, [], FIVE, 319.0).hosts == ("a", "c", "d")
     assert judge(HOSTS, failures, [], FIVE, 320.0).hosts == HOSTS
+    # It is used before the job ends, but not while ranks may be left on it.
+    for elastic in (None, 4):
+        limits = Limits(5, min_nodes=4, max_nodes=elastic)
+        assert judge(HOSTS, failures, [], limits, 259.0).left == ("a", "c", "d")
+        assert judge(HOSTS, failures, [], limits, 260.0).hosts == HOSTS
     absent = [(1000.0 * number, "b") for number in range(1, 9)]
     assert judge(HOSTS, failures, absent, FIVE, 8000.0 + 3599.0).hosts == ("a", "c", "d")
     assert judge(HOSTS, failures, absent, FIVE, 8000.0 + 3600.0).hosts == HOSTS

@@ -13,6 +13,7 @@ ONE_HOST = Conditions("mpich", num_hosts=1, has_rdma=False, is_oversubscribed=Fa
 TWO_HOSTS = replace(ONE_HOST, num_hosts=2)
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "8589934592"}
 WITHOUT_OFI = {"OMPI_MCA_btl": "^ofi"}
+YIELDS = {"OMPI_MCA_mpi_yield_when_idle": "1"}
 DOCUMENT = Path(__file__).parents[2] / "docs/run.md"
 
 
@@ -27,6 +28,7 @@ def test_over_tcp_each_mpi_has_its_own() -> None:
     assert settings(replace(TWO_HOSTS, vendor="openmpi"), {}) == {
         "OMPI_MCA_btl_tcp_flags": "send",
         **WITHOUT_OFI,
+        **YIELDS,
         **MALLOC,
     }
     assert settings(replace(TWO_HOSTS, vendor="impi"), {}) == MALLOC
@@ -37,9 +39,9 @@ def test_rdma_hardware_is_left_alone() -> None:
         assert settings(replace(TWO_HOSTS, vendor=vendor, has_rdma=True), {}) == MALLOC
 
 
-def test_only_open_mpi_must_be_told_to_yield() -> None:
+def test_only_open_mpi_must_be_told_to_yield_on_one_host() -> None:
     found = settings(replace(ONE_HOST, vendor="openmpi", is_oversubscribed=True), {})
-    assert found == {"OMPI_MCA_mpi_yield_when_idle": "1", **WITHOUT_OFI, **MALLOC}
+    assert found == {**YIELDS, **WITHOUT_OFI, **MALLOC}
     assert settings(replace(ONE_HOST, is_oversubscribed=True), {}) == MALLOC
 
 
