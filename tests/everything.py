@@ -58,7 +58,7 @@ FRAMEWORKS_TOO = {"torch": {5: ""}, "jax": {3: "", 4: ""}}  # with --full
 # The same with arrays on GPUs, which are emulated here; scripts/gpu-check runs them on real ones. With 4 ranks on 2 of
 # them come several on each; errors and streams are a matter of one rank or of two.
 OF_FOUR_ON_GPUS = (
-    "test_transports.py or test_the_bits_of_the_host or test_weighted_means_of_all_dtypes or test_a_reducers_gradients"
+    "test_transports or test_the_bits_of_the_host or test_weighted_means_of_all_dtypes or test_a_reducers_gradients"
 )
 EMULATED = {1: "", 2: "", 4: OF_FOUR_ON_GPUS}
 EMULATED_TOO = {3: ""}  # with --full
@@ -74,10 +74,17 @@ ON_NODES = {
 # The other tests run in a process for each folder that takes long; what is not named here has one process for all. That
 # of faults takes longest, and is four parts of about the same length.
 FAULTS = {
-    "faults, hangs and failures": [f"tests/faults/test_{name}.py" for name in ("hangs", "failure", "helpers", "torch")],
+    "faults, hangs and failures": [
+        f"tests/faults/test_{name}.py"
+        for name in (
+            *("failure", "start_and_end", "leaving", "signals", "exit_code"),
+            *("hangs", "helpers", "start_method", "torch"),
+        )
+    ],
     "faults, restarts": [f"tests/faults/test_{name}.py" for name in ("spares", "restart", "chaos", "kills")],
     "faults, memory and recovery": [
-        f"tests/faults/test_{name}.py" for name in ("memory", "recovery", "examples", "examples_on_gpu")
+        f"tests/faults/test_{name}.py"
+        for name in ("memory", "memory_of_ranks", "recovery", "recovery_of_programs", "examples", "examples_on_gpu")
     ],
     "faults, others": ["tests/faults"],
 }

@@ -1,70 +1,22 @@
-"""`mpitrain cluster` with real machines: sshd, keys, and small playbooks of the shape of ours on a test bed."""
+"""`mpitrain cluster` with real machines: sshd, keys, and small playbooks on a test bed."""
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from cluster_operator import Operator
 
-from jobs import REPOSITORY, clean_environment
-from mpitrain.launch.hostfile import read_inventory
 from mpitrain.testbed import Bed, up
 
-SETUP = """\
-- name: Preflight
-  hosts: cluster
-  gather_facts: false
-  any_errors_fatal: true
-  tags: [preflight, always]
-  tasks:
-    - name: Look for the mark
-      ansible.builtin.stat: {path: /etc/refuse}
-      register: mark
-    - name: Refuse what does not fit
-      ansible.builtin.fail: {msg: "{{ inventory_hostname }}: /etc/refuse is there; remove it"}
-      when: mark.stat.exists
-- name: Names
-  hosts: cluster
-  gather_facts: false
-  become: true
-  tags: [hosts]
-  tasks:
-    - name: Write the names of all nodes
-      ansible.builtin.copy:
-        content: "{{ groups['cluster'] | join(' ') }}"
-        dest: /etc/nodes
-        mode: "0644"
-- name: More
-  hosts: cluster
-  gather_facts: false
-  become: true
-  tasks:
-    - name: Break where the second mark is
-      ansible.builtin.command: {argv: [test, "!", -e, /etc/break]}
-      changed_when: false
-"""
-TEARDOWN = """\
-- name: Undo
-  hosts: cluster
-  gather_facts: false
-  become: true
-  tasks:
-    - name: Was it confirmed
-      ansible.builtin.assert: {that: confirm == "yes"}
-    - name: Remove the names
-      ansible.builtin.file: {path: /etc/nodes, state: absent}
-"""
 QUESTION = "[yes/no/fingerprint]"
 
-pytestmark = pytest.mark.timeout(1500)  # some wait for a dead node
+pytestmark = pytest.mark.timeout(1500)  # some tests wait for a dead node
 
 
 @pytest.fixture(scope="module")
@@ -74,75 +26,6 @@ def bed() -> Iterator[Bed]:
         pytest.skip("Ansible is not installed: pip install 'mpitrain[cluster]'")
     with up(3, name=f"cluster{os.getpid()}") as made:
         yield made
-
-
-@dataclass
-class Operator:
-    """Somebody with a project, an ssh that knows no node yet, and a terminal or none."""
-
-    bed: Bed
-    folder: Path
-    known_hosts: Path = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.known_hosts = self.folder / "known_hosts"
-        shutil.copytree(REPOSITORY / "cluster/callback_plugins", self.folder / "cluster/callback_plugins")
-        (self.folder / "cluster/setup.yml").write_text(SETUP)
-        (self.folder / "cluster/teardown.yml").write_text(TEARDOWN)
-        # The checkout's own, whose last section is [ssh_connection].
-        ours = (REPOSITORY / "ansible.cfg").read_text()
-        (self.folder / "ansible.cfg").write_text(f"{ours}ssh_common_args = -F {self.folder}/ssh_config\n")
-        (self.folder / "ssh_config").write_text(
-            f"UserKnownHostsFile {self.known_hosts}\nGlobalKnownHostsFile /dev/null\nHashKnownHosts yes\n"
-            f"IdentityFile {self.bed.record.key}\nIdentitiesOnly yes\nStrictHostKeyChecking yes\n"
-        )
-
-    def __call__(
-        self, *arguments: str, typing: list[tuple[str, str]] | None = None, timeout_seconds: float = 600.0
-    ) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "mpitrain", "cluster", *arguments]
-        if typing is not None:
-            command = [sys.executable, str(REPOSITORY / "tests/typed.py"), json.dumps(typing), *command]
-        command = ["env", "--unset=ANSIBLE_INVENTORY", *command]  # the bed's own
-        env = clean_environment({"ANSIBLE_PYTHON_INTERPRETER": "/usr/bin/python3"})
-        return self.bed.run(command, timeout_seconds=timeout_seconds, env=env, cwd=self.folder)
-
-    def init(self, num_nodes: int = 2) -> None:
-        nodes = ",".join(f"{name}={self.bed.address(name)}" for name in self.bed.names[:num_nodes])
-        done = self("init", "--nodes", nodes, "--user", "admin")
-        assert done.returncode == 0, done
-
-    def trust_all(self) -> None:
-        fingerprints = [f"--fingerprints={name}={self.fingerprint(name)}" for name in self.names]
-        done = self("trust", *fingerprints)
-        assert done.returncode == 0, done
-
-    @property
-    def names(self) -> list[str]:
-        return [host.name for host in read_inventory(self.folder / "cluster/hosts").hosts]
-
-    def fingerprint(self, node: str) -> str:
-        """The fingerprint that the node's console shows."""
-        console = self.bed.node_run(node, ["ssh-keygen", "-lf", "/etc/ssh/ssh_host_ed25519_key.pub"])
-        return re.search(r"SHA256:\S+", console.stdout)[0]
-
-    def knows(self, node: str) -> bool:
-        """True if the operator's ssh logs in without any help of ours."""
-        command = [
-            "ssh",
-            "-F",
-            f"{self.folder}/ssh_config",
-            "-o",
-            "BatchMode=yes",
-            f"admin@{self.bed.address(node)}",
-            "true",
-        ]
-        return self.bed.run(command, timeout_seconds=300).returncode == 0
-
-    def nodes_of(self, node: str) -> str | None:
-        """The nodes in the file that set-up has written."""
-        found = self.bed.node_run(node, ["cat", "/etc/nodes"])
-        return found.stdout if found.returncode == 0 else None
 
 
 @pytest.fixture
@@ -162,7 +45,9 @@ def test_trust_asks_and_adds(operator: Operator) -> None:
     assert f"added to {operator.known_hosts}; the login works" in done.stdout
     assert operator.knows("node1") and operator.knows("node2") and not operator.knows("node3")
     assert operator.known_hosts.stat().st_mode & 0o777 == 0o600
-    assert operator.bed.address("node1") not in operator.known_hosts.read_text()  # hashed, as its ssh is told to
+    assert (
+        operator.bed.address("node1") not in operator.known_hosts.read_text()
+    )  # the names are hashed, as the ssh configuration asks
     before = operator.known_hosts.read_text()
     again = operator("trust")
     assert (again.returncode, again.stdout.count("already known")) == (0, 2), again
@@ -205,7 +90,7 @@ def test_fingerprints_from_options_and_a_file(operator: Operator) -> None:
     done = operator("trust", "--fingerprints", "keys")
     assert done.returncode == 0, done
     assert operator.knows("node2")
-    done = operator("trust", "--fingerprints", f"node2={wrong}")  # known, but said to be another
+    done = operator("trust", "--fingerprints", f"node2={wrong}")  # node2 is known, but the option names another key
     assert (done.returncode, "WRONG KEY" in done.stdout) == (1, True), done
 
 
@@ -294,7 +179,7 @@ def test_an_addition_that_changed_nothing_is_taken_back(operator: Operator) -> N
     before = (operator.folder / "cluster/hosts").read_text()
     third = ("add", f"node3={operator.bed.address('node3')}", "--user", "admin")
 
-    done = operator(*third)  # nobody to say whether its key is right
+    done = operator(*third)  # nobody says whether the key of node3 is right
     assert (done.returncode, "not every new node is trusted" in done.stderr) == (1, True), done
     assert (operator.folder / "cluster/hosts").read_text() == before
 
@@ -315,12 +200,12 @@ def test_an_addition_that_changed_nothing_is_taken_back(operator: Operator) -> N
     assert "node3 stays in" in done.stderr
     assert operator.names == ["node1", "node2", "node3"]
     operator.bed.node_run("node3", ["rm", "/etc/break"])
-    done = operator("setup")  # the next run mends it
+    done = operator("setup")  # the next run repairs node3
     assert done.returncode == 0, done
 
 
 def test_sudo_wants_a_password(operator: Operator) -> None:
-    """No password, a wrong one, the right one. The first two change nothing on the other nodes."""
+    """The operator gives no password, a wrong one and the right one. The first two runs change no other node."""
     operator.init()
     operator.trust_all()
     protect = (
@@ -346,7 +231,7 @@ def test_sudo_wants_a_password(operator: Operator) -> None:
 
 
 def test_it_leaves_nothing_in_the_operators_own_ssh(operator: Operator) -> None:
-    """All of the above went through the file that the project's ssh names."""
+    """The commands use only the file that the ssh configuration of the project names."""
     home = Path("~/.ssh/known_hosts").expanduser()
     shutil.copy(home, operator.folder / "home") if home.exists() else None
     operator.init()

@@ -15,7 +15,7 @@ def healed(bed: Bed) -> Iterator[None]:
     for node in bed.names:
         bed.heal(node)
     rest = left(bed)
-    if rest:  # what a job at its deadline has left is not to be in the way of the next test for 15 min
+    if rest:  # what a job at its deadline has left must not hinder the next test for 15 min
         command = f"{PYTHONS['mpich']} -m mpitrain"
         kept = f"{command} ps | awk '/ kept until / {{ print $1 }}'"
         as_user(bed, "node1", f"for job in $({kept}); do {command} kill $job; done")

@@ -110,7 +110,7 @@ def run(bed: Bed, arguments: str, *, python: str = PYTHONS["mpich"], setting: st
 
 
 def left(bed: Bed, patience_seconds: float = _GONE_SECONDS) -> list[str]:
-    """What is left of jobs on all nodes: files, and the user's processes except logins. Wait for these to go."""
+    """Wait until nothing of a job is left on any node. Return the rest: files, and the user's processes but logins."""
     command = (
         "for p in $(pgrep -u cluster); do tr '\\0' ' ' < /proc/$p/cmdline; echo; done 2>/dev/null; "
         "ls -d /tmp/mpitrain-* /dev/shm/mpich_shm_* /dev/shm/sm_segment.* 2>/dev/null; true"
@@ -132,7 +132,7 @@ def left(bed: Bed, patience_seconds: float = _GONE_SECONDS) -> list[str]:
 
 
 def drop_kept(bed: Bed, *nodes: str) -> None:
-    """Drop what the keepers of these nodes hold, which were cut off, and may not have heard of the end of their job."""
+    """Drop what the keepers of these nodes hold. They were cut off, and may not have heard of the end of their job."""
     command = f"{PYTHONS['mpich']} -m mpitrain"
 
     def are_gone() -> bool:

@@ -172,7 +172,7 @@ def test_a_node_that_is_down(bed: Bed, checkout: Path, tmp_path: Path) -> None:
     inventory = inventory_of(bed, tmp_path / "hosts", NODES)
     bed.kill("node2")
     try:
-        # The connection of another test may still be open. Then sudo is what does not answer.
+        # The connection of another test may still be open. In that case sudo is what does not answer.
         says = (f"node2 ({bed.address('node2')}): ", "Try: ssh ", "remove node2 from the inventory")
         refused(bed, checkout, inventory=inventory, says=says)
     finally:
@@ -219,7 +219,7 @@ def test_too_little_room_on_the_share(bed: Bed, checkout: Path, tmp_path: Path) 
     try:
         says = (f"node1: {SHARE} has 64 MiB free; needed: 1024 MiB", "mpitrain_min_free_mib")
         refused(bed, checkout, inventory=inventory, says=says)
-        # With preflight's check switched off, set-up fails when the disk is full, and says so.
+        # With preflight's check switched off, set-up fails when the disk is full, and names the cause.
         options = ("-e", "mpitrain_min_free_mib=1", "--tags", "users,runtime")
         run = playbook(bed, SETUP, *options, inventory=inventory, checkout=checkout)
         assert run.code not in (0, None)

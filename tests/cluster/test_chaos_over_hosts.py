@@ -59,7 +59,7 @@ def started(bed: Bed) -> tuple[Job, str]:
 
 
 def test_over_ssh(bed: Bed) -> None:
-    """As on real hosts: one host freezes, and the job goes on."""
+    """One host freezes, as on real hosts, and the job goes on."""
     job, token = started(bed)
     options = "--faults freeze --every 4s --hold 1s --count 1 --seed 2 --yes --report chaos-report"
     line = f"mpitrain chaos {token} --hosts {','.join(bed.names)} {options} > chaos-output 2>&1"

@@ -5,91 +5,22 @@ The tests are in the order of that life and share its bed. Each test also runs a
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 
+import life
 import pytest
-from playbooks import (
-    FASHION,
-    SETUP,
-    SHARE,
-    TEARDOWN,
-    USER,
-    Run,
-    checkout_copy,
-    difference,
-    etc,
-    inventory_of,
-    playbook,
-    root,
-    shared_user,
-)
+from life import NODES, NOFILE, OWN_LINE, Cluster, needs_fashion, wait_for_the_note
+from playbooks import SHARE, TEARDOWN, USER, difference, etc, root, shared_user
 
 from jobs import REPOSITORY
-from mpitrain.testbed import up
-from mpitrain.testbed.bed import Bed
+
+# Fixtures: pytest finds them by these names.
+bare, cluster = life.bare, life.cluster
 
 pytestmark = pytest.mark.timeout(3000)
-NODES = ("node1", "node2", "node3")
 OUTSIDER = "node4"
-OWN_LINE = "192.0.2.7 printer # the user's own line"
-# Low enough for a container on a machine that may not raise its own limits.
-NOFILE = 4096
 CLUSTER_WIDE = "hosts,ssh,firewall,nfs,wireguard"
-
-
-@dataclass
-class Cluster:
-    """A cluster on a bed: where its inventories are, and /etc of the nodes as it was before."""
-
-    bed: Bed
-    inventory: Path
-    smaller: Path
-    key: Path
-    checkout: Path
-    before: dict[str, dict[str, list[object]]]
-
-    def setup(self, *arguments: str, inventory: Path | None = None) -> Run:
-        variables = {
-            "mpitrain_authorized_keys": [self.key.with_suffix(".pub").read_text().strip()],
-            "mpitrain_nofile": NOFILE,
-            "mpitrain_sshd_passwords": False,
-        }
-        return self.play(SETUP, "-e", json.dumps(variables), *arguments, inventory=inventory)
-
-    def play(self, *arguments: str, inventory: Path | None = None) -> Run:
-        return playbook(self.bed, *arguments, inventory=inventory or self.inventory, checkout=self.checkout)
-
-
-@pytest.fixture(scope="module")
-def bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    folder = tmp_path_factory.mktemp("cycle")
-    with up(4, name=f"cycle{os.getpid()}") as bed:
-        for node in bed.names:
-            root(bed, node, f"echo {OWN_LINE!r} >> /etc/hosts")
-        bed.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "key")])
-        yield Cluster(
-            bed,
-            inventory_of(bed, folder / "hosts", NODES),
-            inventory_of(bed, folder / "smaller", NODES[:-1]),
-            folder / "key",
-            checkout_copy(tmp_path_factory.mktemp("checkout")),
-            {node: etc(bed, node) for node in bed.names},
-        )
-
-
-@pytest.fixture(scope="module")
-def cluster(bare: Cluster) -> Cluster:
-    if root(bare.bed, "node1", f"id {USER}").returncode != 0:  # the preceding test has not run
-        run = bare.setup()
-        assert run.code == 0, run.output
-    assert shared_user(bare.bed, "node2", "echo from node2 > ~/nfs/note").returncode == 0
-    return bare
 
 
 @pytest.mark.slow
@@ -118,11 +49,6 @@ def test_from_bare_nodes_to_the_first_training_step(bare: Cluster, capsys: pytes
     assert trained.returncode == 0, trained.stdout + trained.stderr
     with capsys.disabled():
         print(f"\n3 bare nodes to a cluster: {seconds:.0f} s; to the first step: {time.monotonic() - started:.0f} s")
-
-
-def needs_fashion() -> None:
-    if not FASHION.is_dir():
-        pytest.skip("Fashion-MNIST is not here: scripts/get-data fashion")
 
 
 def test_the_line_on_the_card_trains_from_the_head(cluster: Cluster) -> None:
@@ -164,7 +90,7 @@ def test_the_shared_user_logs_in_from_any_to_any_with_host_keys_checked(cluster:
 
 def test_another_host_key_is_refused(cluster: Cluster) -> None:
     key = "/etc/ssh/ssh_host_ed25519_key"
-    # Not reload, which ends before sshd listens again. A restart ends when sshd listens.
+    # Not `reload`, which returns before sshd listens again. A restart returns when sshd listens.
     renew = (
         f"cp -a {key} {key}.pub /root/ && rm {key} && ssh-keygen -q -t ed25519 -N '' -f {key} && systemctl restart ssh"
     )
@@ -246,7 +172,7 @@ def test_the_shared_user_has_no_password(cluster: Cluster) -> None:
 
 
 def test_sshd_offers_passwords_to_nobody(cluster: Cluster) -> None:
-    """To known and unknown users alike. node4, which is not set up, shows that the test can see an offer."""
+    """No user, known or unknown, gets an offer. node4, which is not set up, shows that the test can see one."""
     ask = "ssh -F none -o BatchMode=yes -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null"
     for node, methods in (("node1", "(publickey)"), (OUTSIDER, "(publickey,password)")):
         for user in ("admin", "root", USER, "nobody"):
@@ -278,15 +204,6 @@ def test_a_stale_mount_is_mended_by_the_next_run(cluster: Cluster) -> None:
 def test_the_mount_comes_back_after_the_server_rebooted(cluster: Cluster) -> None:
     cluster.bed.reboot("node1")
     wait_for_the_note(cluster, "node3")
-
-
-def wait_for_the_note(cluster: Cluster, node: str) -> None:
-    deadline = time.monotonic() + 300
-    while (
-        read := shared_user(cluster.bed, node, "timeout 30 cat ~/nfs/note")
-    ).returncode and time.monotonic() < deadline:
-        time.sleep(0.5)
-    assert read.stdout == "from node2\n", read.stderr
 
 
 @pytest.mark.slow

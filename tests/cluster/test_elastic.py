@@ -13,13 +13,13 @@ from mpitrain.testbed import Bed
 
 pytestmark = [pytest.mark.timeout(1800), pytest.mark.usefixtures("healed")]
 
-# A host that was away is set aside for a minute, in which the ranks need not compute much.
+# A host that was away is set aside for a minute. The ranks need not compute much in that minute.
 SAVES = SCRIPT.replace("Show()]", "Show(), mt.Checkpoint('saved', steps=100000)]")
 SLOW = SAVES.replace("time.sleep(0.05)", "time.sleep(0.25)")
 
 
 def inventory(bed: Bed, *nodes: str) -> None:
-    """Write the inventory of the job at once, as an editor does."""
+    """Replace the inventory of the job at once, as an editor does."""
     lines = [f"{node} ansible_host={bed.address(node)}" for node in nodes]
     text = "\n".join(["[head]", lines[0], "[workers]", *lines[1:], "[cluster:children]", "head", "workers", ""])
     write(bed, "node1", "new_hosts", text)
@@ -27,7 +27,7 @@ def inventory(bed: Bed, *nodes: str) -> None:
 
 
 def counted_steps(output: str) -> dict[int, tuple[int, list[int], str]]:
-    """As steps_of in test_joining. What a failed try made after its last copy does not count, and is made again.
+    """Do as steps_of in test_joining.py does. Steps of a failed try after its last copy are repeated and do not count.
 
     A change of hosts repeats no step.
     """
@@ -106,7 +106,7 @@ def test_hosts_go_and_come_back(bed: Bed, python: str) -> None:
 
 @pytest.mark.slow
 def test_patience_has_an_end(bed: Bed) -> None:
-    """node3 is away at the start, is lost, and is lost again. Then only a wish takes it in."""
+    """node3 is away at the start, and is then lost twice. After that only a wish takes it in."""
     write(bed, "node1", f"{SHARE}/moves.py", SLOW)
     as_user(bed, "node1", "rm -rf enough record saved; mkdir record")
     bed.cut("node3")
@@ -122,7 +122,7 @@ def test_patience_has_an_end(bed: Bed) -> None:
         job.wait_for("node3 fell silent; starting again on node1, node2 with 2 ranks, without node3\n", number)
         bed.heal("node3")
         job.wait_for("resumed from memory at step ", 2 * number)
-        if number == 1:  # two minutes earlier than by itself
+        if number == 1:  # two minutes earlier than it would join by itself
             change(bed, PYTHONS["mpich"], "join node3")
     job.wait_for("node3 was found bad 3 times, and is not taken in again by itself; `mpitrain join` lets it in\n")
     change(bed, PYTHONS["mpich"], "join node3")

@@ -117,7 +117,7 @@ def test_ansible_core_alone_reads_the_playbooks(playbook: str) -> None:
 
 @pytest.mark.parametrize("kind", [int, str])
 def test_a_node_that_is_set_up_is_not_refused(preflight: ModuleType, kind: type) -> None:
-    """Numbers are text if they come from -e, and before ansible-core 2.19 from every template."""
+    """Numbers from -e are text. Before ansible-core 2.19, numbers from any template are text too."""
     numbers = {name: kind(SETTINGS[name]) for name in ("uid", "gid", "min_free_mib")}
     reports = {"a": {"ansible_facts": {"mpitrain": HEALTHY}}}
     assert preflight.problems(reports, {"a": "10.0.0.1"}, {"head": ["a"]}, SETTINGS | numbers) == []
@@ -170,7 +170,7 @@ def test_the_network_as_a_node_sees_it(preflight: ModuleType, facts: dict[str, o
 def test_an_environment_that_cannot_be_loaded_is_damaged(
     facts: ModuleType, tmp_path: Path, code: int, is_damaged: bool
 ) -> None:
-    """The note of what set-up has installed does not make the environment whole."""
+    """The note of what set-up has installed does not prove that the environment is whole."""
     python = tmp_path / "bin/python"
     python.parent.mkdir()
     python.write_text(f"#!/bin/sh\nexit {code}\n")
@@ -271,7 +271,7 @@ def test_who_would_be_locked_out_is_refused(preflight: ModuleType) -> None:
     denied = {"unreachable": True, "msg": "Task failed: Failed to connect: admin@10.0.0.1: Permission denied"}
     assert preflight.key_problems("a", "10.0.0.1", {}) == []
     assert preflight.key_problems("a", "10.0.0.1", {"skipped": True}) == []
-    (sentence,) = preflight.key_problems("a", "10.0.0.1", denied)  # no user is named: ssh's default
+    (sentence,) = preflight.key_problems("a", "10.0.0.1", denied)  # no user is named, so ssh uses its default
     assert sentence.startswith("a (10.0.0.1): mpitrain_sshd_passwords is false, and a login with a key alone fails: ")
     assert "Permission denied" in sentence and "Install your key: ssh-copy-id 10.0.0.1; or" in sentence
     settings = SETTINGS | {"login_users": {"a": "admin"}, "login_ports": {"a": 2222}}

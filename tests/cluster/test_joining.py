@@ -159,7 +159,7 @@ def test_a_host_leaves_and_joins_again(bed: Bed, python: str, script: str) -> No
 
 @MOSTLY_MPICH
 def test_ranks_are_killed_while_the_next_try_is_prepared(bed: Bed, python: str) -> None:
-    """A new rank: the others end, and the job notices nothing. A rank that trains: the job starts again from memory."""
+    """If a new rank is killed, the job notices nothing. If a training rank is killed, the job resumes from memory."""
     write(bed, "node1", f"{SHARE}/moves.py", SCRIPT)
     as_user(bed, "node1", "rm -rf enough hold held-* record; mkdir record")
     job = Job(bed, "--hosts node1,node2,node3 --ppn 1 --restarts 2 moves.py 4000", python=python, setting=COPIES)
@@ -192,7 +192,7 @@ def test_ranks_are_killed_while_the_next_try_is_prepared(bed: Bed, python: str) 
 
 
 def kill(bed: Bed, node: str, *, follows: bool, once: str) -> None:
-    """Kill the ranks on a node: those of the next try, or those that train. Wait for the file `once` before."""
+    """Wait for the file `once`. Then kill the ranks on a node: those of the next try, or those that train."""
     is_rank, is_next = (f"grep -qsz ^{name}= /proc/$p/environ" for name in ("PM.*_RANK", "_MPITRAIN_FOLLOWS"))
     is_one = f"{is_rank} && {is_next}" if follows else f"{is_rank} && ! {is_next}"
     killing = f"for p in $(pgrep -u cluster -f '[m]oves.py 4000'); do {is_one} && kill -9 $p; done"
@@ -245,7 +245,7 @@ def test_a_host_that_differs_is_refused(bed: Bed) -> None:
 
 @MOSTLY_MPICH
 def test_sigterm_to_a_rank_lets_its_host_leave(bed: Bed, python: str) -> None:
-    """Then a second host of the remaining two is told. --min-nodes is 2, so the job saves and ends."""
+    """Then one of the two remaining hosts is told. --min-nodes is 2, so the job saves and ends."""
     write(bed, "node1", f"{SHARE}/moves.py", SCRIPT.replace("Show()]", "Show(), mt.Checkpoint('saved', steps=100000)]"))
     as_user(bed, "node1", "rm -rf enough record saved; mkdir record")
     job = Job(

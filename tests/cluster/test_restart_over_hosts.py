@@ -62,7 +62,7 @@ time.sleep(600)
 
 @pytest.fixture(scope="module", autouse=True)
 def scripts(bed: Bed) -> None:
-    """The folder of the scripts, on the share."""
+    """Write the scripts to the share."""
     write(bed, "node1", f"{SHARE}/train.py", SCRIPT)
     write(bed, "node1", f"{SHARE}/stays.py", STAYS)
 
@@ -74,7 +74,7 @@ def no_checkpoints(bed: Bed, healed: None) -> None:
 
 
 def went_on_from_memory(end: Ended, failed: int) -> None:
-    """After the last step of all ranks, or the one before: a rank may have died between step and copy."""
+    """The job resumed after the last step of all ranks, or the step before: a rank may die between step and copy."""
     resumed = re.findall(r"resumed from memory at step (\d+)\n", end.output)
     assert len(resumed) == 1, end.output
     assert failed - 2 <= int(resumed[0]) <= failed, end.output
@@ -82,18 +82,18 @@ def went_on_from_memory(end: Ended, failed: int) -> None:
 
 
 def rank_of(bed: Bed, node: str) -> int:
-    """The process of the rank there that has come out of init() last."""
+    """The process of the rank on a node that was the last to come out of init()."""
     return int(bed.node_run(node, ["cat", "/tmp/rank"]).stdout)
 
 
 def programs(bed: Bed, node: str) -> set[int]:
-    """The processes there that run the script, ranks and spares."""
+    """The processes on a node that run the script: ranks and spares."""
     found = bed.node_run(node, ["pgrep", "-u", "cluster", "-f", r"^\S+ train\.py"]).stdout
     return {int(line) for line in found.split()}
 
 
 def sent(bed: Bed, node: str) -> set[int]:
-    """The processes there that the launcher has sent: guard, keeper, holder of spares, guard of the next try."""
+    """The launcher's processes on a node: guard, keeper, holder of spares, guard of the next try."""
     found = bed.node_run(node, ["pgrep", "-u", "cluster", "-f", "^[^ ]*python[^ ]* -I -u -c .import json"]).stdout
     return {int(line) for line in found.split()}
 
@@ -101,7 +101,7 @@ def sent(bed: Bed, node: str) -> set[int]:
 @MOSTLY_MPICH
 @pytest.mark.parametrize("spares", ["--spares", pytest.param("", marks=pytest.mark.slow)])
 def test_a_rank_is_killed(bed: Bed, python: str, spares: str) -> None:
-    """With spares, the holder of node2 is killed first: its rank starts as a program, those of the others are there.
+    """With spares, the holder on node2 is killed first. The rank there starts as a program; the others are spares.
 
     The next try's guard, which was there before the kill, is the guard after it.
     """
@@ -127,7 +127,7 @@ def test_a_rank_is_killed(bed: Bed, python: str, spares: str) -> None:
         r"mpitrain: try 1 of 3 failed at step (\d+): rank 2 on node3 (?:was killed|ended)(.*); (.*)\n", end.output
     )
     assert found, end.output
-    assert 50 <= int(found[1]) <= 76  # the other ranks may be a step ahead of rank 0
+    assert 50 <= int(found[1]) <= 76  # other ranks may be a step ahead of rank 0
     assert found[3] == "starting again on node1, node2, node3, node4"
     went_on_from_memory(end, int(found[1]))
     assert "mpitrain: try 2 of 3 succeeded\n" in end.output
@@ -167,7 +167,7 @@ def test_the_launcher_is_killed(bed: Bed, python: str) -> None:
     job.signal("KILL")
     killed = job.end()
     assert killed.code == 128 + signal.SIGKILL, killed.output
-    until(lambda: "To go on: " in job.output())  # the keeper says so, after the end of the launcher
+    until(lambda: "To go on: " in job.output())  # the keeper prints this line after the end of the launcher
     (name,) = re.findall(r"To go on: `mpitrain run --resume (\w{8})`", job.output())
     listed = as_user(bed, "node3", f"{python} -m mpitrain ps")
     row = rf"--resume {name} .* none, its state on node1, node2, node3 .*train.py 100$"
@@ -187,7 +187,7 @@ def test_the_launcher_is_killed(bed: Bed, python: str) -> None:
 
 @pytest.mark.slow
 def test_the_host_of_the_launcher_loses_its_power(bed: Bed, python: str) -> None:
-    """The job goes on without it. The keepers of the other nodes hear of the loss by silence only."""
+    """The job goes on without that host. The keepers of the other nodes learn of the loss only from the silence."""
     arguments = "--hosts node1,node2,node3 --ppn 1 --restarts 2 --min-nodes 2 train.py 100"
     job = Job(bed, arguments, python=python, setting=EVERY_STEP, node="node3")
     job.wait_for("made step 50 ")
@@ -220,7 +220,7 @@ def test_the_cable_of_the_launcher_is_plugged_in_again(bed: Bed, python: str) ->
 
 
 def test_silence(bed: Bed) -> None:
-    """Of the launcher's node, of a node that is paused, and of one whose cable is cut: only the last is lost."""
+    """The launcher's node, a paused node and a node whose cable is cut fall silent. Only the last is lost."""
     write(bed, "node1", "go_on", "")
     job = Job(bed, "-n 4 --restarts 1 train.py 1000000", setting=EVERY_STEP)
     job.wait_for("made step 50 ")

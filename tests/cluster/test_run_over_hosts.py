@@ -1,4 +1,4 @@
-"""`mpitrain run` over the nodes of a cluster that the playbooks have set up, without faults and with faults.
+"""`mpitrain run` over the nodes of a cluster that the playbooks have set up, and jobs that cannot start there.
 
 Every fault is real. After each, nothing of the job is left on any node.
 """
@@ -9,105 +9,17 @@ import json
 import os
 import re
 import signal
-import uuid
 
 import pytest
-from launching import JOB_SECONDS, MOSTLY_MPICH, PYTHONS, SHARE, Job, as_user, left, run, write
+import scripts_over_hosts
+from launching import JOB_SECONDS, MOSTLY_MPICH, PYTHONS, SHARE, Job, as_user, run, write
+from scripts_over_hosts import SCRIPTS, hosts
 
 from mpitrain.testbed import Bed
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("healed")]
-
-SCRIPTS = {
-    "hello.py": """
-import mpitrain as mt, os, socket, sys, time
-world = mt.init()
-names = ("UCX_NET_DEVICES", "LEARNING_RATE", "_MPITRAIN_EXPECTED_SIZE")
-values = [os.environ.get(name) for name in names]
-print("rank", world.rank, "of", world.size, "on", socket.gethostname(), world.context.device(world.rank), *values)
-time.sleep(float(sys.argv[1]) if len(sys.argv) > 1 else 0)
-""",
-    "plain.py": """
-from mpi4py import MPI
-import socket, sys
-print("rank", MPI.COMM_WORLD.rank, "of", MPI.COMM_WORLD.allreduce(1), "on", socket.gethostname())
-""",
-    "fails_before_mpi.py": """
-import socket
-if socket.gethostname() != "node1":
-    raise ImportError("no such library here")
-from mpi4py import MPI
-MPI.COMM_WORLD.Barrier()
-""",
-    "leaves_before_init.py": """
-import socket, sys
-import mpitrain as mt
-if socket.gethostname() == "node3":
-    sys.exit(3)
-mt.init()
-""",
-    "late.py": """
-import socket, time
-import mpitrain as mt
-if socket.gethostname() == "node3":
-    time.sleep(1000)
-mt.init()
-""",
-    "threads.py": """
-import mpitrain as mt, os, socket
-mt.init()
-print(os.environ["OMP_NUM_THREADS"], "threads on", socket.gethostname())
-""",
-    "hangs.py": """
-import os, signal, socket, subprocess, sys, time
-import mpitrain as mt
-world = mt.init()
-def load():
-    if sys.argv[1] == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    if sys.argv[1] == "die unseen":  # for two seconds its guard sees nothing, as on a host that is busy
-        guard = subprocess.check_output(["pgrep", "-u", "cluster", "-f", "^[^ ]*python[^ ]* -I -u -c .import json"])
-        line = f"kill -STOP {int(guard)}; touch {sys.argv[2]}; sleep 2; kill -CONT {int(guard)}"
-        subprocess.Popen(["sh", "-c", line], env={"PATH": os.environ["PATH"]}, start_new_session=True)
-        while not os.path.exists(sys.argv[2]):
-            time.sleep(0.01)
-        os.unlink(sys.argv[2])
-    if sys.argv[1].startswith("die"):
-        os.kill(os.getpid(), signal.SIGKILL)
-    while sys.argv[1] == "loop":
-        pass
-    while sys.argv[1] == "sleep":
-        time.sleep(1)
-for number in range(10**9):
-    if number == 20:
-        print("stands still now")
-        if socket.gethostname() == "node3":
-            load()
-    world.barrier()
-    time.sleep(0.01)
-""",
-    "leaves_a_process.py": """
-import socket, subprocess
-import mpitrain as mt
-world = mt.init()
-if socket.gethostname() == "node2":
-    null = subprocess.DEVNULL
-    subprocess.Popen(["sleep", "1234"], start_new_session=True, stdin=null, stdout=null, stderr=null)
-""",
-}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def scripts(bed: Bed) -> None:
-    """The folder of the scripts, on the share."""
-    for name, text in SCRIPTS.items():
-        write(bed, "node1", f"{SHARE}/{name}", text)
-
-
-def hosts(output: str) -> dict[int, str]:
-    """The host of every rank that has printed its line."""
-    words = [line.partition("] ")[2].split() for line in output.splitlines() if "] rank " in line]
-    return {int(line[1]): line[5] for line in words}
+# A fixture: pytest finds it by this name.
+scripts = scripts_over_hosts.scripts
 
 
 def test_on_all_nodes_by_default(bed: Bed, python: str) -> None:
@@ -209,7 +121,7 @@ def test_bench_sees_what_crosses_the_link(bed: Bed) -> None:
         assert row["wrong"] == 0
         assert row["bound_us"] == pytest.approx(2**22 * 8 / 1e3)
         assert row["link_multiple"] > 0.99
-    # In a ring of 4, ranks send 1.5 buffers, and one rank of each node sends to the other. 1 buffer would be enough.
+    # In a ring of 4, each rank sends 1.5 buffers, and one rank of each node sends to the other node. 1 buffer would do.
     assert by_name["ring"]["link_multiple"] == pytest.approx(1.5, rel=0.05)
 
 
@@ -238,64 +150,6 @@ def test_interfaces_with_different_names(bed: Bed, python: str) -> None:
     assert "on node3  eth0 " in job.output
 
 
-@MOSTLY_MPICH
-def test_power_cut(bed: Bed, python: str) -> None:
-    job = Job(bed, "-n 4 hello.py 600", python=python)
-    job.wait_for("of 4 on", 4)
-    bed.kill("node3")
-    end = job.end()
-    assert end.code == 1, end.output
-    assert "node3: no message from this host since " in end.output
-    bed.start("node3")
-    assert left(bed) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", ["freeze", "cut"])
-def test_a_node_that_falls_silent(bed: Bed, fault: str) -> None:
-    job = Job(bed, "-n 4 hello.py 600")
-    job.wait_for("of 4 on", 4)
-    getattr(bed, fault)("node2")
-    end = job.end()
-    assert end.code == 1, end.output
-    assert "node2: no message from this host since " in end.output
-    if fault == "cut":  # the node ends its part of the job itself
-        assert left(bed) == []
-
-
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        pytest.param("stop", r"is stopped \(SIGSTOP\?\): kill -CONT \d+", marks=pytest.mark.slow),
-        ("loop", r"runs? in hangs\.py:\d+ \(load\), after call \d+"),
-        pytest.param("sleep", r"sleeps? in hangs\.py:\d+ \(load\), after call \d+", marks=pytest.mark.slow),
-    ],
-)
-def test_a_rank_that_stands_still(bed: Bed, kind: str, expected: str) -> None:
-    job = run(bed, f"-n 8 hangs.py {kind}", setting="MPITRAIN_STALL_SECONDS=5 MPITRAIN_HANG_SECONDS=20")
-    waits = r"ranks 0-3,6,7 on node1,node2,node4 wait in barrier \(call \d+\)"
-    assert job.code == 1, job.output
-    ended = r"nothing has moved for 20 s \(hang_seconds\), and the job is ended"
-    for head in (r"no progress for ([5-9]|1\d) s", ended):
-        # Two ranks of a host that stand in the same place have a line each, or one line together.
-        assert re.search(rf"mpitrain: {head}: {waits}; ranks? 4(,5)? on node3 {expected}", job.output), job.output
-
-
-@pytest.mark.slow
-def test_silent_hosts_are_named_before_they_are_given_up(bed: Bed) -> None:
-    """The launcher's own cable is cut. It waits longer for all other hosts together than for one."""
-    job = Job(bed, "-n 4 hangs.py no", setting="MPITRAIN_STALL_SECONDS=8")
-    job.wait_for("stands still now")
-    bed.cut("node1")
-    done = job.end()
-    assert done.code == 1, done.output
-    report = re.search(r"no progress for \d+ s: .*", done.output)
-    assert report, done.output
-    for rank in (1, 2, 3):
-        assert f"rank {rank} on node{rank + 1}: no message from this host for " in report[0]
-    assert "node2, node3, node4: no message from these hosts since " in done.output
-
-
 def test_jobs_are_listed_and_ended_by_their_id(bed: Bed) -> None:
     job = Job(bed, "-n 4 hello.py 1000")
     job.wait_for("] rank ", 4)
@@ -308,96 +162,6 @@ def test_jobs_are_listed_and_ended_by_their_id(bed: Bed) -> None:
     assert killed.returncode == 0, killed.stderr
     assert killed.stdout == f"job {found[1]} has ended on node1, node2, node3, node4\n"
     assert job.end().code == 128 + signal.SIGTERM
-
-
-@MOSTLY_MPICH
-def test_a_killed_launcher_leaves_nothing(bed: Bed, python: str) -> None:
-    job = Job(bed, "-n 4 hello.py 600", python=python)
-    job.wait_for("of 4 on", 4)
-    job.signal("KILL")
-    assert job.end().code == 137
-    assert left(bed) == []
-
-
-@MOSTLY_MPICH
-def test_a_killed_rank(bed: Bed, python: str) -> None:
-    """MPICH's mpiexec then ends with 255, because its proxies on the other hosts fail as well."""
-    end = run(bed, "-n 4 hangs.py die", python=python)
-    if python == PYTHONS["mpich"]:
-        assert "mpitrain: rank 2 on node3 was killed by signal 9; mpiexec ended the others" in end.output
-        assert end.code == 128 + signal.SIGKILL, end.output
-    else:  # the line depends on the order in which its processes end
-        assert "mpitrain: rank 2 on node3 " in end.output and end.code != 0, end.output
-    assert left(bed) == []
-
-
-def test_a_killed_rank_whose_guard_is_late(bed: Bed, python: str) -> None:
-    """The kernel gives the time of each end. By the times at which guards see them, another node's rank is first."""
-    end = run(bed, f"-n 4 hangs.py 'die unseen' /tmp/stopped-{uuid.uuid4().hex}", python=python)
-    assert end.code != 0
-    blamed = re.findall(r"^mpitrain: (ranks? \S+ on \S+) (?:was killed|ended|left)", end.output, re.M)
-    assert blamed == ["rank 2 on node3"], end.output
-    assert left(bed) == []
-
-
-@MOSTLY_MPICH
-def test_interrupted(bed: Bed, python: str) -> None:
-    job = Job(bed, "-n 4 hello.py 600", python=python)
-    job.wait_for("of 4 on", 4)
-    job.signal("INT")
-    end = job.end()
-    assert end.code == 130, end.output
-    assert left(bed) == []
-
-
-def test_suspension_is_refused(bed: Bed) -> None:
-    """A stopped launcher would be silent, and the guards would end the job."""
-    job = Job(bed, "-n 2 hello.py 5")
-    job.wait_for("of 2 on", 2)
-    job.signal("TSTP")
-    assert job.end().code == 0
-
-
-def test_python_fails_before_mpi_on_three_of_four(bed: Bed, python: str) -> None:
-    end = run(bed, "-n 4 --start-seconds 30 fails_before_mpi.py", python=python)
-    assert end.code != 0
-    assert "ImportError: no such library here" in end.output
-    if python == PYTHONS["mpich"]:  # Open MPI's mpiexec itself ends such a job
-        assert "rank 1 on node2, rank 2 on node3, rank 3 on node4 ended early" in end.output
-
-
-@MOSTLY_MPICH
-def test_a_rank_that_leaves_before_init(bed: Bed, python: str) -> None:
-    end = run(bed, "-n 4 leaves_before_init.py", python=python)
-    assert end.code in (1, 3), end.output
-    if python == PYTHONS["mpich"]:
-        assert "rank 2 on node3 ended before calling init(), and the others wait there" in end.output
-
-
-@MOSTLY_MPICH
-def test_a_rank_that_is_late(bed: Bed, python: str) -> None:
-    end = run(bed, "-n 4 --start-seconds 20 late.py", python=python)
-    assert end.code == 1, end.output
-    assert "rank 2 on node3: did not call init() within 20 s after rank " in end.output
-    assert "node3: rank 2 runs, before init()" in end.output
-
-
-@MOSTLY_MPICH
-@pytest.mark.parametrize("script", [pytest.param("hello.py", marks=pytest.mark.slow), "plain.py"])
-def test_a_firewall_that_drops_what_mpi_sends(bed: Bed, python: str, script: str) -> None:
-    bed.drop("node3", "1024-65535")
-    end = run(bed, f"-n 4 --start-seconds 30 {script}", python=python)
-    assert end.code == 1, end.output
-    assert "rank 2 on node3 did not start within 30 s" in end.output.replace("rank 3 on node4 ", "rank 2 on node3 ")
-    assert "look at node3 first: `ssh node3 sudo nft list ruleset`" in end.output
-
-
-def test_what_a_rank_leaves_is_ended_and_named(bed: Bed) -> None:
-    end = run(bed, "-n 2 leaves_a_process.py")
-    assert end.code == 1, end.output
-    assert "node2: " in end.output
-    assert "sleep 1234" in end.output
-    assert left(bed) == []
 
 
 @MOSTLY_MPICH

@@ -111,7 +111,7 @@ def test_a_terminal_shows_what_is_being_done(project: Path) -> None:
     assert job.code == 0, job.output
     # The text read here has a line end for each carriage return.
     assert re.search(r"^\x1b\[K\[0:\d\d\] 2 of 2  Change: Change something$", job.stdout, re.M), job.stdout
-    # The lines that stay are the same as without a terminal.
+    # The lines that stay on the screen are the same as without a terminal.
     written = [line.rpartition("\x1b[K")[2] for line in without_time(job.stdout)]
     left = [line for line in written if line and not re.match(r"\[M:SS\] \d of 2  \w+: [A-Z]", line)]
     assert left[1:] == ["Now train", "[M:SS]  2 of 2  Change: 2 changes", "done in M:SS: 2 nodes, 2 changes"]

@@ -6,12 +6,14 @@ import pytest
 
 from tests.ranks.conftest import pytest_runtest_makereport, shared, world
 
-__all__ = ["pytest_runtest_makereport", "shared", "world"]
+from .transports import transport
+
+__all__ = ["pytest_runtest_makereport", "shared", "transport", "world"]
 
 
 @pytest.fixture(scope="session", autouse=True)
 def gpu() -> None:
-    """Every test needs one."""
+    """Skip every test if there is no GPU."""
     cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
     if not cupy.is_available():
         pytest.skip("CuPy finds no GPU that it can use")

@@ -10,54 +10,13 @@ from typing import Any
 import pytest
 
 from diagnostics.made_up import seen
+from diagnostics.made_up_share import AUTOFS, EXPORT, NFS, SERVING, SHARE, USE, VIEW, judged, looked, mount
 from jobs import HANG_SECONDS
-from mpitrain.diagnostics.check import Result, Seen
+from mpitrain.diagnostics.check import Seen
 from mpitrain.diagnostics.checks import CHECKS
 from mpitrain.diagnostics.judge import judge
 from mpitrain.diagnostics.node import children, share
 from mpitrain.diagnostics.node import share as node_share
-
-SHARE = "/home/cluster/nfs"
-NFS = {"path": SHARE, "type": "nfs4", "source": f"10.0.0.1:{SHARE}", "options": ["rw", "vers=4.2", "hard"]}
-AUTOFS = {"path": SHARE, "type": "autofs", "source": "systemd-1", "options": ["rw"]}
-STATES = {"automount": {"UnitFileState": "enabled"}, "mount": {"UnitFileState": "static"}}
-EXPORT = {"path": SHARE, "client": "10.0.0.2", "options": ["rw", "root_squash"]}
-SERVING = {"exports": [EXPORT], "server": "active", "enabled": "enabled", "is_listening": True, "answers": True}
-USE = {
-    "list": {"seconds": 0.0, "why": ""},
-    "room": {"bytes": 100 << 30, "free_bytes": 50 << 30, "files": 1000, "free_files": 900},
-    "write": {"doing": "removing it", "why": "", "code": ""},
-}
-VIEW = {"by_name_seconds": 0.0, "listed_seconds": 0.0, "is_same": True}
-
-
-def mount(*mounts: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    return {
-        "kind": "folder",
-        "why": "",
-        "mounts": list(mounts),
-        "server_addresses": [],
-        "units": STATES,
-        "unit_options": [],
-        "fstab": [],
-    } | fields
-
-
-def looked(**of_node2: Any) -> Seen:
-    """Two nodes in good order, except for the given values of the second. `serving` is the head's answer."""
-    found = seen(2)
-    serving = of_node2.pop("serving", SERVING)
-    view = of_node2.pop("view", VIEW)
-    found.nodes = {
-        "node1": {"mount": mount(), "use": USE, "serving": serving},
-        "node2": {"mount": mount(AUTOFS, NFS), "use": USE, **of_node2},
-    }
-    found.pairs = {pair: {"view": view} for pair in (("node1", "node2"), ("node2", "node1"))}
-    return found
-
-
-def judged(id_: str, found: Seen) -> list[Result]:
-    return [one for one in judge([CHECKS[id_]], found) if one.verdict not in ("pass", "skip")]
 
 
 def test_a_sound_share_passes_all() -> None:
@@ -148,7 +107,7 @@ def test_a_server_is_asked_for_an_answer(reply: bytes, answers: bool, monkeypatc
                 assert call[:4] == b"\x80\0\0\x28" and call[8:20] == b"\0\0\0\0\0\0\0\x02\0\x01\x86\xa3"
                 connection.sendall(reply)
                 assert asked.result(HANG_SECONDS) is answers
-    assert node_share._answers() is None  # nothing listens there now
+    assert node_share._answers() is None  # nothing listens on the port now
 
 
 def test_a_frozen_server_whose_queue_is_full_is_no_firewall(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,13 +140,13 @@ def test_a_share_that_is_a_folder_of_a_larger_one() -> None:
     for id_ in CHECKS:
         if id_.startswith("NFS"):
             assert not judged(id_, found), id_
-    # The same folder, with another name of the server, mounted at a deeper path.
+    # The node mounts the same folder at a deeper path, from another name of the server.
     deeper = {**NFS, "path": "/home/cluster", "source": "nas.example.org:/export/home/cluster"}
     found.nodes["node2"]["mount"] = mount(deeper, server_addresses=["10.2.0.9"])
     assert judged("NFS01", found)[0].allowed == "nas:/export/home/cluster/nfs, as on the head"
     found.nodes["node1"]["mount"]["server_addresses"] = ["10.2.0.9"]
     assert not judged("NFS01", found)
-    # The head itself may export it so.
+    # The head itself may export a larger folder.
     assert not judged("NFS01", looked(mount=mount({**homes, "source": "10.0.0.1:/home"})))
     disk = {**NFS, "path": "/home", "type": "ext4", "source": "/dev/sdb1"}
     assert "is a local folder" in judged("NFS01", looked(mount=mount(disk)))[0].observed

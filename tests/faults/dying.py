@@ -1,8 +1,8 @@
-"""What the scripts of tests use to fail once, in whichever try of the job comes to it first."""
+"""Functions by which the scripts of tests fail once: in the try of the job that comes to the place first."""
 
 from __future__ import annotations
 
-# The script has a `folder`, and has imported os and signal. `once` is true at its first call, in any try.
+# The script has a `folder`, and has imported os and signal. `once` is true at the first call with a name, in any try.
 DYING = """
 def once(name):
     try:

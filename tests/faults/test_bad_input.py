@@ -12,7 +12,7 @@ from jobs import VENVS, Job, mpiexec, run_command, run_job
 
 PYTHON = str(VENVS["mpich"] / "bin/python")
 
-# A small regression. A test inserts its fault in between.
+# A small regression. A test inserts its fault between the parts.
 BEGIN = """
 import os, pathlib, resource, sys
 import numpy
@@ -293,7 +293,7 @@ def test_wrong_options_of_mpitrain_run() -> None:
 
 
 def test_what_mpitrain_run_prints_of_a_wrong_variable() -> None:
-    # The same for a setting that `mpitrain run` itself does not read: the ranks refuse it, and the message comes once.
+    # `mpitrain run` itself does not read this setting: the ranks refuse it, and the message comes once.
     command = [PYTHON, "-m", "mpitrain", "run", "-n", "3", "examples/train.py", "--data", "digits"]
     job = run_command(command, env={"MPITRAIN_BUCKETS": "1"})
     failed(job, "there is no setting MPITRAIN_BUCKETS; did you mean MPITRAIN_BUCKET_MIB?")

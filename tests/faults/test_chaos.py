@@ -55,14 +55,14 @@ mt.Trainer(build, hooks).run()
 
 @dataclass
 class RunningJob:
-    """A job under a launcher. The launcher writes to a file."""
+    """A job under a launcher whose output goes to a file."""
 
     launcher: subprocess.Popen[bytes]
     folder: Path
 
     @property
     def token(self) -> str:
-        """The id of the present attempt."""
+        """The id of the current attempt."""
         return (self.folder / "token").read_text()
 
     def said(self) -> str:
@@ -76,7 +76,7 @@ class RunningJob:
 
 @contextmanager
 def running(folder: Path, ranks: int, *options: str, vendor: str, before: tuple[str, ...] = ()) -> Iterator[RunningJob]:
-    """A job that makes steps. `before`: words before its command."""
+    """Start a job that makes steps. `before`: words before its command."""
     (folder / "train.py").write_text(SCRIPT)
     mark = f"chaos{os.getpid()}{folder.name}"
     command = [str(VENVS[vendor] / "bin/python"), "-m", "mpitrain", "run", "--hosts", "localhost", "-n", str(ranks)]
@@ -115,7 +115,7 @@ def chaos(job: RunningJob, *options: str, before: tuple[str, ...] = ()) -> subpr
 
 
 def wait_for(process: subprocess.Popen[str], words: str, count: int = 1) -> str:
-    """Read the output of chaos until a line with these words has come so many times."""
+    """Read the output of chaos until lines with these words have come so many times."""
     said = ""
     assert process.stdout is not None
     for line in process.stdout:
@@ -198,7 +198,7 @@ def test_chaos_ends_and_the_frozen_go_on(tmp_path: Path, number: signal.Signals)
 
 
 def test_a_full_disk(tmp_path: Path) -> None:
-    """The disk is a tmpfs of the job and chaos alone. For a second no checkpoint can be written; the job goes on."""
+    """The disk is a tmpfs that only the job and chaos see. For a second no checkpoint is written; the job goes on."""
     if os.geteuid() != 0:
         pytest.skip("mounting needs root")
     disk = tmp_path / "checkpoints"

@@ -10,7 +10,7 @@ import pytest
 from faults.outcome import report_of, succeeded
 from jobs import VENVS, Job, mpiexec, run_command
 
-# A container in regard to processes. Each container has a process 1; here, their files have the same numbers too.
+# A container as far as processes go. Each has a process 1, and here the files of the containers have equal numbers.
 CONTAINER = ["unshare", "--pid", "--fork", "--mount-proc"]
 SOURCE = """
 import os
@@ -47,7 +47,7 @@ def test_memory_of_another_container_is_not_taken_for_that_of_a_rank() -> None:
 
 
 def test_containers_that_share_their_processes() -> None:
-    """As with --pid=host. (Without it, process_vm_readv fails, which MPICH uses between ranks of a node.)"""
+    """As with --pid=host. (Without that option, process_vm_readv fails, which MPICH uses between ranks of a node.)"""
     job = run(["unshare", "--mount", "--ipc"])
     succeeded(job)
     assert job.stdout == "summed up on 1 node\n"

@@ -54,7 +54,7 @@ def train(folder: Path, seconds: float = 0.0) -> Job:
 
 @pytest.mark.parametrize("seconds", [0.0, 0.1])
 def test_the_end_of_a_program_does_not_wait_for_what_is_read_ahead(folder: Path, seconds: float) -> None:
-    """A thread that is still reading does not disturb the end either."""
+    """A thread that is still reading does not delay the end either."""
     job = train(folder, seconds)
     succeeded(job)
     assert job.stdout == "trained 4 steps, ['mpitrain prefetch']\n"

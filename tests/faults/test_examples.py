@@ -81,7 +81,7 @@ def test_an_example(name: str) -> None:
         assert job.stderr == "", job.output
         assert example.lowest <= metric(example, job) <= example.highest, job.output
     assert "ranks: 3, nodes: 1" in three.stdout
-    # Same samples in the same steps: equal except for the rounding of float32 and of the printed digits.
+    # The steps have the same samples: losses are equal except for the rounding of float32 and of the printed digits.
     assert losses(one).keys() == losses(three).keys() == {1, example.steps}
     assert losses(three) == pytest.approx(losses(one), abs=2e-3)
     assert metric(example, three) == pytest.approx(metric(example, one), abs=6e-3)  # two of 355 images
@@ -204,5 +204,5 @@ def test_a_start_method_that_the_user_has_chosen_stays(tmp_path: Path) -> None:
 def test_an_exception_in_a_process_of_a_pool_ends_the_job(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(POOL.replace("return number**2", "return 1 // (number - 12)"))
     job = run_command([*mpiexec(2), PYTHON, str(tmp_path / "script.py")])
-    # (multiprocessing's own helper may print after the report: it removes what the pool held.)
+    # (multiprocessing's own helper, which removes what the pool held, may print after the report.)
     failed(job, "mpitrain: rank 1 on ", " failed:\n", "ZeroDivisionError: ")

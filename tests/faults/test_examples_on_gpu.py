@@ -23,7 +23,7 @@ def start(ranks: int, *options: str, script: str = "train.py", **env: str) -> Jo
 
 
 def losses(job: Job) -> list[float]:
-    """The first and the last loss. A slow run prints others in between."""
+    """The first and the last printed loss. A slow run prints others in between."""
     succeeded(job)
     first, *_, last = re.findall(r" step \d+/\d+ \| loss ([\d.]+) ", job.stdout)
     return [float(first), float(last)]

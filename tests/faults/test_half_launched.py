@@ -69,7 +69,7 @@ def test_one_rank_alone_was_announced_more() -> None:
 
 @pytest.mark.parametrize("python", ["mpich", "openmpi"])
 def test_a_slurm_step_whose_processes_mpi_does_not_join(python: str) -> None:
-    # Simulated: what srun sets for task 1 of 2. No launcher helps the process to find the other task.
+    # Simulates what srun sets for task 1 of 2. No launcher helps the process to find the other task.
     step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_PROCID": "1"}
     job = run_job(None, SIZE, env=step, python=need(python))
     name = {"mpich": "MPICH", "openmpi": "Open MPI"}[python]

@@ -17,7 +17,7 @@ from faults.outcome import failed, report_of, succeeded
 from jobs import Job, run_command, run_job, until
 
 HOST = re.escape(socket.gethostname())
-# Far above the time that healthy ranks wait for each other, also on a busy machine.
+# Far above the time that healthy ranks wait for each other, even on a busy machine.
 LIMITS = {"MPITRAIN_STALL_SECONDS": "5", "MPITRAIN_HANG_SECONDS": "15"}
 
 START = """
@@ -79,7 +79,7 @@ def test_every_rank_that_stands_still_is_named_and_the_job_is_ended(tmp_path: Pa
     found = [re.search(rf"^mpitrain: {head}: {expected}", job.stderr, re.M) for head in heads]
     assert all(found), job.output
     assert found[1] is not None
-    # The last message: only stacks come after it.
+    # This message is the last one. Only stacks come after it.
     after = job.stderr[found[1].end() :].splitlines()
     assert all(line.startswith("mpitrain:     ") for line in after), job.output
     assert f"mpitrain:     rank 2 on {socket.gethostname()}, most recent call first:" in after

@@ -1,192 +1,18 @@
-"""Processes that a rank starts with multiprocessing: by fork, as in a program without MPI, or by forkserver."""
+"""Processes that a rank starts with multiprocessing: what they may do, and how they end."""
 
 from __future__ import annotations
 
-import os
 import re
-import stat
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
+from faults import helping
+from faults.helping import Script
 from faults.outcome import failed, report_of, succeeded
-from jobs import VENVS, Job, mpiexec, run_command, run_job
-from mpitrain.job import helpers
+from jobs import run_job
 
-Script = Callable[..., Job]
-
-
-@pytest.fixture
-def script(tmp_path: Path) -> Script:
-    """Run this source on so many ranks. It is a file, like a user's script, because forkserver runs it again."""
-
-    def run(ranks: int, source: str, vendor: str = "mpich") -> Job:
-        (tmp_path / "script.py").write_text(source)
-        python = str(VENVS[vendor] / "bin/python")
-        return run_command([*mpiexec(ranks, vendor), python, str(tmp_path / "script.py")], timeout=100)
-
-    return run
-
-
-# No guard, functions inside a function, and sums of the ranks before, between and after.
-LAMBDAS = """
-import multiprocessing, os
-import numpy
-import mpitrain as mt
-
-BEFORE
-world = mt.init()
-AFTER
-
-def main():
-    values = multiprocessing.Queue()
-    total = world.sum(numpy.full(100_000, 1.0 + world.rank))
-    for number in range(30):
-        helper = multiprocessing.Process(target=lambda: values.put(total[number]))
-        helper.start()
-        total = world.sum(total)
-        assert values.get() == sum(range(1, world.size + 1)) * world.size**number
-        helper.join()
-        assert helper.exitcode == 0
-    world.print(multiprocessing.get_start_method())
-
-main()
-"""
-
-
-def test_functions_inside_a_function_and_no_guard(script: Script, vendor: str) -> None:
-    job = script(2, LAMBDAS.replace("BEFORE", "").replace("AFTER", ""), vendor)
-    succeeded(job)
-    assert (job.stdout, job.stderr) == ("fork\n", "")
-
-
-def test_what_the_program_chooses_after_init(script: Script) -> None:
-    source = """
-import multiprocessing
-import mpitrain as mt
-mt.init()
-assert multiprocessing.get_start_method(allow_none=True) is None
-multiprocessing.set_start_method("spawn")
-print(multiprocessing.get_start_method())
-"""
-    job = script(1, source)
-    succeeded(job)
-    assert job.stdout == "spawn\n"
-
-
-REASONS = {
-    "an open device": "device = os.open(NODE, os.O_PATH)",
-    "JAX": "import types, sys; sys.modules['jax'] = types.ModuleType('jax')",
-}
-
-
-@pytest.mark.parametrize("reason", REASONS)
-def test_where_a_fork_is_unsafe(script: Script, reason: str) -> None:
-    """Rank 0 prints one line before the error that follows."""
-    node = a_device()
-    source = LAMBDAS.replace("BEFORE", REASONS[reason].replace("NODE", repr(node))).replace("AFTER", "")
-    job = script(2, source)
-    because = {"an open device": f"{node} is open, and a device ", "JAX": "JAX has threads, which "}[reason]
-    begin = rf"mpitrain: rank 0 on \S+: multiprocessing starts processes by forkserver, because {re.escape(because)}"
-    assert re.match(begin, job.stderr), job.output
-    assert job.stderr.count("by forkserver, because") == 1, job.output
-    failed(job, "lambda")
-
-
-@pytest.mark.parametrize("when", ["BEFORE", "AFTER"])
-def test_where_a_fork_is_unsafe_for_one_rank(script: Script, when: str) -> None:
-    """That rank says so, whether it opened the device before init() or after."""
-    source = """
-import multiprocessing, os
-import mpitrain as mt
-
-BEFORE
-world = mt.init()
-AFTER
-methods = world.allgather(multiprocessing.get_start_method())
-assert methods == ["fork", "forkserver"], methods
-"""
-    opened = f"device = os.open({a_device()!r}, os.O_PATH) if os.environ['PMI_RANK'] == '1' else None"
-    job = script(2, source.replace(when, opened).replace("BEFORE", "").replace("AFTER", ""))
-    succeeded(job)
-    assert re.findall(r"mpitrain: (.*) on \S+: multiprocessing starts", job.stderr) == ["rank 1"], job.output
-
-
-LOCK = "lock = multiprocessing.Lock()"
-
-
-@pytest.mark.parametrize(("before", "after", "method"), [(LOCK, "", "fork"), ("", LOCK, "forkserver")])
-def test_a_lock_chooses_the_start_method(script: Script, before: str, after: str, method: str) -> None:
-    """A lock made before init() keeps fork, and rank 0 says what to do. After that repair the method is forkserver."""
-    source = f"""
-import multiprocessing, os
-import mpitrain as mt
-{before}
-device = os.open({a_device()!r}, os.O_PATH)
-world = mt.init()
-{after}
-world.print(multiprocessing.get_start_method())
-"""
-    job = script(2, source)
-    succeeded(job)
-    assert job.stdout == f"{method}\n"
-    does = {
-        "fork": "multiprocessing forks processes, though /dev/",
-        "forkserver": "multiprocessing starts processes by ",
-    }
-    assert re.fullmatch(rf"mpitrain: rank 0 on \S+: {does[method]}.*\n", job.stderr), job.output
-
-
-def test_where_a_fork_is_unsafe_a_program_that_can_be_pickled_works(script: Script) -> None:
-    source = f"""
-import multiprocessing, os
-import mpitrain as mt
-
-def square(number):
-    return number**2
-
-if __name__ == "__main__":
-    world = mt.init()
-    device = os.open({a_device()!r}, os.O_PATH)
-    with multiprocessing.Pool(1) as pool:
-        world.print(pool.map(square, [1, 2, 3]), multiprocessing.get_start_method())
-"""
-    job = script(2, source)
-    succeeded(job)
-    assert job.stdout == "[1, 4, 9] forkserver\n"
-
-
-def a_device() -> str:
-    """A character device that is neither memory nor a terminal. With O_PATH, a descriptor names the device unopened."""
-    for path in sorted(Path("/dev").iterdir()):
-        status = path.lstat()
-        if stat.S_ISCHR(status.st_mode) and os.major(status.st_rdev) == 10:
-            return str(path)
-    pytest.skip("/dev has no device")
-
-
-def test_memory_and_terminals_are_no_devices() -> None:
-    before = helpers.open_device()
-    opened = [os.open(path, os.O_PATH) for path in ("/dev/null", "/dev/urandom", "/dev/tty", "/dev/ptmx")]
-    try:
-        assert helpers.open_device() == before
-    finally:
-        for descriptor in opened:
-            os.close(descriptor)
-
-
-def test_a_console_of_whatever_kind_is_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pseudoterminal stands for such a console: its number is not among the known ones."""
-    known = helpers._HARMLESS - {5, *range(128, 144)}
-    before = helpers.open_device()
-    ours, theirs = os.openpty()
-    monkeypatch.setattr(helpers, "_HARMLESS", known)
-    try:
-        assert helpers.open_device() == before
-    finally:
-        os.close(ours)
-        os.close(theirs)
+# A fixture: pytest finds it by this name.
+script = helping.script
 
 
 def test_a_forked_process_that_communicates(script: Script, vendor: str) -> None:
@@ -253,7 +79,7 @@ main()
 
 
 def test_a_rank_that_is_killed_while_its_process_lives(script: Script, vendor: str) -> None:
-    """The process would live for ever and keeps the rank's output open. The job ends all the same."""
+    """The process would live for ever, and it keeps the rank's output open. The job ends all the same."""
     job = script(2, KILLED.replace("BEGIN", "pass"), vendor)
     failed(job)
     assert job.left == []
@@ -270,7 +96,7 @@ def test_a_rank_that_is_killed_while_its_process_by_forkserver_lives(script: Scr
 
 
 def test_a_rank_that_is_killed_while_its_fork_lives(script: Script) -> None:
-    """The program itself has forked. MPICH's mpiexec hears of the rank's end, and ends the rest."""
+    """The program itself has forked. MPICH's mpiexec notices the rank's end, and ends the rest."""
     source = """
 import os, signal, time
 import mpitrain as mt
@@ -385,7 +211,7 @@ def test_workers_of_a_loader(script: Script) -> None:
 
 
 def test_a_worker_that_is_killed(script: Script) -> None:
-    """PyTorch reports it on the rank of the worker."""
+    """PyTorch reports the loss on the rank of the worker."""
     pytest.importorskip("torch")
     kill = """
         if number == 63 and os.environ.get("PMI_RANK") == "1":

@@ -17,7 +17,7 @@ from mpitrain.jax.distributed import Sight, share_of_gpus
 
 
 def test_the_example_on_one_and_two_ranks() -> None:
-    """127 samples a step: the ranks' parts differ."""
+    """Each step has 127 samples, so the ranks' parts differ."""
     command = [str(VENVS["mpich"] / "bin/python"), "examples/jax_mlp.py", "--data", "digits", "--steps", "8"]
     jobs = [run_command([*mpiexec(ranks), *command], timeout=100) for ranks in (1, 2)]
     losses = []
@@ -25,7 +25,7 @@ def test_the_example_on_one_and_two_ranks() -> None:
         succeeded(job)
         assert f"{ranks} rank(s): test accuracy " in job.stdout
         losses.append([float(text) for text in re.findall(r"^step \d+: loss ([\d.]+)$", job.stdout, re.M)])
-    # Same samples in the same steps: equal except for float32's rounding over 8 steps.
+    # The steps have the same samples: losses are equal except for float32's rounding over 8 steps.
     alone, both = losses
     assert len(alone) == 2
     assert both == pytest.approx(alone, rel=2e-5)
@@ -96,7 +96,7 @@ def test_without_jax() -> None:
 
 
 def sights(*counts: int, visible: tuple[str | None, ...] = (None, None), given: str = "") -> list[Sight]:
-    """Two ranks on each machine. Each machine has so many GPUs."""
+    """There are two ranks on each machine. Each machine has so many GPUs."""
     return [Sight(node, its, count, given) for node, count in enumerate(counts) for its in visible]
 
 

@@ -79,7 +79,7 @@ def resumed(job: Job) -> list[int]:
 def test_a_killed_loop(tmp_path: Path, vendor: str) -> None:
     whole = train(tmp_path / "whole", ranks=3, vendor=vendor)
     succeeded(whole)
-    assert not re.search("resumed|memory|failed", whole.output)  # a line on a wait of this machine may be there
+    assert not re.search("resumed|memory|failed", whole.output)  # a line about a wait on this machine may be there
     first, second = sorted(random.sample(range(EVERY + 1, 21), 2))
     wrong = f"if (rank, step) in ((2, {first}), (0, {second})) and once(f'killed-{{step}}'): die()"
     job = train(tmp_path / "killed", wrong, ranks=3, vendor=vendor)
@@ -92,7 +92,7 @@ def test_a_killed_loop(tmp_path: Path, vendor: str) -> None:
 
 
 def test_before_the_first_copy(tmp_path: Path) -> None:
-    """There is nothing to go on from, and a line says so."""
+    """The loop has nothing to go on from, and a line says so."""
     job = train(tmp_path, "if rank == 1 and step == 2 and once('killed'): die()")
     succeeded(job)
     why = "no host that takes part has a whole copy. The loop begins with what keep() was given"
@@ -137,14 +137,14 @@ def test_wrong_use(tmp_path: Path, call: str, text: str) -> None:
 
 
 def test_a_value_that_cannot_be_copied(tmp_path: Path) -> None:
-    """It ends the job. The copies do not end quietly."""
+    """The value ends the job. The copies do not stop quietly."""
     job = train(tmp_path, "kept.update(step=lambda: 1)", tries=2)
     failed(job, "CheckpointError: rank 0 on ", "step cannot be kept: ")
     assert "is not copied" not in job.stderr
 
 
 def test_sigterm_ends_a_loop_that_saves_nothing(tmp_path: Path) -> None:
-    """No other host is left. The loop ends at its next copy, and not by the signal."""
+    """No other host is left. The loop ends at its next copy, not by the signal."""
     wrong = """if rank == 1 and step == 4:
         os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(0.05)"""

@@ -116,7 +116,7 @@ def train(folder: Path, wrong: str, tries: int, size: str = "8", after: str = ""
 def test_a_killed_loop(tmp_path: Path) -> None:
     """The models have the bits of an undisturbed loop, and each sample was used once in each epoch.
 
-    Then the example is killed between two epochs: it goes on where its inner loop has no batch left.
+    Then the example is killed between two epochs. It goes on from where its inner loop has no batch left.
     """
     step = random.randrange(EVERY + 1, STEPS + 1)
     job = train(tmp_path, f"if rank == 1 and step == {step} and once('killed'): die()", tries=3, after=EXAMPLE)

@@ -63,7 +63,7 @@ def run(tmp_path: Path, vendor: str, what: str, before: str = "") -> Job:
 
 
 def test_mpiexec_was_killed(tmp_path: Path, vendor: str) -> None:
-    """mpiexec is to blame and no rank is, whatever the ranks did then."""
+    """mpiexec is to blame, and no rank is, whatever the ranks did afterwards."""
     job = run(tmp_path, vendor, "os.kill(mpiexec, signal.SIGKILL); time.sleep(1000)")
     assert job.code == 137, job.output
     assert job.stderr.endswith(f"mpitrain: mpiexec itself was killed on {socket.gethostname()}, by signal 9\n"), job
@@ -71,7 +71,7 @@ def test_mpiexec_was_killed(tmp_path: Path, vendor: str) -> None:
 
 
 def test_the_daemon_of_mpich_was_killed(tmp_path: Path) -> None:
-    """mpiexec may notice or not. The daemon leaves a file in /tmp, which the guard removes."""
+    """mpiexec may or may not notice. The daemon leaves a file in /tmp, which the guard removes."""
     job = run(tmp_path, "mpich", "os.kill(daemon, signal.SIGKILL); time.sleep(1000)")
     assert "the daemon's file: /tmp/" in job.stdout, job.output
     killed = rf"mpitrain: the process of mpiexec on {HERE} that started ranks 0-2 (was killed|has gone)"
@@ -83,7 +83,7 @@ KILLED = "YOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)"
 
 @pytest.mark.parametrize(("what", "code"), [("raise ValueError('bang')", 1), ("raise KeyboardInterrupt", 130)])
 def test_mpiexec_tells_of_a_rank_that_it_has_ended_itself(tmp_path: Path, what: str, code: int) -> None:
-    """MPICH's mpiexec sometimes does so; here it always does. The job's exit code is that of the rank that failed."""
+    """MPICH's mpiexec sometimes reports such a rank; here it always does. The job's exit code is the failed rank's."""
     mpiexec, path = tmp_path / "mpiexec", tmp_path / "script.py"
     real = VENVS["mpich"] / "bin/mpiexec"
     mpiexec.write_text(f"#!/bin/sh\n{real} \"$@\" || {{ echo '{KILLED}'; exit 9; }}\n")

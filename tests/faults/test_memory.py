@@ -4,104 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 
-import numpy
 import pytest
 
-from faults.dying import DYING
 from faults.outcome import failed, succeeded
-from jobs import VENVS, Job, run_command
-from keeping import keeper
-
-HERE = socket.gethostname()
-STEPS = 20
-
-# A regression with momentum. A test puts its fault into WRONG, which runs before every step, or into one of the other
-# places.
-SCRIPT = """
-import json, os, pathlib, signal, sys, time
-import numpy
-import mpitrain as mt
-
-folder = pathlib.Path(sys.argv[1])
-FIRST
-world = mt.init()
-rank = world.rank
-steps = []
-"""
-SCRIPT += DYING
-SCRIPT += """
-def regression(parameters, batch, on_gradient):
-    step = trainer.step_number + 1
-    WRONG
-    x, y = batch
-    error = x @ parameters["w"] - y
-    on_gradient("w", (2 * x.T @ error / max(1, len(x))).astype(parameters["w"].dtype))
-    return float((error**2).mean()) if len(x) else 0.0
-
-def build(world):
-    random = numpy.random.default_rng(0)
-    data = mt.ArrayData(world, (random.standard_normal((61, 5)), random.standard_normal(61)), global_batch=12)
-    zeros = {"w": numpy.zeros(5, "DTYPE")}
-    return mt.Parts(mt.ArrayFunction(regression, zeros, mt.Sgd(0.01, momentum=0.9)), mt.Sync(), data)
-
-class Steps(mt.Hook):
-    def after_step(self, trainer, step):
-        steps.append((step.number, step.loss))
-
-BEFORE
-trainer = mt.Trainer(build, [mt.StopAtStep(20), Steps(), *HOOKS])
-trainer.run()
-AFTER
-if world.is_root:
-    numpy.save(folder / "w.npy", trainer.adapter.parameters()["w"])
-    (folder / "steps.json").write_text(json.dumps(steps))
-"""
-
-
-def train(
-    folder: Path,
-    wrong: str = "pass",
-    *options: str,
-    ranks: int = 2,
-    first: str = "",
-    before: str = "",
-    after: str = "",
-    hooks: str = "[]",
-    vendor: str = "mpich",
-    every: int | None = 1,
-    codec: str = "none",
-) -> Job:
-    """Run the training, at most three times. Its state is copied to memory every `every` steps."""
-    folder.mkdir(exist_ok=True)
-    source = (
-        SCRIPT.replace("FIRST", first).replace("BEFORE", before).replace("AFTER", after).replace("*HOOKS", f"*{hooks}")
-    )
-    source = source.replace("DTYPE", "float64" if codec == "none" else "float32")
-    (folder / "train.py").write_text(source.replace("WRONG", wrong))
-    command = [str(VENVS[vendor] / "bin/python"), "-m", "mpitrain", "run", "-n", str(ranks), "--restarts", "2"]
-    env = {"MPITRAIN_COMPRESSION": codec} | ({} if every is None else {"MPITRAIN_MEMORY_STEPS": str(every)})
-    return run_command([*command, *options, str(folder / "train.py"), str(folder)], cwd=folder, env=env)
-
-
-def resumed(job: Job) -> list[int]:
-    """The steps from which tries resumed from memory."""
-    return [int(step) for step in re.findall(r"resumed from memory at step (\d+)$", job.stdout, re.M)]
-
-
-def not_from_memory(job: Job) -> list[str]:
-    """The messages of the tries that did not resume from memory."""
-    return re.findall(r"mpitrain: memory is not used: (.*)$", job.stdout, re.M)
-
-
-def result(folder: Path) -> tuple[bytes, dict[int, float]]:
-    """The bits of the training's final parameters and of the loss of each step of its last try."""
-    return numpy.load(folder / "w.npy").tobytes(), dict(json.loads((folder / "steps.json").read_text()))
-
+from faults.remembering import HERE, STEPS, not_from_memory, result, resumed, train, went_on
 
 Undisturbed = Callable[..., tuple[bytes, dict[int, float]]]
 
@@ -122,15 +32,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
         return results[ranks, vendor]
 
     return of
-
-
-def went_on(job: Job, folder: Path, after: list[int], expected: tuple[bytes, dict[int, float]]) -> None:
-    """Tries resumed from memory after these steps, and the training ended with the bits of an undisturbed one."""
-    succeeded(job)
-    assert resumed(job) == after, job.output
-    parameters, losses = result(folder)
-    assert parameters == expected[0]
-    assert losses == {step: loss for step, loss in expected[1].items() if step > after[-1]}
 
 
 @pytest.mark.parametrize(
@@ -162,14 +63,14 @@ def test_as_often_as_it_costs_little(tmp_path: Path, undisturbed: Undisturbed) -
 
 
 def test_behind_the_last_step(tmp_path: Path, undisturbed: Undisturbed) -> None:
-    """The code after the training fails: no step is repeated."""
+    """The code after the training fails, so no step is repeated."""
     job = train(tmp_path, after="if rank == 1 and once('killed'): die()", every=1000)
     succeeded(job)
     assert resumed(job) == [STEPS]
     assert result(tmp_path) == (undisturbed()[0], {})
 
 
-# Rank 0 copies. It dies when it has copied half of the state after step 9.
+# Rank 0 makes the copies. It dies when it has copied half of the state after step 9.
 HALF = """
 from mpitrain.training.checkpoint import memory_slot
 
@@ -192,7 +93,7 @@ def test_a_rank_that_is_killed_while_it_copies(tmp_path: Path, undisturbed: Undi
 
 
 def test_a_newer_checkpoint(tmp_path: Path, undisturbed: Undisturbed) -> None:
-    """Copies every 5 steps, checkpoints every 3: after step 8, the checkpoint of step 6 is newer."""
+    """Copies come every 5 steps, checkpoints every 3. After step 8, the checkpoint of step 6 is newer."""
     hooks = "[mt.Checkpoint(folder / 'checkpoints', steps=3)]"
     saved = "(folder / 'checkpoints' / 'step-00000006').exists()"
     wrong = (
@@ -222,7 +123,7 @@ def keeper():
 
 
 def test_a_killed_keeper(tmp_path: Path, undisturbed: Undisturbed) -> None:
-    """The next try resumes from the disk and says so. Its new keeper has a copy that is newer than the checkpoint."""
+    """The next try resumes from the disk, and says so. Later its new keeper has a copy newer than the checkpoint."""
     hooks = "[mt.Checkpoint(folder / 'checkpoints', steps=3)]"
     wrong = """if rank == 1 and step == 8 and once("killed"):
         saved = folder / "checkpoints" / "step-00000006"
@@ -244,7 +145,7 @@ def test_a_killed_keeper(tmp_path: Path, undisturbed: Undisturbed) -> None:
 
 
 def test_too_little_memory(tmp_path: Path, undisturbed: Undisturbed) -> None:
-    """Nothing is copied. A line says so at the first step, and another at the restart, which begins at step 0."""
+    """Nothing is copied. A line says so at the first step, and another line at the restart, which begins at step 0."""
     before = "from mpitrain.training.checkpoint import room\nroom._limits = lambda: [(100, 10**9, 'this machine')]"
     job = train(tmp_path, "if rank == 1 and step == 8 and once('killed'): die()", before=before)
     succeeded(job)
@@ -257,7 +158,7 @@ def test_too_little_memory(tmp_path: Path, undisturbed: Undisturbed) -> None:
 
 
 def test_two_trainings_in_a_script(tmp_path: Path) -> None:
-    """The second training is killed. It resumes from its own copy, and the first training is repeated."""
+    """The second training is killed. It resumes from its own copy, after the first training has been repeated."""
     after = """
 def build_other(world):
     data = mt.ArrayData(world, (numpy.ones((8, 2)), numpy.arange(8.0)), global_batch=4)
@@ -304,7 +205,7 @@ def test_copies_every_other_step_and_the_record(tmp_path: Path, undisturbed: Und
 
 
 def test_a_state_that_no_copy_can_hold(tmp_path: Path, undisturbed: Undisturbed) -> None:
-    """Nothing saves the state, so it does not end a training."""
+    """No hook saves the state, so the state does not end the training."""
     before = "class Odd(mt.Hook):\n    def state(self):\n        return {'what': {1, 2}}"
     job = train(tmp_path, before=before, hooks="[Odd()]")
     succeeded(job)
@@ -316,95 +217,3 @@ def test_without_restarts_nothing_is_copied(tmp_path: Path) -> None:
     job = train(tmp_path, "if rank == 1 and step == 8: die()", "--restarts", "0")
     failed(job)
     assert "memory" not in job.output
-
-
-# Each rank keeps a part of its own. Rank 1 dies before it copies its part of step 9; the others have copied theirs.
-OWN = """
-from mpitrain.training.checkpoint.memory_slot import MemorySlot
-
-class Own(mt.Sync):
-    left = numpy.zeros(3)
-
-    def finish_step(self, adapter, loss):
-        self.left = self.left * 0.5 + rank + trainer.step_number
-        return super().finish_step(adapter, loss)
-
-    def own_state(self):
-        return {"place": "here", "residual": {"w": self.left}}
-
-    def restore_own(self, state):
-        self.left = state["residual"]["w"]
-
-mt.Sync = Own
-write = MemorySlot.write
-
-def dying_write(self, step, *rest):
-    if rank == 1 and step == 9 and not (folder / "killed").exists():
-        time.sleep(1)
-        once("killed")
-        die()
-    write(self, step, *rest)
-
-MemorySlot.write = dying_write
-"""
-
-
-def test_what_a_rank_keeps_for_itself(tmp_path: Path) -> None:
-    """A step counts only if all ranks have copied their parts of it."""
-    after = "world.print('left', world.allgather(trainer.strategy.left.tolist()))"
-    job = train(tmp_path / "killed", ranks=3, before=OWN, after=after)
-    succeeded(job)
-    assert resumed(job) == [8]
-    (tmp_path / "whole").mkdir()
-    (tmp_path / "whole" / "killed").touch()
-    whole = train(tmp_path / "whole", ranks=3, before=OWN, after=after)
-    succeeded(whole)
-    assert "left" in whole.stdout
-    assert job.stdout.splitlines()[-1] == whole.stdout.splitlines()[-1]
-    assert result(tmp_path / "killed")[0] == result(tmp_path / "whole")[0]
-
-
-# Ranks 1 and 2 take themselves for ranks of another host. The test makes that host's keeper.
-TWO_HOSTS = """
-import socket
-import mpitrain.training.state_copies as copies
-
-if int(os.environ["PMI_RANK"]) >= 1:
-    socket.gethostname = lambda: "other"
-    line = copies.KeeperLine
-    copies.KeeperLine = lambda name, of: line("OTHER", of)
-"""
-
-
-def train_on_two_hosts(folder: Path, codec: str, wrong: str = "pass") -> Job:
-    with keeper() as name:
-        return train(folder, wrong, ranks=3, first=TWO_HOSTS.replace("OTHER", name), codec=codec)
-
-
-# Without a codec there is less to restore.
-@pytest.mark.parametrize("codec", [pytest.param("none", marks=pytest.mark.slow), "int8"])
-def test_two_hosts(tmp_path: Path, codec: str) -> None:
-    """What the codec has left out also comes back, bit for bit."""
-    whole = train_on_two_hosts(tmp_path / "whole", codec)
-    succeeded(whole)
-    wrong = "if rank == 2 and step == 8 and once('killed'): die()"
-    job = train_on_two_hosts(tmp_path / "killed", codec, wrong)
-    went_on(job, tmp_path / "killed", [7], result(tmp_path / "whole"))
-    assert "had left to send is lost" not in job.stdout
-
-
-@pytest.mark.parametrize("codec", ["none", "int8"])
-def test_a_host_without_a_copy(tmp_path: Path, codec: str) -> None:
-    """The host gets the state from the other one. What its ranks had left out is lost, and a line says so."""
-    wrong = """if rank == 2 and step == 8 and once("killed"):
-        copies.KeeperLine("", "").keep_only([], 9)
-        die()"""
-    job = train_on_two_hosts(tmp_path / "killed", codec, wrong)
-    succeeded(job)
-    assert resumed(job) == [7]
-    lost = re.findall(r"the copy of step 7 in memory: what rank (\d) had left to send is lost", job.stdout)
-    assert lost == ([] if codec == "none" else ["1", "2"])
-    if codec == "none":
-        whole = train_on_two_hosts(tmp_path / "whole", codec)
-        succeeded(whole)
-        assert result(tmp_path / "killed")[0] == result(tmp_path / "whole")[0]

@@ -65,8 +65,8 @@ CALLS = {
 }
 
 
-# PyTorch adds the text of a wait, which only the end of a rank shows. What the collectives add does not depend on the
-# MPI library.
+# PyTorch adds the text of a wait, which only the end of a rank shows. What the collectives add is the same with both
+# MPI libraries.
 SLOW = {("torch", "raises", "mpich"), ("torch", "is killed", "mpich")}
 SLOW |= {(kind, fate, "openmpi") for kind in ("collectives", "torch") for fate in FATES}
 ALL = [
@@ -97,7 +97,7 @@ def test_the_others_hear_of_it(kind: str, fate: str, launcher: str) -> None:
 
 
 def test_calls_are_counted_for_each_world() -> None:
-    """A rank's note at its end has its number of calls in each world that it was in, also in a freed one."""
+    """The note of a rank that ends has its number of calls in each of its worlds, even in a freed one."""
     source = """
 import mpitrain as mt
 from mpitrain.job.worlds import make_world
@@ -118,7 +118,7 @@ if world.rank == 0:
     while 2 not in notes.read:
         notes.look()
     made = notes.read[2].made
-    assert list(made.values())[1:] == [5, 3], made  # behind those of init() in the first world
+    assert list(made.values())[1:] == [5, 3], made  # after those of init() in the first world
     assert {number: made[number] for number in notes.made} == notes.made == made
 """
     succeeded(run_job(3, source))

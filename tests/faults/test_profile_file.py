@@ -96,7 +96,7 @@ def test_no_text(path: Path) -> None:
 
 
 def test_on_one_rank_alone(path: Path, profile: str) -> None:
-    """Like every setting, this one must be the same on all ranks."""
+    """Like every setting, the profile must be the same on all ranks."""
     path.write_text(profile)
     python = [str(VENVS["mpich"] / "bin/python"), "-c", SOURCE]
     job = run_command([*mpiexec(1), "-env", "MPITRAIN_PROFILE", str(path), *python, ":", "-n", "1", *python])

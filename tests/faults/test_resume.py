@@ -25,7 +25,7 @@ from mpitrain.launch.roster import kept
 HERE = socket.gethostname()
 STEPS = 20
 
-# A regression with momentum. Rank 0 tells each step, and waits for the file `go` in the steps of the file `halts`.
+# A regression with momentum. Rank 0 reports each step, and waits for the file `go` in the steps of the file `halts`.
 SCRIPT = """
 import json, os, pathlib, sys, time
 import numpy
@@ -84,7 +84,7 @@ def train(
     during: Callable[[subprocess.Popen[str]], None] | None = None,
     vendor: str = "mpich",
 ) -> Job:
-    """Run the training; it stands still in these steps. Its state is copied to memory after every step."""
+    """Run the training, which stands still in these steps. Its state is copied to memory after every step."""
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(SCRIPT)
     halt(folder, *halts)
@@ -101,7 +101,7 @@ def halt(folder: Path, *steps: int) -> None:
 
 
 def lost_job(folder: Path) -> str:
-    """Wait until the launcher has been lost, and rank 0, which stands still, has ended. Return the id of the job."""
+    """Wait until the launcher is lost and rank 0, which stands still, has ended. Return the id of the job."""
     job = kept_id(folder)
     if (folder / "rank").exists():
         pid = int((folder / "rank").read_text())
@@ -132,7 +132,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
 
 
 def went_on(job: Job, folder: Path, after: int, expected: tuple[bytes, dict[int, float]]) -> None:
-    """The training resumed from memory after this step, and ended with the bits of an undisturbed one."""
+    """The training resumed from memory after this step, and ended with the bits of an undisturbed training."""
     succeeded(job)
     assert re.findall(r"resumed from memory at step (\d+)$", job.stdout, re.M) == [str(after)], job.output
     parameters, losses = result(folder)
@@ -141,7 +141,7 @@ def went_on(job: Job, folder: Path, after: int, expected: tuple[bytes, dict[int,
 
 
 def test_a_killed_launcher(tmp_path: Path, undisturbed: Undisturbed) -> None:
-    """It is killed twice. Any id of the job will do. Nothing of the job is left."""
+    """The launcher is killed twice. Any id of the job will do. Nothing of the job is left."""
     first = random.randint(2, 9)
     print(f"killed in step {first}")
     jobs: list[Job] = []
@@ -194,7 +194,7 @@ def test_a_killed_launcher(tmp_path: Path, undisturbed: Undisturbed) -> None:
 
 
 def resume_and_kill(command: list[str], kill: Callable[[subprocess.Popen[str]], None]) -> Job:
-    """Like run_command, but the keeper of the job, which has the environment of this command, may be left."""
+    """Do as run_command does, but let the job's keeper, which has the environment of this command, stay."""
     with subprocess.Popen(
         command,
         cwd="/",
@@ -230,7 +230,7 @@ def test_while_a_try_is_starting(tmp_path: Path, vendor: str, undisturbed: Undis
 
 
 def test_refusals(tmp_path: Path, undisturbed: Undisturbed) -> None:
-    """A job that runs, a script that has changed, and two who go on with a job at once."""
+    """A running job, a script that has changed, and two launchers that go on with one job at once."""
     running: list[Job] = []
     changed: list[Job] = []
     both: list[Job] = []
@@ -245,7 +245,7 @@ def test_refusals(tmp_path: Path, undisturbed: Undisturbed) -> None:
             script.write("# changed")
         changed.append(mpitrain("run", "--resume", job))
         (tmp_path / "train.py").write_text(SCRIPT)
-        with ThreadPoolExecutor() as pool:  # the one that wins stands still, until the other one has ended
+        with ThreadPoolExecutor() as pool:  # the launcher that wins stands still until the other one has ended
             two = [pool.submit(mpitrain, "run", "--resume", job) for _ in range(2)]
             until(lambda: any(one.done() for one in two))
             halt(tmp_path)

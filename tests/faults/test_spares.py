@@ -9,107 +9,20 @@ import socket
 import subprocess
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from faults import test_restart
+from faults import restarting
 from faults.outcome import failed, succeeded
-from faults.test_restart import SCRIPT, parameters, tries
-from jobs import TOKEN, VENVS, Job, run_command, until
+from faults.restarting import parameters, tries
+from faults.sparing import KILL, let_go, ranks, spares, stubs, token_of, train
+from jobs import VENVS, until
 from keeping import drop_kept
 
 HERE = socket.gethostname()
 # These fixtures run the same training without spares.
-uninterrupted, uninterrupted_three = test_restart.uninterrupted, test_restart.uninterrupted_three
-# Variables that mpiexec gives a rank, and that a spare does not have.
-RANK = {b"PMI_RANK", b"OMPI_COMM_WORLD_RANK"}
-
-# Every process, rank or spare, leaves a file with its number before init(). A rank leaves another one after init().
-BEFORE_INIT = """
-import os, pathlib, sys, time
-folder = pathlib.Path(sys.argv[1])
-print("begins")
-(folder / f"began-{os.getpid()}").touch()
-def wait_for(name):
-    while not (folder / name).exists():
-        time.sleep(0.02)
-def restarted():  # the training runs, and nobody has let it go on yet
-    return (folder / "trains").exists() and not (folder / "killed").exists()
-"""
-AFTER_INIT = "(folder / f'rank-{rank}-{os.getpid()}').touch()"
-# A training rank waits at step 7 until the test lets it go on, and is killed there.
-KILL = """if rank == 1 and step == {step} and once("kill-{step}"):
-        once("trains")
-        wait_for("go-{step}")
-        (folder / "killed").touch()
-        kill()
-"""
-
-
-def train(
-    folder: Path,
-    wrong: str,
-    *options: str,
-    ranks: int = 2,
-    at_start: str = "",
-    vendor: str = "mpich",
-    during: Callable[[subprocess.Popen[str], Callable[[str], bool]], None] | None = None,
-) -> Job:
-    """Run the training of test_restart with spares. `during` gets a function that returns True if stderr has a text."""
-    folder.mkdir(exist_ok=True)
-    body = SCRIPT.replace("BEFORE", AFTER_INIT).replace("WRONG", wrong)
-    (folder / "train.py").write_text(BEFORE_INIT + at_start + body)
-    errors = folder / "stderr"
-    errors.touch()
-    command = [str(VENVS[vendor] / "bin/python"), "-m", "mpitrain", "run", "-n", str(ranks)]
-    command += ["--restarts", "2", "--spares", *options, str(folder / "train.py"), str(folder)]
-    # With `exec`, a signal to the process goes to the launcher.
-    job = run_command(
-        ["sh", "-c", 'exec "$@" 2> "$0"', str(errors), *command],
-        cwd=folder,
-        env={"MPITRAIN_MEMORY_STEPS": "1"},
-        during=None if during is None else lambda process: during(process, lambda text: text in errors.read_text()),
-    )
-    return Job(job.code, job.stdout, errors.read_text(), job.left)
-
-
-def spares(token: str) -> list[int]:
-    """The processes of the job with this token of tests/jobs.py that are still spares."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                variables = (entry / "environ").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            names = {variable.partition(b"=")[0] for variable in variables}
-            if f"{TOKEN}={token}".encode() in variables and b"_MPITRAIN_SPARE" in names and not RANK & names:
-                found.append(int(entry.name))
-    return found
-
-
-def token_of(process: subprocess.Popen[str]) -> str:
-    """The token of a started job."""
-    variables = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
-    return next(v.partition(b"=")[2].decode() for v in variables if v.startswith(f"{TOKEN}=".encode()))
-
-
-def let_go(folder: Path, *steps: int) -> Callable[[subprocess.Popen[str], Callable[[str], bool]], None]:
-    """Have ranks killed at these steps, each time when all spares are ready."""
-
-    def during(_: subprocess.Popen[str], has_said: Callable[[str], bool]) -> None:
-        for number, step in enumerate(steps, start=1):
-            until(lambda number=number: (folder / "stderr").read_text().count("2 spares are ready") == number)
-            (folder / f"go-{step}").touch()
-
-    return during
-
-
-def ranks(folder: Path) -> set[int]:
-    """The processes that were ranks."""
-    return {int(path.name.split("-")[2]) for path in folder.glob("rank-*")}
+uninterrupted, uninterrupted_three = restarting.uninterrupted, restarting.uninterrupted_three
 
 
 def printed(stdout: str, line: str) -> Counter[int]:
@@ -295,16 +208,6 @@ def test_the_daemon_of_mpiexec_is_killed(tmp_path: Path, uninterrupted: bytes) -
     succeeded(job)
     assert parameters(tmp_path) == uninterrupted
     assert re.search(rf"failed at step 10: the process of mpiexec on {HERE} that started ranks 0,1 ", job.stderr)
-
-
-def stubs(token: str) -> list[int]:
-    """The stubs of a job of tests/jobs.py."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        with suppress(OSError):
-            if entry.name.isdigit() and f"{TOKEN}={token}".encode() in (entry / "environ").read_bytes().split(b"\0"):
-                found += [int(entry.name)] * ((entry / "cmdline").read_bytes().split(b"\0")[1:3] == [b"-I", b"-S"])
-    return found
 
 
 def test_the_roster_knows_them(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def train(
 
 
 def process_of(process: subprocess.Popen[str], folder: Path, rank: int) -> int:
-    """The process of a rank that has made three steps."""
+    """Wait for a rank that has made three steps. Return its process."""
     path = folder / f"rank-{rank}"
     until(lambda: path.exists() or process.poll() is not None)
     return int(path.read_text())
@@ -125,7 +125,7 @@ def test_without_restarts_it_is_a_failure(tmp_path: Path, vendor: str) -> None:
 
 
 def test_a_killed_rank_is_no_wish(tmp_path: Path, vendor: str) -> None:
-    """mpiexec may send SIGTERM to the others. That is no wish either."""
+    """mpiexec may send SIGTERM to the others. That signal is no wish either."""
 
     def during(process: subprocess.Popen[str]) -> None:
         pid = process_of(process, tmp_path, 1)
@@ -179,7 +179,7 @@ def test_helpers_of_a_rank_end_by_sigterm(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_answered", [True, False])
 def test_another_change_that_is_dropped(is_answered: bool) -> None:
-    """What the rank has heard was not for it. It waits for the answer again, here for ever or not at all."""
+    """The rank has heard an answer that was not meant for it. It waits again, here for ever or not at all."""
     rank = """
 import sys
 from mpitrain.job import told
@@ -196,8 +196,8 @@ told._wait(JobContext(keeper=sys.argv[1], job="try"))
         try:
 
             def answer() -> bool:
-                """True if the rank has heard the present wish, and is still there."""
-                for _ in range(2):  # it connects and asks; then it asks, and asks again or ends
+                """True if the rank has heard the current wish, and is still there."""
+                for _ in range(2):  # the rank connects and asks; then it asks, and asks again or ends
                     assert select.select([kept], [], [], HANG_SECONDS)[0]
                     kept.look()
                 return bool(kept._lines)

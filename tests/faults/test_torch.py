@@ -1,4 +1,4 @@
-"""Jobs of torch.distributed over MPI that fail or start in unusual ways: they end soon, and say why."""
+"""Jobs of torch.distributed over MPI that fail or start in unusual ways. They end soon, and say why."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3 + rank, 2))
 
 
 def test_a_rank_that_makes_no_further_call() -> None:
-    """That rank has ended, so the others need not wait for their timeout."""
+    """The rank has ended, so the others need not wait for their timeout."""
     source = """
 dist.all_reduce(torch.ones(3))
 if rank:
@@ -139,13 +139,13 @@ dist.barrier()
 
 
 def test_variables_that_contradict_mpi() -> None:
-    """RANK fits only one rank. The other rank raises, so all ranks raise."""
+    """RANK is right for only one rank. The other rank raises, so all ranks raise."""
     job = run_job(2, START, timeout=TIMEOUT, env={"RANK": "0"})
     report_of(job, "LaunchError: rank 1 on ", "the environment says rank 0 of 2, MPI says rank 1 of 2", "torchrun")
 
 
 def test_processes_that_mpi_has_not_started() -> None:
-    """Two processes as torchrun would start them: each is alone in MPI."""
+    """Two processes, started as torchrun would start them: each is alone in MPI."""
     ranks = "store=dist.HashStore(), rank=1, world_size=2, backend="
     source = START.replace("dist.init_process_group(", f"dist.init_process_group({ranks}")
     job = run_job(None, source, timeout=TIMEOUT)

@@ -86,7 +86,7 @@ def test_a_transport_that_there_is_not() -> None:
 
 
 def test_the_gpu_is_chosen_before_mpi_starts() -> None:
-    """The choice comes from the given devices. If MPI takes GPU memory, it comes from the local rank."""
+    """The given devices decide. If MPI takes GPU memory, the local rank decides."""
     source = """
 world.print("early", world.rank, seen, all_ranks=True)
 """

@@ -46,13 +46,13 @@ def build(world):
 
 
 def new_world(number):
-    # Between nodes a thread drives the exchange; every other time it is pretended that there are two.
+    # Between nodes a thread drives the exchange. Every other time the test pretends that there are two nodes.
     nodes = tuple(min(rank, number % 2) for rank in range(world.size))
     return replace(make_world(base, parent=world), node_ranks=nodes)
 
 
 def num_threads():
-    # One that was waited for leaves /proc a moment later.
+    # A thread that was joined leaves /proc a moment later.
     found = []
     while len(found) < 20 and threading.active_count() < (now := len(os.listdir("/proc/self/task"))):
         found.append(now)
@@ -98,7 +98,7 @@ world.print(last, "worlds", trainer.adapter.parameters()["w"].ravel().round(3).t
 @pytest.mark.parametrize("launcher", ["mpich", "openmpi"])
 @pytest.mark.parametrize(
     ("ranks", "worlds"),
-    # Three ranks cover the cases of two. What one world leaves shows after 60 worlds.
+    # Three ranks cover the cases of two. What one world leaves behind shows after 60 worlds.
     [(3, 60), pytest.param(2, 200, marks=pytest.mark.slow), pytest.param(3, 200, marks=pytest.mark.slow)],
 )
 def test_many_worlds(ranks: int, worlds: int, launcher: str) -> None:

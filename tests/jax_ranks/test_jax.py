@@ -1,4 +1,4 @@
-"""mpitrain.jax on every rank, inside jit and outside. Expected values are computed by NumPy alone."""
+"""Each call of mpitrain.jax on every rank, inside jit and outside. NumPy alone computes the expected values."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import mpitrain.jax
 from mpitrain import World
 from mpitrain.allreduce.algorithm import DTYPES, FLOATS
 from mpitrain.errors import DataError, MismatchError, TreeError
-from mpitrain.exchange.trees import aligned
-from mpitrain.jax.leaves import back, named_leaves, on_host
+from mpitrain.jax.leaves import named_leaves
 from tests.ranks.common import assert_same_bits, error_on_all, expected_sum, pattern, skip_alone
 
 LENGTHS = (0, 1, 1000)
@@ -29,7 +28,7 @@ class Pair:
 
 
 def assert_equal(found: Any, expected: Any) -> None:
-    """Both have the same bits, dtypes and form."""
+    """Assert that both trees have the same bits, dtypes and form."""
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         mine, theirs = numpy.asarray(one), numpy.asarray(other)
@@ -90,7 +89,7 @@ def loss(parameters: dict[str, Any], x: Any, y: Any) -> Any:
 
 
 def test_the_gradient_of_uneven_batches_is_that_of_the_whole(world: World) -> None:
-    """Some ranks have no sample at all; the mean over none is NaN, and counts for nothing."""
+    """Some ranks have no sample. Their mean is NaN, and has no weight."""
     rng = numpy.random.default_rng(3)
     counts = [(3 * rank + 2) % 5 for rank in range(world.size)]  # 2, 0, 3, 1, 4
     x, y = rng.normal(size=(sum(counts), 3)), rng.normal(size=(sum(counts),))
@@ -118,7 +117,7 @@ def test_every_dtype_and_length(world: World) -> None:
     arrays = jax.tree.map(jnp.asarray, numbers)
     for found in (mpitrain.jax.sum(arrays), mpitrain.jax.sum(numbers), jax.jit(mpitrain.jax.sum)(arrays)):
         assert_equal(found, expected)
-    # The weighted mean has the bits of World.mean: one path for all.
+    # The weighted mean has the bits of World.mean, because both take one path.
     numbers, weight = tree(FLOATS), world.rank + 0.5
     names, leaves, form = named_leaves(numbers)
     plain = world.mean(dict(zip(names, leaves, strict=True)), weight)
@@ -166,7 +165,7 @@ def test_wrong_weights(world: World) -> None:
 
 
 def inside_jit(world: World, call: Any) -> str:
-    """The text of the error that every rank gets from a call inside jit; its last line is the same on all."""
+    """The text of the error that a call inside jit raises on every rank. The last line is the same on all ranks."""
     with pytest.raises((jax.errors.JaxRuntimeError, DataError)) as caught:
         jax.block_until_ready(jax.jit(call)(jnp.ones(2)))
     text = str(caught.value).strip()
@@ -183,132 +182,10 @@ def test_ranks_that_disagree_inside_jit(world: World) -> None:
     assert expected in text
     text = inside_jit(world, mpitrain.jax.weighted_mean if is_odd else mpitrain.jax.sum)
     assert f"MismatchError: {world.name(odd)}: mean; {world.name(0)}: sum; do all ranks make the same calls" in text
-    assert mpitrain.jax.sum(1) == jax.jit(mpitrain.jax.sum)(1) == world.size  # nothing is left over
+    assert mpitrain.jax.sum(1) == jax.jit(mpitrain.jax.sum)(1) == world.size  # the errors leave no call behind
 
 
-# -- order -----------------------------------------------------------------------------------------------------------
-
-
-def test_calls_are_made_in_the_order_of_the_program(world: World) -> None:
-    """No call needs the result of another, and all look alike: only their order distinguishes them."""
-
-    @jax.jit
-    def three(x: Any) -> Any:
-        heavy = jnp.sin(x @ x) if world.rank % 2 else x  # ranks that come at different times
-        first = mpitrain.jax.sum(heavy * 0 + 1)
-        second = mpitrain.jax.sum(x * 0 + 10)
-        return first, second, mpitrain.jax.sum(x * 0 + 100)
-
-    x = jnp.ones((50, 50))
-    for step in range(3):
-        found = three(x)
-        direct = world.sum(numpy.full((50, 50), 1000.0 + step))
-        for one, expected in zip((*found, direct), (1, 10, 100, 1000 + step), strict=True):
-            assert (numpy.asarray(one) == expected * world.size).all()
-
-    def body(carried: Any, number: Any) -> Any:
-        total = mpitrain.jax.sum(carried + number)
-        return total / world.size, total
-
-    _, totals = jax.jit(lambda: jax.lax.scan(body, 1.0 * world.rank, jnp.arange(3.0)))()
-    middle = (world.size - 1) / 2
-    numpy.testing.assert_allclose(totals, [world.size * (middle + n) for n in (0, 1, 3)], rtol=1e-14)
-
-
-def test_what_is_constant_is_exchanged_in_every_run(world: World) -> None:
-    """Were it exchanged once, while the program is traced, a rank that traces again would do it alone."""
-    run = jax.jit(lambda x: x + mpitrain.jax.sum(world.rank) + mpitrain.jax.sum(numpy.ones(2)))
-    expected = world.size * (world.size - 1) / 2 + world.size
-    for length in (2, 1 if world.rank == 0 else 2):  # rank 0 traces again
-        assert (run(jnp.zeros(length)) == expected).all()
-
-
-def test_calls_wait_for_what_jax_still_has_to_do(world: World) -> None:
-    waited: list[int] = []
-    world.control.elsewhere.append(lambda: waited.append(world.control.calls))
-    try:
-        before = world.control.calls
-        world.barrier()
-    finally:
-        world.control.elsewhere.pop()
-    assert waited == [before]
-
-
-# -- derivatives -----------------------------------------------------------------------------------------------------
-
-
-def test_the_derivative_of_a_sum_is_that_of_all_ranks_losses(world: World) -> None:
-    """Against the same function of all ranks' x on one process: by hand, and by central differences."""
-    rng = numpy.random.default_rng(5)
-    everyone, factors = rng.normal(size=(world.size, 4)), rng.normal(size=world.size)
-
-    def losses(xs: numpy.ndarray) -> numpy.ndarray:
-        """Every rank's, in NumPy."""
-        total = (xs**3).sum(axis=0)
-        return factors * (numpy.sin(total).sum() + (xs * total).sum(axis=1))
-
-    def mine(x: Any) -> Any:
-        found = mpitrain.jax.sum({"total": x**3, "ranks": 1, "count": jnp.ones((), "int32")})
-        total = found["total"] * found["count"] / world.size  # an integer, which has no gradient, may be used
-        return factors[world.rank] * (jnp.sin(total).sum() + (x * total).sum())
-
-    total = (everyone**3).sum(axis=0)
-    by_hand = (factors[:, None] * (numpy.cos(total) + everyone)).sum(axis=0) * 3 * everyone**2
-    by_hand += factors[:, None] * total
-    width = 1e-6
-    for place in range(4):
-        direction = numpy.zeros_like(everyone)
-        direction[world.rank, place] = width
-        slope = (losses(everyone + direction).sum() - losses(everyone - direction).sum()) / (2 * width)
-        assert by_hand[world.rank, place] == pytest.approx(slope, rel=1e-6, abs=1e-6)
-    x = jnp.asarray(everyone[world.rank])
-    for gradient in (jax.grad(mine), jax.jit(jax.grad(mine))):
-        numpy.testing.assert_allclose(gradient(x), by_hand[world.rank], rtol=1e-12, atol=1e-12)
-
-
-def test_what_is_refused(world: World) -> None:
-    x = jnp.ones(4)
-    for place in (jax.grad, lambda call: jax.jit(jax.grad(call))):
-        with pytest.raises(TypeError, match=r"put mean\(\) around jax.value_and_grad\(loss\), or build the loss"):
-            place(lambda x: mpitrain.jax.weighted_mean(x).sum())(x)
-    with pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(mpitrain.jax.sum, (x,), (x,))
-    if world.size > 1:
-        with pytest.raises(ValueError, match="vmap"):
-            jax.vmap(mpitrain.jax.sum)(x)
-        mesh = jax.sharding.Mesh(jax.devices(), ("both",))
-        spread = jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("both")))
-        assert (mpitrain.jax.sum(spread) == world.size).all()  # arrays on several devices: outside jit
-
-
-# -- memory and batches ----------------------------------------------------------------------------------------------
-
-
-def test_nothing_is_copied_that_need_not_be() -> None:
-    x = jnp.arange(1000.0)
-    (seen,) = on_host(["x"], [x])
-    assert seen.ctypes.data == x.unsafe_buffer_pointer()
-    assert not seen.flags.writeable
-    for dtype in ("float64", "int8", jnp.bfloat16):
-        _, parts = aligned([3, 0, 1000, 1], numpy.dtype(dtype))
-        for part in parts:
-            part[...] = 1
-        arrays = back(parts, [x] * 4)
-        assert [array.unsafe_buffer_pointer() for array in arrays if array.size] == [
-            part.ctypes.data for part in parts if part.size
-        ]
-        assert [array.dtype for array in arrays] == [part.dtype for part in parts]
-
-
-def test_results_keep_their_values(world: World) -> None:
-    """No other array uses the memory of a result."""
-    results = [mpitrain.jax.sum({"a": jnp.full(5000, number), "b": jnp.full(3, number)}) for number in range(5)]
-    for number, found in enumerate(results):
-        assert (found["a"] == number * world.size).all()
-        assert (found["b"] == number * world.size).all()
-    donating = jax.jit(lambda x: x + 1, donate_argnums=0)
-    assert (donating(results[1]["a"]) == world.size + 1).all()
-    assert (results[1]["b"] == world.size).all()
+# -- batches ---------------------------------------------------------------------------------------------------------
 
 
 def test_shard(world: World) -> None:

@@ -1,4 +1,4 @@
-"""What several tests of the launcher use."""
+"""Fixtures that several tests of the launcher use."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ from mpitrain.launch.keepers import Keepers
 
 @pytest.fixture
 def keepers() -> Iterator[Keepers]:
-    """Keepers of a job that has host `a` only."""
+    """Keepers of a job that runs only on host `a`."""
     with Keepers("a", f"mpitrain-test-{secrets.token_hex(8)}") as keepers:
         yield keepers

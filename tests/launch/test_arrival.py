@@ -32,7 +32,7 @@ def test_a_start_that_is_well() -> None:
     assert judged(59.0, started={}) is None
     assert judged(59.0, called={0: 1.0}) is None
     assert judged(1e9, called=EVERYONE, begun=EVERYONE) is None
-    assert judged(1e9, called=EVERYONE, begun=EVERYONE, gone={1: 70.0}) is None  # the start was complete before
+    assert judged(1e9, called=EVERYONE, begun=EVERYONE, gone={1: 70.0}) is None  # the start was complete before that
 
 
 def test_a_program_without_mpitrain_may_take_its_time() -> None:
@@ -75,7 +75,7 @@ def test_a_rank_that_ends_before_init() -> None:
 
 
 def test_a_rank_that_fails_right_after_init() -> None:
-    """The rank fails between two looks of the guard, which last saw it in init()."""
+    """The rank fails between two looks of the guard. The guard last saw the rank in init()."""
     others = {0: 1.5, 1: 1.5, 2: 1.5}
     assert judged(9.0, called=EVERYONE, begun=others, failed={3: 2.0}, gone={3: 2.5}) is None
     when = {STARTED: EVERYONE, CALLED: EVERYONE, BEGUN: others, DONE: {}, FAILED: {3: 2.0}}
@@ -121,7 +121,7 @@ def test_the_diagnosis_names_who_is_behind_and_who_drops() -> None:
 
 
 def test_the_diagnosis_leaves_out_a_host_that_was_lost_before() -> None:
-    """The guards were prepared while it was there (Guards.narrow)."""
+    """The guards were prepared while that host was still there (Guards.narrow)."""
     said = Said(["a", "b", "c", "d"])
     del said.reports["d"]
     for host, unreachable in (("a", ["d"]), ("b", ["d", "c"]), ("c", ["d"])):

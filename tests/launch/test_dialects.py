@@ -64,7 +64,7 @@ def test_open_mpi_5() -> None:
 
 
 def test_open_mpi_5_goes_on_without_a_lost_rank() -> None:
-    """ULFM is on. Its detector is off, because the detector takes a computing rank for dead."""
+    """ULFM is on. Its detector of failures is off, because the detector takes a rank that computes for dead."""
     job = replace(HERE, mpiexec=OPEN_MPI_5, context=JobContext(recover=1))
     line = str(command_for(job, {}))
     assert "_MPITRAIN_RECOVER=1" in line

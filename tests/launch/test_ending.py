@@ -60,7 +60,7 @@ def test_mpiexec_names_another_one() -> None:
 
 
 def test_the_kernel_knows_the_signal_that_mpiexec_does_not_name() -> None:
-    """With Open MPI, a rank on another host leaves first to mpiexec's knowledge, with a code of its own."""
+    """To Open MPI's mpiexec, a rank on another host seems to have left first, with a code of its own."""
     ends = (FirstEnd(2, (), 10.0, code=-9), FirstEnd(1, (), 10.02, code=14))
     said = OPEN_MPI_CODE.replace("@1,2]", "@1,1]")
     assert of(first_ends=ends, mpiexec_said=said) == (BY_SIGNAL, 2)
@@ -82,7 +82,7 @@ def test_a_number_that_may_be_a_signal() -> None:
 
 
 def test_mpich_5_tells_of_signals_only() -> None:
-    """Over several hosts its mpiexec fails before it prints the signal, and its exit code is 255."""
+    """Over several hosts, MPICH's mpiexec fails before it prints the signal, and its exit code is 255."""
     said = MPICH.partition("YOUR APPLICATION TERMINATED")[0]
     rank_2, rank_1, daemon = FirstEnd(2, (), 10.0), FirstEnd(1, (), 10.0), FirstEnd(None, (1, 2), 10.0)
     assert of(mpiexec_said=said, names_signals=True, first_dead=(2,)) == (BY_SIGNAL, 2)
@@ -92,7 +92,7 @@ def test_mpich_5_tells_of_signals_only() -> None:
         return signal_told(ended, "h{}".format)
 
     assert told(rank_2) == 9
-    assert told(rank_2, names_signals=False) == 0  # it may have been exit code 9
+    assert told(rank_2, names_signals=False) == 0  # the rank may have left with exit code 9
     assert told(rank_2, names_signals=False, said=MPICH) == 9
     assert told(rank_1) == 0  # mpiexec ended the other rank
     assert told(daemon) == 0
@@ -122,14 +122,14 @@ def test_what_a_rank_says_comes_before_what_mpiexec_says() -> None:
 
 
 def ended(failed_seconds: float, *ends: FirstEnd, **seen: object) -> Ended:
-    """A job in which rank 1 has reported its failure. `ends`: the ends that were seen."""
+    """A job in which rank 1 has reported its failure. `ends`: the ends that the guards saw."""
     failed = replace(RECORDS[1], phase=FAILED, error="OSError: reset", failed_seconds=failed_seconds)
     missing = (0, 1, 2)
     return Ended(9, failed=failed, first_ends=ends, records={**RECORDS, 1: failed}, missing=missing, **seen)  # type: ignore[arg-type]
 
 
 def test_a_rank_that_failed_because_another_one_had_ended() -> None:
-    """A rank that fails ends the others at least 0.1 s later. It has not ended a rank that ended before that."""
+    """A rank that fails ends the others at least 0.1 s later. It is not the cause of any earlier end."""
     dead, daemon = FirstEnd(2, (), 10.0), FirstEnd(None, (0, 2), 10.0)
     unsaid = "rank 2 on h2 ended without a word (os._exit, or killed?)"
     orphaned = "the process of mpiexec on h0 that started ranks 0,2 was killed, or has crashed"
@@ -214,7 +214,7 @@ def test_open_mpi_names_the_daemon_that_it_lost() -> None:
 
 
 def test_which_host_was_first() -> None:
-    """A rank may be seen to end shortly after the daemons that ended because of it. It then still comes first."""
+    """A guard may see a rank end shortly after the daemons that ended because of that rank. The rank still is first."""
     daemon, other, rank = FirstEnd(None, (0,), 5.00), FirstEnd(None, (1, 2), 5.02), FirstEnd(3, (), 5.05)
     assert in_order([other, rank, daemon]) == [rank, daemon, other]
     later = FirstEnd(3, (), 5.28)
@@ -225,10 +225,10 @@ def test_which_host_was_first() -> None:
 
 
 def test_a_kill_comes_before_those_who_left_because_of_it() -> None:
-    """As seen with Open MPI: rank 2 was killed. By the kernel's times, rank 1 left 1.7 ms earlier, because of that."""
+    """As seen with Open MPI: rank 2 was killed. Rank 1 left because of that, 1.7 ms earlier by the kernel's times."""
     left, killed, unknown = FirstEnd(1, (), 5.00, code=14), FirstEnd(2, (), 5.0017, code=-9), FirstEnd(2, (), 5.03)
     assert kills_first([left, killed], OPEN_MPI_CODE) == [killed, left]
-    for said in (OPEN_MPI, OPEN_MPI_4):  # an old kernel keeps no codes
+    for said in (OPEN_MPI, OPEN_MPI_4):  # an old kernel keeps no exit codes
         assert kills_first([left, unknown], said) == [unknown, left]
         assert of(first_ends=kills_first([left, unknown], said), mpiexec_said=said) == (BY_SIGNAL, 2)
     later = FirstEnd(2, (), 5.5, code=-9)

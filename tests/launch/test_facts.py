@@ -34,7 +34,7 @@ def test_a_python_that_fails_says_why(tmp_path: Path) -> None:
 def test_a_busy_machine_has_more_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: float, seconds: str
 ) -> None:
-    """`load` is for each processor. The message shows how long a Python that never answers was waited for."""
+    """`load` is per processor. The message says how long the guard waited for a Python that never answers."""
     average = load * (os.cpu_count() or 1)
     monkeypatch.setattr(facts, "_PROBE_SECONDS", 0.1)
     monkeypatch.setattr(os, "getloadavg", lambda: (average, 0.0, 0.0))
@@ -45,7 +45,7 @@ def test_a_busy_machine_has_more_time(
 def test_a_path_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "empty").mkdir()
     outputs = facts._outputs
-    # The other questions get their time, however slow this machine is.
+    # The other questions get enough time, however slow this machine is.
     shorter = {True: 0.5, False: HANG_SECONDS}
     monkeypatch.setattr(facts, "_outputs", lambda child, _: outputs(child, shorter["slow" in child.args[-1]]))
     slow = f"import sys, time; time.sleep(600 if 'slow' in sys.argv[1] else 0)\n{facts._LOOK_AT_PATH}"

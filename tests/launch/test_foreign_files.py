@@ -1,4 +1,4 @@
-"""A found file that another user may write is refused: owner, mode, every folder above, links."""
+"""A file that was found by a search is refused if another user may write it: owner, mode, folders above, links."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ workers
 
 @pytest.fixture
 def found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An inventory as a user has it. Its name is relative to the current folder."""
+    """A user's own inventory. Its name is relative to the current folder."""
     monkeypatch.chdir(tmp_path)
     path = Path("cluster/hosts")
     path.parent.mkdir(mode=0o755)
@@ -103,7 +103,7 @@ def test_somebody_else_owns_it(found: Path, place: str) -> None:
     os.chown(place, NOBODY, -1)
     message = refusal(found)
     assert f"may write there: {described(Path(place).resolve())}. Allowed is owner root, and" in message
-    # No chown: it would take somebody else's file.
+    # No chown: the command would take over somebody else's file.
     said = "Then copy the files that you need into a folder of your own; or, if you trust the file as it is, do without"
     assert message.endswith(said)
 
@@ -178,7 +178,7 @@ def test_umask_002_with_a_group_of_others(
 def test_umask_002_where_a_directory_service_does_not_list_its_users(
     found: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The group has no known member. It is the user's own if it has the user's name, but not if it has many users."""
+    """A group without known members is the user's own if it has the user's name. A group with members is not."""
     found.chmod(0o664)
     group(monkeypatch, [], [])
     user = pwd.struct_passwd(("ada", "x", os.geteuid(), os.getegid(), "", "/nowhere", "/bin/sh"))
@@ -192,7 +192,7 @@ def test_umask_002_where_a_directory_service_does_not_list_its_users(
         else:
             assert "has owner ada, group ada, mode 0664" in refusal(found)
     monkeypatch.setattr("grp.getgrgid", lambda _: grp.struct_group(("ada", "x", os.getegid(), [])))
-    # Another user's own group of that name.
+    # The group of that name is another user's own.
     other = pwd.struct_passwd(("ada", "x", os.geteuid(), os.getegid() + 1, "", "/nowhere", "/bin/sh"))
     monkeypatch.setattr("pwd.getpwuid", lambda _: other)
     assert "has owner ada, group ada, mode 0664" in refusal(found)
@@ -260,7 +260,7 @@ def test_a_command_in_it_runs_only_where_it_is_named(found: Path) -> None:
 
 
 def test_the_group_vars_of_the_current_folder(found: Path) -> None:
-    """The variables are found, also if the inventory is named. Arguments of ssh count only beside a named inventory."""
+    """The variables are found even if the inventory is named. Arguments of ssh count only beside a named inventory."""
     pytest.importorskip("fabric")
     found.rename("mine")
     group_vars = Path("cluster/group_vars/all.yml")

@@ -15,7 +15,9 @@ def test_without_an_echo_it_is_the_clock_here() -> None:
 
 def test_the_fastest_echo_counts() -> None:
     clock = HostClock()
-    clock.add(sent=10.0, there=110.9, heard=11.0)  # the way there took 0.9 s, or the clock differs by as much
+    clock.add(
+        sent=10.0, there=110.9, heard=11.0
+    )  # the message took 0.9 s on its way there, or the clocks differ by as much
     clock.add(sent=12.0, there=112.01, heard=12.02)
     clock.add(sent=14.0, there=114.3, heard=14.4)
     assert clock.here(120.0) == pytest.approx(20.0)

@@ -66,7 +66,7 @@ def test_everything_that_is_read(hosts: Path) -> None:
 
 @pytest.mark.parametrize("text", [EVERYTHING, PLAIN, PLAIN.replace("b ansible_host=10.0.0.2\n", "")])
 def test_ansible_reads_the_same(text: str, hosts: Path) -> None:
-    """Ansible reads the same from the file itself and from the file that we write again."""
+    """Ansible reads the same from the original file and from the file that mpitrain writes back."""
     hosts.write_text(text)
     ours = read_inventory(hosts)
     written = hosts.with_name("written")

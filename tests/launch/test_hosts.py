@@ -96,7 +96,7 @@ def test_localhost_works_with_a_broken_inventory(folder: Path) -> None:
 
 
 def test_a_host_joins_although_the_name_of_another_one_is_unknown_by_now(folder: Path) -> None:
-    """It is set aside, and has been removed from the inventory. c has another address since."""
+    """The other host is set aside, and has been removed from the inventory. c has had another address since then."""
     inventory(folder, "127.0.0.2")
     places = (Place("a", 0, 1), Place("no-such-host", 1, 1), Place("c", 2, 1))
     addresses = {"a": "127.0.0.2", "no-such-host": "198.51.100.9", "c": "198.51.100.8"}

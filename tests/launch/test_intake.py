@@ -2,123 +2,22 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
+import taking_in
+from taking_in import HOSTS, LIMITS, WITHOUT_B, Comparison, Ssh, lost, trains, widen
 
-from jobs import until
-from mpitrain.errors import LaunchError
 from mpitrain.launch.changes import Changes
 from mpitrain.launch.ending import Ended
-from mpitrain.launch.hosts import listed_hosts
 from mpitrain.launch.intake import DIFFERENT_SECONDS, FIRST_SECONDS, MOST_SECONDS, Intake
 from mpitrain.launch.keepers import Keepers
-from mpitrain.launch.kept import PREPARES, SAVES, STAYS
-from mpitrain.launch.logins import that_let_in
+from mpitrain.launch.kept import PREPARES, STAYS
 from mpitrain.launch.placement import Place, Placement
-from mpitrain.launch.processes import alive_below
 from mpitrain.launch.supervisor import Pause, supervise
-from mpitrain.launch.verdict import ASIDE_SECONDS, FailedTry, Limits
+from mpitrain.launch.verdict import ASIDE_SECONDS
 from mpitrain.watching.rank_record import RankRecord
 
-# The host is the last word but one. A host is up if a file has its name; `slow` connects and says no more.
-SSH = """#!/bin/sh
-for word; do host=$before; before=$word; done
-echo "$host" >> {folder}/asked
-case $host in slow*) exec sleep 1000 ;; esac
-[ -e {folder}/up/$host ] && exit 0
-echo "No route to host" >&2
-exit 255
-"""
-ADDRESSES = {"a": "10.0.0.1", "b": "10.0.0.2", "c": "10.0.0.3"}
-HOSTS = Placement((Place("a", 0, 2), Place("b", 2, 2), Place("c", 4, 2)), ADDRESSES, own="a")
-WITHOUT_B = HOSTS.without({"b"})
-LIMITS = Limits(restarts=5, min_nodes=2, max_nodes=4)
-
-
-class Ssh:
-    """Stands for ssh: knows which hosts are up, and which were asked."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        (folder / "up").mkdir()
-        program = folder / "bin/ssh"
-        program.parent.mkdir()
-        program.write_text(SSH.format(folder=folder))
-        program.chmod(0o755)
-
-    def up(self, *hosts: str) -> None:
-        for host in hosts:
-            (self._folder / "up" / host).touch()
-
-    def asked(self) -> list[str]:
-        path = self._folder / "asked"
-        return path.read_text().split() if path.exists() else []
-
-
-class Comparison:
-    """Stands for the comparison of hosts that would join."""
-
-    def __init__(self) -> None:
-        self.different: dict[str, str] = {}
-        self.hosts: list[tuple[str, ...]] = []
-
-    def __call__(self, placement: Placement) -> None:
-        self.hosts.append(placement.hosts)
-        if different := {host: text for host, text in self.different.items() if host in placement.hosts}:
-            error = LaunchError("they differ")
-            error.different = different
-            raise error
-
-
-@pytest.fixture
-def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ssh:
-    monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
-    return Ssh(tmp_path)
-
-
-@pytest.fixture
-def comparison() -> Comparison:
-    return Comparison()
-
-
-def widen(placement: Placement, text: str) -> Placement:
-    for item in text.split(","):
-        host = item.partition("/")[0]
-        place = Place(host, placement.num_ranks, 2)
-        placement = Placement((*placement.places, place), {**placement.addresses, host: f"10.0.0.{ord(host)}"}, "a")
-    return placement
-
-
-@pytest.fixture
-def changes(keepers: Keepers, comparison: Comparison) -> Iterator[Changes]:
-    with Changes(keepers, LIMITS, widen, comparison, lambda where, cause: None) as changes:
-        yield changes
-
-
-@pytest.fixture
-def intake(changes: Changes, ssh: Ssh) -> Intake:
-    return Intake(changes, LIMITS, lambda: None)  # not entered: each test looks by itself
-
-
-def trains(
-    changes: Changes,
-    intake: Intake,
-    keepers: Keepers,
-    now_on: Placement,
-    *failures: FailedTry,
-    hosts: Placement = HOSTS,
-) -> None:
-    """A try trains on some hosts, after these failures."""
-    changes.begin(hosts, now_on)
-    intake.begin(hosts, now_on, failures)
-    keepers.run = 1
-
-
-def lost(when: float, host: str = "b") -> FailedTry:
-    return FailedTry(f"{host} fell silent", 1, when, step=7, lost=(host,))
+# Fixtures: pytest finds them by these names.
+ssh, comparison, changes, intake = taking_in.ssh, taking_in.comparison, taking_in.changes, taking_in.intake
 
 
 def test_a_host_that_answers_again(
@@ -178,7 +77,7 @@ def test_several_hosts_join_as_far_as_there_is_room(
     assert set(change.hosts.hosts) == {"a", "b", "c", "d", "e", "f"}
     trains(changes, intake, keepers, change.now_on, hosts=change.hosts)
     intake.look(9000.0)
-    assert len(ssh.asked()) == 4  # it has all hosts that it may have
+    assert len(ssh.asked()) == 4  # the job has as many hosts as it may have
 
 
 def test_a_host_that_differs(
@@ -203,7 +102,7 @@ def test_a_host_that_differs(
     assert "b cannot take part: numpy 2.3.1, here 2.4.6." in capsys.readouterr().err
     assert keepers.wish == STAYS
     comparison.different.clear()
-    trains(changes, intake, keepers, HOSTS)  # it has joined by a wish
+    trains(changes, intake, keepers, HOSTS)  # b has joined by a wish
     trains(changes, intake, keepers, WITHOUT_B, lost(1000.0 + 2 * DIFFERENT_SECONDS))
     intake.look(1000.0 + 2 * DIFFERENT_SECONDS + ASIDE_SECONDS)
     assert keepers.wish == PREPARES
@@ -225,14 +124,14 @@ def test_a_host_that_differs_does_not_keep_others_out(
 def test_a_host_that_did_not_join_because_of_another_one(
     changes: Changes, intake: Intake, keepers: Keepers, ssh: Ssh
 ) -> None:
-    """It is asked again later, each time after a longer time."""
+    """The host is asked again, each time after a longer wait."""
     ssh.up("b")
     trains(changes, intake, keepers, WITHOUT_B)
     now, wait = 1000.0, FIRST_SECONDS
     for num_asked in range(1, 4):
         intake.look(now)
         assert keepers.wish == PREPARES
-        changes._change, keepers.wish = None, STAYS  # it is dropped
+        changes._change, keepers.wish = None, STAYS  # the change is dropped
         intake.look(now + wait - 1)  # not yet
         assert ssh.asked() == ["b"] * num_asked
         now, wait = now + wait, 2 * wait
@@ -280,130 +179,10 @@ def test_a_host_with_devices(changes: Changes, keepers: Keepers, ssh: Ssh, intak
     assert texts == ["b/cuda:0,b/cuda:1"]
 
 
-# -- the inventory ---------------------------------------------------------------------------------------------
-
-
-def inventory(path: Path, *hosts: str) -> None:
-    head, *workers = [f"{host} ansible_host=127.0.0.{ord(host)}" for host in hosts]
-    new = path.with_name("new")
-    new.write_text("\n".join(["[head]", head, "[workers]", *workers, "[cluster:children]", "head", "workers", ""]))
-    new.replace(path)
-
-
-@pytest.fixture
-def listed(tmp_path: Path) -> Path:
-    """An inventory with a, b and c."""
-    inventory(tmp_path / "hosts", "a", "b", "c")
-    return tmp_path / "hosts"
-
-
-def test_the_inventory_changes(
-    changes: Changes, keepers: Keepers, ssh: Ssh, listed: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    intake = Intake(changes, LIMITS, listed_hosts(None, listed))
-    ssh.up("b", "d")
-    trains(changes, intake, keepers, HOSTS)
-    intake.look(1000.0)
-    assert ssh.asked() == []
-    inventory(listed, "a", "b", "c", "d")
-    intake.look(1001.0)
-    joins = changes.take()
-    assert joins is not None
-    assert joins.now_on.hosts == ("a", "b", "c", "d")
-    trains(changes, intake, keepers, joins.now_on, hosts=joins.hosts)
-    inventory(listed, "a", "c", "d")
-    intake.look(1002.0)
-    assert keepers.wish == PREPARES
-    leaves = changes.take()
-    assert leaves is not None
-    assert (leaves.text, leaves.now_on.hosts) == ("b leaves (not in the inventory any more)", ("a", "c", "d"))
-    assert intake.dropped == {"b"}
-    assert capsys.readouterr().err.splitlines() == [
-        "mpitrain: d answers; d joins after the next copy of the state, and then it goes on on a, b, c, d",
-        "mpitrain: b leaves (not in the inventory any more); after the next copy of the state, it goes on on a, c, d",
-    ]
-    trains(changes, intake, keepers, leaves.now_on, hosts=leaves.hosts)
-    inventory(listed, "a", "b", "c", "d")
-    intake.look(1003.0)
-    again = changes.take()
-    assert again is not None
-    assert (again.joined, intake.dropped) == (("b",), set())
-
-
-def test_too_few_are_left_in_the_inventory(changes: Changes, keepers: Keepers, ssh: Ssh, listed: Path) -> None:
-    intake = Intake(changes, LIMITS, listed_hosts(None, listed))
-    trains(changes, intake, keepers, HOSTS)
-    inventory(listed, "a")
-    intake.look(1000.0)
-    assert keepers.wish == SAVES
-    change = changes.take()
-    assert change is not None
-    assert change.is_end
-    assert change.text == "b, c can no longer take part (not in the inventory any more), and --elastic is 2:4"
-
-
-def test_a_host_that_has_left_by_a_wish_stays_away(changes: Changes, keepers: Keepers, ssh: Ssh, listed: Path) -> None:
-    intake = Intake(changes, LIMITS, listed_hosts(None, listed))
-    ssh.up("b", "d")
-    trains(changes, intake, keepers, HOSTS)
-    inventory(listed, "a", "b", "c", "d")
-    intake.look(1000.0)
-    change = changes.take()
-    assert change is not None
-    trains(changes, intake, keepers, change.now_on, hosts=change.hosts)
-    change = changes.accept({"leave": ["b", "d"]})
-    changes.take()
-    trains(changes, intake, keepers, change.now_on, hosts=change.hosts)
-    intake.look(1e6)
-    assert ssh.asked() == ["d"]
-    assert keepers.wish == STAYS
-
-
-def test_wishes_to_the_launcher_before(
-    changes: Changes, keepers: Keepers, ssh: Ssh, listed: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """b has left, and d has joined, which the inventory does not have. The launcher that resumes the job keeps that."""
-    ssh.up("b", "d")
-    intake = Intake(changes, LIMITS, listed_hosts(None, listed))
-    hosts = widen(WITHOUT_B, "d")
-    trains(changes, intake, keepers, hosts, hosts=hosts)
-    intake.look(1000.0)
-    assert (ssh.asked(), intake.dropped, keepers.wish) == ([], set(), STAYS)
-    assert capsys.readouterr().err == ""
-    inventory(listed, "a", "b")
-    intake.look(1001.0)
-    change = changes.take()
-    assert change is not None
-    assert change.text == "c leaves (not in the inventory any more)"
-
-
-def test_an_inventory_that_cannot_be_read(
-    changes: Changes, keepers: Keepers, ssh: Ssh, listed: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    intake = Intake(changes, LIMITS, listed_hosts(None, listed))
-    trains(changes, intake, keepers, HOSTS)
-    text = listed.read_text()
-    listed.write_text("[head]\n")
-    intake.look(1000.0)
-    intake.look(1001.0)
-    said = capsys.readouterr().err
-    assert said.startswith("mpitrain: the hosts of the job stay as they are, because the inventory cannot be read: ")
-    assert said.count("\n") == 1
-    assert (keepers.wish, intake.dropped) == (STAYS, set())
-    listed.write_text(text)
-    intake.look(1002.0)
-    listed.unlink()
-    intake.look(1003.0)
-    assert "No such file" in capsys.readouterr().err
-
-
-# -- with the supervisor ---------------------------------------------------------------------------------------
-
-
 def test_a_host_that_comes_and_goes(
     changes: Changes, intake: Intake, keepers: Keepers, ssh: Ssh, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is taken in twice, and no more after the third loss. The time between its losses is made long here."""
+    """The host is taken in twice, but not after its third loss. The test makes the time between the losses long."""
     ssh.up("b")
     tries: list[tuple[str, ...]] = []
 
@@ -425,35 +204,3 @@ def test_a_host_that_comes_and_goes(
     assert said.count("b joins after step ") == 2
     assert said.count("b was found bad 3 times, and is not taken in again by itself") == 1
     assert said.endswith("mpitrain: try 4 of 6 succeeded\n")
-
-
-# -- the question ----------------------------------------------------------------------------------------------
-
-
-def test_those_that_answer(ssh: Ssh, capfd: pytest.CaptureFixture[str]) -> None:
-    ssh.up("b", "d")
-    assert that_let_in(["b", "c", "d"], threading.Event()) == {"b", "d"}
-    assert sorted(ssh.asked()) == ["b", "c", "d"]
-    assert capfd.readouterr() == ("", "")
-
-
-def test_one_that_never_answers_is_not_waited_for(ssh: Ssh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpitrain.launch.logins._ANSWER_SECONDS", 0.0)
-    before = alive_below(set())
-    assert that_let_in(["slow"], threading.Event()) == set()
-    assert alive_below(set()) == before
-
-
-def test_the_question_is_no_process_of_the_job(ssh: Ssh) -> None:
-    """Else a job that ends meanwhile would kill it as its own, and fail."""
-    stop = threading.Event()
-    results: list[set[str]] = []
-    asking = threading.Thread(target=lambda: results.append(that_let_in(["slow1", "slow2"], stop)))
-    before = alive_below(set())
-    asking.start()
-    until(lambda: len(ssh.asked()) == 2)
-    assert alive_below(set()) == before
-    stop.set()
-    asking.join()
-    assert results == [set()]
-    assert alive_below(set()) == before

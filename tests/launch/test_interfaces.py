@@ -61,7 +61,7 @@ def test_differing_names_are_set_in_each_rank() -> None:
 
 
 def test_a_launching_machine_with_another_interface() -> None:
-    """Its mpiexec must not look for the interfaces of the other hosts on its own machine."""
+    """mpiexec must not look on the launching machine for the interfaces of the other hosts."""
     found = facts({"a": "eno1", "b": "eno1", "desk": "wlan0"})
     assert "HYDRA_IFACE" not in pin(found, ["a", "b"], "mpich", {}).common
     assert pin(found, ["a", "b"], "mpich", {}).common["UCX_NET_DEVICES"] == "eno1"

@@ -1,4 +1,4 @@
-"""A keeper holds descriptors for later ranks, waits for an heir if its launcher is lost, and answers nobody else."""
+"""A keeper holds descriptors for later ranks, tells ranks what the launcher wants, and answers nobody else."""
 
 from __future__ import annotations
 
@@ -11,33 +11,22 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from holding import content, is_gone, memory
 
 from jobs import until
 from keeping import keeper
-from mpitrain.errors import LaunchError
-from mpitrain.launch.connections import Connection, connect
-from mpitrain.launch.keepers import KEEPER, Keepers
+from mpitrain.launch.keepers import Keepers
 from mpitrain.launch.kept import DIES, LEAVES, STAYS, KeeperLine
 from mpitrain.watching.rank_record import RankRecord
 
 
 @pytest.fixture
 def keepers() -> Iterator[Keepers]:
-    """Keepers on this machine alone."""
+    """Keepers of a job on this machine alone."""
     with Keepers("here", f"mpitrain-test-{secrets.token_hex(8)}") as keepers:
         keepers.begin(["here"], "try")
         keepers.settle()
         yield keepers
-
-
-def memory(text: bytes) -> int:
-    descriptor = os.memfd_create("test")
-    os.write(descriptor, text)
-    return descriptor
-
-
-def content(descriptor: int) -> bytes:
-    return os.pread(descriptor, 100, 0)
 
 
 def test_what_is_kept_outlives_who_kept_it(keepers: Keepers) -> None:
@@ -78,14 +67,6 @@ def test_a_killed_keeper_is_replaced(keepers: Keepers) -> None:
     line.close()
 
 
-def is_gone(name: str) -> bool:
-    try:
-        KeeperLine(name).close()
-    except ConnectionRefusedError:
-        return True
-    return False
-
-
 def test_a_host_that_takes_no_part_loses_its_keeper(keepers: Keepers) -> None:
     keepers.begin([], "try")
     until(lambda: is_gone(keepers.name))
@@ -101,7 +82,7 @@ def test_older_runs_and_other_ranks_are_dropped(keepers: Keepers) -> None:
 
 
 def test_a_name_that_is_taken(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A message says so, and the job goes on without a keeper."""
+    """A message says that the name is taken, and the job goes on without a keeper."""
     name = f"mpitrain-test-{secrets.token_hex(8)}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
         other.bind("\0" + name)
@@ -183,7 +164,7 @@ def test_ranks_wait_for_those_before(keepers: Keepers) -> None:
 
 
 def test_nobody_follows_a_try_that_has_failed(keepers: Keepers) -> None:
-    """Its ranks have ended and did not leave. So its state is not the last one."""
+    """The ranks of that try have ended without leaving, so its state is not the last one."""
     line, waiting = KeeperLine(keepers.name, "try"), KeeperLine(keepers.name, "next")
     line.enter()
     line.close()
@@ -218,103 +199,3 @@ def test_room_for_another_try(keepers: Keepers) -> None:
     assert not after.has_gpu
     line.close()
     line_of_next.close()
-
-
-class Lost:
-    """A keeper on this machine that holds a memory and an estate, and is about to lose its launcher.
-
-    Raises OSError if the keeper has ended meanwhile.
-    """
-
-    def __init__(self, keep_seconds: float, silence_seconds: float = 0.0) -> None:
-        self.name = f"mpitrain-test-{secrets.token_hex(8)}"
-        wish = {"keeper": self.name, "silence_seconds": silence_seconds, "keep_seconds": keep_seconds}
-        self.connection: Connection = connect("here", True, wish, time.monotonic(), KEEPER)
-        self._opened = contextlib.ExitStack()
-        self._opened.callback(self._end)
-        try:
-            until(lambda: self.connection.flush() or {"ready": 1} in self.connection.receive(time.monotonic()))
-            self.connection.send({"estate": {"tries": ["one", "two"]}})
-            self.line = self._opened.enter_context(contextlib.closing(KeeperLine(self.name)))
-            self.line.keep("1/state", [memory(b"x")])
-            until(lambda: self.line.estate()[1])
-        except OSError:
-            self.close()
-            raise
-
-    def is_lost(self) -> bool:
-        """True if the keeper has lost its launcher."""
-        return "lost_ms" in self.line.estate()[0]
-
-    def close(self) -> None:
-        """End the keeper."""
-        self._opened.close()
-
-    def _end(self) -> None:
-        self.connection.process.kill()
-        self.connection.hang_up()
-        self.connection.close(60)
-
-
-def test_a_goodbye_ends_all() -> None:
-    with contextlib.closing(Lost(keep_seconds=900)) as lost:
-        lost.connection.send({"bye": 1})
-        until(lambda: is_gone(lost.name))
-
-
-@pytest.mark.parametrize("is_silent", [False, True])
-def test_a_lost_launcher(is_silent: bool) -> None:
-    """What the keeper holds stays for a while, which is short here. It can be asked how long."""
-    for seconds in (1, 4, 16, 64):  # the machine may be too slow for the first ones
-        with (
-            contextlib.suppress(OSError),
-            contextlib.closing(Lost(2 * seconds, silence_seconds=seconds if is_silent else 0)) as lost,
-        ):
-            if not is_silent:
-                lost.connection.hang_up()
-            until(lost.is_lost)
-            about, _ = lost.line.estate()
-            assert about["until_ms"] - about["lost_ms"] == 2000 * seconds
-            until(lambda name=lost.name: is_gone(name))
-            return
-    pytest.fail("the keeper has always ended before it could be asked")
-
-
-def test_nothing_to_keep() -> None:
-    with contextlib.closing(Lost(keep_seconds=900)) as lost:
-        lost.line.keep_only([], 1)
-        lost.connection.hang_up()
-        until(lambda: is_gone(lost.name))
-
-
-def test_an_heir_takes_over() -> None:
-    """One of two gets what is kept. It says no goodbye, if it has started no try. The next one can drop it."""
-    with contextlib.closing(Lost(keep_seconds=900)) as lost:
-        lost.connection.hang_up()
-        until(lost.is_lost)
-        lost.line.claim("another one")
-        estate = {"tries": ["one", "two"], "launcher": "here 1 1", "own": "there"}
-        name = f"mpitrain-test-{secrets.token_hex(8)}"
-        with (
-            pytest.raises(LaunchError, match="taken over: here: another one goes on with this job"),
-            Keepers("here", name, estate) as late,
-        ):
-            late.adopt({"here": lost.name}, "heir")
-        lost.line.close()
-        with pytest.raises(LaunchError), Keepers("here", name, estate) as heir:
-            heir.adopt({"here": lost.name}, "heir")
-            assert is_gone(lost.name)
-            with contextlib.closing(KeeperLine(name)) as line:  # it names the new launcher, before any try begins
-                until(lambda: '"launcher": "here 1 1", "own": "here"' in line.estate()[1])
-            heir.begin(["here"], "three")
-            heir.settle()
-            raise LaunchError("no try can be started")
-    line = KeeperLine(name)
-    until(lambda: "lost_ms" in line.estate()[0])
-    (descriptor,) = line.give("1/state")
-    assert content(descriptor) == b"x"
-    assert '"tries": ["one", "two", "three"]' in line.estate()[1]
-    line.drop()
-    line.close()
-    for connection in (*late._parting, *heir._parting):
-        assert connection.process.wait(60) == 0

@@ -33,7 +33,7 @@ class Kernel:
 
 @pytest.fixture
 def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kernel:
-    """A kernel that has counted 0 kills in the group of every process, and 3 in all. We may not read its log."""
+    """A kernel that has counted no kills in the group of any process, and 3 in all. Its log cannot be read."""
     kernel = Kernel(tmp_path)
     monkeypatch.setattr(memory_kills, "_VMSTAT", str(kernel.vmstat))
     monkeypatch.setattr(memory_kills, "_FIRST_NAMESPACE", Path("/proc/self/ns/pid").stat().st_ino)

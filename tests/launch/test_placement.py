@@ -115,7 +115,7 @@ def test_more_than_any_host_holds(hosts: str, num_ranks: int | None, ranks_per_h
 
 
 def test_more_than_a_host_can_hold() -> None:
-    """Small ranks of a learner pass on a small machine."""
+    """The small ranks of a learner are accepted on a small machine."""
     places = place(parse_hosts("a,b"), 128, None)
     refuse_crowds(places, {"a": 2, "b": 2})
     refuse_crowds(places, {"a": 4, "b": 1})

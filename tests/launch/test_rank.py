@@ -83,7 +83,7 @@ def test_a_file_is_left_alone(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can listen as somebody else")
 def test_the_socket_of_somebody_else(tmp_path: Path) -> None:
-    """That user gets nothing: no descriptor of the process, no line."""
+    """The other user gets nothing: no descriptor of the process, and no line."""
     path = tmp_path / "roll_call"
     os.seteuid(65534)
     try:

@@ -1,4 +1,4 @@
-"""The spares of a job, as its launcher sees them: what it does without a holder. tests/faults has them in jobs."""
+"""The spares of a job as its launcher sees them: what it does without a holder. tests/faults has spares in jobs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mpitrain.launch.reserve import Reserve
 
 
 def test_a_name_that_is_taken(capfd: pytest.CaptureFixture[str]) -> None:
-    """A line says so, and the ranks start as programs: the stub finds no holder."""
+    """A line says that there is no holder. The stub finds none either, so the ranks start as programs."""
     with Reserve("here") as reserve, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
         other.bind("\0" + reserve._name)
         reserve.begin(["here"])

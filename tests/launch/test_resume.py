@@ -1,4 +1,4 @@
-"""What a launcher needs of another one's job: which copies count, where it ran, with what, and what has changed."""
+"""What a launcher needs to know of another's job: which copies count, where and how it ran, and what has changed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ THREE = [["a", 2, []], ["b", 2, []], ["c", 2, []]]
 def entry(
     keeper: str, *tries: str, step: int = 7, lost_ms: int = 0, until_ms: int = 0, launched: bool = False
 ) -> dict[str, Any]:
-    """What a keeper tells. `lost_ms` 0: it hears its launcher."""
+    """What a keeper reports. With `lost_ms` 0, the keeper still hears its launcher."""
     loss = {"lost_ms": lost_ms, "until_ms": until_ms} if lost_ms else {}
     estate = {"tries": list(tries), "places": THREE, "since": 1.0}
     return {"keeper": keeper, "estate": estate, "is_launched_here": launched, "step": step, **loss}
@@ -49,7 +49,7 @@ def test_keepers_of_one_job() -> None:
 
 
 def test_a_keeper_that_was_cut_off_before_the_last_try() -> None:
-    """Others have made its steps again, perhaps with other bits."""
+    """Other hosts have repeated the steps of its copy, perhaps with other bits."""
     told = {"a": [entry("k1", "1", lost_ms=10, until_ms=99)], "b": [entry("k1", "1", "2", lost_ms=30, until_ms=130)]}
     (job,) = kept_jobs(told)
     assert job.keepers == {"b": "k1"}
@@ -88,7 +88,7 @@ def test_an_estate_survives_its_way(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_code_that_changes(tmp_path: Path) -> None:
-    (tmp_path / "train").write_text("import part")  # its name need not end in .py
+    (tmp_path / "train").write_text("import part")  # the name of a script need not end in .py
     (tmp_path / "part.py").write_text("")
     (tmp_path / "data.txt").write_text("")
     before = code_of(str(tmp_path / "train"))
@@ -109,7 +109,7 @@ def test_the_hosts_of_a_job_that_has_run() -> None:
 
 
 def test_a_host_of_a_job_whose_name_is_unknown_by_now() -> None:
-    """It has been removed while the job had set it aside. The others go on with the job."""
+    """The host was removed while the job had set it aside. The job goes on on the others."""
     places = [("127.0.0.2", 2, []), ("no-such-host", 1, []), ("127.0.0.3", 1, ["cpu"])]
     placement = placed_again(places, None, is_here=False)
     assert placement.places == (Place("127.0.0.2", 0, 2), Place("127.0.0.3", 2, 1, ("cpu",)))
@@ -118,7 +118,7 @@ def test_a_host_of_a_job_whose_name_is_unknown_by_now() -> None:
 
 
 def test_sigterm_between_two_tries() -> None:
-    """It ends the launcher in order, so its keepers hear a goodbye."""
+    """The signal ends the launcher in good order, so its keepers hear a goodbye."""
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         with pytest.raises(SystemExit) as ended, _signals_end_in_order():
@@ -130,7 +130,7 @@ def test_sigterm_between_two_tries() -> None:
 
 
 def test_the_ranks_of_a_next_try_that_no_estate_names() -> None:
-    """Their launcher was lost just when they were to take over."""
+    """The launcher of these ranks was lost just when they were to take over."""
     here = Placement((Place(socket.gethostname(), 0, 1),), own=socket.gethostname())
     token, launcher = secrets.token_hex(4), f"{socket.gethostname()} 1 {secrets.randbits(40)}"
     variables = JobContext(job=token, launcher=launcher).variables()

@@ -132,7 +132,7 @@ def test_what_an_mpi_library_has_left_before_anybody_looked() -> None:
 
 @pytest.mark.parametrize("begin", OF_SESSIONS)
 def test_the_folder_of_open_mpis_daemon(path: Path, begin: str) -> None:
-    """Its name has the daemon's process id. If no process has that id, the folder may belong to one in a container."""
+    """The folder's name has the daemon's process id. If no process here has it, a process in a container may."""
     shared = SharedFiles()
     path.write_bytes(b"1")
     ours, theirs, gone = (opening(path) for _ in range(3))
@@ -160,7 +160,7 @@ ALLOCATES = "import sys; b = bytes(range(256)) * (1 << 19); print(flush=True); i
 
 
 def test_a_killed_process_does_not_keep_its_folder(path: Path) -> None:
-    """While its memory is freed, the process is not yet a zombie: it has its id, but no environment."""
+    """While its memory is freed, the process is not yet a zombie: it still has its id, but no environment."""
     shared = SharedFiles()
     path.write_bytes(b"1")
     daemon = opening(path, ALLOCATES)

@@ -1,4 +1,4 @@
-"""A next try that cannot take over says because of which hosts, and passes on a signal that ends the whole job."""
+"""A next try that cannot take over names the hosts to blame, and passes on a signal that ends the whole job."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HERE = Placement((Place("here", 0, 2),), own="here")
 
 
 class NextJob:
-    """Stands for a JobOverHosts and its Run, whose ranks end at once, or which cannot even be started."""
+    """A stand-in for a JobOverHosts and its Run. Its ranks end at once, or it cannot even be started."""
 
     def __init__(self, end: Ended | LaunchError) -> None:
         self.job = SimpleNamespace(placement=HERE)
@@ -57,7 +57,7 @@ def keepers() -> Iterator[Keepers]:
 
 
 def ended(keepers: Keepers, end: Ended | LaunchError) -> Successor:
-    """A successor that knows that its job has ended so."""
+    """A successor that knows that its job has ended in this way."""
     job: Any = NextJob(end)
     successor = Successor(lambda stack: job, keepers, lambda job, meanwhile: meanwhile)
     try:
@@ -92,7 +92,7 @@ def test_because_of_which_hosts_it_cannot_take_over(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_is_for_the_whole_job(keepers: Keepers, number: signal.Signals) -> None:
-    """It comes just when the end of the next try is seen to."""
+    """The signal comes just while the successor handles the end of the next try."""
     heard: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {each: signal.signal(each, lambda number, _: heard.append(number)) for each in numbers}

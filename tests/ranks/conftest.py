@@ -18,7 +18,7 @@ from .reducers import driven, reducer  # noqa: F401 - fixtures of the tests of t
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))  # for the models
 
-# This many times in a row, the others may still be in a test that has ended here.
+# So many times in a row may the other ranks still be in a test that has ended here.
 MOST_MISMATCHES = 3
 
 
@@ -38,6 +38,12 @@ def shared(world: mpitrain.World) -> Iterator[Path]:
         shutil.rmtree(path)
 
 
+@pytest.fixture
+def a_slow_disk_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the hook wait for every save that is due: on a busy machine, some writes outlast its patience."""
+    monkeypatch.setattr("mpitrain.training.hooks.checkpoint._PATIENCE_SECONDS", float("inf"))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
@@ -47,10 +53,10 @@ def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Generator[None, p
     mine = str(report.longrepr) if report.failed else None
     for _ in range(MOST_MISMATCHES):
         try:
-            # Under a name of its own, so that it meets no allgather of a test, and no end of another test.
+            # The name is unique, so that this call meets no allgather of a test, and no end of another test.
             texts = world._gather(mine, f"end of {item.nodeid}")
             break
-        except MismatchError as error:  # the others were still in the test; that has ended it for them too
+        except MismatchError as error:  # other ranks were still in the test, which the error has ended
             last = error
     else:
         pytest.exit(f"the ranks do not come to the end of the same test: {last}", returncode=1)

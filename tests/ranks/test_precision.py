@@ -1,9 +1,9 @@
-"""Mixed precision: 16 bits in the model, float32 everywhere else; steps that the loss scale loses, on all ranks."""
+"""Mixed precision: 16 bits in the model, float32 everywhere else."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,96 +12,12 @@ import numpy
 import pytest
 
 from models import mlp
-from mpitrain import (
-    Adam,
-    ArrayData,
-    ArrayFunction,
-    Checkpoint,
-    GradientReducer,
-    Log,
-    LossScale,
-    Parameter,
-    Parts,
-    Sgd,
-    StopAtStep,
-    Sync,
-    Trainer,
-    World,
-)
-from mpitrain.errors import CheckpointError, ConfigError, MismatchError, MissingGradientError, NonFiniteError
+from mpitrain import Adam, ArrayData, ArrayFunction, Checkpoint, LossScale, Parts, Sgd, StopAtStep, Sync, Trainer, World
+from mpitrain.errors import CheckpointError, ConfigError
 
-from .common import assert_same_bits, error_on_all, skip_alone
+from .common import assert_same_bits
+from .precisions import FLOAT32, GRADIENTS, NARROW, Given, trainer_of
 from .trainings import Record, bits
-
-NARROW = {"bf16": numpy.dtype(ml_dtypes.bfloat16), "fp16": numpy.dtype(numpy.float16)}
-FLOAT32 = numpy.dtype(numpy.float32)
-# Rank r has r + 1 samples in every step, so that ranks do not count alike.
-GRADIENTS = numpy.array([1.0, -2.0, 0.25])
-
-
-class Samples:
-    """A source of batches that holds nothing but their weight on this rank."""
-
-    def __init__(self, weight: int) -> None:
-        self.steps_per_epoch, self.epoch, self._weight = 1, 0, weight
-
-    def __next__(self) -> tuple[Any, int]:
-        return numpy.ones(3, FLOAT32), self._weight
-
-    def __iter__(self) -> Iterator[tuple[Any, int]]:
-        return self
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        pass
-
-
-class Given:
-    """A model whose gradient of `w` is `gradients` + rank / 4, in the precision; `bad` is handed in at `bad_steps`."""
-
-    def __init__(self, rank: int, dtype: numpy.dtype, bad: float = numpy.inf, bad_steps: tuple[int, ...] = ()) -> None:
-        self.rank, self.dtype, self.bad, self.bad_steps = rank, dtype, bad, bad_steps
-        self.scales: list[float | None] = []
-        self.seen: list[numpy.ndarray] = []
-
-    def __call__(
-        self,
-        parameters: dict[str, numpy.ndarray],
-        batch: numpy.ndarray,
-        on_gradient: Callable[[str, numpy.ndarray], None],
-        loss_scale: float | None = None,
-    ) -> float:
-        assert parameters["w"].dtype == parameters["b"].dtype == batch.dtype == self.dtype
-        self.scales.append(loss_scale)
-        self.seen.append(parameters["w"].copy())
-        gradient = (GRADIENTS + self.rank / 4) * (loss_scale or 1)
-        if len(self.scales) in self.bad_steps:
-            gradient[1] = self.bad
-        with numpy.errstate(over="ignore"):
-            on_gradient("w", gradient.astype(self.dtype))
-            on_gradient("b", numpy.full((2, 2), loss_scale or 1, numpy.float32))  # in float32, as sums may be
-        return float(len(self.scales))
-
-
-def trainer_of(
-    world: World,
-    function: Callable[..., float],
-    precision: str,
-    optimizer: Any,
-    *,
-    weight: int | None = None,
-    loss_scale: LossScale | None = None,
-) -> Trainer:
-    """`weight`: of this rank; default: rank + 1."""
-    parameters = {"w": numpy.ones(3, FLOAT32), "b": numpy.zeros((2, 2), FLOAT32)}
-
-    def build(world: World) -> Parts:
-        adapter = ArrayFunction(function, parameters, optimizer, precision=precision, loss_scale=loss_scale)
-        return Parts(adapter, Sync(), Samples(world.rank + 1 if weight is None else weight))
-
-    return Trainer(build)
 
 
 def mean_of(world: World) -> numpy.ndarray:
@@ -115,7 +31,7 @@ def mean_of(world: World) -> numpy.ndarray:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_parameters_move_by_less_than_16_bits_can_tell(world: World, precision: str) -> None:
-    """1 - 2^-14 is 1 in both formats. The expectation is made in float64; each step may round once, to 2^-25."""
+    """1 - 2^-14 is 1 in both formats. float64 gives the expected value. Each step may round once, to 2^-25."""
     rate, steps = 2.0**-14, 100
     function = Given(world.rank, NARROW[precision])
     scale = LossScale(2.0**10) if precision == "fp16" else None
@@ -126,9 +42,9 @@ def test_parameters_move_by_less_than_16_bits_can_tell(world: World, precision: 
     assert found["w"].dtype == FLOAT32
     expected = 1 - rate * steps * mean_of(world)
     numpy.testing.assert_allclose(found["w"], expected, rtol=0, atol=steps * 2.0**-24)
-    assert abs(expected - 1).max() > 500 * steps * 2.0**-24  # far from where it was
+    assert abs(expected - 1).max() > 500 * steps * 2.0**-24  # far from the first value
     numpy.testing.assert_allclose(found["b"], -rate * steps, rtol=steps * 2.0**-24)
-    # The model saw the parameters rounded, those of the step before.
+    # The model saw the rounded parameters of the step before.
     numpy.testing.assert_array_equal(function.seen[0], numpy.ones(3))
     last = (1 - rate * (steps - 1) * mean_of(world)).astype(NARROW[precision])
     numpy.testing.assert_allclose(
@@ -153,7 +69,7 @@ def test_gradients_are_added_up_in_float32(world: World) -> None:
 
 @pytest.mark.parametrize("scale", [1.0, 2.0**10, 2.0**13], ids=str)
 def test_the_scale_changes_no_bit(world: World, scale: float) -> None:
-    """A power of two, divided by in float32: what is finite in fp16 comes out as without it."""
+    """The scale is a power of two, and float32 divides by it exactly: finite gradients in fp16 are as without it."""
     found = []
     for initial in (1.0, scale):
         trainer = trainer_of(world, Given(world.rank, NARROW["fp16"]), "fp16", Adam(0.1), loss_scale=LossScale(initial))
@@ -176,135 +92,6 @@ def test_who_writes_into_the_parameters_is_seen_by_the_next_step(world: World) -
     assert [its.tolist() for its in function.seen] == [[1.0] * 3, [3.0] * 3, [5.0] * 3]
 
 
-# -- skipped steps ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("odd", [0, -1], ids=["rank 0", "last rank"])
-@pytest.mark.parametrize("bad", [numpy.inf, -numpy.inf, numpy.nan], ids=str)
-def test_a_step_that_is_infinite_on_one_rank_is_skipped_on_all(world: World, odd: int, bad: float) -> None:
-    mine = world.rank == odd % world.size
-    function = Given(world.rank, NARROW["fp16"], bad, bad_steps=(2, 3) if mine else ())
-    trainer = trainer_of(world, function, "fp16", Adam(0.01), loss_scale=LossScale(16, growth_interval=2))
-    plain = trainer_of(world, Given(world.rank, NARROW["fp16"]), "fp16", Adam(0.01), loss_scale=LossScale(1))
-    found, states = [], [bits(trainer)]
-    for _ in range(5):
-        found.append(trainer.step())
-        states.append(bits(trainer))
-    assert [(step.number, step.skipped, step.loss_scale) for step in found] == [
-        (1, False, 16),
-        (2, True, 16),
-        (3, True, 8),
-        (4, False, 4),
-        (5, False, 4),
-    ]
-    assert function.scales == [16, 16, 8, 4, 4]
-    assert [step.learning_rate for step in found] == [0.01, 0, 0, 0.01, 0.01]
-    assert [step.loss for step in found] == [1, 2, 3, 4, 5]
-    assert trainer.adapter.loss_scale.state() == {"value": 8.0, "good_steps": 0, "skipped_steps": 2}
-    kept = [name for name in states[0] if name.startswith(("adapter/parameters", "adapter/optimizer"))]
-    assert len(kept) == 2 * 3 + 1  # parameters, both moments, and the optimizer's step
-    for name in kept:
-        assert states[1][name] == states[2][name] == states[3][name] != states[4][name]
-    # Then the run goes on as if without the skipped steps: it has the same bits after as many good steps.
-    for _ in range(3):
-        plain.step()
-    assert {name: states[5][name] for name in kept} == {name: bits(plain)[name] for name in kept}
-    assert_same_bits(world, *trainer.adapter.parameters().values())
-
-
-def test_a_scale_that_is_too_large_finds_its_way_down(world: World) -> None:
-    """The largest gradient is 2 + rank / 4; 65504 is fp16's largest number, so 2^15 is too much for 2 and 2^14 not."""
-    trainer = trainer_of(world, Given(world.rank, NARROW["fp16"]), "fp16", Sgd(0.1), loss_scale=LossScale(2.0**20))
-    steps = [trainer.step() for _ in range(8)]
-    assert [step.skipped for step in steps] == [True] * 6 + [False] * 2
-    assert trainer.adapter.loss_scale.value == 2.0**14
-
-
-def test_infinity_of_a_rank_without_samples_does_not_count(world: World) -> None:
-    counts = world.rank == world.size - 1
-    function = Given(world.rank, NARROW["fp16"], bad_steps=() if counts else (1,))
-    trainer = trainer_of(world, function, "fp16", Sgd(0.5), loss_scale=LossScale(16), weight=3 if counts else 0)
-    assert not trainer.step().skipped
-    expected = 1 - 0.5 * (GRADIENTS + (world.size - 1) / 4)
-    assert trainer.adapter.parameters()["w"].tolist() == expected.tolist()  # all of it exact
-
-
-def test_at_a_scale_of_1_it_is_an_error_again(world: World) -> None:
-    odd = world.size - 1
-    function = Given(world.rank, NARROW["fp16"], bad_steps=(1, 2, 3) if world.rank == odd else ())
-    trainer = trainer_of(world, function, "fp16", Sgd(0.1), loss_scale=LossScale(4))
-    assert [trainer.step().skipped for _ in range(2)] == [True, True]
-    before = bits(trainer)
-    text = error_on_all(world, NonFiniteError, trainer.step)
-    assert text.startswith(f"{world.name(odd)}: the gradient of w holds NaN or infinity")
-    assert bits(trainer) == before
-    assert not trainer.step().skipped  # nothing is left over
-
-
-@pytest.mark.parametrize("precision", ["bf16", "float32"])
-def test_without_a_loss_scale_it_is_an_error(world: World, precision: str) -> None:
-    dtype = NARROW.get(precision, FLOAT32)
-    function = Given(world.rank, dtype, numpy.nan, bad_steps=(1,) if world.rank == 0 else ())
-    trainer = trainer_of(world, function, precision, Sgd(0.1))
-    assert trainer.adapter.loss_scale is None
-    assert "the gradient of w holds NaN" in error_on_all(world, NonFiniteError, trainer.step)
-    step = trainer.step()
-    assert (step.skipped, step.loss_scale) == (False, None)
-    assert function.scales == [None, None]
-
-
-@pytest.mark.parametrize("first", ["missing", "infinite"])
-def test_a_missing_gradient_is_an_error_whatever_the_scale(world: World, first: str) -> None:
-    """On the first rank; the last one has infinity, or the reverse."""
-    skip_alone(world)
-    missing = world.rank == (0 if first == "missing" else world.size - 1)
-    infinite = world.rank == (world.size - 1 if first == "missing" else 0)
-
-    def function(parameters: Any, batch: Any, on_gradient: Any, loss_scale: float) -> float:
-        on_gradient("w", numpy.full(3, numpy.inf if infinite else 1, numpy.float16))
-        if not missing:
-            on_gradient("b", numpy.ones((2, 2), numpy.float16))
-        return 0.0
-
-    trainer = trainer_of(world, function, "fp16", Sgd(0.1))
-    before = bits(trainer)
-    kind = MissingGradientError if first == "missing" else NonFiniteError
-    error_on_all(world, kind, trainer.step)
-    assert bits(trainer) == before
-
-
-def test_ranks_that_differ_in_the_scale(world: World) -> None:
-    skip_alone(world)
-    odd = world.size - 1
-    scale = LossScale(8 if world.rank == odd else 4)
-    trainer = trainer_of(world, Given(world.rank, NARROW["fp16"]), "fp16", Sgd(0.1), loss_scale=scale)
-    text = error_on_all(world, MismatchError, trainer.step)
-    assert text.startswith(f"{world.name(odd)}: the loss scale is 8.0; {world.name(0)}: the loss scale is 4.0")
-
-
-def test_ranks_that_differ_in_what_they_skip(world: World) -> None:
-    skip_alone(world)
-    reducer = GradientReducer(world, [Parameter("a", (2,), FLOAT32)])
-    reducer.begin(1)
-    reducer.ready(0, numpy.ones(2, FLOAT32))
-    error_on_all(world, MismatchError, lambda: reducer.finish(may_skip=world.rank == 0))
-
-
-def test_a_log_with_a_scale(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    function = Given(world.rank, NARROW["fp16"], bad_steps=(1,))
-    parameters = {"w": numpy.ones(3, FLOAT32), "b": numpy.zeros((2, 2), FLOAT32)}
-
-    def build(world: World) -> Parts:
-        adapter = ArrayFunction(function, parameters, Sgd(0.5), precision="fp16", loss_scale=LossScale(2048))
-        return Parts(adapter, Sync(), Samples(1))
-
-    Trainer(build, [StopAtStep(2), Log(seconds=0)]).run()
-    lines = capsys.readouterr().out.splitlines()
-    if world.is_root:
-        assert re.search(r"step 1/2 \| loss 1\.0000 \| lr 0 \|.* left \| loss scale 1024, 1 skipped", lines[0])
-        assert re.search(r"step 2/2 \| loss 2\.0000 \| lr 0\.5 \|.* left \| loss scale 1024, 1 skipped", lines[1])
-
-
 # -- a model that learns ---------------------------------------------------------------------------------------------
 
 
@@ -317,7 +104,7 @@ def mlp_builder(precision: str, scale: LossScale | None = None, rate: float = 0.
         adapter = ArrayFunction(
             mlp.loss_and_gradients, parameters, Sgd(rate, momentum=0.9), precision=precision, loss_scale=scale
         )
-        # In the order of this seed no ReLU flips. A flip would part two runs by more than the roundings.
+        # In the order of this seed, no ReLU flips. A flip would part two runs by more than the roundings.
         return Parts(adapter, Sync(), ArrayData(world, (x, y), global_batch=32, seed=1))
 
     return build
@@ -331,16 +118,16 @@ def losses(world: World, precision: str, scale: LossScale | None = None) -> list
 
 
 def test_a_model_learns_as_it_does_in_float32(world: World) -> None:
-    """The loss of a step is off by the roundings in it and in the steps before.
+    """The loss of a step is off by the roundings in the step and in the steps before.
 
-    One rounding to bf16 is 2^-9 of a value, to fp16 2^-12. A logit comes from some three roundings each of order 1,
-    and is of order 1 to 10, so a loss of about 0.1 to 2 may be off by some 2^-9 x 10; what is allowed is that, for
-    either side. And it is off, or the computation was not in 16 bits.
+    One rounding to bf16 is 2^-9 of a value, and to fp16 2^-12. A logit is of order 1 to 10, and comes from about
+    three roundings of order 1. A loss of about 0.1 to 2 may therefore be off by some 2^-9 x 10 on either side, and
+    this is the bound. The loss must be off, or the computation was not in 16 bits.
     """
     exact = losses(world, "float32")
     assert exact[-1] < exact[0] / 5
     for precision, unit in (("bf16", 2.0**-9), ("fp16", 2.0**-12)):
-        found = losses(world, precision, LossScale(2.0**10) if precision == "fp16" else None)  # none is skipped
+        found = losses(world, precision, LossScale(2.0**10) if precision == "fp16" else None)  # no step is skipped
         distance = max(abs(a - b) for a, b in zip(found, exact, strict=True))
         assert unit / 16 < distance < 10 * unit, (precision, distance / unit)
 
@@ -360,7 +147,7 @@ def test_a_run_that_is_resumed_has_the_same_bits(world: World, shared: Path) -> 
 
 
 def test_a_checkpoint_of_another_precision(world: World) -> None:
-    """The parameters are the same ones; a scale is left out, or stays as it is."""
+    """The parameters are the same in all precisions. A scale is left out, or stays as it is."""
     of = {name: Trainer(mlp_builder(name)) for name in ("float32", "bf16")}
     of["fp16"] = Trainer(mlp_builder("fp16", LossScale(2.0**10)))
     of["fp16"].step()

@@ -1,9 +1,7 @@
-"""The record of a run: what a row says is what the steps did, over all ranks; written once, also across a resume."""
+"""The record of a run: a row says what the steps did, over all ranks."""
 
 from __future__ import annotations
 
-import csv
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,14 +11,11 @@ import numpy
 import pytest
 
 from mpitrain import (
-    Checkpoint,
     Communication,
-    Csv,
     Evaluate,
     GpuUtilisation,
     GradientNorm,
     Hook,
-    JsonLines,
     LearningRate,
     Loss,
     Memory,
@@ -36,7 +31,7 @@ from mpitrain import (
     World,
     warmup_cosine,
 )
-from mpitrain.errors import ConfigError, DataError, MpitrainError
+from mpitrain.errors import ConfigError
 from mpitrain.training.data.order import permuted
 from mpitrain.training.meters.meter import combine
 
@@ -45,7 +40,7 @@ from .test_hooks import Tell, build
 
 
 class Keep(Hook):
-    """Keeps every step."""
+    """A hook that keeps every step."""
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
@@ -107,7 +102,7 @@ def test_rows_are_what_the_steps_did(world: World) -> None:
 
 
 def test_the_gradient_norm_is_that_of_the_whole_batch(world: World) -> None:
-    """It equals NumPy's in float64: the gradient of the mean over all samples, at the parameters before the step."""
+    """NumPy gives the expected gradient of the mean over all samples, at the parameters before the step."""
 
     class Before(Hook):
         def __init__(self) -> None:
@@ -179,85 +174,6 @@ def test_combine_does_not_depend_on_the_order_of_the_ranks() -> None:
     assert combine([{}, {}]) == {}
 
 
-def read_csv(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def rows_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-# The columns that do not depend on time.
-SAME = ("step", "epoch", "samples", "loss", "learning_rate", "gradient_norm", "m")
-
-
-def hooks_of(directory: Path, steps: int) -> list[Hook]:
-    record = Record([JsonLines(directory), Csv(directory)], steps=4)
-    return [StopAtStep(steps), Tell(float, every=5), record, Checkpoint(directory / "saved", 3)]
-
-
-def test_a_resumed_run_has_the_rows_of_the_uninterrupted_one(world: World, shared: Path) -> None:
-    """Cut off after step 11, it goes on from step 9, where the row of step 12 had begun; a torn line is cut away."""
-    whole, resumed = shared / "whole", shared / "resumed"
-    Trainer(build, hooks_of(whole, 15)).run()
-
-    class Fail(Hook):
-        def after_step(self, trainer: Trainer, step: Step) -> None:
-            if step.number == 11:
-                raise ConfigError("on purpose")
-
-    with pytest.raises(ConfigError, match="on purpose"):
-        Trainer(build, [*hooks_of(resumed, 15), Fail()]).run()
-    if world.is_root:
-        assert [row["step"] for row in rows_of(resumed / "metrics.jsonl")] == [4, 5, 8, 10]
-        for name in ("metrics.jsonl", "metrics.csv"):
-            with (resumed / name).open("a") as file:
-                file.write('{"step": 11, "ep')  # as a process leaves it that is killed in the middle of a line
-    world.barrier()
-    Trainer(build, hooks_of(resumed, 15)).run()
-    if world.is_root:
-        expected, found = rows_of(whole / "metrics.jsonl"), rows_of(resumed / "metrics.jsonl")
-        assert [row["step"] for row in found] == [4, 5, 8, 10, 12, 15]
-        select = [[{name: row.get(name) for name in SAME} for row in rows] for rows in (expected, found)]
-        assert select[0] == select[1]
-        assert [float(row["seconds"]) for row in found] == sorted(row["seconds"] for row in found)
-        for directory in (whole, resumed):
-            rows = [{k: v for k, v in row.items() if v != ""} for row in read_csv(directory / "metrics.csv")]
-            lines = rows_of(directory / "metrics.jsonl")
-            # Only these lines say where a run resumed: at step 9, or at 6 if the failure interrupted the write of 9.
-            marked = [(line["step"], line.pop("resumed_after")) for line in lines if "resumed_after" in line]
-            assert marked in ([[]] if directory == whole else [[(10, 9)], [(8, 6)]])
-            assert [{k: float(v) for k, v in row.items()} for row in rows] == lines
-
-
-def test_a_resumed_run_with_nothing_left_to_do(world: World, shared: Path) -> None:
-    """The run's last checkpoint is of step 9, at which the row of step 12 had begun."""
-    Trainer(build, [*hooks_of(shared, 9)]).run()
-    before = (shared / "metrics.jsonl").read_text() if world.is_root else ""
-    again = Trainer(build, hooks_of(shared, 9))
-    again.run()
-    assert again.step_number == 9
-    assert not world.is_root or (shared / "metrics.jsonl").read_text() == before
-
-
-def test_a_run_that_begins_anew_begins_its_record_anew(world: World, shared: Path) -> None:
-    for _ in range(2):
-        Trainer(build, [StopAtStep(4), Record([JsonLines(shared), Csv(shared)], steps=2)]).run()
-        if world.is_root:
-            assert [row["step"] for row in rows_of(shared / "metrics.jsonl")] == [2, 4]
-            assert [row["step"] for row in read_csv(shared / "metrics.csv")] == ["2", "4"]
-        world.barrier()
-
-
-def test_a_run_with_nothing_left_to_do_leaves_the_record_as_it_is(world: World, shared: Path) -> None:
-    Trainer(build, hooks_of(shared, 6)).run()
-    before = (shared / "metrics.jsonl").read_bytes() if world.is_root else b""
-    world.barrier()
-    Trainer(build, hooks_of(shared, 6)).run()
-    assert not world.is_root or (shared / "metrics.jsonl").read_bytes() == before
-
-
 def test_the_last_row_comes_whoever_ends_the_run(world: World) -> None:
     writer = InMemory()
     record = Record([writer], steps=3)
@@ -296,24 +212,8 @@ def test_the_order_of_the_hooks(world: World, shared: Path) -> None:
         Throughput(tokens_per_sample=0)
 
 
-def test_a_file_that_is_no_record(world: World, shared: Path) -> None:
-    if world.is_root:
-        (shared / "metrics.jsonl").write_text('{"step": 1}\nhello\n')
-    world.barrier()
-    hooks = [StopAtStep(2), Record([JsonLines(shared)])]
-    with pytest.raises(DataError, match=r"metrics.jsonl, line 2 is not a row of a record .*; move the file away"):
-        Trainer(build, hooks).run()
-    assert not world.is_root or (shared / "metrics.jsonl").read_text() == '{"step": 1}\nhello\n'
-    file = shared / "file"
-    if world.is_root:
-        file.write_text("")
-    world.barrier()
-    hooks = [StopAtStep(2), Record([Csv(file)])]
-    assert "FileExistsError" in error_on_all(world, MpitrainError, lambda: Trainer(build, hooks).run())
-
-
 def test_clipping_and_the_norm(world: World) -> None:
-    """If the optimizer clips, the norm is that before clipping."""
+    """If the optimizer clips, the record has the norm before clipping."""
 
     def clipped(world: World) -> Any:
         parts = build(world)

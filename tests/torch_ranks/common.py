@@ -11,12 +11,20 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
+from mpitrain import World
+
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+LONG = 100_003  # more than one piece of 256 KiB in float32, and a prime number
 
-# Newer versions of PyTorch have renamed these two, and warn of the old names.
+# Newer versions of PyTorch have renamed these two functions, and warn of the old names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def counts(world: World) -> list[int]:
+    """The lengths 0, 1, one fewer than there are ranks, and 3 more than 7 for each rank."""
+    return [0, 1, world.size - 1, 7 * world.size + 3]
 
 
 def pattern(count: int, rank: int, salt: int = 0) -> numpy.ndarray:
@@ -43,7 +51,7 @@ BITWISE: dict[str, tuple[Any, Callable[[numpy.ndarray, numpy.ndarray], numpy.nda
 
 
 def factors(count: int, rank: int) -> numpy.ndarray:
-    """1 and 2: the products of up to 5 of them are exact in every dtype."""
+    """The numbers 1 and 2. Products of up to 5 of them are exact in every dtype."""
     return 1 + (numpy.arange(count) + rank) % 2
 
 
@@ -53,6 +61,6 @@ def expected(arrays: Sequence[numpy.ndarray], operation: Callable[..., numpy.nda
 
 
 def assert_equal(found: torch.Tensor, wanted: torch.Tensor, about: object = "") -> None:
-    """The same shape and values; `wanted` may be of a wider dtype."""
+    """Assert that shapes and values are the same. `wanted` may have a wider dtype."""
     assert found.shape == wanted.shape, about
     assert torch.equal(found, wanted.to(found.dtype)), (about, found, wanted)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,53 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from mpitrain import World
-from mpitrain.errors import ConfigError
-from mpitrain.torch import compress
-from tests.ranks.common import assert_same_bits, skip_alone
-from tests.ranks.placements import placed
+
+from .data_parallel import CLOSE, EACH, Model, part, samples
 
 pytestmark = pytest.mark.usefixtures("group")
-
-EACH = 3  # samples of each rank
-# In float64 both add the same numbers in different orders; this is far above the rounding and far below any error.
-CLOSE = {"rtol": 1e-12, "atol": 1e-14}
-
-
-class Model(nn.Module):
-    """Two layers, one of which `forward` may leave out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(7)
-        self.first = nn.Linear(6, 40, dtype=torch.float64)
-        self.sometimes = nn.Linear(40, 40, dtype=torch.float64)
-        self.never = nn.Linear(2, 2, dtype=torch.float64)
-        self.last = nn.Linear(40, 3, dtype=torch.float64)
-        self.never.requires_grad_(False)
-
-    def forward(self, x: torch.Tensor, whole: bool = True) -> torch.Tensor:
-        x = torch.tanh(self.first(x))
-        return self.last(self.sometimes(x) if whole else x)
-
-
-def samples(world: World, step: int, each: int = EACH) -> tuple[torch.Tensor, torch.Tensor]:
-    """The whole batch of a step; rank r has the samples from r * each on."""
-    made = torch.Generator().manual_seed(step)
-    count = each * world.size
-    return (
-        torch.randn(count, 6, dtype=torch.float64, generator=made),
-        torch.randn(count, 3, dtype=torch.float64, generator=made),
-    )
-
-
-def part(world: World, batch: torch.Tensor) -> torch.Tensor:
-    each = len(batch) // world.size
-    return batch[world.rank * each : (world.rank + 1) * each]
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
@@ -65,7 +25,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def steps_of_one_process(world: World, steps: int, start: nn.Module | None = None) -> nn.Module:
-    """The model after so many steps on whole batches, without any communication."""
+    """The model after so many steps on whole batches, without communication."""
     model = start or Model()
     optimizer = optimizer_of(model)
     for step in range(steps):
@@ -94,7 +54,7 @@ def test_as_one_process(world: World, options: dict[str, Any]) -> None:
     inner = Model()
     with torch.no_grad():
         for parameter in inner.parameters():
-            parameter.add_(world.rank)  # DDP begins with rank 0's
+            parameter.add_(world.rank)  # DDP begins with the parameters of rank 0
     model = DistributedDataParallel(inner, **options)
     train(world, model, optimizer_of(inner), 3)
     assert_same_parameters(inner, steps_of_one_process(world, 3))
@@ -115,7 +75,7 @@ def test_accumulation_without_exchange(world: World) -> None:
 
 
 def test_unused_parameters(world: World) -> None:
-    """A layer that only rank 0 uses: the others count as zeros. In the second step nobody uses it."""
+    """Only rank 0 uses a layer, and the gradients of the others count as zeros. In the second step no rank uses it."""
     inner = Model()
     model = DistributedDataParallel(inner, find_unused_parameters=True)
     x, y = samples(world, 0)
@@ -132,7 +92,7 @@ def test_unused_parameters(world: World) -> None:
 
 
 def test_join_with_uneven_inputs(world: World) -> None:
-    """Rank r has r + 1 batches. DDP divides by the world's size, so a rank that has ended adds zeros."""
+    """Rank r has r + 1 batches. DDP divides by the size of the world, so a rank that has ended adds zeros."""
     inner = Model()
     model = DistributedDataParallel(inner)
     optimizer = optimizer_of(inner)
@@ -151,37 +111,8 @@ def test_join_with_uneven_inputs(world: World) -> None:
             rows = slice(rank * EACH, (rank + 1) * EACH)
             (nn.functional.mse_loss(alone(x[rows]), y[rows]) / world.size).backward()
         optimizer.step()
-    assert_same_parameters(inner, alone)  # of the last rank, and of the others, who got them at the end
+    assert_same_parameters(inner, alone)  # the other ranks got those of the last rank at the end
     dist.barrier()
-
-
-def ours_as_a_hook(state, bucket):  # type: ignore[no-untyped-def] - DDP takes no annotations that are strings
-    """Twice the mean."""
-    work = dist.all_reduce(bucket.buffer(), async_op=True)
-    return work.get_future().then(lambda done: done.value()[0] * (2 / state))
-
-
-HOOKS: list[tuple[Callable[..., Any], float, float]] = [
-    (default_hooks.allreduce_hook, 1.0, 1e-12),
-    (default_hooks.fp16_compress_hook, 1.0, 2e-3),
-    (ours_as_a_hook, 2.0, 1e-12),
-]
-
-
-@pytest.mark.parametrize("number", range(len(HOOKS)))
-def test_communication_hooks(world: World, number: int) -> None:
-    hook, factor, close = HOOKS[number]
-    inner = Model()
-    model = DistributedDataParallel(inner, bucket_cap_mb=0.004)
-    model.register_comm_hook(world.size if hook is ours_as_a_hook else None, hook)
-    x, y = samples(world, 0)
-    nn.functional.mse_loss(model(part(world, x)), part(world, y)).backward()
-    alone = Model()
-    nn.functional.mse_loss(alone(x), y).backward()
-    for (name, one), other in zip(inner.named_parameters(), alone.parameters(), strict=True):
-        if other.grad is not None:
-            error = (one.grad - factor * other.grad).abs().max()
-            assert error <= close * other.grad.abs().max(), name
 
 
 def test_buffers_are_those_of_rank_0(world: World) -> None:
@@ -189,7 +120,7 @@ def test_buffers_are_those_of_rank_0(world: World) -> None:
     model = DistributedDataParallel(inner)
     x, _ = samples(world, world.rank)
     for _ in range(2):
-        model(x).sum().backward()  # brings rank 0's buffers, and changes each rank's own after it
+        model(x).sum().backward()  # brings the buffers of rank 0, then each rank changes its own
     means = world.allgather(inner[1].running_mean.tolist())
     again = copy.deepcopy(inner)
     model(x).sum().backward()
@@ -199,7 +130,7 @@ def test_buffers_are_those_of_rank_0(world: World) -> None:
 
 
 def test_sync_batch_norm_is_for_gpus(world: World) -> None:
-    """PyTorch itself refuses it on the CPU, with every backend: DDP does, and so does the layer alone."""
+    """PyTorch itself refuses the layer on the CPU, with every backend: in DDP, and alone."""
     layer = nn.SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(6))
     with pytest.raises(ValueError, match="only work with GPU"):
         DistributedDataParallel(layer)
@@ -223,7 +154,7 @@ def test_zero_redundancy_optimizer(world: World, overlap: bool) -> None:
         plain.zero_grad()
         nn.functional.mse_loss(alone(x), y).backward()
         plain.step()
-    # Adam divides by roots of small numbers, which makes roundings larger.
+    # Adam divides by roots of small numbers, so roundings grow.
     assert_same_parameters(inner, alone, rtol=1e-9, atol=1e-11)
     optimizer.consolidate_state_dict(to=world.size - 1)
     if world.rank == world.size - 1:
@@ -231,44 +162,6 @@ def test_zero_redundancy_optimizer(world: World, overlap: bool) -> None:
         for number, state in plain.state_dict()["state"].items():
             torch.testing.assert_close(found[number]["exp_avg"], state["exp_avg"], rtol=1e-9, atol=1e-11)
     dist.barrier()
-
-
-@pytest.mark.parametrize("codec", ["bf16", "int8"])
-def test_short_forms_on_the_wire(world: World, ours: None, monkeypatch: pytest.MonkeyPatch, codec: str) -> None:
-    """As if each rank were on a node of its own: close in one step, and error feedback makes up for it over many."""
-    skip_alone(world)
-    if codec == "int8" and world.size != 2:
-        pytest.skip("compiling a second codec takes long; two ranks show it")
-    channel = dist.group.WORLD._channel
-    monkeypatch.setattr(channel, "world", placed(channel.world, "alone on each node"))
-    inner = Model().float()
-    model = DistributedDataParallel(inner)
-    model.register_comm_hook(None, compress(codec))
-    x, y = (whole.float() for whole in samples(world, 0))
-    alone = Model().float()
-    nn.functional.mse_loss(alone(x), y).backward()
-    total = torch.zeros_like(alone.first.weight)
-    for step in range(1, 12):
-        model.zero_grad()
-        nn.functional.mse_loss(model(part(world, x)), part(world, y)).backward()
-        if step > 1:  # then DDP makes new buckets
-            total += inner.first.weight.grad
-    wanted = alone.first.weight.grad
-    largest = wanted.abs().max()
-    # bf16 has 8 bits, int8 127 steps up to the largest value of a block; each value is coded twice.
-    rounding = {"bf16": 2**-8, "int8": 1 / 60}[codec]
-    assert (inner.first.weight.grad - wanted).abs().max() <= 4 * rounding * largest
-    assert (total / 10 - wanted).abs().max() <= 0.4 * rounding * largest
-    assert_same_bits(world, inner.first.weight.grad.numpy())
-
-
-def test_what_a_codec_does_not_take(world: World, ours: None) -> None:
-    with pytest.raises(ConfigError, match="known: bf16, fp16, int4, int8"):
-        compress("int3")
-    model = DistributedDataParallel(Model())
-    model.register_comm_hook(None, compress("bf16"))
-    with pytest.raises(ConfigError, match=r"rank \d on .* takes float32 gradients, not torch.float64"):
-        model(samples(world, 0)[0]).sum().backward()
 
 
 def test_in_a_group_of_some_ranks(world: World) -> None:
@@ -291,7 +184,7 @@ def test_in_a_group_of_some_ranks(world: World) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional:FutureWarning")
 def test_functional_collectives_and_autograd(world: World) -> None:
-    """torch.distributed.nn: collectives with derivatives."""
+    """The collectives of torch.distributed.nn have derivatives."""
     import torch.distributed.nn.functional as functional
 
     x = torch.full((2,), float(world.rank + 1), dtype=torch.float64, requires_grad=True)
@@ -304,7 +197,7 @@ def test_functional_collectives_and_autograd(world: World) -> None:
 
 @pytest.mark.parametrize("divide_by_initial_world_size", [True, False])
 def test_uneven_inputs(world: World, divide_by_initial_world_size: bool) -> None:
-    """`join`: a rank that has no samples left follows the others' calls. Its sums live on in PyTorch's C++ alone."""
+    """In `join`, a rank without samples follows the calls of the others. Only PyTorch's C++ then holds its sums."""
     steps = [3 + 4 * rank for rank in range(world.size)]  # of each rank
     inputs = [[60.0 * (step * world.size + rank) for step in range(steps[rank])] for rank in range(world.size)]
     model = DistributedDataParallel(nn.Linear(1, 1, bias=False, dtype=torch.float64))

@@ -18,10 +18,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from mpitrain import World
+from tests.torch_ranks.data_parallel import CLOSE
 
 pytestmark = pytest.mark.usefixtures("group")
 
-CLOSE = {"rtol": 1e-12, "atol": 1e-14}  # as in test_data_parallel.py
 EACH = 3
 
 

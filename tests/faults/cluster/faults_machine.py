@@ -7,7 +7,7 @@ from mpitrain.testbed.bed import Bed
 
 
 def _same_host_key(bed: Bed) -> None:
-    """A second host key. Logins use the first, so they still work."""
+    """Give two nodes one more host key, the same one. Logins use the first key, so they still work."""
     node1, node2 = bed.names[:2]
     made = bed.node_run(node1, ["bash", "-c", f"{_NO_ECDSA}; ssh-keygen -q -t ecdsa -N '' -f {_ECDSA} && cat {_ECDSA}"])
     assert made.returncode == 0, made.stderr
@@ -28,14 +28,14 @@ _JOB = (
     "for i in $(seq 600); do [ $(pgrep -c -u cluster -x sleep) = 2 ] && break; sleep 0.1; done; "
     "pkill -9 -u cluster -x hydra_pmi_proxy; pkill -9 -u cluster mpiexec; sleep 6; pgrep -u cluster -x sleep"
 )
-# They come before other programs of this machine, however busy it is: with a small share they would be no finding. The
-# kernel may schedule by sessions, each with a niceness of its own (sched(7), autogroup).
+# These programs have priority over others of this machine, however busy it is: with a small share they would be no
+# finding. The kernel may schedule by sessions, each with a niceness of its own (sched(7), autogroup).
 _PID = "$(systemctl show -P MainPID busy$i)"
 _COMPUTE = (
     "systemd-run -q -u busy$i -p User=games -p Nice=-10 sh -c 'while :; do :; done'; "
     f"[ ! -e /proc/{_PID}/autogroup ] || echo -10 >/proc/{_PID}/autogroup"
 )
-# For 6 s each: field 14 is the time in units of 10 ms.
+# Each has computed for 6 s: field 14 is the time in units of 10 ms.
 _HAS_COMPUTED = f"until [ $(cut -d' ' -f14 /proc/{_PID}/stat) -ge 600 ]; do sleep 0.1; done"
 
 FAULTS: dict[str, Fault] = {

@@ -25,7 +25,7 @@ UNDO_BASHRC = f"[ ! -e {_BASHRC}.kept ] || mv -f {_BASHRC}.kept {_BASHRC}; [ -s 
 
 
 def _let_nfs_in(bed: Bed) -> None:
-    """Wait, too, until the nodes have sent again what was dropped, which may take two minutes."""
+    """Also wait until the nodes have sent again what was dropped, which may take two minutes."""
     bed.undrop("node1")
     apply(bed, dict.fromkeys(_WORKERS, f"sudo -u cluster ls {_SHARE}"))
 

@@ -1,4 +1,4 @@
-"""Faults of the matrix with the same signs as other faults: the finding names the cause and its repair."""
+"""Faults of the matrix that look like other faults. The finding names the true cause and its repair."""
 
 from __future__ import annotations
 

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from faults.cluster.faults_login import FAULTS as LOGIN
 from faults.cluster.faults_machine import FAULTS as MACHINE
 from faults.cluster.faults_network import FAULTS as NETWORK
 from faults.cluster.faults_share import FAULTS as SHARE
+from faults.cluster.faults_speed import FAULTS as SPEED
 from faults.cluster.faults_start import FAULTS as START
 from faults.cluster.faults_told_apart import FAULTS as TOLD_APART
 from faults.cluster.matrix import (
@@ -27,7 +29,7 @@ from mpitrain.diagnostics.checks import CHECKS
 from mpitrain.testbed.bed import Bed
 
 pytestmark = pytest.mark.timeout(3000)
-FAULTS: dict[str, Fault] = {**NETWORK, **MACHINE, **SHARE, **START, **TOLD_APART}
+FAULTS: dict[str, Fault] = {**LOGIN, **NETWORK, **SPEED, **MACHINE, **SHARE, **START, **TOLD_APART}
 SHOWN: list[str] = []  # names of the faults that were found as they should be, in this run
 
 

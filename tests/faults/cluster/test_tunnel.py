@@ -1,4 +1,4 @@
-"""WireGuard between the nodes: an outsider robs nodes that trust addresses, but not nodes with a tunnel.
+"""WireGuard between the nodes: an outsider can rob nodes that trust addresses, but not nodes with a tunnel.
 
 The tests also break the tunnel. They are in the order of a bed's life. Three nodes are the cluster; the fourth is the
 outsider.
@@ -101,13 +101,13 @@ def listening(bed: Bed, node: str) -> set[int]:
 
 
 def answering(bed: Bed, address: str, ports: set[int], by: str = OUTSIDER) -> set[int]:
-    """Those of the ports that accept a connection from the outsider."""
+    """The ports, of those given, that accept a connection from the outsider."""
     ask = 'for port in {}; do timeout 3 bash -c "exec 3<>/dev/tcp/{}/$port" 2>/dev/null && echo $port; done; true'
     return {int(port) for port in root(bed, by, ask.format(" ".join(map(str, sorted(ports))), address)).stdout.split()}
 
 
 def rob(bed: Bed) -> bool:
-    """True if the outsider mounts the share with the address of a node that is down, and plants a file in it."""
+    """True if the outsider can mount the share with the address of a node that is down, and plant a file in it."""
     bed.kill(VICTIM)
     own, taken = bed.address(OUTSIDER), bed.address(VICTIM)
     take = f"ip addr add {taken}/24 dev eth0 && ip route replace {bed.address('node1')} dev eth0 src {taken}"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from faults.cluster.faults_network import limit, no_limit
+from faults.cluster.faults_speed import limit, no_limit
 from faults.cluster.matrix import (
     ON_THE_SHARE,
     OURS,
@@ -146,8 +146,8 @@ def interrupt(bed: Bed, sign: Path, begun: list[str], *options: str) -> subproce
 
 
 def test_ctrl_c(bed: Bed, tmp_path: Path) -> None:
-    """The check prints its findings so far, ends with code 130, and leaves nothing on any node."""
-    bed.freeze("node4")  # so that it takes its time
+    """The check prints the findings that it has, ends with code 130, and leaves nothing on any node."""
+    bed.freeze("node4")  # so that the check takes long enough
     try:
         done = interrupt(bed, tmp_path / "now", ["bash", "-c", OURS], "--json")
     finally:
@@ -165,7 +165,7 @@ def test_ctrl_c(bed: Bed, tmp_path: Path) -> None:
 )
 def test_ctrl_c_leaves_nothing_on_the_share(bed: Bed, tmp_path: Path, name: str, file: str, rate: str) -> None:
     """Ctrl-C comes while a file is there. The agents remove the file, because nothing else does after Ctrl-C."""
-    limit(bed, "node2", "dport 2049 0xffff", rate, "1600")  # so that it takes its time
+    limit(bed, "node2", "dport 2049 0xffff", rate, "1600")  # so that the check takes long enough
     try:
         done = interrupt(bed, tmp_path / "now", ["bash", "-c", ON_THE_SHARE.format(file)], "--only", name)
         assert done.returncode == 130, done.stdout
@@ -205,7 +205,7 @@ def test_a_baseline_says_what_has_changed(bed: Bed, tmp_path: Path) -> None:
 
 
 def test_nodes_named_by_their_addresses(bed: Bed) -> None:
-    """And by names of ssh's configuration. The check does not ask for the names that an inventory would have."""
+    """Nodes may also have names of ssh's configuration. The check does not ask for the names of an inventory."""
     addresses = [bed.address(name) for name in ("node1", "node2")]
     wanted = "SSH01,PRB01,NAM01,NAM02,NAM03,NET01"
     done = check_process(bed, "--hosts", ",".join(addresses), "--only", wanted, env={"ANSIBLE_INVENTORY": ""})
@@ -242,7 +242,7 @@ def test_a_locked_key_that_ssh_agent_holds(bed: Bed, tmp_path: Path) -> None:
 
 
 def test_a_login_that_is_the_shared_users_own(bed: Bed, tmp_path: Path) -> None:
-    """As on the head, where nobody may use sudo. Checks that need root are skipped with a reason; nothing fails."""
+    """As on a head where nobody may use sudo. Checks that need root are skipped with a reason; nothing fails."""
     allow = "install -d -m 700 -o cluster -g cluster ~cluster/.ssh && install -m 600 -o cluster -g cluster "
     allow += "~admin/.ssh/authorized_keys ~cluster/.ssh/"
     apply(bed, dict.fromkeys(bed.names, allow))

@@ -1,0 +1,139 @@
+"""mpitrain.jax in whole programs: the order of its calls, derivatives, and the memory of results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy
+import pytest
+
+import mpitrain.jax
+from mpitrain import World
+from mpitrain.exchange.trees import aligned
+from mpitrain.jax.leaves import back, on_host
+
+# -- order -----------------------------------------------------------------------------------------------------------
+
+
+def test_calls_are_made_in_the_order_of_the_program(world: World) -> None:
+    """No call needs the result of another, and all calls look alike. Only their order distinguishes them."""
+
+    @jax.jit
+    def three(x: Any) -> Any:
+        heavy = jnp.sin(x @ x) if world.rank % 2 else x  # the ranks come at different times
+        first = mpitrain.jax.sum(heavy * 0 + 1)
+        second = mpitrain.jax.sum(x * 0 + 10)
+        return first, second, mpitrain.jax.sum(x * 0 + 100)
+
+    x = jnp.ones((50, 50))
+    for step in range(3):
+        found = three(x)
+        direct = world.sum(numpy.full((50, 50), 1000.0 + step))
+        for one, expected in zip((*found, direct), (1, 10, 100, 1000 + step), strict=True):
+            assert (numpy.asarray(one) == expected * world.size).all()
+
+    def body(carried: Any, number: Any) -> Any:
+        total = mpitrain.jax.sum(carried + number)
+        return total / world.size, total
+
+    _, totals = jax.jit(lambda: jax.lax.scan(body, 1.0 * world.rank, jnp.arange(3.0)))()
+    middle = (world.size - 1) / 2
+    numpy.testing.assert_allclose(totals, [world.size * (middle + n) for n in (0, 1, 3)], rtol=1e-14)
+
+
+def test_what_is_constant_is_exchanged_in_every_run(world: World) -> None:
+    """If tracing made the exchange, a rank that traces again would make it alone."""
+    run = jax.jit(lambda x: x + mpitrain.jax.sum(world.rank) + mpitrain.jax.sum(numpy.ones(2)))
+    expected = world.size * (world.size - 1) / 2 + world.size
+    for length in (2, 1 if world.rank == 0 else 2):  # rank 0 traces again
+        assert (run(jnp.zeros(length)) == expected).all()
+
+
+def test_calls_wait_for_what_jax_still_has_to_do(world: World) -> None:
+    waited: list[int] = []
+    world.control.elsewhere.append(lambda: waited.append(world.control.calls))
+    try:
+        before = world.control.calls
+        world.barrier()
+    finally:
+        world.control.elsewhere.pop()
+    assert waited == [before]
+
+
+# -- derivatives -----------------------------------------------------------------------------------------------------
+
+
+def test_the_derivative_of_a_sum_is_that_of_all_ranks_losses(world: World) -> None:
+    """The expected gradient is derived by hand for one process with all ranks' x. Central differences confirm it."""
+    rng = numpy.random.default_rng(5)
+    everyone, factors = rng.normal(size=(world.size, 4)), rng.normal(size=world.size)
+
+    def losses(xs: numpy.ndarray) -> numpy.ndarray:
+        """The losses of all ranks, in NumPy."""
+        total = (xs**3).sum(axis=0)
+        return factors * (numpy.sin(total).sum() + (xs * total).sum(axis=1))
+
+    def mine(x: Any) -> Any:
+        found = mpitrain.jax.sum({"total": x**3, "ranks": 1, "count": jnp.ones((), "int32")})
+        total = found["total"] * found["count"] / world.size  # an integer has no gradient, and may be used
+        return factors[world.rank] * (jnp.sin(total).sum() + (x * total).sum())
+
+    total = (everyone**3).sum(axis=0)
+    by_hand = (factors[:, None] * (numpy.cos(total) + everyone)).sum(axis=0) * 3 * everyone**2
+    by_hand += factors[:, None] * total
+    width = 1e-6
+    for place in range(4):
+        direction = numpy.zeros_like(everyone)
+        direction[world.rank, place] = width
+        slope = (losses(everyone + direction).sum() - losses(everyone - direction).sum()) / (2 * width)
+        assert by_hand[world.rank, place] == pytest.approx(slope, rel=1e-6, abs=1e-6)
+    x = jnp.asarray(everyone[world.rank])
+    for gradient in (jax.grad(mine), jax.jit(jax.grad(mine))):
+        numpy.testing.assert_allclose(gradient(x), by_hand[world.rank], rtol=1e-12, atol=1e-12)
+
+
+def test_what_is_refused(world: World) -> None:
+    x = jnp.ones(4)
+    for place in (jax.grad, lambda call: jax.jit(jax.grad(call))):
+        with pytest.raises(TypeError, match=r"put mean\(\) around jax.value_and_grad\(loss\), or build the loss"):
+            place(lambda x: mpitrain.jax.weighted_mean(x).sum())(x)
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(mpitrain.jax.sum, (x,), (x,))
+    if world.size > 1:
+        with pytest.raises(ValueError, match="vmap"):
+            jax.vmap(mpitrain.jax.sum)(x)
+        mesh = jax.sharding.Mesh(jax.devices(), ("both",))
+        spread = jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("both")))
+        assert (mpitrain.jax.sum(spread) == world.size).all()  # outside jit, an array may be on several devices
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_copied_that_need_not_be() -> None:
+    x = jnp.arange(1000.0)
+    (seen,) = on_host(["x"], [x])
+    assert seen.ctypes.data == x.unsafe_buffer_pointer()
+    assert not seen.flags.writeable
+    for dtype in ("float64", "int8", jnp.bfloat16):
+        _, parts = aligned([3, 0, 1000, 1], numpy.dtype(dtype))
+        for part in parts:
+            part[...] = 1
+        arrays = back(parts, [x] * 4)
+        assert [array.unsafe_buffer_pointer() for array in arrays if array.size] == [
+            part.ctypes.data for part in parts if part.size
+        ]
+        assert [array.dtype for array in arrays] == [part.dtype for part in parts]
+
+
+def test_results_keep_their_values(world: World) -> None:
+    """No other array uses the memory of a result."""
+    results = [mpitrain.jax.sum({"a": jnp.full(5000, number), "b": jnp.full(3, number)}) for number in range(5)]
+    for number, found in enumerate(results):
+        assert (found["a"] == number * world.size).all()
+        assert (found["b"] == number * world.size).all()
+    donating = jax.jit(lambda x: x + 1, donate_argnums=0)
+    assert (donating(results[1]["a"]) == world.size + 1).all()
+    assert (results[1]["b"] == world.size).all()

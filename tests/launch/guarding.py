@@ -1,0 +1,130 @@
+"""Shared by the tests of guards: a launcher's request, a job, its ranks, and waits for messages."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs import HANG_SECONDS, until
+from mpitrain.job.context import JOB
+from mpitrain.launch.connections import Connection, connect
+from mpitrain.launch.watch import Guards
+
+
+@pytest.fixture
+def wish(tmp_path: Path) -> dict[str, Any]:
+    """The request that a launcher sends to a guard."""
+    script = tmp_path / "code/train.py"
+    script.parent.mkdir()
+    script.write_text("print('hello')\n")
+    return {
+        "python": sys.executable,
+        "paths": [str(script), str(tmp_path)],
+        "script": str(script),
+        "variables": {},
+        "peers": {"self": "127.0.0.1"},
+        "token": uuid.uuid4().hex,
+        "roll_call": str(tmp_path / "roll_call"),
+        "silence_seconds": HANG_SECONDS,
+    }
+
+
+@pytest.fixture
+def connections() -> Iterator[list[Connection]]:
+    """The connections that a test opens. The fixture closes them after the test."""
+    opened: list[Connection] = []
+    yield opened
+    for connection in opened:
+        connection.hang_up()
+        connection.close(HANG_SECONDS)
+
+
+@pytest.fixture
+def job(wish: dict[str, Any]) -> Iterator[subprocess.Popen[str]]:
+    """A process with the mark of the job, and a child of it without the mark."""
+    program = "import subprocess; print(subprocess.Popen(['sleep', '600'], env={}).pid, flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        env={**os.environ, JOB: wish["token"]},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        yield process
+        process.kill()
+
+
+def wait_for(connection: Connection, key: str, fits: Callable[[Any], bool] = lambda _: True) -> Any:
+    """Wait for a message that has this key."""
+    deadline = time.monotonic() + HANG_SECONDS
+    while time.monotonic() < deadline and not connection.is_closed:
+        connection.flush()  # a pipe takes at most 64 KiB at once
+        for message in connection.receive(time.monotonic()):
+            if key in message and fits(message[key]):
+                return message
+        time.sleep(0.02)
+    raise AssertionError(f"no {key}: {connection.why_closed() if connection.is_closed else 'silence'}")
+
+
+def begin(wish: dict[str, Any], connections: list[Connection]) -> Connection:
+    connection = connect("here", is_this_machine=True, wish=wish, now=0.0)
+    connections.append(connection)
+    wait_for(connection, "facts")
+    return connection
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_gone(*pids: int) -> None:
+    until(lambda: not any(map(is_alive, pids)), "still there")
+
+
+RANK = """
+import sys
+from mpitrain.watching import watched_process
+from mpitrain.watching.activity import publish
+from mpitrain.watching.rank_record import CALLED
+from mpitrain.watching.roll_call import appear
+path, number, has_begun = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
+if "old kernel" in has_begun:
+    watched_process._PIDFD_OPEN = 1 << 20  # no kernel has a system call of this number
+if has_begun:
+    activity = publish(number)
+    activity.enter(CALLED)
+    activity.appear(path)
+else:
+    appear(path, number)
+print("there", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def rank_of(wish: dict[str, Any], number: int, *has_begun: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that answers the roll call as this rank, and optionally reports that it is in init()."""
+    command = [sys.executable, "-c", RANK, wish["roll_call"], str(number), *has_begun]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "there\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def wait_for_trouble(guards: Guards) -> None:
+    until(lambda: guards.trouble is not None)

@@ -1,0 +1,114 @@
+"""What a codec has left out is in the checkpoint, in a part for each rank, and is sent after a resume."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy
+import pytest
+
+from mpitrain import Checkpoint, StopAtStep, World
+from mpitrain.config import read_config
+from mpitrain.exchange.bucket import Parameter
+from mpitrain.exchange.reducer import GradientReducer
+from mpitrain.training.checkpoint.manifest import Manifest
+from mpitrain.training.checkpoint.names import split
+from mpitrain.training.checkpoint.parts import part_name, read_part
+from mpitrain.training.checkpoint.resume import own_part
+from mpitrain.training.checkpoint.store import TENSORS, write
+
+from .checkpoints import flip_a_bit, trainer_there
+from .common import skip_alone
+from .placements import PLACEMENTS, placed
+from .trainings import bits, names_in
+
+pytestmark = pytest.mark.usefixtures("a_slow_disk_is_waited_for")
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_compressed_training_goes_on_bit_for_bit(
+    world: World, shared: Path, monkeypatch: pytest.MonkeyPatch, placement: str
+) -> None:
+    if len({PLACEMENTS[placement](rank) for rank in range(world.size)}) == 1:
+        pytest.skip("all ranks are on one node")
+    whole = trainer_there(world, monkeypatch, placement, [StopAtStep(8)], "int4")
+    whole.run()
+    first = trainer_there(world, monkeypatch, placement, [StopAtStep(5), Checkpoint(shared, steps=2)], "int4")
+    first.run()
+    resumed = trainer_there(world, monkeypatch, placement, [StopAtStep(8), Checkpoint(shared, steps=9)], "int4")
+    resumed.run()
+    assert bits(resumed) == bits(whole)
+    mine, expected = (trainer.strategy.own_state() for trainer in (resumed, whole))
+    assert mine["place"] == expected["place"]
+    for name, value in expected["residual"].items():
+        assert mine["residual"][name].tobytes() == value.tobytes()
+    assert any(world.allgather(any(value.any() for value in mine["residual"].values())))
+    world.barrier()
+    parts = [name for name in names_in(shared) if "part" in name]
+    assert len(parts) == 3 * world.size
+
+
+def test_a_part_that_is_damaged_or_missing(
+    world: World, shared: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    skip_alone(world)
+    there = "alone on each node"
+    first = trainer_there(world, monkeypatch, there, [StopAtStep(3), Checkpoint(shared, steps=3)], "int4")
+    first.run()
+    left = world.allgather(first.strategy.own_state()["residual"])
+    world.barrier()
+    if world.is_root:
+        flip_a_bit(shared / f"step-00000003.part-1-of-{world.size}")
+    world.barrier()
+    capfd.readouterr()
+    again = trainer_there(world, monkeypatch, there, [StopAtStep(3), Checkpoint(shared, steps=3)], "int4")
+    again.run()
+    said = capfd.readouterr().out
+    if world.is_root:
+        assert "mpitrain: step-00000003: what rank 1 had left to send is lost. This costs the rounding of " in said
+        assert f"part-1-of-{world.size}/{TENSORS} is damaged" in said
+    # What the other ranks had left is not lost, though rank 0 now carries it.
+    carried = world.allgather(again.strategy.own_state().get("carried"))
+    assert [its is None for its in carried] == [False] + [True] * (world.size - 1)
+    for name, value in carried[0].items():
+        expected = sum(its[name].astype(numpy.float64) for rank, its in enumerate(left) if rank != 1)
+        numpy.testing.assert_allclose(value, expected, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("compression", ["none", "int4"])
+def test_what_other_ranks_had_left_to_send_is_sent(
+    world: World, shared: Path, monkeypatch: pytest.MonkeyPatch, compression: str
+) -> None:
+    """The parts are of more ranks than there are now. Their sum is in the next mean, once, whichever rank sends it."""
+    size = world.size + 2
+    random = numpy.random.default_rng(4)
+    parameters = [Parameter("a", (3, 2), numpy.dtype("f4")), Parameter("b", (5,), numpy.dtype("f4"))]
+    left = [{its.name: random.integers(-8, 8, its.shape).astype("f4") for its in parameters} for _ in range(size)]
+    manifest = Manifest(7, "run", parts=size)
+    if world.is_root:
+        for rank, residual in enumerate(left):
+            tensors, values = split({"place": "elsewhere", "residual": residual})
+            write(shared, part_name(7, rank, size), replace(manifest, values=values), tensors)
+    there = replace(placed(world, "alone on each node"), config=read_config({"MPITRAIN_COMPRESSION": compression}, {}))
+    reducer = GradientReducer(there, parameters)
+    place, read = reducer.state().get("place"), partial(read_part, shared, manifest)
+    part = own_part(there, "step 7", manifest.parts, place, read, reads=there.is_root)
+    assert bool(part) == world.is_root
+    reducer.restore(part)
+    means = []
+    for _ in range(2):
+        reducer.begin(world.rank + 1)
+        for index, its in enumerate(parameters):
+            reducer.ready(index, numpy.full(its.shape, 2.0, "f4"))
+        reducer.finish()
+        means.append([gradient.copy() for gradient in reducer.gradients])
+    owed = [sum(its[parameter.name] for its in left) for parameter in parameters]
+    assert any(value.any() for value in owed)
+    for first, second, sums in zip(*means, owed, strict=True):
+        if compression == "none" or world.size == 1:
+            numpy.testing.assert_allclose(first, 2.0 + sums, rtol=1e-6)
+            numpy.testing.assert_allclose(second, 2.0, rtol=1e-6)
+        else:  # what int4 leaves out of the first mean is in the second
+            numpy.testing.assert_allclose(first, 2.0 + sums, atol=abs(sums + 2).max() * 2 * 0.51 / 7)

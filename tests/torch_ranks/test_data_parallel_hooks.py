@@ -1,0 +1,90 @@
+"""Communication hooks of DistributedDataParallel: those of PyTorch, a function of a user's own, and codecs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from mpitrain import World
+from mpitrain.errors import ConfigError
+from mpitrain.torch import compress
+from tests.ranks.common import assert_same_bits, skip_alone
+from tests.ranks.placements import placed
+
+from .data_parallel import Model, part, samples
+
+pytestmark = pytest.mark.usefixtures("group")
+
+
+def ours_as_a_hook(state, bucket):  # type: ignore[no-untyped-def] - DDP takes no annotations that are strings
+    """Twice the mean."""
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda done: done.value()[0] * (2 / state))
+
+
+HOOKS: list[tuple[Callable[..., Any], float, float]] = [
+    (default_hooks.allreduce_hook, 1.0, 1e-12),
+    (default_hooks.fp16_compress_hook, 1.0, 2e-3),
+    (ours_as_a_hook, 2.0, 1e-12),
+]
+
+
+@pytest.mark.parametrize("number", range(len(HOOKS)))
+def test_communication_hooks(world: World, number: int) -> None:
+    hook, factor, close = HOOKS[number]
+    inner = Model()
+    model = DistributedDataParallel(inner, bucket_cap_mb=0.004)
+    model.register_comm_hook(world.size if hook is ours_as_a_hook else None, hook)
+    x, y = samples(world, 0)
+    nn.functional.mse_loss(model(part(world, x)), part(world, y)).backward()
+    alone = Model()
+    nn.functional.mse_loss(alone(x), y).backward()
+    for (name, one), other in zip(inner.named_parameters(), alone.parameters(), strict=True):
+        if other.grad is not None:
+            error = (one.grad - factor * other.grad).abs().max()
+            assert error <= close * other.grad.abs().max(), name
+
+
+@pytest.mark.parametrize("codec", ["bf16", "int8"])
+def test_short_forms_on_the_wire(world: World, ours: None, monkeypatch: pytest.MonkeyPatch, codec: str) -> None:
+    """Each rank is as if on its own node. One step is close, and error feedback makes up for the rest over many."""
+    skip_alone(world)
+    if codec == "int8" and world.size != 2:
+        pytest.skip("compiling a second codec takes long; two ranks show it")
+    channel = dist.group.WORLD._channel
+    monkeypatch.setattr(channel, "world", placed(channel.world, "alone on each node"))
+    inner = Model().float()
+    model = DistributedDataParallel(inner)
+    model.register_comm_hook(None, compress(codec))
+    x, y = (whole.float() for whole in samples(world, 0))
+    alone = Model().float()
+    nn.functional.mse_loss(alone(x), y).backward()
+    total = torch.zeros_like(alone.first.weight)
+    for step in range(1, 12):
+        model.zero_grad()
+        nn.functional.mse_loss(model(part(world, x)), part(world, y)).backward()
+        if step > 1:  # after the first step, DDP makes new buckets
+            total += inner.first.weight.grad
+    wanted = alone.first.weight.grad
+    largest = wanted.abs().max()
+    # bf16 has 8 bits, int8 127 steps up to the largest value of a block; each value is coded twice.
+    rounding = {"bf16": 2**-8, "int8": 1 / 60}[codec]
+    assert (inner.first.weight.grad - wanted).abs().max() <= 4 * rounding * largest
+    assert (total / 10 - wanted).abs().max() <= 0.4 * rounding * largest
+    assert_same_bits(world, inner.first.weight.grad.numpy())
+
+
+def test_what_a_codec_does_not_take(world: World, ours: None) -> None:
+    with pytest.raises(ConfigError, match="known: bf16, fp16, int4, int8"):
+        compress("int3")
+    model = DistributedDataParallel(Model())
+    model.register_comm_hook(None, compress("bf16"))
+    with pytest.raises(ConfigError, match=r"rank \d on .* takes float32 gradients, not torch.float64"):
+        model(samples(world, 0)[0]).sum().backward()

@@ -1,0 +1,157 @@
+"""What TorchModule refuses: models, optimizers, schedules, losses and gradients."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+from torch_modules import X, adapted, bits, one_step, small, squares, with_optimizer  # noqa: E402
+
+from mpitrain import TorchModule, constant  # noqa: E402
+from mpitrain.errors import ConfigError, DeviceError, GradientError  # noqa: E402
+
+
+def frozen() -> Any:
+    return small().requires_grad_(False)
+
+
+def with_buffer(value: Any) -> Any:
+    module = small()
+    module.register_buffer("odd", value)
+    return module
+
+
+def refused(**options: Any) -> Callable[[], Any]:
+    return lambda: adapted(**options)
+
+
+def plateau() -> Any:
+    module = small()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    return TorchModule(module, squares, optimizer, schedule=torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
+
+
+def unequal(module: Any) -> Any:
+    rest = [*module[1].parameters(), *module[2].parameters()]
+    return torch.optim.SGD([{"params": module[0].parameters(), "lr": 0.5}, {"params": rest}], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "text"),
+    [
+        (
+            with_optimizer(lambda m: torch.optim.LBFGS(m.parameters())),
+            ConfigError,
+            "LBFGS computes the loss again with",
+        ),
+        (with_optimizer(lambda m: torch.optim.SparseAdam(m.parameters())), ConfigError, "SparseAdam needs sparse"),
+        (with_optimizer(lambda m: torch.optim.SGD(m[0].parameters())), ConfigError, "1.weight is trained (requires_gr"),
+        (
+            with_optimizer(lambda m: torch.optim.SGD([*m.parameters(), torch.nn.Parameter(torch.ones(7))])),
+            ConfigError,
+            "the optimizer has a parameter of shape (7,) that the module does not have",
+        ),
+        (refused(module=torch.nn.Linear(3, 2).requires_grad_(False)), ConfigError, "has no parameters to train"),
+        (refused(module=torch.nn.Linear(3, 2, device="meta")), DeviceError, "weight is on meta; TorchModule trains on"),
+        (refused(module=torch.nn.LazyLinear(2)), ConfigError, "weight has no shape yet; run a batch through"),
+        (lambda: adapted(module=with_buffer(torch.ones(2) * 1j)), ConfigError, "the buffer odd is torch.complex64"),
+        (refused(precision="fp8"), ConfigError, "there is no precision 'fp8'; known: float32, bf16, fp16"),
+        (
+            lambda: adapted(module=small().double(), precision="bf16"),
+            ConfigError,
+            "0.weight is torch.float64; parameters",
+        ),
+        (refused(clip_norm=0.0), ConfigError, "clip_norm is 0.0; allowed: None or a finite number > 0"),
+        (refused(schedule=0.1), ConfigError, "schedule is 0.1, for groups with the rates 0.1; a function"),
+        (
+            with_optimizer(unequal, schedule=constant(0.1)),
+            ConfigError,
+            "for groups with the rates 0.1, 0.5; a function",
+        ),
+        (plateau, ConfigError, "ReduceLROnPlateau needs a metric"),
+        (
+            refused(schedule=torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.ones(2)]), 1)),
+            ConfigError,
+            "the schedule belongs to another optimizer",
+        ),
+    ],
+)
+def test_what_cannot_be_trained(call: Callable[[], Any], kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=re.escape(text)):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("loss", "text"),
+    [
+        (
+            lambda module, x: module(x).square().sum(1),
+            "the loss is torch.float32 (8,); it must be a tensor of one numb",
+        ),
+        (lambda module, x: 1.5, "the loss is float; it must be a tensor of one number"),
+        (lambda module, x: module(x).mean().detach(), "the loss depends on no parameter"),
+    ],
+)
+def test_a_loss_that_is_none(loss: Any, text: str) -> None:
+    module = small()
+    adapter = TorchModule(module, loss, torch.optim.SGD(module.parameters(), lr=0.1))
+    before = bits(adapter)
+    with pytest.raises(GradientError, match=re.escape(text)):
+        one_step(adapter)
+    assert bits(adapter) == before
+
+
+def test_what_must_not_change_after_the_start() -> None:
+    def thaw(module: Any) -> None:
+        module[0].weight.requires_grad_(True)
+
+    def freeze(module: Any) -> None:
+        module[2].bias.requires_grad_(False)
+
+    def replace(module: Any) -> None:
+        module[2].bias = torch.nn.Parameter(torch.zeros(2))
+
+    for change, name in ((thaw, "0.weight"), (freeze, "2.bias"), (replace, "2.bias")):
+        module = small()
+        module[0].weight.requires_grad_(False)
+        optimizer = torch.optim.SGD([its for its in module.parameters() if its.requires_grad], lr=0.1)
+        adapter = TorchModule(module, squares, optimizer)
+        one_step(adapter)
+        change(module)
+        with pytest.raises(GradientError, match=re.escape(f"{name} was added, replaced, frozen or thawed after")):
+            one_step(adapter)
+
+
+def test_gradients_that_cannot_be_exchanged() -> None:
+    module = torch.nn.Embedding(5, 2, sparse=True)
+    adapter = TorchModule(module, squares, torch.optim.SGD(module.parameters(), lr=0.1))
+    with pytest.raises(GradientError, match=r"the gradient of weight is torch.sparse_coo .* at TorchModule\(\) it"):
+        one_step(adapter, numpy.arange(5))
+
+    def twice(module: Any, x: Any) -> Any:
+        from torch.utils.checkpoint import checkpoint
+
+        x = x.clone().requires_grad_()
+        return sum(checkpoint(module, x * its, use_reentrant=True).square().mean() for its in (1, 2))
+
+    module = torch.nn.Linear(3, 2)
+    adapter = TorchModule(module, twice, torch.optim.SGD(module.parameters(), lr=0.1))
+    with pytest.raises(GradientError, match="was handed in twice in one backward pass; with torch"):
+        one_step(adapter, X)
+
+
+def test_a_backward_pass_of_somebody_else_is_left_alone() -> None:
+    module = small()
+    adapter = TorchModule(module, squares, torch.optim.SGD(module.parameters(), lr=0.1))
+    squares(module, torch.from_numpy(X)).backward()
+    assert module[0].weight.grad is not None
+    _, found = one_step(adapter)
+    _, expected = one_step(adapted(torch.optim.SGD))
+    for name in ("0.weight", "2.bias"):
+        numpy.testing.assert_array_equal(found[name], expected[name])
