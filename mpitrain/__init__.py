@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from mpitrain.exchange.reducer import GradientReducer as GradientReducer
     from mpitrain.job.elastic import elastic as elastic
     from mpitrain.job.start import init as init
+    from mpitrain.strategies import ParameterServer as ParameterServer
     from mpitrain.strategies import Sync as Sync
     from mpitrain.strategies import make_strategy as make_strategy
     from mpitrain.training.data.arrays import ArrayData as ArrayData
@@ -102,6 +103,7 @@ _HOME = {
     "Meter": "training.meters.meter",
     "MpitrainError": "errors",
     "Parameter": "exchange.bucket",
+    "ParameterServer": "strategies",
     "Parts": "training.parts",
     "Prefetch": "training.data.prefetch",
     "Reading": "training.meters.meter",

@@ -18,6 +18,8 @@ from mpitrain.job.context import JobContext
 PREFIX = "MPITRAIN_"
 # The launcher's alone: a file of NAME=value lines, which `mpitrain run` adds to the environment of the ranks.
 ENV_FILE = PREFIX + "ENV_FILE"
+# The launcher's too: the key of a job with servers, which `mpitrain work` reads.
+KEY = PREFIX + "KEY"
 
 
 # The lowest and the highest allowed wait. Calls that wait in the kernel count milliseconds in 32 bits.
@@ -66,11 +68,11 @@ def read_config(environ: Mapping[str, str], arguments: Mapping[str, Any]) -> Con
     fields: dict[str, type] = {field.name: type(field.default) for field in dataclasses.fields(Config)}
     values: dict[str, Any] = {}
     for variable, text in environ.items():
-        if not variable.startswith(PREFIX) or variable == ENV_FILE:
+        if not variable.startswith(PREFIX) or variable in (ENV_FILE, KEY):
             continue
         name = variable.removeprefix(PREFIX).lower()
         if name not in fields:
-            raise ConfigError(_refusal(variable, name, [*(PREFIX + known.upper() for known in fields), ENV_FILE]))
+            raise ConfigError(_refusal(variable, name, [*(PREFIX + known.upper() for known in fields), ENV_FILE, KEY]))
         try:
             values[name] = fields[name](text)
         except ValueError:

@@ -49,7 +49,11 @@ def test_precedence() -> None:
 )
 def test_unknown_variable(variable: str, meant: str) -> None:
     known = ", ".join(
-        [*(f"MPITRAIN_{field.name.upper()}" for field in dataclasses.fields(Config)), "MPITRAIN_ENV_FILE"]
+        [
+            *(f"MPITRAIN_{field.name.upper()}" for field in dataclasses.fields(Config)),
+            "MPITRAIN_ENV_FILE",
+            "MPITRAIN_KEY",
+        ]
     )
     with pytest.raises(ConfigError) as caught:
         read_config({variable: "1"}, {})
@@ -77,7 +81,7 @@ def test_what_only_the_launcher_tells_a_rank(name: str) -> None:
 
 
 def test_what_only_the_launcher_reads_is_no_setting_of_a_rank() -> None:
-    assert read_config({"MPITRAIN_ENV_FILE": "mpi.env"}, {}) == Config()
+    assert read_config({"MPITRAIN_ENV_FILE": "mpi.env", "MPITRAIN_KEY": "secret"}, {}) == Config()
     with pytest.raises(ConfigError, match=r"^there is no setting env_file; Known are algorithm,"):
         read_config({}, {"env_file": "mpi.env"})
 

@@ -23,6 +23,12 @@ FULL = JobContext(
     recover=1,
     verify_record="/tmp/a record",
     verify_steps=7,
+    servers=1,
+    serves="worker",
+    serve_address="node1:5000,node2:5000",
+    serve_key="/proc/self/fd/5",
+    serve_environment="/proc/self/fd/6",
+    serve_plain="wg0",
 )
 
 
@@ -42,6 +48,12 @@ def test_what_is_written() -> None:
         "_MPITRAIN_RECOVER": "1",
         "_MPITRAIN_VERIFY_RECORD": "/tmp/a record",
         "_MPITRAIN_VERIFY_STEPS": "7",
+        "_MPITRAIN_SERVERS": "1",
+        "_MPITRAIN_SERVES": "worker",
+        "_MPITRAIN_SERVE_ADDRESS": "node1:5000,node2:5000",
+        "_MPITRAIN_SERVE_KEY": "/proc/self/fd/5",
+        "_MPITRAIN_SERVE_ENVIRONMENT": "/proc/self/fd/6",
+        "_MPITRAIN_SERVE_PLAIN": "wg0",
     }
     assert JobContext().variables() == {}
 

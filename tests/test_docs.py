@@ -33,7 +33,7 @@ import pytest
 import mpitrain
 from jobs import REPOSITORY, run_command
 from mpitrain.cli import COMMANDS
-from mpitrain.config import ENV_FILE, PREFIX, Config
+from mpitrain.config import ENV_FILE, KEY, PREFIX, Config
 from test_layers import LAYERS
 
 DOCUMENTS = [*REPOSITORY.glob("*.md"), *sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -196,11 +196,11 @@ def test_named_files_exist(document: str) -> None:
 def test_settings() -> None:
     """Each variable that is named exists, and each that exists is named."""
     named = {name for text in TEXTS.values() for name in re.findall(rf"(?<!_){PREFIX}[A-Z]+(?:_[A-Z]+)*", text)}
-    assert named == {PREFIX + field.name.upper() for field in dataclasses.fields(Config)} | {ENV_FILE}
+    assert named == {PREFIX + field.name.upper() for field in dataclasses.fields(Config)} | {ENV_FILE, KEY}
     text = TEXTS["docs/first_run.md"].partition("\n## Settings\n")[2].partition("\n## ")[0]
-    ours, _, of_launcher = text.partition("`mpitrain run` alone reads")
+    ours, _, of_launcher = text.partition("The commands alone read")
     assert re.findall(rf"^\| `{PREFIX}(\w+)` \|", ours, re.M) == [f.name.upper() for f in dataclasses.fields(Config)]
-    assert re.findall(r"^\| `(\w+)` \|", of_launcher, re.M) == [ENV_FILE]
+    assert re.findall(r"^\| `(\w+)` \|", of_launcher, re.M) == [ENV_FILE, KEY]
 
 
 def test_extras() -> None:

@@ -111,6 +111,17 @@ class Accumulate:
         """See Adapter."""
         return self._adapter.apply_gradients(flats, remarks)
 
+    def scale_next_rate(self, factor: float) -> None:
+        """See ArrayFunction.
+
+        Raises:
+            ConfigError: the adapter cannot scale the learning rate of one step.
+        """
+        adapter: Any = self._adapter
+        if not hasattr(adapter, "scale_next_rate"):
+            raise ConfigError(f"{type(adapter).__name__} has no method scale_next_rate(factor); ArrayFunction has it")
+        adapter.scale_next_rate(factor)
+
     def measure_gradient_norm(self) -> None:
         """See Adapter."""
         self._adapter.measure_gradient_norm()

@@ -162,6 +162,20 @@ class ArrayFunction:
         gradients = flats[self._flat.dtype]
         return self._optimizer.update(gradients if is_device_array(gradients) else like(gradients, self._flat))
 
+    def scale_next_rate(self, factor: float) -> None:
+        """Let the next `apply_gradients` multiply its learning rate by this number, a finite one of at least 0.
+
+        Raises:
+            ConfigError: the optimizer is none of mpitrain, and has no method scale_next_rate(factor).
+        """
+        optimizer: Any = self._optimizer
+        if not hasattr(optimizer, "scale_next_rate"):
+            raise ConfigError(
+                f"{type(optimizer).__name__} has no method scale_next_rate(factor), so the learning rate of one step "
+                "cannot be scaled; mt.Sgd, mt.Adam and mt.AdamW have it"
+            )
+        optimizer.scale_next_rate(factor)
+
     def measure_gradient_norm(self) -> None:
         """See Adapter."""
         self._optimizer.measure_gradient_norm()

@@ -33,6 +33,8 @@ COMMANDS = {
     "kill": "mpitrain.cli.kill",
     "join": "mpitrain.cli.join",
     "leave": "mpitrain.cli.leave",
+    "serve": "mpitrain.cli.serve",
+    "work": "mpitrain.cli.work",
     "doctor": "mpitrain.cli.doctor",
     "testbed": "mpitrain.cli.testbed",
     "cluster": "mpitrain.cli.cluster",

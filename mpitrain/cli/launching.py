@@ -95,15 +95,26 @@ def request_of(arguments: argparse.Namespace, program: Sequence[str], script: st
 
 def request_of_script(arguments: argparse.Namespace) -> Request:
     """Turn all arguments into a request: the launch options, then a script (or -m and a module) with its arguments."""
+    words, script = script_of(arguments)
+    return request_of(arguments, words, script, [arguments.command, *words])
+
+
+def script_of(arguments: argparse.Namespace) -> tuple[list[str], str]:
+    """Return the arguments of Python, which are a script or -m and a module, with their own; and the file to run.
+
+    Raises:
+        ConfigError: no script is named, or there is no such file.
+    """
     module = ["-m", *arguments.module] if arguments.module is not None else []
     script = arguments.script[1:] if arguments.script[:1] == ["--"] else arguments.script  # the end of our options
     words = _without_python([*module, *script])
     if not words or words == ["-m"]:
-        raise ConfigError("name a script, as in `mpitrain run -n 4 train.py`, or -m MODULE")
+        example = {"serve": "serve", "work": "work HOST:5000"}.get(arguments.command, "run -n 4")
+        raise ConfigError(f"name a script, as in `mpitrain {example} train.py`, or -m MODULE")
     script = _file_of(words[1]) if words[0] == "-m" else words[0]
     if not Path(script).is_file():
         raise ConfigError(f"there is no script {script!r} in {Path.cwd()}")
-    return request_of(arguments, words, script, [arguments.command, *words])
+    return words, script
 
 
 def _without_python(words: list[str]) -> list[str]:

@@ -78,6 +78,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="if a rank is lost, go on without it; needs Open MPI 5",
     )
     parser.add_argument(
+        "--servers",
+        type=positive,
+        default=0,
+        metavar="K",
+        help="the first K ranks hold the parameters, the others work for them (for mt.ParameterServer)",
+    )
+    parser.add_argument(
         "--resume", metavar="JOB", help="go on with a job whose `mpitrain run` was lost, by the id that ps shows"
     )
     parser.add_argument("--show", action="store_true", help="print the mpiexec command, but do not run it")
@@ -105,6 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
     least, most = arguments.elastic or (arguments.min_nodes or 1, None)
     limits = Limits(arguments.restarts, least, most)
     request = replace(request, variables=variables, limits=limits, show=arguments.show)
+    request = replace(request, servers=arguments.servers)
     return start(replace(request, recover=arguments.recover, spares=arguments.spares))
 
 

@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from mpitrain.job.failure import end_job, farewell
 from mpitrain.job.recovery import LostRanks, Recovery
+from mpitrain.job.role import Role
 from mpitrain.world import World
 
 
@@ -23,6 +24,8 @@ class Job:
         num_runs: how many runs of Trainers, and loops with mt.keep, have begun.
         is_elastic: mpitrain.elastic goes on where a rank is lost.
         recovery: takes the job to its next World where a rank is lost. None: the loss of a rank ends the job.
+        role: what this process does in a job with servers.
+        everyone: with `mpitrain run --servers`, the World of all ranks; `world` then has only this rank. Else None.
     """
 
     def __init__(self, world: World) -> None:
@@ -31,6 +34,8 @@ class Job:
         self.num_runs = 0
         self.recovery: Recovery | None = None
         self.is_elastic = False
+        self.role = Role()
+        self.everyone: World | None = None
         self._process = os.getpid()
         self._ending = threading.Lock()
         if world.size == 1:

@@ -25,11 +25,13 @@ from mpitrain.job.early import is_helper
 from mpitrain.job.helpers import prepare_for_helpers, unsafe_because
 from mpitrain.job.job import Job
 from mpitrain.job.recovery import Recovery
+from mpitrain.job.role import role_of
 from mpitrain.job.spare import TakenPlace, wait_if_spare
 from mpitrain.job.told import heed
 from mpitrain.job.trace import Trace
 from mpitrain.job.worlds import check_containers, make_world
 from mpitrain.launch.launched import check_size, check_vendor, launched_by
+from mpitrain.launch.shared_files import remove_mine
 from mpitrain.profile import DEFAULT, Profile, fingerprint, from_json, library_name, measure_anew
 from mpitrain.verify.run_record import RecordedTrees, Recorder
 from mpitrain.waiting.long_wait import Neighbours, watch_over
@@ -45,6 +47,8 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS
 
 def init(**settings: Any) -> World:
     """Return the current World of this job: all processes that one mpiexec started, or this process alone.
+
+    In a job with servers, each process has a World of its own, with one rank.
 
     Call init() once on every rank, before any other call. A second call returns the job's current World. The first
     call does this:
@@ -120,6 +124,14 @@ def _begin(settings: dict[str, Any]) -> Job:
         job.world = job.recovery.world
         if world.size == 1:  # a rank that is alone has no farewell
             atexit.register(job.recovery.finish)
+    job.role = role_of(world.context, world.rank, world.size)
+    if world.context.serves:
+        # No launcher cleans up after a process that may be killed at any time. The memory itself stays usable.
+        remove_mine()
+    if world.context.servers:
+        job.everyone = job.world
+        alone = make_world(MPI.COMM_SELF, world.config, parent=job.everyone)
+        job.world = replace(alone, profile=world.profile)
     _job = job
     return job
 

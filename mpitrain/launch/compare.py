@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
-from mpitrain.launch.conditions import Condition, Refusal
+from mpitrain.launch.conditions import Condition, Refusal, faults_by_host
 
 HostFacts = Mapping[str, Any]  # as returned by facts.collect
 
@@ -34,6 +35,28 @@ def without_files(own: str, facts: Mapping[str, HostFacts]) -> tuple[str, ...]:
     return tuple(host for host, there in facts.items() if host != own and _paths(host, there))
 
 
+def unlike(given: Any, own: HostFacts) -> str:
+    """Return in a line how the environment of a worker differs from its server's; "" if it does not.
+
+    Server and workers exchange numbers only, so their processors and MPI libraries may differ.
+
+    Args:
+        given: what a worker says that facts.environment has returned there. It may be anything.
+        own: what it has returned for the server.
+    """
+    if not (
+        isinstance(given, dict)
+        and all(isinstance(given.get(key), str) for key in ("python", "mpitrain"))
+        and all(
+            isinstance(given.get(key), dict) and all(isinstance(value, str) for value in given[key].values())
+            for key in ("packages", "files")
+        )
+    ):
+        return "it does not say what code and packages it has; start it with `mpitrain work`"
+    compared = {key: _VALUES[key] for key in ("python", "mpitrain")}
+    return "; ".join(faults_by_host(_environment("", given, own, compared)).values())
+
+
 def _paths(host: str, facts: HostFacts) -> list[Refusal]:
     faults = []
     for path, (how, *details) in facts["paths"].items():
@@ -57,17 +80,22 @@ _VALUES = {
 }
 
 
-def _environment(host: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> list[Refusal]:
+def _environment(
+    host: str,
+    there: Mapping[str, Any],
+    here: Mapping[str, Any],
+    values: Mapping[str, tuple[Condition, str]] = MappingProxyType(_VALUES),
+) -> list[Refusal]:
     if "error" in there:
         return [Refusal(Condition.PYTHON, host, there["error"])]
     refusals = []
-    for key, (condition, name) in _VALUES.items():
+    for key, (condition, name) in values.items():
         value_there, value_here = there.get(key, there.get(f"{key}_error")), here.get(key, here.get(f"{key}_error"))
         if value_there == value_here:
             continue
         is_hash = key == "mpitrain" and value_there and value_here
-        values = f"{value_there or _NOT_THERE}, here {value_here or _NOT_THERE}"
-        refusals.append(Refusal(condition, host, f"{name} {'differs' if is_hash else values}"))
+        shown = f"{value_there or _NOT_THERE}, here {value_here or _NOT_THERE}"
+        refusals.append(Refusal(condition, host, f"{name} {'differs' if is_hash else shown}"))
     for name, version_there, version_here in _unequal(there["packages"], here["packages"]):
         fault = f"{name} {version_there or _NOT_THERE}, here {version_here or _NOT_THERE}"
         refusals.append(Refusal(Condition.PACKAGES, host, fault))

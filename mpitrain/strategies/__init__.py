@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mpitrain.errors import ConfigError
-from mpitrain.strategies.strategy import Strategy
+from mpitrain.strategies.parameter_server import ParameterServer
+from mpitrain.strategies.strategy import ServedStrategy, Strategy
 from mpitrain.strategies.sync import Sync
 
-__all__ = ["STRATEGIES", "Strategy", "Sync", "make_strategy"]
+__all__ = ["STRATEGIES", "ParameterServer", "ServedStrategy", "Strategy", "Sync", "make_strategy"]
 
 # Each makes a new strategy with its defaults.
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "sync": Sync,
+    "parameter_server": ParameterServer,
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from mpitrain.adapters.adapter import Adapter
 from mpitrain.arrays import Array
@@ -60,4 +60,33 @@ class Strategy(Protocol):
 
         The parameters stay valid, and so do results of `state` and `own_state`.
         """
+        ...
+
+
+@runtime_checkable
+class ServedStrategy(Strategy, Protocol):
+    """A Strategy that can also train with servers and workers; see mpitrain.job.role. Each of them has its own World.
+
+    Without servers it is a Strategy for one rank.
+    """
+
+    @property
+    def role(self) -> str:
+        """Since `begin`: "server" or "worker". "": this process trains by itself, by the calls of Strategy."""
+        ...
+
+    def begin_serving(self, data: Any) -> None:
+        """Let workers come. A server calls this when its run begins, with the data where the run begins."""
+        ...
+
+    def next_update(self, data: Any) -> tuple[Means, float]:
+        """Make the next update from the gradients of workers, and move the data on. Result as of finish_step."""
+        ...
+
+    def end_serving(self, error: BaseException | None) -> None:
+        """Send the workers home. A server calls this when its run ends; `error` has ended it, or None."""
+        ...
+
+    def work(self, data: Any) -> None:
+        """Compute gradients of the server's jobs until its run is over. A worker calls this in place of a run."""
         ...

@@ -17,10 +17,8 @@ docker0). If MASTER_ADDR is set, it is tried first. If not, both variables are s
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
-import struct
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -33,10 +31,10 @@ from torch.distributed.rendezvous import _rendezvous_handlers as handlers
 from mpitrain.errors import LaunchError, MpitrainError
 from mpitrain.job.start import init
 from mpitrain.launch.launched import launched_by
+from mpitrain.launch.own_addresses import addresses
 from mpitrain.torch.engine import engine_of
 from mpitrain.world import World
 
-_SIOCGIFADDR = 0x8915
 _CONNECT_SECONDS = 5.0
 # The variables for the place on this machine, of mpiexec (MPICH and Intel MPI, Open MPI) and srun.
 _LOCAL = {
@@ -202,19 +200,6 @@ def _shared_store(world: World, timeout: timedelta) -> Store:
     _add("MASTER_PORT", port)
     _store = LateStore(world, server, port, ["127.0.0.1"] if is_near else named + reached, timeout)
     return _store
-
-
-def addresses() -> list[str]:
-    """Return the IPv4 addresses of this machine's interfaces."""
-    result = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-            except OSError:
-                continue  # the interface has no address
-            result.append(socket.inet_ntoa(answer[20:24]))
-    return result
 
 
 def _add(name: str, value: object) -> None:

@@ -11,6 +11,7 @@ counts once. Hooks may be called twice around a loss.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping
 from copy import deepcopy
@@ -67,6 +68,10 @@ class Course:
 
     def run(self) -> None:
         """See Trainer.run."""
+        served = self._trainer.served
+        if served and served.role == "worker":
+            served.work(self._trainer.data)
+            raise SystemExit(0)
         stages = {
             _BUILD: self._begin_run,  # a rank was lost while others were still building
             _BEGIN: self._begin_run,
@@ -85,6 +90,8 @@ class Course:
             self.is_running = False
             for hook in self._trainer.hooks:
                 hook.close()
+            if served:
+                served.end_serving(sys.exception())
             if self._stage == _LEFT:
                 self._copies.leave(self._trainer.step_number, self._left_ms)
             self._copies.close()
@@ -103,6 +110,8 @@ class Course:
         self.is_running = True
         if trainer.last_step is None and not any(hook.ends_run for hook in trainer.hooks):
             raise ConfigError("nothing ends this run; add the hook StopAtStep(number)")
+        if trainer.served:
+            trainer.served.begin_serving(trainer.data)
         self._come_to(self._next_stage())
 
     def _before_step(self) -> None:

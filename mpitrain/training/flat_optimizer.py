@@ -51,6 +51,7 @@ class FlatOptimizer:
         self._clip_norm = clip_norm
         self._state_names = tuple(state_names)
         self._parameters: Array = None
+        self._rate_factor = 1.0
         self._measures_norm = False
         self._last_norm: float | None = None
         self._norm_is_on_device = False  # True: the square of the norm is in self._squared
@@ -91,7 +92,8 @@ class FlatOptimizer:
         if callable(rate):
             rate = rate(self._step)
             check(f"learning_rate at step {self._step}", rate, "a finite number >= 0", rate >= 0)
-        rate = float(rate)  # a NumPy scalar would turn float32 arithmetic into float64
+        rate = float(rate) * self._rate_factor  # a NumPy scalar would turn float32 arithmetic into float64
+        self._rate_factor = 1.0
         self._step += 1
         self._last_norm, self._norm_is_on_device = None, False
         if self._measures_norm and self._clip_norm is None:
@@ -107,6 +109,11 @@ class FlatOptimizer:
             buffers = [buffer[part] for buffer in self._buffers.values()]
             self._apply(Block(parameters[part], gradients[part], buffers, scratch, decayed), rate)
         return rate
+
+    def scale_next_rate(self, factor: float) -> None:
+        """Let the next `update` multiply its learning rate by this number, a finite one of at least 0."""
+        check("factor of the learning rate", factor, "a finite number >= 0", factor >= 0)
+        self._rate_factor = float(factor)
 
     def measure_gradient_norm(self) -> None:
         self._measures_norm = True

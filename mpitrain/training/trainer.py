@@ -9,7 +9,9 @@ from typing import Any
 from mpitrain.cuda.shortage import memory_explained
 from mpitrain.cuda.streams import wait_for_work
 from mpitrain.errors import CheckpointError, ConfigError, NonFiniteError, everywhere
+from mpitrain.exchange.means import Means
 from mpitrain.job.start import init, the_job
+from mpitrain.strategies import ServedStrategy
 from mpitrain.training.built import Built
 from mpitrain.training.checkpoint.resume import own_part
 from mpitrain.training.course import Course
@@ -31,6 +33,7 @@ class Trainer:
 
     Attributes:
         world, adapter, strategy, data: as built.
+        served: the strategy, in a job with servers; else None.
         step_number: the number of steps made so far, including those before a resume.
         last_step: the number of the step to stop after. None while no hook has set it.
         memory_step: the step after which this run went on from a copy in memory. 0: it did not.
@@ -72,6 +75,9 @@ class Trainer:
         self.hooks = observed(world, self._given_hooks)
         parts = self._built.begin(world)
         self.adapter, self.strategy, self.data = parts.adapter, parts.strategy, parts.data
+        self.served: ServedStrategy | None = None
+        if isinstance(self.strategy, ServedStrategy) and self.strategy.role:
+            self.served = self.strategy
 
     def rebuild(self, world: World) -> None:
         """Go on in another World, after the same number of steps, with the same parameters, optimizer and data cursor.
@@ -107,6 +113,10 @@ class Trainer:
 
     def run(self) -> None:
         """Train until `last_step`.
+
+        In a job with servers, a server makes the steps, from the gradients of its workers, and calls the hooks. In a
+        worker, `run` calls no hook. It computes gradients until the server's run is over, and then ends the process
+        with exit code 0. So what follows in the script is done by the server alone.
 
         With `mpitrain run --recover`, the ranks that are left go on where a rank is lost, in a World without it, with
         what `build` makes for that World. They make the step again that was not finished. Hooks may be called twice
@@ -157,6 +167,9 @@ class Trainer:
         if self._activity:
             self._activity.begin_step(self.step_number + 1)
         scale = self.adapter.loss_scale.value if self.adapter.loss_scale else None
+        if self.served:
+            means, learning_rate = self.served.next_update(self.data)
+            return self._made(started, means, learning_rate, scale, 0, 0.0)
         batch, weight = next(self.data)
         if self.world.observer:
             self.world.observer.saw(batch)
@@ -180,10 +193,22 @@ class Trainer:
                     loss=loss if weight else 0.0,
                     parameters=self.adapter.parameters(),
                 ) from None
-        self.step_number += 1
         if spans:
             updating = finishing + means.overlap.exposed_seconds
-            spans.add("compute", "update", updating, time.perf_counter(), step=self.step_number)
+            spans.add("compute", "update", updating, time.perf_counter(), step=self.step_number + 1)
+        return self._made(started, means, learning_rate, scale, weight, own_seconds)
+
+    def _made(
+        self,
+        started: float,
+        means: Means,
+        learning_rate: float,
+        scale: float | None,
+        own_samples: int,
+        own_seconds: float,
+    ) -> Step:
+        """Count a step that has been made."""
+        self.step_number += 1
         seconds = time.perf_counter() - started
         if self._activity:
             self._activity.report({"loss": means.loss, "samples/s": means.weight / seconds})
@@ -196,7 +221,7 @@ class Trainer:
             means.overlap,
             scale,
             not means.is_finite,
-            weight,
+            own_samples,
             own_seconds,
         )
 

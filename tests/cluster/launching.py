@@ -50,16 +50,23 @@ class Ended:
 
 
 class Job:
-    """`mpitrain run ARGUMENTS` on a node, in the background."""
+    """`mpitrain run ARGUMENTS`, or another command, on a node, in the background."""
 
     def __init__(
-        self, bed: Bed, arguments: str, *, python: str = PYTHONS["mpich"], setting: str = "", node: str = "node1"
+        self,
+        bed: Bed,
+        arguments: str,
+        *,
+        python: str = PYTHONS["mpich"],
+        setting: str = "",
+        node: str = "node1",
+        command: str = "run",
     ) -> None:
         self._bed, self._node = bed, node
         self._ended: Ended | None = None
         self._files = f"/tmp/job-{uuid.uuid4().hex}"
-        command = f"{setting} exec {python} -m mpitrain run {arguments} > {self._files}.output 2>&1"
-        self._thread = threading.Thread(target=self._run, args=(f"echo $$ > {self._files}.pid; {command}",))
+        line = f"{setting} exec {python} -m mpitrain {command} {arguments} > {self._files}.output 2>&1"
+        self._thread = threading.Thread(target=self._run, args=(f"echo $$ > {self._files}.pid; {line}",))
         self._thread.start()
 
     def _run(self, command: str) -> None:

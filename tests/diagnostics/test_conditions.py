@@ -58,7 +58,10 @@ OF_THE_REQUEST = {
     "resume._chosen",
     "resume._refuse_changed",
     "resume._end_rest",
+    "served.environment_here",  # of this machine, before a job with servers
+    "serving._server",
     "start._check_recovers",
+    "start._check_servers",
     "start._listed_hosts",
     "start.start",
     "variables.read_env_file",

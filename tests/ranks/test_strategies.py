@@ -16,7 +16,7 @@ from mpitrain.errors import ConfigError, MissingGradientError, NonFiniteError
 from mpitrain.exchange.bucket import plan_layout
 from mpitrain.exchange.remarks import Remarks
 from mpitrain.job.worlds import make_world
-from mpitrain.strategies import STRATEGIES, Strategy
+from mpitrain.strategies import STRATEGIES, ServedStrategy, Strategy
 from tests.added.together import Together
 
 from .common import assert_same_bits, error_on_all
@@ -180,6 +180,11 @@ CONTRACT: list[Callable[[World, str], None]] = [
 @pytest.mark.parametrize("holds", CONTRACT, ids=lambda holds: holds.__name__)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_the_contract(world: World, name: str, holds: Callable[[World, str], None]) -> None:
+    """A strategy for servers and workers trains on one rank as all others do; tests/serve has the rest."""
+    if world.size > 1 and isinstance(make_strategy(name), ServedStrategy) and holds is not one_rank_is_plain_training:
+        text = error_on_all(world, ConfigError, lambda: make_strategy(name).begin(world, adapter()))
+        assert f"{world.size} equal ranks were started" in text
+        return
     holds(world, name)
 
 

@@ -37,6 +37,7 @@ class IndexedData:
         self.global_batch = min(int(global_batch), num_samples)
         self.epoch = 0
         self.cursor = 0  # samples of this epoch that all ranks together have used
+        self._left: list[tuple[int, int, int]] = []  # places before the cursor that are not used: epoch, begin, end
         self._shares = Shares(world)
         self._source = source
         self._seed = int(seed)
@@ -53,21 +54,37 @@ class IndexedData:
         return self
 
     def __next__(self) -> tuple[Tree, int]:
-        """Return this rank's part of the next global batch, and its number of samples (0 if there are too few)."""
-        epoch, begin = (self.epoch, self.cursor) if self.cursor < self.num_samples else (self.epoch + 1, 0)
-        end = min(begin + self.global_batch, self.num_samples)
+        """Return this rank's part of the next global batch, and its number of samples (0 if there are too few).
+
+        After a resume, samples that servers had handed out and that no update has used come first. They are smaller
+        batches of their own.
+        """
+        if self._left:
+            epoch, begin, last = self._left[0]
+        else:
+            epoch, begin = (self.epoch, self.cursor) if self.cursor < self.num_samples else (self.epoch + 1, 0)
+            last = self.num_samples
+        end = min(begin + self.global_batch, last)
         part = self._shares.part(end - begin)
         count = part.stop - part.start
         if count:
-            batch = self._read(epoch, begin + part.start, begin + part.stop)
+            batch = self.read(epoch, begin + part.start, begin + part.stop)
         else:  # another rank's sample, only for its form, shapes and dtypes
-            batch = self._read(epoch, begin, begin + 1)
+            batch = self.read(epoch, begin, begin + 1)
             values = (leaf[:0] for _, leaf in leaves(batch))
             batch = rebuild(batch, values.__next__)
-        self.epoch, self.cursor = epoch, end  # last: if reading fails, the position is unchanged
+        # Last: if reading fails, the position is unchanged.
+        if self._left:
+            self._left[:1] = [(epoch, end, last)] if end < last else []
+        else:
+            self.epoch, self.cursor = epoch, end
         return batch, count
 
-    def _read(self, epoch: int, begin: int, end: int) -> Tree:
+    def read(self, epoch: int, begin: int, end: int) -> Tree:
+        """Return the samples at the places `begin` to `end` (exclusive) of an epoch's order. Not collective.
+
+        The position in the data stays as it is. One rank may read places that no other rank reads.
+        """
         numbers = self._order.samples(epoch, begin, end)
         if self._augment is None:
             return self._source.batch(numbers)
@@ -84,14 +101,19 @@ class IndexedData:
         self._shares.measured(samples_per_second)
 
     def state(self) -> dict[str, Any]:
-        """Return the position in the data. The state is the same on every rank and for any world size."""
-        return {
+        """Return the position in the data. The state is the same on every rank and for any world size.
+
+        The entry `left`, if there is one, has the places before the cursor that no update has used: lists of epoch,
+        begin and end.
+        """
+        state = {
             "epoch": self.epoch,
             "cursor": self.cursor,
             "seed": self._seed,
             "shuffle": self._shuffle,
             "num_samples": self.num_samples,
         }
+        return {**state, "left": [list(places) for places in self._left]} if self._left else state
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken.
@@ -108,4 +130,15 @@ class IndexedData:
                 f"the checkpoint's data stands at epoch={epoch} cursor={cursor}; "
                 f"epochs begin at 0, and the cursor is 0 to {self.num_samples}"
             )
-        self.epoch, self.cursor = epoch, cursor
+        left = [(int(epoch), int(begin), int(end)) for epoch, begin, end in state.get("left", [])]
+        reached = (0, 0, 0)
+        for places in left:
+            of_epoch, begin, end = places
+            limit = cursor if of_epoch == epoch else self.num_samples
+            if not 0 <= begin < end <= limit or of_epoch > epoch or (of_epoch, begin) < reached[::2]:
+                raise CheckpointError(
+                    f"the checkpoint's data has left epoch={of_epoch} begin={begin} end={end}; allowed are places "
+                    f"before epoch={epoch} cursor={cursor}, in order, each of them once"
+                )
+            reached = places
+        self.epoch, self.cursor, self._left = epoch, cursor, left

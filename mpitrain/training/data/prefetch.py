@@ -82,6 +82,11 @@ class Prefetch:
         return self._data.steps_per_epoch
 
     @property
+    def source(self) -> DataSource:
+        """The data source that is read ahead."""
+        return self._data
+
+    @property
     def epoch(self) -> int:
         """The epoch of the batch that was handed out last."""
         return self._epoch

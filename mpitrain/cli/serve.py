@@ -1,0 +1,145 @@
+"""`mpitrain serve`: start a script as the server of a job, which workers join and leave at any time."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import socket
+import sys
+from typing import TYPE_CHECKING
+
+from mpitrain.cli.launching import add_inventory_argument, add_script_arguments, script_of
+from mpitrain.config import KEY
+from mpitrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mpitrain.launch.placement import Placement
+
+HELP = "start a script as a server, whose workers come and go"
+
+_EPILOG = """\
+The script must train with mt.ParameterServer. The server holds the parameters,
+makes the updates and calls the hooks. Workers compute the gradients; start them
+on any machine and at any time, with the line that this command prints. The line
+holds the key of this server: whoever has it may join, and send gradients. All
+that is sent is encrypted. The keys of a port stay in ~/.local/state/mpitrain,
+so that workers come back when the server is started again; remove the file for
+new ones.
+
+Options after the script belong to the script. Workers must have the same script
+with the same arguments, the same packages and the same version of mpitrain. A
+worker that differs is refused.
+
+With --hosts, this command also starts workers, over ssh, and ends them with the
+server. Others may join them.
+
+--plain sends everything without encryption, for networks on which encryption is
+too slow. It listens only on this machine (--plain lo, for the end of an ssh
+tunnel), or at the address of a tunnel that encrypts, such as one of WireGuard
+(--plain wg0).
+
+The exit code is the script's.
+
+  mpitrain serve train.py --epochs 5
+  mpitrain serve --port 5001 train.py
+  mpitrain serve --hosts node1/cuda:0-3x2,node2/cpu train.py
+  mpitrain serve --hosts node1,node2 --show train.py
+"""
+
+_PORT = 5000
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.epilog = _EPILOG
+    parser.add_argument("--port", type=_port, default=_PORT, metavar="P", help=f"listen at this port ({_PORT})")
+    parser.add_argument(
+        "--hosts", metavar="A,B", help="start workers there: a,b or a/cuda:0-3x2,b/cpux4 or localhost/cpux2"
+    )
+    add_inventory_argument(parser)
+    parser.add_argument(
+        "--plain", default="", metavar="INTERFACE", help="do not encrypt; listen at this interface only, lo or a tunnel"
+    )
+    parser.add_argument("--show", action="store_true", help="print the commands, but do not run them")
+    add_script_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Start the server. Return its exit code."""
+    from mpitrain.job.context import JobContext
+    from mpitrain.launch.served import become, environment_here, told
+    from mpitrain.launch.serving import Serving, serve, show
+    from mpitrain.serve.keys import key_file, keys_of
+    from mpitrain.serve.plain import address_of
+    from mpitrain.serve.sockets import the_zmq
+
+    program, script = script_of(arguments)
+    the_zmq()
+    address = address_of(arguments.plain) if arguments.plain else "*"
+    placement = _placement(arguments)
+    plain = ["--plain"] if arguments.plain else []
+    host = address if arguments.plain else socket.gethostname()
+    line = shlex.join(["mpitrain", "work", *plain, f"{host}:{arguments.port}", *program])
+    # Without encryption the workers must come by the tunnel, and otherwise by the network of the hosts.
+    own = address if arguments.plain or placement is None else placement.addresses.get(placement.own, "127.0.0.1")
+    serving = Serving(
+        program=program,
+        script=script,
+        placement=placement,
+        address=f"[{own}]:{arguments.port}" if ":" in own else f"{own}:{arguments.port}",
+        # -P: the working folder may have a json.py other than Python's.
+        work=["-P", "-m", "mpitrain", "work", *plain],
+    )
+    if arguments.show:
+        show(serving, line)
+        return 0
+    _refuse_used(address, arguments.port)
+    path = key_file(arguments.port)
+    key = {KEY: keys_of(path).worker.text}
+    print(
+        f"mpitrain: the server listens at port {arguments.port}. This line starts a worker, and holds a secret:\n\n"
+        f"    {KEY}={key[KEY]} {line}\n",
+        file=sys.stderr,
+        flush=True,
+    )
+    context = JobContext(
+        serves="server",
+        serve_address=f"{address}:{arguments.port}",
+        serve_key=str(path),
+        serve_plain=arguments.plain,
+    )
+    context, descriptor = told(context, environment_here(script))
+    if placement is None:
+        become(context, program)
+    return serve(serving, context, descriptor, key)
+
+
+def _placement(arguments: argparse.Namespace) -> Placement | None:
+    """Return where the known workers go; None: there are none."""
+    from mpitrain.launch.hosts import place_ranks
+    from mpitrain.launch.placement import parse_hosts
+
+    if arguments.hosts is None:
+        if arguments.inventory is not None:
+            raise ConfigError("-i says what the names in --hosts stand for; add --hosts A,B, or leave it out")
+        return None
+    has_devices = any(parse_hosts(arguments.hosts).values())
+    return place_ranks(arguments.hosts, arguments.inventory, None, None if has_devices else 1)
+
+
+def _refuse_used(host: str, port: int) -> None:
+    """Refuse a port at which another program listens: the script comes to its own server only later."""
+    from mpitrain.serve.sockets import cannot_listen
+
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("" if host == "*" else host, port))
+        except OSError as error:
+            raise cannot_listen(f"{host}:{port}", error) from None
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text[:9]) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port; allowed are 1 to 65535")
+    return int(text)

@@ -1,0 +1,178 @@
+"""Attendance: which workers are here, who waits for a job, who is silent, and who is sent away."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mpitrain.compression.codec import Codec
+from mpitrain.launch.compare import unlike
+from mpitrain.serve.jobs import JobQueue
+from mpitrain.serve.ledger import ServerLedger, WorkerTally
+from mpitrain.serve.link import ServerLink
+from mpitrain.serve.pace import JobPace
+from mpitrain.serve.wire import Message, Peer
+
+
+@dataclass
+class Attendee:
+    """A worker that is here.
+
+    Attributes:
+        peer: the connection, by which the link and the pace know the worker.
+        version: of the parameters that it has; -1: none.
+        waits_since: since when it waits for a job; None: it does not.
+        job_since: when its job went out.
+        is_silent: its job was taken away, because no answer came.
+    """
+
+    peer: Peer
+    tally: WorkerTally
+    version: int = -1
+    waits_since: float | None = None
+    job_since: float = 0.0
+    is_silent: bool = False
+
+
+@dataclass(frozen=True)
+class ServerRules:
+    """What does not change while a server runs.
+
+    Attributes:
+        life: a random text: an answer to a job of an earlier server has another one.
+        facts: what every worker must have in common with the server, in lines.
+        environment: code and packages, which workers must have too, from launch.served.environment_here; None: they are
+            not compared.
+        codec: of gradients.
+        corrects_staleness: the learning rate is divided by the staleness.
+        stall_seconds: after so long without an answer, a line says who is waited for.
+        hang_seconds: a job without an answer for so long goes to another worker; 0: never.
+        expected: the number of workers that will surely come. The first jobs go out when they are here, so that a run
+            in mode "sync" has the same bits each time. At the end, each of them is told.
+        say: prints a line.
+        now: the clock, in seconds.
+    """
+
+    life: str
+    facts: Sequence[str]
+    environment: Mapping[str, Any] | None
+    codec: Codec | None
+    corrects_staleness: bool
+    stall_seconds: float
+    hang_seconds: float
+    expected: int
+    say: Callable[[str], None]
+    now: Callable[[], float] = field(default=time.monotonic)
+
+
+class Attendance:
+    """The workers of a JobServer.
+
+    Attributes:
+        here: by their connections.
+        ledger: what they have done.
+    """
+
+    def __init__(self, link: ServerLink, queue: JobQueue, pace: JobPace, rules: ServerRules) -> None:
+        self.here: dict[Hashable, Attendee] = {}
+        self.ledger = ServerLedger()
+        self._link, self._queue, self._pace, self._rules = link, queue, pace, rules
+        self._moved = self._said = rules.now()
+
+    def join(self, message: Message) -> None:
+        """Take in a worker, or refuse it. A worker that is here has lost the welcome, or its job, and begins again."""
+        fields, peer = message.fields, message.peer
+        known = self.here.get(peer)
+        number = len(self.ledger.workers) + 1
+        name = str(fields.get("name") or f"worker {number} on {fields.get('host', 'an unknown host')}")
+        environment = self._rules.environment
+        problem = "" if environment is None else unlike(fields.get("environment"), environment)
+        if problem := problem or _difference(fields.get("facts"), self._rules.facts):
+            self._rules.say(f"{name} is refused: {problem}")
+            self._link.send(peer, "refused", {"text": f"the server refuses {name}: {problem}"})
+            return
+        if known is not None:
+            self._pace.leave(peer)
+            known.version, known.waits_since, known.is_silent = -1, None, False
+        else:
+            known = Attendee(peer, WorkerTally(name))
+            self.ledger.workers.append(known.tally)
+            self.here[peer] = known
+            self._rules.say(f"{name} has joined; {len(self.here)} here")
+        self._pace.join(peer)
+        self._link.send(peer, "welcome", {"life": self._rules.life, "name": known.tally.name})
+
+    def leave(self, peer: Hashable, why: str) -> None:
+        """Take in that a worker is gone. Its job goes to another one."""
+        attendee = self.here.pop(peer, None)
+        if attendee is None:
+            return
+        attendee.tally.is_here = False
+        self._pace.leave(peer)
+        self._rules.say(f"{attendee.tally.name} has gone ({why}); {len(self.here)} here")
+
+    def dismiss(self, attendee: Attendee, problem: str) -> None:
+        """End a worker that cannot be worked with."""
+        self._link.send(attendee.peer, "refused", {"text": f"the server dismisses {attendee.tally.name}: {problem}"})
+        self.leave(attendee.peer, problem)
+
+    def ask(self, attendee: Attendee, fields: Mapping[str, Any], newest: int) -> None:
+        """Take in that a worker asks for a job. It repeats that while it waits, and learns that the server is there.
+
+        Args:
+            fields: of the message, with the version of the parameters that the worker has.
+            newest: version.
+        """
+        version = fields.get("version")
+        if attendee.is_silent:
+            attendee.is_silent = False
+            self._pace.join(attendee.peer)
+        if attendee.waits_since is not None:
+            self._link.send(attendee.peer, "wait", {})
+        elif not self._queue.at(attendee.peer):
+            attendee.waits_since = self._rules.now()
+            attendee.version = version if isinstance(version, int) and version <= newest else -1
+
+    def waiting(self) -> list[Attendee]:
+        """Return the workers that wait for a job, those first that have waited longest."""
+        waiting = [one for one in self.here.values() if one.waits_since is not None]
+        return sorted(waiting, key=lambda one: one.waits_since or 0.0)
+
+    def move(self) -> None:
+        """Take in that an answer has come."""
+        self._moved = self._rules.now()
+
+    def look_at_the_clock(self) -> None:
+        """Take jobs from workers that are silent, and say for whom the server waits."""
+        now, rules = self._rules.now(), self._rules
+        for attendee in self.here.values():
+            out = self._queue.at(attendee.peer)
+            if rules.hang_seconds and out and now - attendee.job_since > rules.hang_seconds:
+                attendee.is_silent = True
+                self._pace.leave(attendee.peer)
+                rules.say(
+                    f"{attendee.tally.name} has not answered job {out[0].number} for {now - attendee.job_since:.0f} s; "
+                    "others get its samples"
+                )
+        if now - max(self._moved, self._said) < rules.stall_seconds:
+            return
+        self._said = now
+        busy = [one.tally.name for one in self.here.values() if self._queue.at(one.peer)]
+        if not self.here:
+            rules.say("there is no worker; the server waits for some")
+        elif busy:
+            rules.say(f"no answer for {now - self._moved:.0f} s; the server waits for {', '.join(busy)}")
+
+
+def _difference(given: Any, expected: Sequence[str]) -> str:
+    """Return the first difference between what a worker and the server train; "" if there is none."""
+    if not isinstance(given, list):
+        return "it does not say what it trains; is its version of mpitrain the server's?"
+    for line, own in zip(given, expected, strict=False):
+        if line != own:
+            return f"it has {line!r}, the server {own!r}; start it with the server's script and arguments"
+    if len(given) != len(expected):
+        return f"it has {len(given)} lines of parameters and data, the server {len(expected)}"
+    return ""

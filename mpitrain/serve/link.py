@@ -1,0 +1,197 @@
+"""ServerLink: the connections of a server to all its workers. serve.worker_link has the other side."""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy
+
+from mpitrain.serve.doorkeeper import Doorkeeper, guard_server
+from mpitrain.serve.keys import ServerKeys
+from mpitrain.serve.sockets import SILENCE_SECONDS, SocketEvents, cannot_listen, make_socket, the_zmq
+from mpitrain.serve.wire import Message, MessageAssembly, Peer, WireError, frames
+
+
+@dataclass(frozen=True)
+class Gone:
+    """A peer whose messages have come before will send no more."""
+
+    peer: Peer
+    why: str
+
+
+Event: TypeAlias = Message | Gone
+
+# Connections that have begun and not yet been accepted.
+_BACKLOG = 512
+
+
+class ServerLink:
+    """Receives what workers send, and notices when they go: a connection's end at once, a lost host by its silence.
+
+    A peer proves that it has the workers' key before anything else of it is read. For one thread.
+
+    Attributes:
+        address: HOST:PORT where the server listens.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        keys: ServerKeys,
+        most_bytes: int,
+        *,
+        plain: str = "",
+        silence_seconds: float = SILENCE_SECONDS,
+    ) -> None:
+        """
+        Args:
+            address: HOST:PORT of this machine. HOST may be *, for all its addresses; PORT may be *, for a free one.
+            keys: the proofs. A peer needs `keys.worker`.
+            most_bytes: the most bytes of arrays in a message.
+            plain: "": all bytes are encrypted. Or the network interface to which this link is confined, without
+                encryption; see serve.plain for those that are allowed.
+            silence_seconds: a peer that gives no sign of life for so long has gone.
+
+        Raises:
+            ConfigError: pyzmq is missing, or nothing can listen at this address.
+        """
+        zmq = self._zmq = the_zmq()
+        self._most_bytes = most_bytes
+        self._serial = 0
+        self._assemblies: dict[Peer, MessageAssembly] = {}
+        self._peer_at: dict[int, Peer] = {}  # by the descriptor of the connection
+        self._closed: set[int] = set()  # descriptors that are of no connection now
+        self._leaving: dict[Peer, str] = {}
+        self._banned: set[Peer] = set()
+        self._events: list[Event] = []
+        self._context = zmq.Context()
+        self._doorkeeper = Doorkeeper(self._context, keys)
+        self._socket = make_socket(self._context, zmq.ROUTER, silence_seconds, most_bytes)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.BACKLOG, _BACKLOG)
+        guard_server(self._socket, keys, plain=bool(plain))
+        if plain:
+            self._socket.setsockopt(zmq.BINDTODEVICE, plain.encode())
+        self._changes = SocketEvents(self._context, self._socket, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        try:
+            self._socket.bind(f"tcp://{address}")
+        except zmq.ZMQError as error:
+            self.close()
+            raise cannot_listen(address, OSError(error.errno, error.strerror)) from None
+        self.address = _shown(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
+        self._poller = zmq.Poller()
+        for one in (self._socket, self._changes.socket, self._doorkeeper.socket):
+            self._poller.register(one, zmq.POLLIN)
+
+    @property
+    def refused(self) -> int:
+        """The number of peers that have shown another key."""
+        return self._doorkeeper.refused
+
+    def receive(self, seconds: float) -> list[Event]:
+        """Return what has come, in the order of coming. Wait up to `seconds` for the first event.
+
+        Messages of a peer come before the news that it has gone. What it sends later comes from another peer.
+        """
+        deadline = time.monotonic() + seconds
+        while True:
+            self._look()
+            left = deadline - time.monotonic()
+            if self._events or left <= 0:
+                break
+            self._poller.poll(1000 * left)
+        events, self._events = self._events, []
+        return events
+
+    def send(self, peer: Peer, kind: str, fields: Mapping[str, Any], arrays: Sequence[numpy.ndarray] = ()) -> None:
+        """Send a message, or nothing if the peer has gone. The arrays are copied before this returns.
+
+        Raises:
+            WireError: the message cannot be sent to anybody.
+        """
+        self._serial = (self._serial + 1) % 2**32
+        for frame in frames(self._serial, kind, fields, arrays):
+            try:
+                self._socket.send_multipart([peer, frame], self._zmq.NOBLOCK)
+            except self._zmq.ZMQError as error:
+                if error.errno in (errno.EHOSTUNREACH, errno.EAGAIN):
+                    return
+                raise
+
+    def close(self) -> None:
+        """Close all connections. What was sent is delivered before, for some seconds at most."""
+        self._changes.close()
+        self._socket.close()
+        self._doorkeeper.close()
+        self._context.term()
+
+    def _look(self) -> None:
+        """Take in what has come by now: first who has gone, then messages, as those may be of peers that have gone."""
+        self._doorkeeper.answer()
+        while True:
+            for kind, descriptor in self._changes.take():
+                self._change(kind, descriptor)
+            if self._events:
+                return
+            try:
+                parts = self._socket.recv_multipart(self._zmq.NOBLOCK, copy=False)
+            except self._zmq.Again:
+                break
+            self._take(parts)
+        for peer, why in self._leaving.items():
+            self._forget(peer, why)
+        self._leaving.clear()
+
+    def _change(self, kind: int, descriptor: int) -> None:
+        if kind == self._zmq.EVENT_ACCEPTED:
+            self._closed.discard(descriptor)
+            return
+        self._closed.add(descriptor)
+        peer = self._peer_at.pop(descriptor, None)
+        if peer is not None:
+            self._leaving[peer] = "its connection has ended"
+
+    def _take(self, parts: list[Any]) -> None:
+        peer = Peer(parts[0].bytes)
+        if peer in self._banned:
+            return
+        if peer not in self._assemblies:
+            self._meet(peer, int(parts[0].get(self._zmq.SRCFD)))
+        try:
+            if len(parts) != 2:
+                raise WireError(f"a message of {len(parts) - 1} parts came; allowed is 1")
+            message = self._assemblies[peer].take(parts[1].buffer, peer)
+        except WireError as error:
+            self.send(peer, "refused", {"text": f"the server does not understand this worker: {error}"})
+            self._forget(peer, str(error))
+            self._banned.add(peer)
+            return
+        if message is not None:
+            self._events.append(message)
+
+    def _meet(self, peer: Peer, descriptor: int) -> None:
+        """Remember the connection of a peer whose first frame has come."""
+        self._assemblies[peer] = MessageAssembly(self._most_bytes)
+        if descriptor in self._closed:
+            self._leaving[peer] = "its connection has ended"
+            return
+        before = self._peer_at.get(descriptor)
+        if before is not None:
+            self._leaving[before] = "its connection has ended"
+        self._peer_at[descriptor] = peer
+
+    def _forget(self, peer: Peer, why: str) -> None:
+        self._banned.discard(peer)
+        if self._assemblies.pop(peer, None) is not None:
+            self._events.append(Gone(peer, why))
+
+
+def _shown(endpoint: str) -> str:
+    """Return HOST:PORT of an endpoint, without what IPv6 puts before an address of IPv4."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    return f"{host.removeprefix('[::ffff:').removesuffix(']') if '.' in host else host}:{port}"

@@ -1,0 +1,87 @@
+"""Connections without encryption: only where nobody else can read them, on this machine or in a tunnel.
+
+Encryption takes time, which counts on networks of 10 Gbit/s. A tunnel encrypts in the kernel, or with several cores.
+Whoever connects still has to prove that it has the key, by a password that follows from it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import ipaddress
+import socket
+import struct
+from pathlib import Path
+
+from mpitrain.errors import ConfigError
+
+LOOPBACK = "lo"
+_INTERFACES = Path("/sys/class/net")
+# ARPHRD_NONE of if_arp.h: WireGuard, and tun as VPNs have it. A tunnel that does not encrypt (GRE, IPIP, SIT) has
+# another type, and so has every card.
+_TUNNEL = 65534
+_SIOCGIFADDR = 0x8915
+_ALLOWED = (
+    f"allowed are {LOOPBACK}, for an ssh tunnel that ends on this machine, and an interface of WireGuard or a tun"
+)
+
+
+def address_of(interface: str) -> str:
+    """Return the IPv4 address of an interface whose connections nobody else can read.
+
+    Raises:
+        ConfigError: it is another kind of interface, there is none of this name, or it has no address.
+    """
+    if interface == LOOPBACK:
+        return "127.0.0.1"
+    _check_tunnel(interface)
+    try:
+        return _address(interface)
+    except OSError as error:
+        why = "it has no IPv4 address" if error.errno == errno.EADDRNOTAVAIL else error.strerror
+        raise ConfigError(f"--plain {interface}: {why}; see `ip address show dev {interface}`") from None
+
+
+def check_way(host: str) -> None:
+    """Refuse a server that this machine would reach over a network that others can read.
+
+    Raises:
+        ConfigError: the way to `host` is such a network; or there is no way.
+    """
+    try:
+        ip = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(ip[0], socket.SOCK_DGRAM) as way:
+            way.connect(ip[4])
+            own = str(way.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(f"--plain: there is no way to {host}: {error.strerror}; see `ip route`") from None
+    if ipaddress.ip_address(own).is_loopback or own == str(ip[4][0]):
+        return
+    interface = next((path.name for path in sorted(_INTERFACES.iterdir()) if _has(path.name, own)), "")
+    if not interface:
+        raise ConfigError(f"--plain: the interface to {host}, with the address {own}, is not known; {_ALLOWED}")
+    _check_tunnel(interface)
+
+
+def _check_tunnel(interface: str) -> None:
+    known = sorted(path.name for path in _INTERFACES.iterdir())
+    if interface not in known:
+        raise ConfigError(f"--plain {interface}: there is no such interface; there are {', '.join(known)}; {_ALLOWED}")
+    if int((_INTERFACES / interface / "type").read_text()) != _TUNNEL:
+        raise ConfigError(
+            f"--plain: {interface} is no tunnel, so others could read and change what is sent; {_ALLOWED}. Leave out "
+            "--plain, and all bytes are encrypted"
+        )
+
+
+def _has(interface: str, address: str) -> bool:
+    try:
+        return _address(interface) == address
+    except OSError:
+        return False
+
+
+def _address(interface: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+    return socket.inet_ntoa(answer[20:24])

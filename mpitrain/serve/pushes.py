@@ -1,0 +1,204 @@
+"""The gradients of one job: collected by a worker, coded for the wire, and checked by the server."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+
+from mpitrain.arrays import Array
+from mpitrain.compression import make_codec
+from mpitrain.compression.codec import Codec
+from mpitrain.errors import ConfigError, GradientError, MissingGradientError
+from mpitrain.exchange.bucket import Layout
+from mpitrain.exchange.checks import check_gradient
+from mpitrain.exchange.remarks import Told
+from mpitrain.serve.jobs import ServedJob
+from mpitrain.serve.store import on_host
+
+_CODED = numpy.dtype("float32")  # the only dtype that codecs take
+
+
+@dataclass(frozen=True)
+class Push:
+    """The answer to a job, as a server uses it.
+
+    Attributes:
+        flats: the mean gradient over the job's samples, flat by dtype, in layout order.
+        loss: the mean loss.
+        scale: the loss scale by which the gradients are multiplied.
+        version: of the parameters with which the gradients were computed.
+        told: the parameters that the loss does not depend on, and the note of the adapter.
+    """
+
+    flats: Mapping[numpy.dtype, numpy.ndarray]
+    loss: float
+    scale: float
+    version: int
+    told: Told
+
+    @property
+    def is_finite(self) -> bool:
+        """False if a gradient holds NaN or infinity."""
+        return all(bool(numpy.isfinite(flat).all()) for flat in self.flats.values())
+
+
+class GradientBuffer:
+    """Collects the gradients of one job on a worker. It keeps what its codec leaves out, and adds that to the next."""
+
+    def __init__(self, layout: Layout, codec: Codec | None, name: str) -> None:
+        """`name` is of the worker, for errors."""
+        self._layout, self._codec, self._name = layout, codec, name
+        self._flats = {dtype: numpy.zeros(count, dtype) for dtype, count in layout.counts.items()}
+        self._views = layout.views(self._flats)
+        self._residual = numpy.zeros(layout.counts.get(_CODED, 0), _CODED)
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a job."""
+        self._missing = set(range(len(self._views)))
+        self._unused: list[int] = []
+
+    def take(self, index: int, gradient: Array | None) -> None:
+        """Take in one gradient; see OnGradient.
+
+        Raises:
+            GradientError: it has another shape or dtype, or was handed in before.
+        """
+        if index not in self._missing:
+            raise GradientError(
+                f"{self._name}: the gradient of {self._layout.parameters[index].name} was handed in twice in one step"
+            )
+        if gradient is None:
+            self._unused.append(index)
+            self._views[index][...] = 0
+        else:
+            check_gradient(self._name, self._layout.parameters[index], gradient)
+            self._views[index][...] = on_host(gradient)
+        self._missing.remove(index)
+
+    def finish(self) -> tuple[list[int], list[numpy.ndarray]]:
+        """Return the parameters that the loss does not depend on, and the arrays for the wire, one for each dtype.
+
+        Raises:
+            MissingGradientError: a gradient was not handed in.
+        """
+        if self._missing:
+            raise MissingGradientError(
+                f"{self._name} ended its backward pass without the gradient of "
+                f"{self._layout.parameters[min(self._missing)].name}; hand in zeros for a parameter that a batch does "
+                "not use"
+            )
+        return sorted(self._unused), [self._coded(dtype, flat) for dtype, flat in self._flats.items()]
+
+    def _coded(self, dtype: numpy.dtype, flat: numpy.ndarray) -> numpy.ndarray:
+        if self._codec is None or dtype != _CODED:
+            return flat
+        wire = numpy.empty(self._codec.wire_bytes(flat.size), numpy.uint8)
+        self._residual += flat
+        self._codec.encode(self._residual, wire, error=self._residual)
+        return wire
+
+
+def codec_of(compression: str) -> Codec | None:
+    """Return the codec of pushes; None: they are not compressed. All workers and the server have the same setting.
+
+    Raises:
+        ConfigError: `compression` is "auto", for which there is no measured profile here.
+    """
+    if compression == "none":
+        return None
+    if compression == "auto":
+        raise ConfigError(
+            "compression=auto chooses a codec by the links between nodes, and a server does not know those to its "
+            "workers; name a codec, as in MPITRAIN_COMPRESSION=int8, or leave it out"
+        )
+    return make_codec(compression)
+
+
+def read_push(fields: Mapping[str, Any], arrays: Sequence[numpy.ndarray], layout: Layout, codec: Codec | None) -> Push:
+    """Return the push in a message from a worker. Nothing in it is trusted.
+
+    Raises:
+        GradientError: the message does not belong to this model; the text says what does not fit.
+    """
+    counts = layout.counts
+    if len(arrays) != len(counts):
+        raise GradientError(f"{len(arrays)} arrays of gradients came; allowed are {len(counts)}")
+    flats = {}
+    for (dtype, count), array in zip(counts.items(), arrays, strict=True):
+        kind: tuple[Any, tuple[int, ...]] = dtype, (count,)
+        is_coded = codec is not None and dtype == _CODED
+        if codec is not None and is_coded:
+            kind = numpy.dtype("uint8"), (codec.wire_bytes(count),)
+        if (array.dtype, array.shape) != kind:
+            raise GradientError(f"gradients {array.dtype}{array.shape} came; allowed are {kind[0]}{kind[1]}")
+        flats[dtype] = array
+        if codec is not None and is_coded:
+            flats[dtype] = numpy.empty(count, dtype)
+            codec.decode(array, flats[dtype])
+    try:
+        unused = tuple(int(index) for index in fields["unused"])
+        loss, scale, version = float(fields["loss"]), float(fields["scale"]), int(fields["version"])
+        note = read_note(fields["note"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise GradientError(f"the answer to a job is incomplete: {error}") from None
+    if not all(0 <= index < len(layout.parameters) for index in unused) or not scale >= 1 or math.isinf(scale):
+        raise GradientError(f"unused={unused} scale={scale} came; allowed are indices of parameters, and 1 or above")
+    return Push(flats, loss, scale, version, (unused, note))
+
+
+def first_not_finite(push: Push, layout: Layout) -> str:
+    """Return the name of the first parameter whose gradient holds NaN or infinity."""
+    for parameter, view in zip(layout.parameters, layout.views(dict(push.flats)), strict=True):
+        if not numpy.isfinite(view).all():
+            return parameter.name
+    raise AssertionError("all gradients are finite")
+
+
+def mean_of(jobs: Sequence[ServedJob], pushes: Sequence[Push]) -> dict[numpy.dtype, numpy.ndarray]:
+    """Return the mean of these gradients over all samples, added up in this order, without the loss scales."""
+    total = sum(job.samples for job in jobs)
+    shares = [job.samples / total / push.scale for job, push in zip(jobs, pushes, strict=True)]
+    means = {}
+    for dtype, first in pushes[0].flats.items():
+        mean = first.copy() if shares[0] == 1.0 else first * dtype.type(shares[0])
+        for push, share in zip(pushes[1:], shares[1:], strict=True):
+            mean += push.flats[dtype] * dtype.type(share)
+        means[dtype] = mean
+    return means
+
+
+def plain_note(note: Any) -> Any:
+    """Return an adapter's note as JSON can hold it.
+
+    Raises:
+        ConfigError: it holds what is neither a number, a text, bytes, None, nor a list or tuple of such.
+    """
+    if isinstance(note, bytes):
+        return {"bytes": base64.b64encode(note).decode()}
+    if isinstance(note, tuple | list):
+        return {type(note).__name__: [plain_note(part) for part in note]}
+    if note is None or isinstance(note, bool | int | float | str):
+        return note
+    raise ConfigError(
+        f"the note of the adapter holds a {type(note).__name__}; a worker can send numbers, texts, bytes, None, and "
+        "lists and tuples of them"
+    )
+
+
+def read_note(plain: Any) -> Any:
+    """The reverse of `plain_note`. Raises ValueError if it is none."""
+    if not isinstance(plain, dict):
+        return plain
+    ((kind, value),) = plain.items()
+    if kind == "bytes":
+        return base64.b64decode(value, validate=True)
+    if kind not in ("tuple", "list"):
+        raise ValueError(f"a note of kind {kind!r}")
+    parts = [read_note(part) for part in value]
+    return tuple(parts) if kind == "tuple" else parts

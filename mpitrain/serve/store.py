@@ -1,0 +1,175 @@
+"""ParameterStore: the parameters and the optimizer of a server, and which blocks have changed since which version."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy
+
+from mpitrain.adapters.adapter import Adapter
+from mpitrain.arrays import Array, is_device_array
+from mpitrain.errors import ConfigError, MismatchError
+from mpitrain.exchange.bucket import Layout, Parameter, plan_layout
+from mpitrain.exchange.remarks import Remarks
+
+# What is compared and sent as one. A block of float32 is 64 KiB, its comparison stays in the cache.
+_BLOCK_COUNT = 2**14
+
+
+class ParameterStore:
+    """The parameters of a server. A worker pulls what has changed since the version that it has.
+
+    Attributes:
+        version: the number of updates made since the server was started.
+        layout: of the gradients.
+    """
+
+    def __init__(self, adapter: Adapter) -> None:
+        """The server's own replica is in `adapter`."""
+        self.version = 0
+        self.layout = plan_layout(adapter.layout)
+        self._adapter = adapter
+        self._carried: dict[numpy.dtype, numpy.ndarray] = {}
+        self._plan = layout_of(adapter.parameters())
+        counts = self._plan.counts.items()
+        self._values = {dtype: numpy.empty(count, dtype) for dtype, count in counts}
+        self._newer = {dtype: numpy.empty(count, dtype) for dtype, count in counts}
+        # The version with which each block has changed last.
+        self._changed = {dtype: numpy.zeros(-(-count // _BLOCK_COUNT), numpy.int64) for dtype, count in counts}
+        self._fetch(self._values)
+
+    def carry(self, values: Mapping[str, numpy.ndarray]) -> None:
+        """Add these values, by parameter name, to the gradients of the next update; see GradientReducer.restore.
+
+        Raises:
+            CheckpointError: they belong to other parameters.
+        """
+        self._carried = self.layout.flats_of(values)
+
+    def apply(self, gradients: Mapping[numpy.dtype, numpy.ndarray], remarks: Remarks, rate_factor: float) -> float:
+        """Make an update with mean gradients. Return the learning rate that was used.
+
+        Args:
+            gradients: flat buffers by dtype, in the order of `layout`. They may be overwritten.
+            remarks: as for Adapter.apply_gradients.
+            rate_factor: the learning rate is multiplied by this number. The adapter of a factor other than 1 has passed
+                `check_rate_factor`.
+        """
+        if rate_factor != 1.0:
+            scaled: Any = self._adapter
+            scaled.scale_next_rate(rate_factor)
+        for dtype, carried in self._carried.items():
+            gradients[dtype][...] += carried
+        self._carried = {}
+        rate = self._adapter.apply_gradients(gradients, remarks)
+        self.version += 1
+        self.note_changes()
+        return rate
+
+    def note_changes(self) -> None:
+        """Find the blocks that have changed, by whatever hand. They count as changed with the present version."""
+        self._fetch(self._newer)
+        for dtype, newer in self._newer.items():
+            if not newer.size:
+                continue
+            bits = numpy.dtype(f"u{dtype.itemsize}")
+            differs = newer.view(bits) != self._values[dtype].view(bits)
+            blocks = numpy.logical_or.reduceat(differs, range(0, newer.size, _BLOCK_COUNT))
+            self._changed[dtype][blocks] = self.version
+        self._values, self._newer = self._newer, self._values
+
+    def since(self, version: int) -> tuple[dict[str, Any], list[numpy.ndarray]]:
+        """Return what a worker with the parameters of `version` lacks; -1: it has none.
+
+        Returns:
+            The fields for `Replica.take`, and for each dtype one array, which stays valid until the next update.
+        """
+        runs: dict[str, list[list[int]]] = {}
+        arrays: list[numpy.ndarray] = []
+        for dtype, values in self._values.items():
+            if version < 0:
+                of_dtype = [[0, values.size]] if values.size else []
+            else:
+                of_dtype = _runs(self._changed[dtype] > version, values.size)
+            if of_dtype:
+                runs[str(dtype)] = of_dtype
+                parts = [values[begin:end] for begin, end in of_dtype]
+                arrays.append(parts[0] if len(parts) == 1 else numpy.concatenate(parts))
+        return {"version": self.version, "runs": runs}, arrays
+
+    def _fetch(self, flats: dict[numpy.dtype, numpy.ndarray]) -> None:
+        values = self._adapter.parameters().values()
+        for view, value in zip(self._plan.views(flats), values, strict=True):
+            view[...] = on_host(value)
+
+
+class Replica:
+    """The parameters of a worker, as they were pulled from the server.
+
+    Attributes:
+        version: of the server; -1: none has come.
+    """
+
+    def __init__(self, adapter: Adapter) -> None:
+        self._adapter = adapter
+        self._plan = layout_of(adapter.parameters())
+        self._flats = {dtype: numpy.empty(count, dtype) for dtype, count in self._plan.counts.items()}
+        self.version = -1
+
+    def take(self, fields: Mapping[str, Any], arrays: Sequence[numpy.ndarray]) -> None:
+        """Take in a result of `ParameterStore.since`, and load the parameters.
+
+        Raises:
+            MismatchError: it belongs to other parameters. The parameters have not changed.
+        """
+        runs = fields["runs"]
+        flats = {str(dtype): flat for dtype, flat in self._flats.items()}
+        if len(runs) != len(arrays):
+            raise MismatchError(f"the server has sent {len(arrays)} arrays of parameters for {len(runs)} dtypes")
+        for (name, of_dtype), array in zip(runs.items(), arrays, strict=True):
+            flat, count = flats.get(name), sum(end - begin for begin, end in of_dtype)
+            if flat is None or array.dtype != flat.dtype or array.shape != (count,):
+                raise MismatchError(
+                    f"the server has sent parameters {array.dtype}{array.shape}; allowed are {name}({count},) of "
+                    f"{', '.join(f'{one}({values.size},)' for one, values in flats.items())}"
+                )
+            if not all(0 <= begin <= end <= flat.size for begin, end in of_dtype):
+                raise MismatchError(f"the server has sent parameters beyond {name}({flat.size},): {of_dtype}")
+        for (name, of_dtype), array in zip(runs.items(), arrays, strict=True):
+            done = 0
+            for begin, end in of_dtype:
+                flats[name][begin:end] = array[done : done + end - begin]
+                done += end - begin
+        if runs:
+            self._adapter.load_parameters(self._plan.named(self._flats))
+        self.version = fields["version"]
+
+
+def check_rate_factor(adapter: Adapter) -> None:
+    """Raise ConfigError unless the learning rate of one step can be scaled exactly."""
+    scaled: Any = adapter
+    if not hasattr(scaled, "scale_next_rate"):
+        raise ConfigError(
+            f"staleness_correction=True scales the learning rate of each update, and {type(adapter).__name__} has no "
+            "method scale_next_rate(factor); ArrayFunction has it. Leave the correction out, or lower the staleness"
+        )
+    scaled.scale_next_rate(1.0)
+
+
+def layout_of(values: Mapping[str, Array]) -> Layout:
+    """Return the layout of named arrays."""
+    return plan_layout([Parameter(name, value.shape, numpy.dtype(value.dtype)) for name, value in values.items()])
+
+
+def on_host(value: Array) -> numpy.ndarray:
+    """Return an array, or a copy on the host of one on a device."""
+    host: numpy.ndarray = value.get() if is_device_array(value) else value
+    return host
+
+
+def _runs(blocks: numpy.ndarray, size: int) -> list[list[int]]:
+    """Return begin and end, in elements, of each row of blocks that are True."""
+    edges = numpy.flatnonzero(numpy.diff(blocks, prepend=False, append=False))
+    bounds = numpy.minimum(edges * _BLOCK_COUNT, size).tolist()
+    return [[begin, end] for begin, end in zip(bounds[::2], bounds[1::2], strict=True)]

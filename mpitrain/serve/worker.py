@@ -1,0 +1,151 @@
+"""JobWorker: pulls jobs and parameters, computes gradients, sends them, until the server says that the run is over."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy
+
+from mpitrain.adapters.adapter import Adapter
+from mpitrain.compression.codec import Codec
+from mpitrain.cuda.shortage import memory_explained
+from mpitrain.errors import LaunchError
+from mpitrain.exchange.bucket import plan_layout
+from mpitrain.serve.pushes import GradientBuffer, plain_note
+from mpitrain.serve.store import Replica
+from mpitrain.serve.wire import Message
+from mpitrain.serve.worker_link import WorkerLink
+from mpitrain.tree import Tree
+
+# A worker repeats what it has asked for after so long: the server may have been started again, and know nothing of it.
+_REPEAT_SECONDS = 1.0
+# The first message, while there may be no server yet: an attempt costs little, and the server may begin any moment.
+_HELLO_SECONDS = 0.2
+
+
+class Places(Protocol):
+    """A data source that can be read anywhere."""
+
+    def read(self, epoch: int, begin: int, end: int) -> Tree: ...
+
+
+class JobWorker:
+    """One worker. It holds a replica of the parameters and no position in the data.
+
+    Attributes:
+        name: as the server calls this worker.
+        jobs: the number of answers that were sent.
+    """
+
+    def __init__(
+        self,
+        link: WorkerLink,
+        adapter: Adapter,
+        data: Places,
+        codec: Codec | None,
+        hello: Mapping[str, Any],
+        *,
+        stall_seconds: float,
+        hang_seconds: float,
+        say: Callable[[str], None],
+    ) -> None:
+        """
+        Args:
+            hello: the fields of the first message: name, host, and facts, as in ServerRules.
+            stall_seconds: after so long without an answer of the server, a line says so.
+            hang_seconds: after so long without any message of the server, the worker gives up; 0: never.
+            say: prints a line.
+        """
+        self.name, self.jobs = str(hello.get("name") or f"a worker on {hello.get('host')}"), 0
+        self._link, self._adapter, self._data, self._hello = link, adapter, data, hello
+        self._stall_seconds, self._hang_seconds, self._say = stall_seconds, hang_seconds, say
+        self._replica = Replica(adapter)
+        self._buffer = GradientBuffer(plan_layout(adapter.layout), codec, self.name)
+        self._life = ""
+        self._heard = self._said = time.monotonic()
+
+    def work(self) -> None:
+        """Work until the server says that the training is over.
+
+        Raises:
+            LaunchError: the server refuses this worker, or has not been heard of for `hang_seconds`.
+            MpitrainError: the gradients of a job cannot be computed here. The server has been told.
+        """
+        kind, fields, has_asked = "hello", dict(self._hello), False
+        while True:
+            message = self._ask(kind, fields, has_asked)
+            has_asked = False
+            if message.kind in ("over", "refused"):
+                self._link.send("bye", {})
+            if message.kind == "over":
+                return
+            if message.kind == "refused":
+                raise LaunchError(str(message.fields.get("text")))
+            if message.kind == "again":
+                kind, fields = "hello", dict(self._hello)
+            elif message.kind == "welcome":
+                self.name = str(message.fields["name"])
+                if message.fields["life"] != self._life:
+                    self._life, self._replica.version = message.fields["life"], -1
+                kind, fields = "next", self._known()
+            elif message.kind == "job":
+                self._compute(message.fields, message.arrays)
+                kind, fields, has_asked = "next", self._known(), True  # an answer to a job asks for the next one
+
+    def _known(self) -> dict[str, Any]:
+        return {"life": self._life, "version": self._replica.version}
+
+    def _ask(self, kind: str, fields: dict[str, Any], has_asked: bool) -> Message:
+        """Send a message, unless this worker has asked already. Send it from time to time until the server answers."""
+        asked = time.monotonic() if has_asked else -math.inf
+        repeat_seconds = _HELLO_SECONDS if kind == "hello" else _REPEAT_SECONDS
+        while True:
+            now = time.monotonic()
+            if now - asked >= repeat_seconds:
+                self._link.send(kind, fields)
+                asked = now
+            message = self._link.receive(repeat_seconds)
+            if message is None:
+                self._look_at_the_clock()
+                continue
+            self._heard = time.monotonic()
+            # Several questions may have been sent before the first of these answers came.
+            if message.kind == "wait" or (message.kind, kind) in (("again", "hello"), ("welcome", "next")):
+                continue
+            return message
+
+    def _compute(self, fields: Mapping[str, Any], arrays: Sequence[numpy.ndarray]) -> None:
+        job = {"life": self._life, "number": fields["number"]}
+        try:
+            self._replica.take(fields, arrays)
+            scale = self._adapter.loss_scale
+            if scale is not None:
+                scale.restore(fields["loss_scale"])
+            batch = self._data.read(fields["epoch"], fields["begin"], fields["end"])
+            self._buffer.begin()
+            with memory_explained():
+                loss = self._adapter.loss_and_gradients(batch, self._buffer.take)
+            unused, flats = self._buffer.finish()
+            note = plain_note(self._adapter.note())
+        except Exception as error:
+            self._link.send("failed", {**job, "text": f"{type(error).__name__}: {error}"})
+            raise
+        answer = {**job, "version": self._replica.version, "loss": loss, "unused": unused, "note": note}
+        self._link.send("done", {**answer, "scale": 1.0 if scale is None else scale.value}, flats)
+        self.jobs += 1
+
+    def _look_at_the_clock(self) -> None:
+        now = time.monotonic()
+        silent = f"the server has not been heard of for {now - self._heard:.0f} s"
+        if self._hang_seconds and now - self._heard > self._hang_seconds:
+            raise LaunchError(
+                f"{self.name}: {silent} (MPITRAIN_HANG_SECONDS): {self._link.trouble()}. Start this worker again when "
+                "the server is there"
+            )
+        if now - max(self._heard, self._said) >= min(self._stall_seconds, self._hang_seconds or math.inf):
+            limit = f" until {self._hang_seconds:.0f} s are over" if self._hang_seconds else ""
+            self._say(f"{self.name}: {silent}: {self._link.trouble()}; this worker waits{limit}")
+            self._said = time.monotonic()

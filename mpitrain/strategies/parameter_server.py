@@ -1,0 +1,288 @@
+"""parameter_server: a server holds the parameters, and workers that come and go compute gradients of its jobs."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from mpitrain.adapters.adapter import Adapter
+from mpitrain.arrays import Array
+from mpitrain.errors import ConfigError, GradientError, everywhere
+from mpitrain.exchange.means import Means
+from mpitrain.job.role import Role
+from mpitrain.job.start import the_job
+from mpitrain.serve.attendance import ServerRules
+from mpitrain.serve.connect import bound, connected, environment_of
+from mpitrain.serve.jobs import JobQueue
+from mpitrain.serve.ledger import ServerLedger
+from mpitrain.serve.pace import Bounded, JobPace, Lockstep, Unbounded
+from mpitrain.serve.pushes import codec_of
+from mpitrain.serve.server import JobServer
+from mpitrain.serve.source import JobSource, source_of
+from mpitrain.serve.store import ParameterStore, check_rate_factor, layout_of
+from mpitrain.serve.worker import JobWorker
+from mpitrain.strategies.sync import Sync
+from mpitrain.world import World
+
+MODES = ("sync", "async", "bounded")
+
+
+class ParameterServer:
+    """Training with a server and workers, as `mpitrain serve`, `mpitrain work` and `mpitrain run --servers` start them.
+
+    A worker pulls a job (some samples of the epoch) with the parameters, and pushes the gradient. The server makes an
+    update of one or of several gradients, by the mode; docs/serve.md compares the modes. Workers may join and leave at
+    any time. Each sample of an epoch is in exactly one update, whatever happens to workers.
+
+    In one process without servers, the strategy trains as Sync does. It does not train on several equal ranks.
+    """
+
+    def __init__(
+        self,
+        mode: Literal["sync", "async", "bounded"] = "bounded",
+        *,
+        staleness: int = 4,
+        backup: int = 0,
+        job_samples: int | None = None,
+        staleness_correction: bool = False,
+    ) -> None:
+        """Give the same values in all processes.
+
+        Args:
+            mode: "sync": all gradients of a step are computed with the same parameters, and the step is that of one
+                process, to rounding. "async": each gradient makes an update when it comes. "bounded": as async, but a
+                worker waits while it is more than `staleness` jobs ahead of the slowest one.
+            staleness: for "bounded", at least 0.
+            backup: for "sync": so many answers of a step are not waited for. Their samples go out again.
+            job_samples: samples of a job. Default for "sync": the global batch is cut into one job for each worker. It
+                cannot be set with `backup`. Default for the others: the global batch.
+            staleness_correction: not for "sync": the learning rate of an update is divided by its staleness, the number
+                of updates between its pull and its push, if that is above 1. Source: Zhang et al., Staleness-aware
+                Async-SGD for Distributed Deep Learning, arXiv 1511.05950 (2015).
+
+        Raises:
+            ConfigError: a value is not allowed, or does not go with the mode.
+        """
+        problem = ""
+        if mode not in MODES:
+            problem = f"mode={mode!r}; allowed: {', '.join(MODES)}"
+        elif not _is_count(staleness, 0) or not _is_count(backup, 0):
+            problem = f"staleness={staleness!r} backup={backup!r}; both must be ints of at least 0"
+        elif job_samples is not None and not _is_count(job_samples, 1):
+            problem = f"job_samples={job_samples!r}; it must be an int of at least 1"
+        elif backup and (mode != "sync" or job_samples is not None):
+            problem = f"backup={backup} goes with mode='sync', without job_samples"
+        elif staleness_correction and mode == "sync":
+            problem = "staleness_correction=True: in mode='sync' no gradient is stale; leave it out"
+        if problem:
+            raise ConfigError(f"ParameterServer: {problem}")
+        self._mode, self._staleness, self._backup = mode, staleness, backup
+        self._job_samples, self._corrects = job_samples, staleness_correction
+        self._role = Role()
+        self._alone = Sync()
+        self._carried: dict[str, Any] = {}
+        self._server: JobServer | None = None
+        self._ledger = ServerLedger()
+
+    @property
+    def role(self) -> str:
+        """See ServedStrategy."""
+        return self._role.kind
+
+    @property
+    def ledger(self) -> ServerLedger:
+        """On a server: what its workers have done in this run, or in the last one."""
+        return self._ledger
+
+    def begin(self, world: World, adapter: Adapter) -> None:
+        """See Strategy.
+
+        Raises:
+            ConfigError: the World has several ranks; or the learning rate of this adapter cannot be corrected for
+                staleness; or the compression is "auto".
+        """
+        job = the_job()
+        self._world, self._adapter = world, adapter
+        self._role, self._everyone = job.role, job.everyone
+        if self._corrects:
+            check_rate_factor(adapter)
+        if self._role.kind:
+            self._codec = codec_of(world.config.compression)
+            return
+        if world.size > 1:
+            raise everywhere(
+                ConfigError(
+                    f"ParameterServer trains with servers and workers, and {world.size} equal ranks were started; make "
+                    f"the first one a server, `mpitrain run -n {world.size} --servers 1`, or take mt.Sync()"
+                )
+            )
+        self._alone.begin(world, adapter)
+
+    # -- a server -------------------------------------------------------------------------------------------------
+
+    def begin_serving(self, data: Any) -> None:
+        """See ServedStrategy.
+
+        Raises:
+            ConfigError: the samples of the data have no numbers.
+        """
+        if self._server is not None:
+            return
+        source = source_of(data)
+        self._placed = data.state()
+        queue = JobQueue(
+            source.num_samples, self._placed["epoch"], self._placed["cursor"], self._placed.get("left", ())
+        )
+        config = self._world.config
+        link = bound(self._role, self._everyone, self._most_bytes())
+        rules = ServerRules(
+            life=secrets.token_hex(8),
+            facts=self._facts(source),
+            environment=environment_of(self._role),
+            codec=self._codec,
+            corrects_staleness=self._corrects,
+            stall_seconds=config.stall_seconds,
+            hang_seconds=config.hang_seconds,
+            expected=self._role.num_workers,
+            say=self._say,
+        )
+        store = ParameterStore(self._adapter)
+        store.carry(self._carried)
+        self._carried = {}
+        self._server = JobServer(link, store, queue, self._pace(queue, source), self._adapter.loss_scale, rules)
+        self._ledger = self._server.ledger
+
+    def next_update(self, data: Any) -> tuple[Means, float]:
+        """See ServedStrategy.
+
+        Raises:
+            ConfigError: this process is a worker.
+            GradientError: several workers have sent what cannot be used for the same samples.
+        """
+        if self.role == "worker":
+            raise ConfigError(f"{self._world.name()} is a worker, which makes no step by itself; call Trainer.run()")
+        if self._server is not None and data.state() != self._placed:  # a hook has restored another state
+            self._server.close("the server goes on from another state; start this worker again", is_over=False)
+            self._server = None
+        self.begin_serving(data)
+        assert self._server is not None
+        made = self._server.next_update()
+        data.restore({**self._placed, **self._server.queue.position()})
+        self._placed = data.state()
+        return made
+
+    def end_serving(self, error: BaseException | None) -> None:
+        """See ServedStrategy. Workers go on waiting for the server if it has failed, unless the gradients are why."""
+        if self._server is None:
+            return
+        if error is None:
+            self._say(self._ledger.line())
+        reason = f"{type(error).__name__}: {error}" if isinstance(error, GradientError) else ""
+        self._server.close(reason, is_over=error is None)
+        self._server = None
+
+    # -- a worker -------------------------------------------------------------------------------------------------
+
+    def work(self, data: Any) -> None:
+        """See ServedStrategy.
+
+        Raises:
+            ConfigError: the samples of the data have no numbers.
+            LaunchError: the server refuses this worker, or is gone.
+        """
+        source, config = source_of(data), self._world.config
+        hello: dict[str, Any] = {"host": self._world.host, "name": "", "facts": self._facts(source)}
+        if (environment := environment_of(self._role)) is not None:
+            hello["environment"] = environment
+        if self._everyone is not None:
+            hello["name"] = self._world.name()
+        link = connected(self._role, self._everyone, self._most_bytes())
+        try:
+            worker = JobWorker(
+                link,
+                self._adapter,
+                source,
+                self._codec,
+                hello,
+                stall_seconds=config.stall_seconds,
+                hang_seconds=config.hang_seconds,
+                say=self._say,
+            )
+            worker.work()
+        finally:
+            link.close()
+
+    # -- in one process: see Sync ---------------------------------------------------------------------------------
+
+    def begin_step(self, weight: float) -> None:
+        """See Strategy."""
+        self._alone.begin_step(weight)
+
+    def on_gradient(self, index: int, gradient: Array | None) -> None:
+        """See Strategy."""
+        self._alone.on_gradient(index, gradient)
+
+    def finish_step(self, adapter: Adapter, loss: float) -> tuple[Means, float]:
+        """See Strategy."""
+        return self._alone.finish_step(adapter, loss)
+
+    def state(self) -> dict[str, Any]:
+        """See Strategy. The state is empty, so a checkpoint goes on with any strategy that has none."""
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """See Strategy."""
+
+    def own_state(self) -> dict[str, Any]:
+        """See Strategy."""
+        return {} if self.role else self._alone.own_state()
+
+    def restore_own(self, state: dict[str, Any]) -> None:
+        """See Strategy. What ranks have left out so far is added to the first update of a server."""
+        if self.role:
+            self._carried = state.get("carried", {})
+        else:
+            self._alone.restore_own(state)
+
+    def close(self) -> None:
+        """See Strategy."""
+        self.end_serving(None)
+        if not self.role:
+            self._alone.close()
+
+    # -- what both sides need -------------------------------------------------------------------------------------
+
+    def _pace(self, queue: JobQueue, source: JobSource) -> JobPace:
+        if self._mode == "sync":
+            return Lockstep(queue, source.global_batch, self._job_samples, self._backup)
+        job_samples = source.global_batch if self._job_samples is None else self._job_samples
+        if self._mode == "async":
+            return Unbounded(queue, job_samples)
+        return Bounded(queue, job_samples, self._staleness)
+
+    def _facts(self, source: JobSource) -> Sequence[str]:
+        """Return what server and workers must have in common, in lines."""
+        from mpitrain import __version__
+
+        state, scale = source.state(), "with" if self._adapter.loss_scale else "without"
+        parameters = layout_of(self._adapter.parameters()).parameters
+        return [
+            f"mpitrain {__version__}",
+            f"compression={self._world.config.compression}, {scale} loss scale",
+            *(f"{name}={state[name]}" for name in ("num_samples", "seed", "shuffle")),
+            *(f"gradient {parameter}" for parameter in self._adapter.layout),
+            *(f"parameter {parameter}" for parameter in parameters),
+        ]
+
+    def _most_bytes(self) -> int:
+        """Return the most bytes of arrays in a message."""
+        layouts = (layout_of(self._adapter.parameters()).parameters, self._adapter.layout)
+        return max(sum(one.count * one.dtype.itemsize for one in layout) for layout in layouts)
+
+    def _say(self, text: str) -> None:
+        self._world.print(f"mpitrain: {text}")
+
+
+def _is_count(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -1,0 +1,297 @@
+"""What a server does with the answers of a worker that speaks its protocol by hand: late, old, wrong and stale ones."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy
+import pytest
+from counting import NUM_SAMPLES, free_address, parts, playing, worker_key
+
+import mpitrain as mt
+from jobs import until
+from mpitrain.compression import CODECS
+from mpitrain.config import read_config
+from mpitrain.exchange.bucket import plan_layout
+from mpitrain.serve.pushes import GradientBuffer, codec_of
+from mpitrain.serve.wire import Message
+from mpitrain.serve.worker_link import WorkerLink
+
+
+class Hand:
+    """A worker by hand."""
+
+    def __init__(self, address: str, facts: Any, host: str = "hand") -> None:
+        self._link = WorkerLink([address], worker_key(), 10**6)
+        self.life = ""
+        self.facts, self.host = facts, host
+
+    def say(self, kind: str, *arrays: numpy.ndarray, **fields: Any) -> None:
+        self._link.send(kind, {"life": self.life, **fields}, arrays)
+
+    def hear(self, kind: str) -> Message:
+        while True:
+            message = self._link.receive(60)
+            assert message is not None, f"no {kind}"
+            if message.kind != "welcome":  # it may have greeted twice
+                assert message.kind == kind, message
+                return message
+
+    def greet(self) -> Message:
+        """What is said before the connection is there is lost."""
+        while True:
+            self.say("hello", host=self.host, facts=self.facts)
+            if (message := self._link.receive(0.5)) is not None:
+                return message
+
+    def join(self) -> None:
+        message = self.greet()
+        assert message.kind == "welcome"
+        self.life = message.fields["life"]
+
+    def pull(self, version: int = -1) -> Message:
+        self.say("next", version=version)
+        return self.hear("job")
+
+    def push(self, job: Message, gradient: numpy.ndarray, **fields: Any) -> None:
+        known = {"number": job.fields["number"], "version": job.fields["version"], "loss": 1.0, "scale": 1.0}
+        self.say("done", gradient, **{**known, "unused": [], "note": None, **fields})
+
+    def close(self) -> None:
+        self._link.close()
+
+
+class Served:
+    """A server in a thread."""
+
+    def __init__(
+        self, steps: int, strategy: mt.ParameterServer, build: Any = parts, hang_seconds: float = 0, carried: Any = None
+    ) -> None:
+        self.address = free_address()
+        self.error: BaseException | None = None
+        world = mt.init()
+        world = replace(world, config=replace(world.config, hang_seconds=hang_seconds))
+        with playing("server", self.address):
+            self.trainer = mt.Trainer(build(strategy), [mt.StopAtStep(steps)], world)
+        if carried:
+            strategy.restore_own({"carried": carried})
+        self.strategy = strategy
+        self.facts = list(strategy._facts(self.trainer.data))  # type: ignore[arg-type]
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.trainer.run()
+        except BaseException as error:
+            self.error = error
+
+    def end(self) -> None:
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+        if self.error is not None:
+            raise self.error
+
+    @property
+    def counts(self) -> numpy.ndarray:
+        return numpy.array(self.trainer.adapter.parameters()["count"])
+
+
+@contextmanager
+def hands(served: Served, number: int) -> Iterator[list[Hand]]:
+    workers = [Hand(served.address, served.facts) for _ in range(number)]
+    try:
+        for worker in workers:
+            worker.join()
+        yield workers
+    finally:
+        for worker in workers:
+            worker.close()
+
+
+def mean(job: Message, value: float = 1.0) -> numpy.ndarray:
+    return numpy.full(NUM_SAMPLES, -value)
+
+
+def test_a_late_answer_is_dropped_and_its_worker_goes_on() -> None:
+    """The job of a worker that is silent for `hang_seconds` goes to another one."""
+    served = Served(3, mt.ParameterServer("async"), hang_seconds=5.0)
+    with hands(served, 2) as (slow, fast):
+        late = slow.pull()
+        until(lambda: served.strategy._server.queue.num_out == 0)  # type: ignore[union-attr]
+        job = fast.pull()
+        assert job.fields["begin"] == late.fields["begin"] == 0
+        fast.push(job, mean(job))
+        until(lambda: served.trainer.step_number == 1)
+        slow.push(late, mean(late, 1000.0))
+        again = slow.hear("job")
+        assert again.fields["version"] == 1
+        slow.push(again, mean(again))
+        job = fast.hear("job")
+        fast.push(job, mean(job))
+        until(lambda: served.trainer.step_number == 3)
+        for worker in (slow, fast):
+            while (message := worker._link.receive(60)) is not None and message.kind != "over":
+                pass
+            worker.say("bye")
+    served.end()
+    assert set(served.counts) == {3.0}
+    assert [one.dropped for one in served.strategy.ledger.workers] == [1, 0]
+
+
+def test_answers_to_another_life_are_dropped() -> None:
+    served = Served(1, mt.ParameterServer("async"))
+    with hands(served, 1) as (worker,):
+        job = worker.pull()
+        worker.push(job, mean(job, 1000.0), life="another")
+        worker.hear("again")
+        worker.join()
+        job = worker.pull()
+        worker.push(job, mean(job))
+        worker.hear("job")
+        worker.hear("over")
+        worker.say("bye")
+    served.end()
+    assert set(served.counts) == {1.0}
+
+
+@pytest.mark.parametrize(
+    ("gradients", "fields", "text"),
+    [
+        ([numpy.zeros(3)], {}, r"gradients float64\(3,\) came; allowed are float64\(24,\)"),
+        ([numpy.zeros(24, "float32")], {}, r"gradients float32\(24,\) came"),
+        ([], {}, "0 arrays of gradients came; allowed are 1"),
+        ([numpy.zeros(24)], {"version": 7}, "gradients of version 7 came; the newest is 0"),
+        ([numpy.zeros(24)], {"unused": [3]}, "indices of parameters"),
+        ([numpy.zeros(24)], {"loss": None}, "the answer to a job is incomplete"),
+        ([numpy.zeros(24)], {"note": {"pickle": "x"}}, "a note of kind 'pickle'"),
+        ([numpy.zeros(24)], {"scale": 0.0}, "1 or above"),
+    ],
+)
+def test_a_wrong_answer_sends_its_worker_away_and_others_get_the_job(gradients: Any, fields: Any, text: str) -> None:
+    served = Served(1, mt.ParameterServer("async"))
+    with hands(served, 2) as (wrong, right):
+        job = wrong.pull()
+        known = {"number": job.fields["number"], "version": 0, "loss": 1.0, "scale": 1.0, "unused": [], "note": None}
+        wrong.say("done", *gradients, **{**known, **fields})
+        said = wrong.hear("refused").fields["text"]
+        assert "the server dismisses worker 1 on hand: " in said
+        assert served.error is None
+        again = right.pull()
+        assert again.fields["begin"] == job.fields["begin"]
+        right.push(again, mean(again))
+        right.hear("job")
+        right.hear("over")
+        right.say("bye")
+    served.end()
+    assert set(served.counts) == {1.0}
+    assert re.search(text, said), said
+
+
+def test_a_worker_with_another_model_is_refused() -> None:
+    served = Served(1, mt.ParameterServer("async"))
+    with hands(served, 1) as (worker,):
+        stranger = Hand(served.address, [line.replace("(24,)", "(23,)") for line in served.facts], "elsewhere")
+        text = stranger.greet().fields["text"]
+        assert "refuses worker 2 on elsewhere: it has 'gradient count float64 (23,)', the server 'gradient" in text
+        stranger.close()
+        job = worker.pull()
+        worker.push(job, mean(job))
+        worker.hear("job")
+        worker.hear("over")
+        worker.say("bye")
+    served.end()
+
+
+def test_the_rate_is_divided_by_the_staleness() -> None:
+    """Three pull before the first update: their staleness is 0, 1 and 2, and the rate is 1, 1 and 1 / 2."""
+    served = Served(3, mt.ParameterServer("async", staleness_correction=True))
+    with hands(served, 3) as workers:
+        jobs = [worker.pull() for worker in workers]
+        for number, (worker, job) in enumerate(zip(workers, jobs, strict=True), 1):
+            worker.push(job, mean(job, 8.0))
+            until(lambda number=number: served.trainer.step_number == number)
+        for worker in workers:
+            worker.hear("job")
+            worker.hear("over")
+            worker.say("bye")
+    served.end()
+    assert set(served.counts) == {8.0 + 8.0 + 4.0}
+    assert served.strategy.ledger.staleness == {0: 1, 1: 1, 2: 1}
+
+
+def test_a_pull_has_what_has_changed() -> None:
+    """The gradient of the first 20,000 numbers is 0. Their blocks are pulled once."""
+
+    def build(strategy: Any) -> Any:
+        def make(world: mt.World) -> mt.Parts:
+            data = mt.ArrayData(world, numpy.arange(NUM_SAMPLES), global_batch=8)
+            values = {"a": numpy.arange(40_000.0), "b": numpy.zeros(3, "float64")}
+            return mt.Parts(mt.ArrayFunction(lambda *_: 0.0, values, mt.Sgd(1.0)), strategy, data)
+
+        return make
+
+    served = Served(2, mt.ParameterServer("async"), build)
+    with hands(served, 1) as (worker,):
+        first = worker.pull()
+        assert first.fields["runs"] == {"float64": [[0, 40_003]]}
+        gradient = numpy.zeros(40_003)
+        gradient[20_000] = 1.0
+        worker.push(first, gradient)
+        second = worker.hear("job")
+        assert second.fields["runs"] == {"float64": [[16384, 32768]]}
+        assert second.arrays[0][20_000 - 16384] == 19_999.0
+        worker.push(second, numpy.zeros(40_003))
+        third = worker.hear("job")
+        assert third.fields["runs"] == {}
+        assert third.arrays == []
+        worker.hear("over")
+        worker.say("bye")
+    served.end()
+
+
+def test_what_ranks_had_left_out_is_in_the_first_update() -> None:
+    served = Served(2, mt.ParameterServer("async"), carried={"count": -numpy.arange(24, dtype="float32")})
+    with hands(served, 1) as (worker,):
+        job = worker.pull()
+        worker.push(job, mean(job))
+        job = worker.hear("job")
+        worker.push(job, mean(job))
+        worker.hear("job")
+        worker.hear("over")
+        worker.say("bye")
+    served.end()
+    numpy.testing.assert_array_equal(served.counts, 2 + numpy.arange(24))
+
+
+def test_what_a_codec_leaves_out_comes_with_the_next_push() -> None:
+    """Error feedback: the sum of what is decoded is the sum of the gradients, up to what is left out at the end."""
+    rng = numpy.random.default_rng(8)
+    codec = CODECS["int8"](False)  # not compiled: the same bits
+    values = {"w": numpy.zeros(1000, "float32")}
+    layout = plan_layout(mt.ArrayFunction(lambda *_: 0.0, values, mt.Sgd(1.0)).layout)
+    buffer = GradientBuffer(layout, codec, "a worker")
+    total, given = numpy.zeros(1000), numpy.zeros(1000)
+    for _ in range(50):
+        gradient = rng.standard_normal(1000).astype("float32")
+        given += gradient
+        buffer.begin()
+        buffer.take(0, gradient)
+        _, (wire,) = buffer.finish()
+        decoded = numpy.empty(1000, "float32")
+        codec.decode(wire, decoded)
+        total += decoded
+    assert wire.nbytes < 1100
+    left_out = 2 * 5 * codec.relative_error  # values below 5, and a residual below that of one push
+    assert abs(total - given).max() < left_out
+
+
+def test_auto_names_no_codec() -> None:
+    config = read_config({}, {"compression": "auto"})
+    with pytest.raises(mt.MpitrainError, match="name a codec, as in MPITRAIN_COMPRESSION=int8"):
+        codec_of(config.compression)

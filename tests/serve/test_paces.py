@@ -1,0 +1,163 @@
+"""The modes, without sockets: who gets a job, and which gradients make an update, in any order of events."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpitrain.serve.jobs import JobQueue, ServedJob
+from mpitrain.serve.pace import Bounded, JobPace, Lockstep, Unbounded
+
+NUM_SAMPLES, BATCH, STALENESS = 23, 6, 2
+
+PACES: dict[str, Callable[[JobQueue], JobPace]] = {
+    "sync": lambda queue: Lockstep(queue, BATCH, None, 0),
+    "sync, small jobs": lambda queue: Lockstep(queue, BATCH, 2, 0),
+    "sync, one backup": lambda queue: Lockstep(queue, BATCH, None, 1),
+    "sync, two backups": lambda queue: Lockstep(queue, BATCH, None, 2),
+    "async": lambda queue: Unbounded(queue, 4),
+    "bounded": lambda queue: Bounded(queue, 4, STALENESS),
+}
+
+EVENTS = st.lists(st.tuples(st.sampled_from(["join", "leave", "ask", "answer", "refuse"]), st.integers(0, 4)))
+
+
+class Play:
+    """Plays the server. Counts what is used."""
+
+    def __init__(self, name: str) -> None:
+        self.queue = JobQueue(NUM_SAMPLES)
+        self.pace = PACES[name](self.queue)
+        self.here: set[int] = set()
+        self.clocks: dict[int, int] = {}
+        self.updates: list[list[ServedJob]] = []
+
+    def event(self, kind: str, worker: int) -> None:
+        if kind == "join" and worker not in self.here:
+            self.here.add(worker)
+            self.pace.join(worker)
+            self.clocks[worker] = min(self.clocks.values(), default=0)
+        elif worker not in self.here:
+            return
+        elif kind == "leave":
+            self.here.remove(worker)
+            self.pace.leave(worker)
+            del self.clocks[worker]
+            assert not self.queue.at(worker)
+        elif kind == "ask" and not self.queue.at(worker):
+            job = self.pace.next_job(worker)
+            assert [job] == (self.queue.at(worker) or [None])
+        elif kind in ("answer", "refuse") and (out := self.queue.at(worker)):
+            job = self.queue.answer(out[0].number, worker)
+            assert job is not None
+            if kind == "refuse":
+                self.pace.refuse(job)
+                return
+            self.clocks[worker] += 1
+            if jobs := self.pace.answer(job):
+                self.updates.append(list(jobs))
+                for one in jobs:
+                    self.queue.use(one.number)
+
+    def round(self) -> None:
+        """Every worker asks, and then every worker answers."""
+        for kind in ("ask", "answer"):
+            for worker in sorted(self.here):
+                self.event(kind, worker)
+
+
+@pytest.mark.parametrize("name", PACES)
+@given(events=EVENTS)
+@settings(max_examples=60, deadline=None)
+def test_every_sample_counts_once_and_none_waits_for_ever(name: str, events: list[Any]) -> None:
+    play = Play(name)
+    for kind, worker in events:
+        play.event(kind, worker)
+        if name == "bounded" and play.clocks:
+            assert max(play.clocks.values()) - min(play.clocks.values()) <= STALENESS + 1
+    play.event("join", 9)
+    for _ in range(2 * STALENESS + 4):  # in so many rounds, whoever was held up catches up
+        before = len(play.updates)
+        for _ in range(STALENESS + 3):
+            play.round()
+        assert len(play.updates) > before
+    position = play.queue.position()
+    counted = Counter(
+        (job.epoch, place) for jobs in play.updates for job in jobs for place in range(job.begin, job.end)
+    )
+    counted.update((epoch, place) for epoch, begin, end in position["left"] for place in range(begin, end))
+    epochs = range(position["epoch"] + 1)
+    ends = [position["cursor"] if epoch == position["epoch"] else NUM_SAMPLES for epoch in epochs]
+    assert counted == Counter((epoch, place) for epoch in epochs for place in range(ends[epoch]))
+
+
+@pytest.mark.parametrize("name", ["sync", "sync, small jobs"])
+@given(events=EVENTS)
+@settings(max_examples=60, deadline=None)
+def test_the_steps_of_sync_are_those_of_one_process(name: str, events: list[Any]) -> None:
+    play = Play(name)
+    for kind, worker in [*events, ("join", 9)]:
+        play.event(kind, worker)
+    for _ in range(5):
+        play.round()
+        play.round()
+    steps = [[(e, b, min(b + BATCH, NUM_SAMPLES)) for b in range(0, NUM_SAMPLES, BATCH)] for e in range(9)]
+    for jobs, (epoch, begin, end) in zip(play.updates, [step for of_epoch in steps for step in of_epoch], strict=False):
+        assert [job.epoch for job in jobs] == [epoch] * len(jobs)
+        bounds = [job.begin for job in jobs] + [jobs[-1].end]
+        assert bounds[0] == begin
+        assert bounds[-1] == end
+        assert all(job.end == after for job, after in zip(jobs, bounds[1:], strict=True))
+    assert play.updates
+
+
+def test_backup_workers_are_not_waited_for() -> None:
+    """3 workers and one backup: two answers of three samples each make the step; the third job goes out again."""
+    play = Play("sync, one backup")
+    for worker in (1, 2, 3):
+        play.event("join", worker)
+    for worker in (1, 2, 3):
+        play.event("ask", worker)
+    slow = play.queue.at(1)[0]
+    play.event("answer", 3)
+    assert play.updates == []
+    play.event("answer", 2)
+    assert [[job.places for job in jobs] for jobs in play.updates] == [[(0, 3, 6), (0, 6, 9)]]
+    assert play.queue.answer(slow.number, 1) is None
+    play.event("ask", 2)
+    assert play.queue.at(2)[0].places == slow.places
+
+
+def test_a_joiner_of_bounded_begins_at_the_slowest_clock_and_who_is_gone_holds_nobody_up() -> None:
+    play = Play("bounded")
+    play.event("join", 1)
+    play.event("join", 2)
+    play.event("ask", 2)
+    for _ in range(9):
+        play.event("ask", 1)
+        play.event("answer", 1)
+    assert play.clocks == {1: STALENESS + 1, 2: 0}
+    assert play.pace.next_job(1) is None
+    play.event("join", 3)
+    assert play.pace.next_job(1) is None
+    play.event("leave", 2)
+    assert play.pace.next_job(1) is None
+    play.event("leave", 3)
+    assert play.pace.next_job(1) is not None
+
+
+def test_a_worker_that_joins_takes_what_another_has_left() -> None:
+    play = Play("sync")
+    for worker in (1, 2):
+        play.event("join", worker)
+        play.event("ask", worker)  # the step has one job, of worker 1: it began before worker 2 joined
+    assert [job.places for job in play.queue.at(1)] == [(0, 0, 6)]
+    assert play.queue.at(2) == []
+    play.event("leave", 1)
+    play.event("ask", 2)
+    assert [job.places for job in play.queue.at(2)] == [(0, 0, 6)]

@@ -1,0 +1,162 @@
+"""Runs in processes of their own: killed workers, a killed server, ranks of one mpiexec."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from counting import expected_counts, free_address
+
+from jobs import REPOSITORY, TOKEN, clean_environment, kill_all, processes_of, run_command, run_job, until
+from mpitrain.serve.keys import keys_of
+
+# Each update adds 1 / 4 to the numbers of its 4 samples. The last line says where the run stands.
+SCRIPT = """
+import json, os, sys, time
+import numpy
+import mpitrain as mt
+
+folder, last, seconds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+
+def counting(parameters, batch, on_gradient):
+    time.sleep(seconds)
+    gradient = numpy.zeros_like(parameters["count"])
+    numpy.subtract.at(gradient, batch, 1 / len(batch))
+    on_gradient("count", gradient)
+    return 1.0
+
+def build(world):
+    data = mt.ArrayData(world, numpy.arange(24), global_batch=4, seed=5)
+    model = mt.ArrayFunction(counting, {"count": numpy.zeros(24)}, mt.Sgd(1.0))
+    return mt.Parts(model, mt.ParameterServer(MODE), data)
+
+class Tell(mt.Hook):
+    ends_run = True
+
+    def after_step(self, trainer, step):
+        if step.number % 10 == 0:
+            print("step", step.number, flush=True)
+        if step.number == last or os.path.exists(folder + "/stop"):
+            trainer.last_step = step.number
+
+trainer = mt.Trainer(build, [Tell(), mt.Checkpoint(folder, steps=5, keep=2)])
+trainer.run()
+counts = trainer.adapter.parameters()["count"]
+print("end", json.dumps([(4 * counts).tolist(), trainer.data.state(), trainer.step_number]), flush=True)
+"""
+
+
+class Processes:
+    """Servers and workers of one script, with their output in files."""
+
+    def __init__(self, folder: Path, mode: str) -> None:
+        self.address, self._folder = free_address(), folder
+        self._script = folder / "train.py"
+        self._script.write_text(SCRIPT.replace("MODE", repr(mode)))
+        (folder / "worker key").write_text(keys_of(folder / "server key").worker.text)
+        self.token = f"serve-{os.getpid()}-{id(self)}"
+        self.started: list[subprocess.Popen[bytes]] = []
+
+    def start(self, kind: str, last: int, seconds: float = 0.01) -> tuple[subprocess.Popen[bytes], Path]:
+        output = self._folder / f"{kind} {len(self.started)}"
+        told = {"_MPITRAIN_SERVES": kind, "_MPITRAIN_SERVE_ADDRESS": self.address, TOKEN: self.token}
+        told["_MPITRAIN_SERVE_KEY"] = str(self._folder / f"{kind} key")
+        with output.open("wb") as file:
+            process = subprocess.Popen(
+                [sys.executable, str(self._script), str(self._folder / "saved"), str(last), str(seconds)],
+                env=clean_environment(told),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                cwd=REPOSITORY,
+            )
+        self.started.append(process)
+        return process, output
+
+
+@contextmanager
+def processes(folder: Path, mode: str) -> Iterator[Processes]:
+    made = Processes(folder, mode)
+    try:
+        yield made
+    finally:
+        kill_all(made.token)
+        for process in made.started:
+            process.wait()
+    assert processes_of(made.token) == []
+
+
+def said(output: Path, text: str) -> Any:
+    return re.search(text, output.read_text())
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_killed_workers_and_a_killed_server(tmp_path: Path, mode: str) -> None:
+    """Every sample counts once in the end, the workers come back by themselves, and end with exit code 0."""
+    last = 0  # none: a file ends the run
+    with processes(tmp_path, mode) as run:
+        server, output = run.start("server", last)
+        workers = [run.start("worker", last)[0] for _ in range(3)]
+        until(lambda: said(output, "step 20\n"), "no step 20")
+        workers[0].send_signal(signal.SIGKILL)
+        until(lambda: said(output, r"worker \d on .* has gone \(.*\); 2 here"), "nobody has gone")
+        workers.append(run.start("worker", last)[0])
+        until(lambda: said(output, r"gone[^\0]*has joined; 3 here"), "nobody has joined")
+        server.send_signal(signal.SIGKILL)
+        server.wait()
+        again, output = run.start("server", last)
+        until(lambda: said(output, r"has joined; 3 here[^\0]*step \d+\n"), "workers did not come back")
+        (tmp_path / "saved" / "stop").touch()
+        for process in [again, *workers[1:]]:
+            assert process.wait(300) == 0, output.read_text()
+        counts, position, steps = json.loads(said(output, "end (.*)\n")[1])
+        begun = int(said(output, r"resumed from .* at step (\d+)")[1])
+    assert 20 <= begun < steps
+    left = sum(end - begin for _, begin, end in position.get("left", []))
+    assert position["epoch"] * 24 + position["cursor"] - left == 4 * steps
+    assert counts == expected_counts(position, 1).tolist()
+
+
+def test_the_ranks_of_one_mpiexec(tmp_path: Path) -> None:
+    """Two runs have the same bits in mode sync: the first jobs go out when all workers are there."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.replace("MODE", repr("sync")))
+    command = [sys.executable, "-m", "mpitrain", "run", "-n", "3", "--servers", "1", str(script)]
+    job = run_command([*command, str(tmp_path / "saved"), "20", "0"])
+    assert job.code == 0, job.output
+    assert job.left == []
+    counts, position, steps = json.loads(re.search(r"end (.*)", job.stdout)[1])  # type: ignore[index]
+    assert (steps, sum(counts), position["epoch"], position["cursor"]) == (20, 80, 3, 8)
+    assert job.stdout.count("end [") == 1
+    assert re.search(r"mpitrain: 2 workers \(0 gone\), 40 jobs, 20 updates", job.stdout), job.output
+
+
+def test_equal_ranks_are_refused(tmp_path: Path) -> None:
+    job = run_job(2, SCRIPT.replace("MODE", repr("sync")), str(tmp_path), "5", "0")
+    assert job.code != 0
+    assert "make the first one a server, `mpitrain run -n 2 --servers 1`, or take mt.Sync()" in job.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["-n", "4", "--servers", "2"], "parameters are not divided between servers yet; allowed is 1"),
+        (["-n", "1", "--servers", "1"], "leave none for workers; start at least 2"),
+        (["-n", "3", "--servers", "1", "--restarts", "1"], "start the server with `mpitrain serve`"),
+    ],
+)
+def test_requests_that_cannot_be_met(tmp_path: Path, options: list[str], text: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("")
+    job = run_command([sys.executable, "-m", "mpitrain", "run", *options, str(script)])
+    assert job.code == 2, job.output
+    assert text in job.stderr
