@@ -88,7 +88,7 @@ FAULTS = {
     ],
     "faults, others": ["tests/faults"],
 }
-LONG_FOLDERS = ["cli", "examples", "cuda", "training"]
+LONG_FOLDERS = ["cli", "examples", "serve", "cuda", "training"]
 # Such a part waits in between, for jobs that start or stand still: two share a core, so that it is not idle then.
 CORES_OF_A_FOLDER = 0.5
 # For a first look: what needs neither nodes nor a job of its own, and of the tests on ranks what most others rest on.

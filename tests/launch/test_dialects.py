@@ -34,7 +34,7 @@ HERE = JobSpec(
 
 COMMON = "OMP_NUM_THREADS=2 _MPITRAIN_EXPECTED_SIZE=4 PYTHONUNBUFFERED=1"
 WITHOUT_OFI = "OMPI_MCA_btl='^ofi'"
-OVER_TCP = f"OMPI_MCA_btl_tcp_flags=send {WITHOUT_OFI}"
+OVER_TCP = f"OMPI_MCA_btl_tcp_flags=send {WITHOUT_OFI} OMPI_MCA_mpi_yield_when_idle=1"
 PROGRAM = "/v/bin/python train.py --name 'a b'"
 
 
@@ -131,8 +131,9 @@ def test_malloc_is_told_to_keep_its_memory() -> None:
 
 
 def test_only_the_ranks_of_one_host_share_its_cores() -> None:
-    assert "yield_when_idle" not in str(command_for(replace(OVER_HOSTS, mpiexec=OPEN_MPI_5, num_cores=2), {}))
-    assert "yield_when_idle" in str(command_for(replace(OVER_HOSTS, mpiexec=OPEN_MPI_5, num_cores=1), {}))
+    job = replace(OVER_HOSTS, mpiexec=OPEN_MPI_5, has_rdma=True)  # over TCP, all yield
+    assert "yield_when_idle" not in str(command_for(replace(job, num_cores=2), {}))
+    assert "yield_when_idle" in str(command_for(replace(job, num_cores=1), {}))
 
 
 def test_devices_are_told_to_all_ranks() -> None:
