@@ -1,0 +1,77 @@
+"""The calls of a world, and clipping, with arrays on the GPU."""
+
+from __future__ import annotations
+
+import numpy
+import pytest
+
+from mpitrain import World, clip_by_global_norm
+from mpitrain.errors import MismatchError
+from tests.ranks.common import error_on_all, skip_alone
+
+cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+
+
+# -- the calls of a world ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 1001])
+def test_sync_sum_and_mean_of_device_arrays(world: World, count: int) -> None:
+    mine = {
+        "a": cupy.arange(count, dtype=numpy.float32) + world.rank,
+        "b": [cupy.full((2, 3), world.rank, numpy.float64), numpy.full(count, world.rank)],
+        "n": world.rank,
+    }
+    ranks = world.size * (world.size - 1) // 2
+    synced = world.sync(mine, root=world.size - 1)
+    summed = world.sum(mine)
+    assert all(isinstance(tree["a"], cupy.ndarray) for tree in (synced, summed))
+    assert isinstance(summed["b"][1], numpy.ndarray)
+    assert (synced["a"].get() == numpy.arange(count) + world.size - 1).all()
+    assert (synced["b"][0].get() == world.size - 1).all()
+    assert (summed["a"].get() == numpy.arange(count) * world.size + ranks).all()
+    assert (summed["b"][0].get() == ranks).all()
+    assert (summed["b"][1] == ranks).all()
+    assert summed["n"] == ranks
+    mean = world.mean(cupy.full(count, 2.0**world.rank), weight=2.0**-world.rank)
+    weights = sum(2.0**-rank for rank in range(world.size))
+    numpy.testing.assert_allclose(mean.get(), world.size / weights, rtol=1e-15 * world.size)
+
+
+def test_a_leaf_on_the_gpu_of_some_ranks_only(world: World) -> None:
+    skip_alone(world)
+    for odd in range(world.size):
+        xp = numpy if world.rank == odd else cupy
+        text = error_on_all(world, MismatchError, lambda xp=xp: world.sum({"a": xp.zeros(3)}))
+        assert "['a'] float64 (3,) on a GPU" in text
+    synced = world.sync(
+        {"a": (cupy if world.is_root else numpy).zeros(3)}
+    )  # sync sends values only, so the places may differ
+    assert isinstance(synced["a"], cupy.ndarray) == world.is_root
+
+
+def test_sums_leave_what_they_are_given(world: World) -> None:
+    """The sums run on the current stream, without a wait in between."""
+    with cupy.cuda.Stream(non_blocking=True):
+        mine = cupy.full(70_001, world.rank + 1, numpy.float32)
+        total = world.sum(mine)
+        mine *= 2
+        mean = world.mean(mine)
+        mine.fill(0)
+        assert (total.get() == world.size * (world.size + 1) // 2).all()
+        numpy.testing.assert_allclose(mean.get(), world.size + 1, rtol=2.0**-20)
+
+
+# -- clipping ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 5, 100_003])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_clipping(world: World, count: int, dtype: str) -> None:
+    values = numpy.random.default_rng(count).standard_normal(count).astype(dtype)
+    norm = float(numpy.sqrt((values.astype("float64") ** 2).sum()))
+    for limit in (norm / 3, norm * 3):
+        gradients = cupy.asarray(values)
+        assert clip_by_global_norm(gradients, limit) == pytest.approx(norm, rel=1e-13)
+        expected = values.astype("float64") * min(1, limit / norm)
+        numpy.testing.assert_allclose(gradients.get(), expected, rtol=4 * numpy.finfo(dtype).eps)
