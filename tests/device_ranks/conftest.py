@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from mpitrain import World
+from mpitrain.cuda.device import bind
 from tests.ranks.conftest import pytest_runtest_makereport, shared, world
 
 from .transports import transport
@@ -12,8 +14,9 @@ __all__ = ["pytest_runtest_makereport", "shared", "transport", "world"]
 
 
 @pytest.fixture(scope="session", autouse=True)
-def gpu() -> None:
-    """Skip every test if there is no GPU."""
+def gpu(world: World) -> None:
+    """Skip every test if there is no GPU. Otherwise let each rank compute on its own GPU, whichever test is first."""
     cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
     if not cupy.is_available():
         pytest.skip("CuPy finds no GPU that it can use")
+    bind(world)
