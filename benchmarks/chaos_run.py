@@ -84,7 +84,8 @@ def main() -> None:
     count = int(60 * arguments.minutes / arguments.every)
     for node in bed.names:
         mount = f"mount -t tmpfs -o size=64m tmpfs {SMALL}; " if node == "node1" else ""
-        bed.node_run(node, ["bash", "-c", f"rm -rf {SMALL}/*; mkdir -p {SMALL}; {mount}chown cluster {SMALL}"], timeout_seconds=60)
+        line = f"rm -rf {SMALL}/*; mkdir -p {SMALL}; {mount}chown cluster {SMALL}"
+        bed.node_run(node, ["bash", "-c", line], timeout_seconds=60)
     as_user(bed, f"rm -rf chaos; mkdir -p chaos/under chaos/alone; cat > chaos_train.py <<'END'\n{SCRIPT}\nEND")
     job = f"{arguments.python} -m mpitrain run --ppn 2 {arguments.options} chaos_train.py chaos/under 0.05 10000000"
     as_user(bed, f"MPITRAIN_MEMORY_STEPS=5 {job} < /dev/null > chaos/output 2> chaos/errors & echo $! > chaos/pid")
