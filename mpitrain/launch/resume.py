@@ -9,6 +9,7 @@ Nothing that is kept changes before all of this is clear. So after a refusal the
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
 from collections.abc import Mapping
@@ -46,7 +47,7 @@ def resume(job: str, inventory: Path | None) -> int:
     inventory = inventory.absolute() if inventory else None  # the job may have another folder
     asked = _asked(job, inventory)
     one, running, wrong = _kept(job, asked)
-    if one.estate["is_here"] and not any(held["keeper"] in one.keepers.values() for held in kept()):
+    if one.estate["is_here"] and socket.gethostname() not in one.keepers:
         there = ", ".join(one.keepers)
         raise LaunchError(f"job {job} ran on {there} alone, so it can go on only there: give the command on {there}")
     where = _where(one.estate, inventory).led_by(one.keepers)  # an elastic job may not use all of its hosts
