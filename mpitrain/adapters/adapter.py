@@ -60,7 +60,9 @@ class Adapter(Protocol):
     def note(self) -> Any:
         """Return what every rank must know of this rank's last `loss_and_gradients`, besides gradients; None: nothing.
 
-        The note may be any value that can be pickled, if equal notes have an equal repr and others do not.
+        The note may be any value that can be pickled, if equal notes have an equal repr and others do not. The note of
+        a worker comes to its server over a network. If the adapter has a method `check_note(note)`, the server calls it
+        first; the method raises GradientError for what `note` cannot have returned.
         """
         ...
 

@@ -207,6 +207,15 @@ class TorchModule:
         """See Adapter: the buffers that are not floating and that this rank has changed."""
         return self._changed
 
+    def check_note(self, note: Any) -> None:
+        """See Adapter.note.
+
+        Raises:
+            GradientError: the note does not hold bytes of buffers of this module.
+        """
+        if note is not None and not self._buffers.fits_others(note):
+            raise GradientError("a note came that holds no values of this module's buffers; allowed are names and bytes")
+
     def apply_gradients(self, flats: Mapping[numpy.dtype, Array], remarks: Remarks) -> float:
         """See Adapter."""
         for text in self._trained.report(remarks):

@@ -142,14 +142,26 @@ def read_push(fields: Mapping[str, Any], arrays: Sequence[numpy.ndarray], layout
             flats[dtype] = numpy.empty(count, dtype)
             codec.decode(array, flats[dtype])
     try:
-        unused = tuple(int(index) for index in fields["unused"])
-        loss, scale, version = float(fields["loss"]), float(fields["scale"]), int(fields["version"])
+        unused, version = tuple(_whole(index) for index in fields["unused"]), _whole(fields["version"])
+        loss, scale = _real(fields["loss"]), _real(fields["scale"])
         note = read_note(fields["note"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise GradientError(f"the answer to a job is incomplete: {error}") from None
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise GradientError(f"the answer to a job is incomplete or odd: {type(error).__name__}: {error}") from None
     if not all(0 <= index < len(layout.parameters) for index in unused) or not scale >= 1 or math.isinf(scale):
         raise GradientError(f"unused={unused} scale={scale} came; allowed are indices of parameters, and 1 or above")
     return Push(flats, loss, scale, version, (unused, note))
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int:  # True is an int for isinstance
+        raise TypeError(f"{str(value)[:100]} is no int")
+    return value
+
+
+def _real(value: Any) -> float:
+    if type(value) not in (int, float):
+        raise TypeError(f"{str(value)[:100]} is no number")
+    return float(value)
 
 
 def first_not_finite(push: Push, layout: Layout) -> str:

@@ -147,6 +147,7 @@ class JobServer:
         self._attendance.move()
         try:
             push = read_push(fields, arrays, self._store.layout, self._rules.codec)
+            self._store.check_note(push.told[1])
             if not 0 <= push.version <= self._store.version:
                 raise GradientError(f"gradients of version {push.version} came; the newest is {self._store.version}")
         except GradientError as error:
@@ -229,4 +230,4 @@ class JobServer:
 
 def _number(fields: Mapping[str, Any]) -> int:
     number = fields.get("number")
-    return number if isinstance(number, int) else -1
+    return number if type(number) is int else -1

@@ -67,6 +67,12 @@ class ParameterStore:
         self.note_changes()
         return rate
 
+    def check_note(self, note: Any) -> None:
+        """Raise GradientError for a note that the adapter says is none of its own; see Adapter.note."""
+        checked: Any = self._adapter
+        if hasattr(checked, "check_note"):
+            checked.check_note(note)
+
     def note_changes(self) -> None:
         """Find the blocks that have changed, by whatever hand. They count as changed with the present version."""
         self._fetch(self._newer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 from collections.abc import Iterator
@@ -168,7 +169,12 @@ def test_answers_to_another_life_are_dropped() -> None:
         ([], {}, "0 arrays of gradients came; allowed are 1"),
         ([numpy.zeros(24)], {"version": 7}, "gradients of version 7 came; the newest is 0"),
         ([numpy.zeros(24)], {"unused": [3]}, "indices of parameters"),
-        ([numpy.zeros(24)], {"loss": None}, "the answer to a job is incomplete"),
+        ([numpy.zeros(24)], {"version": math.inf}, "the answer to a job is incomplete or odd: .*inf is no int"),
+        ([numpy.zeros(24)], {"version": False}, "False is no int"),
+        ([numpy.zeros(24)], {"unused": [math.inf]}, "inf is no int"),
+        ([numpy.zeros(24)], {"unused": 0}, "the answer to a job is incomplete or odd"),
+        ([numpy.zeros(24)], {"loss": None}, "None is no number"),
+        ([numpy.zeros(24)], {"loss": 10**400}, "the answer to a job is incomplete or odd: OverflowError"),
         ([numpy.zeros(24)], {"note": {"pickle": "x"}}, "a note of kind 'pickle'"),
         ([numpy.zeros(24)], {"scale": 0.0}, "1 or above"),
     ],
