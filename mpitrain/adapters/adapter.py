@@ -25,7 +25,9 @@ class Adapter(Protocol):
     def layout(self) -> Sequence[Parameter]:
         """The name, shape and dtype of every parameter. A parameter's index is its position here.
 
-        This lists what is trained, and what else changes by a mean over the samples, such as running means.
+        This lists what is trained, and then what else changes by a mean over the samples, such as running means. An
+        adapter with such buffers has their number as `num_buffers`. A server with stale gradients takes smaller changes
+        of them.
         """
         ...
 

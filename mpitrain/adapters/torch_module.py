@@ -123,6 +123,11 @@ class TorchModule:
         return self._plan.parameters
 
     @property
+    def num_buffers(self) -> int:
+        """See Adapter.layout."""
+        return len(self._buffers.floats)
+
+    @property
     def loss_scale(self) -> LossScale | None:
         """See Adapter."""
         return self._loss_scale

@@ -218,7 +218,7 @@ class JobServer:
         if is_finite:
             staleness = [self._store.version - push.version for push in pushes]
             factor = 1 / max(1, *staleness) if self._rules.corrects_staleness else 1.0
-            rate = self._store.apply(mean_of(jobs, pushes), means.remarks, factor)
+            rate = self._store.apply(mean_of(jobs, pushes), means.remarks, factor, max(staleness))
             self.ledger.updates += 1
             self.ledger.staleness.update(staleness)
         if self._loss_scale:
