@@ -12,14 +12,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
+from typing import Any
 
 import numpy
 import pytest
+import zmq
 
 from jobs import HANG_SECONDS, clean_environment
 from mpitrain.errors import ConfigError
 from mpitrain.serve.keys import ServerKeys, WorkerKey, make_keys
 from mpitrain.serve.link import Event, Gone, ServerLink
+from mpitrain.serve.plain import check_way
 from mpitrain.serve.wire import CHUNK_BYTES, Message, WireError
 from mpitrain.serve.worker_link import WorkerLink, parse_address
 
@@ -98,6 +101,33 @@ def test_both_ways(plain: str) -> None:
         assert (back.kind, back.peer, back.fields) == ("job", b"", {"number": 8})
         assert (back.arrays[0] == values[::-1]).all()
         assert server.refused == 0
+
+
+def test_without_encryption_no_address_of_a_name_may_lead_over_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name may lead to this machine and elsewhere, and to other addresses later; a link tries all of them."""
+    real, name, port = socket.getaddrinfo, "tunnel.example", _free_port()
+    ips = ["127.0.0.1", "198.51.100.7"]
+
+    def resolve(host: str, *rest: Any, **named: Any) -> Any:
+        return [one for ip in (ips if host == name else [host]) for one in real(ip, *rest, **named)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    monkeypatch.setattr("mpitrain.serve.plain._TUNNEL", -1)  # whatever this machine has is a network that others can read
+    with pytest.raises(ConfigError, match="no tunnel|no way to|is not known"):
+        check_way(name)
+    with closing(WorkerLink([f"{name}:{port}"], KEYS.worker, MOST, plain=True)) as worker:
+        assert worker._socket.getsockopt(zmq.BINDTODEVICE).rstrip(b"\0") == b"lo"
+        del ips[0]
+        monkeypatch.setattr("mpitrain.serve.worker_link.way_to", refuse)
+        deadline = time.monotonic() + HANG_SECONDS
+        with pytest.raises(ConfigError, match=re.escape("198.51.100.7 is read by others")):
+            while time.monotonic() < deadline:
+                worker.receive(1.0)
+
+
+def refuse(ip: str) -> str:
+    """As way_to, where the way is a card. This machine may have none."""
+    raise ConfigError(f"{ip} is read by others")
 
 
 def test_what_was_sent_before_the_end_is_delivered() -> None:
