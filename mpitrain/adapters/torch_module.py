@@ -219,7 +219,9 @@ class TorchModule:
             GradientError: the note does not hold bytes of buffers of this module.
         """
         if note is not None and not self._buffers.fits_others(note):
-            raise GradientError("a note came that holds no values of this module's buffers; allowed are names and bytes")
+            raise GradientError(
+                "a note came that holds no values of this module's buffers; allowed are names and bytes"
+            )
 
     def apply_gradients(self, flats: Mapping[numpy.dtype, Array], remarks: Remarks) -> float:
         """See Adapter."""

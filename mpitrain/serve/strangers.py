@@ -32,9 +32,9 @@ class Strangers:
         self._said = self._now()
         if keys:
             self._say(
-                f"refused: {keys} connections with another key, the last one from {self._link.refused_from}; a worker "
-                "needs the line that this server has printed"
+                f"refused, because they have another key: {keys} connections, at last one from "
+                f"{self._link.refused_from}; a worker needs the line that this server has printed"
             )
         if self._others:
-            self._say(f"refused: {self._others} peers that had not joined; of the last one, {self._why}")
+            self._say(f"refused, before they had joined: {self._others}; the last one because {self._why}")
         self._known, self._others = self._link.refused, 0

@@ -133,7 +133,9 @@ def test_backup_workers_are_not_waited_for() -> None:
     assert play.queue.at(2)[0].places == slow.places
 
 
-@pytest.mark.parametrize(("batch", "num_workers", "backup"), [(100, 4, 1), (100, 5, 2), (7, 5, 2), (2, 5, 1), (1, 2, 1)])
+@pytest.mark.parametrize(
+    ("batch", "num_workers", "backup"), [(100, 4, 1), (100, 5, 2), (7, 5, 2), (2, 5, 1), (1, 2, 1)]
+)
 def test_no_update_with_backup_has_more_samples_than_the_batch(batch: int, num_workers: int, backup: int) -> None:
     """Also where the number of answers does not divide the batch. No job is a small rest of one that came back."""
     needed = min(num_workers - backup, batch)

@@ -112,7 +112,9 @@ def test_without_encryption_no_address_of_a_name_may_lead_over_a_network(monkeyp
         return [one for ip in (ips if host == name else [host]) for one in real(ip, *rest, **named)]
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    monkeypatch.setattr("mpitrain.serve.plain._TUNNEL", -1)  # whatever this machine has is a network that others can read
+    monkeypatch.setattr(
+        "mpitrain.serve.plain._TUNNEL", -1
+    )  # whatever this machine has is a network that others can read
     with pytest.raises(ConfigError, match="no tunnel|no way to|is not known"):
         check_way(name)
     with closing(WorkerLink([f"{name}:{port}"], KEYS.worker, MOST, plain=True)) as worker:
@@ -148,15 +150,15 @@ def test_a_killed_worker_is_seen_at_once() -> None:
     with closing(a_server(silence=1000.0)) as server, worker_process(server, 1000.0) as process:
         peer = one_message(server).peer
         process.kill()
-        killed = time.monotonic()
+        # Not by silence: that would take longer than `until` waits.
         assert until(server, bool) == [Gone(peer, "its connection has ended")]
-        assert time.monotonic() - killed < 5.0  # and not by silence
 
 
 def test_a_stopped_worker_is_seen_by_its_silence_and_comes_back() -> None:
-    with closing(a_server(silence=1.0)) as server, worker_process(server, 1.0) as process:
+    silence = 5.0  # a process may get no processor for some seconds
+    with closing(a_server(silence=silence)) as server, worker_process(server, silence) as process:
         peer = one_message(server).peer
-        assert server.receive(2.5) == []  # a worker that only waits is not silent
+        assert server.receive(1.5 * silence) == []  # a worker that only waits is not silent
         process.send_signal(signal.SIGSTOP)
         assert until(server, bool) == [Gone(peer, "its connection has ended")]
         process.send_signal(signal.SIGCONT)
@@ -166,14 +168,15 @@ def test_a_stopped_worker_is_seen_by_its_silence_and_comes_back() -> None:
 def test_a_server_that_computes_for_long_loses_no_worker() -> None:
     """Nobody reads meanwhile: a message waits in the sockets, and signs of life come behind it."""
     with ExitStack() as stack:
-        server = stack.enter_context(closing(a_server(silence=1.0)))
-        worker = stack.enter_context(closing(WorkerLink([server.address], KEYS.worker, MOST, silence_seconds=1.0)))
+        silence = 5.0
+        server = stack.enter_context(closing(a_server(silence=silence)))
+        worker = stack.enter_context(closing(WorkerLink([server.address], KEYS.worker, MOST, silence_seconds=silence)))
         send = threading.Thread(target=worker.send, args=("hello", {}))
         send.start()
         peer = one_message(server).peer
         send.join()
         worker.send("done", {}, [numpy.zeros(MOST, numpy.uint8)])
-        time.sleep(3.0)
+        time.sleep(1.5 * silence)
         message = one_message(server)
         assert (message.peer, message.kind) == (peer, "done")
 

@@ -234,13 +234,15 @@ def test_the_server_says_who_was_sent_away() -> None:
                     worker.receive(0.1)
             strangers.look()
             assert len(said) == 1, number
-        assert re.match(r"refused: \d+ connections with another key, the last one from 127\.0\.0\.1; ", said[0])
+        assert re.match(
+            r"refused, because they have another key: \d+ connections, at last one from 127\.0\.0\.1; ", said[0]
+        )
         clock[0] += 11
         strangers.leave("a frame has 2 bytes")
         strangers.look()
         strangers.look()
         assert len(said) == 3
-        assert said[2] == "refused: 1 peers that had not joined; of the last one, a frame has 2 bytes"
+        assert said[2] == "refused, before they had joined: 1; the last one because a frame has 2 bytes"
 
 
 def test_a_peer_with_the_key_that_sends_no_messages() -> None:
