@@ -66,7 +66,7 @@ class ParameterStore:
         """
         views: list[Any] = self.layout.views(gradients)
         for view in views[len(views) - self._num_buffers :]:
-            view /= 1 + staleness
+            numpy.divide(view, 1 + staleness, out=view)
         if self.version - staleness < self._noted:
             remarks = replace(remarks, notes=(None,))
         else:

@@ -112,10 +112,9 @@ def test_without_encryption_no_address_of_a_name_may_lead_over_a_network(monkeyp
         return [one for ip in (ips if host == name else [host]) for one in real(ip, *rest, **named)]
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    monkeypatch.setattr(
-        "mpitrain.serve.plain._TUNNEL", -1
-    )  # whatever this machine has is a network that others can read
-    with pytest.raises(ConfigError, match="no tunnel|no way to|is not known"):
+    # Whatever this machine has is a network that others can read.
+    monkeypatch.setattr("mpitrain.serve.plain._TUNNEL", -1)
+    with pytest.raises(ConfigError, match=r"no tunnel|no way to|is not known"):
         check_way(name)
     with closing(WorkerLink([f"{name}:{port}"], KEYS.worker, MOST, plain=True)) as worker:
         assert worker._socket.getsockopt(zmq.BINDTODEVICE).rstrip(b"\0") == b"lo"
