@@ -28,6 +28,7 @@ LAYERS: dict[str, list[str]] = {
         "serve.plain",
         "serve.refusals",
         "serve.sockets",
+        "serve.strangers",
         "serve.wire",
         "serve.worker_link",
     ],

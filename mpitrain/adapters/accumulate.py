@@ -107,6 +107,18 @@ class Accumulate:
         """See Adapter. The note is that of the last piece."""
         return self._adapter.note()
 
+    @property
+    def num_buffers(self) -> int:
+        """See Adapter.layout."""
+        number: int = getattr(self._adapter, "num_buffers", 0)
+        return number
+
+    def check_note(self, note: Any) -> None:
+        """See Adapter.note."""
+        adapter: Any = self._adapter
+        if hasattr(adapter, "check_note"):
+            adapter.check_note(note)
+
     def apply_gradients(self, flats: Mapping[numpy.dtype, Array], remarks: Remarks) -> float:
         """See Adapter."""
         return self._adapter.apply_gradients(flats, remarks)

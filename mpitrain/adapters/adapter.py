@@ -25,7 +25,9 @@ class Adapter(Protocol):
     def layout(self) -> Sequence[Parameter]:
         """The name, shape and dtype of every parameter. A parameter's index is its position here.
 
-        This lists what is trained, and what else changes by a mean over the samples, such as running means.
+        This lists what is trained, and then what else changes by a mean over the samples, such as running means. An
+        adapter with such buffers has their number as `num_buffers`. A server with stale gradients takes smaller changes
+        of them.
         """
         ...
 
@@ -60,7 +62,9 @@ class Adapter(Protocol):
     def note(self) -> Any:
         """Return what every rank must know of this rank's last `loss_and_gradients`, besides gradients; None: nothing.
 
-        The note may be any value that can be pickled, if equal notes have an equal repr and others do not.
+        The note may be any value that can be pickled, if equal notes have an equal repr and others do not. The note of
+        a worker comes to its server over a network. If the adapter has a method `check_note(note)`, the server calls it
+        first; the method raises GradientError for what `note` cannot have returned.
         """
         ...
 

@@ -109,6 +109,18 @@ class ModuleBuffers:
         moved = (name for name in self.moved(self.others) if not torch.equal(self.tensor(name), self._before[name]))
         return tuple((name, self.tensor(name).reshape(-1).view(torch.uint8).numpy().tobytes()) for name in moved)
 
+    def fits_others(self, values: object) -> bool:
+        """Whether another process could have returned these values from `changed_others`."""
+        if not isinstance(values, tuple):
+            return False
+        for value in values:
+            if not isinstance(value, tuple) or len(value) != 2 or value[0] not in self.others:
+                return False
+            tensor = self.tensor(value[0])
+            if not isinstance(value[1], bytes) or len(value[1]) != tensor.numel() * tensor.element_size():
+                return False
+        return True
+
     def settle_others(self, of_ranks: Sequence[Values]) -> None:
         """Set the buffers that are not floating to the first of these values. Undo changes that it does not have."""
         values = dict(of_ranks[0]) if of_ranks else {}

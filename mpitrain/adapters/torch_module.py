@@ -123,6 +123,11 @@ class TorchModule:
         return self._plan.parameters
 
     @property
+    def num_buffers(self) -> int:
+        """See Adapter.layout."""
+        return len(self._buffers.floats)
+
+    @property
     def loss_scale(self) -> LossScale | None:
         """See Adapter."""
         return self._loss_scale
@@ -206,6 +211,17 @@ class TorchModule:
     def note(self) -> Values | None:
         """See Adapter: the buffers that are not floating and that this rank has changed."""
         return self._changed
+
+    def check_note(self, note: Any) -> None:
+        """See Adapter.note.
+
+        Raises:
+            GradientError: the note does not hold bytes of buffers of this module.
+        """
+        if note is not None and not self._buffers.fits_others(note):
+            raise GradientError(
+                "a note came that holds no values of this module's buffers; allowed are names and bytes"
+            )
 
     def apply_gradients(self, flats: Mapping[numpy.dtype, Array], remarks: Remarks) -> float:
         """See Adapter."""

@@ -26,9 +26,10 @@ that is sent is encrypted. The keys of a port stay in ~/.local/state/mpitrain,
 so that workers come back when the server is started again; remove the file for
 new ones.
 
-Options after the script belong to the script. Workers must have the same script
-with the same arguments, the same packages and the same version of mpitrain. A
-worker that differs is refused.
+Options after the script belong to the script. Give workers the same ones. A
+worker is refused if its code, its packages, its Python, its data or the shapes
+of its parameters differ from the server's. Arguments themselves are not
+compared: only the server's learning rate, number of epochs and the like count.
 
 With --hosts, this command also starts workers, over ssh, and ends them with the
 server. Others may join them.

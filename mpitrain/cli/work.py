@@ -12,9 +12,10 @@ from mpitrain.errors import ConfigError
 HELP = "start a script as a worker of a server"
 
 _EPILOG = """\
-`mpitrain serve` prints the whole line. The script and its arguments must be
-those of the server, and so must be the packages and the version of mpitrain:
-a worker that differs is refused.
+`mpitrain serve` prints the whole line. Give the script the server's arguments.
+A worker is refused if its code, its packages, its Python, its data or the
+shapes of its parameters differ from the server's. Arguments themselves are not
+compared, so one that changes only the loss is not noticed.
 
 The key comes from MPITRAIN_KEY. On the server's machine, and on those that share
 its home folder, it need not be given: it is in ~/.local/state/mpitrain.

@@ -26,11 +26,12 @@ class Doorkeeper:
     Attributes:
         socket: has a question when it can be read.
         refused: the number of peers that were sent away. Peers that do not get as far as a question are not counted.
+        refused_from: the IP address of the last of them; "" if there is none.
     """
 
     def __init__(self, context: zmq.Context[Socket], keys: ServerKeys) -> None:
         zmq = the_zmq()
-        self.refused = 0
+        self.refused, self.refused_from = 0, ""
         self._public, self._password = keys.worker.worker_public, keys.worker.password
         self.socket: Socket = context.socket(zmq.REP)
         self.socket.setsockopt(zmq.LINGER, 0)
@@ -40,9 +41,10 @@ class Doorkeeper:
         """Answer all questions that have come."""
         zmq = the_zmq()
         while self.socket.poll(0):
-            version, number, domain, _, _, mechanism, *credentials = self.socket.recv_multipart(zmq.NOBLOCK)
+            version, number, domain, address, _, mechanism, *credentials = self.socket.recv_multipart(zmq.NOBLOCK)
             is_known = domain == _DOMAIN and self._knows(mechanism, credentials)
-            self.refused += not is_known
+            if not is_known:
+                self.refused, self.refused_from = self.refused + 1, address.decode().removeprefix("::ffff:")
             status, text = (b"200", b"OK") if is_known else (b"400", b"unknown key")
             self.socket.send_multipart([version, number, status, text, b"", b""])
 

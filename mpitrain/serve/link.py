@@ -26,6 +26,8 @@ class Gone:
 
 Event: TypeAlias = Message | Gone
 
+ENDED = "its connection has ended"
+
 # Connections that have begun and not yet been accepted.
 _BACKLOG = 512
 
@@ -93,6 +95,11 @@ class ServerLink:
         """The number of peers that have shown another key."""
         return self._doorkeeper.refused
 
+    @property
+    def refused_from(self) -> str:
+        """The IP address of the last of them; "" if there is none."""
+        return self._doorkeeper.refused_from
+
     def receive(self, seconds: float) -> list[Event]:
         """Return what has come, in the order of coming. Wait up to `seconds` for the first event.
 
@@ -154,7 +161,7 @@ class ServerLink:
         self._closed.add(descriptor)
         peer = self._peer_at.pop(descriptor, None)
         if peer is not None:
-            self._leaving[peer] = "its connection has ended"
+            self._leaving[peer] = ENDED
 
     def _take(self, parts: list[Any]) -> None:
         peer = Peer(parts[0].bytes)
@@ -178,11 +185,11 @@ class ServerLink:
         """Remember the connection of a peer whose first frame has come."""
         self._assemblies[peer] = MessageAssembly(self._most_bytes)
         if descriptor in self._closed:
-            self._leaving[peer] = "its connection has ended"
+            self._leaving[peer] = ENDED
             return
         before = self._peer_at.get(descriptor)
         if before is not None:
-            self._leaving[before] = "its connection has ended"
+            self._leaving[before] = ENDED
         self._peer_at[descriptor] = peer
 
     def _forget(self, peer: Peer, why: str) -> None:

@@ -72,8 +72,9 @@ class Lockstep:
     the result does not depend on the order in which they arrive.
 
     With `backup` = b and n + b workers, n + b jobs of `batch` / n samples go out, the first n answers make the update,
-    and the samples of the others go out again. Source: Chen et al., Revisiting Distributed Synchronous SGD,
-    arXiv 1604.00981 (2016).
+    and the samples of the others go out again. Where n does not divide the batch, `batch` mod n of the jobs have one
+    sample more, so that no n answers have more samples than the batch. Source: Chen et al., Revisiting Distributed
+    Synchronous SGD, arXiv 1604.00981 (2016).
     """
 
     def __init__(self, queue: JobQueue, batch: int, job_samples: int | None, backup: int) -> None:
@@ -126,9 +127,12 @@ class Lockstep:
     def _begin(self) -> None:
         num_workers = max(1, len(self._failures.workers))
         if self._backup:
-            self._needed = max(1, num_workers - self._backup)
-            most = -(-self._batch // self._needed)
-            self._step = [self._queue.cut(most) for _ in range(num_workers)]
+            self._needed = min(max(1, num_workers - self._backup), self._batch)
+            samples, larger = divmod(self._batch, self._needed)
+            for _ in range(min(num_workers, self._needed + self._backup)):
+                # The larger jobs are cut first: a larger one that comes back must not leave a job of one sample.
+                self._step.append(self._queue.cut(samples + (larger > 0)))
+                larger -= self._step[-1].samples > samples
             self._step.sort(key=lambda job: job.places)
             return
         whole = self._queue.cut(self._batch)

@@ -43,24 +43,40 @@ def address_of(interface: str) -> str:
 
 
 def check_way(host: str) -> None:
-    """Refuse a server that this machine would reach over a network that others can read.
+    """Refuse a server that this machine would reach over a network that others can read, by any of its addresses.
 
     Raises:
-        ConfigError: the way to `host` is such a network; or there is no way.
+        ConfigError: the way to an address of `host` is such a network; or there is no way, or no address.
     """
     try:
-        ip = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(ip[0], socket.SOCK_DGRAM) as way:
-            way.connect(ip[4])
-            own = str(way.getsockname()[0])
+        answers = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)
     except OSError as error:
-        raise ConfigError(f"--plain: there is no way to {host}: {error.strerror}; see `ip route`") from None
-    if ipaddress.ip_address(own).is_loopback or own == str(ip[4][0]):
-        return
+        raise ConfigError(f"--plain: there is no way to {host}: {error.strerror}; is the name right?") from None
+    for answer in answers:
+        if not way_to(ip := str(answer[4][0])):
+            raise ConfigError(f"--plain: there is no way to {host} ({ip}); see `ip route get {ip}`")
+
+
+def way_to(ip: str) -> str:
+    """Return the interface by which this machine reaches an address; "" if there is no way now.
+
+    Raises:
+        ConfigError: others can read what goes over this interface.
+    """
+    try:
+        (answer,) = socket.getaddrinfo(ip, 1, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST)
+        with socket.socket(answer[0], socket.SOCK_DGRAM) as way:
+            way.connect(answer[4])
+            own = str(way.getsockname()[0])
+    except OSError:
+        return ""
+    if ipaddress.ip_address(own).is_loopback or own == ip:
+        return LOOPBACK
     interface = next((path.name for path in sorted(_INTERFACES.iterdir()) if _has(path.name, own)), "")
     if not interface:
-        raise ConfigError(f"--plain: the interface to {host}, with the address {own}, is not known; {_ALLOWED}")
+        raise ConfigError(f"--plain: the interface to {ip}, with the address {own}, is not known; {_ALLOWED}")
     _check_tunnel(interface)
+    return interface
 
 
 def _check_tunnel(interface: str) -> None:

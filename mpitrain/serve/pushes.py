@@ -55,7 +55,7 @@ class GradientBuffer:
         self._layout, self._codec, self._name = layout, codec, name
         self._flats = {dtype: numpy.zeros(count, dtype) for dtype, count in layout.counts.items()}
         self._views = layout.views(self._flats)
-        self._residual = numpy.zeros(layout.counts.get(_CODED, 0), _CODED)
+        self._residual, self._scale = numpy.zeros(layout.counts.get(_CODED, 0), _CODED), 1.0
         self.begin()
 
     def begin(self) -> None:
@@ -81,8 +81,11 @@ class GradientBuffer:
             self._views[index][...] = on_host(gradient)
         self._missing.remove(index)
 
-    def finish(self) -> tuple[list[int], list[numpy.ndarray]]:
+    def finish(self, scale: float) -> tuple[list[int], list[numpy.ndarray]]:
         """Return the parameters that the loss does not depend on, and the arrays for the wire, one for each dtype.
+
+        Args:
+            scale: the loss scale by which the gradients of this job are multiplied. It may differ from job to job.
 
         Raises:
             MissingGradientError: a gradient was not handed in.
@@ -93,6 +96,8 @@ class GradientBuffer:
                 f"{self._layout.parameters[min(self._missing)].name}; hand in zeros for a parameter that a batch does "
                 "not use"
             )
+        self._residual *= _CODED.type(scale / self._scale)
+        self._scale = scale
         return sorted(self._unused), [self._coded(dtype, flat) for dtype, flat in self._flats.items()]
 
     def _coded(self, dtype: numpy.dtype, flat: numpy.ndarray) -> numpy.ndarray:
@@ -142,14 +147,26 @@ def read_push(fields: Mapping[str, Any], arrays: Sequence[numpy.ndarray], layout
             flats[dtype] = numpy.empty(count, dtype)
             codec.decode(array, flats[dtype])
     try:
-        unused = tuple(int(index) for index in fields["unused"])
-        loss, scale, version = float(fields["loss"]), float(fields["scale"]), int(fields["version"])
+        unused, version = tuple(_whole(index) for index in fields["unused"]), _whole(fields["version"])
+        loss, scale = _real(fields["loss"]), _real(fields["scale"])
         note = read_note(fields["note"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise GradientError(f"the answer to a job is incomplete: {error}") from None
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise GradientError(f"the answer to a job is incomplete or odd: {type(error).__name__}: {error}") from None
     if not all(0 <= index < len(layout.parameters) for index in unused) or not scale >= 1 or math.isinf(scale):
         raise GradientError(f"unused={unused} scale={scale} came; allowed are indices of parameters, and 1 or above")
     return Push(flats, loss, scale, version, (unused, note))
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int:  # True is an int for isinstance
+        raise TypeError(f"{str(value)[:100]} is no int")
+    return value
+
+
+def _real(value: Any) -> float:
+    if type(value) not in (int, float):
+        raise TypeError(f"{str(value)[:100]} is no number")
+    return float(value)
 
 
 def first_not_finite(push: Push, layout: Layout) -> str:

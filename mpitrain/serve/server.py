@@ -23,6 +23,7 @@ from mpitrain.serve.pace import JobPace
 from mpitrain.serve.pushes import Push, first_not_finite, mean_of, read_push
 from mpitrain.serve.refusals import Refusals
 from mpitrain.serve.store import ParameterStore
+from mpitrain.serve.strangers import Strangers
 from mpitrain.serve.wire import Message
 from mpitrain.training.loss_scale import LossScale
 
@@ -57,6 +58,7 @@ class JobServer:
         self._events: deque[Message | Gone] = deque()
         self._pushes: dict[int, Push] = {}  # by the numbers of their jobs
         self._refusals = Refusals()
+        self._strangers = Strangers(link, rules.say, rules.now)
 
     def next_update(self) -> tuple[Means, float]:
         """Wait until workers have sent what makes the next update, and make it. Return the means and the learning rate.
@@ -70,6 +72,7 @@ class JobServer:
             if not self._events:
                 self._events.extend(self._link.receive(_LOOK_SECONDS))
                 self._attendance.look_at_the_clock()
+                self._strangers.look()
             while self._events:
                 if jobs := self._handle(self._events.popleft()):
                     made = self._update(jobs)
@@ -114,6 +117,8 @@ class JobServer:
     def _handle(self, event: Message | Gone) -> Sequence[ServedJob] | None:
         """Take in an event. Return the jobs whose gradients make an update, if they do."""
         if isinstance(event, Gone):
+            if event.peer not in self._attendance.here:
+                self._strangers.leave(event.why)
             self._attendance.leave(event.peer, event.why)
             return None
         attendee = self._attendance.here.get(event.peer)
@@ -147,6 +152,7 @@ class JobServer:
         self._attendance.move()
         try:
             push = read_push(fields, arrays, self._store.layout, self._rules.codec)
+            self._store.check_note(push.told[1])
             if not 0 <= push.version <= self._store.version:
                 raise GradientError(f"gradients of version {push.version} came; the newest is {self._store.version}")
         except GradientError as error:
@@ -217,7 +223,7 @@ class JobServer:
         if is_finite:
             staleness = [self._store.version - push.version for push in pushes]
             factor = 1 / max(1, *staleness) if self._rules.corrects_staleness else 1.0
-            rate = self._store.apply(mean_of(jobs, pushes), means.remarks, factor)
+            rate = self._store.apply(mean_of(jobs, pushes), means.remarks, factor, max(staleness))
             self.ledger.updates += 1
             self.ledger.staleness.update(staleness)
         if self._loss_scale:
@@ -229,4 +235,4 @@ class JobServer:
 
 def _number(fields: Mapping[str, Any]) -> int:
     number = fields.get("number")
-    return number if isinstance(number, int) else -1
+    return number if type(number) is int else -1

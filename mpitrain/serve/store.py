@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -30,6 +31,8 @@ class ParameterStore:
         self.version = 0
         self.layout = plan_layout(adapter.layout)
         self._adapter = adapter
+        self._num_buffers = getattr(adapter, "num_buffers", 0)
+        self._noted = 0  # the version with which the last note was made
         self._carried: dict[numpy.dtype, numpy.ndarray] = {}
         self._plan = layout_of(adapter.parameters())
         counts = self._plan.counts.items()
@@ -47,7 +50,9 @@ class ParameterStore:
         """
         self._carried = self.layout.flats_of(values)
 
-    def apply(self, gradients: Mapping[numpy.dtype, numpy.ndarray], remarks: Remarks, rate_factor: float) -> float:
+    def apply(
+        self, gradients: dict[numpy.dtype, numpy.ndarray], remarks: Remarks, rate_factor: float, staleness: int
+    ) -> float:
         """Make an update with mean gradients. Return the learning rate that was used.
 
         Args:
@@ -55,7 +60,17 @@ class ParameterStore:
             remarks: as for Adapter.apply_gradients.
             rate_factor: the learning rate is multiplied by this number. The adapter of a factor other than 1 has passed
                 `check_rate_factor`.
+            staleness: the largest of these gradients. The changes of buffers, such as running means, are divided by
+                1 + staleness. Each of n workers answers with a change from the same old mean towards its own batch,
+                and their sum would go n times as far. An older note does not replace a newer one.
         """
+        views: list[Any] = self.layout.views(gradients)
+        for view in views[len(views) - self._num_buffers :]:
+            numpy.divide(view, 1 + staleness, out=view)
+        if self.version - staleness < self._noted:
+            remarks = replace(remarks, notes=(None,))
+        else:
+            self._noted = self.version - staleness
         if rate_factor != 1.0:
             scaled: Any = self._adapter
             scaled.scale_next_rate(rate_factor)
@@ -66,6 +81,12 @@ class ParameterStore:
         self.version += 1
         self.note_changes()
         return rate
+
+    def check_note(self, note: Any) -> None:
+        """Raise GradientError for a note that the adapter says is none of its own; see Adapter.note."""
+        checked: Any = self._adapter
+        if hasattr(checked, "check_note"):
+            checked.check_note(note)
 
     def note_changes(self) -> None:
         """Find the blocks that have changed, by whatever hand. They count as changed with the present version."""

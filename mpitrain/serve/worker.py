@@ -128,7 +128,7 @@ class JobWorker:
             self._buffer.begin()
             with memory_explained():
                 loss = self._adapter.loss_and_gradients(batch, self._buffer.take)
-            unused, flats = self._buffer.finish()
+            unused, flats = self._buffer.finish(1.0 if scale is None else scale.value)
             note = plain_note(self._adapter.note())
         except Exception as error:
             self._link.send("failed", {**job, "text": f"{type(error).__name__}: {error}"})

@@ -11,6 +11,7 @@ import numpy
 
 from mpitrain.errors import ConfigError
 from mpitrain.serve.keys import WorkerKey
+from mpitrain.serve.plain import way_to
 from mpitrain.serve.sockets import SILENCE_SECONDS, SocketEvents, make_socket, the_zmq
 from mpitrain.serve.wire import Message, MessageAssembly, Peer, frames
 
@@ -52,7 +53,8 @@ class WorkerLink:
             silence_seconds: a server that gives no sign of life for so long is connected to again.
 
         Raises:
-            ConfigError: pyzmq is missing, or an address is none.
+            ConfigError: pyzmq is missing, or an address is none; or, also later, `plain` is set and the way to the
+                server is a network that others can read.
         """
         zmq = self._zmq = the_zmq()
         self._places = [parse_address(address) for address in addresses]
@@ -61,7 +63,7 @@ class WorkerLink:
         self._serial = 0
         self._context = zmq.Context()
         self._candidates: list[tuple[str, str, int]] = []
-        self._candidate = ("", "", 0)
+        self._candidate, self._way = ("", "", 0), ""
         self._connected = False
         self._failure = ""
         self._open: tuple[Socket, SocketEvents] | None = None
@@ -188,12 +190,14 @@ class WorkerLink:
         one_place = len(self._candidates) == 1 and len(self._places) == 1
         candidate = self._candidates.pop(0)
         self._since = time.monotonic()
-        if self._open is not None and one_place and candidate == self._candidate:
+        name, ip, port = candidate
+        # A name may have other addresses now, and routes may have changed, so look before each attempt.
+        way = way_to(ip) if self._plain and ip else ""
+        if self._open is not None and one_place and candidate == self._candidate and way == self._way:
             return  # ZeroMQ itself tries again
         zmq = self._zmq
         self._shut()
-        self._candidate = candidate
-        name, ip, port = candidate
+        self._candidate, self._way = candidate, way
         self.address = f"{name}:{port}"
         self._connected, self._failure = False, ""
         self._assembly = MessageAssembly(self._most_bytes)
@@ -211,7 +215,9 @@ class WorkerLink:
         failures |= zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED
         events = SocketEvents(self._context, made, zmq.EVENT_HANDSHAKE_SUCCEEDED | failures)
         self._open = made, events
-        if ip:
+        if way:
+            made.setsockopt(zmq.BINDTODEVICE, way.encode())  # also if the routes change later
+        if ip and (way or not self._plain):
             made.connect(f"tcp://[{ip}]:{port}" if ":" in ip else f"tcp://{ip}:{port}")
 
     def _prove(self, made: Socket) -> None:

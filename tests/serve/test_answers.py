@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 from collections.abc import Iterator
@@ -168,7 +169,12 @@ def test_answers_to_another_life_are_dropped() -> None:
         ([], {}, "0 arrays of gradients came; allowed are 1"),
         ([numpy.zeros(24)], {"version": 7}, "gradients of version 7 came; the newest is 0"),
         ([numpy.zeros(24)], {"unused": [3]}, "indices of parameters"),
-        ([numpy.zeros(24)], {"loss": None}, "the answer to a job is incomplete"),
+        ([numpy.zeros(24)], {"version": math.inf}, "the answer to a job is incomplete or odd: .*inf is no int"),
+        ([numpy.zeros(24)], {"version": False}, "False is no int"),
+        ([numpy.zeros(24)], {"unused": [math.inf]}, "inf is no int"),
+        ([numpy.zeros(24)], {"unused": 0}, "the answer to a job is incomplete or odd"),
+        ([numpy.zeros(24)], {"loss": None}, "None is no number"),
+        ([numpy.zeros(24)], {"loss": 10**400}, "the answer to a job is incomplete or odd: OverflowError"),
         ([numpy.zeros(24)], {"note": {"pickle": "x"}}, "a note of kind 'pickle'"),
         ([numpy.zeros(24)], {"scale": 0.0}, "1 or above"),
     ],
@@ -269,23 +275,28 @@ def test_what_ranks_had_left_out_is_in_the_first_update() -> None:
     numpy.testing.assert_array_equal(served.counts, 2 + numpy.arange(24))
 
 
-def test_what_a_codec_leaves_out_comes_with_the_next_push() -> None:
-    """Error feedback: the sum of what is decoded is the sum of the gradients, up to what is left out at the end."""
+@pytest.mark.parametrize("scales", [[1.0], [2.0**16], [2.0**16, 1.0, 2.0**8]])
+def test_what_a_codec_leaves_out_comes_with_the_next_push(scales: list[float]) -> None:
+    """Error feedback: the sum of what is decoded is the sum of the gradients, up to what is left out at the end.
+
+    The loss scale may change between two pushes.
+    """
     rng = numpy.random.default_rng(8)
     codec = CODECS["int8"](False)  # not compiled: the same bits
     values = {"w": numpy.zeros(1000, "float32")}
     layout = plan_layout(mt.ArrayFunction(lambda *_: 0.0, values, mt.Sgd(1.0)).layout)
     buffer = GradientBuffer(layout, codec, "a worker")
     total, given = numpy.zeros(1000), numpy.zeros(1000)
-    for _ in range(50):
+    for number in range(50):
+        scale = scales[number % len(scales)]
         gradient = rng.standard_normal(1000).astype("float32")
         given += gradient
         buffer.begin()
-        buffer.take(0, gradient)
-        _, (wire,) = buffer.finish()
+        buffer.take(0, gradient * numpy.float32(scale))
+        _, (wire,) = buffer.finish(scale)
         decoded = numpy.empty(1000, "float32")
         codec.decode(wire, decoded)
-        total += decoded
+        total += decoded / scale
     assert wire.nbytes < 1100
     left_out = 2 * 5 * codec.relative_error  # values below 5, and a residual below that of one push
     assert abs(total - given).max() < left_out

@@ -133,6 +133,33 @@ def test_backup_workers_are_not_waited_for() -> None:
     assert play.queue.at(2)[0].places == slow.places
 
 
+@pytest.mark.parametrize(
+    ("batch", "num_workers", "backup"), [(100, 4, 1), (100, 5, 2), (7, 5, 2), (2, 5, 1), (1, 2, 1)]
+)
+def test_no_update_with_backup_has_more_samples_than_the_batch(batch: int, num_workers: int, backup: int) -> None:
+    """Also where the number of answers does not divide the batch. No job is a small rest of one that came back."""
+    needed = min(num_workers - backup, batch)
+    queue = JobQueue(10**6)
+    pace = Lockstep(queue, batch, None, backup)
+    for worker in range(num_workers):
+        pace.join(worker)
+    for step in range(20):
+        made = None
+        for worker in range(step, step + num_workers):  # other workers are slow in each step
+            job = pace.next_job(worker % num_workers)
+            if job is not None:
+                assert batch // needed <= job.samples <= -(-batch // needed)
+        for worker in range(step, step + num_workers):
+            if made is None and (out := queue.at(worker % num_workers)):
+                job = queue.answer(out[0].number, worker % num_workers)
+                assert job is not None
+                made = pace.answer(job)
+        assert made is not None
+        assert batch - needed < sum(job.samples for job in made) <= batch
+        for job in made:
+            queue.use(job.number)
+
+
 def test_a_joiner_of_bounded_begins_at_the_slowest_clock_and_who_is_gone_holds_nobody_up() -> None:
     play = Play("bounded")
     play.event("join", 1)

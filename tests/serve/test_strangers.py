@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import resource
 import socket
 import threading
@@ -17,8 +18,9 @@ import zmq
 
 from jobs import HANG_SECONDS
 from mpitrain.serve.keys import WorkerKey, make_keys
-from mpitrain.serve.link import Gone, ServerLink
+from mpitrain.serve.link import ENDED, Gone, ServerLink
 from mpitrain.serve.sockets import SocketEvents
+from mpitrain.serve.strangers import Strangers
 from mpitrain.serve.wire import Message, frames
 from mpitrain.serve.worker_link import WorkerLink
 
@@ -211,6 +213,36 @@ def test_a_worker_with_a_wrong_key_is_told_so(served: Served, key: WorkerKey, pl
         while words not in worker.trouble():
             assert time.monotonic() < deadline, worker.trouble()
             assert worker.receive(0.1) is None
+
+
+def test_the_server_says_who_was_sent_away() -> None:
+    """At most a line every 10 s for each kind, however many come."""
+    said: list[str] = []
+    clock = [0.0]
+    with closing(Served()) as served:
+        strangers = Strangers(served.link, said.append, lambda: clock[0])
+        strangers.look()
+        strangers.leave(ENDED)
+        assert said == []
+        wrong = WorkerKey(KEYS.worker.server_public, make_keys().worker.worker_secret)
+        for number in (1, 2):
+            with closing(WorkerLink([served.link.address], wrong, MOST)) as worker:
+                deadline = time.monotonic() + HANG_SECONDS
+                before = served.link.refused
+                while served.link.refused == before:
+                    assert time.monotonic() < deadline
+                    worker.receive(0.1)
+            strangers.look()
+            assert len(said) == 1, number
+        assert re.match(
+            r"refused, because they have another key: \d+ connections, at last one from 127\.0\.0\.1; ", said[0]
+        )
+        clock[0] += 11
+        strangers.leave("a frame has 2 bytes")
+        strangers.look()
+        strangers.look()
+        assert len(said) == 3
+        assert said[2] == "refused, before they had joined: 1; the last one because a frame has 2 bytes"
 
 
 def test_a_peer_with_the_key_that_sends_no_messages() -> None:
