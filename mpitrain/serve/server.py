@@ -64,7 +64,7 @@ class JobServer:
         Raises:
             GradientError: several workers have sent what cannot be used for the same samples.
         """
-        self._store.note_changes()  # hooks may have changed parameters since the last update
+        self._store.note_changes()  # by the last update, and by the hooks after it: no job goes out before them
         while True:
             self._hand_out()
             if not self._events:
@@ -72,9 +72,7 @@ class JobServer:
                 self._attendance.look_at_the_clock()
             while self._events:
                 if jobs := self._handle(self._events.popleft()):
-                    made = self._update(jobs)
-                    self._hand_out()  # before the hooks, so that workers compute meanwhile
-                    return made
+                    return self._update(jobs)
 
     def close(self, reason: str, *, is_over: bool) -> None:
         """Close the link. Tell all workers that the run is over, or else, if there is a reason, that it has failed.

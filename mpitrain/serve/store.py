@@ -21,7 +21,7 @@ class ParameterStore:
     """The parameters of a server. A worker pulls what has changed since the version that it has.
 
     Attributes:
-        version: the number of updates made since the server was started.
+        version: rises with each update, and if something else has changed parameters that a worker has.
         layout: of the gradients.
     """
 
@@ -31,6 +31,7 @@ class ParameterStore:
         self.layout = plan_layout(adapter.layout)
         self._adapter = adapter
         self._carried: dict[numpy.dtype, numpy.ndarray] = {}
+        self._pulled = -1  # the newest version that a worker has
         self._plan = layout_of(adapter.parameters())
         counts = self._plan.counts.items()
         self._values = {dtype: numpy.empty(count, dtype) for dtype, count in counts}
@@ -48,7 +49,7 @@ class ParameterStore:
         self._carried = self.layout.flats_of(values)
 
     def apply(self, gradients: Mapping[numpy.dtype, numpy.ndarray], remarks: Remarks, rate_factor: float) -> float:
-        """Make an update with mean gradients. Return the learning rate that was used.
+        """Make an update with mean gradients. Return the learning rate that was used. `note_changes` must follow.
 
         Args:
             gradients: flat buffers by dtype, in the order of `layout`. They may be overwritten.
@@ -64,11 +65,14 @@ class ParameterStore:
         self._carried = {}
         rate = self._adapter.apply_gradients(gradients, remarks)
         self.version += 1
-        self.note_changes()
         return rate
 
     def note_changes(self) -> None:
-        """Find the blocks that have changed, by whatever hand. They count as changed with the present version."""
+        """Find the blocks that have changed since the last call, by an update or by other code.
+
+        If a worker has the present version, and something other than an update has changed a block, a version begins.
+        """
+        changes: list[tuple[numpy.ndarray, numpy.ndarray]] = []
         self._fetch(self._newer)
         for dtype, newer in self._newer.items():
             if not newer.size:
@@ -76,7 +80,11 @@ class ParameterStore:
             bits = numpy.dtype(f"u{dtype.itemsize}")
             differs = newer.view(bits) != self._values[dtype].view(bits)
             blocks = numpy.logical_or.reduceat(differs, range(0, newer.size, _BLOCK_COUNT))
-            self._changed[dtype][blocks] = self.version
+            changes.append((self._changed[dtype], blocks))
+        if self._pulled == self.version and any(blocks.any() for _, blocks in changes):
+            self.version += 1
+        for changed, blocks in changes:
+            changed[blocks] = self.version
         self._values, self._newer = self._newer, self._values
 
     def since(self, version: int) -> tuple[dict[str, Any], list[numpy.ndarray]]:
@@ -85,6 +93,7 @@ class ParameterStore:
         Returns:
             The fields for `Replica.take`, and for each dtype one array, which stays valid until the next update.
         """
+        self._pulled = self.version
         runs: dict[str, list[list[int]]] = {}
         arrays: list[numpy.ndarray] = []
         for dtype, values in self._values.items():
