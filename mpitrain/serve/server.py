@@ -88,18 +88,27 @@ class JobServer:
     def _send_home(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Tell all workers that the run has ended, also those that come now. Wait for their farewell, but not for long.
 
-        A worker that still computes reads of the end when it has sent its answer.
+        A worker that still computes reads of the end when it has sent its answer. What it has not read is lost with the
+        connection, so the connection stays for `hang_seconds`, or until the worker has gone.
         """
         here = self._attendance.here
         for attendee in here.values():
             self._link.send(attendee.peer, kind, fields)
         told, left = set(here), set[Hashable]()
-        begun, missing = self._rules.now(), self._rules.expected - len(self.ledger.workers)
-        patience = self._rules.hang_seconds if self._rules.expected else _FAREWELL_SECONDS
+        busy = {attendee.peer: attendee.tally.name for attendee in here.values() if attendee.waits_since is None}
+        begun = said = self._rules.now()
+        missing = self._rules.expected - len(self.ledger.workers)
         while told - left or len(told) - len(here) < missing:
-            if patience and self._rules.now() - begun > patience:
+            now = self._rules.now()
+            patience = self._rules.hang_seconds if self._rules.expected or busy else _FAREWELL_SECONDS
+            if patience and now - begun > patience:
                 return
+            if busy and now - said >= self._rules.stall_seconds:
+                self._rules.say(f"the run has ended; the server waits for {', '.join(busy.values())} to read of it")
+                said = now
             for event in [*self._events, *self._link.receive(_LOOK_SECONDS)]:
+                if busy.pop(event.peer, None) and not busy:
+                    begun = self._rules.now()  # the last one has read of the end by now, or is about to
                 if isinstance(event, Gone) or event.kind == "bye":
                     left.add(event.peer)
                 elif event.peer not in told:
