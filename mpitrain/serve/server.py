@@ -202,7 +202,7 @@ class JobServer:
         if len(self.ledger.workers) < self._rules.expected:
             return
         for attendee in self._attendance.waiting():
-            job = self._pace.next_job(attendee.peer)
+            job = self._job_for(attendee)
             if job is None:
                 continue
             pulled, arrays = self._store.since(attendee.version)
@@ -211,6 +211,14 @@ class JobServer:
             self._link.send(attendee.peer, "job", fields, arrays)
             self.ledger.bytes_out += sum(array.nbytes for array in arrays)
             attendee.waits_since, attendee.job_since = None, self._rules.now()
+
+    def _job_for(self, attendee: Attendee) -> ServedJob | None:
+        """Return a job for a worker that is free; first one that another worker does not answer."""
+        while True:
+            has_taken = self._attendance.take_overdue()
+            job = self._pace.next_job(attendee.peer)
+            if job is not None or not has_taken:
+                return job
 
     def _update(self, jobs: Sequence[ServedJob]) -> tuple[Means, float]:
         """Make the update from the gradients of these jobs."""

@@ -18,12 +18,28 @@ from mpitrain.exchange.bucket import plan_layout
 from mpitrain.serve.pushes import GradientBuffer, codec_of
 
 
+def is_overdue(served: Served) -> bool:
+    return any(one.is_overdue for one in served.strategy._server._attendance.here.values())  # type: ignore[union-attr]
+
+
+def test_a_late_answer_counts_while_nobody_else_has_the_job() -> None:
+    served = Served(1, mt.ParameterServer("async"), hang_seconds=0.5)
+    with hands(served, 1) as (worker,):
+        job = worker.pull()
+        until(lambda: is_overdue(served))
+        worker.push(job, mean(job))
+        worker.end()
+    served.end()
+    assert set(served.counts) == {1.0}
+    assert [(one.jobs, one.dropped) for one in served.strategy.ledger.workers] == [(1, 0)]
+
+
 def test_a_late_answer_is_dropped_and_its_worker_goes_on() -> None:
-    """The job of a worker that is silent for `hang_seconds` goes to another one."""
-    served = Served(3, mt.ParameterServer("async"), hang_seconds=5.0)
+    """The job of a worker that is silent for `hang_seconds` goes to the next one that is free."""
+    served = Served(3, mt.ParameterServer("async"), hang_seconds=2.0)
     with hands(served, 2) as (slow, fast):
         late = slow.pull()
-        until(lambda: served.strategy._server.queue.num_out == 0)  # type: ignore[union-attr]
+        until(lambda: is_overdue(served))
         job = fast.pull()
         assert job.fields["begin"] == late.fields["begin"] == 0
         fast.push(job, mean(job))
