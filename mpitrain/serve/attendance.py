@@ -25,7 +25,8 @@ class Attendee:
         version: of the parameters that it has; -1: none.
         waits_since: since when it waits for a job; None: it does not.
         job_since: when its job went out.
-        is_silent: its job was taken away, because no answer came.
+        is_overdue: its job has not been answered for `hang_seconds`. The next worker that is free gets it.
+        is_silent: its job was taken away for that.
     """
 
     peer: Peer
@@ -33,6 +34,7 @@ class Attendee:
     version: int = -1
     waits_since: float | None = None
     job_since: float = 0.0
+    is_overdue: bool = False
     is_silent: bool = False
 
 
@@ -48,7 +50,7 @@ class ServerRules:
         codec: of gradients.
         corrects_staleness: the learning rate is divided by the staleness.
         stall_seconds: after so long without an answer, a line says who is waited for.
-        hang_seconds: a job without an answer for so long goes to another worker; 0: never.
+        hang_seconds: a job without an answer for so long goes to the next worker that is free; 0: never.
         expected: the number of workers that will surely come. The first jobs go out when they are here, so that a run
             in mode "sync" has the same bits each time. At the end, each of them is told.
         say: prints a line.
@@ -95,7 +97,8 @@ class Attendance:
             return
         if known is not None:
             self._pace.leave(peer)
-            known.version, known.waits_since, known.is_silent = -1, None, False
+            known.version, known.waits_since = -1, None
+            known.is_overdue = known.is_silent = False
         else:
             known = Attendee(peer, WorkerTally(name))
             self.ledger.workers.append(known.tally)
@@ -126,6 +129,7 @@ class Attendance:
             newest: version.
         """
         version = fields.get("version")
+        attendee.is_overdue = bool(self._queue.at(attendee.peer)) and attendee.is_overdue
         if attendee.is_silent:
             attendee.is_silent = False
             self._pace.join(attendee.peer)
@@ -140,21 +144,32 @@ class Attendance:
         waiting = [one for one in self.here.values() if one.waits_since is not None]
         return sorted(waiting, key=lambda one: one.waits_since or 0.0)
 
+    def take_overdue(self) -> bool:
+        """Take the job of the worker that is silent for longest, for one that is free. False: nobody is silent."""
+        overdue = [one for one in self.here.values() if one.is_overdue]
+        if not overdue:
+            return False
+        longest = min(overdue, key=lambda one: one.job_since)
+        longest.is_overdue, longest.is_silent = False, True
+        self._pace.leave(longest.peer)
+        return True
+
     def move(self) -> None:
         """Take in that an answer has come."""
         self._moved = self._rules.now()
 
     def look_at_the_clock(self) -> None:
-        """Take jobs from workers that are silent, and say for whom the server waits."""
+        """Note whose jobs others may have, and say for whom the server waits."""
         now, rules = self._rules.now(), self._rules
         for attendee in self.here.values():
             out = self._queue.at(attendee.peer)
-            if rules.hang_seconds and out and now - attendee.job_since > rules.hang_seconds:
-                attendee.is_silent = True
-                self._pace.leave(attendee.peer)
+            if attendee.is_overdue or not rules.hang_seconds or not out:
+                continue
+            if now - attendee.job_since > rules.hang_seconds:
+                attendee.is_overdue = True
                 rules.say(
                     f"{attendee.tally.name} has not answered job {out[0].number} for {now - attendee.job_since:.0f} s; "
-                    "others get its samples"
+                    "the next worker that is free gets its samples"
                 )
         if now - max(self._moved, self._said) < rules.stall_seconds:
             return

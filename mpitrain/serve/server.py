@@ -66,7 +66,7 @@ class JobServer:
         Raises:
             GradientError: several workers have sent what cannot be used for the same samples.
         """
-        self._store.note_changes()  # hooks may have changed parameters since the last update
+        self._store.note_changes()  # by the last update, and by the hooks after it: no job goes out before them
         while True:
             self._hand_out()
             if not self._events:
@@ -75,9 +75,7 @@ class JobServer:
                 self._strangers.look()
             while self._events:
                 if jobs := self._handle(self._events.popleft()):
-                    made = self._update(jobs)
-                    self._hand_out()  # before the hooks, so that workers compute meanwhile
-                    return made
+                    return self._update(jobs)
 
     def close(self, reason: str, *, is_over: bool) -> None:
         """Close the link. Tell all workers that the run is over, or else, if there is a reason, that it has failed.
@@ -93,18 +91,27 @@ class JobServer:
     def _send_home(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Tell all workers that the run has ended, also those that come now. Wait for their farewell, but not for long.
 
-        A worker that still computes reads of the end when it has sent its answer.
+        A worker that still computes reads of the end when it has sent its answer. What it has not read is lost with the
+        connection, so the connection stays for `hang_seconds`, or until the worker has gone.
         """
         here = self._attendance.here
         for attendee in here.values():
             self._link.send(attendee.peer, kind, fields)
         told, left = set(here), set[Hashable]()
-        begun, missing = self._rules.now(), self._rules.expected - len(self.ledger.workers)
-        patience = self._rules.hang_seconds if self._rules.expected else _FAREWELL_SECONDS
+        busy = {attendee.peer: attendee.tally.name for attendee in here.values() if attendee.waits_since is None}
+        begun = said = self._rules.now()
+        missing = self._rules.expected - len(self.ledger.workers)
         while told - left or len(told) - len(here) < missing:
-            if patience and self._rules.now() - begun > patience:
+            now = self._rules.now()
+            patience = self._rules.hang_seconds if self._rules.expected or busy else _FAREWELL_SECONDS
+            if patience and now - begun > patience:
                 return
+            if busy and now - said >= self._rules.stall_seconds:
+                self._rules.say(f"the run has ended; the server waits for {', '.join(busy.values())} to read of it")
+                said = now
             for event in [*self._events, *self._link.receive(_LOOK_SECONDS)]:
+                if busy.pop(event.peer, None) and not busy:
+                    begun = self._rules.now()  # the last one has read of the end by now, or is about to
                 if isinstance(event, Gone) or event.kind == "bye":
                     left.add(event.peer)
                 elif event.peer not in told:
@@ -201,7 +208,7 @@ class JobServer:
         if len(self.ledger.workers) < self._rules.expected:
             return
         for attendee in self._attendance.waiting():
-            job = self._pace.next_job(attendee.peer)
+            job = self._job_for(attendee)
             if job is None:
                 continue
             pulled, arrays = self._store.since(attendee.version)
@@ -210,6 +217,14 @@ class JobServer:
             self._link.send(attendee.peer, "job", fields, arrays)
             self.ledger.bytes_out += sum(array.nbytes for array in arrays)
             attendee.waits_since, attendee.job_since = None, self._rules.now()
+
+    def _job_for(self, attendee: Attendee) -> ServedJob | None:
+        """Return a job for a worker that is free; first one that another worker does not answer."""
+        while True:
+            has_taken = self._attendance.take_overdue()
+            job = self._pace.next_job(attendee.peer)
+            if job is not None or not has_taken:
+                return job
 
     def _update(self, jobs: Sequence[ServedJob]) -> tuple[Means, float]:
         """Make the update from the gradients of these jobs."""

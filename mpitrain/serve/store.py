@@ -22,7 +22,7 @@ class ParameterStore:
     """The parameters of a server. A worker pulls what has changed since the version that it has.
 
     Attributes:
-        version: the number of updates made since the server was started.
+        version: rises with each update, and if something else has changed parameters that a worker has.
         layout: of the gradients.
     """
 
@@ -34,6 +34,7 @@ class ParameterStore:
         self._num_buffers = getattr(adapter, "num_buffers", 0)
         self._noted = 0  # the version with which the last note was made
         self._carried: dict[numpy.dtype, numpy.ndarray] = {}
+        self._pulled = -1  # the newest version that a worker has
         self._plan = layout_of(adapter.parameters())
         counts = self._plan.counts.items()
         self._values = {dtype: numpy.empty(count, dtype) for dtype, count in counts}
@@ -53,7 +54,7 @@ class ParameterStore:
     def apply(
         self, gradients: dict[numpy.dtype, numpy.ndarray], remarks: Remarks, rate_factor: float, staleness: int
     ) -> float:
-        """Make an update with mean gradients. Return the learning rate that was used.
+        """Make an update with mean gradients. Return the learning rate that was used. `note_changes` must follow.
 
         Args:
             gradients: flat buffers by dtype, in the order of `layout`. They may be overwritten.
@@ -79,7 +80,6 @@ class ParameterStore:
         self._carried = {}
         rate = self._adapter.apply_gradients(gradients, remarks)
         self.version += 1
-        self.note_changes()
         return rate
 
     def check_note(self, note: Any) -> None:
@@ -89,7 +89,11 @@ class ParameterStore:
             checked.check_note(note)
 
     def note_changes(self) -> None:
-        """Find the blocks that have changed, by whatever hand. They count as changed with the present version."""
+        """Find the blocks that have changed since the last call, by an update or by other code.
+
+        If a worker has the present version, and something other than an update has changed a block, a version begins.
+        """
+        changes: list[tuple[numpy.ndarray, numpy.ndarray]] = []
         self._fetch(self._newer)
         for dtype, newer in self._newer.items():
             if not newer.size:
@@ -97,7 +101,11 @@ class ParameterStore:
             bits = numpy.dtype(f"u{dtype.itemsize}")
             differs = newer.view(bits) != self._values[dtype].view(bits)
             blocks = numpy.logical_or.reduceat(differs, range(0, newer.size, _BLOCK_COUNT))
-            self._changed[dtype][blocks] = self.version
+            changes.append((self._changed[dtype], blocks))
+        if self._pulled == self.version and any(blocks.any() for _, blocks in changes):
+            self.version += 1
+        for changed, blocks in changes:
+            changed[blocks] = self.version
         self._values, self._newer = self._newer, self._values
 
     def since(self, version: int) -> tuple[dict[str, Any], list[numpy.ndarray]]:
@@ -106,6 +114,7 @@ class ParameterStore:
         Returns:
             The fields for `Replica.take`, and for each dtype one array, which stays valid until the next update.
         """
+        self._pulled = self.version
         runs: dict[str, list[list[int]]] = {}
         arrays: list[numpy.ndarray] = []
         for dtype, values in self._values.items():

@@ -100,7 +100,8 @@ class JobWorker:
 
     def _ask(self, kind: str, fields: dict[str, Any], has_asked: bool) -> Message:
         """Send a message, unless this worker has asked already. Send it from time to time until the server answers."""
-        asked = time.monotonic() if has_asked else -math.inf
+        self._heard = time.monotonic()  # the time of a computation is no silence of the server
+        asked = self._heard if has_asked else -math.inf
         repeat_seconds = _HELLO_SECONDS if kind == "hello" else _REPEAT_SECONDS
         while True:
             now = time.monotonic()

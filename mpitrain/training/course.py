@@ -11,7 +11,6 @@ counts once. Hooks may be called twice around a loss.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Mapping
 from copy import deepcopy
@@ -83,15 +82,21 @@ class Course:
         self._stage = _BEGIN
         self._job.num_runs += 1
         self._copies = StateCopies(self._job.num_runs, self._trainer.step_number)
+        error: BaseException | None = None
         try:
-            while self._stage not in (_LEFT, _OVER):
-                self._go_through(stages[self._stage])
+            try:
+                while self._stage not in (_LEFT, _OVER):
+                    self._go_through(stages[self._stage])
+            finally:
+                self.is_running = False
+                for hook in self._trainer.hooks:
+                    hook.close()
+        except BaseException as raised:
+            error = raised  # sys.exception() would also name one that the caller handles
+            raise
         finally:
-            self.is_running = False
-            for hook in self._trainer.hooks:
-                hook.close()
             if served:
-                served.end_serving(sys.exception())
+                served.end_serving(error)
             if self._stage == _LEFT:
                 self._copies.leave(self._trainer.step_number, self._left_ms)
             self._copies.close()

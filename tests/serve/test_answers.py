@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import numpy
 import pytest
-from counting import NUM_SAMPLES, free_address, parts, playing, worker_key
+from counting import NUM_SAMPLES
+from hands import Hand, Served, hands, mean
 
 import mpitrain as mt
 from jobs import until
@@ -20,111 +17,30 @@ from mpitrain.compression import CODECS
 from mpitrain.config import read_config
 from mpitrain.exchange.bucket import plan_layout
 from mpitrain.serve.pushes import GradientBuffer, codec_of
-from mpitrain.serve.wire import Message
-from mpitrain.serve.worker_link import WorkerLink
 
 
-class Hand:
-    """A worker by hand."""
-
-    def __init__(self, address: str, facts: Any, host: str = "hand") -> None:
-        self._link = WorkerLink([address], worker_key(), 10**6)
-        self.life = ""
-        self.facts, self.host = facts, host
-
-    def say(self, kind: str, *arrays: numpy.ndarray, **fields: Any) -> None:
-        self._link.send(kind, {"life": self.life, **fields}, arrays)
-
-    def hear(self, kind: str) -> Message:
-        while True:
-            message = self._link.receive(60)
-            assert message is not None, f"no {kind}"
-            if message.kind != "welcome":  # it may have greeted twice
-                assert message.kind == kind, message
-                return message
-
-    def greet(self) -> Message:
-        """What is said before the connection is there is lost."""
-        while True:
-            self.say("hello", host=self.host, facts=self.facts)
-            if (message := self._link.receive(0.5)) is not None:
-                return message
-
-    def join(self) -> None:
-        message = self.greet()
-        assert message.kind == "welcome"
-        self.life = message.fields["life"]
-
-    def pull(self, version: int = -1) -> Message:
-        self.say("next", version=version)
-        return self.hear("job")
-
-    def push(self, job: Message, gradient: numpy.ndarray, **fields: Any) -> None:
-        known = {"number": job.fields["number"], "version": job.fields["version"], "loss": 1.0, "scale": 1.0}
-        self.say("done", gradient, **{**known, "unused": [], "note": None, **fields})
-
-    def close(self) -> None:
-        self._link.close()
+def is_overdue(served: Served) -> bool:
+    return any(one.is_overdue for one in served.strategy._server._attendance.here.values())  # type: ignore[union-attr]
 
 
-class Served:
-    """A server in a thread."""
-
-    def __init__(
-        self, steps: int, strategy: mt.ParameterServer, build: Any = parts, hang_seconds: float = 0, carried: Any = None
-    ) -> None:
-        self.address = free_address()
-        self.error: BaseException | None = None
-        world = mt.init()
-        world = replace(world, config=replace(world.config, hang_seconds=hang_seconds))
-        with playing("server", self.address):
-            self.trainer = mt.Trainer(build(strategy), [mt.StopAtStep(steps)], world)
-        if carried:
-            strategy.restore_own({"carried": carried})
-        self.strategy = strategy
-        self.facts = list(strategy._facts(self.trainer.data))  # type: ignore[arg-type]
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self.trainer.run()
-        except BaseException as error:
-            self.error = error
-
-    def end(self) -> None:
-        self._thread.join(60)
-        assert not self._thread.is_alive()
-        if self.error is not None:
-            raise self.error
-
-    @property
-    def counts(self) -> numpy.ndarray:
-        return numpy.array(self.trainer.adapter.parameters()["count"])
-
-
-@contextmanager
-def hands(served: Served, number: int) -> Iterator[list[Hand]]:
-    workers = [Hand(served.address, served.facts) for _ in range(number)]
-    try:
-        for worker in workers:
-            worker.join()
-        yield workers
-    finally:
-        for worker in workers:
-            worker.close()
-
-
-def mean(job: Message, value: float = 1.0) -> numpy.ndarray:
-    return numpy.full(NUM_SAMPLES, -value)
+def test_a_late_answer_counts_while_nobody_else_has_the_job() -> None:
+    served = Served(1, mt.ParameterServer("async"), hang_seconds=0.5)
+    with hands(served, 1) as (worker,):
+        job = worker.pull()
+        until(lambda: is_overdue(served))
+        worker.push(job, mean(job))
+        worker.end()
+    served.end()
+    assert set(served.counts) == {1.0}
+    assert [(one.jobs, one.dropped) for one in served.strategy.ledger.workers] == [(1, 0)]
 
 
 def test_a_late_answer_is_dropped_and_its_worker_goes_on() -> None:
-    """The job of a worker that is silent for `hang_seconds` goes to another one."""
-    served = Served(3, mt.ParameterServer("async"), hang_seconds=5.0)
+    """The job of a worker that is silent for `hang_seconds` goes to the next one that is free."""
+    served = Served(3, mt.ParameterServer("async"), hang_seconds=2.0)
     with hands(served, 2) as (slow, fast):
         late = slow.pull()
-        until(lambda: served.strategy._server.queue.num_out == 0)  # type: ignore[union-attr]
+        until(lambda: is_overdue(served))
         job = fast.pull()
         assert job.fields["begin"] == late.fields["begin"] == 0
         fast.push(job, mean(job))
@@ -137,9 +53,7 @@ def test_a_late_answer_is_dropped_and_its_worker_goes_on() -> None:
         fast.push(job, mean(job))
         until(lambda: served.trainer.step_number == 3)
         for worker in (slow, fast):
-            while (message := worker._link.receive(60)) is not None and message.kind != "over":
-                pass
-            worker.say("bye")
+            worker.end()
     served.end()
     assert set(served.counts) == {3.0}
     assert [one.dropped for one in served.strategy.ledger.workers] == [1, 0]
@@ -154,9 +68,7 @@ def test_answers_to_another_life_are_dropped() -> None:
         worker.join()
         job = worker.pull()
         worker.push(job, mean(job))
-        worker.hear("job")
-        worker.hear("over")
-        worker.say("bye")
+        worker.end()
     served.end()
     assert set(served.counts) == {1.0}
 
@@ -191,9 +103,7 @@ def test_a_wrong_answer_sends_its_worker_away_and_others_get_the_job(gradients: 
         again = right.pull()
         assert again.fields["begin"] == job.fields["begin"]
         right.push(again, mean(again))
-        right.hear("job")
-        right.hear("over")
-        right.say("bye")
+        right.end()
     served.end()
     assert set(served.counts) == {1.0}
     assert re.search(text, said), said
@@ -208,10 +118,27 @@ def test_a_worker_with_another_model_is_refused() -> None:
         stranger.close()
         job = worker.pull()
         worker.push(job, mean(job))
-        worker.hear("job")
-        worker.hear("over")
-        worker.say("bye")
+        worker.end()
     served.end()
+
+
+def test_what_hooks_change_is_pulled() -> None:
+    """Also by a worker that has the parameters of the update itself: no job goes out before the hooks."""
+
+    class Add(mt.Hook):
+        def after_step(self, trainer: mt.Trainer, step: mt.Step) -> None:
+            trainer.adapter.parameters()["count"][...] += 10.0
+
+    served = Served(2, mt.ParameterServer("async"), hooks=[Add()])
+    with hands(served, 1) as (worker,):
+        job = worker.pull()
+        worker.push(job, mean(job))
+        job = worker.hear("job")
+        assert set(job.arrays[0]) == {11.0}
+        worker.push(job, mean(job))
+        worker.end()
+    served.end()
+    assert set(served.counts) == {22.0}
 
 
 def test_the_rate_is_divided_by_the_staleness() -> None:
@@ -223,9 +150,7 @@ def test_the_rate_is_divided_by_the_staleness() -> None:
             worker.push(job, mean(job, 8.0))
             until(lambda number=number: served.trainer.step_number == number)
         for worker in workers:
-            worker.hear("job")
-            worker.hear("over")
-            worker.say("bye")
+            worker.end()
     served.end()
     assert set(served.counts) == {8.0 + 8.0 + 4.0}
     assert served.strategy.ledger.staleness == {0: 1, 1: 1, 2: 1}
@@ -242,7 +167,7 @@ def test_a_pull_has_what_has_changed() -> None:
 
         return make
 
-    served = Served(2, mt.ParameterServer("async"), build)
+    served = Served(3, mt.ParameterServer("async"), build)
     with hands(served, 1) as (worker,):
         first = worker.pull()
         assert first.fields["runs"] == {"float64": [[0, 40_003]]}
@@ -256,8 +181,8 @@ def test_a_pull_has_what_has_changed() -> None:
         third = worker.hear("job")
         assert third.fields["runs"] == {}
         assert third.arrays == []
-        worker.hear("over")
-        worker.say("bye")
+        worker.push(third, numpy.zeros(40_003))
+        worker.end()
     served.end()
 
 
@@ -268,9 +193,7 @@ def test_what_ranks_had_left_out_is_in_the_first_update() -> None:
         worker.push(job, mean(job))
         job = worker.hear("job")
         worker.push(job, mean(job))
-        worker.hear("job")
-        worker.hear("over")
-        worker.say("bye")
+        worker.end()
     served.end()
     numpy.testing.assert_array_equal(served.counts, 2 + numpy.arange(24))
 

@@ -99,6 +99,24 @@ def test_sync_is_what_one_process_does() -> None:
     assert "left" not in served.data.state()
 
 
+def test_sync_is_what_one_process_does_where_a_hook_changes_parameters() -> None:
+    """All gradients of a step are of the parameters that the hooks have left."""
+
+    class Halve(mt.Hook):
+        def after_step(self, trainer: mt.Trainer, step: mt.Step) -> None:
+            trainer.adapter.parameters()["count"][...] *= 0.5
+
+    def falling(parameters: Any, batch: Any, on_gradient: Any) -> float:
+        on_gradient("count", 1.0 - 0.5 * parameters["count"])
+        return 1.0
+
+    alone = mt.Trainer(parts(mt.Sync(), falling), [mt.StopAtStep(5), Halve()])
+    alone.run()
+    server, *workers = [parts(mt.ParameterServer("sync"), falling) for _ in range(3)]
+    served, _ = train_served(server, workers, [mt.StopAtStep(5), Halve()])
+    numpy.testing.assert_allclose(counts_of(served), counts_of(alone), rtol=1e-12)
+
+
 def test_one_process_without_servers_is_sync_bit_for_bit() -> None:
     found = []
     for one in (mt.Sync(), mt.ParameterServer()):

@@ -1,0 +1,124 @@
+"""A worker that speaks the protocol by hand, and a server in a thread for it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy
+from counting import NUM_SAMPLES, free_address, parts, playing, worker_key
+
+import mpitrain as mt
+from mpitrain.serve.wire import Message
+from mpitrain.serve.worker_link import WorkerLink
+
+
+class Hand:
+    """A worker by hand."""
+
+    def __init__(self, address: str, facts: Any, host: str = "hand") -> None:
+        self._link = WorkerLink([address], worker_key(), 10**6)
+        self.life = ""
+        self.facts, self.host = facts, host
+
+    def say(self, kind: str, *arrays: numpy.ndarray, **fields: Any) -> None:
+        self._link.send(kind, {"life": self.life, **fields}, arrays)
+
+    def hear(self, kind: str) -> Message:
+        while True:
+            message = self._link.receive(60)
+            assert message is not None, f"no {kind}"
+            if message.kind != "welcome":  # it may have greeted twice
+                assert message.kind == kind, message
+                return message
+
+    def greet(self) -> Message:
+        """What is said before the connection is there is lost."""
+        while True:
+            self.say("hello", host=self.host, facts=self.facts)
+            if (message := self._link.receive(0.5)) is not None:
+                return message
+
+    def join(self) -> None:
+        message = self.greet()
+        assert message.kind == "welcome"
+        self.life = message.fields["life"]
+
+    def pull(self, version: int = -1) -> Message:
+        self.say("next", version=version)
+        return self.hear("job")
+
+    def push(self, job: Message, gradient: numpy.ndarray, **fields: Any) -> None:
+        known = {"number": job.fields["number"], "version": job.fields["version"], "loss": 1.0, "scale": 1.0}
+        self.say("done", gradient, **{**known, "unused": [], "note": None, **fields})
+
+    def end(self) -> None:
+        """Hear that the run is over, and end."""
+        while (message := self._link.receive(60)) is not None and message.kind != "over":
+            pass
+        assert message is not None, "no over"
+        self.say("bye")
+
+    def close(self) -> None:
+        self._link.close()
+
+
+class Served:
+    """A server in a thread."""
+
+    def __init__(
+        self,
+        steps: int,
+        strategy: mt.ParameterServer,
+        build: Any = parts,
+        hang_seconds: float = 0,
+        carried: Any = None,
+        hooks: Sequence[mt.Hook] = (),
+    ) -> None:
+        self.address = free_address()
+        self.error: BaseException | None = None
+        world = mt.init()
+        world = replace(world, config=replace(world.config, hang_seconds=hang_seconds))
+        with playing("server", self.address):
+            self.trainer = mt.Trainer(build(strategy), [mt.StopAtStep(steps), *hooks], world)
+        if carried:
+            strategy.restore_own({"carried": carried})
+        self.strategy = strategy
+        self.facts = list(strategy._facts(self.trainer.data))  # type: ignore[arg-type]
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.trainer.run()
+        except BaseException as error:
+            self.error = error
+
+    def end(self) -> None:
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+        if self.error is not None:
+            raise self.error
+
+    @property
+    def counts(self) -> numpy.ndarray:
+        return numpy.array(self.trainer.adapter.parameters()["count"])
+
+
+@contextmanager
+def hands(served: Served, number: int) -> Iterator[list[Hand]]:
+    workers = [Hand(served.address, served.facts) for _ in range(number)]
+    try:
+        for worker in workers:
+            worker.join()
+        yield workers
+    finally:
+        for worker in workers:
+            worker.close()
+
+
+def mean(job: Message, value: float = 1.0) -> numpy.ndarray:
+    return numpy.full(NUM_SAMPLES, -value)

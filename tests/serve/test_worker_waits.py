@@ -1,0 +1,78 @@
+"""For how long a worker waits for its server."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import closing
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+from counting import NUM_SAMPLES, counting, free_address
+
+import mpitrain as mt
+from jobs import HANG_SECONDS
+from mpitrain.serve.keys import keys_of
+from mpitrain.serve.link import ServerLink
+from mpitrain.serve.wire import Message
+from mpitrain.serve.worker import JobWorker
+from mpitrain.serve.worker_link import WorkerLink
+
+
+def hear(link: ServerLink, kind: str) -> Message:
+    deadline = time.monotonic() + HANG_SECONDS
+    while time.monotonic() < deadline:
+        for event in link.receive(0.5):
+            if isinstance(event, Message) and event.kind == kind:
+                return event
+    raise AssertionError(f"no {kind}")
+
+
+def test_the_time_of_a_job_is_no_silence_of_the_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """The server ends while the worker computes for longer than it waits for a server. It waits for the next one."""
+    passed = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0])
+    monkeypatch.setattr("mpitrain.serve.worker.time", clock)
+    keys, address = keys_of(tmp_path / "server"), free_address()
+    computes, goes_on = threading.Event(), threading.Event()
+
+    def slow(parameters: Any, batch: Any, on_gradient: Any) -> float:
+        computes.set()
+        assert goes_on.wait(HANG_SECONDS)
+        passed[0] += 1000.0
+        return counting(parameters, batch, on_gradient)
+
+    world = mt.init()
+    adapter = mt.ArrayFunction(slow, {"count": numpy.zeros(NUM_SAMPLES)}, mt.Sgd(1.0))
+    data = mt.ArrayData(world, numpy.arange(NUM_SAMPLES), global_batch=8)
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        with closing(WorkerLink([address], keys.worker, 10**6)) as link:
+            worker = JobWorker(
+                link, adapter, data, None, {"host": "here"}, stall_seconds=600.0, hang_seconds=300.0, say=print
+            )
+            try:
+                worker.work()
+            except BaseException as error:
+                errors.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    with closing(ServerLink(address, keys, 10**6)) as link:
+        peer = hear(link, "hello").peer
+        link.send(peer, "welcome", {"life": "first", "name": "a worker"})
+        hear(link, "next")
+        values = [numpy.zeros(NUM_SAMPLES)]
+        runs = {"float64": [[0, NUM_SAMPLES]]}
+        job = {"number": 1, "epoch": 0, "begin": 0, "end": 8, "version": 0, "runs": runs, "loss_scale": None}
+        link.send(peer, "job", job, values)
+        assert computes.wait(HANG_SECONDS)
+    goes_on.set()
+    with closing(ServerLink(address, keys, 10**6)) as link:
+        link.send(hear(link, "next").peer, "over", {})
+        hear(link, "bye")
+    thread.join(HANG_SECONDS)
+    assert errors == []
