@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+from contextlib import suppress
 from typing import Any
 
 import numpy
 import pytest
+import zmq
 from counting import NUM_SAMPLES
 from hands import Hand, Served, hands, mean
 
@@ -107,6 +109,27 @@ def test_a_wrong_answer_sends_its_worker_away_and_others_get_the_job(gradients: 
     served.end()
     assert set(served.counts) == {1.0}
     assert re.search(text, said), said
+
+
+def test_a_peer_that_sends_no_message_before_it_joins_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    served = Served(1, mt.ParameterServer("async"))
+    with hands(served, 1) as (worker,):
+        stranger = Hand(served.address, served.facts)
+        message = None
+        while message is None:
+            with suppress(zmq.Again):  # there is no connection yet
+                stranger._link._socket.send(b"none", zmq.NOBLOCK)
+            message = stranger._link.receive(0.5)
+        assert message.kind == "refused"
+        said: list[str] = []
+        until(lambda: said.append(capsys.readouterr().out) or "before they had joined: 1; the last" in "".join(said))
+        stranger.close()
+        job = worker.pull()
+        worker.push(job, mean(job))
+        while worker._link.receive(60).kind != "over":  # type: ignore[union-attr]
+            pass
+        worker.say("bye")
+    served.end()
 
 
 def test_a_worker_with_another_model_is_refused() -> None:

@@ -200,9 +200,20 @@ def test_a_worker_that_is_broken_is_sent_away() -> None:
             parameters, batch, lambda name, gradient: on_gradient(name, numpy.full_like(gradient, numpy.inf))
         )
 
+    class WhenThreeAreLeft(mt.Hook):
+        """Ends the run when the broken worker has gone. The others wait for it, however fast they are."""
+
+        ends_run = True
+
+        def after_step(self, trainer: mt.Trainer, step: Any) -> None:
+            tallies = served.ledger.workers
+            if sum(tally.is_here for tally in tallies) == 3 and any(tally.refused for tally in tallies):
+                trainer.last_step = trainer.step_number
+
     functions = (counting, broken, counting, counting)
     builds = [parts(strategy("async"), function) for function in functions]
-    trainer, workers = train_served(parts(strategy("async")), builds, [mt.StopAtStep(60)])
+    served = strategy("async")
+    trainer, workers = train_served(parts(served), builds, [WhenThreeAreLeft()])
     check_counts(trainer, "async")
     assert list(workers.errors) == [1]
     assert isinstance(workers.errors[1], LaunchError)
