@@ -46,6 +46,7 @@ class Stale:
         told = (tuple(unused), self._adapter.note())
         self._store.check_note(told[1])
         self._store.apply(gradients, remarks_of([told]), 1.0, self._store.version - self._replica.version)
+        self._store.note_changes()
 
 
 def test_running_statistics_follow_the_batches_of_many_workers() -> None:
