@@ -60,9 +60,8 @@ FRAMEWORKS_TOO = {"torch": {5: ""}, "jax": {3: "", 4: ""}}  # with --full
 OF_FOUR_ON_GPUS = (
     "test_transports or test_the_bits_of_the_host or test_weighted_means_of_all_dtypes or test_a_reducers_gradients"
 )
-EMULATED = {1: "", 2: "", 4: OF_FOUR_ON_GPUS}
-EMULATED_TOO = {3: ""}  # with --full
-EMULATED_GPUS = {1: 1, 2: 2, 3: 1, 4: 2}  # by number of ranks
+EMULATED = {1: "", 2: "", 3: "nccl", 4: OF_FOUR_ON_GPUS}  # NCCL needs a GPU for each rank
+EMULATED_GPUS = {1: 1, 2: 2, 3: 3, 4: 2}  # by number of ranks
 # The tests that need beds of nodes (mpitrain/testbed), in parts of about the same length. They wait much of the time,
 # so they run beside all others. Many start from one snapshot (`provisioned` in tests/conftest.py): the part that needs
 # it first makes it, while the first one sets up a cluster of its own.
@@ -142,7 +141,7 @@ def on_ranks(slow: list[str], full: bool) -> Iterator[Part]:
             continue
         for size, chosen in (sizes | (FRAMEWORKS_TOO[framework] if full else {})).items():
             yield of_ranks(f"{framework}_ranks", size, "" if full else chosen, *slow)
-    for size, chosen in (EMULATED | (EMULATED_TOO if full else {})).items():
+    for size, chosen in EMULATED.items():
         gpus = f"--emulated={EMULATED_GPUS[size]}"
         yield of_ranks("device_ranks", size, "" if full else chosen, gpus, *slow)
 
