@@ -20,6 +20,8 @@ from jobs import REPOSITORY
 from mpitrain.serve.keys import make_keys
 
 PROGRAM = [*TRAIN, "--epochs", "3"]
+# Long enough for a second worker to come while the first one trains, on a busy machine too.
+LONG = [*TRAIN, "--epochs", "100"]
 
 
 @pytest.fixture
@@ -34,7 +36,7 @@ def last_accuracy(output: str) -> float:
 
 def test_a_server_two_workers_and_others_that_are_refused(commands: Commands, tmp_path: Path) -> None:
     """The line that the server prints starts a worker. Workers that differ are refused, and nobody else notices."""
-    server = commands.serve(program=PROGRAM)
+    server = commands.serve(program=LONG)
     output = server.until(r"MPITRAIN_KEY=\S+ mpitrain work \S+ .*\n")
     line = re.search(r"^    (MPITRAIN_KEY=\S+ mpitrain work) (\S+):(\d+) (.*)$", output, re.M)
     assert line
@@ -53,13 +55,13 @@ def test_a_server_two_workers_and_others_that_are_refused(commands: Commands, tm
         file.write("# changed\n")
     other_key = make_keys().worker.text
     refused = {
-        "datasets.py differs": commands.work(str(examples / "train.py"), *PROGRAM[1:]),
-        r"made-up 1\.5, here \(not there\)": commands.work(*PROGRAM, PYTHONPATH=f"{REPOSITORY}:{tmp_path / 'more'}"),
-        "mpitrain's code differs": commands.work(*PROGRAM, PYTHONPATH=str(tmp_path / "old")),
-        "it has 'seed=1', the server 'seed=0'": commands.work(*PROGRAM, "--seed", "1"),
+        "datasets.py differs": commands.work(str(examples / "train.py"), *LONG[1:]),
+        r"made-up 1\.5, here \(not there\)": commands.work(*LONG, PYTHONPATH=f"{REPOSITORY}:{tmp_path / 'more'}"),
+        "mpitrain's code differs": commands.work(*LONG, PYTHONPATH=str(tmp_path / "old")),
+        "it has 'seed=1', the server 'seed=0'": commands.work(*LONG, "--seed", "1"),
         # This one cannot come in at all.
         "is not the server of this key": commands.work(
-            *PROGRAM, MPITRAIN_KEY=other_key, MPITRAIN_STALL_SECONDS="1", MPITRAIN_HANG_SECONDS="3"
+            *LONG, MPITRAIN_KEY=other_key, MPITRAIN_STALL_SECONDS="1", MPITRAIN_HANG_SECONDS="3"
         ),
     }
     for words, worker in refused.items():
@@ -72,7 +74,7 @@ def test_a_server_two_workers_and_others_that_are_refused(commands: Commands, tm
     # The line names this host, which may stand for an address that nobody listens at: the loopback will do.
     pasted = f"{line[1]} 127.0.0.1:{line[3]} {line[4]}"
     first = commands.start(["bash", "-c", pasted], XDG_STATE_HOME=str(tmp_path / "elsewhere"))
-    second = commands.work(*PROGRAM)
+    second = commands.work(*LONG)
     for command in (server, first, second):
         assert command.end() == 0, command.output
     assert last_accuracy(server.output) > 0.85
