@@ -106,7 +106,7 @@ def test_killed_workers_and_a_killed_server(tmp_path: Path, mode: str) -> None:
     with processes(tmp_path, mode) as run:
         server, output = run.start("server", last)
         workers = [run.start("worker", last)[0] for _ in range(3)]
-        until(lambda: said(output, "step 20\n"), "no step 20")
+        until(lambda: said(output, "step 20\n") and said(output, "has joined; 3 here"), "no step 20 with 3 workers")
         workers[0].send_signal(signal.SIGKILL)
         until(lambda: said(output, r"worker \d on .* has gone \(.*\); 2 here"), "nobody has gone")
         workers.append(run.start("worker", last)[0])
