@@ -1,89 +1,26 @@
-"""Links between a server and its workers: real sockets, real processes that are killed, stopped and started again."""
+"""Links between a server and its workers, over real sockets."""
 
 from __future__ import annotations
 
 import os
 import re
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from typing import Any
 
 import numpy
 import pytest
 import zmq
+from linking import KEYS, MOST, a_server, a_worker, free_port, one_message, reply, until
 
-from jobs import HANG_SECONDS, clean_environment
+from jobs import HANG_SECONDS
 from mpitrain.errors import ConfigError
-from mpitrain.serve.keys import ServerKeys, WorkerKey, make_keys
-from mpitrain.serve.link import Event, Gone, ServerLink
+from mpitrain.serve.link import Gone
 from mpitrain.serve.plain import check_way
 from mpitrain.serve.wire import CHUNK_BYTES, Message, WireError
 from mpitrain.serve.worker_link import WorkerLink, parse_address
-
-KEYS = make_keys()
-MOST = 2**23
-# Says hello, and then waits for messages.
-WORKER = """
-import sys
-from mpitrain.serve.keys import parse_key
-from mpitrain.serve.worker_link import WorkerLink
-link = WorkerLink([sys.argv[1]], parse_key(sys.argv[2], "the key"), 2**23, silence_seconds=float(sys.argv[3]))
-link.send("hello", {"number": 1})
-while True:
-    link.receive(60.0)
-"""
-
-
-def a_server(
-    *, keys: ServerKeys = KEYS, address: str = "127.0.0.1:*", plain: str = "", silence: float = 10.0
-) -> ServerLink:
-    return ServerLink(address, keys, MOST, plain=plain, silence_seconds=silence)
-
-
-def a_worker(server: ServerLink, key: WorkerKey = KEYS.worker, *, plain: bool = False) -> WorkerLink:
-    return WorkerLink([server.address], key, MOST, plain=plain)
-
-
-def until(server: ServerLink, holds: Callable[[list[Event]], bool]) -> list[Event]:
-    """All events until these have come."""
-    events: list[Event] = []
-    deadline = time.monotonic() + HANG_SECONDS
-    while not holds(events):
-        assert time.monotonic() < deadline, events
-        events += server.receive(1.0)
-    return events
-
-
-def one_message(server: ServerLink) -> Message:
-    (message,) = until(server, bool)
-    assert isinstance(message, Message)
-    return message
-
-
-def reply(server: ServerLink, worker: WorkerLink) -> Message:
-    """The next message of the server, while both sides look."""
-    deadline = time.monotonic() + HANG_SECONDS
-    while (message := worker.receive(0.1)) is None:
-        assert time.monotonic() < deadline
-        assert server.receive(0.0) == []
-    return message
-
-
-@contextmanager
-def worker_process(server: ServerLink, silence: float) -> Iterator[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-c", WORKER, server.address, KEYS.worker.text, str(silence)]
-    process = subprocess.Popen(command, env=clean_environment())
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
 
 
 @pytest.mark.parametrize("plain", ["", "lo"])
@@ -105,7 +42,7 @@ def test_both_ways(plain: str) -> None:
 
 def test_without_encryption_no_address_of_a_name_may_lead_over_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """A name may lead to this machine and elsewhere, and to other addresses later; a link tries all of them."""
-    real, name, port = socket.getaddrinfo, "tunnel.example", _free_port()
+    real, name, port = socket.getaddrinfo, "tunnel.example", free_port()
     ips = ["127.0.0.1", "198.51.100.7"]
 
     def resolve(host: str, *rest: Any, **named: Any) -> Any:
@@ -143,86 +80,6 @@ def test_what_was_sent_before_the_end_is_delivered() -> None:
         assert second == Gone(first.peer, "its connection has ended")
         server.send(first.peer, "job", {})  # nobody is there, and nothing happens
         assert server.receive(0.2) == []
-
-
-def test_a_killed_worker_is_seen_at_once() -> None:
-    with closing(a_server(silence=1000.0)) as server, worker_process(server, 1000.0) as process:
-        peer = one_message(server).peer
-        process.kill()
-        # Not by silence: that would take longer than `until` waits.
-        assert until(server, bool) == [Gone(peer, "its connection has ended")]
-
-
-def test_a_stopped_worker_is_seen_by_its_silence_and_comes_back() -> None:
-    silence = 5.0  # a process may get no processor for some seconds
-    with closing(a_server(silence=silence)) as server, worker_process(server, silence) as process:
-        peer = one_message(server).peer
-        assert server.receive(1.5 * silence) == []  # a worker that only waits is not silent
-        process.send_signal(signal.SIGSTOP)
-        assert until(server, bool) == [Gone(peer, "its connection has ended")]
-        process.send_signal(signal.SIGCONT)
-        assert process.poll() is None
-
-
-def test_a_server_that_computes_for_long_loses_no_worker() -> None:
-    """Nobody reads meanwhile: a message waits in the sockets, and signs of life come behind it."""
-    with ExitStack() as stack:
-        silence = 5.0
-        server = stack.enter_context(closing(a_server(silence=silence)))
-        worker = stack.enter_context(closing(WorkerLink([server.address], KEYS.worker, MOST, silence_seconds=silence)))
-        send = threading.Thread(target=worker.send, args=("hello", {}))
-        send.start()
-        peer = one_message(server).peer
-        send.join()
-        worker.send("done", {}, [numpy.zeros(MOST, numpy.uint8)])
-        time.sleep(1.5 * silence)
-        message = one_message(server)
-        assert (message.peer, message.kind) == (peer, "done")
-
-
-def test_a_server_that_is_started_again() -> None:
-    server = a_server()
-    with ExitStack() as stack:
-        worker = stack.enter_context(closing(a_worker(server)))
-        send = threading.Thread(target=worker.send, args=("hello", {}))
-        send.start()
-        before = one_message(server).peer
-        send.join()
-        server.close()
-        worker.send("next", {})  # dropped: it would come too late
-        again = stack.enter_context(closing(a_server(address=server.address)))
-        deadline = time.monotonic() + HANG_SECONDS
-        events: list[Event] = []
-        while not events:
-            assert time.monotonic() < deadline
-            asking = threading.Thread(target=worker.send, args=("hello again", {}))
-            asking.start()
-            while asking.is_alive():
-                events += again.receive(0.05)
-            asking.join()
-            events += again.receive(0.05)
-        assert {event.kind for event in events if isinstance(event, Message)} == {"hello again"}
-        assert before not in {event.peer for event in events}
-
-
-def test_the_server_is_looked_for_at_several_addresses() -> None:
-    with closing(a_server()) as server, socket.create_server(("127.0.0.1", 0)) as silent:
-        nobody, free = silent.getsockname()[1], _free_port()
-        addresses = [f"127.0.0.1:{free}", f"127.0.0.1:{nobody}", f"localhost:{server.address.split(':')[1]}"]
-        with closing(WorkerLink(addresses, KEYS.worker, MOST)) as worker:
-            stop = threading.Event()
-
-            def ask() -> None:
-                while not stop.is_set():
-                    worker.send("hello", {})
-
-            asking = threading.Thread(target=ask)
-            asking.start()
-            message = one_message(server)
-            stop.set()
-            asking.join()
-            assert message.kind == "hello"
-            assert worker.address == addresses[2]
 
 
 def test_a_hundred_light_workers() -> None:
@@ -296,22 +153,6 @@ def test_an_address_that_is_none(address: str) -> None:
     assert parse_address("lab1:5000") == ("lab1", 5000)
 
 
-def test_why_nothing_comes() -> None:
-    with closing(WorkerLink([f"127.0.0.1:{_free_port()}"], KEYS.worker, MOST)) as worker:
-        assert worker.receive(0.1) is None
-        assert "no program listens at 127.0.0.1:" in worker.trouble()
-    with closing(WorkerLink(["nowhere.invalid:5000"], KEYS.worker, MOST)) as worker:
-        worker.send("hello", {})
-        assert worker.receive(0.1) is None
-        assert worker.trouble() == "the name nowhere.invalid cannot be resolved"
-    with closing(a_server()) as server, closing(a_worker(server)) as worker:
-        send = threading.Thread(target=worker.send, args=("hello", {}))
-        send.start()
-        one_message(server)
-        send.join()
-        assert worker.trouble() == f"the server at {server.address} is there, and does not answer"
-
-
 def test_a_message_of_the_server_that_cannot_be_read() -> None:
     """Both sides must have the same sizes; a worker says what it does not take."""
     with closing(a_server()) as server, closing(WorkerLink([server.address], KEYS.worker, 100)) as worker:
@@ -322,11 +163,6 @@ def test_a_message_of_the_server_that_cannot_be_read() -> None:
         server.send(peer, "job", {}, [numpy.zeros(1000)])
         with pytest.raises(WireError, match=r"allowed are|each length is"):
             reply(server, worker)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
 
 
 def test_nothing_of_zeromq_stays() -> None:
@@ -344,20 +180,3 @@ def test_nothing_of_zeromq_stays() -> None:
 def _own(kind: str) -> set[str]:
     """What this process has, by number: threads ("task") or descriptors ("fd")."""
     return set(os.listdir(f"/proc/self/{kind}"))  # noqa: PTH208 - names are wanted
-
-
-def test_a_machine_that_drops_packets() -> None:
-    """As behind a firewall: nothing comes back, because the queue of connections is full and the kernel drops more."""
-    with socket.socket() as full, ExitStack() as stack:
-        full.bind(("127.0.0.1", 0))
-        full.listen(0)
-        address = f"127.0.0.1:{full.getsockname()[1]}"
-        for _ in range(2):
-            waiting = stack.enter_context(socket.socket())
-            waiting.setblocking(False)
-            waiting.connect_ex(full.getsockname())
-        worker = stack.enter_context(closing(WorkerLink([address], KEYS.worker, MOST)))
-        assert worker.receive(0.1) is None
-        assert re.match(
-            f"nothing answers at {address}: the machine is off, or a firewall drops .*sudo ufw allow", worker.trouble()
-        )

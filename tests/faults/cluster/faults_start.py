@@ -7,7 +7,7 @@ from faults.cluster.matrix import Fault
 _SHARE = "/home/cluster/nfs"
 _CONDA = "/opt/conda/bin"
 _PROFILE = "/home/cluster/.profile"
-_SCRIPT = f"{_SHARE}/work/train.py"
+_SCRIPT = f"{_SHARE}/project/train.py"
 _AS_USER = "runuser -u cluster --"
 
 FAULTS: dict[str, Fault] = {
@@ -69,13 +69,13 @@ FAULTS: dict[str, Fault] = {
     "a numpy.py beside the script": Fault(
         "a numpy.py beside the program, on the share",
         {
-            "node1": f"{_AS_USER} mkdir -p {_SHARE}/work && {_AS_USER} touch {_SCRIPT} {_SHARE}/work/numpy.py "
-            f"{_SHARE}/work/helpers.py"
+            "node1": f"{_AS_USER} mkdir -p {_SHARE}/project && {_AS_USER} touch {_SCRIPT} {_SHARE}/project/numpy.py "
+            f"{_SHARE}/project/helpers.py"
         },
-        {"node1": f"rm -r {_SHARE}/work"},
+        {"node1": f"rm -r {_SHARE}/project"},
         {"RUN04": ("fail", "node[1-4]")},
         options=["--script", _SCRIPT],
         has_line=True,
-        shows=[f"Python takes {_SHARE}/work/numpy.py, beside the script, for the library numpy"],
+        shows=[f"Python takes {_SHARE}/project/numpy.py, beside the script, for the library numpy"],
     ),
 }
