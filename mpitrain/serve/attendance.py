@@ -25,6 +25,7 @@ class Attendee:
         version: of the parameters that it has; -1: none.
         waits_since: since when it waits for a job; None: it does not.
         job_since: when its job went out.
+        job_clock: the same by Attendance.clock.
         is_overdue: its job has not been answered for `hang_seconds`. The next worker that is free gets it.
         is_silent: its job was taken away for that.
     """
@@ -34,6 +35,7 @@ class Attendee:
     version: int = -1
     waits_since: float | None = None
     job_since: float = 0.0
+    job_clock: float = 0.0
     is_overdue: bool = False
     is_silent: bool = False
 
@@ -81,7 +83,16 @@ class Attendance:
         self.here: dict[Hashable, Attendee] = {}
         self.ledger = ServerLedger()
         self._link, self._queue, self._pace, self._rules = link, queue, pace, rules
-        self._moved = self._said = rules.now()
+        self._away_seconds = 0.0
+        self._moved = self._said = self.clock()
+
+    def clock(self) -> float:
+        """The time by which silence is measured, in seconds. It stands still while the server does other things."""
+        return self._rules.now() - self._away_seconds
+
+    def was_away(self, seconds: float) -> None:
+        """Take in that the server has read no messages for so long, because it did other things."""
+        self._away_seconds += seconds
 
     def join(self, message: Message) -> None:
         """Take in a worker, or refuse it. A worker that is here has lost the welcome, or its job, and begins again."""
@@ -149,26 +160,26 @@ class Attendance:
         overdue = [one for one in self.here.values() if one.is_overdue]
         if not overdue:
             return False
-        longest = min(overdue, key=lambda one: one.job_since)
+        longest = min(overdue, key=lambda one: one.job_clock)
         longest.is_overdue, longest.is_silent = False, True
         self._pace.leave(longest.peer)
         return True
 
     def move(self) -> None:
         """Take in that an answer has come."""
-        self._moved = self._rules.now()
+        self._moved = self.clock()
 
     def look_at_the_clock(self) -> None:
         """Note whose jobs others may have, and say for whom the server waits."""
-        now, rules = self._rules.now(), self._rules
+        now, rules = self.clock(), self._rules
         for attendee in self.here.values():
             out = self._queue.at(attendee.peer)
             if attendee.is_overdue or not rules.hang_seconds or not out:
                 continue
-            if now - attendee.job_since > rules.hang_seconds:
+            if now - attendee.job_clock > rules.hang_seconds:
                 attendee.is_overdue = True
                 rules.say(
-                    f"{attendee.tally.name} has not answered job {out[0].number} for {now - attendee.job_since:.0f} s; "
+                    f"{attendee.tally.name} has not answered job {out[0].number} for {now - attendee.job_clock:.0f} s; "
                     "the next worker that is free gets its samples"
                 )
         if now - max(self._moved, self._said) < rules.stall_seconds:

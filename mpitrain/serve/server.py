@@ -58,6 +58,7 @@ class JobServer:
         self._events: deque[Message | Gone] = deque()
         self._pushes: dict[int, Push] = {}  # by the numbers of their jobs
         self._refusals = Refusals()
+        self._left: float | None = None  # when the last update had been made
         self._strangers = Strangers(link, rules.say, rules.now)
 
     def next_update(self) -> tuple[Means, float]:
@@ -67,6 +68,8 @@ class JobServer:
             GradientError: several workers have sent what cannot be used for the same samples.
         """
         self._store.note_changes()  # by the last update, and by the hooks after it: no job goes out before them
+        if self._left is not None:
+            self._attendance.was_away(self._rules.now() - self._left)
         while True:
             self._hand_out()
             if not self._events:
@@ -75,7 +78,9 @@ class JobServer:
                 self._strangers.look()
             while self._events:
                 if jobs := self._handle(self._events.popleft()):
-                    return self._update(jobs)
+                    made = self._update(jobs)
+                    self._left = self._rules.now()
+                    return made
 
     def close(self, reason: str, *, is_over: bool) -> None:
         """Close the link. Tell all workers that the run is over, or else, if there is a reason, that it has failed.
@@ -217,6 +222,7 @@ class JobServer:
             self._link.send(attendee.peer, "job", fields, arrays)
             self.ledger.bytes_out += sum(array.nbytes for array in arrays)
             attendee.waits_since, attendee.job_since = None, self._rules.now()
+            attendee.job_clock = self._attendance.clock()
 
     def _job_for(self, attendee: Attendee) -> ServedJob | None:
         """Return a job for a worker that is free; first one that another worker does not answer."""

@@ -20,10 +20,10 @@ from mpitrain.serve.wire import Message
 from mpitrain.serve.worker_link import WorkerLink
 from mpitrain.tree import Tree
 
-# A worker repeats what it has asked for after so long: the server may have been started again, and know nothing of it.
-_REPEAT_SECONDS = 1.0
-# The first message, while there may be no server yet: an attempt costs little, and the server may begin any moment.
-_HELLO_SECONDS = 0.2
+# A worker repeats what it has asked for after so long, each time after twice as long: a server in a long hook does not
+# read, and what waits there for it must stay little. On another connection it repeats it at once.
+_REPEAT_SECONDS, _MOST_REPEAT_SECONDS = 1.0, 60.0
+_LOOK_SECONDS = 0.2
 
 
 class Places(Protocol):
@@ -101,14 +101,16 @@ class JobWorker:
     def _ask(self, kind: str, fields: dict[str, Any], has_asked: bool) -> Message:
         """Send a message, unless this worker has asked already. Send it from time to time until the server answers."""
         self._heard = time.monotonic()  # the time of a computation is no silence of the server
-        asked = self._heard if has_asked else -math.inf
-        repeat_seconds = _HELLO_SECONDS if kind == "hello" else _REPEAT_SECONDS
+        asked, repeat_seconds = self._heard if has_asked else -math.inf, _REPEAT_SECONDS
+        connection = self._link.connections
         while True:
             now = time.monotonic()
-            if now - asked >= repeat_seconds:
+            if now - asked >= repeat_seconds or self._link.connections != connection:
+                if asked > -math.inf:
+                    repeat_seconds = min(2 * repeat_seconds, _MOST_REPEAT_SECONDS)
                 self._link.send(kind, fields)
-                asked = now
-            message = self._link.receive(repeat_seconds)
+                asked, connection = now, self._link.connections
+            message = self._link.receive(_LOOK_SECONDS)
             if message is None:
                 self._look_at_the_clock()
                 continue

@@ -33,6 +33,7 @@ class WorkerLink:
 
     Attributes:
         address: HOST:PORT where the server is looked for now.
+        connections: how often a connection has come about.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class WorkerLink:
         self._context = zmq.Context()
         self._candidates: list[tuple[str, str, int]] = []
         self._candidate, self._way = ("", "", 0), ""
+        self.connections = 0
         self._connected = False
         self._failure = ""
         self._open: tuple[Socket, SocketEvents] | None = None
@@ -164,6 +166,7 @@ class WorkerLink:
         for kind, _ in self._open[1].take():
             if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._connected, self._failure = True, ""
+                self.connections += 1
             elif kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 self._failure = (
                     "the server does not take this key; copy the line that it has printed when it was started last"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+import threading
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy
@@ -18,6 +20,7 @@ from jobs import until
 from mpitrain.compression import CODECS
 from mpitrain.config import read_config
 from mpitrain.exchange.bucket import plan_layout
+from mpitrain.serve.attendance import ServerRules
 from mpitrain.serve.pushes import GradientBuffer, codec_of
 
 
@@ -59,6 +62,40 @@ def test_a_late_answer_is_dropped_and_its_worker_goes_on() -> None:
     served.end()
     assert set(served.counts) == {3.0}
     assert [one.dropped for one in served.strategy.ledger.workers] == [1, 0]
+
+
+def test_the_time_of_a_hook_is_no_silence_of_workers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Answers that came meanwhile count, and nobody is said to be silent. The clock moves only in the hook."""
+    passed = [0.0]
+    rules = partial(ServerRules, now=lambda: passed[0])
+    monkeypatch.setattr("mpitrain.strategies.parameter_server.ServerRules", rules)
+    begun, goes_on = threading.Event(), threading.Event()
+
+    class Long(mt.Hook):
+        def after_step(self, trainer: mt.Trainer, step: mt.Step) -> None:
+            if step.number == 1:
+                begun.set()
+                assert goes_on.wait(60)
+                passed[0] += 1000.0
+
+    served = Served(3, mt.ParameterServer("async"), hang_seconds=600.0, hooks=[Long()])
+    with hands(served, 3) as workers:
+        jobs = [worker.pull() for worker in workers]
+        workers[0].push(jobs[0], mean(jobs[0]))
+        assert begun.wait(60)
+        for worker, job in list(zip(workers, jobs, strict=True))[1:]:
+            worker.push(job, mean(job))
+        goes_on.set()
+        for worker in workers:
+            worker.end()
+    served.end()
+    assert set(served.counts) == {3.0}
+    assert [one.dropped for one in served.strategy.ledger.workers] == [0, 0, 0]
+    said = capsys.readouterr().out
+    assert "no answer for" not in said
+    assert "has not answered" not in said
 
 
 def test_answers_to_another_life_are_dropped() -> None:

@@ -14,7 +14,7 @@ from counting import NUM_SAMPLES, counting, free_address
 
 import mpitrain as mt
 from jobs import HANG_SECONDS
-from mpitrain.serve.keys import keys_of
+from mpitrain.serve.keys import WorkerKey, keys_of
 from mpitrain.serve.link import ServerLink
 from mpitrain.serve.wire import Message
 from mpitrain.serve.worker import JobWorker
@@ -76,3 +76,56 @@ def test_the_time_of_a_job_is_no_silence_of_the_server(monkeypatch: pytest.Monke
         hear(link, "bye")
     thread.join(HANG_SECONDS)
     assert errors == []
+
+
+def at_work(address: str, key: WorkerKey) -> threading.Thread:
+    """A worker in a thread, which ends when the server says that the run is over."""
+    adapter = mt.ArrayFunction(counting, {"count": numpy.zeros(NUM_SAMPLES)}, mt.Sgd(1.0))
+    data = mt.ArrayData(mt.init(), numpy.arange(NUM_SAMPLES), global_batch=8)
+
+    def work() -> None:
+        with closing(WorkerLink([address], key, 10**6)) as link:
+            hello = {"host": "here"}
+            JobWorker(link, adapter, data, None, hello, stall_seconds=600.0, hang_seconds=300.0, say=print).work()
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_questions_that_a_server_does_not_read_become_rare(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """As during a long hook. When too many wait, ZeroMQ reads no signs of life either, and ends the connection."""
+    monkeypatch.setattr("mpitrain.serve.worker._REPEAT_SECONDS", 0.01)
+    monkeypatch.setattr("mpitrain.serve.worker._LOOK_SECONDS", 0.005)
+    keys, address = keys_of(tmp_path / "server"), free_address()
+    thread = at_work(address, keys.worker)
+    with closing(ServerLink(address, keys, 10**6)) as link:
+        peer = hear(link, "hello").peer
+        link.send(peer, "welcome", {"life": "first", "name": "a worker"})
+        hear(link, "next")
+        time.sleep(1.5)
+        questions = []
+        while events := link.receive(0.0):
+            questions += events
+        assert 1 <= len(questions) < 16  # 150 if they did not become rare
+        link.send(peer, "over", {})
+        hear(link, "bye")
+    thread.join(HANG_SECONDS)
+    assert not thread.is_alive()
+
+
+def test_on_another_connection_a_worker_asks_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setattr("mpitrain.serve.worker._REPEAT_SECONDS", 1000.0)
+    keys, address = keys_of(tmp_path / "server"), free_address()
+    thread = at_work(address, keys.worker)
+    for kind in ("hello", "next"):  # the first question came to a server that has ended since
+        with closing(ServerLink(address, keys, 10**6)) as link:
+            peer = hear(link, kind).peer
+            if kind == "hello":
+                link.send(peer, "welcome", {"life": "first", "name": "a worker"})
+                hear(link, "next")
+            else:
+                link.send(peer, "over", {})
+                hear(link, "bye")
+    thread.join(HANG_SECONDS)
+    assert not thread.is_alive()
