@@ -13,11 +13,20 @@ _SIOCGIFADDR = 0x8915
 def addresses() -> list[str]:
     """Return the IPv4 addresses of this machine's interfaces."""
     result = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-            except OSError:
-                continue  # the interface has no address
-            result.append(socket.inet_ntoa(answer[20:24]))
+    for _, name in socket.if_nameindex():
+        try:
+            result.append(address(name))
+        except OSError:
+            continue  # the interface has no address
     return result
+
+
+def address(interface: str) -> str:
+    """Return the IPv4 address of an interface.
+
+    Raises:
+        OSError: there is no such interface, or it has no address (EADDRNOTAVAIL).
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+    return socket.inet_ntoa(answer[20:24])

@@ -7,20 +7,18 @@ Whoever connects still has to prove that it has the key, by a password that foll
 from __future__ import annotations
 
 import errno
-import fcntl
 import ipaddress
 import socket
-import struct
 from pathlib import Path
 
 from mpitrain.errors import ConfigError
+from mpitrain.launch import own_addresses
 
 LOOPBACK = "lo"
 _INTERFACES = Path("/sys/class/net")
 # ARPHRD_NONE of if_arp.h: WireGuard, and tun as VPNs have it. A tunnel that does not encrypt (GRE, IPIP, SIT) has
 # another type, and so has every card.
 _TUNNEL = 65534
-_SIOCGIFADDR = 0x8915
 _ALLOWED = (
     f"allowed are {LOOPBACK}, for an ssh tunnel that ends on this machine, and an interface of WireGuard or a tun"
 )
@@ -36,7 +34,7 @@ def address_of(interface: str) -> str:
         return "127.0.0.1"
     _check_tunnel(interface)
     try:
-        return _address(interface)
+        return own_addresses.address(interface)
     except OSError as error:
         why = "it has no IPv4 address" if error.errno == errno.EADDRNOTAVAIL else error.strerror
         raise ConfigError(f"--plain {interface}: {why}; see `ip address show dev {interface}`") from None
@@ -92,12 +90,6 @@ def _check_tunnel(interface: str) -> None:
 
 def _has(interface: str, address: str) -> bool:
     try:
-        return _address(interface) == address
+        return own_addresses.address(interface) == address
     except OSError:
         return False
-
-
-def _address(interface: str) -> str:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
-    return socket.inet_ntoa(answer[20:24])
