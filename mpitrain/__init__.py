@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from mpitrain.exchange.reducer import GradientReducer as GradientReducer
     from mpitrain.job.elastic import elastic as elastic
     from mpitrain.job.start import init as init
+    from mpitrain.strategies import DiLoCo as DiLoCo
+    from mpitrain.strategies import LocalSGD as LocalSGD
     from mpitrain.strategies import ParameterServer as ParameterServer
     from mpitrain.strategies import Sync as Sync
     from mpitrain.strategies import make_strategy as make_strategy
@@ -86,6 +88,7 @@ _HOME = {
     "Communication": "training.meters.communication",
     "CompareReplicas": "training.hooks.replicas",
     "Csv": "training.writers.csv_table",
+    "DiLoCo": "strategies",
     "EarlyStopping": "training.hooks.early_stopping",
     "Evaluate": "training.hooks.evaluate",
     "GpuUtilisation": "training.meters.gpu_utilisation",
@@ -95,6 +98,7 @@ _HOME = {
     "JsonLines": "training.writers.json_lines",
     "LearningRate": "training.meters.learning_rate",
     "KeptState": "training.keep",
+    "LocalSGD": "strategies",
     "Log": "training.hooks.log",
     "Loss": "training.meters.loss",
     "LossScale": "training.loss_scale",

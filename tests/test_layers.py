@@ -53,6 +53,7 @@ LAYERS: dict[str, list[str]] = {
     ],
     "reducer": [
         "exchange",
+        "exchange.alone",
         "exchange.left_out",
         "exchange.means",
         "exchange.reducer",

@@ -227,12 +227,16 @@ class ParameterServer:
         """See Strategy."""
         return self._alone.finish_step(adapter, loss)
 
+    def end_run(self) -> None:
+        """See Strategy. There is one replica that counts."""
+
     def state(self) -> dict[str, Any]:
         """See Strategy. The state is empty, so a checkpoint goes on with any strategy that has none."""
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """See Strategy."""
+        """See Strategy and Sync.restore."""
+        self._alone.restore(state)
 
     def own_state(self) -> dict[str, Any]:
         """See Strategy."""

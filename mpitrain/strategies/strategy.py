@@ -11,7 +11,10 @@ from mpitrain.world import World
 
 
 class Strategy(Protocol):
-    """Decides what the ranks exchange. All ranks make the same calls in the same order."""
+    """Decides what the ranks exchange. All ranks make the same calls in the same order.
+
+    A strategy whose replicas differ between some steps has the property `replicas_are_equal`, which is then False.
+    """
 
     def begin(self, world: World, adapter: Adapter) -> None:
         """Make all replicas equal, and prepare for steps. Collective."""
@@ -33,6 +36,10 @@ class Strategy(Protocol):
 
         Raises GradientError if a gradient cannot be used: on every rank, with the parameters unchanged.
         """
+        ...
+
+    def end_run(self) -> None:
+        """Make the replicas equal, if they are not. Collective, after the last step of a run. Steps may follow."""
         ...
 
     def state(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from mpitrain.arrays import Array, is_device_array
 from mpitrain.exchange.exchange import Exchange, make_exchange
 from mpitrain.exchange.means import Means
 from mpitrain.exchange.reducer import GradientReducer
+from mpitrain.strategies.rounds import refuse_round
 from mpitrain.world import World
 
 
@@ -47,12 +48,20 @@ class Sync:
             self._scale.update(skipped=not means.is_finite)
         return means, rate
 
+    def end_run(self) -> None:
+        """See Strategy. The replicas are equal."""
+
     def state(self) -> dict[str, Any]:
         """See Strategy. The state is empty."""
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """See Strategy."""
+        """See Strategy. What an outer optimizer has kept is left out.
+
+        Raises:
+            CheckpointError: the state is from the middle of a round of LocalSGD or DiLoCo.
+        """
+        refuse_round(state)
 
     def own_state(self) -> dict[str, Any]:
         """See Strategy. The state is what a codec has left out."""

@@ -163,6 +163,7 @@ class Course:
     def _end_run(self) -> None:
         if activity := own_activity():
             activity.copy_run(0)
+        self._trainer.strategy.end_run()
         for hook in self._keeping_first():  # what has been saved is on the disk before another hook can fail
             hook.after_run(self._trainer)
         self._trainer.world.commit()  # no rank leaves a run that others have to repeat the end of

@@ -42,6 +42,9 @@ class Together:
                 return "NaN", f"{self.world.name()}: the gradient of {parameter.name} is not finite"
         return None
 
+    def end_run(self):
+        pass
+
     def state(self):
         return {}
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy
 import pytest
 
-from mpitrain import ArrayFunction, Sgd, World, make_strategy
+from mpitrain import ArrayFunction, DiLoCo, LocalSGD, Sgd, World, make_strategy
 from mpitrain.errors import ConfigError, MissingGradientError, NonFiniteError
 from mpitrain.exchange.bucket import plan_layout
 from mpitrain.exchange.remarks import Remarks
@@ -23,11 +23,24 @@ from .common import assert_same_bits, error_on_all
 
 WIDTH, RATE, MOMENTUM, STEPS = 7, 0.25, 0.5, 6
 
+# Strategies whose ranks train by themselves, with the arguments that make them Sync for an optimizer without momentum.
+ROUNDS: dict[str, Callable[[], Strategy]] = {
+    "local_sgd": lambda: LocalSGD(1),
+    "diloco": lambda: DiLoCo(1, outer=Sgd(1.0)),
+}
 
-def adapter(function: Any = None, *, seed: int = 0, dtype: str = "float64") -> ArrayFunction:
+
+def as_sync(name: str) -> tuple[Strategy, float]:
+    """Return a strategy that does what Sync does, and the momentum with which it does."""
+    return (ROUNDS[name](), 0.0) if name in ROUNDS else (make_strategy(name), MOMENTUM)
+
+
+def adapter(
+    function: Any = None, *, seed: int = 0, dtype: str = "float64", momentum: float = MOMENTUM
+) -> ArrayFunction:
     rng = numpy.random.default_rng(seed)
     parameters = {"w": rng.standard_normal(WIDTH).astype(dtype), "v": rng.standard_normal((2, 3)).astype(dtype)}
-    return ArrayFunction(function or quadratic, parameters, Sgd(lambda step: RATE / (1 + step), momentum=MOMENTUM))
+    return ArrayFunction(function or quadratic, parameters, Sgd(lambda step: RATE / (1 + step), momentum=momentum))
 
 
 def quadratic(parameters: Any, batch: Any, on_gradient: Any) -> float:
@@ -99,7 +112,8 @@ def one_rank_is_plain_training(world: World, name: str) -> None:
 
 def means_are_by_samples(world: World, name: str) -> None:
     """Against float64, worked out from all ranks' samples at once; replicas that begin unequal have equal bits."""
-    strategy, model = make_strategy(name), adapter(seed=world.rank)
+    strategy, momentum = as_sync(name)
+    model = adapter(seed=world.rank, momentum=momentum)
     strategy.begin(world, model)
     losses = []
     w, v = (value.copy() for value in values(adapter(seed=0)))  # rank 0's
@@ -108,7 +122,7 @@ def means_are_by_samples(world: World, name: str) -> None:
         every = [samples(rank, step, count_of(rank, step, world.size)) for rank in range(world.size)]
         x = numpy.concatenate(every)
         losses.append(((w - x) ** 2).sum() / 2 / len(x))
-        speed = [MOMENTUM * old + new for old, new in zip(speed, (w - x.mean(axis=0), v - x.mean()), strict=True)]
+        speed = [momentum * old + new for old, new in zip(speed, (w - x.mean(axis=0), v - x.mean()), strict=True)]
         w, v = w - RATE / (1 + step) * speed[0], v - RATE / (1 + step) * speed[1]
         assert train(world, strategy, model, range(step, step + 1)) == pytest.approx([losses[-1]], rel=1e-13)
         assert_same_bits(world, *values(model))
@@ -130,8 +144,8 @@ def a_resume_has_the_same_bits(world: World, name: str) -> None:
     second, resumed = make_strategy(name), adapter(seed=99)
     second.begin(world, resumed)
     second.restore(state)
-    second.restore_own(own)
     resumed.restore(saved)
+    second.restore_own(own)
     first.close()
     train(world, second, resumed, range(STEPS // 2, STEPS))
     second.close()
@@ -165,6 +179,7 @@ def errors_come_on_every_rank(world: World, name: str) -> None:
     bad = ""
     one_step(strategy, model, batch)
     assert [one.tobytes() for one in values(model)] != before
+    strategy.end_run()
     assert_same_bits(world, *values(model))
     strategy.close()
 

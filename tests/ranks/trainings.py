@@ -20,6 +20,7 @@ from mpitrain import (
     Trainer,
     World,
 )
+from mpitrain.strategies import Strategy
 from mpitrain.training.checkpoint.names import split
 from mpitrain.training.data.order import permuted
 
@@ -49,10 +50,11 @@ def builder(
     hidden: int = HIDDEN,
     seed: int = 3,
     shuffle: bool = True,
+    strategy: Callable[[], Strategy] = Sync,
 ) -> Callable[[World], Parts]:
     def build(world: World) -> Parts:
         data = ArrayData(world, samples_of(count), global_batch=global_batch, seed=seed, shuffle=shuffle)
-        return Parts(ArrayFunction(function, initial_parameters(hidden), optimizer()), Sync(), data)
+        return Parts(ArrayFunction(function, initial_parameters(hidden), optimizer()), strategy(), data)
 
     return build
 

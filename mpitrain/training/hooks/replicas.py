@@ -28,7 +28,7 @@ class CompareReplicas(Hook):
     The comparison takes one pass over the parameters and one agreement of 40 bytes a rank. Parameters on a GPU are
     copied to the host first. Every flipped bit is found. The optimizer's state is not compared: an error in it becomes
     an error of the parameters with the next step. The parameters of all ranks must have the same bits, as with the
-    strategy Sync.
+    strategy Sync. With a strategy of rounds, such as LocalSGD, a comparison that is due comes at the end of the round.
     """
 
     def __init__(self, steps: int = 100, *, repair: str | None = None) -> None:
@@ -48,6 +48,7 @@ class CompareReplicas(Hook):
             raise ConfigError(f"CompareReplicas: repair={repair!r}; allowed: None, {', '.join(map(repr, _REPAIRS))}")
         self._steps = steps
         self._repair = repair
+        self._is_due = False
 
     def after_step(self, trainer: Trainer, step: Step) -> None:
         """See Hook.
@@ -56,8 +57,17 @@ class CompareReplicas(Hook):
             ReplicaError: parameters differ, and `repair` is None. Raised on every rank. The error names the ranks that
                 differ, and for each of them the first parameter that differs, with its values.
         """
-        if step.number % self._steps and step.number != trainer.last_step:
+        self._is_due |= step.number % self._steps == 0 or step.number == trainer.last_step
+        self._compare(trainer)
+
+    def after_run(self, trainer: Trainer) -> None:
+        """See Hook. Raises as after_step does."""
+        self._compare(trainer)
+
+    def _compare(self, trainer: Trainer) -> None:
+        if not self._is_due or not getattr(trainer.strategy, "replicas_are_equal", True):
             return
+        self._is_due, number = False, trainer.step_number
         world, parameters = trainer.world, trainer.adapter.parameters()
         checksums = [checksum(value) for value in parameters.values()]
         options = [f"every {self._steps} steps, repair {self._repair}"]
@@ -72,14 +82,14 @@ class CompareReplicas(Hook):
         if self._repair is None:
             raise everywhere(
                 ReplicaError(
-                    f"after step {step.number} the parameters are not those of {reference} on: {differences}. Memory "
+                    f"after step {number} the parameters are not those of {reference} on: {differences}. Memory "
                     "or a GPU may be faulty there, or the training depends on the rank. Resume from an "
                     "earlier checkpoint, or repair while training: CompareReplicas(repair='majority')"
                 )
             )
         trainer.adapter.restore(world.sync(trainer.adapter.state(), root=right))
         world.print(
-            f"mpitrain: after step {step.number} the parameters were not those of {reference} on: {differences}. "
+            f"mpitrain: after step {number} the parameters were not those of {reference} on: {differences}. "
             f"Repaired: all ranks have parameters and optimizer state of {world.name(right)}"
         )
 
