@@ -195,7 +195,8 @@ def own_part(
             reasons = dict.fromkeys(unreadable[rank] for _, unreadable in everyone if rank in unreadable)
             world.print(
                 f"mpitrain: {name}: what rank {rank} had left to send is lost. This costs the "
-                f"rounding of one step on that rank: {'; '.join(reasons)}"
+                "rounding of one step on that rank, or in a round of LocalSGD its steps since the round began: "
+                f"{'; '.join(reasons)}"
             )
         elif readers[0] == world.rank:
             add_up(total, readable[rank])
