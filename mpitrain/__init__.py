@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from mpitrain.strategies import DiLoCo as DiLoCo
     from mpitrain.strategies import LocalSGD as LocalSGD
     from mpitrain.strategies import ParameterServer as ParameterServer
+    from mpitrain.strategies import StreamingDiLoCo as StreamingDiLoCo
     from mpitrain.strategies import Sync as Sync
     from mpitrain.strategies import make_strategy as make_strategy
     from mpitrain.training.data.arrays import ArrayData as ArrayData
@@ -119,6 +120,7 @@ _HOME = {
     "StopAtStep": "training.hooks.stop",
     "StopWhen": "training.hooks.stop",
     "StreamData": "training.data.stream",
+    "StreamingDiLoCo": "strategies",
     "Sync": "strategies",
     "TensorBoard": "training.writers.tensorboard",
     "Throughput": "training.meters.throughput",

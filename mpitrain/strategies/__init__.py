@@ -9,18 +9,31 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mpitrain.errors import ConfigError
-from mpitrain.strategies.local_sgd import DiLoCo, LocalSGD
+from mpitrain.strategies.diloco import DiLoCo
+from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.strategies.parameter_server import ParameterServer
 from mpitrain.strategies.strategy import ServedStrategy, Strategy
+from mpitrain.strategies.streaming_diloco import StreamingDiLoCo
 from mpitrain.strategies.sync import Sync
 
-__all__ = ["STRATEGIES", "DiLoCo", "LocalSGD", "ParameterServer", "ServedStrategy", "Strategy", "Sync", "make_strategy"]
+__all__ = [
+    "STRATEGIES",
+    "DiLoCo",
+    "LocalSGD",
+    "ParameterServer",
+    "ServedStrategy",
+    "Strategy",
+    "StreamingDiLoCo",
+    "Sync",
+    "make_strategy",
+]
 
 # Each makes a new strategy with its defaults.
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "sync": Sync,
     "local_sgd": LocalSGD,
     "diloco": DiLoCo,
+    "streaming_diloco": StreamingDiLoCo,
     "parameter_server": ParameterServer,
 }
 

@@ -10,7 +10,7 @@ from mpitrain.arrays import Array, is_device_array
 from mpitrain.exchange.exchange import Exchange, make_exchange
 from mpitrain.exchange.means import Means
 from mpitrain.exchange.reducer import GradientReducer
-from mpitrain.strategies.rounds import refuse_round
+from mpitrain.strategies.of_rounds import refuse_round, without_rounds
 from mpitrain.world import World
 
 
@@ -69,7 +69,7 @@ class Sync:
 
     def restore_own(self, state: dict[str, Any]) -> None:
         """See Strategy."""
-        self._reducer.restore(state)
+        self._reducer.restore(without_rounds(state))
 
     def close(self) -> None:
         """See Strategy."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy
 import pytest
 
-from mpitrain import ArrayFunction, DiLoCo, LocalSGD, Sgd, World, make_strategy
+from mpitrain import ArrayFunction, DiLoCo, LocalSGD, Sgd, StreamingDiLoCo, World, make_strategy
 from mpitrain.errors import ConfigError, MissingGradientError, NonFiniteError
 from mpitrain.exchange.bucket import plan_layout
 from mpitrain.exchange.remarks import Remarks
@@ -27,6 +27,7 @@ WIDTH, RATE, MOMENTUM, STEPS = 7, 0.25, 0.5, 6
 ROUNDS: dict[str, Callable[[], Strategy]] = {
     "local_sgd": lambda: LocalSGD(1),
     "diloco": lambda: DiLoCo(1, outer=Sgd(1.0)),
+    "streaming_diloco": lambda: StreamingDiLoCo(1, fragments=3, delay=0, alpha=0.0, outer=Sgd(1.0)),
 }
 
 

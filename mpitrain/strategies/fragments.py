@@ -1,0 +1,245 @@
+"""A fragment: a part of the parameters that the ranks exchange at once, and what they had in common in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy
+
+from mpitrain.adapters.adapter import Adapter
+from mpitrain.arrays import Array, is_device_array, namespace
+from mpitrain.cuda.staging import like
+from mpitrain.errors import CheckpointError, ConfigError, everywhere
+from mpitrain.exchange.bucket import Parameter
+from mpitrain.exchange.exchange import Exchange
+from mpitrain.exchange.reducer import GradientReducer
+from mpitrain.training.optimizers import Optimizer
+from mpitrain.world import World
+
+# In what a rank adds to the next outer step: samples x distance by name, and samples; see Fragment.own_state.
+_SAMPLES = "samples"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A range of one array of an adapter's parameters, in elements.
+
+    Attributes:
+        is_trained: False for a buffer that changes by a mean over the samples.
+    """
+
+    name: str
+    begin: int
+    end: int
+    is_whole: bool
+    is_trained: bool
+
+    def __str__(self) -> str:
+        return self.name if self.is_whole else f"{self.name}[{self.begin}:{self.end}]"
+
+    def of(self, values: Mapping[str, Array]) -> Array:
+        """Return this range of the array of its name; a view."""
+        return values[self.name].reshape(-1)[self.begin : self.end]
+
+
+def cut(adapter: Adapter, count: int) -> list[list[Piece]]:
+    """Cut what is trained, in the order of the layout, into `count` parts of equally many elements.
+
+    Raises:
+        ConfigError: there are fewer elements. Raised on every rank.
+    """
+    values, names = adapter.parameters(), [parameter.name for parameter in adapter.layout]
+    num_trained = len(names) - getattr(adapter, "num_buffers", 0)
+    total = sum(values[name].size for name in names)
+    if count > total:
+        raise everywhere(
+            ConfigError(f"fragments={count} of a model with {total} trained elements; allowed are 1 to {total}")
+        )
+    bounds = [total * number // count for number in range(count + 1)]
+    parts: list[list[Piece]] = [[] for _ in range(count)]
+    first = 0  # of the array, in elements of the whole
+    for index, name in enumerate(names):
+        size = values[name].size
+        for part, (low, high) in enumerate(pairwise(bounds)):
+            begin, end = max(low - first, 0), min(high - first, size)
+            # An array without elements belongs to the first part.
+            if begin < end or (size == 0 and part == 0):
+                parts[part].append(Piece(name, begin, end, end - begin == size, index < num_trained))
+        first += size
+    return parts
+
+
+class Fragment:
+    """`note` what is common, train, `start` to send how far this rank has gone, `finish`, and `update`.
+
+    The distances of ranks that take part no more may be carried along; they are sent with those of this rank.
+
+    Attributes:
+        offset: the fragment is sent when so many steps of a round have been made; see LocalSGD.
+        samples: that this rank has trained with since the fragment was sent last.
+        all_samples: the same of all ranks.
+        flying: the fragment is under way, with the numbers of samples as above; None: it is not.
+        steps_left: for one that is under way: the steps to make before it arrives.
+        has_arrived: the mean of one that is under way is here.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        adapter: Adapter,
+        pieces: Sequence[Piece],
+        offset: int,
+        outer: Optimizer | None,
+        exchange: Callable[[World], Exchange],
+    ) -> None:
+        """Collective.
+
+        Args:
+            outer: moves the common parameters. None: they become the mean of the ranks' parameters.
+        """
+        self.offset = offset
+        self.samples = self.all_samples = 0.0
+        self.flying: tuple[float, float] | None = None
+        self.steps_left, self.has_arrived = 0, False
+        self._adapter, self.pieces = adapter, pieces
+        values = [piece.of(adapter.parameters()) for piece in pieces]
+        parameters = [
+            Parameter(str(piece), value.shape, numpy.dtype(value.dtype))
+            for piece, value in zip(pieces, values, strict=True)
+        ]
+        on_device = any(is_device_array(value) for value in values)
+        self._reducer = GradientReducer(world, parameters, exchange=exchange, on_device=on_device)
+        self._origin = {dtype: namespace(flat).empty_like(flat) for dtype, flat in self._reducer.flats.items()}
+        self.origins: list[Array] = self._reducer.layout.views(self._origin)
+        # Buffers come last, so what is trained begins the flat buffer of its dtype.
+        self._trained = dict.fromkeys(self._origin, 0)
+        for piece, parameter in zip(pieces, parameters, strict=True):
+            self._trained[parameter.dtype] += parameter.count * piece.is_trained
+        self.optimizers: dict[numpy.dtype, Optimizer] = {}
+        if outer is not None:
+            for dtype, count in self._trained.items():
+                self.optimizers[dtype] = of_dtype = deepcopy(outer)
+                of_dtype.start(self._origin[dtype][:count], [])
+        self._carried: dict[str, numpy.ndarray] = {}
+
+    def note(self) -> None:
+        """Note that the parameters of all ranks are equal now."""
+        values = self._adapter.parameters()
+        for piece, origin in zip(self.pieces, self.origins, strict=True):
+            origin[...] = piece.of(values)
+
+    def count(self, samples: float, all_samples: float) -> None:
+        """Count the samples of one more step."""
+        self.samples += samples
+        self.all_samples += all_samples
+
+    def start(self, steps: int) -> None:
+        """Begin to send how far this rank has gone, if any rank has. It arrives when `steps` more steps are made."""
+        if not self.all_samples:
+            return
+        more = float(self._carried.get(_SAMPLES, 0.0))
+        weight = self.samples + more
+        self._reducer.begin(weight)
+        values = self._adapter.parameters()
+        for index in reversed(range(len(self.pieces))):
+            piece, gone = self.pieces[index], self._reducer.gradients[index]
+            namespace(gone).subtract(self.origins[index], piece.of(values), out=gone)
+            if more:
+                gone *= gone.dtype.type(self.samples / weight)
+                gone += like(self._carried[str(piece)], gone) / gone.dtype.type(weight)
+            self._reducer.ready(index, gone)
+        self.flying, self.steps_left = (self.samples, self.all_samples), steps
+        self.samples = self.all_samples = 0.0
+
+    def finish(self) -> None:
+        """Wait for the mean of how far the ranks have gone. Collective. Nothing changes yet.
+
+        Raises:
+            NonFiniteError: a rank's parameters hold NaN or infinity. Raised on every rank, names rank and parameter.
+        """
+        if self.flying and not self.has_arrived:
+            self._reducer.finish()
+            self.has_arrived = True
+
+    def update(self, kept: float) -> None:
+        """Move the common parameters by the mean. This rank goes on from `kept` of its own, and the rest of those."""
+        if not self.flying:
+            return
+        self.flying, self.has_arrived, self._carried = None, False, {}
+        for dtype, mean in self._reducer.flats.items():
+            trained = self._trained[dtype] if self.optimizers else 0
+            if trained:
+                self.optimizers[dtype].update(mean[:trained])
+            self._origin[dtype][trained:] -= mean[trained:]
+        self.go_back(kept)
+
+    def go_back(self, kept: float = 0.0) -> None:
+        """Give the common parameters to this rank; see update."""
+        values = dict(self._adapter.parameters())
+        changed = {piece.name: values[piece.name].copy() for piece in self.pieces}
+        for piece, origin in zip(self.pieces, self.origins, strict=True):
+            part = piece.of(changed)
+            part[...] = origin if kept == 0 else part.dtype.type(kept) * part + part.dtype.type(1 - kept) * origin
+        self._adapter.load_parameters({**values, **changed})
+
+    def means(self) -> list[tuple[Piece, Array]]:
+        """Return the mean that has arrived, with its pieces; views."""
+        return list(zip(self.pieces, self._reducer.gradients, strict=True))
+
+    def forget(self) -> None:
+        """Take back what is under way: this rank's own parameters hold it, and send it the next time."""
+        if self.flying:
+            self.count(*self.flying)
+            self.flying, self.has_arrived = None, False
+
+    def own_state(self) -> dict[str, dict[str, numpy.ndarray]]:
+        """Return, on the host, what this rank adds to the next outer steps: `residual`, and `carried` from other ranks.
+
+        Their entries may be added up over ranks.
+        """
+        samples = self.samples + (self.flying[0] if self.flying else 0.0)
+        codec = self._reducer.state()
+        residual = {f"left out/{name}": value for name, value in codec.get("residual", {}).items()}
+        carried = {f"left out/{name}": value for name, value in codec.get("carried", {}).items()}
+        carried |= {f"gone/{name}": value for name, value in self._carried.items()}
+        if samples:
+            residual[f"gone/{_SAMPLES}"] = numpy.array(samples)
+            values = self._adapter.parameters()
+            for piece, origin in zip(self.pieces, self.origins, strict=True):
+                gone = (origin - piece.of(values)) * origin.dtype.type(samples)
+                residual[f"gone/{piece}"] = gone.get() if is_device_array(gone) else gone
+        return {"residual": residual, "carried": carried}
+
+    def restore_own(self, state: Mapping[str, Mapping[str, numpy.ndarray]]) -> None:
+        """Go on from an `own_state` of this rank, which has its parameters again; or from `carried` sums alone.
+
+        Raises:
+            CheckpointError: the state belongs to other parameters.
+        """
+        codec = {key: _under("left out/", part) for key, part in state.items()}
+        self._reducer.restore({key: part for key, part in codec.items() if part})
+        self._carried = _under("gone/", state.get("carried", {}))
+        missing = {str(piece) for piece in self.pieces} - self._carried.keys()
+        if self._carried and missing:
+            raise CheckpointError(f"the parts of the ranks have nothing for {', '.join(sorted(missing))}")
+
+    def place(self) -> str:
+        """A text that is equal if a rank's codec would leave out the same values."""
+        return str(self._reducer.state().get("place", ""))
+
+    def arrive(self, flying: tuple[float, float], steps_left: int, means: Mapping[str, numpy.ndarray]) -> None:
+        """Take in a mean that has arrived before a resume. `flying[0]` is of this rank, or 0."""
+        self.flying, self.steps_left, self.has_arrived = flying, steps_left, True
+        for piece, mean in self.means():
+            mean[...] = like(means[str(piece)], mean)
+
+    def close(self) -> None:
+        """Give back the communicator. Collective, except in a broken World."""
+        self._reducer.close()
+
+
+def _under(prefix: str, part: Mapping[str, numpy.ndarray]) -> dict[str, numpy.ndarray]:
+    return {name.removeprefix(prefix): value for name, value in part.items() if name.startswith(prefix)}
