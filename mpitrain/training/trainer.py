@@ -94,7 +94,8 @@ class Trainer:
         Raises:
             CheckpointError: `build` has made a different model or data set than before.
         """
-        state, own = self._built.state(), self.strategy.own_state()
+        own = self.strategy.own_state()  # first: what is under way arrives, and belongs to the state
+        state = self._built.state()
         self._built.close()
         self._begin(world)
         self._built.restore(state)
