@@ -26,6 +26,7 @@ from mpitrain.job.helpers import prepare_for_helpers, unsafe_because
 from mpitrain.job.job import Job
 from mpitrain.job.recovery import Recovery
 from mpitrain.job.role import role_of
+from mpitrain.job.segments import own_folder
 from mpitrain.job.spare import TakenPlace, wait_if_spare
 from mpitrain.job.told import heed
 from mpitrain.job.trace import Trace
@@ -89,10 +90,11 @@ def _begin(settings: dict[str, Any]) -> Job:
     stop_waiting = _appear(wait_if_spare(_load_mpi))
     _choose_gpu(settings)
     recovers = bool(JobContext.read(os.environ).recover)
-    _start_mpi()
+    remove_segments = _start_mpi()
     from mpi4py import MPI
 
-    world = make_world(MPI.COMM_WORLD)
+    world = make_world(MPI.COMM_WORLD)  # has heard from all ranks, so they have left MPI_Init
+    remove_segments()
     job = Job(world)
     job.world = world = replace(world, config=_common_config(world, settings))
     check_containers(world)
@@ -200,8 +202,8 @@ def _choose_gpu(settings: dict[str, Any]) -> None:
         choose_early(given, read_config(os.environ, settings).transport, os.environ)
 
 
-def _start_mpi() -> None:
-    """Load and initialise MPI, and refuse a job that is not one."""
+def _start_mpi() -> Callable[[], None]:
+    """Load and initialise MPI, and refuse a job that is not one. Call the result when all ranks have come so far."""
     # While such a process still reads the script, only multiprocessing's own mark tells what it is.
     starting = getattr(multiprocessing.current_process(), "_inheriting", False)
     if (starting or multiprocessing.parent_process() is not None) and launched_by(os.environ) is not None:
@@ -220,8 +222,11 @@ def _start_mpi() -> None:
         ) from error
     version = MPI.Get_library_version()
     check_vendor(version, os.environ)
-    if not MPI.Is_initialized():
+    if MPI.Is_initialized():
+        return lambda: None
+    with own_folder(version, JobContext.read(os.environ).job) as remove:
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    return remove
 
 
 def _load_mpi() -> None:
