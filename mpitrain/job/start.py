@@ -42,6 +42,9 @@ from mpitrain.world import World
 
 _job: Job | None = None
 
+# A cold start takes long: a rank may be that long in init(), whatever hang_seconds is.
+START_SECONDS = 60.0
+
 # If the user sets one of these, it already says how many threads a rank may use.
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
 
@@ -87,7 +90,7 @@ def the_job() -> Job:
 
 def _begin(settings: dict[str, Any]) -> Job:
     global _job  # noqa: PLW0603 - MPI itself is one per process
-    stop_waiting = _appear(wait_if_spare(_load_mpi))
+    stop_waiting = _appear(wait_if_spare(_load_mpi), settings)
     _choose_gpu(settings)
     recovers = bool(JobContext.read(os.environ).recover)
     remove_segments = _start_mpi()
@@ -158,8 +161,8 @@ def _common_profile(world: World) -> Profile:
     return common
 
 
-def _appear(place: TakenPlace) -> Callable[[], None]:
-    """Publish that this rank is here, since MPI_Init may wait for other ranks. Call the result after MPI_Init."""
+def _appear(place: TakenPlace, settings: dict[str, Any]) -> Callable[[], None]:
+    """Publish that this rank is here, since MPI_Init may wait for other ranks. Call the result after that."""
     launched = launched_by(os.environ)
     # A helper is no rank: its end would be taken for the end of its rank.
     if launched is None or launched.rank is None or is_helper():
@@ -173,6 +176,9 @@ def _appear(place: TakenPlace) -> Callable[[], None]:
     activity = publish(launched.rank, place.stub)
     entry = None
     if not is_alone:  # a rank alone waits for nobody, and its exit code tells how it ended
+        with contextlib.suppress(MpitrainError):  # all ranks report wrong settings later
+            hang_seconds = read_config(os.environ, settings).hang_seconds
+            activity.set_limits(activity.stall_seconds, max(hang_seconds, START_SECONDS) if hang_seconds else 0.0)
         activity.enter(CALLED)
         entry = activity.begin(WAITS, "init()", time.monotonic())
     if roll_call:

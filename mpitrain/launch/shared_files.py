@@ -6,9 +6,9 @@ leaves it behind if the daemon is killed. The daemons of Open MPI 5 and its mpie
 has their process number, in TMPDIR or where parameters of Open MPI put it: each of their ranks has its path in a
 variable. The name of any other file does not tell which job owns the file. A file is the job's
 if a process of the job has mapped or opened it; the daemon keeps its file open. A job may be over before anybody could
-look. Therefore a file of an MPI library that appeared while the job ran also counts as the job's, if no process uses
-the file at the job's end: nobody needs it. (A file is open from its making to its mapping, and its neighbours map it a moment later, so the file
-must be some seconds old. A mapped file stays usable, even if its name is removed.)
+look. Therefore a file of an MPI library that appeared while the job ran also counts as the job's, if no process has
+mapped or opened the file at the job's end: nobody needs it. (The file must also be some seconds old, because a process
+may be between two such steps. A mapped file stays usable, even if its name is removed.)
 
 A rank of Open MPI keeps its file in a folder of its own while MPI starts (job/segments.py), and removes both then. If
 it is killed before, the folder's name tells whose it is.
