@@ -141,6 +141,8 @@ class Guards(Said):
 
     def have_paths(self, paths: Sequence[str]) -> bool:
         """Ask whether these paths are there on all hosts. False, too, if a host does not answer in time."""
+        for report in self.reports.values():
+            report.paths = None
         self._send_all({"paths": paths})
         deadline = time.monotonic() + _PATHS_SECONDS
         while time.monotonic() < deadline and self.trouble is None:
