@@ -133,6 +133,18 @@ def test_what_a_program_does_before_init_ends_no_job(tmp_path: Path) -> None:
     assert re.search(report, job.stderr), job.output
 
 
+def test_a_wait_for_a_communicator(tmp_path: Path) -> None:
+    """Only MPI can drive it, so the rank looks like one that works."""
+    source = START + (
+        "world.barrier()\nif world.rank == 1:\n    os.kill(os.getpid(), signal.SIGSTOP)\ntime.sleep(1)\nworld.apart()"
+    )
+    job = run(tmp_path, 2, source)
+    assert job.code == 1, job.output
+    stands = rf"rank 0 on {HOST} waits in apart \(call \d+\); rank 1 on {HOST} is stopped"
+    heads = [r"no progress for \d+ s", r"nothing has moved for 15 s \(hang_seconds\), and the job is ended"]
+    assert all(re.search(f"^mpitrain: {head}: {stands}", job.stderr, re.M) for head in heads), job.output
+
+
 def test_under_a_bare_mpiexec_the_ranks_see_to_it() -> None:
     source = START + "world.barrier()\nif world.rank == 1:\n    world.receive(source=2)\nworld.barrier()"
     job = run_job(3, source, env=LIMITS)
