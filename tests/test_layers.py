@@ -66,6 +66,7 @@ LAYERS: dict[str, list[str]] = {
         "job.job",
         "job.recovery",
         "job.role",
+        "job.segments",
         "job.spare",
         "job.start",
         "job.told",

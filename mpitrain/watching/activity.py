@@ -13,10 +13,11 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
-from mpitrain.watching.rank_record import FAILED, NAME, STACK_SIGNAL, WORKS, Page, RankRecord
+from mpitrain.watching.rank_record import FAILED, NAME, STACK_SIGNAL, WAITS, WORKS, Page, RankRecord
 from mpitrain.watching.roll_call import OpenLine, appear
 
 
@@ -164,6 +165,20 @@ def count_moved() -> None:
 def num_moved() -> int:
     """Return how often data has arrived or left in this process."""
     return 0 if _activity is None else _activity.moved
+
+
+@contextmanager
+def waiting(doing: str) -> Iterator[None]:
+    """Run a call of MPI that waits for other ranks, and that only MPI can drive: publish that this rank waits in it.
+
+    So the guard reports the wait, and ends the job where the wait lasts too long.
+    """
+    entry = _activity.begin(WAITS, doing, time.monotonic()) if _activity is not None else None
+    try:
+        yield
+    finally:
+        if _activity is not None and entry is not None:
+            _activity.end(entry)
 
 
 def publish(rank: int, pid: int = 0) -> Activity:
