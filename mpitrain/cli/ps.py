@@ -49,13 +49,13 @@ def run(arguments: argparse.Namespace) -> int:
     placement = place_ranks(arguments.hosts, arguments.inventory, None, 1)
     jobs, kept, wrong = find_all(placement)
     hosts = placement.machines
+    shown = [job for job in jobs if arguments.job in (None, job.token)]
     problems = [
         f"job {job.token}: its server's list of workers cannot be read: {job.served['damaged']}. Look at "
         "what the server itself prints"
-        for job in jobs
+        for job in shown
         if "damaged" in job.served
     ]
-    shown = [job for job in jobs if arguments.job in (None, job.token)]
     rows = [("JOB", "SINCE", "STATE", "STEP", "METRICS", "RANKS", "SCRIPT")]
     rows += [
         (job.token, _time(job.since), job.state(hosts), job.step(), _cut(job.metrics()), job.where(), job.script)
@@ -89,7 +89,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _cut(metrics: str) -> str:
     """Return those that fit into a table: a job with mt.Record has many."""
-    return metrics if len(metrics) <= _COLUMNS else f"{metrics[:_COLUMNS].rpartition(',')[0]}, ..."
+    if len(metrics) <= _COLUMNS:
+        return metrics
+    begun = metrics[:_COLUMNS]
+    return f"{begun.rpartition(',')[0] or begun}, ..."
 
 
 def _time(seconds: float) -> str:

@@ -92,6 +92,13 @@ def processes(command: Command, serves: str) -> list[int]:
     return sorted(pid for pid, context in contexts_of(command).items() if context.serves == serves)
 
 
+def table_in(job: Job) -> list[list[str]]:
+    """The rows of the table of workers, with the titles."""
+    lines = job.stdout.splitlines()
+    begin = next(number for number, line in enumerate(lines) if line.startswith("WORKER "))
+    return [re.split(r"  +", row) for row in lines[begin:]]
+
+
 def test_a_server_with_known_workers(commands: Commands, tmp_path: Path) -> None:
     """It is listed while it trains; a worker that is killed is shown as gone; nothing is listed once it is killed."""
     server = commands.serve("--hosts", "localhost/cpux3", program=[*ENDLESS, "--run", str(tmp_path / "run")])
@@ -107,7 +114,13 @@ def test_a_server_with_known_workers(commands: Commands, tmp_path: Path) -> None
     os.kill(processes(server, "worker")[1], signal.SIGKILL)
     until(lambda: line_of(server)["RANKS"] == f"server on {HOST}, 2 workers (1 gone)")
     job = ps(line["JOB"])
-    rows = [re.split(r"  +", row) for row in job.stdout.splitlines()[3:]]
+    # The list has the first metrics only.
+    assert line["METRICS"].endswith(", ...")
+    metrics = re.search(r"^\nmetrics: (.*)\n$", job.stdout, re.M)
+    assert metrics and re.fullmatch(r"loss .*, samples/s .*, workers 2, .*, test accuracy [\d.]+", metrics[1]), (
+        job.stdout
+    )
+    rows = table_in(job)
     (first, second, gone, everyone) = rows[1:5]
     assert rows[0][:5] == ["WORKER", "HOST", "STATE", "JOBS", "SAMPLES"]
     for row in (first, second):
@@ -199,7 +212,7 @@ def test_ranks(commands: Commands, tmp_path: Path) -> None:
     line = line_of(run)
     assert line["STATE"] == "runs"
     assert int(line["STEP"]) >= 1
-    rows = [re.split(r"  +", row) for row in ps(line["JOB"]).stdout.splitlines()[3:]]
+    rows = table_in(ps(line["JOB"]))
     assert sorted(row[:2] for row in rows[1:3]) == [["rank 1", HOST], ["rank 2", HOST]]
     run.signal(signal.SIGINT)
     assert run.end() == 130, run.output
