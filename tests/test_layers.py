@@ -89,6 +89,7 @@ LAYERS: dict[str, list[str]] = {
         "serve.pushes",
         "serve.server",
         "serve.source",
+        "serve.status",
         "serve.store",
         "serve.worker",
         "strategies.*",

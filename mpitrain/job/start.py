@@ -133,6 +133,8 @@ def _begin(settings: dict[str, Any]) -> Job:
     if world.context.serves:
         # No launcher cleans up after a process that may be killed at any time. The memory itself stays usable.
         remove_mine()
+        if world.context.serves == "server" and world.context.job:
+            publish(world.rank).enter(BEGUN)
     if world.context.servers:
         job.everyone = job.world
         alone = make_world(MPI.COMM_SELF, world.config, parent=job.everyone)

@@ -16,9 +16,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 from mpitrain.watching.rank_record import FAILED, NAME, STACK_SIGNAL, WAITS, WORKS, Page, RankRecord
 from mpitrain.watching.roll_call import OpenLine, appear
+from mpitrain.watching.served_record import ServedPage
 
 
 class Activity:
@@ -35,6 +37,7 @@ class Activity:
         self._moved = self._first_step = 0
         self._doing: list[tuple[int, str, float]] = []  # the last entry counts: waits can be nested, and in threads
         self._line: OpenLine | None = None
+        self._served: ServedPage | None = None
         self._writing = threading.Lock()
         self._record = RankRecord(rank, pid=pid or self._process)
         if signal.getsignal(STACK_SIGNAL) is signal.SIG_DFL:
@@ -116,6 +119,12 @@ class Activity:
         """Publish the newest values of these metrics."""
         if self._page.set_metrics(metrics):
             self._write()
+
+    def serve(self, facts: Mapping[str, Any]) -> None:
+        """Publish what this rank knows of its workers, as a server; see serve.status."""
+        if self._served is None:
+            self._served = ServedPage()
+        self._served.write(facts)
 
     @property
     def moved(self) -> int:
