@@ -22,6 +22,7 @@ from mpitrain.serve.link import Gone, ServerLink
 from mpitrain.serve.pace import JobPace
 from mpitrain.serve.pushes import Push, first_not_finite, mean_of, read_push
 from mpitrain.serve.refusals import Refusals
+from mpitrain.serve.status import ServerStatus
 from mpitrain.serve.store import ParameterStore
 from mpitrain.serve.strangers import Strangers
 from mpitrain.serve.wire import Message
@@ -55,6 +56,7 @@ class JobServer:
         self._loss_scale, self._rules = loss_scale, rules
         self._attendance = Attendance(link, queue, pace, rules)
         self.ledger = self._attendance.ledger
+        self._status = ServerStatus(self._attendance, queue, rules.expected, rules.now)
         self._events: deque[Message | Gone] = deque()
         self._pushes: dict[int, Push] = {}  # by the numbers of their jobs
         self._refusals = Refusals()
@@ -72,6 +74,7 @@ class JobServer:
             self._attendance.was_away(self._rules.now() - self._left)
         while True:
             self._hand_out()
+            self._status.show()
             if not self._events:
                 self._events.extend(self._link.receive(_LOOK_SECONDS))
                 self._attendance.look_at_the_clock()
@@ -156,7 +159,7 @@ class JobServer:
     ) -> Sequence[ServedJob] | None:
         """Take in gradients. The worker asks for its next job with them."""
         job = self.queue.answer(_number(fields), attendee.peer)
-        self.ledger.bytes_in += sum(array.nbytes for array in arrays)
+        attendee.tally.pushed_bytes += sum(array.nbytes for array in arrays)
         self._attendance.ask(attendee, fields, self._store.version)
         if job is None:  # the job was given to another worker, or is not needed any more
             attendee.tally.dropped += 1
@@ -220,8 +223,10 @@ class JobServer:
             fields = {"number": job.number, "epoch": job.epoch, "begin": job.begin, "end": job.end, **pulled}
             fields["loss_scale"] = self._loss_scale.state() if self._loss_scale else None
             self._link.send(attendee.peer, "job", fields, arrays)
-            self.ledger.bytes_out += sum(array.nbytes for array in arrays)
-            attendee.waits_since, attendee.job_since = None, self._rules.now()
+            attendee.tally.pulled_bytes += sum(array.nbytes for array in arrays)
+            now = self._rules.now()
+            attendee.tally.waited_seconds += now - (attendee.waits_since or now)
+            attendee.waits_since, attendee.job_since = None, now
             attendee.job_clock = self._attendance.clock()
 
     def _job_for(self, attendee: Attendee) -> ServedJob | None:

@@ -7,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 from mpitrain.adapters.adapter import Adapter
 from mpitrain.arrays import Array
 from mpitrain.exchange.means import Means
+from mpitrain.serve.ledger import ServerLedger
 from mpitrain.world import World
 
 
@@ -80,6 +81,11 @@ class ServedStrategy(Strategy, Protocol):
     @property
     def role(self) -> str:
         """Since `begin`: "server" or "worker". "": this process trains by itself, by the calls of Strategy."""
+        ...
+
+    @property
+    def ledger(self) -> ServerLedger:
+        """On a server: what its workers have done in this run, or in the last one."""
         ...
 
     def begin_serving(self, data: Any) -> None:
