@@ -7,7 +7,7 @@ import os
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mpitrain.errors import CheckpointError, ConfigError
 
@@ -133,10 +133,20 @@ def _export(path: Path, file: Path) -> int:
     parameters = adapter.get("parameters") if isinstance(adapter, dict) else None
     if not isinstance(parameters, dict) or not parameters or not all(map(is_array, parameters.values())):
         raise CheckpointError(f"{path} holds no parameters; was it written by a Trainer?")
+    # In a round of LocalSGD, those of the adapter are rank 0's alone.
+    parameters = {**parameters, **_common(state)}
     _write(file, parameters)
     count = sum(value.size for value in parameters.values())
     print(f"{file}: {len(parameters)} parameters, {count:,} numbers, of step {manifest.step}")
     return 0
+
+
+def _common(state: Mapping[str, Any]) -> dict[str, numpy.ndarray]:
+    """Return the parameters of the last outer step, for a checkpoint from the middle of a round; else {}."""
+    strategy = state.get("strategy")
+    begun = strategy.get("round") if isinstance(strategy, dict) else None
+    common = begun.get("parameters") if isinstance(begun, dict) else None
+    return common if isinstance(common, dict) else {}
 
 
 def _write(file: Path, parameters: Mapping[str, numpy.ndarray]) -> None:

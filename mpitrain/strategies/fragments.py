@@ -12,14 +12,14 @@ import numpy
 from mpitrain.adapters.adapter import Adapter
 from mpitrain.arrays import Array, is_device_array, namespace
 from mpitrain.cuda.staging import like
-from mpitrain.errors import CheckpointError, ConfigError, everywhere
+from mpitrain.errors import CheckpointError, ConfigError, NonFiniteError, everywhere
 from mpitrain.exchange.bucket import Parameter
 from mpitrain.exchange.exchange import Exchange
 from mpitrain.exchange.reducer import GradientReducer
 from mpitrain.training.optimizers import Optimizer
 from mpitrain.world import World
 
-# In what a rank adds to the next outer step: samples x distance by name, and samples; see Fragment.own_state.
+# In what a rank adds to the next outer step, beside samples x distance by name; see Fragment.own_state.
 _SAMPLES = "samples"
 
 
@@ -81,6 +81,7 @@ class Fragment:
         offset: the fragment is sent when so many steps of a round have been made; see LocalSGD.
         samples: that this rank has trained with since the fragment was sent last.
         all_samples: the same of all ranks.
+        is_apart: the ranks do not have the same values in this fragment.
         flying: the fragment is under way, with the numbers of samples as above; None: it is not.
         steps_left: for one that is under way: the steps to make before it arrives.
         has_arrived: the mean of one that is under way is here.
@@ -102,6 +103,7 @@ class Fragment:
         """
         self.offset = offset
         self.samples = self.all_samples = 0.0
+        self.is_apart = False
         self.flying: tuple[float, float] | None = None
         self.steps_left, self.has_arrived = 0, False
         self._adapter, self.pieces = adapter, pieces
@@ -120,10 +122,17 @@ class Fragment:
             self._trained[parameter.dtype] += parameter.count * piece.is_trained
         self.optimizers: dict[numpy.dtype, Optimizer] = {}
         if outer is not None:
-            for dtype, count in self._trained.items():
+            for dtype in [dtype for dtype, count in self._trained.items() if count]:
                 self.optimizers[dtype] = of_dtype = deepcopy(outer)
+                count = self._trained[dtype]
                 of_dtype.start(self._origin[dtype][:count], [])
-        self._carried: dict[str, numpy.ndarray] = {}
+        self._carried: dict[str, numpy.ndarray] = {}  # samples x distance by piece, summed over ranks that are gone
+        self._carried_samples = 0.0
+
+    @property
+    def is_idle(self) -> bool:
+        """The ranks have the same values, and nothing is carried or under way."""
+        return not (self.is_apart or self.flying or self._carried)
 
     def note(self) -> None:
         """Note that the parameters of all ranks are equal now."""
@@ -135,23 +144,25 @@ class Fragment:
         """Count the samples of one more step."""
         self.samples += samples
         self.all_samples += all_samples
+        self.is_apart |= all_samples > 0
 
     def start(self, steps: int) -> None:
         """Begin to send how far this rank has gone, if any rank has. It arrives when `steps` more steps are made."""
         if not self.all_samples:
             return
-        more = float(self._carried.get(_SAMPLES, 0.0))
+        assert self.flying is None
+        more = self._carried_samples
         weight = self.samples + more
         self._reducer.begin(weight)
         values = self._adapter.parameters()
         for index in reversed(range(len(self.pieces))):
             piece, gone = self.pieces[index], self._reducer.gradients[index]
-            namespace(gone).subtract(self.origins[index], piece.of(values), out=gone)
+            self._distance(index, values, gone)
             if more:
                 gone *= gone.dtype.type(self.samples / weight)
-                gone += like(self._carried[str(piece)], gone) / gone.dtype.type(weight)
+                gone += like((self._carried[str(piece)] / weight).astype(gone.dtype), gone)
             self._reducer.ready(index, gone)
-        self.flying, self.steps_left = (self.samples, self.all_samples), steps
+        self.flying, self.steps_left, self.has_arrived = (self.samples, self.all_samples), steps, False
         self.samples = self.all_samples = 0.0
 
     def finish(self) -> None:
@@ -159,16 +170,29 @@ class Fragment:
 
         Raises:
             NonFiniteError: a rank's parameters hold NaN or infinity. Raised on every rank, names rank and parameter.
+                What was under way is forgotten.
         """
-        if self.flying and not self.has_arrived:
+        if not self.flying or self.has_arrived:
+            return
+        try:
             self._reducer.finish()
-            self.has_arrived = True
+        except NonFiniteError as error:
+            self.forget()
+            found = str(error).partition(": the gradient of ")
+            where = found[2].partition(" holds")[0]
+            raise everywhere(
+                NonFiniteError(
+                    f"{found[0]}: {where} has become NaN or infinity in the steps of this round, so the ranks cannot "
+                    "meet. Try a smaller learning rate or gradient clipping, or examine that rank's data"
+                )
+            ) from None
+        self.has_arrived = True
 
     def update(self, kept: float) -> None:
         """Move the common parameters by the mean. This rank goes on from `kept` of its own, and the rest of those."""
         if not self.flying:
             return
-        self.flying, self.has_arrived, self._carried = None, False, {}
+        self.flying, self.has_arrived, self._carried, self._carried_samples = None, False, {}, 0.0
         for dtype, mean in self._reducer.flats.items():
             trained = self._trained[dtype] if self.optimizers else 0
             if trained:
@@ -178,6 +202,7 @@ class Fragment:
 
     def go_back(self, kept: float = 0.0) -> None:
         """Give the common parameters to this rank; see update."""
+        self.is_apart = kept > 0 or self.all_samples > 0
         values = dict(self._adapter.parameters())
         changed = {piece.name: values[piece.name].copy() for piece in self.pieces}
         for piece, origin in zip(self.pieces, self.origins, strict=True):
@@ -192,8 +217,8 @@ class Fragment:
     def forget(self) -> None:
         """Take back what is under way: this rank's own parameters hold it, and send it the next time."""
         if self.flying:
-            self.count(*self.flying)
-            self.flying, self.has_arrived = None, False
+            flying, self.flying, self.has_arrived = self.flying, None, False
+            self.count(*flying)
 
     def own_state(self) -> dict[str, dict[str, numpy.ndarray]]:
         """Return, on the host, what this rank adds to the next outer steps: `residual`, and `carried` from other ranks.
@@ -205,12 +230,16 @@ class Fragment:
         residual = {f"left out/{name}": value for name, value in codec.get("residual", {}).items()}
         carried = {f"left out/{name}": value for name, value in codec.get("carried", {}).items()}
         carried |= {f"gone/{name}": value for name, value in self._carried.items()}
+        if self._carried:
+            carried[_SAMPLES] = numpy.array(self._carried_samples)
         if samples:
-            residual[f"gone/{_SAMPLES}"] = numpy.array(samples)
+            residual[_SAMPLES] = numpy.array(samples)
             values = self._adapter.parameters()
-            for piece, origin in zip(self.pieces, self.origins, strict=True):
-                gone = (origin - piece.of(values)) * origin.dtype.type(samples)
-                residual[f"gone/{piece}"] = gone.get() if is_device_array(gone) else gone
+            for index, (piece, origin) in enumerate(zip(self.pieces, self.origins, strict=True)):
+                gone = namespace(origin).empty_like(origin)
+                self._distance(index, values, gone)
+                host = gone.get() if is_device_array(gone) else gone
+                residual[f"gone/{piece}"] = host.astype(numpy.result_type(host.dtype, numpy.float32)) * samples
         return {"residual": residual, "carried": carried}
 
     def restore_own(self, state: Mapping[str, Mapping[str, numpy.ndarray]]) -> None:
@@ -221,10 +250,21 @@ class Fragment:
         """
         codec = {key: _under("left out/", part) for key, part in state.items()}
         self._reducer.restore({key: part for key, part in codec.items() if part})
-        self._carried = _under("gone/", state.get("carried", {}))
+        carried = state.get("carried", {})
+        self._carried, self._carried_samples = _under("gone/", carried), float(carried.get(_SAMPLES, 0.0))
         missing = {str(piece) for piece in self.pieces} - self._carried.keys()
         if self._carried and missing:
             raise CheckpointError(f"the parts of the ranks have nothing for {', '.join(sorted(missing))}")
+
+    def _distance(self, index: int, values: Mapping[str, Array], out: Array) -> None:
+        """Write the common values of a piece minus those of this rank."""
+        origin, value = self.origins[index], self.pieces[index].of(values)
+        xp = namespace(out)
+        if self.pieces[index].is_trained:
+            xp.subtract(origin, value, out=out)
+        else:  # a buffer may hold infinity, such as that of a mask
+            with numpy.errstate(invalid="ignore"):
+                out[...] = xp.where(origin == value, xp.zeros_like(value), origin - value)
 
     def place(self) -> str:
         """A text that is equal if a rank's codec would leave out the same values."""

@@ -65,9 +65,14 @@ class Rounds:
         self._num_fragments, self._delay, self._alpha = fragments, delay, float(alpha)
 
     @property
+    def keeps_own_state(self) -> bool:
+        """See Strategy: what is under way is in this rank's parameters too. In the warm-up, it is as with Sync."""
+        return not self._is_warming_up
+
+    @property
     def replicas_are_equal(self) -> bool:
         """See Strategy: False within a round."""
-        return not any(fragment.all_samples or fragment.flying for fragment in self._fragments)
+        return not any(fragment.is_apart or fragment.flying for fragment in self._fragments)
 
     def begin(self, world: World, adapter: Adapter) -> None:
         """See Strategy. Every rank gets rank 0's parameters.
@@ -135,6 +140,8 @@ class Rounds:
             assert self._sync
             made = self._sync.finish_step(adapter, loss)
             self._left_to_warm_up -= 1
+            if self._left_to_warm_up == 0:
+                self._sync.close()
             return made
         may_skip = self._scale is not None and self._scale.may_skip
         means = self._inner.finish(loss, may_skip=may_skip, note=adapter.note())
@@ -170,7 +177,10 @@ class Rounds:
             fragment.finish()
         self._world.commit()
         for fragment in self._fragments:
-            fragment.update(0.0)
+            if fragment.flying:
+                fragment.update(0.0)
+            elif fragment.is_apart:  # all steps since its last outer step were skipped
+                fragment.go_back()
         self._steps = 0
 
     @property
@@ -189,18 +199,18 @@ class Rounds:
     def _apply(self, means: Means) -> float:
         return self._adapter.apply_gradients(self._inner.flats, means.remarks) if means.is_finite else 0.0
 
-    def _count(self, means: Means) -> None:
+    def _count(self, means: Means, times: float = 1.0) -> None:
         if means.is_finite:
             for fragment in self._fragments:
-                fragment.count(self._weight, means.weight)
+                fragment.count(times * self._weight, times * means.weight)
 
     def _apply_and_meet(self, means: Means, due: Sequence[Fragment]) -> float:
         """Make the last step before an outer step, and the outer step, with one commit. Return the learning rate."""
         # Only a rank that may have to make this step again needs to go back to where it stood.
         before = deepcopy(self._adapter.state()) if self._world.committer is not None else None
         try:
-            rate = self._apply(means)
             self._count(means)
+            rate = self._apply(means)
             for fragment in due:
                 fragment.start(0)
             for fragment in due:
@@ -209,6 +219,7 @@ class Rounds:
         except Exception:
             if before is not None:
                 self._adapter.restore(before)
+                self._count(means, -1.0)
             raise
         for fragment in due:
             fragment.update(0.0)
@@ -229,7 +240,14 @@ class Rounds:
         if self._steps or not self.replicas_are_equal:
             state["round"] = {
                 "steps": self._steps,
-                "samples": [fragment.all_samples for fragment in self._fragments],
+                "sync_every": self._sync_every,
+                "delay": self._delay,
+                # With those of what has not arrived: it is sent anew.
+                "samples": [
+                    one.all_samples + (one.flying[1] if one.flying and not one.has_arrived else 0.0)
+                    for one in self._fragments
+                ],
+                "apart": [one.is_apart or bool(one.flying) for one in self._fragments],
                 "arrived": {
                     str(number): {
                         "steps_left": fragment.steps_left,
@@ -271,11 +289,14 @@ class Rounds:
                 optimizer.restore(outer[str(number)][str(dtype)])
             for piece, origin in zip(fragment.pieces, fragment.origins, strict=True) if begun else ():
                 origin[...] = like(piece.of(begun["parameters"]), origin)
-            own = samples[number] if self._world.size == 1 else 0.0
-            fragment.samples, fragment.all_samples, fragment.flying = own, samples[number], None
+            fragment.finish()
+            fragment.flying = None
+            fragment.samples, fragment.all_samples = 0.0, samples[number]
+            fragment.is_apart = bool(begun and begun["apart"][number])
             if arrived := begun.get("arrived", {}).get(str(number)):
-                own = arrived["samples"] if self._world.size == 1 else 0.0
-                fragment.arrive((own, arrived["samples"]), arrived["steps_left"], arrived["means"])
+                fragment.arrive((0.0, arrived["samples"]), arrived["steps_left"], arrived["means"])
+                if (begun["sync_every"], begun["delay"]) != (self._sync_every, self._delay):
+                    fragment.forget()
         self._left_to_warm_up = state.get("warm_up", 0) if self._sync else 0
         self._steps = steps
 
@@ -290,7 +311,7 @@ class Rounds:
         if not self._world.control.is_broken:
             for fragment in self._fragments:
                 fragment.finish()
-        if self._world.size == 1:
+        if self._world.size == 1 and all(fragment.is_idle for fragment in self._fragments):
             return {}
         samples = [[one.samples, one.flying[0] if one.flying else 0.0] for one in self._fragments]
         state: dict[str, Any] = {"place": self._place(), "local": self._adapter.state(), "samples": samples}
@@ -313,7 +334,6 @@ class Rounds:
             self._sync.restore_own(state)
             return
         is_same_rank = "local" in state
-        stays = is_same_rank or (self._world.size == 1 and not state)
         if is_same_rank:
             self._adapter.restore(state["local"])
         for number, fragment in enumerate(self._fragments):
@@ -321,10 +341,10 @@ class Rounds:
                 fragment.samples, flying = state["samples"][number]
                 if fragment.flying:
                     fragment.flying = flying, fragment.flying[1]
-            elif not stays:
+            else:
                 fragment.forget()
                 fragment.samples = 0.0
-                if fragment.all_samples:
+                if fragment.is_apart:
                     fragment.go_back()
             prefix = f"{ROUND}{number}/"
             parts = {key: state[key] for key in ("residual", "carried") if key in state}
@@ -342,7 +362,7 @@ class Rounds:
             if not self._world.control.is_broken:
                 fragment.finish()
             fragment.close()
-        if self._sync:
+        if self._is_warming_up and self._sync:
             self._sync.close()
 
     def _origin(self) -> dict[str, Array]:
@@ -357,5 +377,6 @@ class Rounds:
     def _place(self) -> str:
         """A text that is equal if each rank can go on with its own state."""
         codecs = [fragment.place() for fragment in self._fragments]
-        parts = [type(self).__name__, self._world.node_ranks, self._num_fragments, codecs]
+        rounds = self._num_fragments, self._sync_every, self._delay
+        parts = [type(self).__name__, self._world.node_ranks, rounds, codecs]
         return hashlib.sha256(repr(parts).encode()).hexdigest()

@@ -14,7 +14,8 @@ from mpitrain.world import World
 class Strategy(Protocol):
     """Decides what the ranks exchange. All ranks make the same calls in the same order.
 
-    A strategy whose replicas differ between some steps has the property `replicas_are_equal`, which is then False.
+    A strategy whose replicas differ between some steps has the property `replicas_are_equal`, which is then False. One
+    whose `own_state` is that of before a step until the step is committed has the attribute `keeps_own_state`, True.
     """
 
     def begin(self, world: World, adapter: Adapter) -> None:
@@ -52,7 +53,9 @@ class Strategy(Protocol):
         ...
 
     def own_state(self) -> dict[str, Any]:
-        """Return what belongs to this rank alone, for a checkpoint; see GradientReducer.state.
+        """Return what belongs to this rank alone, for a checkpoint; see GradientReducer.state. Collective.
+
+        Call it before `state`: it may wait for what is under way, which then belongs to `state`.
 
         {} on every rank if there is nothing. Otherwise the entry `place` is a text: if the texts are equal, the state
         fits bit for bit.

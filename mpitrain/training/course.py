@@ -128,11 +128,14 @@ class Course:
     def _make_step(self) -> None:
         trainer = self._trainer
         if self._recovery:  # the exchange changes both
-            self._before = trainer.data.state(), trainer.strategy.own_state()
+            keeps = getattr(trainer.strategy, "keeps_own_state", False)
+            self._before = trainer.data.state(), None if keeps else trainer.strategy.own_state()
         self._made: Step = trainer.step()
         self._come_to(_AFTER_STEP)
 
     def _after_step(self) -> None:
+        if self._trainer.step_number == self._trainer.last_step:
+            self._trainer.strategy.end_run()  # so that the hooks see what the run ends with
         # A checkpoint holds what the other hooks have seen of the step.
         for hook in sorted(self._trainer.hooks, key=lambda hook: hook.keeps_state):
             hook.after_step(self._trainer, self._made)
@@ -226,7 +229,8 @@ class Course:
                 # A copy: `build` may make the next parts of the same arrays.
                 state, own = deepcopy(self._built.state()), trainer.strategy.own_state()
             if self._stage == _STEP:
-                state["data"], own = self._before
+                state["data"], before = self._before
+                own = own if before is None else before
             kept = self._built.parts
             self._built.close()
             loss = self._job.recover(lambda world: self._go_on(world, state, own), kept)

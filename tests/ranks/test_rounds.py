@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from mpitrain import (
     CompareReplicas,
     DiLoCo,
     LocalSGD,
+    LossScale,
     Sgd,
     StopAtStep,
     StreamingDiLoCo,
@@ -30,6 +32,7 @@ from mpitrain import (
 from mpitrain.errors import CheckpointError, ConfigError, MismatchError, NonFiniteError
 from mpitrain.job.worlds import make_world
 from mpitrain.strategies import Strategy
+from mpitrain.training import checkpoint
 from mpitrain.training.checkpoint.parts import add_up
 
 from .common import assert_same_bits, error_on_all, skip_alone
@@ -216,16 +219,31 @@ def test_one_rank_goes_on_from_all(world: World, kind: str, done: int) -> None:
     alone.free()
 
 
+def forget_last(world: World, folder: Path, step: int) -> None:
+    """Remove the checkpoint of the end of a run. The one before is from the middle of a round."""
+    world.barrier()
+    if world.is_root:
+        for path in folder.glob(f"step-{step:08d}*"):
+            shutil.rmtree(path)
+    world.barrier()
+
+
 @kinds
-def test_a_run_in_the_middle_of_a_round(world: World, shared: Path, kind: str) -> None:
-    """A run ends with an outer step. Its last checkpoint goes on as if the run had not ended."""
+def test_a_run_that_is_resumed_within_a_round(world: World, shared: Path, kind: str) -> None:
+    """A checkpoint goes on as if the run had not ended. A run ends with an outer step, which its hooks see."""
     build = builder(45, 14, strategy=KINDS[kind][0])
     whole = Record()
     uninterrupted = Trainer(build, [StopAtStep(10), whole])
     uninterrupted.run()
-    first = Trainer(build, [StopAtStep(5), Checkpoint(shared, steps=5), CompareReplicas(1)])
+    first = Trainer(build, [StopAtStep(7), Checkpoint(shared, steps=5, keep=2), CompareReplicas(1)])
     first.run()
     assert_same_bits(world, *first.adapter.parameters().values())
+    if world.is_root:
+        last = checkpoint.load(shared / "step-00000007")
+        assert "round" not in last.get("strategy", {})
+        for name, value in first.adapter.parameters().items():
+            assert last["adapter"]["parameters"][name].tobytes() == value.tobytes()
+    forget_last(world, shared, 7)
     record = Record()
     resumed = Trainer(build, [StopAtStep(10), Checkpoint(shared, steps=100), record])
     resumed.run()
@@ -239,8 +257,9 @@ def test_sync_goes_on_from_the_end_of_a_round(world: World, shared: Path) -> Non
             builder(45, 14, strategy=strategy), [StopAtStep(last), Checkpoint(shared / str(steps), steps=100)]
         )
 
-    for steps in (6, 5):
-        trainer(lambda: DiLoCo(3), steps, steps).run()
+    trainer(lambda: DiLoCo(3), 6, 6).run()
+    Trainer(builder(45, 14, strategy=lambda: DiLoCo(3)), [StopAtStep(6), Checkpoint(shared / "5", steps=5)]).run()
+    forget_last(world, shared / "5", 6)
     one = trainer(Sync, 6, 8)
     one.run()
     assert one.step_number == 8
@@ -287,19 +306,22 @@ def test_parameters_that_are_not_finite_reach_no_other_rank(world: World) -> Non
     odd = world.size - 1
 
     def function(parameters: Any, batch: Any, on_gradient: Any) -> float:
-        factor = 1e308 if world.rank == odd else 1.0
-        return quadratic(parameters, batch, lambda name, gradient: on_gradient(name, gradient.clip(-1, 1) * factor))
+        for name, value in parameters.items():
+            huge = 1.5e308 if world.rank == odd and name == "w" else 1.0
+            on_gradient(name, numpy.full_like(value, huge))
+        return 0.0
 
     strategy, model = DiLoCo(2, outer=Sgd(1.0)), adapter(function, momentum=0.9)
     strategy.begin(world, model)
     batch = samples(world.rank, 0, 3)
+    one_step(strategy, model, batch)
+    before = [value.copy() for value in strategy.state()["round"]["parameters"].values()]
     with numpy.errstate(over="ignore", invalid="ignore"):
-        one_step(strategy, model, batch)
-        before = [value.copy() for value in strategy.state()["round"]["parameters"].values()]
-        text = error_on_all(world, NonFiniteError, lambda: [one_step(strategy, model, batch) for _ in range(40)])
-    assert world.name(odd) in text
+        text = error_on_all(world, NonFiniteError, lambda: one_step(strategy, model, batch))
+    assert f"{world.name(odd)}: w has become NaN or infinity in the steps of this round" in text
     after = list(strategy.state()["round"]["parameters"].values())
     assert [one.tobytes() for one in before] == [one.tobytes() for one in after]
+    strategy.close()
 
 
 @pytest.mark.parametrize("kind", [LocalSGD, DiLoCo])
@@ -350,3 +372,89 @@ def test_a_longer_round_is_not_gone_on_from_by_a_shorter_one(world: World) -> No
         shorter.restore(strategy.state())
     strategy.close()
     shorter.close()
+
+
+@kinds
+def test_one_rank_hands_its_round_to_all(world: World, shared: Path, kind: str) -> None:
+    """What one rank has learned in a round counts in the next outer step of any number of ranks."""
+    from mpi4py import MPI
+
+    alone = make_world(MPI.COMM_SELF)
+    strategy, model, expected = KINDS[kind][0](), adapter(), Expected(1, kind)
+    strategy.begin(alone, model)
+    for step in range(4):
+        one_step(strategy, model, samples(0, step, count_of(0, step, 1)))
+        expected.step()
+    own, state, saved = strategy.own_state(), strategy.state(), model.state()
+    strategy.close()
+
+    again, resumed = KINDS[kind][0](), adapter(seed=3)
+    again.begin(world, resumed)
+    again.restore(state)
+    resumed.restore(saved)
+    if kind == "local_sgd":  # one rank has begun no round, and all begin with what it has
+        assert own == {}
+        assert_close(flat(resumed), expected.own[0])
+    else:
+        total: dict[str, Any] = {}
+        add_up(total, own)
+        again.restore_own(total if world.is_root else {})
+        assert_close(flat(resumed), expected.common)
+        again.end_run()
+        expected.end()
+        assert_close(flat(resumed), expected.common)
+        assert_same_bits(world, *values(resumed))
+    again.close()
+    alone.free()
+
+
+def test_steps_that_are_skipped_leave_no_difference(world: World) -> None:
+    """The loss scale skips all steps of a flight. The ranks are apart after it, and meet at the end of the run."""
+    is_infinite = False
+
+    def scaled(parameters: Any, batch: Any, on_gradient: Any, loss_scale: float) -> float:
+        def hand_in(name: str, gradient: Any) -> None:
+            on_gradient(name, gradient * (numpy.inf if is_infinite else loss_scale))
+
+        return quadratic(parameters, batch, hand_in)
+
+    parameters = {"w": numpy.zeros(WIDTH), "v": numpy.zeros((2, 3))}
+    model = ArrayFunction(scaled, parameters, Sgd(RATE), loss_scale=LossScale())
+    strategy = streaming(1, 1, 0.5)
+    strategy.begin(world, model)
+    for step in range(EVERY + 1):
+        is_infinite = step == EVERY
+        batch = samples(world.rank, step, 2 + world.rank)
+        strategy.begin_step(len(batch))
+        with numpy.errstate(invalid="ignore"):
+            strategy.finish_step(model, model.loss_and_gradients(batch, strategy.on_gradient))
+    assert not strategy.replicas_are_equal
+    strategy.end_run()
+    assert strategy.replicas_are_equal
+    assert_same_bits(world, *values(model))
+    strategy.close()
+
+
+def test_a_flight_is_taken_back_by_another_schedule(world: World) -> None:
+    """With another delay, what is under way in a checkpoint is sent anew: nothing is lost."""
+    strategy, model, expected = streaming(1, EVERY, 0.0), adapter(), Expected(world.size, "parts, late")
+    strategy.begin(world, model)
+    train(world, strategy, model, range(4))
+    own, state, saved = strategy.own_state(), strategy.state(), model.state()
+    gone = flat(model)
+    again, resumed = streaming(1, 1, 0.0), adapter(seed=3)
+    again.begin(world, resumed)
+    again.restore(state)
+    resumed.restore(saved)
+    total: dict[str, Any] = {}
+    if world.size > 1 or "local" in own:
+        add_up(total, own)
+    again.restore_own(total)
+    assert_close(flat(resumed), expected.common)  # those of the beginning
+    counts = [sum(count_of(rank, step, world.size) for step in range(4)) for rank in range(world.size)]
+    distances = [count * (expected.common - one) for count, one in zip(counts, world.allgather(gone), strict=True)]
+    mean = sum(distances) / sum(counts)
+    again.end_run()
+    assert_close(flat(resumed), expected.common - OUTER_RATE * (1 + OUTER_MOMENTUM) * mean)
+    strategy.close()
+    again.close()

@@ -6,7 +6,7 @@ import hashlib
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy
 
@@ -63,6 +63,14 @@ class CompareReplicas(Hook):
     def after_run(self, trainer: Trainer) -> None:
         """See Hook. Raises as after_step does."""
         self._compare(trainer)
+
+    def state(self) -> dict[str, Any]:
+        """See Hook."""
+        return {"is_due": self._is_due}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """See Hook."""
+        self._is_due = bool(state.get("is_due"))
 
     def _compare(self, trainer: Trainer) -> None:
         if not self._is_due or not getattr(trainer.strategy, "replicas_are_equal", True):
