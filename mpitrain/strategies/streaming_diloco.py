@@ -20,8 +20,7 @@ class StreamingDiLoCo(Rounds):
     common ones. The replicas are equal at the end of a run only.
 
     Source: Douillard et al., Streaming DiLoCo with overlapping communication, arXiv 2501.18512 (2025), algorithm 2;
-    alpha = 0.5 and a delay of 1 step as there, and fragments of consecutive layers. For its 4-bit exchange, set
-    MPITRAIN_COMPRESSION=int4.
+    alpha and the delay have the values of the paper. For its 4-bit exchange, set MPITRAIN_COMPRESSION=int4.
     """
 
     def __init__(

