@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy
 
-from mpitrain.adapters.adapter import Adapter, OnGradient
+from mpitrain.adapters.adapter import Adapter, OnGradient, divided_of
 from mpitrain.arrays import Array
 from mpitrain.errors import ConfigError, GradientError
 from mpitrain.exchange.bucket import Parameter
@@ -133,6 +133,26 @@ class Accumulate:
         if not hasattr(adapter, "scale_next_rate"):
             raise ConfigError(f"{type(adapter).__name__} has no method scale_next_rate(factor); ArrayFunction has it")
         adapter.scale_next_rate(factor)
+
+    def update_only(self, part: Mapping[numpy.dtype, slice], norm_of_all: Callable[[float], float]) -> None:
+        """See DividedAdapter.
+
+        Raises:
+            ConfigError: the adapter or its optimizer cannot update a part.
+        """
+        divided_of(self._adapter).update_only(part, norm_of_all)
+
+    def plan_update(self) -> dict[str, Any]:
+        """See DividedAdapter."""
+        return divided_of(self._adapter).plan_update()
+
+    def follow_plan(self, plan: Mapping[str, Any]) -> None:
+        """See DividedAdapter."""
+        divided_of(self._adapter).follow_plan(plan)
+
+    def flat_state(self) -> dict[str, Array]:
+        """See DividedAdapter."""
+        return divided_of(self._adapter).flat_state()
 
     def measure_gradient_norm(self) -> None:
         """See Adapter."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy
 
 from mpitrain.arrays import Array
+from mpitrain.errors import ConfigError
 from mpitrain.exchange.bucket import Parameter
 from mpitrain.exchange.remarks import Remarks
 from mpitrain.training.loss_scale import LossScale
@@ -91,3 +92,52 @@ class Adapter(Protocol):
     def restore(self, state: Mapping[str, Any]) -> None:
         """Reverse `state`. Raise CheckpointError, before anything is overwritten, if `state` does not fit."""
         ...
+
+
+@runtime_checkable
+class DividedAdapter(Adapter, Protocol):
+    """An Adapter whose parameters can be divided between several servers. Each server has the whole model, and updates
+    a part of it.
+
+    Such an adapter has no buffers, and its `layout` has the same flat buffers as its `parameters`.
+    """
+
+    def update_only(self, part: Mapping[numpy.dtype, slice], norm_of_all: Callable[[float], float]) -> None:
+        """Let `apply_gradients` change only a part of the parameters, and take flat buffers of this part alone.
+
+        Args:
+            part: a range of each flat buffer, in elements. It may begin and end within a parameter.
+            norm_of_all: `apply_gradients` calls it where it needs the norm of the gradients, with the norm of the
+                part's. It returns the norm of the gradients of all parts.
+
+        Raises:
+            ConfigError: the optimizer cannot do this.
+        """
+        ...
+
+    def plan_update(self) -> dict[str, Any]:
+        """Return what all parts must know of the next update, as JSON can hold it: the number of the step, the learning
+        rate, whether the norm is needed."""
+        ...
+
+    def follow_plan(self, plan: Mapping[str, Any]) -> None:
+        """Let the next `apply_gradients` make the update of a `plan_update`."""
+        ...
+
+    def flat_state(self) -> dict[str, Array]:
+        """Return the flat buffers of the parameters and of the optimizer, by name and whole. They are not copies."""
+        ...
+
+
+def divided_of(adapter: Adapter) -> DividedAdapter:
+    """Return an adapter that can be divided between servers.
+
+    Raises:
+        ConfigError: this one cannot.
+    """
+    if not isinstance(adapter, DividedAdapter):
+        raise ConfigError(
+            f"several servers divide the parameters, also within a tensor, and {type(adapter).__name__} has no method "
+            "update_only(part, norm_of_all); ArrayFunction has it. Start one server"
+        )
+    return adapter

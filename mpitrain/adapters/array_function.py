@@ -176,6 +176,36 @@ class ArrayFunction:
             )
         optimizer.scale_next_rate(factor)
 
+    def update_only(self, part: Mapping[numpy.dtype, slice], norm_of_all: Callable[[float], float]) -> None:
+        """See DividedAdapter.
+
+        Raises:
+            ConfigError: the optimizer is none of mpitrain, and cannot update a part.
+        """
+        optimizer: Any = self._optimizer
+        if not hasattr(optimizer, "update_only"):
+            raise ConfigError(
+                f"{type(optimizer).__name__} has no method update_only(part, norm_of_all), so it cannot be divided "
+                "between servers; mt.Sgd, mt.Adam and mt.AdamW can. Start one server"
+            )
+        optimizer.update_only(part[self._flat.dtype], norm_of_all)
+
+    def plan_update(self) -> dict[str, Any]:
+        """See DividedAdapter."""
+        optimizer: Any = self._optimizer
+        plan: dict[str, Any] = optimizer.plan_update()
+        return plan
+
+    def follow_plan(self, plan: Mapping[str, Any]) -> None:
+        """See DividedAdapter."""
+        optimizer: Any = self._optimizer
+        optimizer.follow_plan(plan)
+
+    def flat_state(self) -> dict[str, Array]:
+        """See DividedAdapter."""
+        state = self._optimizer.state().items()
+        return {"parameters": self._flat, **{name: value for name, value in state if not isinstance(value, int)}}
+
     def measure_gradient_norm(self) -> None:
         """See Adapter."""
         self._optimizer.measure_gradient_norm()

@@ -34,27 +34,45 @@ class WorkerTally:
 
 
 @dataclass
+class ServerTally:
+    """The bytes of gradients and parameters that one server has taken in and sent out, without headers."""
+
+    bytes_in: int = 0
+    bytes_out: int = 0
+
+
+@dataclass
 class ServerLedger:
     """The tallies of one life of a server.
 
     Attributes:
         workers: all that have joined, also those that are gone.
+        servers: the first one, and the others if there are more.
         staleness: how many updates were made between pull and push, with the number of gradients.
         updates: the number of updates.
-        bytes_in, bytes_out: of gradients and parameters, without headers.
     """
 
     workers: list[WorkerTally] = field(default_factory=list)
+    servers: list[ServerTally] = field(default_factory=lambda: [ServerTally()])
     staleness: Counter[int] = field(default_factory=Counter)
     updates: int = 0
-    bytes_in: int = 0
-    bytes_out: int = 0
+
+    @property
+    def bytes_in(self) -> int:
+        """The bytes that all servers have taken in."""
+        return sum(one.bytes_in for one in self.servers)
+
+    @property
+    def bytes_out(self) -> int:
+        """The bytes that all servers have sent out."""
+        return sum(one.bytes_out for one in self.servers)
 
     def plain(self) -> dict[str, Any]:
         """Return all tallies, as JSON can hold them."""
         workers = [{**asdict(one), "samples_per_second": one.samples_per_second} for one in self.workers]
         return {
             "workers": workers,
+            "servers": [asdict(one) for one in self.servers],
             "staleness": {str(staleness): self.staleness[staleness] for staleness in sorted(self.staleness)},
             "updates": self.updates,
             "bytes_in": self.bytes_in,

@@ -68,7 +68,7 @@ class Course:
     def run(self) -> None:
         """See Trainer.run."""
         served = self._trainer.served
-        if served and served.role == "worker":
+        if served and served.role != "server":
             served.work(self._trainer.data)
             raise SystemExit(0)
         stages = {
@@ -122,6 +122,7 @@ class Course:
     def _before_step(self) -> None:
         self._trainer.metrics = {}
         for hook in self._trainer.hooks:
+            self._prepare(hook, self._trainer.step_number + 1)
             hook.before_step(self._trainer)
         self._stage = _STEP
 
@@ -135,6 +136,7 @@ class Course:
     def _after_step(self) -> None:
         # A checkpoint holds what the other hooks have seen of the step.
         for hook in sorted(self._trainer.hooks, key=lambda hook: hook.keeps_state):
+            self._prepare(hook, self._made.number)
             hook.after_step(self._trainer, self._made)
         wish = self._copies.after_step(self._trainer)
         self._note_copies()
@@ -146,6 +148,11 @@ class Course:
         self._left_ms = int(1000 * time.time())
         self._trainer.world.commit()  # no rank leaves a step that others have to repeat
         self._stage = _LEFT
+
+    def _prepare(self, hook: Hook, step: int) -> None:
+        """Bring together what several servers have of the model, if a hook may read it around this step."""
+        if self._trainer.served and hook.reads_model(self._trainer, step):
+            self._trainer.served.fetch()
 
     def _note_copies(self) -> None:
         self._trainer.copy_steps = steps = self._copies.steps
@@ -163,6 +170,8 @@ class Course:
     def _end_run(self) -> None:
         if activity := own_activity():
             activity.copy_run(0)
+        if self._trainer.served:
+            self._trainer.served.fetch()
         for hook in self._keeping_first():  # what has been saved is on the disk before another hook can fail
             hook.after_run(self._trainer)
         self._trainer.world.commit()  # no rank leaves a run that others have to repeat the end of

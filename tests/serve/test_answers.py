@@ -276,7 +276,7 @@ def test_what_a_codec_leaves_out_comes_with_the_next_push(scales: list[float]) -
         given += gradient
         buffer.begin()
         buffer.take(0, gradient * numpy.float32(scale))
-        _, (wire,) = buffer.finish(scale)
+        _, ((wire,),) = buffer.finish(scale)
         decoded = numpy.empty(1000, "float32")
         codec.decode(wire, decoded)
         total += decoded / scale

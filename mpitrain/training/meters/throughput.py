@@ -18,6 +18,8 @@ class Throughput(Meter):
     The time includes the steps and their data, but not the hooks between them (evaluation, checkpoints).
     """
 
+    reads_model = False
+
     def __init__(self, *, tokens_per_sample: int | None = None) -> None:
         """`tokens_per_sample` is the length of each sample. Without it there is no `tokens_per_second`."""
         if tokens_per_sample is not None and tokens_per_sample < 1:

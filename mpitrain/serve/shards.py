@@ -1,0 +1,247 @@
+"""The further servers of a job, as the first one directs them.
+
+    first server:  load, settle ─> update, update, forget, update ... fetch ─> ... over
+    shard:         shard ─>        have (a part of an answer) ...      ─> state     ─> bye
+
+All shards get the same messages in the same order, so they have the same versions. Each has the whole model, and
+updates its part. Where hooks read the model, the first server fetches the parts; what hooks change goes back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import numpy
+
+from mpitrain.adapters.adapter import Adapter, divided_of
+from mpitrain.arrays import Array
+from mpitrain.cuda.staging import like
+from mpitrain.errors import LaunchError
+from mpitrain.exchange.bucket import Layout
+from mpitrain.serve.answers import Answer
+from mpitrain.serve.attendance import ServerRules, difference
+from mpitrain.serve.division import Part, divide, line_of
+from mpitrain.serve.jobs import ServedJob
+from mpitrain.serve.link import Event, Gone, ServerLink
+from mpitrain.serve.pushes import plain_note
+from mpitrain.serve.store import on_host
+from mpitrain.serve.wire import Message, Peer
+
+_LOOK_SECONDS = 0.5
+
+
+class LostServerError(LaunchError):
+    """A further server is gone, and its part of the parameters with it."""
+
+
+class Shards:
+    """Directs the further servers; there may be none.
+
+    Attributes:
+        num: how many there are.
+        is_lost: one of them has gone.
+    """
+
+    def __init__(
+        self,
+        link: ServerLink,
+        events: deque[Event],
+        adapter: Adapter,
+        layout: Layout,
+        num: int,
+        rules: ServerRules,
+        host: str,
+    ) -> None:
+        """
+        Args:
+            events: what comes from others in a wait for shards is added here.
+            layout: of the parameters and gradients.
+            host: of the first server.
+        """
+        self.num, self.is_lost = num, False
+        self._link, self._events, self._rules = link, events, rules
+        self._layout, self._host = layout, host
+        self._parts = divide(layout, num + 1)
+        self._peers: dict[Peer, int] = {}
+        self._names: dict[int, str] = {}
+        self._adapter = adapter
+        self._version = -1  # that was told last
+        self._is_fetched = False
+        self._fetched: dict[tuple[int, str], numpy.ndarray] = {}
+        if num:
+            divided_of(adapter).update_only(self._parts[0], self._norm_of_all)
+
+    def knows(self, peer: Hashable) -> bool:
+        """Whether a peer is one of these servers."""
+        return peer in self._peers
+
+    def number_of(self, peer: Peer) -> int:
+        """Return the number of a server."""
+        return self._peers[peer]
+
+    def begin(self, version: int, carried: Mapping[numpy.dtype, numpy.ndarray]) -> None:
+        """Wait until all servers are here, and give them the parameters, the optimizer's state, and what is carried.
+
+        Raises:
+            LaunchError: one of them is gone, does not come, or trains something else.
+        """
+        if not self.num:
+            return
+        self._wait("shard", range(1, self.num + 1), "to come")
+        names = [f"server 0 on {self._host}", *(self._names[number] for number in range(1, self.num + 1))]
+        self._rules.say(line_of(self._layout, self._parts, names))
+        flats = dict(divided_of(self._adapter).flat_state())
+        changes = [(number, name, flat) for number in self._peers.values() for name, flat in flats.items()]
+        changes += [(number, "carried", flat) for number in self._peers.values() for flat in carried.values()]
+        self._load(changes)
+        self.settle(version, [])
+
+    def update(
+        self,
+        known: Mapping[str, Any],
+        jobs: Sequence[ServedJob],
+        answers: Sequence[Answer],
+        shares: Sequence[float],
+        numbers: tuple[int, Sequence[int]],
+    ) -> None:
+        """Tell all servers of an update.
+
+        Args:
+            known: its version, its plan, and its staleness.
+            jobs, answers, shares: the gradients and their weights, in the order in which they are added up.
+            numbers: as for `forget`.
+        """
+        if not self.num:
+            return
+        told = [answer.push.told for answer in answers if answer.push]
+        fields = {
+            **known,
+            "answers": [[answer.ticket, job.number] for job, answer in zip(jobs, answers, strict=True)],
+            "told": [[list(unused), plain_note(note)] for unused, note in told],
+            "shares": list(shares),
+            "newest": numbers[0],
+            "live": numbers[1],
+        }
+        self._tell("update", fields)
+        self._version, self._is_fetched = known["version"], False
+
+    def forget(self, newest: int, live: Sequence[int]) -> None:
+        """Let all servers drop the answers to jobs with a number up to `newest`, but for those that are `live`."""
+        self._tell("forget", {"newest": newest, "live": live})
+
+    def fetch(self) -> None:
+        """Bring the parameters and the optimizer's state of all servers into the model of this one.
+
+        Raises:
+            LaunchError: a server is gone, or does not answer.
+        """
+        if not self.num or self._version < 0 or self._is_fetched:
+            return
+        for name, flat in divided_of(self._adapter).flat_state().items():
+            self._tell("fetch", {"name": name})
+            for number, message in self._wait("state", self._peers.values(), "for its part of the model").items():
+                (array,) = message.arrays
+                flat[self._own(number, flat)] = like(array, flat)
+                self._fetched[number, name] = array
+        self._is_fetched = True
+
+    def changes(self) -> list[tuple[int, str, Array]]:
+        """Return what has been changed here since `fetch`: server, name and flat buffer."""
+        flats = divided_of(self._adapter).flat_state() if self._fetched else {}
+        changes = []
+        for (number, name), before in self._fetched.items():
+            now = numpy.ascontiguousarray(on_host(flats[name][self._own(number, flats[name])]))
+            if now.tobytes() != before.tobytes():
+                changes.append((number, name, flats[name]))
+        self._fetched, self._is_fetched = {}, False
+        return changes
+
+    def settle(self, version: int, changes: Sequence[tuple[int, str, Array]]) -> None:
+        """Give the servers what has been changed here, and tell them the version, unless they know it."""
+        self._load(changes)
+        if changes or version != self._version:
+            self._tell("settle", {"version": version, "life": self._rules.life})
+        self._version = version
+
+    def end(self) -> None:
+        """Send the servers home, when no worker needs them any more."""
+        if self._peers and not self.is_lost:
+            self._tell("over", {})
+            self._wait("bye", self._peers.values(), "to end")
+
+    def lose(self, peer: Peer, why: str) -> NoReturn:
+        """Take in that one of the servers is gone.
+
+        Raises:
+            LaunchError: always.
+        """
+        self.is_lost = True
+        raise LostServerError(
+            f"{self._names[self._peers[peer]]} is gone ({why}), and its part of the parameters with it. Start the job "
+            "again: it goes on from the newest checkpoint"
+        )
+
+    def _norm_of_all(self, norm: float) -> float:
+        norms = self._wait("norm", self._peers.values(), "for the norm of its gradients")
+        whole = math.hypot(norm, *(float(message.fields["norm"]) for message in norms.values()))
+        self._tell("norm", {"norm": whole})
+        return whole
+
+    def _own(self, number: int, flat: Array) -> slice:
+        part: Part = self._parts[number]
+        return part[numpy.dtype(flat.dtype)]
+
+    def _load(self, changes: Sequence[tuple[int, str, Array]]) -> None:
+        peers = {number: peer for peer, number in self._peers.items()}
+        for number, name, flat in changes:
+            self._link.send(peers[number], "load", {"name": name}, [on_host(flat[self._own(number, flat)])])
+
+    def _tell(self, kind: str, fields: Mapping[str, Any]) -> None:
+        for peer in self._peers:
+            self._link.send(peer, kind, fields)
+
+    def _wait(self, kind: str, numbers: Collection[int], what: str) -> dict[int, Message]:
+        """Return a message of this kind from each of these servers. Keep what comes from others."""
+        waiting, found = set(numbers), dict[int, Message]()
+        begun = said = self._rules.now()
+        while waiting:
+            for event in self._link.receive(_LOOK_SECONDS):
+                number = self._peers.get(event.peer)
+                if isinstance(event, Gone) and number is not None:
+                    if kind != "bye":
+                        self.lose(event.peer, event.why)
+                    waiting.discard(number)
+                elif isinstance(event, Message) and event.kind == kind:
+                    number = self._join(event) if number is None else number
+                    found[number] = event
+                    waiting.discard(number)
+                else:
+                    self._events.append(event)
+            now = self._rules.now()
+            missing = ", ".join(self._names.get(number, f"server {number}") for number in sorted(waiting))
+            if self._rules.hang_seconds and now - begun > self._rules.hang_seconds:
+                self.is_lost = True
+                raise LostServerError(
+                    f"server 0 on {self._host} has waited {now - begun:.0f} s (MPITRAIN_HANG_SECONDS) for {missing} "
+                    f"{what}. Start the job again: it goes on from the newest checkpoint"
+                )
+            if waiting and now - said >= self._rules.stall_seconds:
+                self._rules.say(f"server 0 has waited {now - begun:.0f} s for {missing} {what}")
+                said = now
+        return found
+
+    def _join(self, message: Message) -> int:
+        """Take in a server that has come."""
+        fields = message.fields
+        number = fields.get("server")
+        if type(number) is not int or not 1 <= number <= self.num or number in self._names:
+            missing = sorted(set(range(1, self.num + 1)) - self._names.keys())
+            raise LaunchError(f"a peer says that it is server {number!r}; those that are not here yet are {missing}")
+        self._names[number] = f"server {number} on {fields.get('host')}"
+        self._peers[message.peer] = number
+        if problem := difference(fields.get("facts"), self._rules.facts):
+            raise LaunchError(f"{self._names[number]} cannot work with server 0 on {self._host}: {problem}")
+        return number
