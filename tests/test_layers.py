@@ -87,6 +87,7 @@ LAYERS: dict[str, list[str]] = {
         "serve.attendance",
         "serve.connect",
         "serve.division",
+        "serve.facts",
         "serve.farewell",
         "serve.lines",
         "serve.pushes",

@@ -74,7 +74,7 @@ class JobServer:
         self._left: float | None = None  # when the last update had been made
         self._strangers = Strangers(link, rules.say, rules.now)
         self.ledger.servers = [ServerTally() for _ in range(num_servers)]
-        self._shards = Shards(link, self._events, adapter, store.layout, num_servers - 1, rules, host)
+        self._shards = Shards(link, self._events, adapter, store.layout, rules, self.ledger.servers, host)
         self._has_begun = False
         self._carried = carried or {}
         store.carry({dtype: flat[store.part[dtype]] for dtype, flat in self._carried.items()})
@@ -183,8 +183,7 @@ class JobServer:
             self._shards.lose(event.peer, event.why)
         if event.kind != "have":
             return None
-        fields, number = event.fields, self._shards.number_of(event.peer)
-        self.ledger.servers[number] = ServerTally(*fields["bytes"])
+        fields, number = event.fields, self._shards.heard(event)
         attendee = self._attendance.with_ticket(fields["ticket"])
         if attendee is None or (job := self.queue.find(fields["number"], attendee.peer)) is None:
             return None

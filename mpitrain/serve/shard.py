@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy
@@ -27,6 +28,7 @@ from mpitrain.serve.worker_link import WorkerLink
 
 _LOOK_SECONDS = 0.5
 _REPEAT_SECONDS = 1.0
+_PATIENCE_SECONDS = 10.0
 
 
 class ShardServer:
@@ -115,6 +117,7 @@ class ShardServer:
         """Return the next message of the first server. One that is lost with a connection would be an update."""
         message = self._first.receive(seconds)
         if message is None and not (self._first.is_connected and self._first.connections == self._connections):
+            time.sleep(_PATIENCE_SECONDS)  # if the first server has failed, its own error says more, and ends the job
             raise LaunchError(
                 f"{self._name} has lost the connection to the first server, and what that has sent. Start the job "
                 "again: it goes on from the newest checkpoint"
@@ -147,10 +150,14 @@ class ShardServer:
     def _fetch(self, fields: Mapping[str, Any], _: list[numpy.ndarray]) -> None:
         flat = self._adapter.flat_state()[fields["name"]]
         own = self._store.part[numpy.dtype(flat.dtype)]
-        self._first.send("state", {"name": fields["name"]}, [on_host(flat[own])])
+        self._tell("state", {}, [on_host(flat[own])])
+
+    def _tell(self, kind: str, fields: Mapping[str, Any], arrays: Sequence[numpy.ndarray] = ()) -> None:
+        """Send the first server a message, and with each what this server has taken in and sent out so far."""
+        self._first.send(kind, {**fields, "tally": asdict(self._tally)}, arrays)
 
     def _norm_of_all(self, norm: float) -> float:
-        self._first.send("norm", {"norm": norm})
+        self._tell("norm", {"norm": norm})
         while (message := self._hear(_LOOK_SECONDS)) is None:
             pass
         assert message.kind == "norm", message.kind
@@ -187,7 +194,7 @@ class ShardServer:
                 problem = str(error)
         not_finite = "" if problem else self._pushes[key][1]
         told = {"ticket": key[0], "number": key[1], "not_finite": not_finite, "problem": problem}
-        self._first.send("have", {**told, "bytes": [self._tally.bytes_in, self._tally.bytes_out]})
+        self._tell("have", told)
 
 
 def _whole(value: object) -> int:

@@ -25,6 +25,7 @@ from mpitrain.serve.answers import Answer
 from mpitrain.serve.attendance import ServerRules, difference
 from mpitrain.serve.division import Part, divide, line_of
 from mpitrain.serve.jobs import ServedJob
+from mpitrain.serve.ledger import ServerTally
 from mpitrain.serve.link import Event, Gone, ServerLink
 from mpitrain.serve.pushes import plain_note
 from mpitrain.serve.store import on_host
@@ -51,36 +52,41 @@ class Shards:
         events: deque[Event],
         adapter: Adapter,
         layout: Layout,
-        num: int,
         rules: ServerRules,
+        tallies: list[ServerTally],
         host: str,
     ) -> None:
         """
         Args:
             events: what comes from others in a wait for shards is added here.
             layout: of the parameters and gradients.
+            tallies: of all servers; those of the shards are kept up to date here.
             host: of the first server.
         """
-        self.num, self.is_lost = num, False
+        self.num, self.is_lost = len(tallies) - 1, False
         self._link, self._events, self._rules = link, events, rules
         self._layout, self._host = layout, host
-        self._parts = divide(layout, num + 1)
+        self._parts = divide(layout, len(tallies))
+        self._tallies = tallies
         self._peers: dict[Peer, int] = {}
         self._names: dict[int, str] = {}
         self._adapter = adapter
         self._version = -1  # that was told last
         self._is_fetched = False
         self._fetched: dict[tuple[int, str], numpy.ndarray] = {}
-        if num:
+        if self.num:
             divided_of(adapter).update_only(self._parts[0], self._norm_of_all)
 
     def knows(self, peer: Hashable) -> bool:
         """Whether a peer is one of these servers."""
         return peer in self._peers
 
-    def number_of(self, peer: Peer) -> int:
-        """Return the number of a server."""
-        return self._peers[peer]
+    def heard(self, message: Message) -> int:
+        """Take in that a message has come from one of the servers. Return its number."""
+        number = self._peers[message.peer]
+        if "tally" in message.fields:
+            self._tallies[number] = ServerTally(**message.fields["tally"])
+        return number
 
     def begin(self, version: int, carried: Mapping[numpy.dtype, numpy.ndarray]) -> None:
         """Wait until all servers are here, and give them the parameters, the optimizer's state, and what is carried.
@@ -214,15 +220,17 @@ class Shards:
                     if kind != "bye":
                         self.lose(event.peer, event.why)
                     waiting.discard(number)
-                elif isinstance(event, Message) and event.kind == kind:
-                    number = self._join(event) if number is None else number
+                elif isinstance(event, Message) and event.kind == kind and (number or kind == "shard"):
+                    if number is None:
+                        self._join(event)
+                    number = self.heard(event)
                     found[number] = event
                     waiting.discard(number)
                 else:
                     self._events.append(event)
             now = self._rules.now()
             missing = ", ".join(self._names.get(number, f"server {number}") for number in sorted(waiting))
-            if self._rules.hang_seconds and now - begun > self._rules.hang_seconds:
+            if waiting and self._rules.hang_seconds and now - begun > self._rules.hang_seconds:
                 self.is_lost = True
                 raise LostServerError(
                     f"server 0 on {self._host} has waited {now - begun:.0f} s (MPITRAIN_HANG_SECONDS) for {missing} "
@@ -233,7 +241,7 @@ class Shards:
                 said = now
         return found
 
-    def _join(self, message: Message) -> int:
+    def _join(self, message: Message) -> None:
         """Take in a server that has come."""
         fields = message.fields
         number = fields.get("server")
@@ -244,4 +252,3 @@ class Shards:
         self._peers[message.peer] = number
         if problem := difference(fields.get("facts"), self._rules.facts):
             raise LaunchError(f"{self._names[number]} cannot work with server 0 on {self._host}: {problem}")
-        return number

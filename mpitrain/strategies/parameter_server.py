@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
 from typing import Any, Literal
 
 from mpitrain.adapters.adapter import Adapter, divided_of
@@ -14,6 +13,7 @@ from mpitrain.job.role import Role
 from mpitrain.job.start import the_job
 from mpitrain.serve.attendance import ServerRules
 from mpitrain.serve.connect import bound, connected, environment_of
+from mpitrain.serve.facts import facts_of, most_bytes_of
 from mpitrain.serve.jobs import JobQueue
 from mpitrain.serve.ledger import ServerLedger
 from mpitrain.serve.pace import Bounded, JobPace, Lockstep, Unbounded
@@ -22,7 +22,7 @@ from mpitrain.serve.server import JobServer
 from mpitrain.serve.shard import ShardServer
 from mpitrain.serve.shards import LostServerError
 from mpitrain.serve.source import JobSource, source_of
-from mpitrain.serve.store import ParameterStore, check_rate_factor, layout_of
+from mpitrain.serve.store import ParameterStore, check_rate_factor
 from mpitrain.serve.worker import JobWorker
 from mpitrain.strategies.sync import Sync
 from mpitrain.world import World
@@ -145,7 +145,7 @@ class ParameterServer:
             source.num_samples, self._placed["epoch"], self._placed["cursor"], self._placed.get("left", ())
         )
         config = self._world.config
-        link, _ = bound(self._role, self._everyone, self._most_bytes())
+        link, _ = bound(self._role, self._everyone, most_bytes_of(self._adapter))
         rules = ServerRules(
             life=secrets.token_hex(8),
             facts=self._facts(source),
@@ -234,7 +234,7 @@ class ParameterServer:
             hello["environment"] = environment
         if self._everyone is not None:
             hello["name"] = self._world.name()
-        links = connected(self._role, self._everyone, self._most_bytes())
+        links = connected(self._role, self._everyone, most_bytes_of(self._adapter))
         try:
             worker = JobWorker(
                 links,
@@ -253,7 +253,7 @@ class ParameterServer:
 
     def _serve_part(self, data: Any) -> None:
         number = self._role.number
-        link, (first,) = bound(self._role, self._everyone, self._most_bytes())
+        link, (first,) = bound(self._role, self._everyone, most_bytes_of(self._adapter))
         try:
             ShardServer(
                 link,
@@ -327,25 +327,8 @@ class ParameterServer:
         if found > 1:
             divided_of(self._adapter)
 
-    def _facts(self, source: JobSource) -> Sequence[str]:
-        """Return what server and workers must have in common, in lines."""
-        from mpitrain import __version__
-
-        state, scale = source.state(), "with" if self._adapter.loss_scale else "without"
-        parameters = layout_of(self._adapter.parameters()).parameters
-        return [
-            f"mpitrain {__version__}",
-            f"compression={self._world.config.compression}, {scale} loss scale",
-            f"{self._role.num_servers} servers",
-            *(f"{name}={state[name]}" for name in ("num_samples", "seed", "shuffle")),
-            *(f"gradient {parameter}" for parameter in self._adapter.layout),
-            *(f"parameter {parameter}" for parameter in parameters),
-        ]
-
-    def _most_bytes(self) -> int:
-        """Return the most bytes of arrays in a message."""
-        layouts = (layout_of(self._adapter.parameters()).parameters, self._adapter.layout)
-        return max(sum(one.count * one.dtype.itemsize for one in layout) for layout in layouts)
+    def _facts(self, source: JobSource) -> list[str]:
+        return facts_of(self._world.config, self._adapter, source, self._role.num_servers)
 
     def _say(self, text: str) -> None:
         self._world.print(f"mpitrain: {text}")
