@@ -12,18 +12,16 @@ from mpitrain.exchange.means import Means
 from mpitrain.job.role import Role
 from mpitrain.job.start import the_job
 from mpitrain.serve.attendance import ServerRules
-from mpitrain.serve.connect import bound, connected, environment_of
-from mpitrain.serve.facts import facts_of, most_bytes_of
+from mpitrain.serve.connect import bound, environment_of
 from mpitrain.serve.jobs import JobQueue
 from mpitrain.serve.ledger import ServerLedger
 from mpitrain.serve.pace import Bounded, JobPace, Lockstep, Unbounded
+from mpitrain.serve.party import Party, serve_part, work
 from mpitrain.serve.pushes import codec_of
 from mpitrain.serve.server import JobServer
-from mpitrain.serve.shard import ShardServer
 from mpitrain.serve.shards import LostServerError
 from mpitrain.serve.source import JobSource, source_of
 from mpitrain.serve.store import ParameterStore, check_rate_factor
-from mpitrain.serve.worker import JobWorker
 from mpitrain.strategies.sync import Sync
 from mpitrain.world import World
 
@@ -113,11 +111,11 @@ class ParameterServer:
         """
         job = the_job()
         self._world, self._adapter = world, adapter
-        self._role, self._everyone = job.role, job.everyone
+        self._role = job.role
         if self._corrects:
             check_rate_factor(adapter)
         if self._role.kind:
-            self._codec = codec_of(world.config.compression)
+            self._party = Party(job.role, job.everyone, world, adapter, codec_of(world.config.compression))
             self._check_servers()
             return
         if world.size > 1:
@@ -145,17 +143,17 @@ class ParameterServer:
             source.num_samples, self._placed["epoch"], self._placed["cursor"], self._placed.get("left", ())
         )
         config = self._world.config
-        link, _ = bound(self._role, self._everyone, most_bytes_of(self._adapter))
+        link, _ = bound(self._role, self._party.everyone, self._party.most_bytes)
         rules = ServerRules(
             life=secrets.token_hex(8),
-            facts=self._facts(source),
+            facts=self._party.facts(source),
             environment=environment_of(self._role),
-            codec=self._codec,
+            codec=self._party.codec,
             corrects_staleness=self._corrects,
             stall_seconds=config.stall_seconds,
             hang_seconds=config.hang_seconds,
             expected=self._role.num_workers,
-            say=self._say,
+            say=self._party.say,
         )
         store = ParameterStore(self._adapter, 0, self._role.num_servers)
         carried = store.layout.flats_of(self._carried)
@@ -202,7 +200,7 @@ class ParameterServer:
         if not isinstance(error, LostServerError):
             self._server.fetch()
         if error is None:
-            self._say(self._ledger.line())
+            self._party.say(self._ledger.line())
         reason = f"{type(error).__name__}: {error}" if isinstance(error, GradientError) else ""
         self._server.close(reason, is_over=error is None)
         self._server = None
@@ -226,48 +224,9 @@ class ParameterServer:
             LaunchError: the server refuses this worker, or is gone.
         """
         if self.role == "shard":
-            self._serve_part(data)
-            return
-        source, config = source_of(data), self._world.config
-        hello: dict[str, Any] = {"host": self._world.host, "name": "", "facts": self._facts(source)}
-        if (environment := environment_of(self._role)) is not None:
-            hello["environment"] = environment
-        if self._everyone is not None:
-            hello["name"] = self._world.name()
-        links = connected(self._role, self._everyone, most_bytes_of(self._adapter))
-        try:
-            worker = JobWorker(
-                links,
-                self._adapter,
-                source,
-                self._codec,
-                hello,
-                stall_seconds=config.stall_seconds,
-                hang_seconds=config.hang_seconds,
-                say=self._say,
-            )
-            worker.work()
-        finally:
-            for link in links:
-                link.close()
-
-    def _serve_part(self, data: Any) -> None:
-        number = self._role.number
-        link, (first,) = bound(self._role, self._everyone, most_bytes_of(self._adapter))
-        try:
-            ShardServer(
-                link,
-                first,
-                ParameterStore(self._adapter, number, self._role.num_servers),
-                divided_of(self._adapter),
-                self._codec,
-                {"server": number, "host": self._world.host, "facts": self._facts(source_of(data))},
-                hang_seconds=self._world.config.hang_seconds,
-                name=f"server {number} on {self._world.host}",
-            ).serve()
-        finally:
-            link.close()
-            first.close()
+            serve_part(self._party, data)
+        else:
+            work(self._party, data)
 
     # -- in one process: see Sync ---------------------------------------------------------------------------------
 
@@ -326,12 +285,6 @@ class ParameterServer:
             )
         if found > 1:
             divided_of(self._adapter)
-
-    def _facts(self, source: JobSource) -> list[str]:
-        return facts_of(self._world.config, self._adapter, source, self._role.num_servers)
-
-    def _say(self, text: str) -> None:
-        self._world.print(f"mpitrain: {text}")
 
 
 def _is_count(value: object, least: int) -> bool:

@@ -87,7 +87,7 @@ class Served:
         if carried:
             strategy.restore_own({"carried": carried})
         self.strategy = strategy
-        self.facts = list(strategy._facts(self.trainer.data))  # type: ignore[arg-type]
+        self.facts = strategy._party.facts(self.trainer.data)  # type: ignore[arg-type]
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
