@@ -122,7 +122,7 @@ class Course:
     def _before_step(self) -> None:
         self._trainer.metrics = {}
         for hook in self._trainer.hooks:
-            self._prepare(hook, self._trainer.step_number + 1)
+            self._prepare(hook, "before_step", self._trainer.step_number + 1)
             hook.before_step(self._trainer)
         self._stage = _STEP
 
@@ -136,7 +136,7 @@ class Course:
     def _after_step(self) -> None:
         # A checkpoint holds what the other hooks have seen of the step.
         for hook in sorted(self._trainer.hooks, key=lambda hook: hook.keeps_state):
-            self._prepare(hook, self._made.number)
+            self._prepare(hook, "after_step", self._made.number)
             hook.after_step(self._trainer, self._made)
         wish = self._copies.after_step(self._trainer)
         self._note_copies()
@@ -149,10 +149,11 @@ class Course:
         self._trainer.world.commit()  # no rank leaves a step that others have to repeat
         self._stage = _LEFT
 
-    def _prepare(self, hook: Hook, step: int) -> None:
-        """Bring together what several servers have of the model, if a hook may read it around this step."""
-        if self._trainer.served and hook.reads_model(self._trainer, step):
-            self._trainer.served.fetch()
+    def _prepare(self, hook: Hook, method: str, step: int) -> None:
+        """Bring together what several servers have of the model, if a hook has this method and may read the model."""
+        served, has_method = self._trainer.served, getattr(type(hook), method) is not getattr(Hook, method)
+        if served and has_method and hook.reads_model(self._trainer, step):
+            served.fetch()
 
     def _note_copies(self) -> None:
         self._trainer.copy_steps = steps = self._copies.steps

@@ -30,10 +30,10 @@ class Hook:
         """Is called once, before the first step; again if a rank is lost in these calls."""
 
     def reads_model(self, trainer: Trainer, step: int) -> bool:
-        """Return whether this hook may read or change parameters or the optimizer around this step.
+        """Return whether this hook may read or change parameters or the optimizer in its methods for this step.
 
-        Is asked, in a job with several servers, before `before_step` and `after_step`. If the answer is yes, the first
-        server then has the parts of all. A hook that does not need them at every step saves that time by saying so.
+        Is asked in a job with several servers, before `before_step` and `after_step`. If the answer is yes, the first
+        server fetches the parts of all. A hook that does not read the model at every step saves time by saying so.
         """
         return True
 
