@@ -109,11 +109,12 @@ class ParameterStore:
     def note_changes(self, *, elsewhere: bool = False) -> None:
         """Find the blocks that have changed since the last call, by an update or by other code.
 
-        If a worker has the present version, and something other than an update has changed a block, here or
-        `elsewhere` on another server, a version begins.
+        If a worker has the present version, and something other than an update has changed a block, a version begins.
+        So it does if something other than an update has changed parameters `elsewhere`, on another server, which a
+        worker may have asked already.
         """
         changes = self._find_changes()
-        if self._pulled == self.version and (elsewhere or any(blocks.any() for _, blocks in changes)):
+        if elsewhere or (self._pulled == self.version and any(blocks.any() for _, blocks in changes)):
             self.version += 1
         self._stamp(changes)
 
