@@ -1,4 +1,4 @@
-"""Workers that die, repeat themselves or send what is wrong to several servers: no answer counts twice, or by halves."""
+"""Workers that die, repeat themselves or send what is wrong to several servers: no answer counts twice or by halves."""
 
 from __future__ import annotations
 
