@@ -2,6 +2,7 @@
 
 import math
 import tracemalloc
+from itertools import pairwise
 
 import ml_dtypes
 import numpy
@@ -330,7 +331,7 @@ def test_parts_have_the_bits_of_the_whole(make, dtype, bounds):
     start, *gradients = draws(5)
     whole, values = make(), flat(start, dtype)
     whole.start(values, DECAYED_RANGES)
-    parts = [slice(begin, end) for begin, end in zip(bounds[:-1], bounds[1:], strict=True)]
+    parts = [slice(begin, end) for begin, end in pairwise(bounds)]
     optimizers, copies = [make() for _ in parts], [flat(start, dtype) for _ in parts]
     for optimizer, part, copy in zip(optimizers, parts, copies, strict=True):
         optimizer.start(copy, DECAYED_RANGES)
