@@ -55,6 +55,8 @@ class ServerLines:
         connection = link.connections
         while True:
             message = link.receive(_LOOK_SECONDS)
+            if message is not None and message.kind == "refused":
+                raise LaunchError(f"{name}: server {server}: {message.fields.get('text')}")
             if message is not None and message.fields.get("number") == question["number"]:
                 self._replica.take(message.fields, message.arrays, server)
                 return

@@ -88,6 +88,7 @@ class JobServer:
         """
         if not self._has_begun:
             self._has_begun = True
+            self._shards.gather()
             self._shards.begin(self._store.version, self._carried)
             self._carried = {}
         # By the last update, and by the hooks after it: no job goes out before them.
@@ -122,6 +123,7 @@ class JobServer:
         Otherwise the workers wait until the server is there again.
         """
         if is_over or reason:
+            self._shards.gather()  # the run may have ended before its first step
             kind, fields = ("over", {}) if is_over else ("refused", {"text": reason})
             send_home(self._link, self._attendance, self._events, self._rules, kind, fields, self._shards.knows)
             self._shards.end()

@@ -5,7 +5,6 @@ worker:  pull ─> parameters   push (a part of the gradients) ─> the first se
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -27,7 +26,6 @@ from mpitrain.serve.wire import Message, Peer
 from mpitrain.serve.worker_link import WorkerLink
 
 _LOOK_SECONDS = 0.5
-_REPEAT_SECONDS = 1.0
 _PATIENCE_SECONDS = 10.0
 
 
@@ -56,8 +54,8 @@ class ShardServer:
         """
         self._link, self._first, self._store, self._adapter = link, first, store, adapter
         self._codec, self._hello, self._hang_seconds, self._name = codec, hello, hang_seconds, name
-        self._life = ""
-        self._connections = 0
+        self._life, self._is_over = "", False
+        self._connections = 0  # to the first server, when its first message had come
         self._tally = ServerTally()
         # By ticket of the worker and number of the job: the gradients, and the first parameter that is not finite.
         self._pushes: dict[tuple[str, int], tuple[Mapping[numpy.dtype, numpy.ndarray], str]] = {}
@@ -68,6 +66,7 @@ class ShardServer:
             "update": self._update,
             "forget": self._forget,
             "fetch": self._fetch,
+            "over": self._end,
         }
         adapter.update_only(store.part, self._norm_of_all)
 
@@ -78,12 +77,9 @@ class ShardServer:
             LaunchError: the first server does not come, or is gone.
         """
         self._begin()
-        while True:
+        while not self._is_over:
             wait_for([*self._link.sockets, *self._first.sockets], _LOOK_SECONDS)
-            while (message := self._hear(0.0)) is not None:
-                if message.kind == "over":
-                    self._first.send("bye", {})
-                    return
+            while not self._is_over and (message := self._hear(0.0)) is not None:
                 self._commands[message.kind](message.fields, message.arrays)
             for event in self._link.receive(0.0):
                 if isinstance(event, Gone):
@@ -97,19 +93,19 @@ class ShardServer:
 
     def _begin(self) -> None:
         """Say hello until the first server has told what the parameters are. No worker is listened to before."""
-        begun, asked = time.monotonic(), -math.inf
-        while not self._life:
-            now = time.monotonic()
-            if not self._connections and now - asked > _REPEAT_SECONDS:
+        begun, told = time.monotonic(), -1
+        while not self._life and not self._is_over:
+            if not self._connections and told != self._first.connections:  # what was sent without one is lost
                 self._first.send("shard", self._hello)
-                asked = now
-            message = self._first.receive(_LOOK_SECONDS) if not self._connections else self._hear(_LOOK_SECONDS)
+                told = self._first.connections
+            message = self._hear(_LOOK_SECONDS) if self._connections else self._first.receive(_LOOK_SECONDS)
+            seconds = time.monotonic() - begun
             if message is not None:
-                self._connections = self._connections or self._first.connections
+                self._connections = self._first.connections
                 self._commands[message.kind](message.fields, message.arrays)
-            elif self._hang_seconds and now - begun > self._hang_seconds:
+            elif self._hang_seconds and seconds > self._hang_seconds:
                 raise LaunchError(
-                    f"{self._name} has not heard of the first server for {now - begun:.0f} s (MPITRAIN_HANG_SECONDS): "
+                    f"{self._name} has not heard of the first server for {seconds:.0f} s (MPITRAIN_HANG_SECONDS): "
                     f"{self._first.trouble()}"
                 )
 
@@ -123,6 +119,10 @@ class ShardServer:
                 "again: it goes on from the newest checkpoint"
             )
         return message
+
+    def _end(self, _: Mapping[str, Any], __: list[numpy.ndarray]) -> None:
+        self._first.send("bye", {})
+        self._is_over = True
 
     def _load(self, fields: Mapping[str, Any], arrays: list[numpy.ndarray]) -> None:
         (array,) = arrays

@@ -88,15 +88,18 @@ class Shards:
             self._tallies[number] = ServerTally(**message.fields["tally"])
         return number
 
-    def begin(self, version: int, carried: Mapping[numpy.dtype, numpy.ndarray]) -> None:
-        """Wait until all servers are here, and give them the parameters, the optimizer's state, and what is carried.
+    def gather(self) -> None:
+        """Wait until all servers are here.
 
         Raises:
             LaunchError: one of them is gone, does not come, or trains something else.
         """
+        self._wait("shard", set(range(1, self.num + 1)) - self._names.keys(), "to come")
+
+    def begin(self, version: int, carried: Mapping[numpy.dtype, numpy.ndarray]) -> None:
+        """Give all servers the parameters, the optimizer's state, and what is carried. `gather` comes before."""
         if not self.num:
             return
-        self._wait("shard", range(1, self.num + 1), "to come")
         names = [f"server 0 on {self._host}", *(self._names[number] for number in range(1, self.num + 1))]
         self._rules.say(line_of(self._layout, self._parts, names))
         flats = dict(divided_of(self._adapter).flat_state())
@@ -174,7 +177,7 @@ class Shards:
 
     def end(self) -> None:
         """Send the servers home, when no worker needs them any more."""
-        if self._peers and not self.is_lost:
+        if not self.is_lost:
             self._tell("over", {})
             self._wait("bye", self._peers.values(), "to end")
 
@@ -209,9 +212,9 @@ class Shards:
         for peer in self._peers:
             self._link.send(peer, kind, fields)
 
-    def _wait(self, kind: str, numbers: Collection[int], what: str) -> dict[int, Message]:
+    def _wait(self, kind: str, numbers: Collection[int], purpose: str) -> dict[int, Message]:
         """Return a message of this kind from each of these servers. Keep what comes from others."""
-        waiting, found = set(numbers), dict[int, Message]()
+        waiting, messages = set(numbers), dict[int, Message]()
         begun = said = self._rules.now()
         while waiting:
             for event in self._link.receive(_LOOK_SECONDS):
@@ -224,7 +227,7 @@ class Shards:
                     if number is None:
                         self._join(event)
                     number = self.heard(event)
-                    found[number] = event
+                    messages[number] = event
                     waiting.discard(number)
                 else:
                     self._events.append(event)
@@ -234,12 +237,12 @@ class Shards:
                 self.is_lost = True
                 raise LostServerError(
                     f"server 0 on {self._host} has waited {now - begun:.0f} s (MPITRAIN_HANG_SECONDS) for {missing} "
-                    f"{what}. Start the job again: it goes on from the newest checkpoint"
+                    f"{purpose}. Start the job again: it goes on from the newest checkpoint"
                 )
             if waiting and now - said >= self._rules.stall_seconds:
-                self._rules.say(f"server 0 has waited {now - begun:.0f} s for {missing} {what}")
+                self._rules.say(f"server 0 has waited {now - begun:.0f} s for {missing} {purpose}")
                 said = now
-        return found
+        return messages
 
     def _join(self, message: Message) -> None:
         """Take in a server that has come."""

@@ -277,13 +277,13 @@ class ParameterServer:
         return Bounded(queue, job_samples, self._staleness)
 
     def _check_servers(self) -> None:
-        found = self._role.num_servers
-        if self._servers not in (None, found):
+        number = self._role.num_servers
+        if self._servers not in (None, number):
             raise ConfigError(
-                f"{self._world.name()}: ParameterServer(servers={self._servers}), and {found} were started; start them "
+                f"{self._world.name()}: ParameterServer(servers={self._servers}), and {number} were started; start them "
                 f"with `mpitrain run --servers {self._servers}`, or leave servers out"
             )
-        if found > 1:
+        if number > 1:
             divided_of(self._adapter)
 
 

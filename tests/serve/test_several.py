@@ -310,3 +310,16 @@ def test_another_number_of_servers_than_the_strategy_was_given() -> None:
         with playing(kind, "127.0.0.1:9", num_servers=2), pytest.raises(mt.MpitrainError, match=text):
             mt.Trainer(parts(mt.ParameterServer("sync", servers=3)))
     mt.Trainer(parts(mt.ParameterServer("sync", servers=3)), [mt.StopAtStep(1)]).run()  # no servers at all
+
+
+def test_a_run_that_has_ended_before_its_first_step_ends_all_servers() -> None:
+    class Ended(mt.Hook):
+        ends_run = True
+
+        def before_run(self, trainer: mt.Trainer) -> None:
+            trainer.last_step = 0
+
+    builds = [parts(mt.ParameterServer("sync")) for _ in range(5)]
+    trainer, others = train_served(builds[0], builds[1:3], [Ended()], shard_builds=builds[3:])
+    assert trainer.step_number == 0
+    assert others.errors == {}
