@@ -29,7 +29,7 @@ def send_home(
     connection, so the connection stays for `hang_seconds`, or until the worker has gone.
 
     Args:
-        events: those that have come and are not handled.
+        events: those that have come and are not handled. In the end it has those of other servers.
         kind, fields: of the message that says so.
         is_server: whether a peer is no worker.
     """
@@ -48,8 +48,11 @@ def send_home(
         if busy and now - said >= rules.stall_seconds:
             rules.say(f"the run has ended; the server waits for {', '.join(busy.values())} to read of it")
             said = now
-        for event in [*events, *link.receive(_LOOK_SECONDS)]:
+        come = [*events, *link.receive(_LOOK_SECONDS)]
+        events.clear()
+        for event in come:
             if is_server(event.peer):
+                events.append(event)
                 continue
             if busy.pop(event.peer, None) and not busy:
                 begun = rules.now()  # the last one has read of the end by now, or is about to
@@ -58,4 +61,3 @@ def send_home(
             elif event.peer not in told:
                 told.add(event.peer)
                 link.send(event.peer, kind, fields)
-        events.clear()

@@ -217,7 +217,9 @@ class Shards:
         waiting, messages = set(numbers), dict[int, Message]()
         begun = said = self._rules.now()
         while waiting:
-            for event in self._link.receive(_LOOK_SECONDS):
+            come = [*self._events, *self._link.receive(_LOOK_SECONDS)]
+            self._events.clear()
+            for event in come:
                 number = self._peers.get(event.peer)
                 if isinstance(event, Gone) and number is not None:
                     if kind != "bye":

@@ -280,8 +280,8 @@ class ParameterServer:
         number = self._role.num_servers
         if self._servers not in (None, number):
             raise ConfigError(
-                f"{self._world.name()}: ParameterServer(servers={self._servers}), and {number} were started; start them "
-                f"with `mpitrain run --servers {self._servers}`, or leave servers out"
+                f"{self._world.name()}: ParameterServer(servers={self._servers}), and {number} were started; start "
+                f"them with `mpitrain run --servers {self._servers}`, or leave servers out"
             )
         if number > 1:
             divided_of(self._adapter)

@@ -261,3 +261,17 @@ def test_what_is_lost_with_a_connection_is_asked_and_pushed_again() -> None:
     lines.close()
     assert errors == []
     assert replica.versions == [-1, 6]
+
+
+def test_a_server_that_is_lost_when_all_is_fetched_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    fetch = ShardServer._fetch
+
+    def last_words(self: Any, fields: Any, arrays: Any) -> None:
+        fetch(self, fields, arrays)
+        self._is_over = True  # its connections end without a farewell
+
+    monkeypatch.setattr(ShardServer, "_fetch", last_words)
+    builds = [parts(mt.ParameterServer("sync")) for _ in range(3)]
+    trainer, others = train_served(builds[0], builds[1:2], [mt.StopAtStep(3)], shard_builds=builds[2:])
+    assert others.errors == {}
+    assert set(trainer.adapter.parameters()["count"]) == {0.125}
