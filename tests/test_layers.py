@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "mpitrain"
 # From the bottom up. A module may import those of lower layers and of its own, but never in a circle.
 # A name ending in .* stands for a package with all its modules.
 LAYERS: dict[str, list[str]] = {
-    "bottom": ["errors", "job", "job.context", "job.early"],
+    "bottom": ["errors", "job", "job.context", "job.early", "job.own_addresses"],
     "values": ["arrays", "config", "profile", "tree"],
     "compression": ["compression.*"],
     "serve": [

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mpitrain.job.own_addresses import addresses
 from mpitrain.job.role import Role
-from mpitrain.launch.own_addresses import addresses
 from mpitrain.serve.keys import make_keys, parse_key, read_keys
 from mpitrain.serve.link import ServerLink
 from mpitrain.serve.worker_link import WorkerLink

@@ -12,7 +12,7 @@ import socket
 from pathlib import Path
 
 from mpitrain.errors import ConfigError
-from mpitrain.launch import own_addresses
+from mpitrain.job import own_addresses
 
 LOOPBACK = "lo"
 _INTERFACES = Path("/sys/class/net")

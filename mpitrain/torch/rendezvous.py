@@ -29,9 +29,9 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import _rendezvous_handlers as handlers
 
 from mpitrain.errors import LaunchError, MpitrainError
+from mpitrain.job.own_addresses import addresses
 from mpitrain.job.start import init
 from mpitrain.launch.launched import launched_by
-from mpitrain.launch.own_addresses import addresses
 from mpitrain.torch.engine import engine_of
 from mpitrain.world import World
 
