@@ -10,6 +10,7 @@ import numpy
 from mpitrain.arrays import Array
 from mpitrain.errors import ConfigError
 from mpitrain.exchange.bucket import Parameter
+from mpitrain.exchange.division import Division
 from mpitrain.exchange.remarks import Remarks
 from mpitrain.training.loss_scale import LossScale
 from mpitrain.tree import Tree
@@ -97,16 +98,20 @@ class Adapter(Protocol):
 @runtime_checkable
 class DividedAdapter(Adapter, Protocol):
     """An Adapter whose parameters can be divided between several servers. Each server has the whole model, and updates
-    a part of it.
+    a part of it."""
 
-    Such an adapter has no buffers, and its `layout` has the same flat buffers as its `parameters`.
-    """
+    def divisions(self, num_servers: int) -> tuple[Division, Division]:
+        """Return how `layout` and how `parameters` are divided between so many servers, the same in every process.
 
-    def update_only(self, part: Mapping[numpy.dtype, slice], norm_of_all: Callable[[float], float]) -> None:
-        """Let `apply_gradients` change only a part of the parameters, and take flat buffers of this part alone.
+        What `layout` and `parameters` both have is on the same server in both.
+        """
+        ...
+
+    def update_only(self, number: int, num_servers: int, norm_of_all: Callable[[float], float]) -> None:
+        """Let `apply_gradients` change only the part of a server, and take flat buffers of this part alone.
 
         Args:
-            part: a range of each flat buffer, in elements. It may begin and end within a parameter.
+            number: of the server; the first one is 0.
             norm_of_all: `apply_gradients` calls it where it needs the norm of the gradients, with the norm of the
                 part's. It returns the norm of the gradients of all parts.
 
@@ -116,16 +121,26 @@ class DividedAdapter(Adapter, Protocol):
         ...
 
     def plan_update(self) -> dict[str, Any]:
-        """Return what all parts must know of the next update, as JSON can hold it: the number of the step, the learning
-        rate, whether the norm is needed."""
+        """Return what all servers must know of the next update, as JSON can hold it: the number of the step, the
+        learning rate, whether the norm is needed."""
         ...
 
     def follow_plan(self, plan: Mapping[str, Any]) -> None:
         """Let the next `apply_gradients` make the update of a `plan_update`."""
         ...
 
-    def flat_state(self) -> dict[str, Array]:
-        """Return the flat buffers of the parameters and of the optimizer, by name and whole. They are not copies."""
+    def part_state(self, number: int) -> dict[str, Any]:
+        """Return parameters and optimizer state of the part of a server, by name: arrays, and what JSON can hold.
+
+        The arrays are not copies. `update_only` comes before.
+        """
+        ...
+
+    def take_part_state(self, number: int, state: Mapping[str, Any], gone: Sequence[str]) -> None:
+        """Copy what `part_state` has returned, or some of it, from the same model in another process.
+
+        `gone` are names that are not in it any more.
+        """
         ...
 
 
@@ -137,7 +152,7 @@ def divided_of(adapter: Adapter) -> DividedAdapter:
     """
     if not isinstance(adapter, DividedAdapter):
         raise ConfigError(
-            f"several servers divide the parameters, also within a tensor, and {type(adapter).__name__} has no method "
-            "update_only(part, norm_of_all); ArrayFunction has it. Start one server"
+            f"several servers divide the parameters, and {type(adapter).__name__} has not all methods of "
+            "DividedAdapter; ArrayFunction and TorchModule have them. Start one server"
         )
     return adapter

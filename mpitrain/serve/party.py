@@ -96,6 +96,7 @@ def serve_part(party: Party, data: Any) -> None:
             divided_of(party.adapter),
             party.codec,
             {"server": role.number, "host": host, "facts": party.facts(source_of(data))},
+            num_servers=role.num_servers,
             hang_seconds=party.world.config.hang_seconds,
             name=f"server {role.number} on {host}",
         ).serve()

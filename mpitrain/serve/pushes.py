@@ -16,8 +16,8 @@ from mpitrain.compression.codec import Codec
 from mpitrain.errors import ConfigError, GradientError, MissingGradientError
 from mpitrain.exchange.bucket import Layout
 from mpitrain.exchange.checks import check_gradient
+from mpitrain.exchange.division import Division, Part, counts_of, members
 from mpitrain.exchange.remarks import Told
-from mpitrain.serve.division import Part, counts_of, divide, members
 from mpitrain.serve.jobs import ServedJob
 from mpitrain.serve.store import on_host
 
@@ -48,10 +48,11 @@ class Push:
 class GradientBuffer:
     """Collects the gradients of one job on a worker. It keeps what its codec leaves out, and adds that to the next."""
 
-    def __init__(self, layout: Layout, codec: Codec | None, name: str, num_servers: int = 1) -> None:
+    def __init__(self, division: Division, codec: Codec | None, name: str) -> None:
         """`name` is of the worker, for errors."""
-        self._layout, self._codec, self._name = layout, codec, name
-        self._parts = divide(layout, num_servers)
+        layout = self._layout = division.layout
+        self._parts = division.parts
+        self._codec, self._name = codec, name
         self._flats = {dtype: numpy.zeros(count, dtype) for dtype, count in layout.counts.items()}
         self._views = layout.views(self._flats)
         self._residual, self._scale = numpy.zeros(layout.counts.get(_CODED, 0), _CODED), 1.0

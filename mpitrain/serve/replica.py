@@ -9,8 +9,8 @@ import numpy
 
 from mpitrain.adapters.adapter import Adapter
 from mpitrain.errors import MismatchError
-from mpitrain.serve.division import counts_of, divide
-from mpitrain.serve.store import layout_of
+from mpitrain.exchange.division import counts_of
+from mpitrain.serve.store import divisions_of
 
 
 class Replica:
@@ -22,9 +22,9 @@ class Replica:
 
     def __init__(self, adapter: Adapter, num_servers: int = 1) -> None:
         self._adapter = adapter
-        self._plan = layout_of(adapter.parameters())
+        _, division = divisions_of(adapter, num_servers)
+        self._plan, self._parts = division.layout, division.parts
         self._flats = {dtype: numpy.empty(count, dtype) for dtype, count in self._plan.counts.items()}
-        self._parts = divide(self._plan, num_servers)
         self._has_changed = False
         self.versions = [-1] * num_servers
 

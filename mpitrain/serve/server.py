@@ -74,7 +74,7 @@ class JobServer:
         self._left: float | None = None  # when the last update had been made
         self._strangers = Strangers(link, rules.say, rules.now)
         self.ledger.servers = [ServerTally() for _ in range(num_servers)]
-        self._shards = Shards(link, self._events, adapter, store.layout, rules, self.ledger.servers, host)
+        self._shards = Shards(link, self._events, adapter, rules, self.ledger.servers, host)
         self._has_begun = False
         self._carried = carried or {}
         store.carry({dtype: flat[store.part[dtype]] for dtype, flat in self._carried.items()})

@@ -6,7 +6,7 @@ worker:  pull ─> parameters   push (a part of the gradients) ─> the first se
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -14,14 +14,14 @@ import numpy
 
 from mpitrain.adapters.adapter import DividedAdapter
 from mpitrain.compression.codec import Codec
-from mpitrain.cuda.staging import like
 from mpitrain.errors import GradientError, LaunchError
 from mpitrain.exchange.remarks import remarks_of
 from mpitrain.serve.ledger import ServerTally
 from mpitrain.serve.link import Gone, ServerLink
+from mpitrain.serve.pieces import add_piece, pieces_of
 from mpitrain.serve.pushes import first_not_finite, mean_of, read_gradients, read_note
 from mpitrain.serve.sockets import wait_for
-from mpitrain.serve.store import ParameterStore, on_host
+from mpitrain.serve.store import ParameterStore
 from mpitrain.serve.wire import Message, Peer
 from mpitrain.serve.worker_link import WorkerLink
 
@@ -41,6 +41,7 @@ class ShardServer:
         codec: Codec | None,
         hello: Mapping[str, Any],
         *,
+        num_servers: int,
         hang_seconds: float,
         name: str,
     ) -> None:
@@ -61,14 +62,17 @@ class ShardServer:
         self._pushes: dict[tuple[str, int], tuple[Mapping[numpy.dtype, numpy.ndarray], str]] = {}
         self._pulls: dict[Peer, Mapping[str, Any]] = {}  # those that wait for a newer version
         self._commands: dict[str, Callable[[Mapping[str, Any], list[numpy.ndarray]], None]] = {
-            "load": self._load,
+            "carry": self._carry,
+            "piece": self._take_piece,
             "settle": self._settle,
             "update": self._update,
             "forget": self._forget,
             "fetch": self._fetch,
             "over": self._end,
         }
-        adapter.update_only(store.part, self._norm_of_all)
+        self._number: int = hello["server"]
+        self._pieces: dict[str, Any] = {}  # those that have come and are not settled
+        adapter.update_only(self._number, num_servers, self._norm_of_all)
 
     def serve(self) -> None:
         """Serve until the first server says that the run is over.
@@ -124,15 +128,15 @@ class ShardServer:
         self._first.send("bye", {})
         self._is_over = True
 
-    def _load(self, fields: Mapping[str, Any], arrays: list[numpy.ndarray]) -> None:
-        (array,) = arrays
-        if fields["name"] == "carried":
-            self._store.carry({array.dtype: array})
-            return
-        flat = self._adapter.flat_state()[fields["name"]]
-        flat[self._store.part[numpy.dtype(flat.dtype)]] = like(array, flat)
+    def _carry(self, _: Mapping[str, Any], arrays: list[numpy.ndarray]) -> None:
+        self._store.carry({array.dtype: array for array in arrays})
+
+    def _take_piece(self, fields: Mapping[str, Any], arrays: list[numpy.ndarray]) -> None:
+        add_piece(self._pieces, fields, arrays)
 
     def _settle(self, fields: Mapping[str, Any], _: list[numpy.ndarray]) -> None:
+        self._adapter.take_part_state(self._number, self._pieces, fields["gone"])
+        self._pieces = {}
         self._life = fields["life"]
         self._store.follow(fields["version"])
 
@@ -147,14 +151,14 @@ class ShardServer:
         live, newest = set(fields["live"]), fields["newest"]
         self._pushes = {key: push for key, push in self._pushes.items() if key[1] in live or key[1] > newest}
 
-    def _fetch(self, fields: Mapping[str, Any], _: list[numpy.ndarray]) -> None:
-        flat = self._adapter.flat_state()[fields["name"]]
-        own = self._store.part[numpy.dtype(flat.dtype)]
-        self._tell("state", {}, [on_host(flat[own])])
+    def _fetch(self, _: Mapping[str, Any], __: list[numpy.ndarray]) -> None:
+        for fields, arrays in pieces_of(self._adapter.part_state(self._number)):
+            self._first.send("piece", fields, arrays)
+        self._tell("state", {})
 
-    def _tell(self, kind: str, fields: Mapping[str, Any], arrays: Sequence[numpy.ndarray] = ()) -> None:
+    def _tell(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Send the first server a message, and with each what this server has taken in and sent out so far."""
-        self._first.send(kind, {**fields, "tally": asdict(self._tally)}, arrays)
+        self._first.send(kind, {**fields, "tally": asdict(self._tally)})
 
     def _norm_of_all(self, norm: float) -> float:
         self._tell("norm", {"norm": norm})

@@ -1,7 +1,7 @@
 """The further servers of a job, as the first one directs them.
 
-    first server:  load, settle ─> update, update, forget, update ... fetch ─> ... over
-    shard:         shard ─>        have (a part of an answer) ...      ─> state     ─> bye
+    first server:       pieces, settle ─> update, update, forget, update ... fetch ─>     ... over
+    shard:       shard ─>              have (a part of an answer) ...          ─> pieces, state ─> bye
 
 All shards get the same messages in the same order, so they have the same versions. Each has the whole model, and
 updates its part. Where hooks read the model, the first server fetches the parts; what hooks change goes back.
@@ -12,26 +12,27 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import numpy
 
 from mpitrain.adapters.adapter import Adapter, divided_of
-from mpitrain.arrays import Array
-from mpitrain.cuda.staging import like
 from mpitrain.errors import LaunchError
-from mpitrain.exchange.bucket import Layout
+from mpitrain.exchange.division import line_of
 from mpitrain.serve.answers import Answer
 from mpitrain.serve.attendance import ServerRules, difference
-from mpitrain.serve.division import Part, divide, line_of
 from mpitrain.serve.jobs import ServedJob
 from mpitrain.serve.ledger import ServerTally
 from mpitrain.serve.link import Event, Gone, ServerLink
+from mpitrain.serve.pieces import add_piece, difference_of, pieces_of
 from mpitrain.serve.pushes import plain_note
-from mpitrain.serve.store import on_host
+from mpitrain.serve.store import divisions_of
 from mpitrain.serve.wire import Message, Peer
 
 _LOOK_SECONDS = 0.5
+
+# What is new, by server: values by name, and names that are gone.
+Changes: TypeAlias = Mapping[int, tuple[Mapping[str, Any], Sequence[str]]]
 
 
 class LostServerError(LaunchError):
@@ -51,7 +52,6 @@ class Shards:
         link: ServerLink,
         events: deque[Event],
         adapter: Adapter,
-        layout: Layout,
         rules: ServerRules,
         tallies: list[ServerTally],
         host: str,
@@ -59,23 +59,22 @@ class Shards:
         """
         Args:
             events: what comes from others in a wait for shards is added here.
-            layout: of the parameters and gradients.
             tallies: of all servers; those of the shards are kept up to date here.
             host: of the first server.
         """
         self.num, self.is_lost = len(tallies) - 1, False
         self._link, self._events, self._rules = link, events, rules
-        self._layout, self._host = layout, host
-        self._parts = divide(layout, len(tallies))
-        self._tallies = tallies
+        self._tallies, self._host = tallies, host
+        self._gradients, self._parameters = divisions_of(adapter, len(tallies))
         self._peers: dict[Peer, int] = {}
         self._names: dict[int, str] = {}
         self._adapter = adapter
         self._version = -1  # that was told last
         self._is_fetched = False
-        self._fetched: dict[tuple[int, str], numpy.ndarray] = {}
+        self._pieces: dict[int, dict[str, Any]] = {}  # those that have come, by server and name
+        self._fetched: dict[int, dict[str, Any]] = {}  # as they came, to see what is changed here
         if self.num:
-            divided_of(adapter).update_only(self._parts[0], self._norm_of_all)
+            divided_of(adapter).update_only(0, len(tallies), self._norm_of_all)
 
     def knows(self, peer: Hashable) -> bool:
         """Whether a peer is one of these servers."""
@@ -101,12 +100,11 @@ class Shards:
         if not self.num:
             return
         names = [f"server 0 on {self._host}", *(self._names[number] for number in range(1, self.num + 1))]
-        self._rules.say(line_of(self._layout, self._parts, names))
-        flats = dict(divided_of(self._adapter).flat_state())
-        changes = [(number, name, flat) for number in self._peers.values() for name, flat in flats.items()]
-        changes += [(number, "carried", flat) for number in self._peers.values() for flat in carried.values()]
-        self._load(changes)
-        self.settle(version, [])
+        self._rules.say(line_of(self._parameters, names))
+        for peer, number in self._peers.items():
+            parts = [flat[self._gradients.parts[number][dtype]] for dtype, flat in carried.items()]
+            self._link.send(peer, "carry", {}, parts)
+        self.settle(version, {number: (self._part(number), []) for number in self._peers.values()})
 
     def update(
         self,
@@ -149,30 +147,29 @@ class Shards:
         """
         if not self.num or self._version < 0 or self._is_fetched:
             return
-        for name, flat in divided_of(self._adapter).flat_state().items():
-            self._tell("fetch", {"name": name})
-            for number, message in self._wait("state", self._peers.values(), "for its part of the model").items():
-                (array,) = message.arrays
-                flat[self._own(number, flat)] = like(array, flat)
-                self._fetched[number, name] = array
-        self._is_fetched = True
+        self._pieces = {number: {} for number in self._peers.values()}
+        self._tell("fetch", {})
+        self._wait("state", self._peers.values(), "for its part of the model")
+        for number, state in self._pieces.items():
+            gone = [name for name in self._part(number) if name not in state]
+            divided_of(self._adapter).take_part_state(number, state, gone)
+        self._fetched, self._is_fetched = self._pieces, True
 
-    def changes(self) -> list[tuple[int, str, Array]]:
-        """Return what has been changed here since `fetch`: server, name and flat buffer."""
-        flats = divided_of(self._adapter).flat_state() if self._fetched else {}
-        changes = []
-        for (number, name), before in self._fetched.items():
-            now = numpy.ascontiguousarray(on_host(flats[name][self._own(number, flats[name])]))
-            if now.tobytes() != before.tobytes():
-                changes.append((number, name, flats[name]))
+    def changes(self) -> Changes:
+        """Return what has been changed here since `fetch`."""
+        differences = {number: difference_of(state, self._part(number)) for number, state in self._fetched.items()}
         self._fetched, self._is_fetched = {}, False
-        return changes
+        return {number: (changed, gone) for number, (changed, gone) in differences.items() if changed or gone}
 
-    def settle(self, version: int, changes: Sequence[tuple[int, str, Array]]) -> None:
+    def settle(self, version: int, changes: Changes) -> None:
         """Give the servers what has been changed here, and tell them the version, unless they know it."""
-        self._load(changes)
-        if changes or version != self._version:
-            self._tell("settle", {"version": version, "life": self._rules.life})
+        if not changes and version == self._version:
+            return
+        for peer, number in self._peers.items():
+            changed, gone = changes.get(number, ({}, []))
+            for fields, arrays in pieces_of(changed):
+                self._link.send(peer, "piece", fields, arrays)
+            self._link.send(peer, "settle", {"version": version, "life": self._rules.life, "gone": gone})
         self._version = version
 
     def end(self) -> None:
@@ -199,14 +196,8 @@ class Shards:
         self._tell("norm", {"norm": whole})
         return whole
 
-    def _own(self, number: int, flat: Array) -> slice:
-        part: Part = self._parts[number]
-        return part[numpy.dtype(flat.dtype)]
-
-    def _load(self, changes: Sequence[tuple[int, str, Array]]) -> None:
-        peers = {number: peer for peer, number in self._peers.items()}
-        for number, name, flat in changes:
-            self._link.send(peers[number], "load", {"name": name}, [on_host(flat[self._own(number, flat)])])
+    def _part(self, number: int) -> dict[str, Any]:
+        return divided_of(self._adapter).part_state(number)
 
     def _tell(self, kind: str, fields: Mapping[str, Any]) -> None:
         for peer in self._peers:
@@ -231,6 +222,8 @@ class Shards:
                     number = self.heard(event)
                     messages[number] = event
                     waiting.discard(number)
+                elif isinstance(event, Message) and event.kind == "piece" and number is not None:
+                    add_piece(self._pieces[number], event.fields, event.arrays)
                 else:
                     self._events.append(event)
             now = self._rules.now()

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy
 
-from mpitrain.adapters.adapter import Adapter
+from mpitrain.adapters.adapter import Adapter, divided_of
 from mpitrain.arrays import Array, is_device_array
 from mpitrain.errors import ConfigError
 from mpitrain.exchange.bucket import Layout, Parameter, plan_layout
+from mpitrain.exchange.division import Division, counts_of, divide, members
 from mpitrain.exchange.remarks import Remarks
-from mpitrain.serve.division import counts_of, divide, members
 
 # What is compared and sent as one. A block of float32 is 64 KiB, its comparison stays in the cache.
 _BLOCK_COUNT = 2**14
@@ -31,16 +31,15 @@ class ParameterStore:
     def __init__(self, adapter: Adapter, number: int = 0, num_servers: int = 1) -> None:
         """The server's own replica is in `adapter`; `number` is of the server."""
         self.version = 0
-        self.layout = plan_layout(adapter.layout)
-        self.part = divide(self.layout, num_servers)[number]
+        gradients, parameters = divisions_of(adapter, num_servers)
+        self.layout, self.part = gradients.layout, gradients.parts[number]
         self._adapter = adapter
         self._is_divided = num_servers > 1
         self._num_buffers = getattr(adapter, "num_buffers", 0)
         self._noted = 0  # the version with which the last note was made
         self._carried: dict[numpy.dtype, numpy.ndarray] = {}
         self._pulled = -1  # the newest version that a worker has
-        self._plan = layout_of(adapter.parameters())
-        self._pulled_part = divide(self._plan, num_servers)[number]
+        self._plan, self._pulled_part = parameters.layout, parameters.parts[number]
         counts = counts_of(self._pulled_part).items()
         self._values = {dtype: numpy.empty(count, dtype) for dtype, count in counts}
         self._newer = {dtype: numpy.empty(count, dtype) for dtype, count in counts}
@@ -82,10 +81,11 @@ class ParameterStore:
                 1 + staleness. Each of n workers answers with a change from the same old mean towards its own batch,
                 and their sum would go n times as far. An older note does not replace a newer one.
         """
-        if self._num_buffers:
-            views: list[Any] = self.layout.views(gradients)
-            for view in views[len(views) - self._num_buffers :]:
-                numpy.divide(view, 1 + staleness, out=view)
+        first_buffer = len(self.layout.parameters) - self._num_buffers
+        for index, _, place in members(self.layout, self.part):
+            if index >= first_buffer:
+                change = gradients[self.layout.parameters[index].dtype][place]
+                numpy.divide(change, 1 + staleness, out=change)
         if self.version - staleness < self._noted:
             remarks = replace(remarks, notes=(None,))
         else:
@@ -176,6 +176,17 @@ def check_rate_factor(adapter: Adapter) -> None:
             "method scale_next_rate(factor); ArrayFunction has it. Leave the correction out, or lower the staleness"
         )
     scaled.scale_next_rate(1.0)
+
+
+def divisions_of(adapter: Adapter, num_servers: int) -> tuple[Division, Division]:
+    """Return how gradients and how parameters are divided between so many servers.
+
+    Raises:
+        ConfigError: there are several, and the adapter cannot be divided.
+    """
+    if num_servers > 1:
+        return divided_of(adapter).divisions(num_servers)
+    return divide(plan_layout(adapter.layout), 1), divide(layout_of(adapter.parameters()), 1)
 
 
 def layout_of(values: Mapping[str, Array]) -> Layout:

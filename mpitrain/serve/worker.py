@@ -13,10 +13,10 @@ from mpitrain.adapters.adapter import Adapter
 from mpitrain.compression.codec import Codec
 from mpitrain.cuda.shortage import memory_explained
 from mpitrain.errors import LaunchError
-from mpitrain.exchange.bucket import plan_layout
 from mpitrain.serve.lines import ServerLines
 from mpitrain.serve.pushes import GradientBuffer, plain_note
 from mpitrain.serve.replica import Replica
+from mpitrain.serve.store import divisions_of
 from mpitrain.serve.wire import Message
 from mpitrain.serve.worker_link import WorkerLink
 from mpitrain.tree import Tree
@@ -65,7 +65,7 @@ class JobWorker:
         self._link, self._adapter, self._data, self._hello = links[0], adapter, data, hello
         self._stall_seconds, self._hang_seconds, self._say = stall_seconds, hang_seconds, say
         self._replica = Replica(adapter, len(links))
-        self._buffer = GradientBuffer(plan_layout(adapter.layout), codec, self.name, len(links))
+        self._buffer = GradientBuffer(divisions_of(adapter, len(links))[0], codec, self.name)
         limits: Any = {"stall_seconds": stall_seconds, "hang_seconds": hang_seconds, "say": say}
         self._lines = ServerLines(links[1:], self._replica, **limits)
         self._life = self._ticket = ""

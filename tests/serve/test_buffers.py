@@ -9,6 +9,7 @@ import pytest
 
 from mpitrain.adapters.accumulate import Accumulate
 from mpitrain.errors import GradientError
+from mpitrain.exchange.division import divide
 from mpitrain.exchange.remarks import remarks_of
 from mpitrain.serve.pushes import GradientBuffer
 from mpitrain.serve.replica import Replica
@@ -34,7 +35,7 @@ class Stale:
     def __init__(self, store: ParameterStore) -> None:
         self._store, self._adapter = store, Accumulate(a_module(), per_rank_batch=64)
         self._replica = Replica(self._adapter)
-        self._buffer = GradientBuffer(store.layout, None, "a worker")
+        self._buffer = GradientBuffer(divide(store.layout, 1), None, "a worker")
 
     def pull(self) -> None:
         self._replica.take(*self._store.since(self._replica.versions[0]))

@@ -185,7 +185,7 @@ def test_no_pull_overtakes_what_hooks_change(monkeypatch: pytest.MonkeyPatch) ->
         if held:
             return held.pop()[1] if time.monotonic() > held[0][0] else None
         message = hear_first(self, seconds)
-        if message is not None and message.kind == "load":
+        if message is not None and message.kind == "piece":
             held.append((time.monotonic() + 0.3, message))
             return None
         return message
