@@ -99,6 +99,6 @@ def check_dividable(optimizer: torch.optim.Optimizer) -> None:
     if not type(optimizer).__module__.startswith("torch.optim"):
         kind = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
         raise ConfigError(
-            f"{kind} is no optimizer of torch.optim, so its step of one tensor may depend on others, which other servers "
-            "have. Start one server"
+            f"{kind} is no optimizer of torch.optim, so its step of one tensor may depend on others, which are on "
+            "other servers. Start one server"
         )
