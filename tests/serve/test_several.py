@@ -243,9 +243,9 @@ def test_nan_that_one_server_sees_is_named_and_refused_by_all() -> None:
             kept[:] = [trainer, bits(trainer)]
 
     with pytest.raises(
-        NonFiniteError, match=r"worker \d on .*, job \d+ \(epoch 0, places .*\): d holds NaN or infinity; 3 workers"
+        NonFiniteError, match=r"worker \d on .*, job \d+ \(epoch \d+, places .*\): d holds NaN or infinity; 3 workers"
     ):
-        several(3, SHAPES["tensors"], OPTIMIZERS["adamw"], [Keep()], function=bad, mode="async")
+        several(3, SHAPES["tensors"], OPTIMIZERS["adamw"], [Keep()], function=bad, mode="async", steps=1000)
     trainer, last = kept
     assert bits(trainer) == last  # those of the last good update, also after the error
 
