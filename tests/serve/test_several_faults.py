@@ -220,7 +220,9 @@ def two_lines(address: str, key: Any) -> tuple[ServerLines, Replica]:
 
 def next_message(link: ServerLink) -> Message:
     while True:
-        for event in link.receive(HANG_SECONDS):
+        events = link.receive(HANG_SECONDS)
+        assert events, "nothing came"
+        for event in events:
             if isinstance(event, Message):
                 return event
 

@@ -137,6 +137,23 @@ def test_a_checkpoint_goes_on_with_other_numbers_of_servers_and_none(tmp_path: P
     assert bits(trainer.adapter.state()) == expected
 
 
+def test_a_state_of_before_the_first_step_takes_the_optimizers_state_from_all_servers() -> None:
+    class Again(mt.Hook):
+        def before_run(self, trainer: mt.Trainer) -> None:
+            state = trainer.adapter.state()
+            self.kept = {**state, "parameters": {name: value.copy() for name, value in state["parameters"].items()}}
+            assert self.kept["optimizer"]["state"] == {}
+
+        def after_step(self, trainer: mt.Trainer, step: mt.Step) -> None:
+            if step.number == 3:
+                trainer.adapter.restore(self.kept)
+
+    build = build_with(OPTIMIZERS["adamw"])
+    found = [bits(train(number, build, [Again()], steps=5).adapter.state()) for number in (1, 3)]
+    assert found[0] == found[1]
+    assert found[0]["optimizer"]["step"] == 2
+
+
 def test_a_division_has_whole_tensors_and_no_server_has_most_bytes() -> None:
     adapter = build_with(OPTIMIZERS["adamw"])(mt.init()).adapter
     gradients, parameters = adapter.divisions(2)  # type: ignore[attr-defined]
