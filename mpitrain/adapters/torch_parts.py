@@ -59,7 +59,13 @@ class TorchParts:
             if self.owns(parameter.name)
         }
 
-    def state(self, number: int, arrays: Mapping[str, Array], optimizer: torch.optim.Optimizer, named: Any) -> Any:
+    def state(
+        self,
+        number: int,
+        arrays: Mapping[str, Array],
+        optimizer: torch.optim.Optimizer,
+        named: Mapping[str, torch.Tensor],
+    ) -> dict[str, Any]:
         """Return parameters, buffers and optimizer state of a server's part, by name."""
         state: dict[str, Any] = {f"model {name}": array for name, array in arrays.items() if self.owns(name, number)}
         for name, parameter in named.items():
