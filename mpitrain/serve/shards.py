@@ -145,7 +145,7 @@ class Shards:
         Raises:
             LaunchError: a server is gone, or does not answer.
         """
-        if not self.num or self._version < 0 or self._is_fetched:
+        if not self.num or self._version < 0 or self._is_fetched or self.is_lost:
             return
         self._pieces = {number: {} for number in self._peers.values()}
         self._tell("fetch", {})

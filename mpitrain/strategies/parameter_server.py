@@ -197,8 +197,11 @@ class ParameterServer:
         """See ServedStrategy. Workers go on waiting for the server if it has failed, unless the gradients are why."""
         if self._server is None:
             return
-        if not isinstance(error, LostServerError):
+        try:
             self._server.fetch()
+        except LostServerError:
+            if error is None:  # otherwise the first error says why
+                raise
         if error is None:
             self._party.say(self._ledger.line())
         reason = f"{type(error).__name__}: {error}" if isinstance(error, GradientError) else ""
