@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from mpitrain.training.meters.meter import Meter as Meter
     from mpitrain.training.meters.meter import Reading as Reading
     from mpitrain.training.meters.throughput import Throughput as Throughput
+    from mpitrain.training.meters.workers import Workers as Workers
     from mpitrain.training.metrics import evaluate as evaluate
     from mpitrain.training.optimizers import Adam as Adam
     from mpitrain.training.optimizers import AdamW as AdamW
@@ -119,6 +120,7 @@ _HOME = {
     "TensorBoard": "training.writers.tensorboard",
     "Throughput": "training.meters.throughput",
     "Trainer": "training.trainer",
+    "Workers": "training.meters.workers",
     "World": "world",
     "clip_by_global_norm": "training.flat_optimizer",
     "constant": "training.schedules",

@@ -23,6 +23,7 @@ from mpitrain.waiting.background import Background, Queue
 from mpitrain.waiting.control import Control
 from mpitrain.waiting.messages import Messages
 from mpitrain.waiting.transfer import broadcast_bytes, gather_bytes
+from mpitrain.watching.activity import waiting
 
 if TYPE_CHECKING:
     import numpy
@@ -334,7 +335,8 @@ class World:
         from mpi4py import MPI
 
         try:
-            comm = self.comm.Dup()
+            with waiting("apart"):
+                comm = self.comm.Dup()
         except MPI.Exception as error:
             raise MpitrainError(
                 f"{self.name()}: MPI has no further communicator ({error}); each GradientReducer and Trainer keeps one "

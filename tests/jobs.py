@@ -108,7 +108,7 @@ def run_command(
 ) -> Job:
     """Run a command in a session of its own; at the deadline end all of it and fail."""
     job = _run_once(command, timeout, env, cwd, during)
-    # Open MPI's own runtime fails so now and then, before any rank is there: seen some times in thousands of starts.
+    # An mpiexec of Open MPI that is killed leaves its folder /tmp/ompi.PID. A later one with the same number fails so.
     if _NO_START in job.stderr and not job.stdout:
         job = _run_once(command, timeout, env, cwd, during)
     return job

@@ -1,4 +1,4 @@
-"""`mpitrain ps`: list this user's jobs of `mpitrain run`."""
+"""`mpitrain ps`: list this user's jobs of `mpitrain run` and `mpitrain serve`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import time
 
 from mpitrain.cli.launching import add_inventory_argument
 
+_COLUMNS = 40  # of metrics in the list
+
 HELP = "list the jobs that are running, and those that can be resumed"
 
 _EPILOG = """\
@@ -15,7 +17,12 @@ If this machine is a node of a cluster, ps looks on all hosts of the cluster,
 otherwise only on this machine. Give the id of a job to `mpitrain kill ID`, or
 that of a kept one to `mpitrain run --resume ID`.
 
+With the id of a job, ps lists this job alone, with all its metrics. If the job
+has a server, ps also shows each worker, the queue, and how stale the gradients
+are.
+
   mpitrain ps
+  mpitrain ps 1a2b3c4d
   mpitrain ps --hosts node1,node2
 """
 
@@ -24,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.epilog = _EPILOG
     add_host_arguments(parser)
+    parser.add_argument("job", nargs="?", help="the id of a job: only this one, with the workers of its server")
 
 
 def add_host_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,35 +41,58 @@ def add_host_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print one line per job. Return 1 if a host could not be asked."""
+    """Print one line per job. Return 1 if a host could not be asked, or what a server publishes cannot be read."""
+    from mpitrain.cli.workers_table import lines_of, table
     from mpitrain.launch.hosts import place_ranks
     from mpitrain.launch.jobs import find_all
 
     placement = place_ranks(arguments.hosts, arguments.inventory, None, 1)
     jobs, kept, wrong = find_all(placement)
     hosts = placement.machines
+    shown = [job for job in jobs if arguments.job in (None, job.token)]
+    problems = [
+        f"job {job.token}: its server's list of workers cannot be read: {job.served['damaged']}. Look at "
+        "what the server itself prints"
+        for job in shown
+        if "damaged" in job.served
+    ]
     rows = [("JOB", "SINCE", "STATE", "STEP", "METRICS", "RANKS", "SCRIPT")]
     rows += [
-        (job.token, _time(job.since), job.state(hosts), job.step(), job.metrics(), job.where(), job.script)
-        for job in jobs
+        (job.token, _time(job.since), job.state(hosts), job.step(), _cut(job.metrics()), job.where(), job.script)
+        for job in shown
     ]
     running = {job.token for job in jobs}
     for one in kept:
-        if one.is_lost and running.isdisjoint(one.estate["tries"]):
+        if one.is_lost and arguments.job in (None, *one.estate["tries"]) and running.isdisjoint(one.estate["tries"]):
             until = time.strftime("%H:%M:%S", time.localtime(one.until_ms / 1000))
             state = f"kept until {until}: mpitrain run --resume {one.token}"
             where = f"none, its state on {', '.join(one.keepers)}"
             since, script = _time(one.estate["since"]), " ".join(one.estate["request"]["program"])
             rows.append((one.token, since, state, str(one.step or "-"), "-", where, script))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     if len(rows) > 1:
-        for row in rows:
-            print("  ".join([*(text.ljust(width) for text, width in zip(row, widths, strict=False)), row[-1]]))
+        print("\n".join(table(rows, len(rows[0]))))
+    elif arguments.job is not None:
+        known = ", ".join(job.token for job in jobs) or "none"
+        problems.append(f"there is no job {arguments.job} of yours on {', '.join(hosts)}; running: {known}")
     elif not wrong:
         print(f"no job of yours is running on {', '.join(hosts)}")
-    for line in wrong.values():
+    if arguments.job is not None:
+        for job in shown:
+            if job.metrics() != _cut(job.metrics()):
+                print(f"\nmetrics: {job.metrics()}")
+            if "here" in job.served:
+                print("\n".join(["", *lines_of(job.served)]))
+    for line in [*problems, *wrong.values()]:
         print(f"mpitrain ps: {line}", file=sys.stderr)
-    return int(bool(wrong))
+    return int(bool(problems or wrong))
+
+
+def _cut(metrics: str) -> str:
+    """Return those that fit into a table: a job with mt.Record has many."""
+    if len(metrics) <= _COLUMNS:
+        return metrics
+    begun = metrics[:_COLUMNS]
+    return f"{begun.rpartition(',')[0] or begun}, ..."
 
 
 def _time(seconds: float) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import secrets
 import shlex
 import socket
 import sys
@@ -68,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Start the server. Return its exit code."""
     from mpitrain.job.context import JobContext
+    from mpitrain.launch.roster import launcher_name
     from mpitrain.launch.served import become, environment_here, told
     from mpitrain.launch.serving import Serving, serve, show
     from mpitrain.serve.keys import key_file, keys_of
@@ -104,6 +107,8 @@ def run(arguments: argparse.Namespace) -> int:
         flush=True,
     )
     context = JobContext(
+        job=secrets.token_hex(4),
+        launcher=launcher_name(os.getpid()),
         serves="server",
         serve_address=f"{address}:{arguments.port}",
         serve_key=str(path),

@@ -60,13 +60,16 @@ def run(arguments: argparse.Namespace) -> int:
         for host, _ in places:
             check_way(host)
     before = JobContext.read(os.environ)
+    # `mpitrain serve --hosts` gives devices to its own workers, and the marks by which `mpitrain ps` knows them.
+    given = before if before.serves == "worker" else JobContext()
     context = JobContext(
+        job=given.job,
+        launcher=given.launcher,
         serves="worker",
         serve_address=",".join(address.strip() for address in arguments.addresses.split(",")),
         serve_key=path_of(handed_over(key)),
         serve_plain=LOOPBACK if arguments.plain else "",
-        # Those that `mpitrain serve --hosts` has given to this worker.
-        devices=before.devices if before.serves == "worker" else (),
+        devices=given.devices,
     )
     become(told(context, environment_here(script))[0], program)
 

@@ -100,6 +100,16 @@ def bind(world: World) -> Gpu:
     return _bound
 
 
+def own_gpu(world: World) -> Gpu | None:
+    """Return this rank's GPU. None: it has none that can be used, which `bind` says on every rank. Not collective."""
+    if _bound is not None:
+        return _bound
+    try:
+        return open_gpu(world.context.device(world.rank), world.local_rank)
+    except DeviceError:
+        return None
+
+
 def raise_first(world: World, problems: list[str]) -> None:
     """Raise the same DeviceError on every rank if a rank has a problem. `problems` are in rank order, "" for none."""
     for rank, problem in enumerate(problems):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from itertools import accumulate
 
@@ -14,8 +15,9 @@ from mpitrain.allreduce.device import make_transport
 from mpitrain.allreduce.device.sequential import DeviceSequential
 from mpitrain.arrays import Array, is_array, is_device_array, namespace
 from mpitrain.cuda import kernels
+from mpitrain.cuda.device import own_gpu
 from mpitrain.cuda.staging import copy_to_host, like
-from mpitrain.errors import TreeError
+from mpitrain.errors import DeviceError, TreeError, everywhere
 from mpitrain.exchange.exchange import scale, share_of
 from mpitrain.tree import Leaf, Tree, describe, leaves, rebuild
 from mpitrain.waiting.transfer import broadcast_bytes
@@ -43,24 +45,27 @@ class ArrayTrees:
 
     def sum(self, tree: Tree) -> Tree:
         """See World.sum."""
-        packed = _Packed(tree, operation="sum", allowed=DTYPES)
+        packed = _Packed(tree, operation="sum", allowed=DTYPES, world=self._world)
         self._world.agree("sum", packed.lines)
         self._add(packed)
         return packed.unpack()
 
     def mean(self, tree: Tree, weight: float = 1.0) -> Tree:
         """See World.mean."""
-        packed = _Packed(tree, operation="mean", allowed=FLOATS, as_float=True)
+        packed = _Packed(tree, operation="mean", allowed=FLOATS, as_float=True, world=self._world)
         records = self._world.agree("mean", packed.lines, weight=weight)
         share, _ = share_of(self._world, records["weight"].tolist())
-        for flat in packed.flats.values():
-            scale(flat, share)
+        with packed.on_gpu():
+            for flat in packed.flats.values():
+                scale(flat, share)
         self._add(packed)
         return packed.unpack()
 
     def _add(self, packed: _Packed) -> None:
         if self._world.size == 1:
             return
+        if packed.misplaced:  # on every rank, since their lines are equal
+            raise everywhere(DeviceError(f"{packed.misplaced}; move the array to this rank's GPU, or to the host"))
         handles = [
             (self._transport if is_device_array(flat) else self._algorithm).start(flat, agreed=True)
             for flat in packed.flats.values()
@@ -84,6 +89,7 @@ class _Packed:
         operation: str,
         allowed: Sequence[numpy.dtype] | None = None,
         as_float: bool = False,
+        world: World | None = None,
     ) -> None:
         """
         Args:
@@ -92,6 +98,7 @@ class _Packed:
             allowed: allowed dtypes of leaves; device arrays stay on their device. None: any, with all buffers on the
                 host.
             as_float: convert Python's and NumPy's real numbers to float64, as a mean needs them.
+            world: whose ranks add up the device arrays: each on its own GPU.
 
         Raises:
             TreeError: a leaf has another dtype.
@@ -111,14 +118,25 @@ class _Packed:
         if allowed is not None:
             self._check(operation, allowed)
         stay = [allowed is not None and is_device_array(value) for value in values]
-        self.lines = [
-            f"{line} on a GPU" if stays else line for line, stays in zip(self.lines, stay or [False], strict=True)
-        ]
+        gpu = own_gpu(world) if world is not None and world.size > 1 and any(stay) else None
+        self.misplaced = ""  # the first line of an array on another GPU than the rank's; then nothing is packed
+        for place, (value, stays) in enumerate(zip(values, stay, strict=True)):
+            if stays and gpu is not None and value.device.id != gpu.number:
+                self.lines[place] += f" on GPU {value.device.id}, and this rank has GPU {gpu.number}"
+                self.misplaced = self.misplaced or self.lines[place]
+            elif stays:
+                self.lines[place] += " on a GPU"
+        # The caller's current device may be another one. A context remembers that one, so each is used once.
+        self.on_gpu: Callable[[], AbstractContextManager[None]] = gpu.current if gpu is not None else nullcontext
         # The key is the dtype, and "" or "on a GPU".
         groups = [(str(value.dtype), "on a GPU" * stays) for value, stays in zip(values, stay, strict=True)]
         self.flats: dict[tuple[str, str], Array] = {}
         self._views: list[Array] = [None] * len(values)
-        for group in sorted(set(groups)):
+        with self.on_gpu():
+            self._pack(groups, values)
+
+    def _pack(self, groups: Sequence[tuple[str, str]], values: Sequence[Array]) -> None:
+        for group in sorted(set(groups)) if not self.misplaced else ():
             places = [place for place, key in enumerate(groups) if key == group]
             members = [values[place] for place in places]
             if group[1]:

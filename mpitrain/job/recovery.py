@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,9 +28,8 @@ import numpy
 from mpitrain.errors import LaunchError, LostRankError
 from mpitrain.job.worlds import make_world
 from mpitrain.waiting.pace import patient_naps
-from mpitrain.watching.activity import own_activity
+from mpitrain.watching.activity import own_activity, waiting
 from mpitrain.watching.ranges import rank_ranges
-from mpitrain.watching.rank_record import WAITS
 from mpitrain.world import World
 
 if TYPE_CHECKING:
@@ -188,7 +186,7 @@ class Recovery:
 
     def _shrink(self, old: World) -> None:
         """Make the next communicator, of the ranks that are left."""
-        with _waiting("find the ranks that are left"):
+        with waiting("find the ranks that are left"):
             self._base = self._base.Shrink()
         left = self._members()
         self.lost = tuple(sorted({*self.lost, *old.control.members} - {*left}))
@@ -200,7 +198,7 @@ class Recovery:
         return numbers_in_job(self._base.Get_group())
 
     def _next_world(self, old: World) -> World:
-        with _waiting("make the next World"):
+        with waiting("make the next World"):
             made = make_world(self._base, old.config, old.generation + 1, members=self._members())
         made.control.spans = old.control.spans
         devices = made.context.devices  # of the ranks that the job began with
@@ -238,18 +236,6 @@ def numbers_in_job(group: MPI.Group) -> list[int]:
         group.Free()
 
 
-@contextmanager
-def _waiting(doing: str) -> Iterator[None]:
-    """Publish a wait in MPI itself, so that the guard reports it, and ends it where it lasts too long."""
-    activity = own_activity()
-    entry = activity.begin(WAITS, doing, time.monotonic()) if activity else None
-    try:
-        yield
-    finally:
-        if activity and entry:
-            activity.end(entry)
-
-
 def _complete(request: MPI.Request, doing: str) -> None:
     """Wait for an agreement. Nothing may end this wait: a rank must not leave before it knows the answer."""
     naps = patient_naps()
@@ -258,7 +244,7 @@ def _complete(request: MPI.Request, doing: str) -> None:
         if not nap:
             os.sched_yield()
             continue
-        with _waiting(doing):
+        with waiting(doing):
             while not request.Test():
                 time.sleep(naps())
         return

@@ -26,6 +26,7 @@ from mpitrain.job.helpers import prepare_for_helpers, unsafe_because
 from mpitrain.job.job import Job
 from mpitrain.job.recovery import Recovery
 from mpitrain.job.role import role_of
+from mpitrain.job.segments import own_folder
 from mpitrain.job.spare import TakenPlace, wait_if_spare
 from mpitrain.job.told import heed
 from mpitrain.job.trace import Trace
@@ -40,6 +41,9 @@ from mpitrain.watching.rank_record import BEGUN, CALLED, DONE, WAITS
 from mpitrain.world import World
 
 _job: Job | None = None
+
+# A cold start takes long: a rank may be that long in init(), whatever hang_seconds is.
+START_SECONDS = 60.0
 
 # If the user sets one of these, it already says how many threads a rank may use.
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
@@ -86,13 +90,14 @@ def the_job() -> Job:
 
 def _begin(settings: dict[str, Any]) -> Job:
     global _job  # noqa: PLW0603 - MPI itself is one per process
-    stop_waiting = _appear(wait_if_spare(_load_mpi))
+    stop_waiting = _appear(wait_if_spare(_load_mpi), settings)
     _choose_gpu(settings)
     recovers = bool(JobContext.read(os.environ).recover)
-    _start_mpi()
+    remove_segments = _start_mpi()
     from mpi4py import MPI
 
-    world = make_world(MPI.COMM_WORLD)
+    world = make_world(MPI.COMM_WORLD)  # has heard from all ranks, so they have left MPI_Init
+    remove_segments()
     job = Job(world)
     job.world = world = replace(world, config=_common_config(world, settings))
     check_containers(world)
@@ -128,6 +133,8 @@ def _begin(settings: dict[str, Any]) -> Job:
     if world.context.serves:
         # No launcher cleans up after a process that may be killed at any time. The memory itself stays usable.
         remove_mine()
+        if world.context.serves == "server" and world.context.job:
+            publish(world.rank).enter(BEGUN)
     if world.context.servers:
         job.everyone = job.world
         alone = make_world(MPI.COMM_SELF, world.config, parent=job.everyone)
@@ -156,8 +163,8 @@ def _common_profile(world: World) -> Profile:
     return common
 
 
-def _appear(place: TakenPlace) -> Callable[[], None]:
-    """Publish that this rank is here, since MPI_Init may wait for other ranks. Call the result after MPI_Init."""
+def _appear(place: TakenPlace, settings: dict[str, Any]) -> Callable[[], None]:
+    """Publish that this rank is here, since MPI_Init may wait for other ranks. Call the result after that."""
     launched = launched_by(os.environ)
     # A helper is no rank: its end would be taken for the end of its rank.
     if launched is None or launched.rank is None or is_helper():
@@ -171,6 +178,9 @@ def _appear(place: TakenPlace) -> Callable[[], None]:
     activity = publish(launched.rank, place.stub)
     entry = None
     if not is_alone:  # a rank alone waits for nobody, and its exit code tells how it ended
+        with contextlib.suppress(MpitrainError):  # all ranks report wrong settings later
+            hang_seconds = read_config(os.environ, settings).hang_seconds
+            activity.set_limits(activity.stall_seconds, max(hang_seconds, START_SECONDS) if hang_seconds else 0.0)
         activity.enter(CALLED)
         entry = activity.begin(WAITS, "init()", time.monotonic())
     if roll_call:
@@ -200,8 +210,8 @@ def _choose_gpu(settings: dict[str, Any]) -> None:
         choose_early(given, read_config(os.environ, settings).transport, os.environ)
 
 
-def _start_mpi() -> None:
-    """Load and initialise MPI, and refuse a job that is not one."""
+def _start_mpi() -> Callable[[], None]:
+    """Load and initialise MPI, and refuse a job that is not one. Call the result when all ranks have come so far."""
     # While such a process still reads the script, only multiprocessing's own mark tells what it is.
     starting = getattr(multiprocessing.current_process(), "_inheriting", False)
     if (starting or multiprocessing.parent_process() is not None) and launched_by(os.environ) is not None:
@@ -220,8 +230,11 @@ def _start_mpi() -> None:
         ) from error
     version = MPI.Get_library_version()
     check_vendor(version, os.environ)
-    if not MPI.Is_initialized():
+    if MPI.Is_initialized():
+        return lambda: None
+    with own_folder(version, JobContext.read(os.environ).job) as remove:
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    return remove
 
 
 def _load_mpi() -> None:

@@ -48,7 +48,7 @@ from mpitrain.launch.facts import collect, look_at_paths
 from mpitrain.launch.hearing import Hearing
 from mpitrain.launch.marked import Marked, command_line, read, remove
 from mpitrain.launch.memory_kills import MemoryKills
-from mpitrain.launch.shared_files import SharedFiles
+from mpitrain.launch.shared_files import SharedFiles, remove_of_ranks
 from mpitrain.watching.census import Census
 from mpitrain.watching.rank_record import RankRecord
 from mpitrain.watching.view import RankView, look_at, process_state, to_json
@@ -66,7 +66,8 @@ class Guard:
     """One job on this host."""
 
     def __init__(self, wish: dict[str, Any], census: Census) -> None:
-        self._job = Marked(wish["token"])
+        self._token = wish["token"]
+        self._job = Marked(self._token)
         self._roll_call = wish["roll_call"]
         self._peers = wish["peers"]
         self._is_idle = wish.get("idle", False)
@@ -176,6 +177,7 @@ class Guard:
         self._look_at_ends(is_last=True)
         self._beat()
         self._shared_files.remove()
+        remove_of_ranks(self._token)
         is_lost = not Path(self._roll_call).exists()
         remove(self._roll_call)
         send({"ended": ended, "immortal": immortal, "lost": is_lost})

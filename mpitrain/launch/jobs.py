@@ -17,15 +17,17 @@ from mpitrain.watching.rank_record import BUSY, ENDED, WAITS
 from mpitrain.watching.view import RankView, from_json
 
 # The modules of the roster, each after those that it imports.
-ROSTER = (*GUARD, "launch.kept", "launch.wishes", "launch.roster")
+ROSTER = (*GUARD, "watching.served_record", "launch.kept", "launch.wishes", "launch.roster")
 _ANSWER_SECONDS = 45.0  # hosts with jobs are busy: a login and the start of Python take seconds there
 _END_SECONDS = 70.0  # after the answer, a job has 17 s to end
+# A server publishes its state every second, but not in a hook or in an update.
+_SILENT_SECONDS = 5.0
 _CHANGE_SECONDS = 90.0  # a host that is to join has 45 s to answer
 
 
 @dataclass
 class RunningJob:
-    """What is known of a job: its processes by host, its ranks, when it began."""
+    """What is known of a job: its processes by host, its ranks, when it began, and what its server says (roster.py)."""
 
     token: str
     script: str = ""
@@ -34,20 +36,25 @@ class RunningJob:
     num_processes: dict[str, int] = field(default_factory=dict)
     launcher: str = ""
     is_launched: bool = False  # the launcher is alive on one of the hosts
+    is_served: bool = False  # it is of `mpitrain serve`: its only rank is the server
+    served: Mapping[str, Any] = field(default_factory=dict)
 
     def where(self) -> str:
-        """Return text such as `0-3 on node1, 4-7 on node2`."""
+        """Return text such as `0-3 on node1, 4-7 on node2`, or `server on node1, 8 workers (1 gone)`."""
         by_host: dict[str, list[int]] = {}
         for rank, view in sorted(self.ranks.items()):
             by_host.setdefault(view.host, []).append(rank)
-        named = [f"{rank_ranges(ranks)} on {host}" for host, ranks in by_host.items()]
+        named = [f"{'server' if self.is_served else rank_ranges(ranks)} on {host}" for host, ranks in by_host.items()]
+        if "here" in self.served:
+            here, gone = self.served["here"], self.served["joined"] - self.served["here"]
+            named.append(f"{here} worker{'s' * (here != 1)}{f' ({gone} gone)' * (gone > 0)}")
         return ", ".join(named) or f"none on {', '.join(self.num_processes)}"
 
     def state(self, hosts: Iterable[str]) -> str:
         """Describe the state in a few words; `hosts` are those that were asked."""
         views = self.ranks.values()
         if stopped := sorted(rank for rank, view in self.ranks.items() if view.state in ("T", "t")):
-            return f"rank {rank_ranges(stopped)} stopped"
+            return f"{'server' if self.is_served else f'rank {rank_ranges(stopped)}'} stopped"
         if not self.is_launched and self.launcher.partition(" ")[0] in hosts:
             return "its launcher is gone"
         waits = [view.seconds for view in views if view.record.status == WAITS]
@@ -55,15 +62,28 @@ class RunningJob:
             return f"{len(waits)} of {len(views)} ranks wait, since {min(waits):.0f} s"
         if views and all(view.record.status == ENDED for view in views):
             return "ends"
-        return "runs"
+        return self._state_of_server() if "here" in self.served else "runs"
+
+    def _state_of_server(self) -> str:
+        joined, expected, seconds = (self.served[name] for name in ("joined", "expected", "seconds"))
+        if seconds > _SILENT_SECONDS:
+            return f"server in a hook or an update, since {seconds:.0f} s"
+        if joined < expected:
+            return f"waits for {expected - joined} of {expected} workers"
+        return "runs" if self.served["here"] else "waits for workers"
 
     def step(self) -> str:
         """Return the last step that a rank has begun; "-": no rank has begun one."""
         return str(max((view.record.step for view in self.ranks.values()), default=0) or "-")
 
     def metrics(self) -> str:
-        """Return loss and samples per second, of the lowest rank that has reported them; "-": none has."""
+        """Return loss and samples per second, of the lowest rank that has reported them; "-": none has.
+
+        Updates of a server come in bursts, so its speed is that of its answers.
+        """
         reported = next((view.record.metrics for _, view in sorted(self.ranks.items()) if view.record.metrics), {})
+        if reported and "all" in self.served:
+            reported = {**reported, "samples/s": self.served["all"]["samples_per_second"]}
         return ", ".join(f"{name} {value:.4g}" for name, value in reported.items()) or "-"
 
 
@@ -150,6 +170,8 @@ def _running(answers: Mapping[str, Any]) -> list[RunningJob]:
             job.since = min(job.since, entry["since"])
             job.launcher = job.launcher or entry["launcher"]
             job.is_launched = job.is_launched or entry["is_launched_here"]
+            job.is_served = job.is_served or entry["is_served"]
+            job.served = job.served or entry["served"]
             job.num_processes[host] = len(entry["pids"])
             for view in (from_json(fields, host) for fields in entry["ranks"]):
                 job.ranks[view.record.rank] = view

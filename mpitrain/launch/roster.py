@@ -4,7 +4,10 @@ Sent to a host as text, like the guard. So this module imports only the modules 
 Pythons. It looks at processes, not at files, so no list has a dead job. One message goes to it and one comes back:
 
     {"jobs": [{"id", "ranks": [view.RankView...], "pids": [...], "since": seconds since the epoch,
-               "script": [word...], "launcher": "HOST PID START", "is_launched_here": bool}...]}
+               "script": [word...], "launcher": "HOST PID START", "is_launched_here": bool,
+               "is_served": bool: its processes are of `mpitrain serve`,
+               "served": what its server here has published (serve.status), `seconds` ago; {}: it has published
+                         nothing; {"damaged": why}: it cannot be read}...]}
     {"jobs": ..., "kept": [...], as kept() says}, if the wish is `kept`; with the environments if it is 2
     {"ended": [[pid, command line]...], "left": [[pid, command line]...]}, if the wish is to `end` a job; what keepers
                without a launcher hold of it is dropped too, unless the wish has `keeps`
@@ -28,6 +31,7 @@ from mpitrain.launch.kept import KEEPER_PREFIX, KeeperLine
 from mpitrain.launch.marked import command_line, read
 from mpitrain.launch.wishes import ask
 from mpitrain.watching.rank_record import RankRecord, read_record
+from mpitrain.watching.served_record import read_served
 from mpitrain.watching.view import RankView, process_state, to_json, waited
 
 # A launcher gives its ranks 5 s to end by themselves. This is somewhat longer.
@@ -62,10 +66,13 @@ def jobs() -> list[dict[str, Any]]:
             continue
         job = by_token.setdefault(token, {"id": token, "pids": [], "ranks": [], "since": 0.0, "script": []})
         job["launcher"], job["is_launched_here"] = launcher, launcher_pid(launcher) is not None
+        job["is_served"] = bool(context.serves)
         job["pids"].append(int(entry))
         since = _started(int(entry))
         job["since"] = min(job["since"] or since, since)
         rank = next((variables[name] for name in RANK_VARIABLES if name in variables), None)
+        if context.serves:
+            rank = "0" if context.serves == "server" else None
         if rank is not None:
             job["ranks"].append((int(rank), since, int(entry)))
     for job in by_token.values():
@@ -73,8 +80,10 @@ def jobs() -> list[dict[str, Any]]:
         for rank, _, pid in sorted(job["ranks"]):  # a rank is older than its children
             ranks.setdefault(rank, pid)
         job["ranks"] = [to_json(_view(rank, pid)) for rank, pid in sorted(ranks.items())]
+        job["served"] = {}
         if ranks:
-            job["script"] = _script(min(ranks.items())[1])
+            _, first = min(ranks.items())
+            job["script"], job["served"] = _script(first), served(first)
     return sorted(by_token.values(), key=lambda job: float(job["since"]))
 
 
@@ -131,7 +140,11 @@ def end(token: str, *, keeps: bool = False) -> dict[str, Any]:
 
 def change(token: str, wish: dict[str, Any]) -> dict[str, Any]:
     """Return what the launcher of a job answers to a wish (wishes.py); {} if it is not here."""
-    launchers = {job["launcher"] for job in jobs() if job["id"] == token and job["is_launched_here"]}
+    parts = [job for job in jobs() if job["id"] == token and job["is_launched_here"]]
+    if any(job["is_served"] for job in parts):
+        how = "`mpitrain work` adds one at any time, and Ctrl-C ends one"
+        return {"refused": f"it is of `mpitrain serve`, whose workers come and go: {how}"}
+    launchers = {job["launcher"] for job in parts}
     return ask(launchers.pop(), wish) if launchers else {}
 
 
@@ -178,12 +191,26 @@ def _is_mine(entry: str) -> bool:
 
 
 def _view(rank: int, pid: int) -> RankView:
-    descriptors: list[str] = []
-    with contextlib.suppress(OSError):  # the process has just ended: gone, or a zombie, whose folder is root's
-        descriptors = os.listdir(f"/proc/{pid}/fd")  # noqa: PTH208
-    records = (read_record(f"/proc/{pid}/fd/{entry}", rank) for entry in descriptors)
+    records = (read_record(path, rank) for path in _files(pid))
     record = next((record for record in records if record is not None), RankRecord(rank, pid=pid))
     return RankView(record, pid, seconds=round(waited(record, time.monotonic()), 1), state=process_state(pid))
+
+
+def served(pid: int) -> dict[str, Any]:
+    """Return what a server says of its workers."""
+    try:
+        facts = next((facts for facts in map(read_served, _files(pid)) if facts is not None), {})
+    except ValueError as error:
+        return {"damaged": str(error)}
+    return {**facts, "seconds": time.monotonic() - facts["at"]} if facts else {}
+
+
+def _files(pid: int) -> list[str]:
+    """Return the paths of what a process has open."""
+    try:
+        return [f"/proc/{pid}/fd/{entry}" for entry in os.listdir(f"/proc/{pid}/fd")]  # noqa: PTH208
+    except OSError:  # the process has just ended: gone, or a zombie, whose folder is root's
+        return []
 
 
 def _script(pid: int) -> list[str]:

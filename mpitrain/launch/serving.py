@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mpitrain.errors import LaunchError
@@ -89,7 +89,7 @@ def serve(serving: Serving, context: JobContext, descriptor: int, key: Mapping[s
     with ExitStack() as stack:
         signals = stack.enter_context(_signals())
         server = stack.enter_context(_server([sys.executable, *serving.program], context, descriptor))
-        workers = KnownWorkers(serving, key)
+        workers = KnownWorkers(serving, context, key)
         stack.callback(workers.close)
         workers.connect()
         num_heeded, deadline = 0, 0.0
@@ -111,8 +111,10 @@ def serve(serving: Serving, context: JobContext, descriptor: int, key: Mapping[s
 class KnownWorkers:
     """The connections to the hosts of a server's workers."""
 
-    def __init__(self, serving: Serving, key: Mapping[str, str]) -> None:
+    def __init__(self, serving: Serving, server: JobContext, key: Mapping[str, str]) -> None:
+        """`server` is what the server was told: its workers are of the same job."""
         self._serving, self._key = serving, key
+        self._worker = JobContext(job=server.job, launcher=server.launcher, serves="worker")
         self._open: list[Connection] = []
 
     def connect(self) -> None:
@@ -156,7 +158,7 @@ class KnownWorkers:
     def _wish(self, place: Place) -> dict[str, object]:
         common = {name: value for name, value in variables(JobContext()).items() if not is_of_login(name)}
         common |= self._key
-        contexts = [JobContext(serves="worker", devices=(device,) if device else ()) for device in _devices(place)]
+        contexts = [replace(self._worker, devices=(device,) if device else ()) for device in _devices(place)]
         return {
             "folder": str(Path.cwd()),
             "command": self._serving.command(),

@@ -6,9 +6,12 @@ leaves it behind if the daemon is killed. The daemons of Open MPI 5 and its mpie
 has their process number, in TMPDIR or where parameters of Open MPI put it: each of their ranks has its path in a
 variable. The name of any other file does not tell which job owns the file. A file is the job's
 if a process of the job has mapped or opened it; the daemon keeps its file open. A job may be over before anybody could
-look. Therefore a file of an MPI library that appeared while the job ran also counts as the job's, if no process uses
-the file at the job's end: nobody needs it. (Between the making of a file and its mapping, a file in use looks the same,
-so the file must be some seconds old. A mapped file stays usable, even if its name is removed.)
+look. Therefore a file of an MPI library that appeared while the job ran also counts as the job's, if no process has
+mapped or opened the file at the job's end: nobody needs it. (The file must also be some seconds old, because a process
+may be between two such steps. A mapped file stays usable, even if its name is removed.)
+
+A rank of Open MPI keeps its file in a folder of its own while MPI starts (job/segments.py), and removes both then. If
+it is killed before, the folder's name tells whose it is.
 
 Sent to the guards as text. So this module imports no other module of mpitrain, and must run with old Pythons.
 """
@@ -16,6 +19,7 @@ Sent to the guards as text. So this module imports no other module of mpitrain, 
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import re
 import shutil
@@ -37,6 +41,8 @@ _TEMPORARY = ("TMPDIR", "TEMP", "TMP")
 _SESSION_VARIABLE = b"PMIX_SERVER_TMPDIR="
 _SESSION = re.compile("(?:{})[0-9]+".format("|".join(map(re.escape, OF_SESSIONS))))
 _OLD_SECONDS = 2.0
+# What job/segments.py calls the folders of a rank; the job's id follows.
+_OF_RANKS = "mpitrain-"
 _EXITING = 0x4  # PF_EXITING of the kernel, set until a process is reaped
 
 
@@ -99,7 +105,21 @@ class SharedFiles:
 
     def _held(self, pid: int) -> set[tuple[str, int]]:
         """Path and inode of the files that a process has mapped or opened, or that have its number in their name."""
-        return {*_mapped(pid), *_opened(pid), *_sessions(pid, self._bases)} if _is_alive(pid) else set()
+        if not _is_alive(pid):
+            return set()
+        # In this order: whoever makes a file has it open until it has mapped it.
+        return {*_opened(pid), *_mapped(pid), *_sessions(pid, self._bases)}
+
+
+def of_ranks(job: str) -> str:
+    """Return how the names of the folders in FOLDER begin that the ranks of the job with this id make for MPI_Init."""
+    return f"{_OF_RANKS}{job}-"
+
+
+def remove_of_ranks(job: str) -> None:
+    """Remove these folders, which ranks leave that are killed in MPI_Init. All ranks of the job must have ended."""
+    for path in glob.glob(f"{FOLDER}/{of_ranks(job)}*"):  # noqa: PTH207 (paths are wanted)
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def remove_mine() -> None:
@@ -144,7 +164,7 @@ def _opened(pid: int) -> Iterator[tuple[str, int]]:
     with contextlib.suppress(OSError):
         for entry in os.scandir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
-                if os.readlink(entry.path).startswith(OF_DAEMON):  # noqa: PTH115 (Path.readlink is of Python 3.9)
+                if os.readlink(entry.path).startswith((OF_DAEMON, f"{FOLDER}/")):  # noqa: PTH115 (Path.readlink is of Python 3.9)
                     yield os.readlink(entry.path), entry.stat().st_ino  # noqa: PTH115
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from mpitrain.launch.placement import Place
 from mpitrain.launch.watch import Guards
 from mpitrain.watching.hang_report import all_wait_in_one, is_by_design, report
-from mpitrain.watching.rank_record import WAITS
+from mpitrain.watching.rank_record import CALLED, WAITS
 from mpitrain.watching.view import RankView
 
 # A wait is reported after stall_seconds, then after twice, four times ... that time.
@@ -40,14 +40,25 @@ class Stalls:
 
     def fatal(self) -> list[str]:
         """Return why the job must be ended if a wait has lasted for hang_seconds; one line per entry."""
-        for view in self._views():
-            hang_seconds = view.record.hang_seconds
-            if view.record.status == WAITS and hang_seconds and view.seconds >= max(hang_seconds, self._look_again):
-                views, lines = self._report(hang_seconds)
-                if not is_by_design(views):
+        views = self._views()
+        for view in views:
+            hang_seconds, seconds = view.record.hang_seconds, self._seconds(view, views)
+            if view.record.status == WAITS and hang_seconds and seconds >= max(hang_seconds, self._look_again):
+                seen, lines = self._report(hang_seconds)
+                if not is_by_design(seen):
                     return lines
-                self._look_again = view.seconds + view.record.stall_seconds
+                self._look_again = seconds + view.record.stall_seconds
         return []
+
+    def _seconds(self, view: RankView, views: Sequence[RankView]) -> float:
+        """Return how long a rank has waited for ranks that should come soon.
+
+        In init(), the wait counts from the last rank's call: what a program does before may take any time.
+        """
+        if view.record.phase != CALLED:
+            return view.seconds
+        num_ranks = sum(place.num_ranks for place in self._places)
+        return min(one.seconds for one in views) if len(views) == num_ranks else 0.0
 
     def _views(self) -> list[RankView]:
         lost = self._guards.lost()  # their records stay as they were when they ended

@@ -11,7 +11,7 @@ from typing import Any
 
 from mpitrain.launch.guard import send
 from mpitrain.launch.marked import Marked, remove
-from mpitrain.launch.shared_files import SharedFiles
+from mpitrain.launch.shared_files import SharedFiles, remove_of_ranks
 
 
 def main(wish: dict[str, Any], _probe: str) -> None:
@@ -21,5 +21,6 @@ def main(wish: dict[str, Any], _probe: str) -> None:
     shared_files.look(job.find, job.find())
     ended, immortal = job.end(wish["linger_seconds"])
     shared_files.remove()
+    remove_of_ranks(wish["token"])
     remove(wish["roll_call"])
     send({"ended": ended, "immortal": immortal, "lost": False})

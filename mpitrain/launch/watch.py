@@ -19,6 +19,7 @@ from mpitrain.launch.said import Said
 from mpitrain.launch.silence import PATIENCE_SECONDS, SILENCE_SECONDS, account_of, lost_hosts
 
 BEAT_SECONDS = 1.0
+_SUSPENDED_SECONDS = SILENCE_SECONDS / 3  # after such a gap in its own time this process was suspended, not the hosts
 # So many beats follow each other at once, to compare the host's clock: many jobs end in their first seconds.
 _QUICK_BEATS = 20
 FACTS_SECONDS = 90.0  # a host must answer within this time, even if it is busy and its disks are slow
@@ -141,6 +142,8 @@ class Guards(Said):
 
     def have_paths(self, paths: Sequence[str]) -> bool:
         """Ask whether these paths are there on all hosts. False, too, if a host does not answer in time."""
+        for report in self.reports.values():
+            report.paths = None
         self._send_all({"paths": paths})
         deadline = time.monotonic() + _PATHS_SECONDS
         while time.monotonic() < deadline and self.trouble is None:
@@ -234,13 +237,15 @@ class Guards(Said):
         looked = time.monotonic()
         while not self._stop.is_set():
             now = time.monotonic()
-            if now - looked > SILENCE_SECONDS / 3:  # this process was suspended, not the hosts
+            if now - looked > _SUSPENDED_SECONDS:
                 self._grant(now)
             looked = now
             self._beat(now)
             self._exchange(now, BEAT_SECONDS / 4)
-            if self.trouble is None:
-                self.trouble = self._judge(time.monotonic())
+            judged = time.monotonic()
+            # A wait in which this process was suspended may end without what has come meanwhile.
+            if self.trouble is None and judged - now < _SUSPENDED_SECONDS:
+                self.trouble = self._judge(judged)
 
     def _beat(self, now: float) -> None:
         if now - self._beaten >= BEAT_SECONDS:

@@ -114,7 +114,7 @@ class Attendance:
             known.version, known.waits_since = -1, None
             known.is_overdue = known.is_silent = False
         else:
-            known = Attendee(peer, WorkerTally(name))
+            known = Attendee(peer, WorkerTally(name, str(fields.get("host", ""))))
             self.ledger.workers.append(known.tally)
             self.here[peer] = known
             self._rules.say(f"{name} has joined; {len(self.here)} here")

@@ -146,10 +146,22 @@ class JobQueue:
         """The newest number, and those up to it whose jobs are not used yet."""
         return self._number, list(self._jobs)
 
-    @property
-    def num_out(self) -> int:
-        """The number of jobs that are not used yet."""
-        return len(self._jobs)
+    def workers(self) -> set[Hashable]:
+        """Return those that have a job and have not answered it."""
+        return {job.worker for job in self._jobs.values() if job.worker is not None and not job.is_answered}
+
+    def summary(self) -> dict[str, int]:
+        """Return numbers of jobs and samples. `left`: samples of the epoch, and of those before, that no worker has."""
+        jobs = self._jobs.values()
+        waiting = sum(end - begin for _, begin, end in self._free)
+        waiting += sum(job.samples for job in jobs if job.worker is None)
+        return {
+            "epoch": self.epoch,
+            "samples": self._num_samples,
+            "left": self._num_samples - self.cursor + waiting,
+            "out": sum(job.worker is not None and not job.is_answered for job in jobs),
+            "answered": sum(job.is_answered for job in jobs),
+        }
 
     def _add(self, epoch: int, begin: int, end: int) -> ServedJob:
         self._number += 1

@@ -13,18 +13,25 @@ class WorkerTally:
 
     Attributes:
         name: as in messages, such as "worker 2 on lab1".
+        host: as it says itself.
         jobs, samples: answers that were used, and their samples.
         dropped, refused: answers that came too late, and answers that could not be used.
         seconds: from the moment in which a job went out until its answer came, over all answers that were used.
+        waited_seconds: in which it had no job, before each of its jobs.
+        pulled_bytes, pushed_bytes: of parameters and gradients, without headers.
         is_here: the worker has not gone.
     """
 
     name: str
+    host: str = ""
     jobs: int = 0
     samples: int = 0
     dropped: int = 0
     refused: int = 0
     seconds: float = 0.0
+    waited_seconds: float = 0.0
+    pulled_bytes: int = 0
+    pushed_bytes: int = 0
     is_here: bool = True
 
     @property
@@ -59,13 +66,13 @@ class ServerLedger:
 
     @property
     def bytes_in(self) -> int:
-        """The bytes that all servers have taken in."""
-        return sum(one.bytes_in for one in self.servers)
+        """Of gradients to all servers, without headers."""
+        return sum(one.pushed_bytes for one in self.workers)
 
     @property
     def bytes_out(self) -> int:
-        """The bytes that all servers have sent out."""
-        return sum(one.bytes_out for one in self.servers)
+        """Of parameters from all servers, without headers."""
+        return sum(one.pulled_bytes for one in self.workers)
 
     def plain(self) -> dict[str, Any]:
         """Return all tallies, as JSON can hold them."""

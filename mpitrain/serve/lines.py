@@ -34,20 +34,24 @@ class ServerLines:
         self._stall_seconds, self._hang_seconds, self._say = stall_seconds, hang_seconds, say
         self._pushed: list[tuple[dict[str, Any], Sequence[numpy.ndarray], int]] = []
 
-    def pull(self, job: Mapping[str, Any], life: str, name: str) -> None:
+    def pull(self, job: Mapping[str, Any], known: Mapping[str, str], name: str) -> None:
         """Get the parts of the parameters for a job, which are at least as new as that of the first server.
+
+        Args:
+            known: life of the first server, and ticket of this worker.
+            name: of this worker, for errors.
 
         Raises:
             LaunchError: a server has not been heard of for `hang_seconds`.
             MismatchError: what came belongs to other parameters.
         """
         self._pushed = []
-        about = {"life": life, "number": job["number"], "at_least": job["version"]}
-        known = self._replica.versions
+        about = {**known, "number": job["number"], "at_least": job["version"]}
+        versions = self._replica.versions
         for server, link in enumerate(self._links, 1):  # all of them send at once
-            link.send("pull", {**about, "version": known[server]})
+            link.send("pull", {**about, "version": versions[server]})
         for server, link in enumerate(self._links, 1):
-            self._receive(link, server, {**about, "version": known[server]}, name)
+            self._receive(link, server, {**about, "version": versions[server]}, name)
 
     def _receive(self, link: WorkerLink, server: int, question: Mapping[str, Any], name: str) -> None:
         """Take in the answer of a server. Ask again on another connection: only with a connection is a message lost."""

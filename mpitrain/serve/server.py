@@ -29,6 +29,7 @@ from mpitrain.serve.pace import JobPace
 from mpitrain.serve.pushes import mean_of, read_push, shares_of
 from mpitrain.serve.refusals import Refusals
 from mpitrain.serve.shards import Shards
+from mpitrain.serve.status import ServerStatus
 from mpitrain.serve.store import ParameterStore
 from mpitrain.serve.strangers import Strangers
 from mpitrain.serve.wire import Message
@@ -68,6 +69,7 @@ class JobServer:
         self._loss_scale, self._rules = adapter.loss_scale, rules
         self._attendance = Attendance(link, queue, pace, rules)
         self.ledger = self._attendance.ledger
+        self._status = ServerStatus(self._attendance, queue, rules.expected, rules.now)
         self._events: deque[Message | Gone] = deque()
         self._answers = Answers(num_servers)
         self._refusals = Refusals()
@@ -99,6 +101,7 @@ class JobServer:
             self._attendance.was_away(self._rules.now() - self._left)
         while True:
             self._hand_out()
+            self._status.show()
             if not self._events:
                 self._events.extend(self._link.receive(_LOOK_SECONDS))
                 self._attendance.look_at_the_clock()
@@ -163,7 +166,9 @@ class JobServer:
     ) -> Sequence[ServedJob] | None:
         """Take in gradients. The worker asks for its next job with them."""
         job = self.queue.find(_number(fields), attendee.peer)
-        self.ledger.servers[0].bytes_in += sum(array.nbytes for array in arrays)
+        nbytes = sum(array.nbytes for array in arrays)
+        self.ledger.servers[0].bytes_in += nbytes
+        attendee.tally.pushed_bytes += nbytes
         if job is None:  # the job was given to another worker, or is not needed any more
             self._attendance.ask(attendee, fields, self._store.version)
             attendee.tally.dropped += 1
@@ -187,6 +192,9 @@ class JobServer:
             return None
         fields, number = event.fields, self._shards.heard(event)
         attendee = self._attendance.with_ticket(fields["ticket"])
+        if attendee is not None:
+            attendee.tally.pushed_bytes += fields["pushed_bytes"]
+            attendee.tally.pulled_bytes += fields["pulled_bytes"]
         if attendee is None or (job := self.queue.find(fields["number"], attendee.peer)) is None:
             return None
         if fields["problem"]:
@@ -264,8 +272,12 @@ class JobServer:
             fields = {"number": job.number, "epoch": job.epoch, "begin": job.begin, "end": job.end, **pulled}
             fields["loss_scale"] = self._loss_scale.state() if self._loss_scale else None
             self._link.send(attendee.peer, "job", fields, arrays)
-            self.ledger.servers[0].bytes_out += sum(array.nbytes for array in arrays)
-            attendee.waits_since, attendee.job_since = None, self._rules.now()
+            nbytes = sum(array.nbytes for array in arrays)
+            self.ledger.servers[0].bytes_out += nbytes
+            attendee.tally.pulled_bytes += nbytes
+            now = self._rules.now()
+            attendee.tally.waited_seconds += now - (attendee.waits_since or now)
+            attendee.waits_since, attendee.job_since = None, now
             attendee.job_clock = self._attendance.clock()
 
     def _job_for(self, attendee: Attendee) -> ServedJob | None:

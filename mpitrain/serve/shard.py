@@ -6,6 +6,7 @@ worker:  pull ─> parameters   push (a part of the gradients) ─> the first se
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -57,7 +58,7 @@ class ShardServer:
         self._codec, self._hello, self._hang_seconds, self._name = codec, hello, hang_seconds, name
         self._life, self._is_over = "", False
         self._connections = 0  # to the first server, when its first message had come
-        self._tally = ServerTally()
+        self._tally, self._pulled_bytes = ServerTally(), Counter[str]()  # by ticket of the worker, since its last push
         # By ticket of the worker and number of the job: the gradients, and the first parameter that is not finite.
         self._pushes: dict[tuple[str, int], tuple[Mapping[numpy.dtype, numpy.ndarray], str]] = {}
         self._pulls: dict[Peer, Mapping[str, Any]] = {}  # those that wait for a newer version
@@ -184,11 +185,14 @@ class ShardServer:
         known = _whole(fields.get("version"))
         pulled, arrays = self._store.since(known if known <= self._store.version else -1)
         self._link.send(peer, "parameters", {"number": fields.get("number"), **pulled}, arrays)
-        self._tally.bytes_out += sum(array.nbytes for array in arrays)
+        nbytes = sum(array.nbytes for array in arrays)
+        self._tally.bytes_out += nbytes
+        self._pulled_bytes[str(fields.get("ticket"))] += nbytes
 
     def _push(self, message: Message) -> None:
         """Take in gradients. Those that were sent twice, on two connections, count once."""
-        self._tally.bytes_in += sum(array.nbytes for array in message.arrays)
+        nbytes = sum(array.nbytes for array in message.arrays)
+        self._tally.bytes_in += nbytes
         key, problem = (str(message.fields.get("ticket")), _whole(message.fields.get("number"))), ""
         if key not in self._pushes:
             try:
@@ -198,7 +202,8 @@ class ShardServer:
                 problem = str(error)
         not_finite = "" if problem else self._pushes[key][1]
         told = {"ticket": key[0], "number": key[1], "not_finite": not_finite, "problem": problem}
-        self._tell("have", told)
+        of_worker = {"pushed_bytes": nbytes, "pulled_bytes": self._pulled_bytes.pop(key[0], 0)}
+        self._tell("have", told | of_worker)
 
 
 def _whole(value: object) -> int:

@@ -131,7 +131,7 @@ class JobWorker:
         job = {"life": self._life, "number": fields["number"]}
         try:
             self._replica.take(fields, arrays)
-            self._lines.pull(fields, self._life, self.name)
+            self._lines.pull(fields, {"life": self._life, "ticket": self._ticket}, self.name)
             self._replica.load()
             scale = self._adapter.loss_scale
             if scale is not None:

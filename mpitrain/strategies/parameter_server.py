@@ -98,7 +98,7 @@ class ParameterServer:
 
     @property
     def ledger(self) -> ServerLedger:
-        """On a server: what its workers have done in this run, or in the last one."""
+        """See ServedStrategy."""
         return self._ledger
 
     def begin(self, world: World, adapter: Adapter) -> None:

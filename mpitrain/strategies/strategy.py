@@ -7,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 from mpitrain.adapters.adapter import Adapter
 from mpitrain.arrays import Array
 from mpitrain.exchange.means import Means
+from mpitrain.serve.ledger import ServerLedger
 from mpitrain.world import World
 
 
@@ -74,6 +75,11 @@ class ServedStrategy(Strategy, Protocol):
     def role(self) -> str:
         """Since `begin`: "server", "shard" or "worker"; see Role. "": this process trains by itself, by the calls of
         Strategy."""
+        ...
+
+    @property
+    def ledger(self) -> ServerLedger:
+        """On a server: what its workers have done in this run, or in the last one."""
         ...
 
     def begin_serving(self, data: Any) -> None:

@@ -22,6 +22,7 @@ from mpitrain.torch.channel import Channel
 from mpitrain.torch.engine import engine_of
 from mpitrain.torch.rendezvous import check_place
 from mpitrain.torch.versions import record_nothing
+from mpitrain.watching.activity import waiting
 
 _MEET_TAG = 900
 _TAGS = 2**15  # the number that MPI guarantees
@@ -65,8 +66,9 @@ def _make(members: Sequence[int], name: str, timeout: timedelta, store: Any) -> 
     world.control.wait(_meet(ranks, doing, seconds), doing)
     assert isinstance(world.comm, MPI.Intracomm)
     try:
-        comm = world.comm.Create_group(world.comm.group.Incl(members), tag=hash_of(name) % _TAGS)
-        members_world = make_world(comm, world.config, world.generation, parent=world)
+        with waiting(doing):
+            comm = world.comm.Create_group(world.comm.group.Incl(members), tag=hash_of(name) % _TAGS)
+            members_world = make_world(comm, world.config, world.generation, parent=world)
         comm.Free()
     except MPI.Exception as error:
         raise MpitrainError(

@@ -12,14 +12,14 @@ from mpitrain.training.writers.json_lines import RESUMED_AFTER
 
 # The position of a row in the run; these names are not drawn as curves. RESUMED_AFTER is drawn as a line.
 _PLACES = {"step", "epoch", "samples", "seconds", "copy_steps", RESUMED_AFTER}
-_SHARE = "communication_share"
+_SHARE, _SHARE_OF_WORKERS = "communication_share", "waiting_share"
 # The colours of the lines where the training went on after a fault, by the source of its state.
 _COLORS = {"ranks": "tab:red", "memory": "tab:purple", "disk": "tab:brown"}
 _MOST_TEXTS = 8
 
 
 def plot(path: Path, rows: Sequence[Mapping[str, float]], title: str, events: Sequence[RunEvent] = ()) -> None:
-    """Plot loss, throughput, communication share and every other metric over the steps.
+    """Plot loss, throughput, the share of waiting and every other metric over the steps.
 
     A dashed line marks each step after which a run resumed, and after which the training went on after a fault.
 
@@ -57,7 +57,7 @@ def plot(path: Path, rows: Sequence[Mapping[str, float]], title: str, events: Se
         _mark(axes, events, has_texts=axes is places[0] and len(events) <= _MOST_TEXTS)
         alone = len(names) == 1 and label == names[0].rpartition(" ")[2]
         axes.set(ylabel=(names[0] if alone else label).replace("_", " "))
-        if names == [_SHARE]:
+        if names in ([_SHARE], [_SHARE_OF_WORKERS]):
             axes.set(ylim=(0, 1))
             axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         elif label.endswith("/s"):
@@ -83,9 +83,10 @@ def _panels(rows: Sequence[Mapping[str, float]]) -> dict[str, list[str]]:
     names = list(dict.fromkeys(name for row in rows for name in row if name not in _PLACES))
     speed = "tokens_per_second" if "tokens_per_second" in names else "samples_per_second"
     panels = {"loss": ["loss"] if "loss" in names else [], f"{speed.partition('_')[0]}/s": [speed]}
-    panels["waiting for the exchange"] = [_SHARE]
+    waiting = _SHARE_OF_WORKERS if _SHARE_OF_WORKERS in names else _SHARE
+    panels["waiting for a job" if waiting == _SHARE_OF_WORKERS else "waiting for the exchange"] = [waiting]
     for name in names:
-        if name not in ("loss", speed, _SHARE):
+        if name not in ("loss", speed, waiting):
             panels.setdefault(name.rpartition(" ")[2], []).append(name)
     return panels
 

@@ -16,7 +16,7 @@ class Step:
         loss: the mean loss over the samples of all ranks, before the update.
         samples: the number of samples of all ranks together.
         learning_rate: the learning rate that was used. 0 if the step was skipped.
-        seconds: this rank's wall time for the step.
+        seconds: this rank's wall time for the step. On a server: since its last update, with the hooks between them.
         overlap: the time that the exchange took on this rank, and how much of the exchange was hidden.
         loss_scale: the factor by which the gradients of this step were multiplied. None without a loss scale.
         skipped: the loss scale made a gradient infinite, so parameters and optimizer did not change.

@@ -64,9 +64,11 @@ class Trainer:
         self.memory_step = 0
         self.copy_steps = 0
         self.times_own_work = False
+        self._updated = 0.0  # when a server has made its last update
         self.metrics: dict[str, float] = {}
+        job = the_job()  # begins to publish what this process does
         self._activity = own_activity()
-        self._course = Course(self, self._built, self._begin, the_job())
+        self._course = Course(self, self._built, self._begin, job)
         self._course.build(init() if world is None else world)
 
     def _begin(self, world: World) -> None:
@@ -127,6 +129,7 @@ class Trainer:
             ConfigError: no hook ends the run.
             GradientError: a gradient cannot be used. Raised on every rank, with the parameters of the last good step.
         """
+        self._updated = 0.0
         self._course.run()
 
     def report(self, metrics: Mapping[str, float]) -> None:
@@ -170,7 +173,9 @@ class Trainer:
         scale = self.adapter.loss_scale.value if self.adapter.loss_scale else None
         if self.served:
             means, learning_rate = self.served.next_update(self.data)
-            return self._made(started, means, learning_rate, scale, 0, 0.0)
+            # Workers compute while hooks run, and answers that have come then make the next updates fast.
+            begun, self._updated = self._updated or started, time.perf_counter()
+            return self._made(begun, means, learning_rate, scale, 0, 0.0)
         batch, weight = next(self.data)
         if self.world.observer:
             self.world.observer.saw(batch)

@@ -13,11 +13,14 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
-from mpitrain.watching.rank_record import FAILED, NAME, STACK_SIGNAL, WORKS, Page, RankRecord
+from mpitrain.watching.rank_record import FAILED, NAME, STACK_SIGNAL, WAITS, WORKS, Page, RankRecord
 from mpitrain.watching.roll_call import OpenLine, appear
+from mpitrain.watching.served_record import ServedPage
 
 
 class Activity:
@@ -34,6 +37,7 @@ class Activity:
         self._moved = self._first_step = 0
         self._doing: list[tuple[int, str, float]] = []  # the last entry counts: waits can be nested, and in threads
         self._line: OpenLine | None = None
+        self._served: ServedPage | None = None
         self._writing = threading.Lock()
         self._record = RankRecord(rank, pid=pid or self._process)
         if signal.getsignal(STACK_SIGNAL) is signal.SIG_DFL:
@@ -116,6 +120,12 @@ class Activity:
         if self._page.set_metrics(metrics):
             self._write()
 
+    def serve(self, facts: Mapping[str, Any]) -> None:
+        """Publish what this rank knows of its workers, as a server; see serve.status."""
+        if self._served is None:
+            self._served = ServedPage()
+        self._served.write(facts)
+
     @property
     def moved(self) -> int:
         """The number of times that data has arrived or left."""
@@ -164,6 +174,20 @@ def count_moved() -> None:
 def num_moved() -> int:
     """Return how often data has arrived or left in this process."""
     return 0 if _activity is None else _activity.moved
+
+
+@contextmanager
+def waiting(doing: str) -> Iterator[None]:
+    """Run a call of MPI that waits for other ranks, and that only MPI can drive: publish that this rank waits in it.
+
+    So the guard reports the wait, and ends the job where the wait lasts too long.
+    """
+    entry = _activity.begin(WAITS, doing, time.monotonic()) if _activity is not None else None
+    try:
+        yield
+    finally:
+        if _activity is not None and entry is not None:
+            _activity.end(entry)
 
 
 def publish(rank: int, pid: int = 0) -> Activity:

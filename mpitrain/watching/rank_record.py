@@ -40,7 +40,7 @@ _BYTES = 4096
 _EDITION, _CALLS, _MOVED, _FIRST_STEP, _STEP, _LEFT_STEP, _LEFT_SECONDS, _RUN, _TOLD, _READY = range(10)
 _METRICS = 16
 _EDITION_AGAIN = _BYTES // 8 - 1
-_MOST_METRICS = 16
+_MOST_METRICS = 32
 # since, stall_seconds, hang_seconds, failed_seconds, pid, stacks, phase, status, lengths of the four texts
 _TEXTS = struct.Struct("<ddddiiBBHHHH400s400s800s400s")
 _TEXTS_AT = 512

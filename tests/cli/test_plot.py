@@ -116,6 +116,20 @@ def test_where_it_went_on_after_faults(tmp_path: Path, monkeypatch: pytest.Monke
     assert not speeds.texts
 
 
+def test_a_run_with_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = drawn(monkeypatch)
+    rows = [
+        {"step": step, "loss": 1.0, "samples_per_second": 5.0, "waiting_share": 0.25, "workers": 3.0, "staleness": 1.5}
+        for step in range(1, 9)
+    ]
+    assert main(["plot", str(record(tmp_path, rows))]) == 0
+    panels = {axes.get_ylabel(): axes for axes in figures[0].axes}
+    assert panels.keys() == {"loss", "samples/s", "waiting for a job", "workers", "staleness"}
+    shares = panels["waiting for a job"]
+    assert list(shares.lines[0].get_ydata()) == [0.25] * 8
+    assert shares.get_ylim() == (0, 1)
+
+
 def test_what_cannot_be_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plot", str(tmp_path)]) == 2
     assert f"there is no {tmp_path / 'metrics.jsonl'}; name the directory" in capsys.readouterr().err

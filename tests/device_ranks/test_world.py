@@ -6,7 +6,8 @@ import numpy
 import pytest
 
 from mpitrain import World, clip_by_global_norm
-from mpitrain.errors import MismatchError
+from mpitrain.cuda.device import bind
+from mpitrain.errors import MismatchError, MpitrainError
 from tests.ranks.common import error_on_all, skip_alone
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
@@ -48,6 +49,44 @@ def test_a_leaf_on_the_gpu_of_some_ranks_only(world: World) -> None:
         {"a": (cupy if world.is_root else numpy).zeros(3)}
     )  # sync sends values only, so the places may differ
     assert isinstance(synced["a"], cupy.ndarray) == world.is_root
+
+
+def elsewhere(world: World, count: int) -> object:
+    """An array on another GPU than this rank's."""
+    num_gpus = cupy.cuda.runtime.getDeviceCount()
+    if num_gpus == 1:
+        pytest.skip("there is one GPU")
+    with cupy.cuda.Device((bind(world).number + 1) % num_gpus):
+        return cupy.zeros(count)
+
+
+@pytest.mark.parametrize("call", ["sum", "mean"])
+def test_a_leaf_on_another_gpu_than_the_ranks(world: World, call: str) -> None:
+    """On one rank, and on every rank. It is refused on all of them, and they can go on."""
+    skip_alone(world)
+    wrong, right = elsewhere(world, 3), cupy.ones(3)
+    for odd in range(world.size):
+        tree = {"a": wrong if world.rank == odd else right}
+        text = error_on_all(world, MismatchError, lambda tree=tree: getattr(world, call)(tree))
+        assert f"{world.name(odd)}: ['a'] float64 (3,) on GPU " in text
+    both = {"a": right, "b": wrong}
+    with pytest.raises(MpitrainError, match=r"\['b'\] .* on GPU \d, and this rank has GPU ") as caught:
+        getattr(world, call)(both)
+    assert caught.value.known_everywhere
+    assert (world.sum(right).get() == world.size).all()
+
+
+@pytest.mark.parametrize("call", ["sum", "mean"])
+def test_another_gpu_is_current(world: World, call: str) -> None:
+    """What counts is where the array is. Only the first sum of a world makes the rank's GPU current."""
+    other = elsewhere(world, 1).device
+    mine = cupy.full(5, 2.0)
+    world.sum(mine)
+    with other:
+        result = getattr(world, call)(mine)
+        assert cupy.cuda.runtime.getDevice() == other.id
+    assert result.device == mine.device
+    assert (result.get() == (2.0 * world.size if call == "sum" else 2.0)).all()
 
 
 def test_sums_leave_what_they_are_given(world: World) -> None:

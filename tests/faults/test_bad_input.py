@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from faults.conftest import need
 from faults.outcome import failed, report_of, succeeded
-from jobs import VENVS, Job, mpiexec, run_command, run_job
+from jobs import REPOSITORY, VENVS, Job, mpiexec, run_command, run_job
 
 PYTHON = str(VENVS["mpich"] / "bin/python")
 
@@ -299,3 +300,20 @@ def test_what_mpitrain_run_prints_of_a_wrong_variable() -> None:
     failed(job, "there is no setting MPITRAIN_BUCKETS; did you mean MPITRAIN_BUCKET_MIB?")
     # (The message may come again without a rank, after the output of mpiexec.)
     assert job.stderr.count("] mpitrain.errors.ConfigError") == 1, job.output
+
+
+def test_arrays_on_another_gpu_than_the_ranks() -> None:
+    """On all ranks alike. (tests/device_ranks has the case of one rank.) The GPUs are emulated."""
+    source = """
+import cupy
+import mpitrain as mt
+
+world = mt.init()
+with cupy.cuda.Device(1):
+    elsewhere = cupy.ones(3)
+    world.sum({"a": elsewhere})
+"""
+    paths = os.pathsep.join([str(REPOSITORY / "tests/emulated"), str(REPOSITORY)])
+    env = {"PYTHONPATH": paths, "EMULATED_GPUS": "2", "_MPITRAIN_DEVICES": "cuda:0,cuda:0"}
+    text = "['a'] float64 (3,) on GPU 1, and this rank has GPU 0; move the array to this rank's GPU, or to the host"
+    report_of(run_job(2, source, env=env), f"DeviceError: {text}")

@@ -85,6 +85,66 @@ def test_every_rank_that_stands_still_is_named_and_the_job_is_ended(tmp_path: Pa
     assert f"mpitrain:     rank 2 on {socket.gethostname()}, most recent call first:" in after
 
 
+IN_INIT = """
+import os, signal, sys, time
+import mpitrain as mt
+import mpitrain.job.start as start
+
+def make_world(comm):
+    if comm.rank == 1:
+        HOLD
+    return made(comm)
+
+made, start.make_world = start.make_world, make_world
+mt.init()
+"""
+
+
+@pytest.mark.parametrize(
+    ("hold", "expected"),
+    [
+        (
+            "os.kill(os.getpid(), signal.SIGSTOP)",
+            rf"ranks 0,2 on {HOST} wait in init\(\); rank 1 on {HOST} is stopped in init\(\) .*: kill -CONT \d+\n",
+        ),
+        pytest.param(
+            "while True: time.sleep(0.01)",  # as if MPI itself stood still: each rank waits for the others
+            rf"ranks 0-2 on {HOST} wait in init\(\); all ranks are there, on one machine: is the load too high.*\n",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_job_that_stands_in_init_is_ended(tmp_path: Path, hold: str, expected: str) -> None:
+    """After a minute, because a cold start takes long. Before, it is reported."""
+    job = run(tmp_path, 3, IN_INIT.replace("HOLD", hold))
+    assert job.code == 1, job.output
+    assert job.left == []
+    heads = [r"no progress for \d+ s", r"nothing has moved for 60 s \(hang_seconds\), and the job is ended"]
+    assert all(re.search(f"^mpitrain: {head}: {expected}", job.stderr, re.M) for head in heads), job.output
+    assert "in make_world" in job.stderr  # the stack of a rank that waits
+
+
+def test_what_a_program_does_before_init_ends_no_job(tmp_path: Path) -> None:
+    """The others wait for it in init()."""
+    late = "if os.environ['PMI_RANK'] == '1':\n    time.sleep(75)\n"
+    job = run(tmp_path, 2, START.replace("world =", f"{late}world ="))
+    succeeded(job)
+    report = rf"no progress for \d+ s: rank 0 on {HOST} waits in init\(\); rank 1 on {HOST} sleeps, before init\(\)\n"
+    assert re.search(report, job.stderr), job.output
+
+
+def test_a_wait_for_a_communicator(tmp_path: Path) -> None:
+    """Only MPI can drive it, so the rank looks like one that works."""
+    source = START + (
+        "world.barrier()\nif world.rank == 1:\n    os.kill(os.getpid(), signal.SIGSTOP)\ntime.sleep(1)\nworld.apart()"
+    )
+    job = run(tmp_path, 2, source)
+    assert job.code == 1, job.output
+    stands = rf"rank 0 on {HOST} waits in apart \(call \d+\); rank 1 on {HOST} is stopped"
+    heads = [r"no progress for \d+ s", r"nothing has moved for 15 s \(hang_seconds\), and the job is ended"]
+    assert all(re.search(f"^mpitrain: {head}: {stands}", job.stderr, re.M) for head in heads), job.output
+
+
 def test_under_a_bare_mpiexec_the_ranks_see_to_it() -> None:
     source = START + "world.barrier()\nif world.rank == 1:\n    world.receive(source=2)\nworld.barrier()"
     job = run_job(3, source, env=LIMITS)

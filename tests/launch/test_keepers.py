@@ -6,6 +6,8 @@ import contextlib
 import os
 import secrets
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +15,7 @@ from collections.abc import Iterator
 import pytest
 from holding import content, is_gone, memory
 
-from jobs import until
+from jobs import HANG_SECONDS, until
 from keeping import keeper
 from mpitrain.launch.keepers import Keepers
 from mpitrain.launch.kept import DIES, LEAVES, STAYS, KeeperLine
@@ -199,3 +201,62 @@ def test_room_for_another_try(keepers: Keepers) -> None:
     assert not after.has_gpu
     line.close()
     line_of_next.close()
+
+
+AS_NOBODY = """
+import os, select, socket, sys
+sys.path[:] = {path}
+from mpitrain.launch.kept import KeeperLine, Kept, receive, send
+os.setuid(65534)
+{does}
+"""
+ASKS = """
+line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+line.connect(chr(0) + sys.argv[1])
+try:
+    send(line, {"give": "1/state"})
+    print(receive(line))
+except OSError as error:
+    print(type(error).__name__)
+"""
+SERVES = """
+kept = Kept(sys.argv[1])
+print("there", flush=True)
+while sys.stdin not in select.select([sys.stdin, kept], [], [])[0]:
+    kept.look()
+"""
+
+
+@contextlib.contextmanager
+def nobody(does: str, name: str) -> Iterator[subprocess.Popen[str]]:
+    """A process of another user."""
+    if os.geteuid():
+        pytest.skip("only root can become another user")
+    command = [sys.executable, "-c", AS_NOBODY.format(path=sys.path, does=does), name]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_another_user_gets_nothing(keepers: Keepers) -> None:
+    """Anybody may connect to such a socket."""
+    line = KeeperLine(keepers.name, "try")
+    line.keep("1/state", [memory(b"secret")])
+    with nobody(ASKS, keepers.name) as process:
+        assert process.communicate(timeout=HANG_SECONDS)[0] in ("ConnectionResetError\n", "BrokenPipeError\n")
+    (back,) = line.give("1/state")
+    assert content(back) == b"secret"
+    os.close(back)
+    line.close()
+
+
+def test_the_keeper_of_another_user_is_refused() -> None:
+    """It would get the state of the training."""
+    name = f"mpitrain-test-{secrets.token_hex(8)}"
+    with nobody(SERVES, name) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "there\n"
+        with pytest.raises(PermissionError, match="the keeper belongs to user 65534"):
+            KeeperLine(name, "try")

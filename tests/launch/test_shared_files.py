@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -128,6 +129,24 @@ def test_what_an_mpi_library_has_left_before_anybody_looked() -> None:
     end(process)
     shared.remove()
     assert not path.exists()
+
+
+def test_what_another_job_has_made_and_not_yet_mapped() -> None:
+    """On a busy machine, a process may have to wait for a core between the two."""
+    shared = SharedFiles()
+    path = Path(FOLDER) / f"sm_segment.{uuid.uuid4().hex}"
+    path.write_bytes(bytes(4096))
+    maker = opening(path)
+    try:
+        time.sleep(2.5)  # old enough to be judged
+        shared.remove()
+        assert path.exists()
+        end(maker)
+        shared.remove()
+        assert not path.exists()
+    finally:
+        end(maker)
+        path.unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize("begin", OF_SESSIONS)

@@ -14,7 +14,7 @@ from mpitrain.launch.placement import Place
 from mpitrain.launch.stalls import Stalls
 from mpitrain.launch.watched import WatchedJob
 from mpitrain.watching.census import FirstEnd
-from mpitrain.watching.rank_record import BEGUN, DONE, PHASES, STARTED, WAITS, RankRecord
+from mpitrain.watching.rank_record import BEGUN, CALLED, DONE, PHASES, STARTED, WAITS, WORKS, RankRecord
 from mpitrain.watching.view import RankView
 
 
@@ -100,6 +100,36 @@ def test_a_lost_rank_waits_no_more(is_lost: bool) -> None:
     stalls = Stalls([Place("a", 0, 2)], guards)
     assert (stalls.news() == []) is is_lost
     assert (stalls.fatal() == []) is is_lost
+
+
+@pytest.mark.parametrize(
+    ("phases", "is_ended"),
+    [
+        ((CALLED, CALLED), True),
+        ((CALLED, STARTED), False),  # of a job over hosts; what it does before init() may take any time
+        ((CALLED, None), False),  # the same on one host
+        ((CALLED, BEGUN), False),  # it works; when it comes to its next call, it waits
+    ],
+)
+def test_a_wait_in_init_counts_from_the_last_call(phases: tuple[str | None, ...], is_ended: bool) -> None:
+    def view(rank: int, phase: str, seconds: float) -> RankView:
+        status = WAITS if phase == CALLED else WORKS
+        record = RankRecord(rank, phase, status=status, words="init()", stall_seconds=30.0, hang_seconds=60.0)
+        return RankView(record, 4711 + rank, seconds=seconds if status == WAITS else 0.0, state="S")
+
+    def fatal(last: float) -> list[str]:
+        """The first rank has waited for long, the last one for this time."""
+        views = {
+            rank: view(rank, phase, seconds)
+            for rank, (phase, seconds) in enumerate(zip(phases, (1000.0, last), strict=True))
+            if phase is not None
+        }
+        report = HostReport(views, seen=list(views.values()))
+        guards: Any = SimpleNamespace(reports={"a": report}, lost=set, look_at_ranks=dict)
+        return Stalls([Place("a", 0, 2)], guards).fatal()
+
+    assert fatal(59.0) == []
+    assert bool(fatal(60.0)) is is_ended
 
 
 def test_a_network_is_suspected_only_where_a_host_does_not_answer() -> None:

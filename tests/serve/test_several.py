@@ -118,6 +118,8 @@ def test_no_server_has_all_bytes() -> None:
     expected = [60 * 4 * count for count in (1001, 1000, 1000)]  # of 3 workers in 20 steps
     assert [one.bytes_in for one in servers] == expected
     assert [one.bytes_out for one in servers] == expected
+    for worker in trainer.strategy.ledger.workers:  # type: ignore[attr-defined]
+        assert worker.pushed_bytes == worker.pulled_bytes == 20 * 4 * 3001
 
 
 class Everything(mt.Hook):

@@ -235,7 +235,7 @@ def test_what_is_lost_with_a_connection_is_asked_and_pushed_again() -> None:
 
     def work() -> None:
         try:
-            lines.pull({"number": 3, "version": 5}, "life", "a worker")
+            lines.pull({"number": 3, "version": 5}, {"life": "a life", "ticket": "a ticket"}, "a worker")
             lines.push({"number": 3}, [[numpy.arange(12.0)]])
             while not pushed.is_set():
                 lines.tend()

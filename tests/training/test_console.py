@@ -6,6 +6,7 @@ import fcntl
 import os
 import pty
 import re
+import socket
 import struct
 import subprocess
 import sys
@@ -177,3 +178,16 @@ def test_plain_lines_in_a_pipe(inherited: dict[str, str]) -> None:
     assert int(end) <= 51  # each takes 0.05 s or more, and the stop is seen at the beginning of the hooks
     assert "\x1b" not in done.stdout and "\r" not in done.stdout
     assert done.stderr == "of the last rank\n"
+
+
+def test_a_bar_of_a_server(tmp_path: Path) -> None:
+    """Its terminal is that of `mpitrain serve`."""
+    script = tmp_path / "train.py"
+    script.write_text(PROGRAM.replace("mt.Sync()", "mt.ParameterServer()"))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "mpitrain", "serve", "--port", str(port), "--hosts", "localhost/cpu", str(script)]
+    code, output = on_a_terminal(120, under=command, XDG_STATE_HOME=str(tmp_path))
+    assert code == 0, output
+    assert output.count("\x1b[2K") > 2  # drawn anew
+    assert any("12/12 ━" in line for line in screen(output)), output

@@ -9,7 +9,7 @@ from mpitrain.diagnostics.collect import ClusterStep, PairStep
 from mpitrain.diagnostics.remedies import over_ssh
 
 # The names of the files of MPICH, Intel MPI and Open MPI (4, 5) in /dev/shm.
-SHM_PATTERNS = ("mpich_shm_*", "Intel_MPI_*", "vader_segment.*", "sm_segment.*")
+SHM_PATTERNS = ("mpich_shm_*", "Intel_MPI_*", "vader_segment.*", "sm_segment.*", "mpitrain-*/sm_segment.*")
 # The remedy names each file, because a pattern would also remove files of other users and of newer jobs.
 _NAMED = 100
 _SHOWN = 4

@@ -16,6 +16,7 @@ from mpitrain.job.worlds import make_world
 from mpitrain.launch.kept import KeeperLine
 from mpitrain.training.checkpoint.memory_slot import Copy, MemorySlot, read_copy
 from mpitrain.training.checkpoint.resume import is_first_of_node
+from mpitrain.watching.activity import waiting
 from mpitrain.world import World
 
 _STATE = "state"
@@ -104,9 +105,11 @@ class KeptCopies:
 def _sent(world: World, content: numpy.ndarray, holder: int, lacking: Sequence[int]) -> numpy.ndarray:
     """On each of `lacking`, the `content` of `holder`; on the other ranks, their own. Collective over `world`."""
     takers = sorted([holder, *lacking])
-    comm = world.comm.Split(int(world.rank in takers), world.rank)  # the other ranks have it and need not wait
-    if world.rank in takers:
-        part, root = make_world(comm, parent=world), takers.index(holder)
+    with waiting("send a copy to the hosts without it"):
+        comm = world.comm.Split(int(world.rank in takers), world.rank)  # the other ranks have it and need not wait
+        part = make_world(comm, parent=world) if world.rank in takers else None
+    if part is not None:
+        root = takers.index(holder)
         size = part.broadcast(len(content), root)
         room = content if len(content) == size else numpy.empty(size, numpy.uint8)
         sent = part.sync({"copy": room}, root)["copy"]

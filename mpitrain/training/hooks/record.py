@@ -20,6 +20,7 @@ from mpitrain.training.meters.memory import Memory
 from mpitrain.training.meters.meter import Meter, combine
 from mpitrain.training.meters.place import gpu_of
 from mpitrain.training.meters.throughput import Throughput
+from mpitrain.training.meters.workers import Workers
 from mpitrain.training.run_event import RunEvent
 from mpitrain.training.writers.writer import Row, Writer
 
@@ -58,7 +59,8 @@ class Record(Hook):
         Args:
             writers: for example JsonLines, Csv, TensorBoard.
             steps: the number of steps from row to row.
-            meters: default: all in mpitrain.training.meters, with GpuUtilisation only if the model is on GPUs.
+            meters: default: all in mpitrain.training.meters, with GpuUtilisation only if the model is on GPUs. A server
+                has Workers, all others have Communication.
             tokens_per_sample: the length of each sample. The default meters then measure tokens per second.
 
         Raises:
@@ -110,7 +112,8 @@ class Record(Hook):
                     output.writer.open(after_step)
         meters = self._meters
         if meters is None:
-            meters = [Loss(), LearningRate(), GradientNorm(), self._throughput, Communication(), Memory()]
+            exchange = Workers() if trainer.served else Communication()
+            meters = [Loss(), LearningRate(), GradientNorm(), self._throughput, exchange, Memory()]
             if any(world.allgather(gpu_of(trainer) is not None)):
                 meters.append(GpuUtilisation())
         self._restore_meters(meters)

@@ -27,6 +27,10 @@ class Communication(Meter):
     def _clear(self) -> None:
         self._steps, self._seconds, self._exposed, self._wire = 0, 0.0, 0.0, 0.0
 
+    def start(self, trainer: Trainer) -> str:
+        """See Meter."""
+        return "it is a server, which exchanges nothing with ranks; take Workers" if trainer.served else ""
+
     def after_step(self, trainer: Trainer, step: Step) -> None:
         """See Meter."""
         self._steps += 1

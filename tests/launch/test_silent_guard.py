@@ -1,0 +1,93 @@
+"""Guards that say nothing: one whose main thread stands, and hosts that a next try goes without."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import guarding
+import pytest
+from guarding import wait_for_trouble
+
+from jobs import until
+from mpitrain.launch import watch
+from mpitrain.launch.placement import Place
+from mpitrain.launch.watch import Guards
+from mpitrain.launch.watched import WatchedJob
+
+wish = guarding.wish
+
+_SEIZE, _INTERRUPT, _DETACH = 0x4206, 0x4207, 17  # of ptrace(2)
+
+
+@contextmanager
+def held(pid: int) -> Iterator[None]:
+    """Hold the main thread of a process, as a disk that hangs does. Its other threads go on."""
+    ptrace = ctypes.CDLL(None, use_errno=True).ptrace
+    ptrace.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
+    for request in (_SEIZE, _INTERRUPT):
+        if ptrace(request, pid, None, None):
+            pytest.skip(f"a process may not be traced here: {os.strerror(ctypes.get_errno())}")
+    os.waitpid(pid, 0)
+    try:
+        yield
+    finally:
+        ptrace(_DETACH, pid, None, None)
+
+
+def test_a_guard_that_lives_and_does_not_answer(wish: dict[str, Any]) -> None:
+    """Its thread still gives a sign of life every second. Nobody confirms then that the job has ended there."""
+    with Guards("here", ["here"], {"here": wish}) as guards:
+        guards.facts()
+        guards.start()
+        with held(guards._connections["here"].process.pid):
+            wait_for_trouble(guards)
+            said = guards.trouble or ""
+            assert said.startswith("here: the guard of the job there lives, but has not answered for 1"), said
+            assert guards.reports["here"].has_vanished
+            watched = WatchedJob([Place("here", 0, 1)], guards, Path(wish["roll_call"]), 0.0)
+            remedy = "`ssh here ps -fu $USER`"
+            assert watched.end(0.0) == (
+                [],
+                [f"here has not confirmed that nothing of the job is left; {remedy}"],
+            )
+
+
+@pytest.fixture
+def both(wish: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Guards]:
+    """Guards of two hosts, which are both this machine."""
+    connect = watch.connect
+    monkeypatch.setattr(watch, "connect", lambda host, _, *rest: connect(host, True, *rest))
+    wishes = {"here": wish, "there": {**wish, "roll_call": str(tmp_path / "other")}}
+    with Guards("here", wishes, wishes) as guards:
+        guards.facts()
+        guards.keep()
+        yield guards
+
+
+@pytest.mark.parametrize(("lost", "fits"), [("there", True), ("here", False)])
+def test_a_next_try_without_a_host(both: Guards, lost: str, fits: bool) -> None:
+    """A guard that was lost does not matter if its host takes no part."""
+    os.kill(both._connections[lost].process.pid, signal.SIGKILL)
+    wait_for_trouble(both)
+    assert both.narrow(["here"]) is fits
+    assert list(both.reports) == ["here"]
+    if fits:
+        assert both.trouble is None
+        with guarding.rank_of(both._wishes["here"], 0):
+            until(lambda: both.reports["here"].ranks)  # it is still heard
+
+
+def test_paths_that_a_next_try_needs(both: Guards, tmp_path: Path) -> None:
+    """One that is gone by now; and a host that does not answer in time."""
+    here, gone = tmp_path / "script.py", tmp_path / "gone"
+    here.touch()
+    assert both.have_paths([str(here), str(tmp_path)])
+    assert not both.have_paths([str(here), str(gone)])
+    with held(both._connections["there"].process.pid):
+        assert not both.have_paths([str(here)])
