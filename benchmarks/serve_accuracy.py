@@ -3,10 +3,10 @@
     mpiexec -n 3 python benchmarks/serve_accuracy.py --plot served.png
     mpiexec -n 3 python benchmarks/serve_accuracy.py --models mlp --steps 938 --seeds 1 --dtype float64
 
-The MLP and the CNN of examples/train.py on Fashion-MNIST, each with several seeds: mt.Sync on all ranks, and a server
-on rank 0 with 8 workers, threads of the other ranks. In each mode a worker's job has 16 samples. So a step of sync has
-128, and async and bounded make eight updates meanwhile, with an eighth of the learning rate. All modes begin with the
-same parameters and see as many samples.
+The MLP and the CNN of examples/train.py, smaller, on Fashion-MNIST, each with several seeds: mt.Sync on all ranks, and
+a server on rank 0 with 8 workers, threads of the other ranks. In each mode a worker's job has 16 samples. So a step of
+sync has 128, and async and bounded make eight updates meanwhile, with a learning rate and a momentum of their own. All
+modes begin with the same parameters and see as many samples.
 
 `loss` is the mean over the last tenth of the samples, `test` is the accuracy in percent, both as mean over the seeds
 with their standard deviation; `apart` is the mean of the differences from `allreduce` with the same seed. `all steps`
@@ -41,15 +41,15 @@ from datasets import load_images
 from models import cnn, mlp
 from train import standardised
 
-MODELS: dict[str, Any] = {"mlp": mlp, "cnn": cnn}
-NUM_WORKERS, BATCH, RATE = 8, 128, 0.05
+MODELS: dict[str, tuple[Any, dict[str, Any]]] = {"mlp": (mlp, {"hidden": (64,)}), "cnn": (cnn, {"channels": (8, 16)})}
+NUM_WORKERS, BATCH = 8, 128
 JOB = BATCH // NUM_WORKERS
-# By name: the strategy of a server, and the updates in the time of one step of sync; None: mt.Sync.
-MODES: dict[str, tuple[dict[str, Any] | None, int]] = {
-    "allreduce": (None, 1),
-    "sync": ({"mode": "sync"}, 1),
-    "bounded, s = 4": ({"mode": "bounded", "staleness": 4, "job_samples": JOB}, NUM_WORKERS),
-    "async": ({"mode": "async", "job_samples": JOB}, NUM_WORKERS),
+# By name: the strategy of a server (None: mt.Sync), the updates for each 128 samples, learning rate and momentum.
+MODES: dict[str, tuple[dict[str, Any] | None, int, float, float]] = {
+    "allreduce": (None, 1, 0.05, 0.9),
+    "sync": ({"mode": "sync"}, 1, 0.05, 0.9),
+    "bounded, s = 4": ({"mode": "bounded", "staleness": 4, "job_samples": JOB}, NUM_WORKERS, 0.03, 0.0),
+    "async": ({"mode": "async", "job_samples": JOB}, NUM_WORKERS, 0.03, 0.0),
 }
 
 
@@ -70,7 +70,7 @@ def main() -> None:
         print(f"{everyone.size - 1} ranks with {NUM_WORKERS} workers, {arguments.dtype}, {versions_line('pyzmq')}")
     curves: dict[str, dict[str, numpy.ndarray]] = {}
     for model, steps in zip(arguments.models, arguments.steps, strict=True):
-        build, test = images(MODELS[model], steps, arguments.dtype)
+        build, test = images(*MODELS[model], steps, arguments.dtype)
         losses: dict[str, list[list[float]]] = {mode: [] for mode in modes}
         tested: dict[str, list[float]] = {mode: [] for mode in modes}
         stale: dict[str, float] = dict.fromkeys(modes, 0.0)
@@ -101,17 +101,19 @@ def main() -> None:
             plot(curves, arguments.plot)
 
 
-def images(model: Any, steps: int, dtype: str) -> tuple[Callable[..., mt.Parts], Callable[[mt.Trainer], float]]:
+def images(
+    model: Any, sizes: dict[str, Any], steps: int, dtype: str
+) -> tuple[Callable[..., mt.Parts], Callable[[mt.Trainer], float]]:
     """How to build a training, and how to test what it has trained."""
     train_x, train_y, test_x, test_y = load_images("fashion")
     train_x, test_x = (x.astype(dtype) for x in standardised(train_x, test_x))
 
     def build(world: mt.World, seed: int, mode: str) -> mt.Parts:
-        options, updates = MODES[mode]
-        parameters = model.initial(numpy.random.default_rng(seed), numpy, inputs=784, dtype=dtype)
+        options, updates, rate, momentum = MODES[mode]
+        parameters = model.initial(numpy.random.default_rng(seed), numpy, inputs=784, dtype=dtype, **sizes)
         total = steps * updates
-        schedule = mt.warmup_cosine(RATE / updates, warmup_steps=total // 10, total_steps=total)
-        optimizer = mt.Sgd(schedule, momentum=0.9, nesterov=True, weight_decay=5e-4)
+        schedule = mt.warmup_cosine(rate, warmup_steps=total // 10, total_steps=total)
+        optimizer = mt.Sgd(schedule, momentum=momentum, nesterov=momentum > 0, weight_decay=5e-4)
         data = mt.ArrayData(world, (train_x, train_y), global_batch=BATCH, seed=seed)
         strategy = mt.Sync() if options is None else mt.ParameterServer(**options)
         return mt.Parts(mt.ArrayFunction(model.loss_and_gradients, parameters, optimizer), strategy, data)
@@ -138,7 +140,7 @@ def train(everyone: mt.World, build: Any, hooks: list[mt.Hook], *, served: bool)
         job.role = before
         return trainer
     with tempfile.TemporaryDirectory() as name:
-        place: Place = everyone.broadcast(make_place(Path(name)) if everyone.is_root else None)
+        place: Place = everyone.broadcast(make_place(Path(name), plain="lo") if everyone.is_root else None)
         if everyone.is_root:
             trainer = place.trainer("server", build, hooks, NUM_WORKERS)
             trainer.run()

@@ -29,8 +29,9 @@ from pathlib import Path
 from mpitrain.bench.rounds import versions_line
 
 DEADLINE_SECONDS = 120.0
+# When, by which process, what, the first sample of the job or the number of the step, and CPU seconds of the process.
+Line = tuple[float, int, str, int, float]
 
-# Each line that is noted: when, by which process, what, and the first sample of the job or the number of the step.
 SCRIPT = """
 import os, sys, time
 import numpy
@@ -40,7 +41,8 @@ folder = sys.argv[1]
 file = os.open(folder + "/noted", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
 def note(*words):
-    os.write(file, (" ".join(map(str, (time.time(), os.getpid(), *words))) + "\\n").encode())
+    words = time.time(), os.getpid(), *words, time.process_time()
+    os.write(file, (" ".join(map(str, words)) + "\\n").encode())
 
 note("imported", 0)
 
@@ -93,16 +95,20 @@ class Run:
         self._started.append(process)
         return process
 
-    def wait_for(self, found: Callable[[tuple[float, int, str, int]], object], after: float = 0.0) -> tuple[float, int]:
-        """The first line after this moment that is looked for: when, and its number."""
-        deadline = time.monotonic() + DEADLINE_SECONDS
+    def noted(self) -> list[Line]:
+        """All that was noted so far."""
         path = self._folder / "noted"
+        content = path.read_text() if path.exists() else ""
+        split = [line.split() for line in content.splitlines()[: content.count("\n")]]
+        return [(float(at), int(process), what, int(number), float(cpu)) for at, process, what, number, cpu in split]
+
+    def wait_for(self, found: Callable[[Line], object], after: float = 0.0) -> Line:
+        """The first line after this moment that is looked for."""
+        deadline = time.monotonic() + DEADLINE_SECONDS
         while time.monotonic() < deadline:
-            content = path.read_text() if path.exists() else ""
-            for line in content.splitlines()[: content.count("\n")]:
-                at, process, what, number = line.split()
-                if float(at) > after and found((float(at), int(process), what, int(number))):
-                    return float(at), int(number)
+            for line in self.noted():
+                if line[0] > after and found(line):
+                    return line
             time.sleep(0.02)
         raise SystemExit(f"the run does not go on: {(self._folder / 'output').read_text()[-3000:]}")
 
@@ -135,24 +141,29 @@ def main() -> None:
 
 def joins_and_kills(run: Run, trials: int) -> None:
     first: list[float] = []
+    cpu: list[float] = []
     whole: list[float] = []
     again: list[float] = []
     for number in range(trials):
         started = time.time()
         process = run.work()
         worker = process.pid
-        imported, _ = run.wait_for(lambda line, worker=worker: line[1:3] == (worker, "imported"))  # type: ignore[misc]
-        began, _ = run.wait_for(lambda line, worker=worker: line[1:3] == (worker, "began"))  # type: ignore[misc]
-        first.append(began - imported)
-        whole.append(began - started)
-        _, job = run.wait_for(lambda line, worker=worker: line[1:3] == (worker, "began"), time.time())  # type: ignore[misc]
+        imported = run.wait_for(lambda line, worker=worker: line[1:3] == (worker, "imported"))  # type: ignore[misc]
+        began = run.wait_for(lambda line, worker=worker: line[1:3] == (worker, "began"))  # type: ignore[misc]
+        first.append(began[0] - imported[0])
+        cpu.append(began[4] - imported[4])
+        whole.append(began[0] - started)
+        run.wait_for(lambda line, worker=worker: line[1:3] == (worker, "began"), time.time())  # type: ignore[misc]
         time.sleep(0.01 * (number % 10))
         killed = time.time()
         process.send_signal(signal.SIGKILL)
         process.wait()
-        ended, _ = run.wait_for(lambda line, job=job: line[2:] == ("ended", job))  # type: ignore[misc]
-        again.append(ended - killed)
+        last = [line for line in run.noted() if line[1] == worker][-1]
+        if last[2] == "began":  # else it was between two jobs, because the machine is busy
+            ended = run.wait_for(lambda line, last=last: line[2:4] == ("ended", last[3]))  # type: ignore[misc]
+            again.append(ended[0] - killed)
     show("first job, after the imports", first)
+    show("CPU seconds of that", cpu)
     show("first job, after the command", whole)
     show("job done again", again)
 
@@ -169,12 +180,12 @@ def restarts(run: Run, server: subprocess.Popen[bytes], workers: Sequence[int], 
         server.wait()
         server = run.serve()
         process = server.pid
-        imported, _ = run.wait_for(lambda line, process=process: line[1:3] == (process, "imported"))  # type: ignore[misc]
-        at, _ = run.wait_for(lambda line, process=process: line[1:3] == (process, "updated"))  # type: ignore[misc]
-        updated.append(at - killed)
-        after_imports.append(at - imported)
+        imported = run.wait_for(lambda line, process=process: line[1:3] == (process, "imported"))  # type: ignore[misc]
+        first = run.wait_for(lambda line, process=process: line[1:3] == (process, "updated"))  # type: ignore[misc]
+        updated.append(first[0] - killed)
+        after_imports.append(first[0] - imported[0])
         for worker in workers:  # both have come back
-            run.wait_for(lambda line, worker=worker: line[1:3] == (worker, "began"), at)  # type: ignore[misc]
+            run.wait_for(lambda line, worker=worker: line[1:3] == (worker, "began"), first[0])  # type: ignore[misc]
     show("next update, after the kill", updated)
     show("next update, after the imports", after_imports)
 

@@ -8,7 +8,8 @@
 Rank 0 is the server, the other ranks share the workers, and each worker is a thread with a connection of its own. In
 place of a model's arithmetic a worker sleeps; the gradient of --values numbers changes all of them. A worker's own
 speed is that of its loop of read and gradient, without a server. Both sides run in turns; samples of the first seconds
-of a run do not count. `most / least` compares the workers' samples, each divided by the worker's own speed.
+of a run do not count. `s per GB` are CPU seconds of the whole server, its updates included, for each GB of gradients
+and parameters. `most / least` compares the workers' samples, each divided by the worker's own speed.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Window(mt.Hook):
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self.begin = self.end = self.cpu = 0.0
+        self.begin = self.end = self.cpu = self.gigabytes = 0.0
         self.updates = self.samples = 0
 
     def before_run(self, trainer: mt.Trainer) -> None:
@@ -75,14 +76,16 @@ class Window(mt.Hook):
 
     def after_step(self, trainer: mt.Trainer, step: mt.Step) -> None:
         now, cpu = time.monotonic(), time.process_time()
+        ledger = trainer.strategy.ledger  # type: ignore[attr-defined]
+        gigabytes = 1e-9 * (ledger.bytes_in + ledger.bytes_out)
         if not self._first:
             self._first = now
         if not self.begin:
             if now - self._first >= WARM_UP_SECONDS:
-                self.begin, self._cpu = now, cpu
+                self.begin, self._cpu, self._gigabytes = now, cpu, gigabytes
             return
         self.samples, self.updates = self.samples + step.samples, self.updates + 1
-        self.end, self.cpu = now, cpu - self._cpu
+        self.end, self.cpu, self.gigabytes = now, cpu - self._cpu, gigabytes - self._gigabytes
         if now - self.begin >= self._seconds:
             trainer.last_step = step.number
 
@@ -95,6 +98,7 @@ def main() -> None:
     parser.add_argument("--values", type=int, default=10_000, help="float32 numbers of the model")
     parser.add_argument("--seconds", type=float, default=15.0, help="of a run")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--plain", action="store_true", help="no encryption; for workers on the server's host")
     arguments = parser.parse_args()
     number, slowness, options, num_counted = CASES[arguments.case]
     mt.init(stall_seconds=600.0)  # a rank that waits for a worker's sleep is no news
@@ -127,7 +131,7 @@ def main() -> None:
             if side == "alone":
                 row["own"] = own_speeds(everyone, sleepers, build, arguments.seconds / 2, arguments.job)
             else:
-                row |= served(everyone, sleepers, build, number, arguments.seconds)
+                row |= served(everyone, sleepers, build, number, arguments.seconds, arguments.plain)
         if not everyone.is_root:
             continue
         bound = sum(sorted(row["own"], reverse=True)[:num_counted])
@@ -137,11 +141,11 @@ def main() -> None:
         print(
             f"{row['speed']:8.1f} samples/s of {bound:8.1f}: {row['ratio']:.3f}; most / least {row['shares']:.3f}; "
             f"least samples of a worker {min(row['counts'])}; {row['jobs']:.0f} updates/s, "
-            f"CPU of the server {row['cpu']:.2f}, load {os.getloadavg()[0]:.1f}",
+            f"CPU of the server {row['cpu']:.2f}, {row['cpu per GB']:.2f} s per GB, load {os.getloadavg()[0]:.1f}",
             flush=True,
         )
     if everyone.is_root:
-        for name in ("ratio", "shares"):
+        for name in ("ratio", "shares", "cpu per GB"):
             median, low, high = spread([row[name] for row in rows])
             print(f"{name}: {median:.3f} ({low:.3f} to {high:.3f})")
         print(f"load {statistics.mean(os.getloadavg()):.1f}, {os.cpu_count()} cores")
@@ -171,13 +175,16 @@ def own_speeds(
 
 
 def served(
-    everyone: mt.World, sleepers: list[Sleeper], build: Callable[..., Build], number: int, seconds: float
+    everyone: mt.World, sleepers: list[Sleeper], build: Callable[..., Build], number: int, seconds: float, plain: bool
 ) -> dict[str, Any]:
     """Run server and workers once. Collective. Return what the server has counted, and the samples of each worker."""
     with tempfile.TemporaryDirectory() as name:
-        place: Place = everyone.broadcast(
-            make_place(Path(name), everyone.host if everyone.num_nodes > 1 else "") if everyone.is_root else None
-        )
+        place: Place | None = None
+        if everyone.is_root:
+            host = everyone.host if everyone.num_nodes > 1 else ""
+            place = make_place(Path(name), host, "lo" if plain else "")
+        place = everyone.broadcast(place)
+        assert place is not None
         window = Window(seconds)
         if everyone.is_root:
             trainer = place.trainer("server", build(len), [window], number)
@@ -192,6 +199,7 @@ def served(
         "speed": window.samples / length,
         "jobs": window.updates / length,
         "cpu": window.cpu / length,
+        "cpu per GB": window.cpu / max(window.gigabytes, 1e-9),
         "counts": [count for of_rank in counts for count in of_rank],
     }
 
