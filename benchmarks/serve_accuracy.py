@@ -48,8 +48,8 @@ JOB = BATCH // NUM_WORKERS
 MODES: dict[str, tuple[dict[str, Any] | None, int, float, float]] = {
     "allreduce": (None, 1, 0.05, 0.9),
     "sync": ({"mode": "sync"}, 1, 0.05, 0.9),
-    "bounded, s = 4": ({"mode": "bounded", "staleness": 4, "job_samples": JOB}, NUM_WORKERS, 0.03, 0.0),
-    "async": ({"mode": "async", "job_samples": JOB}, NUM_WORKERS, 0.03, 0.0),
+    "bounded, s = 4": ({"mode": "bounded", "staleness": 4, "job_samples": JOB}, NUM_WORKERS, 0.04, 0.0),
+    "async": ({"mode": "async", "job_samples": JOB}, NUM_WORKERS, 0.04, 0.0),
 }
 
 
