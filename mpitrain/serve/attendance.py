@@ -180,20 +180,21 @@ class Attendance:
     def look_at_the_clock(self) -> None:
         """Note whose jobs others may have, and say for whom the server waits."""
         now, rules = self.clock(), self._rules
+        out = self._queue.out()
         for attendee in self.here.values():
-            out = self._queue.at(attendee.peer)
-            if attendee.is_overdue or not rules.hang_seconds or not out:
+            job = out.get(attendee.peer)
+            if attendee.is_overdue or not rules.hang_seconds or job is None:
                 continue
             if now - attendee.job_clock > rules.hang_seconds:
                 attendee.is_overdue = True
                 rules.say(
-                    f"{attendee.tally.name} has not answered job {out[0].number} for {now - attendee.job_clock:.0f} s; "
+                    f"{attendee.tally.name} has not answered job {job.number} for {now - attendee.job_clock:.0f} s; "
                     "the next worker that is free gets its samples"
                 )
         if now - max(self._moved, self._said) < rules.stall_seconds:
             return
         self._said = now
-        busy = [one.tally.name for one in self.here.values() if self._queue.at(one.peer)]
+        busy = [one.tally.name for one in self.here.values() if one.peer in out]
         if not self.here:
             rules.say("there is no worker; the server waits for some")
         elif busy:

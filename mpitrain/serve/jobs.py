@@ -128,6 +128,10 @@ class JobQueue:
         """Return the jobs that a worker has and has not answered."""
         return [job for job in self._jobs.values() if job.worker == worker and not job.is_answered]
 
+    def out(self) -> dict[Hashable, ServedJob]:
+        """Return the jobs that are not answered, by the workers that have them. A worker has one at most."""
+        return {job.worker: job for job in self._jobs.values() if job.worker is not None and not job.is_answered}
+
     def position(self) -> dict[str, Any]:
         """Return where to go on if all jobs are lost: epoch, cursor, and `left`, the places before that to be used.
 
